@@ -1,0 +1,121 @@
+"""Integer rectangles: the one piece of geometry that every room of the house shares.
+
+A box is half-open, `[y0, y1) x [x0, x1)`, and y always comes before x. All arithmetic is on integers, so a tile
+boundary is never a matter of rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """A half-open integer interval `[start, stop)` along one axis. `start >= stop` means empty."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return max(0, self.stop - self.start)
+
+    @property
+    def empty(self) -> bool:
+        return self.stop <= self.start
+
+    def clamp(self, size: int) -> Span:
+        """The part of this span inside `[0, size)`."""
+        return Span(min(max(self.start, 0), size), max(min(self.stop, size), 0))
+
+    def hull(self, other: Span | None) -> Span:
+        """The smallest span that holds both; an empty or missing one adds nothing."""
+        if other is None or other.empty:
+            return self
+        if self.empty:
+            return other
+        return Span(min(self.start, other.start), max(self.stop, other.stop))
+
+    def shift(self, offset: int) -> Span:
+        return Span(self.start + offset, self.stop + offset)
+
+    def within(self, other: Span) -> bool:
+        return self.empty or (other.start <= self.start and self.stop <= other.stop)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """A half-open integer rectangle `[y0, y1) x [x0, x1)` in pixels."""
+
+    y0: int
+    x0: int
+    y1: int
+    x1: int
+
+    @classmethod
+    def of(cls, y: Span, x: Span) -> Box:
+        return cls(y.start, x.start, y.stop, x.stop)
+
+    @classmethod
+    def whole(cls, height: int, width: int) -> Box:
+        return cls(0, 0, height, width)
+
+    @property
+    def y(self) -> Span:
+        return Span(self.y0, self.y1)
+
+    @property
+    def x(self) -> Span:
+        return Span(self.x0, self.x1)
+
+    @property
+    def height(self) -> int:
+        return max(0, self.y1 - self.y0)
+
+    @property
+    def width(self) -> int:
+        return max(0, self.x1 - self.x0)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(height, width)` in pixels."""
+        return self.height, self.width
+
+    @property
+    def area(self) -> int:
+        return self.height * self.width
+
+    @property
+    def empty(self) -> bool:
+        return self.y1 <= self.y0 or self.x1 <= self.x0
+
+    def clamp(self, height: int, width: int) -> Box:
+        """The part of this box inside an image of `height x width` pixels (empty if they do not meet)."""
+        return Box.of(self.y.clamp(height), self.x.clamp(width))
+
+    def intersect(self, other: Box) -> Box:
+        return Box(max(self.y0, other.y0), max(self.x0, other.x0), min(self.y1, other.y1), min(self.x1, other.x1))
+
+    def shift(self, dy: int, dx: int) -> Box:
+        return Box(self.y0 + dy, self.x0 + dx, self.y1 + dy, self.x1 + dx)
+
+    def within(self, other: Box) -> bool:
+        return self.y.within(other.y) and self.x.within(other.x)
+
+    def __str__(self) -> str:
+        return f"[{self.y0}, {self.y1}) x [{self.x0}, {self.x1})"
+
+
+def split(size: int, step: int) -> tuple[Span, ...]:
+    """Disjoint spans of length `step` (the last may be shorter) that cover `[0, size)` in order."""
+    if step < 1:
+        raise ValueError(f"a tile must be at least 1 px long, got {step}")
+    return tuple(Span(start, min(start + step, size)) for start in range(0, size, step))
+
+
+def tiles(height: int, width: int, tile_height: int, tile_width: int) -> Iterator[Box]:
+    """The disjoint boxes of a `tile_height x tile_width` grid over an image, row by row."""
+    for y in split(height, tile_height):
+        for x in split(width, tile_width):
+            yield Box.of(y, x)

@@ -1,0 +1,68 @@
+"""What can go wrong on a user's side. Every class is a `ValueError`, and every message says got, expected and remedy.
+
+Broken invariants of our own are `assert`s instead; they are never dressed up as one of these.
+"""
+
+from __future__ import annotations
+
+from gigagrad.units import format_bytes
+
+
+class GigagradError(ValueError):
+    """Base of every error a user can mend. The command line prints its text as one line and exits with code 2."""
+
+
+class ImageError(GigagradError):
+    """An image or mask cannot be opened, read or used as asked (missing, truncated, corrupt, wrong size, no mpp)."""
+
+
+class WriteError(GigagradError):
+    """An output file cannot be written (disk full, read-only folder, the file exists). Nothing half-written remains."""
+
+
+class ConfigError(GigagradError):
+    """A setting, a cohort file or a command-line value is not usable."""
+
+
+class ModelError(GigagradError):
+    """A model's name is unknown or the package that ships it is missing."""
+
+
+class CaptureError(GigagradError):
+    """`torch.export` refuses the model or the loss; the message quotes its reason."""
+
+
+class TargetError(GigagradError):
+    """The target holds values, a size or a dtype that the loss cannot take."""
+
+
+class UnsupportedOperatorError(GigagradError):
+    """The graph contains an operator that has no row in the operator table yet.
+
+    Attributes: `operator` (ATen name), `module_path` (dotted path inside the user's model, `""` when the operator
+    stands in the loss), `source` (`file:line` in the user's code, `""` if unknown).
+    """
+
+    def __init__(self, operator: str, module_path: str, source: str, reason: str) -> None:
+        self.operator = operator
+        self.module_path = module_path
+        self.source = source
+        where = f"module '{module_path}'" if module_path else "the loss"
+        at = f" at {source}" if source else ""
+        super().__init__(f"operator {operator} in {where}{at} cannot run tile by tile: {reason}")
+
+
+class BudgetError(GigagradError):
+    """The job does not fit in the budget. Raised while planning, before anything runs.
+
+    Attributes: `budget_bytes`, `needed_bytes` (of the leanest plan found), `smallest_bytes` (a budget that works).
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, needed_bytes: int, smallest_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.needed_bytes = needed_bytes
+        self.smallest_bytes = smallest_bytes
+        super().__init__(
+            f"{message}: needs {format_bytes(needed_bytes)}, the budget is {format_bytes(budget_bytes)}; "
+            f"the smallest budget that works is {format_bytes(smallest_bytes)}"
+        )

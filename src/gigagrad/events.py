@@ -1,0 +1,99 @@
+"""What a long job tells whoever listens: frozen records, passed to plain callables. Nobody has to listen.
+
+Execution, training and prediction emit; reports (and a user's own code) subscribe. An emitter never knows its
+listeners, so a progress bar, a metrics file and a test are the same thing to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStarted(Event):
+    """A named piece of work with `total` countable parts began, e.g. `("train", 40)`."""
+
+    job: str
+    total: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobAdvanced(Event):
+    """`done` of `total` parts of `job` are finished; `detail` is one short phrase for a person."""
+
+    job: str
+    done: int
+    total: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFinished(Event):
+    """The named piece of work ended normally after `seconds`."""
+
+    job: str
+    seconds: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TileDone(Event):
+    """One tile of one stage ran; `phase` is `"forward"` or `"backward"`, counts are over the whole step."""
+
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasured(Event):
+    """One whole forward or backward ended: what it cost beside what the plan said it would."""
+
+    phase: str
+    pixels: int
+    seconds: float
+    peak_bytes: int
+    predicted_peak_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsLogged(Event):
+    """Named numbers at a training step, e.g. `split="val"`, `values={"loss": 0.1}`."""
+
+    split: str
+    epoch: int
+    step: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Notice(Event):
+    """One line a person should see (a warning, a path that was written)."""
+
+    text: str
+    warning: bool = False
+
+
+Listener = Callable[[Event], None]
+
+
+class Events:
+    """A list of listeners; `emit` calls each in the order of subscription."""
+
+    def __init__(self, listeners: tuple[Listener, ...] = ()) -> None:
+        self._listeners = list(listeners)
+
+    def subscribe(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+
+    def emit(self, event: Event) -> None:
+        for listener in self._listeners:
+            listener(event)

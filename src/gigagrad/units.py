@@ -1,0 +1,78 @@
+"""Bytes, seconds, pixels and image sizes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+_BYTE_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"2 GiB"`, `"512MB"`, `"1.5g"` or a plain number of bytes, as a number of bytes.
+
+    Raises `ValueError` for anything else, naming the accepted forms.
+    """
+    if isinstance(text, int):
+        if text <= 0:
+            raise ValueError(f"a number of bytes must be positive, got {text}")
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
+    unit = _BYTE_UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"cannot read {text!r} as an amount of memory; write it like '2 GiB', '512 MiB' or '800MB'")
+    value = int(float(match.group(1)) * unit)
+    if value <= 0:
+        raise ValueError(f"an amount of memory must be positive, got {text!r}")
+    return value
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes in binary units with three significant digits, e.g. `1.25 GiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB" if abs(size) < 100 else f"{size:.0f} TiB"
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """`"16000x64000"` as `(height, width)` in pixels. Raises `ValueError` for anything else."""
+    match = re.fullmatch(r"\s*(\d+)\s*[xX]\s*(\d+)\s*", text)
+    if match is None or not int(match.group(1)) or not int(match.group(2)):
+        raise ValueError(f"cannot read {text!r} as an image size; write HEIGHTxWIDTH in pixels, e.g. 16000x64000")
+    return int(match.group(1)), int(match.group(2))
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration a person reads at a glance: `850 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
+    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"
+
+
+def format_pixels(count: int) -> str:
+    """A number of pixels with a unit: `64 Mpx`, `1.02 Gpx`."""
+    for scale, unit in ((10**12, "Tpx"), (10**9, "Gpx"), (10**6, "Mpx"), (10**3, "kpx")):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count} px"
