@@ -1,1 +1,5 @@
-"""Placeholder docstring replaced by the room itself."""
+"""Runs plans: forward, backward, accumulate."""
+
+from gigagrad.execution.engine import Engine, compile
+
+__all__ = ["Engine", "compile"]

@@ -1,1 +1,21 @@
-"""Placeholder docstring replaced by the room itself."""
+"""From a module to a graph: capture at the image's true size, and the operator table that says how to run on crops."""
+
+from gigagrad.graphs.capture import Composite, InputSpec, capture
+from gigagrad.graphs.graph import FIELD_SUM, Graph, Node, Ref
+from gigagrad.graphs.table import Call, Row, Saved, Site, lookup, register
+
+__all__ = [
+    "FIELD_SUM",
+    "Call",
+    "Composite",
+    "Graph",
+    "InputSpec",
+    "Node",
+    "Ref",
+    "Row",
+    "Saved",
+    "Site",
+    "capture",
+    "lookup",
+    "register",
+]

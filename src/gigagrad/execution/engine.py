@@ -1,0 +1,309 @@
+"""The engine: what `gigagrad.compile` returns. It captures and plans on first sight of a size, and runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ConfigError, TargetError
+from gigagrad.events import Events, StepMeasured
+from gigagrad.execution.process import held_bytes, peak_bytes
+from gigagrad.execution.run import Prepared, Run
+from gigagrad.execution.sources import Source, image_source, target_source
+from gigagrad.execution.trial import faster_layout
+from gigagrad.graphs import Composite, Graph, capture
+from gigagrad.plans import Limits, Machine, Plan, make_plan, split_stages
+from gigagrad.units import parse_bytes
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_RUNTIME_BYTES = 96 * 2**20
+"""What the first step adds beside its tensors: kernels, thread stacks, the reader's code (bench/tile_memory.py)."""
+_WORTH_A_TRIAL = 32
+"""Fewer tiles than this are over before a trial of memory layouts would pay."""
+
+
+def compile(
+    model: nn.Module,
+    loss: Loss | None = None,
+    *,
+    memory: str | int | None = None,
+    device: str | torch.device = "cpu",
+    tile: tuple[int, int] | None = None,
+) -> Engine:
+    """Make an engine for `model` and `loss`; nothing runs yet.
+
+    Args:
+        model: any module; takes `(1, C, H, W)` in the dtype the image holds (uint8 for a slide).
+        loss: `loss(output, target)` returns a scalar. Without one the engine predicts.
+        memory: the budget, e.g. `"2 GiB"` or bytes: peak resident memory of the whole process on the CPU (interpreter
+            and libraries included), device memory on a GPU. None: no bound, only speed decides.
+        device: where tiles are computed. The model may stay where it is.
+        tile: `(height, width)` in pixels of the last field, to force the tile's shape (tests, experiments).
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
+    return Engine(model, loss, memory=memory, device=device, tile=tile)
+
+
+class Engine:
+    """Exact loss, gradients and predictions of one module on images of any size. Made by `compile`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        *,
+        memory: str | int | None,
+        device: str | torch.device,
+        tile: tuple[int, int] | None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if loss is not None and not callable(loss):
+            raise ConfigError(f"loss must be a callable loss(output, target), got {type(loss).__name__}")
+        if tile is not None and (len(tile) != 2 or min(tile) < 1):
+            raise ConfigError(f"tile must be (height, width) in pixels, both at least 1, got {tile!r}")
+        try:
+            self._budget_bytes = None if memory is None else parse_bytes(memory)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._device = _usable_device(device)
+        self._tile = tile
+        self._composite = Composite(model, loss)
+        self._prepared: dict[tuple[Any, ...], Prepared] = {}
+        self._layouts: dict[str, str] = {}
+        self.events = Events()
+        self.last_run: StepMeasured | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self._composite.model
+
+    @property
+    def loss(self) -> Loss | None:
+        return self._composite.loss
+
+    def plan(self, image: Any, target: Any = None) -> Plan:
+        """The plan for an image (and target) of this size: of a backward if the engine has a loss, else a forward.
+
+        Raises:
+            BudgetError: it cannot fit; nothing has run.
+            CaptureError, UnsupportedOperatorError: the model cannot be captured.
+            ImageError, TargetError: an input cannot be used.
+        """
+        with self._sources(image, target) as sources:
+            return self._prepare(sources, backward=self.loss is not None).plan
+
+    def backward(self, image: Any, target: Any) -> torch.Tensor:
+        """The exact loss (0-d, detached); adds the exact gradient to every parameter's `.grad`.
+
+        `image` is anything `open_image` takes, or a tensor `(C, H, W)`; `target` likewise, or a small label tensor.
+        Gradients are added only after the whole image has been seen: an error leaves every `.grad` as it was.
+
+        Raises: as `plan`.
+        """
+        if self.loss is None:
+            raise ConfigError("this engine has no loss; compile(model, loss) to train")
+        with self._sources(image, target) as sources, self._measured("backward", sources) as prepared:
+            run = Run(prepared, sources, self._stored, self.events, backward=True)
+            run.run()
+        parameters = dict(self._composite.named_parameters(remove_duplicate=False))
+        for node_id, gradient in run.gradients.items():
+            parameter = parameters[prepared.graph[node_id].arguments["name"]]
+            gradient = gradient.to(parameter.device, parameter.dtype)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return run.output
+
+    def forward(self, image: Any, target: Any = None, *, out: str | Path | None = None) -> torch.Tensor | Path:
+        """Without gradients: the loss if the engine has one, else the prediction `(1, C, H, W)`.
+
+        With `out="prediction.tif"` the prediction is written tile by tile as a float32 pyramidal TIFF and the path is
+        returned; otherwise the whole prediction is held in memory.
+
+        Raises: as `plan`; WriteError if `out` cannot be written.
+        """
+        if self.loss is not None:
+            if out is not None:
+                raise ConfigError("out= needs an engine without a loss: compile(model)")
+            with self._sources(image, target) as sources, self._measured("forward", sources) as prepared:
+                run = Run(prepared, sources, self._stored, self.events, backward=False)
+                run.run()
+            return run.output
+        with self._sources(image, None) as sources:
+            graph = self._prepare(sources, backward=False).graph
+            if not graph[graph.output].is_field:
+                if out is not None:
+                    raise ConfigError("out= needs a model whose output is an image")
+                with self._measured("forward", sources) as prepared:
+                    run = Run(prepared, sources, self._stored, self.events, backward=False)
+                    run.run()
+                return run.output
+        if out is not None:
+            return self._write(image, Path(out), graph)
+        node = graph[graph.output]
+        result = torch.empty(node.shape, dtype=node.dtype, device=self._device)
+        for box, crop in self.stream(image):
+            result[..., box.y0 : box.y1, box.x0 : box.x1] = crop
+        return result
+
+    def stream(self, image: Any) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The prediction as `(box, crop)`: disjoint boxes that cover it, in rows of equal height, left to right.
+
+        Raises: as `plan`; ConfigError if the engine has a loss or the model's output is not an image.
+        """
+        if self.loss is not None:
+            raise ConfigError("stream needs an engine without a loss: compile(model)")
+        with self._sources(image, None) as sources, self._measured("forward", sources) as prepared:
+            if not prepared.graph[prepared.graph.output].is_field:
+                raise ConfigError("stream needs a model whose output is an image")
+            yield from Run(prepared, sources, self._stored, self.events, backward=False).stream()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The choices made by measurement. A run that loads them repeats another one's arithmetic bit for bit."""
+        return {"layouts": dict(self._layouts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Adopt the choices of another engine's `state_dict`."""
+        self._layouts.update(state["layouts"])
+
+    def _write(self, image: Any, path: Path, graph: Graph) -> Path:
+        from gigagrad.images.write import write_pyramid
+
+        _, channels, height, width = graph[graph.output].shape
+        opened = image_source(image)
+        try:
+            mpp = opened.image.mpp if opened.image is not None and opened.spec.shape[-2:] == (height, width) else None
+            write_pyramid(
+                path,
+                strips(self.stream(opened.image), width),
+                shape=(height, width, channels),
+                dtype=np.dtype(np.float32),
+                mpp=mpp,
+                nearest=False,
+            )
+        finally:
+            opened.close()
+        return path
+
+    def _stored(self, kind: str, name: str) -> torch.Tensor:
+        """A parameter or buffer as it is now."""
+        return self._composite.get_parameter(name) if kind == "parameter" else self._composite.get_buffer(name)
+
+    @contextmanager
+    def _sources(self, image: Any, target: Any) -> Iterator[dict[str, Source]]:
+        sources = {"image": image_source(image)}
+        try:
+            if self.loss is not None:
+                if target is None:
+                    raise TargetError("this engine has a loss, which needs a target: an image or a label tensor")
+                sources["target"] = target_source(target, sources["image"])
+            yield sources
+        finally:
+            for source in sources.values():
+                source.close()
+
+    @contextmanager
+    def _measured(self, phase: str, sources: dict[str, Source]) -> Iterator[Prepared]:
+        prepared = self._prepare(sources, backward=phase == "backward")
+        start = time.perf_counter()
+        yield prepared
+        height, width = sources["image"].spec.shape[-2:]
+        self.last_run = StepMeasured(
+            phase=phase,
+            pixels=height * width,
+            seconds=time.perf_counter() - start,
+            peak_bytes=peak_bytes(self._device),
+            predicted_peak_bytes=prepared.plan.predicted_peak_bytes,
+            budget_bytes=self._budget_bytes or 0,
+        )
+        self.events.emit(self.last_run)
+
+    def _prepare(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
+        """Capture and plan, or find what an earlier image of the same size and an unchanged model left."""
+        key = (backward, _fingerprint(self._composite), *((name, s.spec) for name, s in sources.items()))
+        found = self._prepared.get(key)
+        if found is None:
+            found = self._prepared[key] = self._make(sources, backward=backward)
+        return found
+
+    def _make(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
+        image, target = sources["image"], sources.get("target")
+        graph = capture(self.model, self.loss, image.spec, target.spec if target else None)
+        limits = Limits(
+            budget_bytes=self._budget_bytes,
+            base_bytes=held_bytes(self._device),
+            peak_bytes=peak_bytes(self._device),
+            reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
+            runtime_bytes=_RUNTIME_BYTES,
+        )
+        plan = make_plan(
+            graph,
+            limits,
+            Machine.detect(),
+            image_shape=image.spec.shape,
+            backward=backward,
+            device=str(self._device),
+            memory_format=_usual_layout(graph),
+            tile=self._tile,
+        )
+        prepared = Prepared(graph, plan, split_stages(graph), self._device)
+        name = f"{'backward' if backward else 'forward'} {'x'.join(map(str, image.spec.shape))}"
+        if name in self._layouts:
+            return dataclasses.replace(prepared, plan=dataclasses.replace(plan, memory_format=self._layouts[name]))
+        if plan.tile_count >= _WORTH_A_TRIAL and plan.memory_format == "channels_last":
+            layout, seconds = faster_layout(prepared)
+            plan = dataclasses.replace(plan, memory_format=layout, predicted_seconds=seconds)
+            prepared = dataclasses.replace(prepared, plan=plan)
+        self._layouts[name] = plan.memory_format
+        return prepared
+
+
+def strips(stream: Iterator[tuple[Box, torch.Tensor]], width: int) -> Iterator[np.ndarray[Any, Any]]:
+    """Full-width strips `(h, W, C)` in float32 from a stream of crops `(1, C, h, w)` in row-major order."""
+    row: list[np.ndarray[Any, Any]] = []
+    for box, crop in stream:
+        row.append(crop[0].permute(1, 2, 0).to("cpu", torch.float32).numpy())
+        if box.x1 == width:
+            yield np.concatenate(row, axis=1) if len(row) > 1 else row[0]
+            row = []
+    assert not row, "the stream ended inside a row"
+
+
+def _usual_layout(graph: Graph) -> str:
+    """Double precision runs on kernels that know only the contiguous layout."""
+    convolutions = [node for node in graph.nodes if "conv" in node.op]
+    return "contiguous" if any(n.dtype == torch.float64 for n in convolutions) else "channels_last"
+
+
+def _fingerprint(module: nn.Module) -> int:
+    """Changes whenever capture could: module types and modes, shapes, dtypes and `requires_grad` of all tensors."""
+    modules = tuple((name, type(m).__qualname__, m.training) for name, m in module.named_modules())
+    parameters = tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad)
+        for name, p in module.named_parameters(remove_duplicate=False)
+    )
+    buffers = tuple((name, tuple(b.shape), b.dtype) for name, b in module.named_buffers(remove_duplicate=False))
+    return hash((modules, parameters, buffers))
+
+
+def _usable_device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {device!r}; use 'cpu' or 'cuda'") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was asked for, but PyTorch finds no CUDA device here")
+    return chosen

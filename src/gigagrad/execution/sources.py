@@ -1,0 +1,98 @@
+"""Images as a run reads them: crops as tensors with a batch axis, read ahead in a thread while tiles compute."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ImageError
+from gigagrad.graphs import InputSpec
+from gigagrad.images import Image, open_image
+
+_AHEAD = 2
+"""Crops read ahead of the one in use. The planner counts them."""
+
+Crops = dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """One input of the graph: an image that is read box by box, or a small tensor that is passed as it is."""
+
+    spec: InputSpec
+    image: Image | None
+    tensor: torch.Tensor | None
+    opened_here: bool = False
+
+    def read(self, box: Box) -> torch.Tensor:
+        """The crop as a tensor `(1, C, h, w)` on the CPU, sharing the reader's memory where it can."""
+        assert self.image is not None
+        crop = self.image.read(box)
+        if isinstance(crop, np.ndarray):
+            crop = torch.from_numpy(crop if crop.flags.writeable else crop.copy())
+        return crop[None]
+
+    def close(self) -> None:
+        if self.opened_here and self.image is not None:
+            self.image.close()
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the reader may hold decoded."""
+        return int(getattr(self.image, "cache_bytes", 0))
+
+
+def image_source(image: Any) -> Source:
+    """An image argument: an `Image`, a path, a Zarr array, or an array or tensor `(C, H, W)` or `(1, C, H, W)`."""
+    if isinstance(image, torch.Tensor | np.ndarray) and image.ndim == 4:
+        if image.shape[0] != 1:
+            raise ImageError(f"an image has a batch axis of 1 at most, got shape {tuple(image.shape)}")
+        image = image[0]
+    opened = image if isinstance(image, Image) else open_image(image)
+    spec = InputSpec((1, *opened.shape), _torch_dtype(opened.dtype), field=True)
+    return Source(spec, opened, None, opened_here=opened is not image)
+
+
+def target_source(target: Any, image: Source) -> Source:
+    """A target argument: dense (an image of any kind) or a label (a number, a 1-d tensor, any other small tensor).
+
+    A 2-d array is dense if it has the image's height and width, and a label otherwise.
+    """
+    if isinstance(target, bool | int | float):
+        target = torch.tensor([target])
+    if isinstance(target, np.ndarray) and target.ndim < 3:
+        target = torch.from_numpy(np.ascontiguousarray(target))
+    if isinstance(target, torch.Tensor) and (
+        target.ndim < 2 or (target.ndim == 2 and tuple(target.shape) != image.spec.shape[-2:])
+    ):
+        return Source(InputSpec(tuple(target.shape), target.dtype, field=False), None, target)
+    return image_source(target)
+
+
+def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:
+    return dtype if isinstance(dtype, torch.dtype) else torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def read_ahead(tiles: Iterable[Any], read: Callable[[Any], Crops]) -> Iterator[tuple[Any, Crops]]:
+    """`(tile, read(tile))` for every tile in order; the next ones are read in a thread meanwhile."""
+    with ThreadPoolExecutor(1, thread_name_prefix="gigagrad-read") as pool:
+        waiting: deque[tuple[Any, Future[Crops]]] = deque()
+        try:
+            for tile in tiles:
+                waiting.append((tile, pool.submit(read, tile)))
+                if len(waiting) > _AHEAD:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()

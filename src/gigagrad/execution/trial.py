@@ -1,0 +1,70 @@
+"""Which memory layout is faster for this network on this machine: one tile of random pixels, both ways, timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+
+from gigagrad.execution.run import Prepared
+from gigagrad.execution.tile import StageProgram
+from gigagrad.plans import Stage
+
+_ROUNDS = 3
+_CLEARLY = 0.9
+"""A layout must beat channels_last by this factor to be taken: the choice should not flicker with noise."""
+
+
+def trial_seconds(prepared: Prepared, memory_format: str) -> float:
+    """Seconds one step would take in this layout: the best of a few rounds of a middle tile of each pass."""
+    plan = dataclasses.replace(prepared.plan, memory_format=memory_format)
+    layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
+    total = 0.0
+    for step in plan.passes:
+        stage = prepared.stages[step.stage]
+        best = min(_tile_seconds(prepared, stage, step.phase != "forward", layout) for _ in range(_ROUNDS))
+        total += best * plan.stages[stage.index].tile_count
+    return total
+
+
+def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torch.memory_format) -> float:
+    graph, grid = prepared.graph, prepared.grid(stage)
+    rows, columns = grid.shape
+    tile = grid[rows // 2 * columns + columns // 2]
+    generator = torch.Generator().manual_seed(0)
+
+    def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if dtype.is_floating_point:
+            made = torch.rand(shape, generator=generator).to(dtype)
+        else:  # 0 and 1 are legal as class ids, as pixels and as truth values
+            made = torch.randint(0, 2, shape, generator=generator).to(dtype)
+        made = made.to(prepared.device)
+        return made.contiguous(memory_format=layout) if made.ndim == 4 else made
+
+    crops = {}
+    for i in stage.images:
+        box = tile.box(i)
+        if box is not None:
+            crops[i] = values((*graph[i].shape[:-2], *box.shape), graph[i].dtype)
+    boundary = {
+        i: values(graph[i].shape, graph[i].dtype).requires_grad_(backward and graph[i].differentiable)
+        for i in stage.globals
+    }
+    program = StageProgram(graph, stage, prepared.device)
+    start = time.perf_counter()
+    with torch.set_grad_enabled(backward):
+        sums = program.partial_sums(program.run(tile, crops, boundary))
+    outputs = [value for value in sums.values() if value.requires_grad]
+    if outputs:
+        torch.autograd.grad(outputs, [b for b in boundary.values() if b.requires_grad], [torch.ones_like(o) for o in outputs], allow_unused=True)
+    if prepared.device.type == "cuda":
+        torch.cuda.synchronize(prepared.device)
+    return time.perf_counter() - start
+
+
+def faster_layout(prepared: Prepared) -> tuple[str, float]:
+    """The faster memory format of the two and the seconds a step would take in it (pixels at hand)."""
+    last = trial_seconds(prepared, "channels_last")
+    first = trial_seconds(prepared, "contiguous")
+    return ("contiguous", first) if first < _CLEARLY * last else ("channels_last", last)

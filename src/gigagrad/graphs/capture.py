@@ -1,0 +1,213 @@
+"""Capture: `loss(model(image), target)` as a `Graph`, at the image's true size, without touching its pixels.
+
+`torch.export` traces the model on fake tensors: shapes and dtypes without storage, so a gigapixel image costs nothing
+and the captured graph holds every value's true whole-image shape.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gigagrad.errors import CaptureError
+from gigagrad.graphs import operators, rows
+from gigagrad.graphs.builder import Builder
+from gigagrad.graphs.graph import Graph, Origin, Ref
+from gigagrad.graphs.lowering import lower
+from gigagrad.graphs.table import Refused
+
+assert rows.__all__, "importing the rows fills the operator table"
+
+_IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range"})
+_MODEL, _LOSS = "model", "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """What capture needs to know of an input: its shape with the batch axis, its dtype, whether it is an image."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    field: bool
+
+
+class Composite(nn.Module):
+    """`loss(model(image), target)` as one module, so that parameters of a loss module are found too."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.training = model.training
+
+    def forward(self, image: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        output = self.model(image)
+        return output if self.loss is None else self.loss(output, target)
+
+
+def capture(
+    model: nn.Module, loss: Callable[..., Any] | None, image: InputSpec, target: InputSpec | None
+) -> Graph:
+    """The graph of `loss(model(image), target)`, or of `model(image)` if there is no loss.
+
+    Parameter and buffer nodes are named as in `Composite(model, loss)`: `model.conv.weight`, `loss.weight`.
+
+    Raises:
+        CaptureError: `torch.export` refuses the model or the loss, or the loss is not one number.
+        UnsupportedOperatorError: an operator has no row in the operator table; names module and source line.
+    """
+    composite = Composite(model, loss)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _quietly():
+        fake = _fake_copy(composite, mode)
+        with mode:
+            inputs = [torch.empty(spec.shape, dtype=spec.dtype) for spec in (image, target) if spec is not None]
+        try:
+            program = torch.export.export(fake, tuple(inputs), strict=False).run_decompositions({})
+        except Exception as error:
+            raise _explain(error) from error
+    return _convert(program, composite, image, target, has_loss=loss is not None)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """torch.export warns about its own internals on every call; nothing there is the user's to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy whose parameters and buffers are fake: the memo keeps deepcopy from ever copying a real tensor."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = mode.from_tensor(buffer)
+    return copy.deepcopy(module, memo)
+
+
+def _explain(error: Exception) -> CaptureError:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_user_code(f.filename)]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return CaptureError(f"cannot capture the model or the loss{where}: {type(error).__name__}: {reason}")
+
+
+def _is_user_code(filename: str) -> bool:
+    slashed = filename.replace("\\", "/")
+    return "/torch/" not in slashed and not slashed.endswith("gigagrad/graphs/capture.py") and "<" not in slashed
+
+
+def _convert(
+    program: torch.export.ExportedProgram,
+    composite: Composite,
+    image: InputSpec,
+    target: InputSpec | None,
+    *,
+    has_loss: bool,
+) -> Graph:
+    builder = Builder()
+    values: dict[str, Any] = {}
+    inputs = iter([("image", image), ("target", target)])
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            spec = specs[node.name]
+            if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT:
+                name, described = next(inputs)
+                assert described is not None
+                values[node.name] = builder.source(
+                    name, name, described.shape, described.dtype, field=described.field, differentiable=False
+                )
+            else:
+                values[node.name] = _stored(builder, spec, program, composite)
+        elif node.op == "call_function":
+            values[node.name] = _call(builder, node, values)
+        else:
+            assert node.op == "output", node.op
+    mutated = [s for s in program.graph_signature.output_specs if s.kind.name == "BUFFER_MUTATION"]
+    if mutated:
+        raise CaptureError(f"the model writes to its buffer '{mutated[0].target}' while it runs, which has no rule yet")
+    return builder.graph(_output(program, values, builder, has_loss=has_loss), has_loss=has_loss)
+
+
+def _stored(builder: Builder, spec: Any, program: torch.export.ExportedProgram, composite: Composite) -> Ref:
+    """A parameter, buffer or constant tensor the graph reads."""
+    kind = spec.kind.name
+    if kind == "CONSTANT_TENSOR":
+        return builder.constant(spec.target, program.constants[spec.target])
+    tensor = composite.get_parameter(spec.target) if kind == "PARAMETER" else composite.get_buffer(spec.target)
+    return builder.source(
+        kind.lower(),
+        spec.target,
+        tuple(tensor.shape),
+        tensor.dtype,
+        field=False,
+        differentiable=kind == "PARAMETER" and tensor.requires_grad,
+    )
+
+
+def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any]) -> Any:
+    def replace(value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            return values[value.name]
+        if isinstance(value, list | tuple):
+            return [replace(item) for item in value]
+        return value
+
+    target = node.target
+    if getattr(target, "__name__", "") == "getitem":
+        source, index = replace(node.args[0]), node.args[1]
+        if isinstance(source, list) and isinstance(index, int) and index < len(source):
+            return source[index]
+        if isinstance(source, Ref) and index == 0:
+            return source
+        builder.origin = _origin(node)
+        raise builder.unsupported(str(node.args[0]), Refused(f"its output number {index} has no rule"))
+    op = str(target)
+    if op in _IGNORED:
+        return None
+    builder.origin = _origin(node)
+    arguments = operators.bind(op, tuple(replace(a) for a in node.args), {k: replace(v) for k, v in node.kwargs.items()})
+    try:
+        return lower(builder, op, arguments)
+    except Refused as refused:
+        raise builder.unsupported(op, refused) from None
+
+
+def _origin(node: torch.fx.Node) -> Origin:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((path for path, _ in reversed(list(stack.values())) if path), "")
+    path = "" if path == _LOSS else path.removeprefix(f"{_MODEL}.") if path != _MODEL else "model"
+    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
+    for frame in reversed(frames):
+        filename, _, rest = frame.removeprefix('File "').partition('", line ')
+        if _is_user_code(filename):
+            return Origin(path, f"{filename}:{rest.split(',')[0]}")
+    return Origin(path)
+
+
+def _output(
+    program: torch.export.ExportedProgram, values: dict[str, Any], builder: Builder, *, has_loss: bool
+) -> Ref:
+    outputs = [s for s in program.graph_signature.output_specs if s.kind.name == "USER_OUTPUT"]
+    if len(outputs) != 1 or not isinstance(values.get(getattr(outputs[0].arg, "name", "")), Ref):
+        what = "loss" if has_loss else "model"
+        raise CaptureError(f"the {what} must return one tensor, got {len(outputs)} values")
+    output: Ref = values[outputs[0].arg.name]
+    node = builder.node(output)
+    if has_loss and (node.is_field or len(node.shape) > 0):
+        raise CaptureError(
+            f"the loss must return a scalar, got a tensor of shape {node.shape}; reduce it with .mean() or .sum()"
+        )
+    return output

@@ -1,0 +1,153 @@
+"""The captured graph: frozen data, one node per value, every value with its true whole-image shape.
+
+A node is a *field* when it keeps the image's two spatial axes (`axes` names them, counted from the end), and otherwise
+*global*: a parameter, a constant, a reduction, or arithmetic on those. Reductions are the nodes with the operator
+`gigagrad.field_sum`; they are the only way from a field to a global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+Axes = tuple[int, int]
+"""The positions of a field's y and x axes, negative: `(-2, -1)` for NCHW, `(-3, -2)` for NHWC."""
+
+IMAGE_AXES: Axes = (-2, -1)
+FIELD_SUM = "gigagrad.field_sum"
+SOURCES = frozenset({"image", "target", "parameter", "buffer", "constant"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A reference to another node's value inside a node's arguments."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node came from: dotted module path in the user's model (`""` in the loss) and `file:line`."""
+
+    module_path: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """One value of the graph and the operator that makes it.
+
+    `arguments` are named and ordered as in the operator's schema, defaults filled in, with `Ref` for values.
+    `shape` is that of the whole image, batch axis included.
+    """
+
+    id: int
+    op: str
+    arguments: Mapping[str, Any]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axes: Axes | None
+    origin: Origin
+    differentiable: bool
+    """Whether a gradient flows through this value to a parameter that asks for one."""
+
+    @property
+    def is_field(self) -> bool:
+        return self.axes is not None
+
+    @property
+    def is_source(self) -> bool:
+        return self.op in SOURCES
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        """Ids of the nodes this one reads, in the order of the arguments, with repetitions."""
+        return tuple(ref.id for ref in references(self.arguments))
+
+    def size(self, axis: int) -> int:
+        """Length in pixels of the whole field along `axis` (0 is y, 1 is x)."""
+        assert self.axes is not None
+        return self.shape[self.axes[axis]]
+
+    @property
+    def bytes_per_pixel(self) -> int:
+        """Bytes one spatial position of this field takes."""
+        assert self.axes is not None
+        positions = self.size(0) * self.size(1)
+        return self.dtype.itemsize * (_product(self.shape) // positions)
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * _product(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """A whole captured `loss(model(image), target)` or `model(image)`, in topological order (`nodes[i].id == i`)."""
+
+    nodes: tuple[Node, ...]
+    output: int
+    has_loss: bool
+    constants: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __getitem__(self, node_id: int) -> Node:
+        return self.nodes[node_id]
+
+    def operands(self, node: Node) -> tuple[Node, ...]:
+        return tuple(self.nodes[i] for i in node.operands)
+
+    def source(self, op: str) -> Node | None:
+        """The `image` or `target` node, or None if the graph never reads it."""
+        return next((node for node in self.nodes if node.op == op), None)
+
+    def ancestors(self, targets: Iterator[int] | tuple[int, ...]) -> set[int]:
+        """The targets and every node they depend on."""
+        seen: set[int] = set()
+        stack = list(targets)
+        while stack:
+            node_id = stack.pop()
+            if node_id not in seen:
+                seen.add(node_id)
+                stack.extend(self.nodes[node_id].operands)
+        return seen
+
+
+def references(value: Any) -> Iterator[Ref]:
+    """Every `Ref` inside a nest of mappings, lists and tuples, in order."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from references(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from references(item)
+
+
+def substitute(value: Any, replace: Mapping[int, Any]) -> Any:
+    """The same nest with every `Ref` exchanged for `replace[ref.id]`."""
+    if isinstance(value, Ref):
+        return replace[value.id]
+    if isinstance(value, list | tuple):
+        return [substitute(item, replace) for item in value]
+    return value
+
+
+def fill(value: Any, values: Iterator[Any]) -> Any:
+    """The same nest with every `Ref`, in the order of `references`, exchanged for the next of `values`."""
+    if isinstance(value, Ref):
+        return next(values)
+    if isinstance(value, list | tuple):
+        return [fill(item, values) for item in value]
+    return value
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,90 @@
+"""`aten.pad` in its modes: constant, reflect, replicate, circular.
+
+A tile inside the image needs no padding and reads its own span. At the border, constant padding adds what lies outside;
+the other modes copy pixels of the image, so the span needed is the hull of the pixels copied. Circular padding therefore
+makes a border tile read across the whole axis: exact, and as hungry as that sounds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gigagrad.boxes import Span
+from gigagrad.graphs.graph import Axes, Node
+from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, common_axes, per_operand, register
+
+
+def _fold(index: int, size: int, mode: str) -> int:
+    """The pixel of `[0, size)` that a padded position copies."""
+    if mode == "replicate":
+        return min(max(index, 0), size - 1)
+    if mode == "circular":
+        return index % size
+    assert mode == "reflect"
+    return -index if index < 0 else 2 * (size - 1) - index if index >= size else index
+
+
+class Padding(Row):
+    saved = Saved.NOTHING
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        axes = common_axes(call)
+        for position in range(len(call["pad"]) // 2):
+            if -1 - position not in axes and any(self._amount(call, -1 - position)):
+                raise Refused("it pads an axis that is not the image's")
+        return axes
+
+    @staticmethod
+    def _amount(call: Call, axis: int) -> tuple[int, int]:
+        """Pixels added before and after along a negative axis; negative amounts crop."""
+        first = 2 * (-axis - 1)
+        pad = call["pad"]
+        return (pad[first], pad[first + 1]) if first < len(pad) else (0, 0)
+
+    def _before(self, call: Call, axis: int) -> int:
+        axes = call.operands[0].axes
+        assert axes is not None
+        return self._amount(call, axes[axis])[0]
+
+    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
+        before, mode = self._before(call, axis), call["mode"]
+
+        def need(field: Node) -> Span:
+            size = field.size(axis)
+            raw = out.shift(-before)
+            inside = raw.clamp(size)
+            if mode == "constant":
+                if not inside.empty:
+                    return inside
+                nearest = min(max(raw.start, 0), size - 1)  # only fill is seen; one pixel keeps shapes legal
+                return Span(nearest, nearest + 1)
+            outside = [*range(raw.start, min(raw.stop, 0)), *range(max(raw.start, size), raw.stop)]
+            folded = [_fold(index, size, mode) for index in outside]
+            hull = Span(min(folded), max(folded) + 1) if folded else inside
+            return hull.hull(inside)
+
+        return per_operand(call, need)
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        crop, mode = arguments["self"], call["mode"]
+        field, inside = call.operands[0], site.operands[0]
+        assert inside is not None
+        assert field.axes is not None
+        for axis in (0, 1):
+            raw, size, dim = site.out[axis].shift(-self._before(call, axis)), field.size(axis), field.axes[axis]
+            if raw == inside[axis]:
+                continue
+            if mode == "constant":
+                amounts = [inside[axis].start - raw.start, raw.stop - inside[axis].stop]
+                pads = [0, 0] * (-dim - 1) + amounts
+                crop = F.pad(crop, pads, value=call["value"] or 0)
+            else:
+                indices = [_fold(i, size, mode) - inside[axis].start for i in range(raw.start, raw.stop)]
+                crop = crop.index_select(dim, torch.tensor(indices, device=crop.device))
+        return crop
+
+
+register(Padding(), ["aten.pad.default"])

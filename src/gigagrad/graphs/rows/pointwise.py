@@ -1,0 +1,211 @@
+"""Operators that work position by position: arithmetic with broadcasting, activations, casts, channel-wise layers.
+
+Output box = input box. Operands of length 1 along an axis broadcast, globals with a spatial extent (a bias per pixel,
+say) are narrowed to the crop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gigagrad.boxes import Span
+from gigagrad.graphs.graph import Axes, Node, Ref, references
+from gigagrad.graphs.operators import call as call_operator
+from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, common_axes, per_operand, register
+
+
+def _size_at(shape: tuple[int, ...], axis: int) -> int:
+    """Length of a shape at a negative axis; 1 where broadcasting would add the axis."""
+    return shape[axis] if -axis <= len(shape) else 1
+
+
+class Broadcasting(Row):
+    """Elementwise operators whose tensor operands broadcast against each other."""
+
+    def __init__(self, saved: Saved) -> None:
+        self.saved = saved
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        axes = common_axes(call)
+        for operand in call.operands:
+            if not operand.is_field and len(operand.shape) > rank:
+                raise Refused("a global operand has more axes than the field")
+        return axes
+
+    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
+        size = call.node.size(axis)
+        return per_operand(call, lambda operand: out if operand.size(axis) == size else Span(0, 1))
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        crops = dict(arguments)
+        for name, value in call.node.arguments.items():
+            if any(self._extends(call, ref) for ref in references(value)):
+                crops[name] = self._narrow(call, value, arguments[name], site)
+        result: torch.Tensor = call_operator(call.node.op, crops)
+        return result
+
+    @staticmethod
+    def _operand(call: Call, ref: Ref) -> Node:
+        return next(operand for operand in call.operands if operand.id == ref.id)
+
+    def _extends(self, call: Call, ref: Ref) -> bool:
+        """Whether a global operand varies along a spatial axis of the field and must be narrowed to the crop."""
+        operand = self._operand(call, ref)
+        assert call.node.axes is not None
+        return not operand.is_field and any(_size_at(operand.shape, axis) > 1 for axis in call.node.axes)
+
+    def _narrow(self, call: Call, value: Any, tensor: Any, site: Site) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._narrow(call, v, t, site) if isinstance(v, Ref) else t for v, t in zip(value, tensor, strict=True)]
+        if not self._extends(call, value):
+            return tensor
+        assert call.node.axes is not None
+        for axis, span in zip(call.node.axes, site.out, strict=True):
+            if _size_at(tuple(tensor.shape), axis) > 1:
+                tensor = tensor.narrow(axis, span.start, span.length)
+        return tensor
+
+
+class PerPosition(Row):
+    """Operators that mix channels of one position only: the axes they name must not be spatial."""
+
+    def __init__(self, saved: Saved, dims: str | None = None, keeps: str | None = None) -> None:
+        self.saved = saved
+        self._dims = dims
+        self._keepdim = keeps
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        axes = common_axes(call)
+        field = call.fields[0]
+        dims = self._named_dims(call, len(field.shape))
+        positive = [axis + len(field.shape) for axis in axes]
+        if any(dim in positive for dim in dims):
+            raise Refused("it works along an axis of the image")
+        removed = dims if self._keepdim is not None and not call[self._keepdim] else []
+        kept = [dim for dim in range(len(field.shape)) if dim not in removed]
+        y, x = (kept.index(axis) - len(kept) for axis in positive)
+        return y, x
+
+    def _named_dims(self, call: Call, rank: int) -> list[int]:
+        if self._dims is None:
+            return []
+        value = call[self._dims]
+        if value is None:
+            raise Refused("it works along all axes of the image")
+        return [dim % rank for dim in ([value] if isinstance(value, int) else value)]
+
+    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
+        return per_operand(call, lambda _: out)
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        result: torch.Tensor = call_operator(call.node.op, arguments)
+        return result
+
+
+class ChannelLayer(PerPosition):
+    """Layers with per-channel parameters; `channel` is the axis their parameters belong to."""
+
+    def __init__(self, channel: int) -> None:
+        super().__init__(Saved.INPUTS)
+        self._channel = channel
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        axes = common_axes(call)
+        if len(call.fields) > 1:
+            raise Refused("its parameters depend on the image's pixels")
+        if self._channel % rank in (axes[0] + rank, axes[1] + rank):
+            raise Refused("its channel axis is an axis of the image")
+        return axes
+
+
+class BatchNormEval(ChannelLayer):
+    """Batch normalisation with running statistics (evaluation mode): a scale and a shift per channel."""
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        return torch.nn.functional.batch_norm(
+            arguments["input"],
+            arguments["running_mean"],
+            arguments["running_var"],
+            arguments["weight"],
+            arguments["bias"],
+            training=False,
+            eps=arguments["eps"],
+        )
+
+
+class LayerNorm(PerPosition):
+    """Layer normalisation over trailing axes none of which is spatial."""
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        axes = common_axes(call)
+        if len(call.fields) > 1:
+            raise Refused("its parameters depend on the image's pixels")
+        if any(-axis <= len(call["normalized_shape"]) for axis in axes):
+            raise Refused("it normalises over the axes of the image, which is a reduction")
+        return axes
+
+
+class CrossEntropy(PerPosition):
+    """Cross entropy and negative log likelihood without reduction: class axis 1 in, one value per position out."""
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        scores = call.operands[0]
+        if scores.axes != (-2, -1) or len(scores.shape) != 4:
+            raise Refused("its scores are not laid out as (N, classes, H, W)")
+        target = call.operands[1]
+        if target.axes != (-2, -1):
+            raise Refused("its target is not a field of the image's size")
+        return -2, -1
+
+
+_UNARY_INPUT = (
+    "abs ceil clamp.default clamp.Tensor clamp_min.default clamp_max.default cos elu gelu hardsigmoid hardswish "
+    "hardtanh leaky_relu log log1p log2 log10 mish pow.Tensor_Scalar relu6 selu silu sin softplus softshrink celu "
+    "hardshrink threshold atan asin acos log_sigmoid square erf"
+).split()
+_UNARY_OUTPUT = "exp expm1 relu rsqrt sigmoid sqrt tan tanh reciprocal".split()
+_UNARY_NOTHING = (
+    "_to_copy alias clone contiguous detach floor lift_fresh_copy neg round sign trunc positive "
+    "zeros_like ones_like full_like bitwise_not logical_not isnan isinf isfinite to.dtype nan_to_num"
+).split()
+_BINARY_INPUTS = (
+    "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar div.Tensor_mode "
+    "div.Scalar_mode rsub.Scalar rsub.Tensor pow.Tensor_Tensor pow.Scalar maximum minimum atan2 fmod.Tensor fmod.Scalar "
+    "remainder.Tensor remainder.Scalar lerp.Scalar lerp.Tensor addcmul addcdiv hypot logaddexp xlogy.Tensor"
+).split()
+_NO_GRADIENT = (
+    "eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor "
+    "ge.Scalar logical_and logical_or logical_xor bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor "
+    "bitwise_or.Scalar bitwise_xor.Tensor floor_divide floor_divide.Scalar"
+).split()
+_CHOICE = "where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor copy".split()
+# The losses that reduce: lowering sets their reduction to none and sums the field itself.
+PIXEL_LOSSES = (
+    "binary_cross_entropy_with_logits binary_cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss"
+).split()
+
+
+def _names(words: list[str]) -> list[str]:
+    return [f"aten.{word}" if "." in word else f"aten.{word}.default" for word in words]
+
+
+register(Broadcasting(Saved.INPUTS), _names(_UNARY_INPUT + _BINARY_INPUTS + PIXEL_LOSSES))
+register(Broadcasting(Saved.OUTPUT), _names(_UNARY_OUTPUT))
+register(Broadcasting(Saved.NOTHING), _names(_UNARY_NOTHING + _NO_GRADIENT))
+register(Broadcasting(Saved.INPUTS), _names(_CHOICE))
+register(PerPosition(Saved.OUTPUT, "dim"), ["aten.softmax.int", "aten._softmax.default"])
+register(PerPosition(Saved.OUTPUT, "dim"), ["aten.log_softmax.int", "aten._log_softmax.default"])
+register(PerPosition(Saved.INPUTS, "dim"), ["aten.glu.default", "aten.cumsum.default", "aten.flip.default"])
+register(
+    PerPosition(Saved.INPUTS, "dim", "keepdim"),
+    ["aten.mean.dim", "aten.sum.dim_IntList", "aten.amax.default", "aten.amin.default", "aten.argmax.default"],
+)
+register(PerPosition(Saved.OUTPUT, "dim", "keepdim"), ["aten.logsumexp.default", "aten.linalg_vector_norm.default"])
+register(ChannelLayer(-1), ["aten.linear.default"])
+register(ChannelLayer(1), ["aten.prelu.default"])
+register(BatchNormEval(1), ["aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default"])
+register(LayerNorm(Saved.INPUTS), ["aten.layer_norm.default"])
+register(CrossEntropy(Saved.INPUTS), ["aten.cross_entropy_loss.default", "aten.nll_loss_nd.default"])
+register(PerPosition(Saved.NOTHING), ["gigagrad.class_weights"])

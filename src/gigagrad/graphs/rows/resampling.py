@@ -1,0 +1,170 @@
+"""Nearest, bilinear and bicubic resizing.
+
+Along one axis every output is a weighted sum of a few input pixels. Which pixels and which weights depends on the whole
+field's size and on the rounding inside PyTorch, so nearest neighbours are read off PyTorch itself (it resizes a ramp of
+indices), and the weights follow its source coordinate `(o + 1/2) scale - 1/2`, or `o scale` with align_corners. Where a
+field grows by a whole factor, a crop resized by PyTorch's own kernel is the same numbers, and faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gigagrad.boxes import Span
+from gigagrad.graphs.graph import Axes
+from gigagrad.graphs.rows.windows import require_nchw
+from gigagrad.graphs.table import Call, Row, Saved, Site, per_operand, register
+
+_MODES = {
+    "aten.upsample_nearest2d.vec": "nearest",
+    "aten._upsample_nearest_exact2d.vec": "nearest-exact",
+    "aten.upsample_bilinear2d.vec": "bilinear",
+    "aten.upsample_bicubic2d.vec": "bicubic",
+}
+_CUBIC_A = -0.75  # the constant of PyTorch's bicubic kernel (Keys, 1981)
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Resizing along one axis: sizes in pixels, `factor` the user's scale_factor if one was given.
+
+    `dtype` is the one PyTorch computes source coordinates in: float64 for float64 fields, else float32.
+    """
+
+    mode: str
+    dtype: torch.dtype
+    size: int
+    out_size: int
+    factor: float | None
+    align_corners: bool
+
+    @property
+    def scale(self) -> float:
+        """Input pixels per output pixel, as PyTorch computes it."""
+        if self.align_corners:
+            return (self.size - 1) / (self.out_size - 1) if self.out_size > 1 else 0.0
+        return 1 / self.factor if self.factor else self.size / self.out_size
+
+    @property
+    def whole_factor(self) -> int:
+        """n if the field grows exactly n times (and PyTorch computes with 1 / n), else 0."""
+        factor = self.out_size // self.size
+        exact = factor * self.size == self.out_size and self.scale == 1 / factor
+        return factor if exact and not self.align_corners and factor & (factor - 1) == 0 else 0
+
+
+@lru_cache(maxsize=64)
+def _nearest(resize: Resize) -> torch.Tensor:
+    """Index of the input pixel each output pixel copies."""
+    ramp = torch.arange(resize.size, dtype=resize.dtype)[None, None]
+    assert resize.size < 2**24, "indices beyond 2^24 are not exact in float32"
+    if resize.factor:
+        out = F.interpolate(ramp, scale_factor=resize.factor, mode=resize.mode, recompute_scale_factor=False)
+    else:
+        out = F.interpolate(ramp, size=resize.out_size, mode=resize.mode)
+    assert out.shape[-1] == resize.out_size
+    return out[0, 0].to(torch.int64)
+
+
+def _taps(resize: Resize, out: Span) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input indices (clamped to the field) and weights, each of shape (taps, outputs)."""
+    if resize.mode.startswith("nearest"):
+        index = _nearest(resize)[out.start : out.stop][None]
+        return index, torch.ones(index.shape, dtype=resize.dtype)
+    position = torch.arange(out.start, out.stop, dtype=resize.dtype)
+    scale = torch.tensor(resize.scale, dtype=resize.dtype)
+    source = position * scale if resize.align_corners else (position + 0.5) * scale - 0.5
+    if resize.mode == "bilinear":
+        source = source.clamp(min=0)
+        first = source.floor().clamp(max=resize.size - 1)
+        part = (source - first).clamp(0, 1)
+        offsets, weights = (0, 1), torch.stack([1 - part, part])
+    else:
+        first = source.floor()
+        part = source - first
+        offsets, weights = (-1, 0, 1, 2), torch.stack([_cubic(part - offset) for offset in (-1, 0, 1, 2)])
+    index = torch.stack([first + offset for offset in offsets]).to(torch.int64).clamp(0, resize.size - 1)
+    return index, weights
+
+
+def _cubic(distance: torch.Tensor) -> torch.Tensor:
+    """Keys' cubic convolution kernel."""
+    d, a = distance.abs(), _CUBIC_A
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+    return torch.where(d <= 1, near, torch.where(d < 2, far, torch.zeros_like(d)))
+
+
+class Resampling(Row):
+    saved = Saved.NOTHING
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        return require_nchw(call)
+
+    @staticmethod
+    def resize(call: Call, axis: int) -> Resize:
+        factors = call["scale_factors"]
+        return Resize(
+            _MODES[call.node.op],
+            torch.float64 if call.node.dtype == torch.float64 else torch.float32,
+            call.operands[0].size(axis),
+            call.node.size(axis),
+            float(factors[axis]) if factors else None,
+            bool(call.node.arguments.get("align_corners")),
+        )
+
+    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
+        resize = self.resize(call, axis)
+        factor = resize.whole_factor
+        if factor and resize.mode != "bicubic":
+            margin = 0 if resize.mode.startswith("nearest") else 1
+            need = Span(out.start // factor - margin, -(-out.stop // factor) + margin).clamp(resize.size)
+        else:
+            # Source coordinates grow with the output's, so the ends of the span see the outermost pixels.
+            index = torch.cat([_taps(resize, Span(o, o + 1))[0] for o in (out.start, out.stop - 1)])
+            need = Span(int(index.min()), int(index.max()) + 1)
+        return per_operand(call, lambda _: need)
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        resizes = [self.resize(call, axis) for axis in (0, 1)]
+        inside = site.operands[0]
+        assert inside is not None
+        mode = resizes[0].mode
+        if mode != "bicubic" and all(resize.whole_factor for resize in resizes):
+            return self._by_whole_factor(arguments["input"], mode, resizes, inside, site.out)
+        crop_NCHW = arguments["input"]
+        for axis in (0, 1):
+            index, weights = _taps(resizes[axis], site.out[axis])
+            index = (index - inside[axis].start).to(crop_NCHW.device)
+            parts = [crop_NCHW.index_select(2 + axis, tap) for tap in index]
+            if len(parts) == 1:
+                crop_NCHW = parts[0]
+                continue
+            shape = (-1, 1) if axis == 0 else (-1,)
+            shaped = weights.to(crop_NCHW.device, crop_NCHW.dtype)
+            crop_NCHW = sum(
+                (part * w.reshape(shape) for part, w in zip(parts[1:], shaped[1:], strict=True)),
+                start=parts[0] * shaped[0].reshape(shape),
+            )
+        return crop_NCHW
+
+    @staticmethod
+    def _by_whole_factor(
+        crop_NCHW: torch.Tensor, mode: str, resizes: list[Resize], inside: tuple[Span, Span], out: tuple[Span, Span]
+    ) -> torch.Tensor:
+        factors = [resize.whole_factor for resize in resizes]
+        size = [factor * length for factor, length in zip(factors, crop_NCHW.shape[-2:], strict=True)]
+        resized = F.interpolate(crop_NCHW, size=size, mode=mode)
+        for axis in (0, 1):
+            start = out[axis].start - inside[axis].start * factors[axis]
+            if start or resized.shape[2 + axis] != out[axis].length:
+                resized = resized.narrow(2 + axis, start, out[axis].length)
+        return resized
+
+
+register(Resampling(), list(_MODES))

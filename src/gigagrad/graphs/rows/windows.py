@@ -1,0 +1,274 @@
+"""Sliding windows: convolution, transposed convolution, max and average pooling.
+
+Along one axis a window operator with kernel k, stride s, padding p and dilation d reads for output o the inputs
+`o s - p + j d, 0 <= j < k` (Dumoulin and Visin, A guide to convolution arithmetic for deep learning, 2016). The span it
+needs is cut at the image's border; what was cut is padded back when the crop runs, and nothing else is.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gigagrad.boxes import Span
+from gigagrad.graphs.graph import Axes, Node
+from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, per_operand, register, single_field
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Window arithmetic along one axis, in pixels of the input."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    @property
+    def reach(self) -> int:
+        """Pixels from the first to one past the last tap."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def reads(self, out: Span) -> Span:
+        """Input span that output span `out` reads, before the border cuts it."""
+        first = out.start * self.stride - self.padding
+        return Span(first, first + (out.length - 1) * self.stride + self.reach)
+
+    def writers(self, out: Span) -> Span:
+        """For the transposed operator: the input span that contributes to output span `out`, before cutting."""
+        first = -((self.reach - 1 - out.start - self.padding) // self.stride)
+        return Span(first, (out.stop - 1 + self.padding) // self.stride + 1)
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """An operator's per-axis argument as `(y, x)`; ATen allows one number for both."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values[0], values[-1]
+
+
+def require_nchw(call: Call) -> Axes:
+    if single_field(call).axes != (-2, -1) or len(call.operands[0].shape) != 4:
+        raise Refused("its input is not laid out as (N, C, H, W)")
+    return -2, -1
+
+
+class WindowRow(Row):
+    """A row whose geometry is one `Window` per axis."""
+
+    @abstractmethod
+    def window(self, call: Call, axis: int) -> Window: ...
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        return require_nchw(call)
+
+    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
+        window = self.window(call, axis)
+        return per_operand(call, lambda field: window.reads(out).clamp(field.size(axis)))
+
+    def missing(self, call: Call, site: Site) -> list[int]:
+        """Pixels the border cut off, in the order `F.pad` wants: left, right, top, bottom."""
+        pads: list[int] = []
+        inside = site.operands[0]
+        assert inside is not None
+        for axis in (1, 0):
+            reads = self.window(call, axis).reads(site.out[axis])
+            pads += [inside[axis].start - reads.start, reads.stop - inside[axis].stop]
+        return pads
+
+
+def reordered_bytes(call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
+    """What a convolution allocates on the side.
+
+    In float32 and shorter types the library pads channels to full vectors and reorders input and output for it. Double
+    precision runs as a matrix product over unfolded windows.
+    """
+    inside = operands[0]
+    assert inside is not None
+    pixels = inside[0].length * inside[1].length
+    weight = call.operands[1].shape
+    if call.node.dtype == torch.float64:
+        taps = weight[1] * weight[2] * weight[3]
+        return 8 * taps * max(out_pixels, pixels)
+    channels_in, channels_out = call.operands[0].shape[1], call.node.shape[1]
+    padded = 4 * (-(-channels_in // 16) * 16 * pixels + -(-channels_out // 16) * 16 * out_pixels)
+    return padded
+
+
+class Convolution(WindowRow):
+    """2-D convolution: stride, dilation, groups, asymmetric padding and the `'same'` / `'valid'` forms."""
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        if isinstance(call["padding"], str) and call["padding"] == "same" and pair(call["stride"]) != (1, 1):
+            raise Refused("padding='same' with a stride")
+        return require_nchw(call)
+
+    def window(self, call: Call, axis: int) -> Window:
+        kernel = call.operands[1].shape[2 + axis]
+        dilation = pair(call["dilation"])[axis]
+        padding = call["padding"]
+        if padding == "valid":
+            before = 0
+        elif padding == "same":  # PyTorch puts the odd pixel at the end
+            before = dilation * (kernel - 1) // 2
+        else:
+            before = pair(padding)[axis]
+        return Window(kernel, pair(call["stride"])[axis], before, dilation)
+
+    def workspace_bytes(
+        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
+    ) -> int:
+        return reordered_bytes(call, out_pixels, operands)
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        x_NCHW = arguments["input"]
+        pads = self.missing(call, site)
+        padding = (0, 0)
+        if any(pads):
+            if pads[0] == pads[1] and pads[2] == pads[3]:
+                padding = (pads[2], pads[0])
+            else:
+                x_NCHW = F.pad(x_NCHW, pads)
+        return torch.conv2d(
+            x_NCHW,
+            arguments["weight"],
+            arguments["bias"],
+            stride=arguments["stride"],
+            padding=padding,
+            dilation=arguments["dilation"],
+            groups=arguments["groups"],
+        )
+
+
+class TransposedConvolution(WindowRow):
+    """2-D transposed convolution: stride, dilation, groups, padding and output padding."""
+
+    def window(self, call: Call, axis: int) -> Window:
+        return Window(
+            call.operands[1].shape[2 + axis],
+            pair(call["stride"])[axis],
+            pair(call["padding"])[axis],
+            pair(call["dilation"])[axis],
+        )
+
+    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
+        window = self.window(call, axis)
+
+        def need(field: Node) -> Span:
+            size = field.size(axis)
+            span = window.writers(out).clamp(size)
+            if not span.empty:
+                return span
+            # Only the bias reaches these outputs; one input pixel keeps the operator's shape legal.
+            nearest = min(max(span.start, 0), size - 1)
+            return Span(nearest, nearest + 1)
+
+        return per_operand(call, need)
+
+    def workspace_bytes(
+        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
+    ) -> int:
+        return reordered_bytes(call, out_pixels, operands)
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        inside = site.operands[0]
+        assert inside is not None
+        padding, output_padding, crop, extend = [], [], [], []
+        for axis in (0, 1):
+            window = self.window(call, axis)
+            first = inside[axis].start * window.stride - window.padding
+            last = (inside[axis].stop - 1) * window.stride - window.padding + window.reach
+            before = site.out[axis].start - first
+            after = last - site.out[axis].stop
+            # The operator itself can cut `trim` pixels at both ends and give back up to stride - 1 at the far end;
+            # only what is left over has to be sliced or filled, which costs a copy in the backward pass.
+            trim = max(0, min(before, after + window.stride - 1))
+            back = max(0, min(window.stride - 1, trim - after))
+            padding.append(trim)
+            output_padding.append(back)
+            crop.append(before - trim)
+            extend.append(max(0, site.out[axis].length - (last - first - 2 * trim + back - (before - trim))))
+        y_NCHW = torch.conv_transpose2d(
+            arguments["input"],
+            arguments["weight"],
+            None if any(extend) else arguments["bias"],
+            stride=arguments["stride"],
+            padding=padding,
+            output_padding=output_padding,
+            groups=arguments["groups"],
+            dilation=arguments["dilation"],
+        )
+        if any(extend) or any(before < 0 for before in crop):
+            fill = [max(0, -crop[1]), extend[1], max(0, -crop[0]), extend[0]]
+            y_NCHW = F.pad(y_NCHW, fill)
+            crop = [max(0, before) for before in crop]
+        for axis in (0, 1):
+            length = site.out[axis].length
+            if crop[axis] or y_NCHW.shape[2 + axis] != length:
+                y_NCHW = y_NCHW.narrow(2 + axis, crop[axis], length)
+        if any(extend) and arguments["bias"] is not None:
+            y_NCHW = y_NCHW + arguments["bias"].reshape(1, -1, 1, 1)
+        return y_NCHW
+
+
+class Pooling(WindowRow):
+    """Arithmetic shared by the pools: an empty stride means the kernel's size."""
+
+    def window(self, call: Call, axis: int) -> Window:
+        kernel = pair(call["kernel_size"])[axis]
+        stride = pair(call["stride"])[axis] if call["stride"] else kernel
+        dilation = pair(call.node.arguments.get("dilation", 1))[axis]
+        return Window(kernel, stride, pair(call["padding"])[axis], dilation)
+
+
+class MaxPooling(Pooling):
+    """2-D max pooling, ceil_mode included: whatever the border cuts can never be the maximum."""
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        x_NCHW = arguments["self"]
+        pads = self.missing(call, site)
+        if any(pads):
+            x_NCHW = F.pad(x_NCHW, pads, value=-torch.inf)
+        windows = [self.window(call, axis) for axis in (0, 1)]
+        return F.max_pool2d(
+            x_NCHW,
+            [w.kernel for w in windows],
+            [w.stride for w in windows],
+            dilation=[w.dilation for w in windows],
+        )
+
+
+class AveragePooling(Pooling):
+    """2-D average pooling with ceil_mode, count_include_pad and divisor_override."""
+
+    saved = Saved.INPUTS
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        x_NCHW = arguments["self"]
+        windows = [self.window(call, axis) for axis in (0, 1)]
+        kernel, stride = [w.kernel for w in windows], [w.stride for w in windows]
+        pads = self.missing(call, site)
+        if not any(pads):
+            return F.avg_pool2d(x_NCHW, kernel, stride, divisor_override=call["divisor_override"])
+        total = F.avg_pool2d(F.pad(x_NCHW, pads), kernel, stride, divisor_override=1)
+        if call["divisor_override"]:
+            return total / call["divisor_override"]
+        y, x = (self._counts(call, axis, site.out[axis], total) for axis in (0, 1))
+        return total / (y[:, None] * x[None, :])
+
+    def _counts(self, call: Call, axis: int, out: Span, like: torch.Tensor) -> torch.Tensor:
+        """How many pixels each output averages over along one axis."""
+        window, size = self.window(call, axis), call.operands[0].size(axis)
+        margin = window.padding if call["count_include_pad"] else 0
+        first = torch.arange(out.start, out.stop, device=like.device) * window.stride - window.padding
+        last = (first + window.kernel).clamp(max=size + window.padding)
+        return (last.clamp(max=size + margin) - first.clamp(min=-margin)).to(like.dtype)
+
+
+register(Convolution(), ["aten.conv2d.default", "aten.conv2d.padding"])
+register(TransposedConvolution(), ["aten.conv_transpose2d.input"])
+register(MaxPooling(), ["aten.max_pool2d.default"])
+register(AveragePooling(), ["aten.avg_pool2d.default"])

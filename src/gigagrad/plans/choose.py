@@ -1,0 +1,201 @@
+"""Choosing the tile shape: the fastest that fits in the budget, by a small cost model of the machine.
+
+Small tiles compute their halos again and again and pay a fixed price per operator; large ones fall out of the caches.
+Both effects are in the model; the measured consequences are in docs/decisions/0002-tile-shape.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from gigagrad.errors import BudgetError
+from gigagrad.graphs import Graph
+from gigagrad.plans.geometry import Grid, TileGeometry, lattice
+from gigagrad.plans.memory import crop_bytes, tile_peak_bytes, worst_tile
+from gigagrad.plans.plan import Plan, StagePlan
+from gigagrad.plans.schedule import make_passes
+from gigagrad.plans.stages import Stage, split_stages
+
+_SMALLEST_SIDE_PX = 16
+_LARGEST_SIDE_PX = 4096
+_ALLOCATOR_SLACK = 1.25
+"""Resident bytes per byte allocated: freed blocks that the allocator has not given back (bench/tile_memory.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the cost model knows of the machine. Rates are for all threads together."""
+
+    cache_bytes: int = 32 * 2**20
+    cached_bytes_per_second: float = 40e9
+    memory_bytes_per_second: float = 12e9
+    flops_per_second: float = 100e9
+    seconds_per_operator: float = 60e-6
+
+    @classmethod
+    def detect(cls) -> Machine:
+        """The last-level cache as the kernel reports it; everything else stays at the default."""
+        sizes = []
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+            text = path.read_text().strip()
+            sizes.append(int(text[:-1]) * {"K": 2**10, "M": 2**20}.get(text[-1], 1))
+        return cls(cache_bytes=max(sizes)) if sizes else cls()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The memory a plan may count on, in bytes. `budget_bytes=None` means that only speed decides."""
+
+    budget_bytes: int | None
+    base_bytes: int
+    peak_bytes: int
+    """The highest the process has been before the run; the peak of the whole process cannot be below it."""
+    reader_cache_bytes: int
+    runtime_bytes: int
+
+
+def make_plan(
+    graph: Graph,
+    limits: Limits,
+    machine: Machine,
+    *,
+    image_shape: tuple[int, ...],
+    backward: bool,
+    device: str,
+    memory_format: str,
+    tile: tuple[int, int] | None,
+) -> Plan:
+    """The fastest plan that fits.
+
+    Raises:
+        BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
+    """
+    stages = split_stages(graph)
+    passes = make_passes(graph, stages, backward=backward)
+    parameter_bytes = _parameter_bytes(graph, backward=backward)
+    crops_ahead = 3  # one in use, two being read
+    fixed = limits.base_bytes + limits.runtime_bytes + limits.reader_cache_bytes + parameter_bytes
+
+    def total(stage_plan: StagePlan, ahead: int) -> int:
+        return fixed + ahead + int(stage_plan.tile_peak_bytes * _ALLOCATOR_SLACK)
+
+    chosen: list[tuple[StagePlan, int]] = []
+    for stage in stages:
+        differentiates = any(p.stage == stage.index and p.phase != "forward" for p in passes)
+        shapes = [tile] if tile else _candidates(graph, stage)
+        costed = [_cost(graph, stage, shape, machine, crops_ahead, backward=differentiates) for shape in shapes]
+        budget = limits.budget_bytes if limits.budget_bytes is not None else None
+        fitting = [c for c in costed if budget is None or total(c[1], c[2]) <= budget]
+        if not fitting:
+            _, leanest, ahead = min(costed, key=lambda c: total(c[1], c[2]))
+            assert budget is not None
+            needed = total(leanest, ahead)
+            raise BudgetError(
+                f"stage {stage.index} does not fit: its leanest tile, {leanest.tile[0]} x {leanest.tile[1]} px with a "
+                f"crop of {leanest.crop[0]} x {leanest.crop[1]} px, works on {leanest.tile_peak_bytes:,} bytes beside "
+                f"{fixed:,} bytes for the process, the parameters and the readers",
+                budget_bytes=budget,
+                needed_bytes=needed,
+                smallest_bytes=needed,
+            )
+        _, best, ahead = min(fitting, key=lambda c: c[0])
+        chosen.append((best, ahead))
+    peak = max((total(*c) for c in chosen), default=fixed)
+    return Plan(
+        image_shape=image_shape,
+        device=device,
+        memory_format=memory_format,
+        stages=tuple(c[0] for c in chosen),
+        passes=passes,
+        budget_bytes=limits.budget_bytes,
+        base_bytes=limits.base_bytes,
+        parameter_bytes=parameter_bytes,
+        reader_bytes=limits.reader_cache_bytes + max((c[1] for c in chosen), default=0),
+        runtime_bytes=limits.runtime_bytes,
+        predicted_peak_bytes=max(peak, limits.peak_bytes),
+        predicted_seconds=None,
+    )
+
+
+def _parameter_bytes(graph: Graph, *, backward: bool) -> int:
+    """The plain gradient, the float64 sum and one tile's contribution of every parameter; a copy in working layout."""
+    total = 0
+    for node in graph.nodes:
+        if node.op == "parameter":
+            total += node.nbytes
+            if backward and node.differentiable:
+                total += 2 * node.nbytes + 8 * prod(node.shape)
+    return total
+
+
+def _candidates(graph: Graph, stage: Stage) -> list[tuple[int, int]]:
+    """Tile shapes worth costing: squares in steps of the lattice, cut to the field's own size."""
+    grid = Grid(graph, stage, (1, 1))
+    size = tuple(graph[grid.reference].size(axis) for axis in (0, 1))
+    steps = lattice(graph, stage)
+    shapes = []
+    side = _SMALLEST_SIDE_PX
+    while side <= _LARGEST_SIDE_PX:
+        shapes.append(tuple(min(_round_up(side, steps[axis]), size[axis]) for axis in (0, 1)))
+        side = max(side + 16, side * 5 // 4)
+    return [(h, w) for h, w in dict.fromkeys(shapes)]
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _cost(
+    graph: Graph, stage: Stage, shape: tuple[int, int], machine: Machine, crops_ahead: int, *, backward: bool
+) -> tuple[float, StagePlan, int]:
+    """Seconds per pixel by the model, the stage's plan with this tile, and the bytes of crops read ahead."""
+    grid = Grid(graph, stage, shape)
+    tile = worst_tile(grid)
+    boxes = [box for i in stage.images if (box := tile.box(i)) is not None]
+    crop = max((box.shape for box in boxes), default=(0, 0))
+    useful = min(shape[0], graph[grid.reference].size(0)) * min(shape[1], graph[grid.reference].size(1))
+    scale = _image_pixels(graph, stage) / (graph[grid.reference].size(0) * graph[grid.reference].size(1))
+    plan = StagePlan(
+        index=stage.index,
+        operators=len(stage.fields),
+        reductions=len(stage.reductions),
+        tile=shape,
+        tiles=grid.shape,
+        crop=crop,
+        computed_ratio=crop[0] * crop[1] / (useful * scale),
+        tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward),
+    )
+    ahead = crops_ahead * sum(crop_bytes(graph, tile, i) for i in stage.images)
+    return _tile_seconds(graph, stage, tile, machine, backward=backward) / useful, plan, ahead
+
+
+def _image_pixels(graph: Graph, stage: Stage) -> int:
+    return max((graph[i].size(0) * graph[i].size(1) for i in stage.images), default=1)
+
+
+def _tile_seconds(graph: Graph, stage: Stage, tile: TileGeometry, machine: Machine, *, backward: bool) -> float:
+    sweeps = 3 if backward else 1  # a backward costs about two forwards
+    seconds = 0.0
+    for node_id in stage.fields:
+        own = crop_bytes(graph, tile, node_id)
+        traffic = own + sum(crop_bytes(graph, tile, i) for i in set(graph[node_id].operands) if graph[i].is_field)
+        cached = traffic <= machine.cache_bytes // 2
+        rate = machine.cached_bytes_per_second if cached else machine.memory_bytes_per_second
+        seconds += traffic / rate + _flops(graph, node_id, own) / machine.flops_per_second
+        seconds += machine.seconds_per_operator
+    return sweeps * seconds
+
+
+def _flops(graph: Graph, node_id: int, crop: int) -> float:
+    """Multiplications and additions of a convolution or a linear layer on a crop of this many bytes."""
+    node = graph[node_id]
+    if "conv" not in node.op and "linear" not in node.op:
+        return 0.0
+    field, weight = graph[node.operands[0]], graph[node.operands[1]]
+    outputs = crop / node.dtype.itemsize
+    if "transpose" in node.op:
+        inputs = outputs * prod(field.shape) / prod(node.shape)
+        return 2.0 * inputs * prod(weight.shape[1:])
+    return 2.0 * outputs * prod(weight.shape[1:])

@@ -1,0 +1,106 @@
+"""Peak bytes of one tile, by simulating which crops are alive while it runs forward and backward.
+
+Forward, a crop lives until its last reader has run, or until the end of the backward pass if autograd saves it (each
+row of the operator table says what its operator saves). Backward, a field's cotangent lives from its first reader's
+backward to its own. Operators' own workspaces come on top. The counting is of what PyTorch allocates, not of what a
+cleverer implementation would need.
+"""
+
+from __future__ import annotations
+
+from gigagrad.graphs import Call, Graph, Saved, lookup
+from gigagrad.plans.geometry import Grid, TileGeometry
+from gigagrad.plans.stages import Stage
+
+
+def crop_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
+    box = tile.box(node_id)
+    return box.area * graph[node_id].bytes_per_pixel if box is not None else 0
+
+
+def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward: bool) -> int:
+    """Peak bytes of all crops, saved tensors, cotangents and workspaces of one tile."""
+    size = {i: crop_bytes(graph, tile, i) for i in (*stage.images, *stage.fields)}
+    run = [i for i in stage.fields if size[i]]
+    pending = _reader_counts(graph, run)
+    saved = _saved_by_autograd(graph, run) if backward else set()
+    workspace = {i: _workspace(graph, tile, i) for i in run}
+
+    live = sum(size[i] for i in stage.images)
+    peak = live
+    for node_id in run:
+        live += size[node_id]
+        peak = max(peak, live + workspace[node_id])
+        for operand in {i for i in graph[node_id].operands if graph[i].is_field}:
+            pending[operand] -= 1
+            if not pending[operand] and operand not in saved and operand not in stage.images:
+                live -= size[operand]
+    if not backward:
+        return peak
+
+    cotangents: dict[int, int] = {i: size[i] for i in run if not pending.get(i) and graph[i].differentiable}
+    released: set[int] = set()
+    last_saver = {i: _first_saver(graph, run, i) for i in saved}
+    for node_id in reversed(run):
+        if not graph[node_id].differentiable:
+            continue
+        flows = [i for i in set(graph[node_id].operands) if graph[i].is_field and graph[i].differentiable]
+        cotangents.update({i: size.get(i, 0) for i in flows})
+        # Every backward makes its own contribution before it is added to what other readers already gave.
+        fresh = sum(size.get(i, 0) for i in flows)
+        peak = max(peak, live + sum(cotangents.values()) + fresh + 2 * workspace[node_id])
+        cotangents.pop(node_id, None)
+        for i in saved - released:
+            if last_saver[i] == node_id:
+                released.add(i)
+                live -= size[i] if i not in stage.images else 0
+    return peak
+
+
+def worst_tile(grid: Grid) -> TileGeometry:
+    """The tile with the largest crops: per axis, the index whose spans are longest in total."""
+    chosen = []
+    for axis in (0, 1):
+        count = grid.shape[axis]
+        sample = range(count) if count <= 24 else sorted({*range(6), count // 2, count // 2 + 1, *range(count - 6, count)})
+        chosen.append(
+            max(sample, key=lambda i, axis=axis: sum(s.length for s in grid.axis_geometry(axis, i).spans.values()))  # type: ignore[misc]
+        )
+    return grid[chosen[0] * grid.shape[1] + chosen[1]]
+
+
+def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for node_id in run:
+        for operand in {i for i in graph[node_id].operands if graph[i].is_field}:
+            counts[operand] = counts.get(operand, 0) + 1
+    return counts
+
+
+def _savers(graph: Graph, node_id: int) -> set[int]:
+    """The crops that autograd keeps for the backward of one operator."""
+    node = graph[node_id]
+    row = lookup(node.op)
+    assert row is not None
+    if not node.differentiable or row.saved is Saved.NOTHING:
+        return set()
+    if row.saved is Saved.OUTPUT:
+        return {node_id}
+    return {i for i in node.operands if graph[i].is_field}
+
+
+def _saved_by_autograd(graph: Graph, run: list[int]) -> set[int]:
+    return set().union(*(_savers(graph, node_id) for node_id in run)) if run else set()
+
+
+def _first_saver(graph: Graph, run: list[int], crop: int) -> int:
+    """The operator whose backward is the last to use a saved crop: the first one that ran."""
+    return next(node_id for node_id in run if crop in _savers(graph, node_id))
+
+
+def _workspace(graph: Graph, tile: TileGeometry, node_id: int) -> int:
+    node = graph[node_id]
+    row = lookup(node.op)
+    assert row is not None
+    out, operands = tile.site(node_id)
+    return row.workspace_bytes(Call(node, graph.operands(node)), out[0].length * out[1].length, operands)

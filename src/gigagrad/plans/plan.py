@@ -1,0 +1,134 @@
+"""A plan is data: frozen, comparable, printable, and round-trips through JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from gigagrad.units import format_bytes, format_pixels, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage: its tiles and what a tile costs. Sizes in pixels of the field named, memory in bytes."""
+
+    index: int
+    operators: int
+    reductions: int
+    tile: tuple[int, int]
+    """Height and width of a tile on the stage's largest target field."""
+    tiles: tuple[int, int]
+    crop: tuple[int, int]
+    """Height and width of the largest crop read of an image: tile plus halo."""
+    computed_ratio: float
+    """Pixels read per pixel of the image: 1 means that nothing is computed twice."""
+    tile_peak_bytes: int
+
+    @property
+    def tile_count(self) -> int:
+        return self.tiles[0] * self.tiles[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One sweep of one stage: `forward`, `backward` (recompute and VJP), or `one pass` (both at once)."""
+
+    stage: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a run will do, known before it starts. All memory in bytes, sizes in pixels."""
+
+    image_shape: tuple[int, ...]
+    device: str
+    memory_format: str
+    stages: tuple[StagePlan, ...]
+    passes: tuple[Pass, ...]
+    budget_bytes: int | None
+    base_bytes: int
+    """Resident before the run: interpreter, libraries, model, whatever the process already holds."""
+    parameter_bytes: int
+    """Gradients, accumulators and working copies of the parameters."""
+    reader_bytes: int
+    """Crops read ahead, and the readers' caches of decoded file tiles."""
+    runtime_bytes: int
+    """Threads, kernels and the allocator's slack that a first step adds."""
+    predicted_peak_bytes: int
+    predicted_seconds: float | None
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Height and width of the tiles of the last field."""
+        return self.stages[-1].tile
+
+    @property
+    def tile_count(self) -> int:
+        """Tiles run in one step, over all passes."""
+        return sum(self.stages[p.stage].tile_count for p in self.passes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """The inverse of `to_dict`, also after a trip through JSON."""
+        fields = dict(data)
+        fields["image_shape"] = tuple(data["image_shape"])
+        fields["stages"] = tuple(
+            StagePlan(**{k: tuple(v) if isinstance(v, list) else v for k, v in stage.items()})
+            for stage in data["stages"]
+        )
+        fields["passes"] = tuple(Pass(**p) for p in data["passes"])
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        height, width = self.image_shape[-2:]
+        lines = [
+            f"Plan for {height} x {width} px ({format_pixels(height * width)}) on {self.device}, "
+            f"{self.memory_format.replace('_', ' ')}",
+            "",
+        ]
+        header = ("stage", "runs", "operators", "tiles", "tile px", "crop px", "read ratio", "tile memory")
+        rows = [header]
+        for stage in self.stages:
+            phases = " + ".join(p.phase for p in self.passes if p.stage == stage.index)
+            rows.append(
+                (
+                    str(stage.index),
+                    phases,
+                    str(stage.operators),
+                    f"{stage.tiles[0]} x {stage.tiles[1]}",
+                    f"{stage.tile[0]} x {stage.tile[1]}",
+                    f"{stage.crop[0]} x {stage.crop[1]}",
+                    f"{stage.computed_ratio:.2f}",
+                    format_bytes(stage.tile_peak_bytes),
+                )
+            )
+        lines += _columns(rows)
+        lines += ["", "Fields kept between stages: none (each stage computes from the image)", ""]
+        parts = [
+            ("process before the run", self.base_bytes),
+            ("parameters: gradients, sums", self.parameter_bytes),
+            ("pixels read ahead", self.reader_bytes),
+            ("kernels, threads, allocator", self.runtime_bytes),
+            ("one tile, forward and backward", max(s.tile_peak_bytes for s in self.stages)),
+        ]
+        lines += _columns([(name, format_bytes(size)) for name, size in parts])
+        budget = "no budget set" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
+        lines.append(f"predicted peak: {format_bytes(self.predicted_peak_bytes)} ({budget})")
+        if self.predicted_seconds is not None:
+            lines.append(f"predicted time: {format_seconds(self.predicted_seconds)} a step")
+        return "\n".join(lines)
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Left-aligned first column, right-aligned rest."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]

@@ -1,0 +1,87 @@
+"""In which order the stages run, and whether the last one needs one pass or two.
+
+Backward, a stage needs the cotangents of its reductions, and those exist only once the loss is known. The last stage is
+the exception when the loss depends on its reductions in a way that is known beforehand:
+
+- *affine*: a mean, a sum, any weighted sum of them: the cotangents are constants;
+- *scaled*: a single number leads to the loss (a class-weighted mean, the logarithm of a mean): run with cotangent 1 and
+  multiply the finished sums by the true cotangent, which is exact because the backward pass is linear.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from math import prod
+
+from gigagrad.graphs import Graph
+from gigagrad.plans.plan import Pass
+from gigagrad.plans.stages import Stage
+
+_LINEAR = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor neg.default _to_copy.default view.default "
+        "reshape.default expand.default squeeze.dim squeeze.dims unsqueeze.default sum.default sum.dim_IntList "
+        "mean.default mean.dim clone.default alias.default mul.Scalar div.Scalar cat.default select.int slice.Tensor "
+        "permute.default"
+    ).split()
+)
+
+
+class Cotangents(Enum):
+    """How the cotangents of the last stage's reductions are known."""
+
+    AFFINE = "affine"
+    SCALED = "scaled"
+    AFTER_FORWARD = "after the forward pass"
+
+
+def differentiable_reductions(graph: Graph, stage: Stage) -> tuple[int, ...]:
+    return tuple(r for r in stage.reductions if graph[r].differentiable)
+
+
+def last_cotangents(graph: Graph, stage: Stage) -> Cotangents:
+    """How the cotangents of the reductions of the last stage become known."""
+    varying = differentiable_reductions(graph, stage)
+    if _affine(graph, set(varying), set(stage.reductions)):
+        return Cotangents.AFFINE
+    if len(varying) == 1 and prod(graph[varying[0]].shape) == 1:
+        return Cotangents.SCALED
+    return Cotangents.AFTER_FORWARD
+
+
+def _affine(graph: Graph, varying: set[int], unknown: set[int]) -> bool:
+    """Whether every global computed from `varying` is an affine function of it with coefficients known beforehand."""
+    varying, unknown = set(varying), set(unknown)
+    for node in graph.nodes:
+        if node.is_field or node.id in unknown:
+            continue
+        operands = set(node.operands)
+        if operands & unknown:
+            unknown.add(node.id)
+        if not operands & varying:
+            continue
+        varying.add(node.id)
+        unknown.add(node.id)
+        if node.op in _LINEAR:
+            continue
+        moving = [i for i in node.operands if i in varying]
+        rest = [i for i in node.operands if i not in varying]
+        product = node.op == "aten.mul.Tensor" or (node.op == "aten.div.Tensor" and node.operands[0] in varying)
+        if not product or len(moving) != 1 or any(i in unknown for i in rest):
+            return False
+    return True
+
+
+def make_passes(graph: Graph, stages: tuple[Stage, ...], *, backward: bool) -> tuple[Pass, ...]:
+    """The sweeps of one forward, or of one forward and backward, in order."""
+    forward = [Pass(stage.index, "forward") for stage in stages]
+    if not backward or not stages:
+        return tuple(forward)
+    needing = [stage for stage in stages if differentiable_reductions(graph, stage)]
+    passes = forward
+    if needing and needing[-1] is stages[-1]:
+        if last_cotangents(graph, stages[-1]) is not Cotangents.AFTER_FORWARD:
+            passes = [*forward[:-1], Pass(stages[-1].index, "one pass")]
+            needing = needing[:-1]
+    return (*passes, *(Pass(stage.index, "backward") for stage in reversed(needing)))
