@@ -1,1 +1,43 @@
-"""The exact loss and gradients of any PyTorch module on a gigapixel image, in the memory you name."""
+"""The exact loss and gradients of any PyTorch module on a gigapixel image, in the memory you name.
+
+    engine = gigagrad.compile(model, loss, memory="2 GiB")
+    value = engine.backward(gigagrad.open_image("slide.svs"), gigagrad.open_image("mask.tif"))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gigagrad import models as models
+    from gigagrad.errors import GigagradError as GigagradError
+    from gigagrad.execution import Engine as Engine
+    from gigagrad.execution import compile as compile
+    from gigagrad.images import Image as Image
+    from gigagrad.images import open_image as open_image
+    from gigagrad.prediction import predict as predict
+    from gigagrad.training import fit as fit
+
+__all__ = ["Engine", "GigagradError", "Image", "compile", "fit", "models", "open_image", "predict"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "gigagrad.execution",
+    "GigagradError": "gigagrad.errors",
+    "Image": "gigagrad.images",
+    "compile": "gigagrad.execution",
+    "fit": "gigagrad.training",
+    "open_image": "gigagrad.images",
+    "predict": "gigagrad.prediction",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Rooms are entered when their names are used: reading a slide's size need not load PyTorch."""
+    import importlib
+
+    if name == "models":
+        return importlib.import_module("gigagrad.models")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'gigagrad' has no attribute {name!r}")

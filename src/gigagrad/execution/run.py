@@ -42,7 +42,7 @@ class Prepared:
 
 
 class Run:
-    """One forward, or forward and backward, of one image. `stored` looks up parameters, buffers and constants."""
+    """One forward, or forward and backward, of one image. `stored` looks up parameters and buffers."""
 
     def __init__(
         self,
@@ -66,9 +66,11 @@ class Run:
         self._total = prepared.plan.tile_count
         for node in self._graph.nodes:
             if node.is_source and not node.is_field:
+                name = node.arguments["name"]
                 source = sources.get(node.op)
-                value = source.tensor if source is not None else stored(node.op, node.arguments["name"])
-                assert value is not None
+                constant = self._graph.constants.get(name) if node.op == "constant" else None
+                value = source.tensor if source is not None else constant
+                value = stored(node.op, name) if value is None else value
                 value = value.detach().to(prepared.device)
                 self._values[node.id] = value.requires_grad_(node.differentiable and backward)
         self._compute_globals()

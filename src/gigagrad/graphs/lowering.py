@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import Ref
 from gigagrad.graphs.rows.pointwise import PIXEL_LOSSES
@@ -109,6 +111,14 @@ def _stack(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     return builder.aten("cat.default", parts, arguments["dim"])
 
 
+def _broadcast(builder: Builder, op: str, arguments: dict[str, Any]) -> list[Ref]:
+    shape = torch.broadcast_shapes(*(builder.node(part).shape for part in arguments["tensors"]))
+    return [
+        part if builder.node(part).shape == shape else builder.aten("expand.default", part, list(shape))
+        for part in arguments["tensors"]
+    ]
+
+
 def _pool_with_indices(builder: Builder, op: str, arguments: dict[str, Any]) -> list[Ref]:
     return [builder.call("aten.max_pool2d.default", arguments)]
 
@@ -123,6 +133,7 @@ _LOWERINGS: dict[str, Lowering] = {
     **{f"aten.{name}.default": _pixel_loss for name in PIXEL_LOSSES},
     "aten.adaptive_avg_pool2d.default": _global_average,
     "aten.batch_norm.default": _batch_norm,
+    "aten.broadcast_tensors.default": _broadcast,
     "aten.chunk.default": _split,
     "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.max_pool2d_with_indices.default": _pool_with_indices,

@@ -1,1 +1,26 @@
-"""Placeholder docstring replaced by the room itself."""
+"""Images: open, read and write them; tissue labels; synthetic slides."""
+
+from gigagrad.images.image import Image, Level
+from gigagrad.images.opening import open_image
+from gigagrad.images.resolution import GuessedResolutionWarning, require_mpp
+from gigagrad.images.synthetic import make_cohort, make_slide
+from gigagrad.images.thumbnails import thumbnail
+from gigagrad.images.tissue import PAPER_RECIPE, Recipe, label_image, tissue_mask, write_label
+from gigagrad.images.write import write_pyramid
+
+__all__ = [
+    "PAPER_RECIPE",
+    "GuessedResolutionWarning",
+    "Image",
+    "Level",
+    "Recipe",
+    "label_image",
+    "make_cohort",
+    "make_slide",
+    "open_image",
+    "require_mpp",
+    "thumbnail",
+    "tissue_mask",
+    "write_label",
+    "write_pyramid",
+]

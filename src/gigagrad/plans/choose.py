@@ -191,7 +191,7 @@ def _tile_seconds(graph: Graph, stage: Stage, tile: TileGeometry, machine: Machi
 def _flops(graph: Graph, node_id: int, crop: int) -> float:
     """Multiplications and additions of a convolution or a linear layer on a crop of this many bytes."""
     node = graph[node_id]
-    if "conv" not in node.op and "linear" not in node.op:
+    if not node.op.startswith(("aten.conv", "aten.linear")):
         return 0.0
     field, weight = graph[node.operands[0]], graph[node.operands[1]]
     outputs = crop / node.dtype.itemsize

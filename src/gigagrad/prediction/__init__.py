@@ -1,1 +1,20 @@
-"""Placeholder docstring replaced by the room itself."""
+"""Predict whole images without seams, export what other tools read, and score it."""
+
+from gigagrad.prediction.config import PredictConfig
+from gigagrad.prediction.evaluate import Evaluation, Score, evaluate, score_masks, score_tiles
+from gigagrad.prediction.predict import predict
+from gigagrad.prediction.records import SlideResult
+from gigagrad.prediction.scores import Confusion, mean_sd
+
+__all__ = [
+    "Confusion",
+    "Evaluation",
+    "PredictConfig",
+    "Score",
+    "SlideResult",
+    "evaluate",
+    "mean_sd",
+    "predict",
+    "score_masks",
+    "score_tiles",
+]

@@ -1,1 +1,8 @@
-"""Placeholder docstring replaced by the room itself."""
+"""Train on whole slides: cohorts, losses, turns, the loop, checkpoints and the run folder."""
+
+from gigagrad.training.cohort import Cohort, Row, read_cohort
+from gigagrad.training.config import FitConfig
+from gigagrad.training.loop import fit
+from gigagrad.training.result import FitResult
+
+__all__ = ["Cohort", "FitConfig", "FitResult", "Row", "fit", "read_cohort"]

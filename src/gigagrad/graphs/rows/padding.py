@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes, Node
+from gigagrad.graphs.rows.windows import fit, inside_or_nearest
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, common_axes, per_operand, register
 
 
@@ -57,10 +57,7 @@ class Padding(Row):
             raw = out.shift(-before)
             inside = raw.clamp(size)
             if mode == "constant":
-                if not inside.empty:
-                    return inside
-                nearest = min(max(raw.start, 0), size - 1)  # only fill is seen; one pixel keeps shapes legal
-                return Span(nearest, nearest + 1)
+                return inside_or_nearest(raw, size)
             outside = [*range(raw.start, min(raw.stop, 0)), *range(max(raw.start, size), raw.stop)]
             folded = [_fold(index, size, mode) for index in outside]
             hull = Span(min(folded), max(folded) + 1) if folded else inside
@@ -80,7 +77,7 @@ class Padding(Row):
             if mode == "constant":
                 amounts = [inside[axis].start - raw.start, raw.stop - inside[axis].stop]
                 pads = [0, 0] * (-dim - 1) + amounts
-                crop = F.pad(crop, pads, value=call["value"] or 0)
+                crop = fit(crop, pads, value=call["value"] or 0)
             else:
                 indices = [_fold(i, size, mode) - inside[axis].start for i in range(raw.start, raw.stop)]
                 crop = crop.index_select(dim, torch.tensor(indices, device=crop.device))

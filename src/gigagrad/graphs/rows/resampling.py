@@ -60,15 +60,18 @@ class Resize:
 
 @lru_cache(maxsize=64)
 def _nearest(resize: Resize) -> torch.Tensor:
-    """Index of the input pixel each output pixel copies."""
-    ramp = torch.arange(resize.size, dtype=resize.dtype)[None, None]
+    """Index of the input pixel each output pixel copies.
+
+    The ramp is resized as an image, because PyTorch's 1-d kernel rounds differently from its 2-d one.
+    """
     assert resize.size < 2**24, "indices beyond 2^24 are not exact in float32"
+    ramp_NCHW = torch.arange(resize.size, dtype=resize.dtype)[None, None, None]
     if resize.factor:
-        out = F.interpolate(ramp, scale_factor=resize.factor, mode=resize.mode, recompute_scale_factor=False)
+        out_NCHW = F.interpolate(ramp_NCHW, scale_factor=(1.0, resize.factor), mode=resize.mode)
     else:
-        out = F.interpolate(ramp, size=resize.out_size, mode=resize.mode)
-    assert out.shape[-1] == resize.out_size
-    return out[0, 0].to(torch.int64)
+        out_NCHW = F.interpolate(ramp_NCHW, size=(1, resize.out_size), mode=resize.mode)
+    assert out_NCHW.shape[-1] == resize.out_size
+    return out_NCHW[0, 0, 0].to(torch.int64)
 
 
 def _taps(resize: Resize, out: Span) -> tuple[torch.Tensor, torch.Tensor]:

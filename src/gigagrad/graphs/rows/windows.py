@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.graph import Axes, Node
+from gigagrad.graphs.graph import Axes
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, per_operand, register, single_field
 
 
@@ -44,6 +44,24 @@ class Window:
         return Span(first, (out.stop - 1 + self.padding) // self.stride + 1)
 
 
+def inside_or_nearest(span: Span, size: int) -> Span:
+    """The part of a span inside `[0, size)`, or the pixel nearest to it where there is none.
+
+    An output that sees only padding, or that no input reaches, still needs one pixel to keep the operator's shape legal.
+    """
+    inside = span.clamp(size)
+    if not inside.empty:
+        return inside
+    nearest = min(max(span.start, 0), size - 1)
+    return Span(nearest, nearest + 1)
+
+
+def fit(crop: torch.Tensor, pads: list[int], value: float = 0.0) -> torch.Tensor:
+    """`F.pad` for amounts of mixed sign: all padding first, then all cropping, so that no size is negative between."""
+    grown = F.pad(crop, [max(0, amount) for amount in pads], value=value)
+    return F.pad(grown, [min(0, amount) for amount in pads]) if min(pads) < 0 else grown
+
+
 def pair(value: Any) -> tuple[int, int]:
     """An operator's per-axis argument as `(y, x)`; ATen allows one number for both."""
     values = [value] if isinstance(value, int) else list(value)
@@ -67,7 +85,7 @@ class WindowRow(Row):
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         window = self.window(call, axis)
-        return per_operand(call, lambda field: window.reads(out).clamp(field.size(axis)))
+        return per_operand(call, lambda field: inside_or_nearest(window.reads(out), field.size(axis)))
 
     def missing(self, call: Call, site: Site) -> list[int]:
         """Pixels the border cut off, in the order `F.pad` wants: left, right, top, bottom."""
@@ -128,10 +146,10 @@ class Convolution(WindowRow):
         pads = self.missing(call, site)
         padding = (0, 0)
         if any(pads):
-            if pads[0] == pads[1] and pads[2] == pads[3]:
+            if pads[0] == pads[1] and pads[2] == pads[3] and min(pads) >= 0:
                 padding = (pads[2], pads[0])
             else:
-                x_NCHW = F.pad(x_NCHW, pads)
+                x_NCHW = fit(x_NCHW, pads)
         return torch.conv2d(
             x_NCHW,
             arguments["weight"],
@@ -156,17 +174,7 @@ class TransposedConvolution(WindowRow):
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         window = self.window(call, axis)
-
-        def need(field: Node) -> Span:
-            size = field.size(axis)
-            span = window.writers(out).clamp(size)
-            if not span.empty:
-                return span
-            # Only the bias reaches these outputs; one input pixel keeps the operator's shape legal.
-            nearest = min(max(span.start, 0), size - 1)
-            return Span(nearest, nearest + 1)
-
-        return per_operand(call, need)
+        return per_operand(call, lambda field: inside_or_nearest(window.writers(out), field.size(axis)))
 
     def workspace_bytes(
         self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
@@ -191,17 +199,19 @@ class TransposedConvolution(WindowRow):
             output_padding.append(back)
             crop.append(before - trim)
             extend.append(max(0, site.out[axis].length - (last - first - 2 * trim + back - (before - trim))))
+        # Where no input reaches, the output is the bias alone: fill with zeros first, add the bias to everything last.
+        filled = any(extend) or any(before < 0 for before in crop)
         y_NCHW = torch.conv_transpose2d(
             arguments["input"],
             arguments["weight"],
-            None if any(extend) else arguments["bias"],
+            None if filled else arguments["bias"],
             stride=arguments["stride"],
             padding=padding,
             output_padding=output_padding,
             groups=arguments["groups"],
             dilation=arguments["dilation"],
         )
-        if any(extend) or any(before < 0 for before in crop):
+        if filled:
             fill = [max(0, -crop[1]), extend[1], max(0, -crop[0]), extend[0]]
             y_NCHW = F.pad(y_NCHW, fill)
             crop = [max(0, before) for before in crop]
@@ -209,7 +219,7 @@ class TransposedConvolution(WindowRow):
             length = site.out[axis].length
             if crop[axis] or y_NCHW.shape[2 + axis] != length:
                 y_NCHW = y_NCHW.narrow(2 + axis, crop[axis], length)
-        if any(extend) and arguments["bias"] is not None:
+        if filled and arguments["bias"] is not None:
             y_NCHW = y_NCHW + arguments["bias"].reshape(1, -1, 1, 1)
         return y_NCHW
 
@@ -231,7 +241,7 @@ class MaxPooling(Pooling):
         x_NCHW = arguments["self"]
         pads = self.missing(call, site)
         if any(pads):
-            x_NCHW = F.pad(x_NCHW, pads, value=-torch.inf)
+            x_NCHW = fit(x_NCHW, pads, value=-torch.inf)
         windows = [self.window(call, axis) for axis in (0, 1)]
         return F.max_pool2d(
             x_NCHW,
@@ -253,7 +263,7 @@ class AveragePooling(Pooling):
         pads = self.missing(call, site)
         if not any(pads):
             return F.avg_pool2d(x_NCHW, kernel, stride, divisor_override=call["divisor_override"])
-        total = F.avg_pool2d(F.pad(x_NCHW, pads), kernel, stride, divisor_override=1)
+        total = F.avg_pool2d(fit(x_NCHW, pads), kernel, stride, divisor_override=1)
         if call["divisor_override"]:
             return total / call["divisor_override"]
         y, x = (self._counts(call, axis, site.out[axis], total) for axis in (0, 1))

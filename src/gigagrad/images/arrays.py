@@ -1,0 +1,42 @@
+"""NumPy arrays as images: `(C, H, W)` or `(H, W)`, as everywhere in PyTorch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ImageError
+from gigagrad.images.image import Array, Image, fill_of
+
+_MOST_CHANNELS_OF_BYTES = 32
+
+
+class ArrayImage(Image):
+    """A NumPy array (or memory map) as an image. The array is not copied: later changes to it are seen."""
+
+    def __init__(self, array: Array, *, mpp: float | None = None, name: str = "array") -> None:
+        shape = channels_first(array.shape, array.dtype == np.uint8, name)
+        if array.dtype.kind not in "buif":
+            raise ImageError(f"{name} has dtype {array.dtype}; expected integers, floats or bool")
+        native = array.dtype.newbyteorder("=")
+        super().__init__(shape=shape, dtype=native, name=name, fill=fill_of(native, shape[0]), mpp=mpp)
+        self._native = native
+        self._array_CHW = array.reshape(shape)
+
+    def _read_inside(self, box: Box) -> Array:
+        return self._array_CHW[:, box.y0 : box.y1, box.x0 : box.x1].astype(self._native)
+
+
+def channels_first(shape: tuple[int, ...], of_bytes: bool, name: str) -> tuple[int, int, int]:
+    """An array's shape as `(C, H, W)`. Raises `ImageError` for other axes, or an obvious `(H, W, C)`."""
+    if len(shape) == 2:
+        return 1, shape[0], shape[1]
+    if len(shape) != 3:
+        hint = "; drop the batch axis with x[0]" if len(shape) == 4 and shape[0] == 1 else ""
+        raise ImageError(f"{name} has shape {tuple(shape)}; expected (C, H, W) or (H, W){hint}")
+    if of_bytes and shape[2] in (3, 4) and shape[0] > _MOST_CHANNELS_OF_BYTES:
+        raise ImageError(
+            f"{name} has shape {tuple(shape)}, which looks like (H, W, C); expected (C, H, W): move the "
+            "channels first, e.g. x.transpose(2, 0, 1) or x.permute(2, 0, 1)"
+        )
+    return shape[0], shape[1], shape[2]

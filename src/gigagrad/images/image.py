@@ -1,0 +1,167 @@
+"""What every image is to the rest of the library: a shape, a dtype and `read(box)`.
+
+A reader derives from `Image`, calls `Image.__init__` and implements `_read_inside`, which is only ever asked for
+non-empty boxes inside the image. Everything a caller may rely on is enforced here, once: the exact box comes back
+whatever part of it lies outside, the outside has the image's fill value, and the pixels belong to the caller.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
+
+import numpy as np
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ImageError
+
+if TYPE_CHECKING:
+    import torch
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Pixels: TypeAlias = "Array | torch.Tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One resolution of an image: `shape` is `(height, width)` in pixels, `downsample` is relative to level 0."""
+
+    shape: tuple[int, int]
+    downsample: float
+
+
+class Image(ABC):
+    """Pixels that can be read box by box, from one level of a file or from memory.
+
+    Attributes (constant after construction):
+        shape: `(C, H, W)` of the chosen level.
+        dtype: of what `read` returns; a `torch.dtype` only where the source is a tensor.
+        mpp: micrometres per pixel of the chosen level, None if unknown.
+        name: a stem for output folders and messages.
+        levels: all resolutions of the source, level 0 (the largest) first.
+        fill: the value of every pixel outside the image (see `opening.open_image` for the rule).
+    """
+
+    def __init__(
+        self,
+        *,
+        shape: tuple[int, int, int],
+        dtype: np.dtype[Any] | torch.dtype,
+        name: str,
+        fill: int | float = 0,
+        mpp: float | None = None,
+        levels: tuple[Level, ...] | None = None,
+        open_level: Callable[[int], Image] | None = None,
+    ) -> None:
+        if min(shape) < 1:
+            raise ImageError(f"{name} has no pixels: its shape (C, H, W) is {shape}; every axis must be at least 1")
+        self.shape: Final = shape
+        self.dtype: Final = dtype
+        self.name: Final = name
+        self.fill: Final = fill
+        self.mpp: Final = mpp
+        self.levels: Final = levels or (Level(shape[1:], 1.0),)
+        self._open_level = open_level
+        self._closed = False
+
+    @property
+    def channels(self) -> int:
+        return self.shape[0]
+
+    @property
+    def height(self) -> int:
+        """Rows of the chosen level, in pixels."""
+        return self.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Columns of the chosen level, in pixels."""
+        return self.shape[2]
+
+    @final
+    def read(self, box: Box) -> Pixels:
+        """The pixels of exactly `box`, shape `(C, box.height, box.width)`, with `fill` outside the image.
+
+        The result is the caller's own (writing to it changes nothing else) and may be a transposed view, so do not
+        assume it contiguous. Safe to call from several threads at once.
+
+        Raises `ImageError` if the image is closed or the file turns out to be corrupt there.
+        """
+        if self._closed:
+            raise ImageError(f"{self.name} is closed; open it again to read from it")
+        inside = box.clamp(self.height, self.width)
+        if inside == box and not box.empty:
+            pixels = self._read_inside(box)
+            assert pixels.shape == (self.channels, *box.shape), (pixels.shape, box)
+            return pixels
+        canvas = self._blank(*box.shape)
+        if not inside.empty:
+            at = inside.shift(-box.y0, -box.x0)
+            # The two kinds of array assign to each other's views alike; their stubs do not know that.
+            canvas[:, at.y0 : at.y1, at.x0 : at.x1] = self._read_inside(inside)  # type: ignore[assignment]
+        return canvas
+
+    @abstractmethod
+    def _read_inside(self, box: Box) -> Pixels:
+        """Fresh pixels `(C, box.height, box.width)` of a non-empty box that lies inside the image; thread-safe."""
+
+    def _blank(self, height: int, width: int) -> Pixels:
+        """`(C, height, width)` pixels of fill, channels last in memory as files have them."""
+        assert isinstance(self.dtype, np.dtype)
+        return np.full((height, width, self.channels), self.fill, self.dtype).transpose(2, 0, 1)
+
+    @final
+    def at_level(self, level: int) -> Image:
+        """Another level of the same source, as a new image to close. Raises `ImageError` if there is no such level."""
+        choose_level(self.levels, level, self.name)
+        if self._open_level is None:
+            raise ImageError(f"{self.name} has but one level; open its source with open_image(level=...)")
+        return self._open_level(level)
+
+    @final
+    def close(self) -> None:
+        """Release files and caches. Closing twice is fine; reading afterwards is an `ImageError`."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    def _release(self) -> None:  # noqa: B027 - nothing to do for images in memory, and that is no mistake
+        """Give back what the reader holds; called once."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        scale = "mpp unknown" if self.mpp is None else f"{self.mpp:g} um/px"
+        return f"<{type(self).__name__} {self.name}: {' x '.join(map(str, self.shape))} {self.dtype}, {scale}>"
+
+
+def fill_of(dtype: np.dtype[Any], channels: int, *, says_colour: bool = False) -> int:
+    """What lies outside: white (the dtype's largest value) for a colour slide, 0 for a mask or anything else.
+
+    A colour slide has unsigned integers and either three channels of uint8 or a file that calls itself colour.
+    """
+    colour = says_colour or (channels == 3 and dtype == np.uint8)
+    return int(np.iinfo(dtype).max) if colour and dtype.kind == "u" else 0
+
+
+def choose_level(levels: tuple[Level, ...], level: int, name: str) -> Level:
+    """The level a caller asked for. Raises `ImageError` with the list of levels there are."""
+    if 0 <= level < len(levels):
+        return levels[level]
+    have = ", ".join(f"{index} ({entry.shape[0]} x {entry.shape[1]})" for index, entry in enumerate(levels))
+    raise ImageError(f"{name} has no level {level}; choose one of: {have}")
+
+
+def levels_of(shapes: list[tuple[int, int]]) -> tuple[Level, ...]:
+    """Levels from their `(height, width)`, level 0 first; downsample is the mean of both axes, as in OpenSlide."""
+    height, width = shapes[0]
+    return tuple(Level((h, w), (height / h + width / w) / 2) for h, w in shapes)

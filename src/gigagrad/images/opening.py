@@ -1,0 +1,117 @@
+"""`open_image`: one way in for everything that holds pixels."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gigagrad.errors import ImageError
+from gigagrad.images.image import Array, Image, choose_level
+from gigagrad.images.resolution import choose_mpp
+
+if TYPE_CHECKING:
+    import torch
+    import zarr
+
+_TIFF_SIGNATURES = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
+
+
+def open_image(
+    source: str | Path | Array | torch.Tensor | zarr.Array[Any] | Image, *, level: int = 0, mpp: float | None = None
+) -> Image:
+    """Open a slide, a mask or an array as an `Image`.
+
+    Args:
+        source: a path (TIFF and SVS, anything OpenSlide reads, OME-TIFF, a Zarr array or OME-Zarr folder, PNG, JPEG), a
+            NumPy array or tensor `(C, H, W)` or `(H, W)`, a zarr.Array, or an `Image`, which is returned as it is.
+        level: which resolution; 0 is the largest.
+        mpp: micrometres per pixel **of level 0**, overriding what the file says; `Image.mpp` is the chosen level's.
+
+    Pixels outside the image are white (the largest value of the dtype) where it is an integer colour slide: three
+    channels of uint8, or a TIFF that calls itself RGB or YCbCr. Everything else - a mask or any other single-channel
+    image, and floats - is 0 there. A colour image's alpha channel is not read.
+
+    Raises `ImageError` for a source that is missing, damaged or of no known kind, and for a level it does not have.
+    """
+    if isinstance(source, Image):
+        if level or mpp is not None:
+            raise ImageError(f"{source.name} is open already; give level and mpp when you open it from its source")
+        return source
+    if isinstance(source, str | Path):
+        return _open_path(Path(source), level, mpp)
+    return _open_array(source, level, mpp)
+
+
+def _open_path(path: Path, level: int, mpp: float | None) -> Image:
+    if path.is_dir():
+        from gigagrad.images.zarr import is_zarr, open_zarr
+
+        if is_zarr(path):
+            return open_zarr(path, level=level, mpp=mpp)
+        raise ImageError(f"{path} is a folder, not an image (and not a Zarr store); name a file inside it")
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except FileNotFoundError:
+        raise ImageError(f"{path} does not exist; check the path") from None
+    except OSError as error:
+        raise ImageError(f"cannot read {path}: {error.strerror}") from error
+    if not head:
+        raise ImageError(f"{path} is empty (0 bytes); copy or download it again")
+    image = _open_tiff(path, level, mpp) if head.startswith(_TIFF_SIGNATURES) else _open_picture(path, head, level, mpp)
+    return image or _open_openslide(path, level, mpp)
+
+
+def _open_tiff(path: Path, level: int, mpp: float | None) -> Image | None:
+    from gigagrad.images.tiff import open_tiff
+
+    return open_tiff(path, level=level, mpp=mpp)
+
+
+def _open_picture(path: Path, head: bytes, level: int, mpp: float | None) -> Image | None:
+    from gigagrad.images.pictures import is_picture, open_picture
+
+    if not is_picture(head):
+        return None
+    image = open_picture(path, mpp=choose_mpp(mpp, [], None, path.name))
+    choose_level(image.levels, level, path.name)
+    return image
+
+
+def _open_openslide(path: Path, level: int, mpp: float | None) -> Image:
+    from gigagrad.images.openslide import open_openslide
+
+    image = open_openslide(path, level=level, mpp=mpp)
+    if image is None:
+        raise ImageError(
+            f"{path} is of no known kind; expected a slide that OpenSlide reads, a TIFF, a Zarr folder, a PNG or a JPEG"
+        )
+    return image
+
+
+def _open_array(source: object, level: int, mpp: float | None) -> Image:
+    """Arrays are known by their class, and nobody has a tensor or a zarr.Array without having imported its package."""
+    image: Image
+    torch, zarr = sys.modules.get("torch"), sys.modules.get("zarr")
+    if zarr is not None and isinstance(source, zarr.Array):
+        from gigagrad.images.zarr import from_array
+
+        return from_array(source, level=level, mpp=mpp)
+    if torch is not None and isinstance(source, torch.Tensor):
+        from gigagrad.images.tensors import TensorImage
+
+        image = TensorImage(source, mpp=choose_mpp(mpp, [], None, "the tensor"))
+    elif isinstance(source, np.ndarray):
+        from gigagrad.images.arrays import ArrayImage
+
+        image = ArrayImage(source, mpp=choose_mpp(mpp, [], None, "the array"))
+    else:
+        raise ImageError(
+            f"cannot open a {type(source).__name__} as an image; expected a path, a NumPy array, a tensor, "
+            "a zarr.Array or an Image"
+        )
+    choose_level(image.levels, level, image.name)
+    return image

@@ -1,0 +1,135 @@
+"""Every format OpenSlide knows and no fast path covers: MIRAX, Hamamatsu, Leica, Ventana, Philips, Zeiss, DICOM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gigagrad.boxes import Box, tiles
+from gigagrad.errors import ImageError
+from gigagrad.images.image import Array, Image, Level, choose_level
+from gigagrad.images.resolution import choose_mpp, number
+from gigagrad.images.tile_cache import DEFAULT_CACHE_BYTES, TileCache
+
+_WHITE = 255
+_BLOCK = 512
+
+
+class OpenSlideImage(Image):
+    """One level of a slide read by OpenSlide, `(3, H, W)` uint8, transparent pixels over white. Use `open_openslide`.
+
+    OpenSlide addresses lower levels in level-0 pixels, and where the downsample is not a whole number it resamples
+    them by a fraction that depends on where the read began. So that a pixel does not depend on the box it was read
+    with, lower levels are read in blocks of one fixed grid.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        slide: Any,
+        *,
+        level: int,
+        levels: tuple[Level, ...],
+        mpp: float | None,
+        cache_bytes: int,
+        open_level: Callable[[int], Image],
+    ) -> None:
+        chosen = levels[level]
+        super().__init__(
+            shape=(3, *chosen.shape),
+            dtype=np.dtype(np.uint8),
+            name=path.stem,
+            fill=_WHITE,
+            mpp=mpp,
+            levels=levels,
+            open_level=open_level,
+        )
+        self._path = path
+        self._slide = slide
+        self._level = level
+        self._downsample = chosen.downsample
+        self._cache = TileCache(cache_bytes)
+
+    def _read_inside(self, box: Box) -> Array:
+        if self._level == 0:
+            return self._region(box).transpose(2, 0, 1)
+        pixels_HWC = np.empty((*box.shape, 3), np.uint8)
+        first_y, first_x = box.y0 // _BLOCK * _BLOCK, box.x0 // _BLOCK * _BLOCK
+        for cell in tiles(box.y1 - first_y, box.x1 - first_x, _BLOCK, _BLOCK):
+            corner = cell.shift(first_y, first_x)
+            block = Box(corner.y0, corner.x0, corner.y0 + _BLOCK, corner.x0 + _BLOCK).clamp(self.height, self.width)
+            part = block.intersect(box)
+            to = part.shift(-box.y0, -box.x0)
+            of = part.shift(-block.y0, -block.x0)
+            pixels = self._cache.get(block, lambda block=block: self._region(block))  # type: ignore[misc]
+            pixels_HWC[to.y0 : to.y1, to.x0 : to.x1] = pixels[of.y0 : of.y1, of.x0 : of.x1]
+        return pixels_HWC.transpose(2, 0, 1)
+
+    def _region(self, box: Box) -> Array:
+        """`(h, w, 3)` straight from OpenSlide."""
+        import openslide
+
+        corner = (round(box.x0 * self._downsample), round(box.y0 * self._downsample))
+        try:
+            rgba = np.asarray(self._slide.read_region(corner, self._level, (box.width, box.height)))
+        except openslide.OpenSlideError as error:
+            raise ImageError(
+                f"cannot read {box} of {self._path}: {error}; the file is corrupt there, copy or download it again"
+            ) from error
+        alpha = rgba[..., 3:]
+        if alpha.min() == _WHITE:
+            return rgba[..., :3].copy()
+        return np.where(alpha == 0, np.uint8(_WHITE), rgba[..., :3])
+
+    def _release(self) -> None:
+        self._cache.clear()
+        self._slide.close()
+
+
+def open_openslide(
+    path: Path, *, level: int = 0, mpp: float | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
+) -> OpenSlideImage | None:
+    """One level of a slide through OpenSlide; None if OpenSlide does not know the format.
+
+    Raises `ImageError` for a file of a known format that is damaged, and for a level that is not there.
+    """
+    import openslide
+
+    if openslide.OpenSlide.detect_format(path) is None:
+        return None
+    try:
+        slide = openslide.OpenSlide(path)
+    except openslide.OpenSlideError as error:
+        raise ImageError(f"cannot open {path}: {error}; the file is truncated or corrupt") from error
+    try:
+        # OpenSlide says (width, height).
+        levels = tuple(
+            Level((height, width), float(downsample))
+            for (width, height), downsample in zip(slide.level_dimensions, slide.level_downsamples, strict=True)
+        )
+        chosen = choose_level(levels, level, path.name)
+        claim = number(slide.properties.get(openslide.PROPERTY_NAME_MPP_X, ""))
+        power = number(slide.properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER, ""))
+        base = choose_mpp(mpp, [claim], power, path.name)
+        scaled = None if base is None else base * chosen.downsample
+        return OpenSlideImage(
+            path,
+            slide,
+            level=level,
+            levels=levels,
+            mpp=scaled,
+            cache_bytes=cache_bytes,
+            open_level=lambda other: _open_again(path, other, base, cache_bytes),
+        )
+    except ImageError:
+        slide.close()
+        raise
+
+
+def _open_again(path: Path, level: int, mpp: float | None, cache_bytes: int) -> Image:
+    image = open_openslide(path, level=level, mpp=mpp, cache_bytes=cache_bytes)
+    assert image is not None
+    return image

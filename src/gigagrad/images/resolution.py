@@ -1,0 +1,91 @@
+"""Micrometres per pixel: where they come from and which of them to believe.
+
+Precedence: the caller's argument, then what the file says, then 10 / objective power (with a warning), then unknown.
+Files without a real resolution often claim one all the same (1 dot per inch is 25 400 um/px), so only values between
+0.05 and 20 um/px, which covers every slide scanner and its overview levels, are taken from a file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterable
+
+from gigagrad.errors import ImageError
+from gigagrad.images.image import Image
+
+SMALLEST_MPP = 0.05
+LARGEST_MPP = 20.0
+
+_UM_PER_UNIT = {
+    "nm": 1e-3,
+    "nanometer": 1e-3,
+    "um": 1.0,
+    "\u00b5m": 1.0,  # the micro sign
+    "\u03bcm": 1.0,  # the Greek letter
+    "micrometer": 1.0,
+    "micron": 1.0,
+    "mm": 1e3,
+    "millimeter": 1e3,
+    "cm": 1e4,
+    "centimeter": 1e4,
+    "m": 1e6,
+    "meter": 1e6,
+}
+
+
+class GuessedResolutionWarning(UserWarning):
+    """The file names no micrometres per pixel; they were guessed from the objective's magnification."""
+
+
+def plausible(mpp: float | None) -> bool:
+    return mpp is not None and math.isfinite(mpp) and SMALLEST_MPP <= mpp <= LARGEST_MPP
+
+
+def micrometres(value: float | None, unit: str) -> float | None:
+    """A length in `unit` as micrometres; None for a missing value or a unit that is no length (`pixel`, say)."""
+    factor = _UM_PER_UNIT.get(unit.strip().lower())
+    return None if value is None or factor is None else value * factor
+
+
+def number(text: object) -> float | None:
+    """The first number in a metadata field, None if there is none. A decimal comma counts as a point."""
+    match = re.search(r"[-+]?\d+(?:[.,]\d*)?(?:[eE][-+]?\d+)?|[-+]?[.,]\d+", str(text))
+    return float(match.group().replace(",", ".")) if match else None
+
+
+def choose_mpp(
+    given: float | None, claims: Iterable[float | None], objective_power: float | None, name: str
+) -> float | None:
+    """Level 0's micrometres per pixel by the precedence above, None if nothing credible is known.
+
+    `claims` are what the file says, the most trusted first. Raises `ImageError` for an impossible `given`.
+    """
+    if given is not None:
+        if not plausible(given):
+            raise ImageError(
+                f"{name}: got mpp {given:g}, expected micrometres per pixel from {SMALLEST_MPP:g} to {LARGEST_MPP:g}; "
+                "typical slides have 0.25 (40x) or 0.5 (20x)"
+            )
+        return given
+    for claim in claims:
+        if plausible(claim):
+            return claim
+    guess = 10 / objective_power if objective_power else None
+    if guess is None or not plausible(guess):
+        return None
+    warnings.warn(
+        f"{name} names no micrometres per pixel; took 10 / its {objective_power:g}x objective = {guess:g} (say --mpp "
+        "to be sure)",
+        GuessedResolutionWarning,
+        stacklevel=3,
+    )
+    return guess
+
+
+def require_mpp(image: Image) -> float:
+    """The image's micrometres per pixel. Raises `ImageError` naming `--mpp` where they are unknown."""
+    if image.mpp is None:
+        raise ImageError(f"{image.name} has no micrometres per pixel (mpp) in its metadata; give them with --mpp")
+    return image.mpp

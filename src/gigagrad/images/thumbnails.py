@@ -1,0 +1,56 @@
+"""Small pictures of large images, without ever holding the large one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gigagrad.boxes import Box, tiles
+from gigagrad.errors import ImageError
+from gigagrad.images.image import Array, Image
+
+_BLOCK = 1024
+
+
+def thumbnail(image: Image, max_side: int) -> Array:
+    """The image at most `max_side` px high and wide, by averaging areas: `(h, w, C)` uint8; never enlarged.
+
+    Takes the smallest level that is still large enough (but none above the image's own), and reads it in blocks of
+    about 1024 x 1024 px. Integers other than uint8 are scaled from their dtype's range, floats are taken to be 0 to 1.
+
+    Raises `ImageError` for a `max_side` below 1.
+    """
+    if max_side < 1:
+        raise ImageError(f"a thumbnail needs at least 1 px a side, got {max_side}")
+    here = next(index for index, level in enumerate(image.levels) if level.shape == image.shape[1:])
+    enough = [index for index, level in enumerate(image.levels) if index >= here and max(level.shape) >= max_side]
+    if enough and enough[-1] != here:
+        with image.at_level(enough[-1]) as smaller:
+            return _averaged(smaller, max_side)
+    return _averaged(image, max_side)
+
+
+def _averaged(image: Image, max_side: int) -> Array:
+    scale = min(1.0, max_side / max(image.height, image.width))
+    height, width = max(1, round(image.height * scale)), max(1, round(image.width * scale))
+    # Output pixel i averages the source rows from y[i] up to y[i + 1].
+    y = np.arange(height + 1) * image.height // height
+    x = np.arange(width + 1) * image.width // width
+    step = max(1, int(_BLOCK * scale))
+    small_HWC = np.empty((height, width, image.channels), np.uint8)
+    for out in tiles(height, width, step, step):
+        rows, columns = y[out.y0 : out.y1 + 1], x[out.x0 : out.x1 + 1]
+        box = Box(int(rows[0]), int(columns[0]), int(rows[-1]), int(columns[-1]))
+        pixels = np.asarray(image.read(box))
+        exact = np.float64 if pixels.dtype.kind == "f" else np.int64
+        sums = np.add.reduceat(pixels, columns[:-1] - columns[0], axis=2, dtype=exact)
+        sums = np.add.reduceat(sums, rows[:-1] - rows[0], axis=1)
+        means = sums / (np.diff(rows)[:, None] * np.diff(columns))
+        small_HWC[out.y0 : out.y1, out.x0 : out.x1] = _as_bytes(means, pixels.dtype).transpose(1, 2, 0)
+    return small_HWC
+
+
+def _as_bytes(means: Array, dtype: np.dtype[Any]) -> Array:
+    largest = float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0
+    return np.clip(np.rint(means * (255 / largest)), 0, 255).astype(np.uint8)

@@ -1,0 +1,171 @@
+"""Zarr arrays (v2 and v3) and OME-Zarr groups, read chunk by chunk by zarr-python itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ImageError
+from gigagrad.images.arrays import channels_first
+from gigagrad.images.image import Array, Image, Level, choose_level, fill_of, levels_of
+from gigagrad.images.resolution import choose_mpp, micrometres
+
+_MARKERS = ("zarr.json", ".zarray", ".zgroup")
+
+
+class ZarrImage(Image):
+    """One zarr.Array, whose axes are named in `axes` (a permutation of `c`, `y`, `x` and axes of length 1)."""
+
+    def __init__(
+        self,
+        array: Any,
+        axes: Sequence[str],
+        *,
+        name: str,
+        levels: tuple[Level, ...],
+        mpp: float | None,
+        open_level: Callable[[int], Image] | None = None,
+    ) -> None:
+        sizes = dict(zip(axes, array.shape, strict=True))
+        shape = (sizes.get("c", 1), sizes["y"], sizes["x"])
+        dtype = np.dtype(array.dtype)
+        if dtype.kind not in "buif":
+            raise ImageError(f"{name} has dtype {dtype}; expected integers, floats or bool")
+        native = dtype.newbyteorder("=")
+        super().__init__(
+            shape=shape,
+            dtype=native,
+            name=name,
+            fill=fill_of(native, shape[0]),
+            mpp=mpp,
+            levels=levels,
+            open_level=open_level,
+        )
+        self._array = array
+        self._axes = tuple(axes)
+        # After the axes of length 1 are dropped: where c, y and x stand in what zarr returns.
+        kept = [axis for axis in axes if axis in ("c", "y", "x")]
+        self._order = tuple(kept.index(axis) for axis in ("c", "y", "x") if axis in kept)
+
+    def _read_inside(self, box: Box) -> Array:
+        wanted = {"c": slice(None), "y": slice(box.y0, box.y1), "x": slice(box.x0, box.x1)}
+        try:
+            pixels = np.asarray(self._array[tuple(wanted.get(axis, 0) for axis in self._axes)])
+        # Stores and codecs raise classes of their own.
+        except Exception as error:
+            raise ImageError(f"cannot read {box} of {self.name}: {error}; a chunk is missing or corrupt") from error
+        pixels_CHW = pixels.transpose(self._order).reshape(self.channels, *box.shape)
+        return pixels_CHW.astype(pixels.dtype.newbyteorder("="), copy=not pixels.flags.writeable)
+
+
+def is_zarr(folder: Path) -> bool:
+    """Whether a folder is a Zarr array or group."""
+    return any((folder / marker).is_file() for marker in _MARKERS)
+
+
+def open_zarr(path: Path, *, level: int = 0, mpp: float | None = None) -> ZarrImage:
+    """A Zarr array, or one level of an OME-Zarr image (the first image of a bioformats2raw collection).
+
+    Raises `ImageError` for a damaged store, a group without multiscales, or axes beyond channels, y and x.
+    """
+    import zarr
+
+    name = path.name.removesuffix(".zarr").removesuffix(".ome") or path.name
+    try:
+        node = zarr.open(path, mode="r")
+    except Exception as error:
+        raise ImageError(f"cannot open {path} as Zarr: {error}") from error
+    if isinstance(node, zarr.Array):
+        return from_array(node, name=name, level=level, mpp=mpp)
+    return _from_group(node, path, name, level, mpp)
+
+
+def from_array(array: Any, *, name: str | None = None, level: int = 0, mpp: float | None = None) -> ZarrImage:
+    """A plain zarr.Array: `(C, H, W)` or `(H, W)`, unless its dimension names (c, y, x) say otherwise."""
+    name = name or array.basename or "zarr"
+    axes = _named_axes(array)
+    if axes is None:
+        channels_first(array.shape, np.dtype(array.dtype) == np.uint8, name)
+        axes = ["c", "y", "x"][-array.ndim :]
+    _check_axes(axes, array.shape, name)
+    sizes = dict(zip(axes, array.shape, strict=True))
+    levels = levels_of([(sizes["y"], sizes["x"])])
+    choose_level(levels, level, name)
+    return ZarrImage(array, axes, name=name, levels=levels, mpp=choose_mpp(mpp, [], None, name))
+
+
+def _named_axes(array: Any) -> list[str] | None:
+    names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
+    lowered = [str(entry).lower() for entry in names] if names else []
+    return lowered if {"y", "x"} <= set(lowered) else None
+
+
+def _from_group(group: Any, path: Path, name: str, level: int, mpp: float | None) -> ZarrImage:
+    image = group
+    multiscales = _multiscales(group.attrs)
+    if multiscales is None and "0" in group:
+        image = group["0"]
+        multiscales = _multiscales(image.attrs)
+    if multiscales is None:
+        raise ImageError(
+            f"{path} is a Zarr group without OME multiscales metadata; name one of its arrays instead, "
+            f"e.g. {path.name}/{next(iter(group.array_keys()), 'ARRAY')}"
+        )
+    try:
+        entry = multiscales[0]
+        arrays = [image[dataset["path"]] for dataset in entry["datasets"]]
+        axes, units = _axes(entry, arrays[0].ndim)
+        scale = _scale(entry["datasets"][0], entry)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ImageError(f"{path} has damaged OME multiscales metadata ({type(error).__name__}: {error})") from error
+    _check_axes(axes, arrays[0].shape, name)
+    y, x = axes.index("y"), axes.index("x")
+    levels = levels_of([(array.shape[y], array.shape[x]) for array in arrays])
+    chosen = choose_level(levels, level, name)
+    base = choose_mpp(mpp, [micrometres(scale[x], units[x]) if scale else None], None, name)
+    scaled = None if base is None else base * chosen.downsample
+    return ZarrImage(
+        arrays[level],
+        axes,
+        name=name,
+        levels=levels,
+        mpp=scaled,
+        open_level=lambda other: open_zarr(path, level=other, mpp=base),
+    )
+
+
+def _multiscales(attributes: Mapping[str, Any]) -> Any:
+    """From OME-Zarr 0.5's `ome` entry or from 0.4's top level."""
+    return (attributes.get("ome") or attributes).get("multiscales")
+
+
+def _axes(entry: Mapping[str, Any], ndim: int) -> tuple[list[str], list[str]]:
+    """Names and units of the axes; versions before 0.4 fixed the order t, c, z, y, x and had no units."""
+    axes = entry.get("axes") or [{"name": name} for name in "tczyx"[-ndim:]]
+    named = [axis if isinstance(axis, Mapping) else {"name": axis} for axis in axes]
+    return [str(axis["name"]).lower() for axis in named], [str(axis.get("unit", "")) for axis in named]
+
+
+def _scale(dataset: Mapping[str, Any], entry: Mapping[str, Any]) -> list[float] | None:
+    """Level 0's pixel size along each axis: the dataset's scale times the image's, if any."""
+    found: list[float] | None = None
+    for holder in (dataset, entry):
+        for transformation in holder.get("coordinateTransformations", ()):
+            if transformation.get("type") == "scale":
+                factors = [float(factor) for factor in transformation["scale"]]
+                found = factors if found is None else [a * b for a, b in zip(found, factors, strict=True)]
+    return found
+
+
+def _check_axes(axes: Sequence[str], shape: tuple[int, ...], name: str) -> None:
+    """Raises `ImageError` if there is more than channels, y and x."""
+    others = [axis for axis, size in zip(axes, shape, strict=True) if axis not in ("c", "y", "x") and size != 1]
+    if others or not {"y", "x"} <= set(axes):
+        raise ImageError(
+            f"{name} has axes {', '.join(axes)} of lengths {tuple(shape)}; expected channels, y and x (others of "
+            "length 1); extract the plane you mean into its own array"
+        )

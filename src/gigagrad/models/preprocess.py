@@ -1,0 +1,97 @@
+"""From a slide's bytes to the floats a network takes, as part of the model: a read tile then travels as bytes.
+
+Both modules multiply the integers by float weights directly (PyTorch promotes inside the operation), so no float copy
+of the bytes is ever made; the weights are finished constants, so that nothing but the image is computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gigagrad.errors import ImageError
+
+LUMA_BT601 = (0.299, 0.587, 0.114)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+_FULL_UINT8 = 255.0
+
+
+def _for_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight made for bytes, for images of `dtype`: full intensity is the largest integer, or 1 for floats."""
+    if dtype == torch.uint8:
+        return weight
+    return weight * (_FULL_UINT8 if dtype.is_floating_point else _FULL_UINT8 / torch.iinfo(dtype).max)
+
+
+class Preprocess(nn.Module):
+    """Greyscale, invert, scale: `(N, C, H, W)` integers with `C` of 1 or 3 -> `(N, 1, H, W)` floats in 0..1.
+
+    Greyscale is the luma of ITU-R BT.601, `0.299 R + 0.587 G + 0.114 B`, in real arithmetic without rounding to
+    integers. With `invert` white becomes 0, so that empty glass and the zero padding of a convolution look alike.
+    Full intensity is the dtype's largest integer (255 for uint8); float images are taken as 0..1 already.
+    The result has the module's dtype (`.double()` gives float64). Raises `ImageError` for any other channel count.
+    """
+
+    red: Tensor
+    green: Tensor
+    blue: Tensor
+    grey: Tensor
+
+    def __init__(self, *, invert: bool = True, grey_weights: Sequence[float] = LUMA_BT601) -> None:
+        super().__init__()
+        if len(grey_weights) != 3:
+            raise ValueError(f"grey_weights takes one weight for each of R, G, B; got {len(grey_weights)}")
+        self.invert = invert
+        self.grey_weights = tuple(grey_weights)
+        sign = -1.0 if invert else 1.0
+        for name, weight in zip(("red", "green", "blue", "grey"), (*grey_weights, sum(grey_weights)), strict=True):
+            constant = torch.full((1, 1, 1, 1), sign * weight / _FULL_UINT8)
+            # Not persistent: a constant of the recipe, not something a trained model has to store.
+            self.register_buffer(name, constant, persistent=False)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        channels, dtype = x_NCHW.shape[1], x_NCHW.dtype
+        weights: tuple[Tensor, ...]
+        if channels == 3:
+            weights = (self.red, self.green, self.blue)
+        elif channels == 1:
+            weights = (self.grey,)
+        else:
+            raise ImageError(f"got an image of {channels} channels; Preprocess takes 1 (grey) or 3 (RGB); convert it")
+        y_N1HW = x_NCHW[:, 0:1] * _for_dtype(weights[0], dtype)
+        for channel, weight in enumerate(weights[1:], start=1):
+            y_N1HW = y_N1HW + x_NCHW[:, channel : channel + 1] * _for_dtype(weight, dtype)
+        return y_N1HW + 1.0 if self.invert else y_N1HW
+
+    def extra_repr(self) -> str:
+        return f"invert={self.invert}, grey_weights={self.grey_weights}"
+
+
+class Normalise(nn.Module):
+    """`(N, C, H, W)` integers -> floats of the same shape, `(x / full - mean) / std` per channel.
+
+    This is what networks with published weights expect. `mean` and `std` refer to intensities in 0..1; the defaults are
+    ImageNet's. Full intensity is as in `Preprocess`, and the result has the module's dtype.
+    Raises `ImageError` when the image's channel count is not that of `mean`.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> None:
+        super().__init__()
+        if len(mean) != len(std) or min(std) <= 0:
+            raise ValueError(f"mean and std take one value per channel, std above 0; got {list(mean)} and {list(std)}")
+        scale_C = [1 / (_FULL_UINT8 * s) for s in std]
+        shift_C = [-m / s for m, s in zip(mean, std, strict=True)]
+        self.register_buffer("scale", torch.tensor(scale_C).reshape(1, -1, 1, 1), persistent=False)
+        self.register_buffer("shift", torch.tensor(shift_C).reshape(1, -1, 1, 1), persistent=False)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        channels, expected = x_NCHW.shape[1], self.scale.shape[1]
+        if channels != expected:
+            raise ImageError(f"got an image of {channels} channels; this model takes {expected}; convert the image")
+        return x_NCHW * _for_dtype(self.scale, x_NCHW.dtype) + self.shift

@@ -1,0 +1,43 @@
+"""Tiles in, full-width strips out: what stands between a plan's tile order and a file's row order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ModelError
+
+
+def assemble(tiles: Iterable[tuple[Box, NDArray[np.uint8]]], height: int, width: int) -> Iterator[NDArray[np.uint8]]:
+    """Join tiles into strips `(h_i, width)` that cover `[0, height)` from top to bottom.
+
+    `tiles` are disjoint boxes with their `(h, w)` arrays, row by row and left to right, all of one row equally high.
+    One strip (a row of tiles) is held at a time; a strip is a fresh array, so the receiver may keep it.
+
+    Raises `ModelError` when the tiles cover another area, as those of a model do that changes the image's size.
+    """
+    y0 = x0 = 0
+    strip: NDArray[np.uint8] | None = None
+    for box, pixels in tiles:
+        assert pixels.shape == box.shape, f"tile {box} came with pixels of shape {pixels.shape}"
+        if strip is None:
+            strip = np.empty((box.height, width), np.uint8)
+        if (box.y0, box.x0, box.height) != (y0, x0, len(strip)) or box.x1 > width or box.y1 > height:
+            raise _wrong_size(f"tile {box} where row {y0}, column {x0} comes next", height, width)
+        strip[:, box.x0 : box.x1] = pixels
+        x0 = box.x1
+        if x0 == width:
+            yield strip
+            y0, x0, strip = box.y1, 0, None
+    if (y0, x0) != (height, 0):
+        raise _wrong_size(f"nothing from row {y0}, column {x0} on", height, width)
+
+
+def _wrong_size(found: str, height: int, width: int) -> ModelError:
+    return ModelError(
+        f"the model's output does not cover the {height} x {width} px slide pixel for pixel (got {found}); "
+        "prediction needs a model whose output is as high and wide as its input"
+    )

@@ -1,0 +1,96 @@
+"""Everything a prediction run depends on, as frozen data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gigagrad.errors import ConfigError
+from gigagrad.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictConfig:
+    """What to predict, with what, and where to.
+
+    Attributes:
+        run: folder of a training run (its `best.pt` is used) or a saved model's file.
+        slides: files, folders of slides, and CSV files with a column `slide` (optional: `mask`, `mpp`, `split`).
+        out: output folder; gets `masks/`, `geojson/`, `overlays/` and `predictions.json`.
+        memory: peak memory the process may use, e.g. "1 GiB"; None leaves the choice to the engine.
+        threshold: probability above which a one-channel model's pixel is foreground, between 0 and 1.
+        classes: names of the foreground classes; empty for "Foreground" or "Class 1", "Class 2", ...
+        mpp: micrometres per pixel of all slides, over what their files say.
+        level: pyramid level of slides and true masks to predict at; None takes the level of the training run.
+        device: "cpu" or "cuda".
+        split: of the rows of a CSV file, only those with this split; None takes all.
+        overwrite: predict again what is there already, and replace files that some other program wrote.
+
+    Raises `ConfigError` for values that make no sense; nothing is opened or written yet.
+    """
+
+    run: str | Path
+    slides: tuple[str | Path, ...]
+    out: str | Path
+    memory: str | int | None = None
+    threshold: float = 0.5
+    classes: tuple[str, ...] = ()
+    mpp: float | None = None
+    level: int | None = None
+    device: str = "cpu"
+    split: str | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.slides, (str, Path)):
+            object.__setattr__(self, "slides", (self.slides,))
+        if not self.slides:
+            raise ConfigError("no slides to predict; name files, a folder or a CSV file")
+        if not 0 < self.threshold < 1:
+            raise ConfigError(f"the threshold is a probability between 0 and 1 (both excluded), got {self.threshold}")
+        if self.mpp is not None and not 0 < self.mpp < float("inf"):
+            raise ConfigError(f"mpp must be a positive number of micrometres per pixel, got {self.mpp}")
+        if self.memory is not None:
+            try:
+                parse_bytes(self.memory)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+
+    @property
+    def resolved_level(self) -> int:
+        """`level`, or what the run's `config.yaml` says, or 0. Raises `ConfigError` if that file is damaged."""
+        if self.level is not None:
+            return self.level
+        path = self.model_path.with_name("config.yaml")
+        if not path.is_file():
+            return 0
+        try:
+            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+            return int(settings.get("level", 0))
+        except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read the level from {path}; give one as --level") from error
+
+    @property
+    def model_path(self) -> Path:
+        """The saved model: `run` itself if it is a file, else the run's `best.pt`."""
+        run = Path(self.run)
+        return run / "best.pt" if run.is_dir() else run
+
+    @classmethod
+    def of(cls, config: PredictConfig | Mapping[str, Any]) -> PredictConfig:
+        """`config` itself, or one made from a mapping of its fields. Raises `ConfigError` for unknown fields."""
+        if isinstance(config, PredictConfig):
+            return config
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(config) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown setting '{unknown[0]}' for predict; the settings are: {', '.join(known)}")
+        missing = [name for name in ("run", "slides", "out") if name not in config]
+        if missing:
+            raise ConfigError(f"predict needs the setting '{missing[0]}'")
+        return cls(**config)

@@ -1,0 +1,107 @@
+"""A picture of a slide with the outlines of its masks: what a person checks a prediction with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gigagrad.images import Image, thumbnail
+from gigagrad.models.files import replacing
+from gigagrad.prediction.classes import MaskClass
+from gigagrad.prediction.sampling import mask_thumbnail, require_mask
+
+_TRUTH_COLOR = (255, 214, 10)
+_CASING = (20, 20, 24)
+_Picture = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One mask to outline, `label` as the legend names it. `color` is 8-bit RGB, `width_px` the line's width."""
+
+    mask: Image
+    class_id: int | None
+    """The class to outline; None means every non-zero value."""
+    label: str
+    color: tuple[int, int, int]
+    width_px: int
+
+
+def layers(predicted: Image, classes: Sequence[MaskClass], truth: Image | None = None) -> tuple[Layer, ...]:
+    """The usual picture: the true mask as a broad yellow band below, each predicted class as a thin line above."""
+    several = len(classes) > 1
+    above = [
+        Layer(predicted, kind.id, f"Predicted: {kind.name}" if several else "Predicted", kind.color, 3)
+        for kind in classes
+    ]
+    below = [] if truth is None else [Layer(truth, None, "True mask", _TRUTH_COLOR, 7)]
+    return (*below, *above)
+
+
+def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> _Picture:
+    """`(h, w, 3)` uint8: the slide scaled so that its longer side has at most `max_side` pixels, the outlines of
+    `drawn` in order, and a legend below. The slide and the masks are read piece by piece.
+
+    Raises `ImageError` if a mask is no mask or an image cannot be read.
+    """
+    import cv2
+
+    picture = _as_rgb(thumbnail(slide, max_side))
+    for layer in drawn:
+        require_mask(layer.mask)
+        pixels = mask_thumbnail(layer.mask, *picture.shape[:2])
+        inside = pixels != 0 if layer.class_id is None else pixels == layer.class_id
+        # A background border of 1 px lets contours at the picture's edge close there.
+        framed = np.pad(inside.astype(np.uint8), 1)
+        contours, _ = cv2.findContours(framed, cv2.RETR_LIST, cv2.CHAIN_APPROX_SIMPLE, offset=(-1, -1))
+        for width_px, color in ((layer.width_px + 2, _CASING), (layer.width_px, layer.color)):
+            cv2.polylines(picture, contours, isClosed=True, color=color, thickness=width_px, lineType=cv2.LINE_AA)
+    return np.concatenate([picture, _legend(drawn, picture.shape[1])])
+
+
+def write_overlay(path: Path, picture: _Picture) -> None:
+    """`picture` as a PNG, whole or not at all. Raises `WriteError`."""
+    from PIL import Image as Pillow
+
+    with replacing(path) as temporary:
+        Pillow.fromarray(picture).save(temporary, format="PNG", optimize=True)
+
+
+def _as_rgb(pixels: NDArray[Any]) -> _Picture:
+    """A thumbnail of one or of many channels as something to look at."""
+    if pixels.shape[2] not in (1, 3):
+        pixels = pixels[:, :, :1]
+    return np.array(np.broadcast_to(pixels, (*pixels.shape[:2], 3)), dtype=np.uint8, order="C")
+
+
+def _legend(drawn: Sequence[Layer], width: int) -> _Picture:
+    """A white band with one swatch and label per layer, broken into lines where they do not fit."""
+    from PIL import Image as Pillow
+    from PIL import ImageDraw, ImageFont
+
+    size = 10 + math.ceil(min(width, 2000) / 200)
+    font = ImageFont.load_default(size)
+    line, gap, swatch = round(size * 2.2), size, size * 2
+    placed: list[tuple[int, int, Layer]] = []
+    x, y = gap, 0
+    for layer in drawn:
+        needed = swatch + gap // 2 + math.ceil(font.getlength(layer.label)) + 2 * gap
+        if x > gap and x + needed > width:
+            x, y = gap, y + line
+        placed.append((x, y, layer))
+        x += needed
+    band = Pillow.new("RGB", (width, y + line if placed else 0), "white")
+    pen = ImageDraw.Draw(band)
+    for x, y, layer in placed:
+        middle = y + line / 2
+        thick = layer.width_px + 2
+        pen.line([(x, middle), (x + swatch, middle)], fill=_CASING, width=thick)
+        pen.line([(x + 1, middle), (x + swatch - 1, middle)], fill=layer.color, width=layer.width_px)
+        pen.text((x + swatch + gap // 2, middle), layer.label, fill=_CASING, font=font, anchor="lm")
+    return np.asarray(band)

@@ -1,0 +1,158 @@
+"""Class regions of a mask as polygons for QuPath: GeoJSON in level-0 pixels.
+
+Outlines follow the pixel edges exactly. Memory and the size of the file grow with the number of corners, not with the
+slide, and both are bounded: a mask with more than `max_corners` corners (noise, mostly) is traced again from every
+second pixel, then every fourth, and so on; the result says which. QuPath's conventions: one `Feature` per region, a
+UUID as `id`, `objectType` "annotation", and a classification with both name and colour.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gigagrad.boxes import Box, tiles
+from gigagrad.images.image import Image
+from gigagrad.models.files import replacing
+from gigagrad.prediction.classes import MaskClass
+from gigagrad.prediction.outlines import Corners, Rings, corners_in, join, rings_of
+from gigagrad.prediction.sampling import block_side, read_sampled, require_mask, sampled_shape
+
+if TYPE_CHECKING:
+    from shapely import LinearRing, Polygon
+
+_NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "gigagrad/annotation")
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A connected region of one class. `polygon` is valid and in pixels of the mask."""
+
+    kind: MaskClass
+    polygon: Polygon
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """All regions of a mask; `downsample` is 1 where the outlines are exact (see `trace`)."""
+
+    regions: tuple[Region, ...]
+    downsample: int
+
+
+def trace(mask: Image, classes: Sequence[MaskClass], *, min_area_px: float = 256, max_corners: int = 1 << 20) -> Traced:
+    """The regions of each class, 4-connected, with their holes; block by block, in bounded memory.
+
+    `min_area_px`: regions and holes smaller than this many square pixels of the mask are left out (1 keeps everything).
+    `max_corners`: the most corners to hold, about 100 bytes each; beyond it the mask is traced at 1/2, 1/4, ...
+
+    Raises `ImageError` if `mask` is no mask or cannot be read.
+    """
+    require_mask(mask)
+    downsample = 1
+    while (found := _corners(mask, classes, downsample, max_corners)) is None:
+        downsample *= 2
+    limits = np.array([mask.shape[2], mask.shape[1]])
+    regions = [
+        Region(kind, polygon)
+        for kind in classes
+        for polygon in _polygons(rings_of(found[kind.id]), downsample, limits, min_area_px)
+    ]
+    return Traced(tuple(regions), downsample)
+
+
+def write_geojson(path: Path, traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> None:
+    """A QuPath `FeatureCollection`; ids depend on `name` and the regions' order only. Raises `WriteError`.
+
+    `scale` is how many level-0 pixels of the slide a pixel of the mask is high and wide.
+    """
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write('{"type": "FeatureCollection", "features": [')
+        for index, region in enumerate(traced.regions):
+            file.write(",\n" if index else "\n")
+            file.write(json.dumps(_feature(region, f"{name}/{index}", scale), separators=(",", ":")))
+        file.write("\n]}\n")
+
+
+def _corners(mask: Image, classes: Sequence[MaskClass], downsample: int, max_corners: int) -> dict[int, Corners] | None:
+    """Corners by class id, or None as soon as there are too many of them."""
+    height, width = sampled_shape(mask, downsample)
+    side = block_side(downsample)
+    parts: dict[int, list[Corners]] = {kind.id: [] for kind in classes}
+    count = 0
+    for box in tiles(height + 1, width + 1, side, side):
+        pixels = read_sampled(mask, Box(box.y0 - 1, box.x0 - 1, box.y1, box.x1), downsample)
+        if pixels.min() == pixels.max():
+            continue
+        for kind in classes:
+            corners = corners_in(pixels == kind.id, box.y0, box.x0)
+            parts[kind.id].append(corners)
+            count += len(corners)
+        if count > max_corners and min(height, width) > 1:
+            return None
+    return {class_id: join(held) for class_id, held in parts.items()}
+
+
+def _polygons(rings: Rings, downsample: int, limits: Any, min_area_px: float) -> Iterator[Polygon]:
+    """Each outer ring with its holes as valid polygons, scaled to the mask's pixels and cut at the image's border."""
+    import shapely
+
+    kept = np.abs(rings.areas) * downsample**2 >= min_area_px
+    outer, holes = np.flatnonzero(kept & (rings.areas > 0)), np.flatnonzero(kept & (rings.areas < 0))
+    children: dict[int, list[int]] = {}
+    for hole, parent in zip(holes, _parents(rings, outer, holes), strict=True):
+        children.setdefault(int(parent), []).append(int(hole))
+
+    def ring(index: int) -> Any:
+        return np.minimum(rings.ring(index) * downsample, limits)
+
+    for shell in outer.tolist():
+        polygon = shapely.Polygon(ring(shell), [ring(hole) for hole in children.get(shell, [])])
+        # A ring may touch itself at a point (two pixels corner to corner); splitting it there makes it valid.
+        whole = polygon if polygon.is_valid else shapely.make_valid(polygon, method="structure", keep_collapsed=False)
+        yield from (part for part in shapely.get_parts(whole) if part.area > 0)
+
+
+def _parents(rings: Rings, outer: Any, holes: Any) -> Any:
+    """For each hole the smallest outer ring around it."""
+    import shapely
+
+    if not len(holes):
+        return holes
+    # A ring begins at its first corner in reading order, and the pixel there lies inside the hole.
+    inside = shapely.points(rings.points[rings.starts[holes]] + 0.5)
+    by_area = outer[np.argsort(rings.areas[outer], kind="stable")]
+    shells = [shapely.Polygon(rings.ring(index)) for index in by_area]
+    which_shell, which_hole = shapely.STRtree(inside).query(shells, predicate="contains")
+    first = np.full(len(holes), len(by_area))
+    np.minimum.at(first, which_hole, which_shell)
+    return by_area[first]
+
+
+def _feature(region: Region, key: str, scale: tuple[float, float]) -> dict[str, Any]:
+    rings = (region.polygon.exterior, *region.polygon.interiors)
+    return {
+        "type": "Feature",
+        "id": str(uuid.uuid5(_NAMESPACE, key)),
+        "geometry": {"type": "Polygon", "coordinates": [_coordinates(ring, scale) for ring in rings]},
+        "properties": {
+            "objectType": "annotation",
+            "classification": {"name": region.kind.name, "color": list(region.kind.color)},
+        },
+    }
+
+
+def _coordinates(ring: LinearRing, scale: tuple[float, float]) -> list[list[float]]:
+    """`[x, y]` points, the first one repeated; whole pixels as integers, others to a hundredth of a pixel."""
+    import shapely
+
+    points = shapely.get_coordinates(ring) * (scale[1], scale[0])
+    whole = points.astype(np.int64)
+    written: list[list[float]] = (whole if np.array_equal(whole, points) else points.round(2)).tolist()
+    return written

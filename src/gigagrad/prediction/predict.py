@@ -1,0 +1,232 @@
+"""Predict whole slides: a mask as pyramidal TIFF, its regions as GeoJSON and a picture of both, slide by slide.
+
+Tiles leave the engine row by row and go straight into the file, so the mask exists only as strips and there are no
+seams. A run can be stopped and started again: slides whose files are all there are left alone. A slide that fails
+does not stop the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gigagrad.boxes import Box
+from gigagrad.errors import BudgetError, ConfigError, GigagradError, TargetError, WriteError
+from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
+from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.images import Image, open_image
+from gigagrad.images.write import write_pyramid
+from gigagrad.models import load_model
+from gigagrad.prediction.assemble import assemble
+from gigagrad.prediction.classes import class_ids, foreground_count, mask_classes
+from gigagrad.prediction.config import PredictConfig
+from gigagrad.prediction.evaluate import score_masks
+from gigagrad.prediction.inputs import SlideInput, find_slides
+from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
+from gigagrad.prediction.polygons import trace, write_geojson
+from gigagrad.prediction.records import MadeWith, SlideResult, read_records, write_records
+from gigagrad.units import format_seconds, parse_bytes
+
+_ROWS_BESIDE = 2048
+"""Mask rows held beside the engine: a row of tiles being assembled, and the writer's tile rows of all levels."""
+
+
+def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Listener] = ()) -> tuple[SlideResult, ...]:
+    """Predict every slide of `config`; one result per slide, in order, the failed ones included.
+
+    Emits a `predict` job counted in slides, the engine's own events, and a `Notice` for each slide that fails.
+
+    Raises `ConfigError`, `ModelError` or `WriteError` for what concerns all slides; nothing has been predicted then.
+    """
+    config = PredictConfig.of(config)
+    slides = find_slides(config.slides, config.split)
+    spec, model = load_model(config.model_path)
+    with config.model_path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    made_with = MadeWith(spec, digest, config.threshold, config.classes, config.resolved_level)
+    out = Path(config.out)
+    records = read_records(out)
+    _prepare(out, slides, records, made_with, config.overwrite)
+
+    events = Events(tuple(listeners))
+    events.emit(JobStarted("predict", len(slides), spec))
+    start = time.perf_counter()
+    results = []
+    for done, entry in enumerate(slides, 1):
+        known = records.get(entry.stem)
+        if known is not None and not config.overwrite and _current(known, entry, out):
+            results.append(known)
+            events.emit(JobAdvanced("predict", done, len(slides), f"{entry.stem}: done before"))
+            continue
+        results.append(_attempt(entry, model, config, made_with, records, events))
+        events.emit(JobAdvanced("predict", done, len(slides), _summary(results[-1])))
+    events.emit(JobFinished("predict", time.perf_counter() - start))
+    return tuple(results)
+
+
+def _prepare(
+    out: Path, slides: tuple[SlideInput, ...], records: Mapping[str, SlideResult], made_with: MadeWith, overwrite: bool
+) -> None:
+    """Make the folders, after checking that nothing there belongs to somebody else or to other settings."""
+    for entry in () if overwrite else slides:
+        known = records.get(entry.stem)
+        if known is not None and known.status == "done" and known.made_with != made_with:
+            raise ConfigError(
+                f"{out} holds a prediction of {entry.stem} by another model, threshold, level or class names; "
+                "choose another --out or pass --overwrite"
+            )
+        if known is not None and known.slide != str(entry.slide.absolute()):
+            raise ConfigError(
+                f"{out} holds a prediction of another slide of this name, {known.slide}; "
+                "choose another --out or pass --overwrite"
+            )
+        mask = out / "masks" / f"{entry.stem}.tif"
+        if known is None and mask.exists():
+            raise WriteError(f"{mask} exists but was not predicted here; choose another --out or pass --overwrite")
+    try:
+        for folder in ("masks", "geojson", "overlays"):
+            (out / folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(f"cannot make folders in {out}: {error.strerror}; choose another --out") from error
+
+
+def _current(known: SlideResult, entry: SlideInput, out: Path) -> bool:
+    return known.complete_in(out) and known.slide_bytes == _bytes_of(entry.slide)
+
+
+def _attempt(
+    entry: SlideInput,
+    model: nn.Module,
+    config: PredictConfig,
+    made_with: MadeWith,
+    records: dict[str, SlideResult],
+    events: Events,
+) -> SlideResult:
+    """Predict one slide and keep the record up to date, whatever happens."""
+    out = Path(config.out)
+    result = SlideResult(
+        name=entry.stem,
+        slide=str(entry.slide.absolute()),
+        slide_bytes=_bytes_of(entry.slide),
+        made_with=made_with,
+        status="running",
+    )
+    records[entry.stem] = result
+    write_records(out, records)
+    start = time.perf_counter()
+    try:
+        result = _predict_one(entry, model, config, result, events)
+        result = dataclasses.replace(result, status="done", seconds=time.perf_counter() - start)
+    except (GigagradError, OSError) as error:
+        result = dataclasses.replace(result, status="failed", error=str(error))
+        events.emit(Notice(f"{entry.stem}: {error}", warning=True))
+    records[entry.stem] = result
+    write_records(out, records)
+    return result
+
+
+def _predict_one(
+    entry: SlideInput, model: nn.Module, config: PredictConfig, result: SlideResult, events: Events
+) -> SlideResult:
+    out, level = Path(config.out), result.made_with.level
+    files = {
+        "mask": f"masks/{entry.stem}.tif",
+        "geojson": f"geojson/{entry.stem}.geojson",
+        "overlay": f"overlays/{entry.stem}.png",
+    }
+    with ExitStack() as opened:
+        slide = opened.enter_context(open_image(entry.slide, level=level, mpp=config.mpp or entry.mpp))
+        truth = None if entry.mask is None else opened.enter_context(open_image(entry.mask, level=level))
+        if truth is not None and truth.shape[1:] != slide.shape[1:]:
+            raise TargetError(
+                f"the true mask {entry.mask} is {truth.shape[1]} x {truth.shape[2]} px and its slide "
+                f"{slide.shape[1]} x {slide.shape[2]} px; both must have the same size"
+            )
+        foreground = _write_mask(slide, model, config, out / files["mask"], events)
+        classes = mask_classes(foreground, config.classes)
+        mask = opened.enter_context(open_image(out / files["mask"]))
+        traced = trace(mask, classes)
+        full = slide.levels[0].shape
+        scale = (full[0] / slide.shape[1], full[1] / slide.shape[2])
+        write_geojson(out / files["geojson"], traced, entry.stem, scale)
+        write_overlay(out / files["overlay"], draw_overlay(slide, layers(mask, classes, truth)))
+        scored = None if truth is None else score_masks(mask, truth, foreground + 1)
+        return dataclasses.replace(
+            result,
+            mask=files["mask"],
+            geojson=files["geojson"],
+            overlay=files["overlay"],
+            height=slide.shape[1],
+            width=slide.shape[2],
+            mpp=slide.mpp,
+            regions=len(traced.regions),
+            traced_downsample=traced.downsample,
+            dice=None if scored is None else scored.dice,
+            iou=None if scored is None else scored.iou,
+        )
+
+
+def _write_mask(slide: Image, model: nn.Module, config: PredictConfig, path: Path, events: Events) -> int:
+    """Write the mask of `slide` tile by tile and return the number of foreground classes."""
+    _, height, width = slide.shape
+    beside_bytes = _ROWS_BESIDE * width
+    budget = None if config.memory is None else parse_bytes(config.memory)
+    memory = None if budget is None else max(1, budget - beside_bytes)
+    engine = compile_engine(model, memory=memory, device=config.device)
+    engine.events.subscribe(events.emit)
+    try:
+        tiles = iter(engine.stream(slide))
+        first = next(tiles)
+        foreground = foreground_count(first[1].shape[1])
+        mask_classes(foreground, config.classes)  # refuses wrong names before the first tile is written
+        write_pyramid(
+            path,
+            assemble(_ids(itertools.chain([first], tiles), config.threshold), height, width),
+            shape=(height, width, 1),
+            dtype=np.uint8,
+            nearest=True,
+            mpp=slide.mpp,
+            overwrite=True,
+            description="gigagrad mask: class ids, 0 is background",
+        )
+    except BudgetError as error:
+        raise _restated(error, budget or 0, beside_bytes) from error
+    return foreground
+
+
+def _ids(tiles: Iterable[tuple[Box, Tensor]], threshold: float) -> Iterator[tuple[Box, NDArray[np.uint8]]]:
+    return ((box, class_ids(logits, threshold)) for box, logits in tiles)
+
+
+def _restated(error: BudgetError, budget_bytes: int, beside_bytes: int) -> BudgetError:
+    """The engine's refusal in terms of the whole process, as the user stated the budget."""
+    return BudgetError(
+        str(error).partition(": needs ")[0],
+        budget_bytes=budget_bytes,
+        needed_bytes=error.needed_bytes + beside_bytes,
+        smallest_bytes=error.smallest_bytes + beside_bytes,
+    )
+
+
+def _bytes_of(slide: Path) -> int:
+    try:
+        return slide.stat().st_size
+    except OSError:
+        return 0
+
+
+def _summary(result: SlideResult) -> str:
+    if result.failed:
+        return f"{result.name}: failed"
+    dice = "" if result.dice is None else f", Dice {result.dice:.4f}"
+    return f"{result.name}: {format_seconds(result.seconds)}{dice}"

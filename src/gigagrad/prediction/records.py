@@ -1,0 +1,89 @@
+"""`predictions.json`: what was predicted, with what, and how it went; the memory that makes a run resumable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from gigagrad.errors import ConfigError
+from gigagrad.models.files import write_text
+
+FILE_NAME: Final = "predictions.json"
+
+
+@dataclass(frozen=True, slots=True)
+class MadeWith:
+    """What a prediction follows from beside the slide itself; two equal ones give the same mask."""
+
+    model: str
+    model_sha256: str
+    threshold: float
+    classes: tuple[str, ...]
+    level: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlideResult:
+    """How the prediction of one slide went. Paths are relative to the output folder, `slide` is absolute.
+
+    `running` is what remains of a run that was stopped there. Sizes are in pixels and `mpp` in micrometres per pixel,
+    both of the level predicted. `dice` and `iou` are None where no true mask was given. `traced_downsample` above 1
+    means that the outlines in the GeoJSON file follow every 2nd, 4th, ... pixel because there were too many corners.
+    """
+
+    name: str
+    slide: str
+    slide_bytes: int
+    made_with: MadeWith
+    status: Literal["running", "done", "failed"]
+    error: str = ""
+    mask: str = ""
+    geojson: str = ""
+    overlay: str = ""
+    height: int = 0
+    width: int = 0
+    mpp: float | None = None
+    seconds: float = 0.0
+    regions: int = 0
+    traced_downsample: int = 1
+    dice: float | None = None
+    iou: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.status == "failed"
+
+    def complete_in(self, out: Path) -> bool:
+        """Whether all its files are there."""
+        files = (self.mask, self.geojson, self.overlay)
+        return self.status == "done" and all(file and (out / file).is_file() for file in files)
+
+
+def read_records(out: Path) -> dict[str, SlideResult]:
+    """Results by slide name, none if there is no file yet. Raises `ConfigError` if the file is damaged."""
+    path = out / FILE_NAME
+    if not path.is_file():
+        return {}
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["slides"]
+        return {entry["name"]: _parse(entry) for entry in entries}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is damaged or of another version ({error}); move it away or choose another --out"
+        ) from error
+
+
+def write_records(out: Path, records: Mapping[str, SlideResult]) -> None:
+    """Replace the file as a whole. Raises `WriteError`."""
+    entries = [dataclasses.asdict(result) for result in records.values()]
+    write_text(out / FILE_NAME, json.dumps({"format": 1, "slides": entries}, indent=1) + "\n")
+
+
+def _parse(entry: Mapping[str, Any]) -> SlideResult:
+    made_with = dict(entry["made_with"])
+    made_with["classes"] = tuple(made_with["classes"])
+    return SlideResult(**{**entry, "made_with": MadeWith(**made_with)})

@@ -1,0 +1,105 @@
+"""Overlap scores that add up strip by strip, so that no full-resolution plane is ever held.
+
+Dice (1945) and Sorensen (1948): `2 |A and B| / (|A| + |B|)`; Jaccard (1912), also called IoU: `|A and B| / |A or B|`.
+Both are ratios of counts, and counts of disjoint strips simply add.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gigagrad.errors import TargetError
+
+_CHUNK_PIXELS = 1 << 20
+"""Class ids are widened to int64 only this many pixels at a time."""
+
+
+class Confusion:
+    """Counts of pixels by (true class, predicted class); class 0 is background.
+
+    With two classes (the default) every non-zero value means foreground, so masks of {0, 1}, {0, 255} and booleans
+    all count alike. With more, values are class ids and must lie below `classes`.
+    """
+
+    def __init__(self, classes: int = 2) -> None:
+        if classes < 2:
+            raise ValueError(f"a confusion needs at least 2 classes, got {classes}; background counts as one")
+        self.classes = classes
+        self.counts = np.zeros((classes, classes), np.int64)
+
+    def add(self, pred: NDArray[np.generic], truth: NDArray[np.generic]) -> None:
+        """Count one strip or tile: arrays of the same shape, class ids of integer or bool dtype.
+
+        Raises `TargetError` for shapes that differ and for class ids outside `[0, classes)`.
+        """
+        pred, truth = np.asarray(pred), np.asarray(truth)
+        if pred.shape != truth.shape:
+            raise TargetError(
+                f"the prediction is {pred.shape} and the true mask {truth.shape}; give a mask of its slide's size"
+            )
+        if self.classes == 2:
+            self._add_binary(pred != 0, truth != 0)
+            return
+        flat_pred, flat_truth = pred.reshape(-1), truth.reshape(-1)
+        for start in range(0, flat_pred.size, _CHUNK_PIXELS):
+            chunk = slice(start, start + _CHUNK_PIXELS)
+            self._add_classes(flat_pred[chunk].astype(np.int64), flat_truth[chunk].astype(np.int64))
+
+    def _add_binary(self, pred: NDArray[np.bool_], truth: NDArray[np.bool_]) -> None:
+        both, predicted, true = (int(np.count_nonzero(a)) for a in (pred & truth, pred, truth))
+        self.counts += np.array([[pred.size - predicted - true + both, predicted - both], [true - both, both]])
+
+    def _add_classes(self, pred: NDArray[np.int64], truth: NDArray[np.int64]) -> None:
+        for name, ids in (("prediction", pred), ("true mask", truth)):
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.classes:
+                raise TargetError(
+                    f"the {name} holds class ids {low} to {high}, but there are {self.classes} classes "
+                    f"(0 to {self.classes - 1}); renumber it or give the model more output channels"
+                )
+        pairs = np.bincount(truth * self.classes + pred, minlength=self.classes**2)
+        self.counts += pairs.reshape(self.classes, self.classes)
+
+    @property
+    def pixels(self) -> int:
+        return int(self.counts.sum())
+
+    def dice_of(self, class_id: int) -> float:
+        """Dice of one class; 1 where it is neither predicted nor true."""
+        both, total = self._overlap(class_id)
+        return 2 * both / total if total else 1.0
+
+    def iou_of(self, class_id: int) -> float:
+        """Intersection over union of one class; 1 where it is neither predicted nor true."""
+        both, total = self._overlap(class_id)
+        return both / (total - both) if total else 1.0
+
+    @property
+    def dice(self) -> float:
+        """Dice of the foreground: of class 1, or the mean over the foreground classes that occur at all."""
+        return statistics.fmean(self.dice_of(k) for k in self._occurring())
+
+    @property
+    def iou(self) -> float:
+        """IoU of the foreground, averaged as `dice` is."""
+        return statistics.fmean(self.iou_of(k) for k in self._occurring())
+
+    def _overlap(self, class_id: int) -> tuple[int, int]:
+        both = int(self.counts[class_id, class_id])
+        return both, int(self.counts[class_id].sum() + self.counts[:, class_id].sum())
+
+    def _occurring(self) -> list[int]:
+        return [k for k in range(1, self.classes) if self._overlap(k)[1]] or [1]
+
+
+def mean_sd(values: Iterable[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation (n - 1). One value has no spread: 0. No values: both NaN."""
+    numbers = list(values)
+    if not numbers:
+        return math.nan, math.nan
+    return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0

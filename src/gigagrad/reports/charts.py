@@ -1,0 +1,212 @@
+"""The report's charts as inline SVG that follows the page's colours, light or dark.
+
+Matplotlib draws with placeholder colours; each is then replaced by the CSS variable of its role, so that one drawing
+serves both schemes and the printed page.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gigagrad.prediction.scores import mean_sd
+from gigagrad.reports.run_data import RunData, Step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ROLES = {
+    "#010101": "var(--ink)",
+    "#020202": "var(--muted)",
+    "#030303": "var(--line)",
+    "#040404": "var(--first)",
+    "#050505": "var(--second)",
+    "#060606": "var(--third)",
+    "#070707": "var(--alarm)",
+    "#080808": "var(--card)",
+    "#090909": "var(--fourth)",
+}
+_INK, _MUTED, _LINE, _FIRST, _SECOND, _THIRD, _ALARM, _CARD, _FOURTH = _ROLES
+_STYLE = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 11,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.edgecolor": _LINE,
+    "axes.labelcolor": _MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": _LINE,
+    "grid.linewidth": 0.8,
+    "xtick.color": _LINE,
+    "xtick.labelcolor": _MUTED,
+    "ytick.color": _LINE,
+    "ytick.labelcolor": _MUTED,
+    "ytick.major.size": 0,
+    "text.color": _INK,
+    "legend.frameon": False,
+    "legend.labelcolor": _INK,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+}
+_MOST_LABELLED = 40
+"""Slides that get a name each in the Dice chart; more are drawn as one row of dots."""
+
+
+def loss_chart(run: RunData) -> str | None:
+    """Training loss by step (faint, with its running mean) and validation loss; None if nothing finite was logged."""
+    train, val = _finite(run.series("train", "loss")), _finite(run.series("val", "loss"))
+    if not len(train) and not len(val):
+        return None
+    with _axes("Loss by training step", 3.4) as (ax, svg):
+        if len(train):
+            window = max(1, len(train) // 25)
+            smooth = window > 1
+            ax.plot(*train.T, color=_FIRST, alpha=0.35 if smooth else 1, lw=1.2, label=None if smooth else "train")
+            if smooth:
+                mean = np.convolve(train[:, 1], np.full(window, 1 / window), "valid")
+                ax.plot(train[window - 1 :, 0], mean, color=_FIRST, label=f"train, mean of {window} steps")
+        if len(val):
+            ax.plot(*val.T, "o-", color=_SECOND, ms=4, lw=1.4, label="validation")
+            best = val[val[:, 1].argmin()]
+            ax.plot(*best, "o", ms=10, mfc="none", mec=_SECOND, mew=1.4, label=f"best {best[1]:.4g}")
+        values = np.concatenate([train[:, 1], val[:, 1]])
+        if values.min() > 0 and values.max() > 30 * values.min():
+            ax.set_yscale("log")
+        _finish(ax, "training step")
+    return svg()
+
+
+def dice_chart(scores: Mapping[str, float]) -> str | None:
+    """One dot per slide, worst at the bottom, with the mean and a band of one standard deviation."""
+    from matplotlib.ticker import MaxNLocator
+
+    finite = {name: value for name, value in scores.items() if math.isfinite(value)}
+    if not finite:
+        return None
+    ordered = sorted(finite.items(), key=lambda item: item[1])
+    mean, sd = mean_sd(finite.values())
+    labelled = len(ordered) <= _MOST_LABELLED
+    height = max(2.0, 1.2 + 0.32 * len(ordered)) if labelled else 2.4
+    with _axes("Dice by slide", height) as (ax, svg):
+        ax.grid(False, axis="y")
+        ax.grid(True, axis="x")
+        ax.axvspan(max(0, mean - sd), min(1, mean + sd), color=_SECOND, alpha=0.14, lw=0)
+        ax.axvline(mean, color=_SECOND, lw=1.4, label=f"mean {mean:.4f}, sd {sd:.4f}")
+        values = [value for _, value in ordered]
+        ax.plot(values, range(len(values)), "o", color=_FIRST, ms=7 if labelled else 4, mec=_CARD, mew=1)
+        ax.set_yticks(range(len(values)) if labelled else [])
+        if labelled:
+            ax.set_yticklabels([_shortened(name) for name, _ in ordered])
+        ax.set_ylim(-0.7, len(values) - 0.3)
+        ax.xaxis.set_major_locator(MaxNLocator(5))
+        low = min(*values, mean - sd)
+        ax.set_xlim(max(0.0, low - max(0.15 * (1 - low), 1e-3)), 1.0 + max(0.02 * (1 - low), 1e-4))
+        _finish(ax, "Dice")
+    return svg()
+
+
+def memory_chart(steps: Sequence[Step]) -> str | None:
+    """Measured peak memory of each step beside what the plan predicted, and the budget."""
+    known = [step for step in steps if step.peak_bytes > 0]
+    if not known:
+        return None
+    mib = 1 << 20
+    x = np.arange(1, len(known) + 1)
+    with _axes("Peak memory by step", 3.4) as (ax, svg):
+        ax.step(
+            x,
+            [s.predicted_peak_bytes / mib for s in known],
+            where="mid",
+            color=_MUTED,
+            ls=(0, (4, 3)),
+            label="predicted",
+        )
+        ax.plot(x, [s.peak_bytes / mib for s in known], "o-" if len(known) <= 60 else "-", color=_FIRST, ms=4,
+                label="measured")  # fmt: skip
+        budgets = np.array([s.budget_bytes / mib for s in known])
+        if budgets.any():
+            ax.step(x, np.where(budgets > 0, budgets, np.nan), where="mid", color=_ALARM, lw=1.6, label="budget")
+        ax.set_ylim(bottom=0)
+        ax.set_ylabel("MiB")
+        _finish(ax, "step")
+    return svg()
+
+
+def parts_chart(parts: Sequence[tuple[str, int]], budget_bytes: int) -> str | None:
+    """Where the predicted peak goes: one horizontal bar of `(name, bytes)`, the budget as a line (0: none)."""
+    shown = [(name, size / (1 << 20)) for name, size in parts if size > 0]
+    if not shown:
+        return None
+    shades = (_MUTED, _THIRD, _SECOND, _FOURTH, _FIRST)
+    with _axes("Where the predicted memory goes", 1.9) as (ax, svg):
+        ax.grid(False)
+        left = 0.0
+        for index, (name, size) in enumerate(shown):
+            ax.barh(0, size, left=left, height=0.5, color=shades[index % len(shades)], ec=_CARD, lw=1.2, label=name)
+            left += size
+        if budget_bytes:
+            ax.axvline(budget_bytes / (1 << 20), color=_ALARM, lw=1.8, label="budget")
+        ax.set_yticks([])
+        ax.set_ylim(-0.4, 0.4)
+        ax.set_xlim(left=0)
+        _finish(ax, "MiB", columns=3)
+    return svg()
+
+
+@contextmanager
+def _axes(title: str, height_inches: float) -> Iterator[tuple[Axes, Callable[[], str]]]:
+    """Axes of one chart, and a function that gives its SVG after the block."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    # The salt keeps the ids of several charts in one page apart.
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": title}):
+        figure = Figure(figsize=(6.8, height_inches), layout="constrained")
+        canvas = FigureCanvasSVG(figure)
+        buffer = io.StringIO()
+        yield figure.add_subplot(), lambda: _themed(buffer.getvalue(), title)
+        canvas.print_svg(buffer, metadata={"Date": None, "Creator": None})
+
+
+def _finish(ax: Axes, x_label: str, columns: int = 4) -> None:
+    ax.set_xlabel(x_label)
+    ax.margins(x=0.02)
+    handles, _ = ax.get_legend_handles_labels()
+    if handles:
+        ax.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=columns, handlelength=1.6, columnspacing=1.4,
+                  borderaxespad=0.2)  # fmt: skip
+
+
+def _themed(svg: str, title: str) -> str:
+    """The bare `<svg>` element with placeholders as CSS variables, the page's font, and a name for screen readers."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    for placeholder, variable in _ROLES.items():
+        svg = svg.replace(placeholder, variable)
+    svg = re.sub(r"(font(?:-family)?: [^;\"]*?)'[^;\"]*", r"\1var(--sans)", svg)
+    svg = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg, count=1)
+    svg = re.sub(r'<svg ([^>]*?)height="[^"]*"', r"<svg \1", svg, count=1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+
+
+def _finite(series: Sequence[tuple[int, float]]) -> Any:
+    """`(n, 2)` of the finite points."""
+    points = np.array(series, dtype=float).reshape(-1, 2)
+    return points[np.isfinite(points[:, 1])]
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 22 else f"{name[:11]}...{name[-8:]}"

@@ -1,0 +1,196 @@
+"""Is this machine ready? One check per thing that can be missing, each with what to do about it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from gigagrad.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Status = Literal["ok", "warning", "failed"]
+
+_LEAST_MEMORY_BYTES = 2 << 30
+_LEAST_DISK_BYTES = 4 << 30
+_OPTIONAL = {
+    "timm": "gigagrad[timm]",
+    "segmentation_models_pytorch": "gigagrad[smp]",
+    "monai": "gigagrad[monai]",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `remedy` is empty where there is nothing to do; `warning` means something works less well."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def diagnose(folder: str | Path = ".") -> list[Check]:
+    """Check Python, PyTorch, memory, the disk under `folder`, codecs, slide readers, optional packages and CUDA.
+
+    A check that breaks is itself a failed check; nothing is raised.
+    """
+    checks: list[Check] = []
+    for name, check in _CHECKS.items():
+        try:
+            checks.append(check(Path(folder)))
+        except Exception as error:  # a broken installation fails in ways of its own; that is the finding
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            checks.append(Check(name, "failed", reason, "reinstall gigagrad in a fresh environment"))
+    return [*checks, *(_optional(module, extra) for module, extra in _OPTIONAL.items())]
+
+
+def doctor_table(checks: list[Check]) -> Table:
+    """The findings for a rich console."""
+    from rich.table import Table
+    from rich.text import Text
+
+    marks = {"ok": ("ok", "green"), "warning": ("note", "yellow"), "failed": ("FAILED", "bold red")}
+    table = Table(header_style="bold")
+    for column in ("Check", "", "Found", "What to do"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        word, style = marks[check.status]
+        table.add_row(Text(check.name), Text(word, style), Text(check.detail), Text(check.remedy))
+    return table
+
+
+def _python(_: Path) -> Check:
+    return Check("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _torch(_: Path) -> Check:
+    import torch
+
+    total = torch.ones(8, 8).matmul(torch.ones(8, 8)).sum().item()
+    assert total == 512, f"8 x 8 ones times itself sums to {total}"
+    onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return Check("PyTorch", "ok", f"{torch.__version__}, oneDNN {'on' if onednn else 'off'}")
+
+
+def _threads(_: Path) -> Check:
+    import torch
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    used = torch.get_num_threads()
+    detail = f"PyTorch uses {used} of {usable} usable cores"
+    if used > usable:
+        return Check("Threads", "warning", detail, f"set OMP_NUM_THREADS={usable}")
+    return Check("Threads", "ok", detail)
+
+
+def _memory(_: Path) -> Check:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limit = _container_limit_bytes()
+    free = min(memory.available, limit) if limit else memory.available
+    capped = f", capped at {format_bytes(limit)} for this container" if limit and limit < memory.total else ""
+    detail = f"{format_bytes(free)} free of {format_bytes(memory.total)}{capped}"
+    if free < _LEAST_MEMORY_BYTES:
+        return Check("Memory", "warning", detail, "close other programs; 1 GiB is the least for a 16000 x 64000 slide")
+    return Check("Memory", "ok", detail)
+
+
+def _container_limit_bytes() -> int | None:
+    """The memory limit of the control group this process is in, if there is one."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 60:
+            return int(text)
+    return None
+
+
+def _disk(folder: Path) -> Check:
+    usage = shutil.disk_usage(folder)
+    detail = f"{format_bytes(usage.free)} free in {folder.resolve()}"
+    if not os.access(folder, os.W_OK):
+        return Check("Disk", "failed", f"{folder.resolve()} cannot be written", "choose another folder for --out")
+    if usage.free < _LEAST_DISK_BYTES:
+        return Check("Disk", "warning", detail, "free some space; a gigapixel slide and its masks take 1 to 2 GB")
+    return Check("Disk", "ok", detail)
+
+
+def _codecs(_: Path) -> Check:
+    import imagecodecs
+    import numpy as np
+
+    pixels = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
+    missing = []
+    for name, encode, decode in (
+        ("JPEG", "jpeg8_encode", "jpeg8_decode"),
+        ("JPEG 2000", "jpeg2k_encode", "jpeg2k_decode"),
+        ("deflate", "zlib_encode", "zlib_decode"),
+        ("LZW", "lzw_encode", "lzw_decode"),
+    ):
+        try:
+            getattr(imagecodecs, decode)(getattr(imagecodecs, encode)(pixels))
+        except Exception:  # imagecodecs raises its own kinds for codecs it was built without
+            missing.append(name)
+    version = f"imagecodecs {imagecodecs.__version__}"
+    if missing:
+        return Check(
+            "Codecs", "failed", f"{version} lacks {', '.join(missing)}", "pip install --force-reinstall imagecodecs"
+        )
+    return Check("Codecs", "ok", f"JPEG, JPEG 2000, deflate and LZW work ({version})")
+
+
+def _openslide(_: Path) -> Check:
+    import openslide
+
+    return Check("OpenSlide", "ok", f"library {openslide.__library_version__}, Python {openslide.__version__}")
+
+
+def _cuda(_: Path) -> Check:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Check("CUDA", "ok", "no device; everything runs on the CPU")
+    free, total = torch.cuda.mem_get_info()
+    name = torch.cuda.get_device_name()
+    return Check("CUDA", "ok", f"{name}, {format_bytes(free)} free of {format_bytes(total)}, CUDA {torch.version.cuda}")
+
+
+def _optional(module: str, extra: str) -> Check:
+    """Importing is the check: a torchvision built for another PyTorch, say, shows only then."""
+    if importlib.util.find_spec(module) is None:
+        return Check(module, "ok", "not installed (optional)", f"pip install '{extra}' to use its models")
+    version = importlib.metadata.version(module.replace("_", "-"))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(module)
+    except Exception as error:  # whatever its own dependencies raise
+        reason = f"{version} cannot be imported: {error}".splitlines()[0]
+        return Check(module, "warning", reason, "install the torchvision that was built for this PyTorch")
+    return Check(module, "ok", version)
+
+
+_CHECKS: dict[str, Callable[[Path], Check]] = {
+    "Python": _python,
+    "PyTorch": _torch,
+    "Threads": _threads,
+    "Memory": _memory,
+    "Disk": _disk,
+    "Codecs": _codecs,
+    "OpenSlide": _openslide,
+    "CUDA": _cuda,
+}

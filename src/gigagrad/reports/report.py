@@ -1,0 +1,232 @@
+"""A run as one HTML file that needs nothing else: no network, no other files, any browser, light, dark or on paper."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+from markupsafe import Markup
+
+from gigagrad.errors import ConfigError
+from gigagrad.models.files import write_text
+from gigagrad.prediction.scores import mean_sd
+from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
+from gigagrad.reports.plan_view import plan_view, show
+from gigagrad.reports.run_data import Predicted, RunData, mapping, number, read_run
+from gigagrad.units import format_bytes, format_pixels, format_seconds
+
+_MOST_OVERLAYS: Final = 16
+"""More pictures would make a page that no browser likes; the worst ones by Dice are the ones to look at."""
+
+_PUBLISHED_PIXELS: Final = 16000 * 64000
+_PUBLISHED_SECONDS: Final = 81
+_PUBLISHED_BYTES: Final = 103_610_000_000
+"""Remedios et al., MIDL 2023: one training step, validation included, and the peak over the first eight steps."""
+
+_PLAN_PARTS: Final = {
+    "base_bytes": "process before the run",
+    "parameter_bytes": "parameters",
+    "reader_bytes": "pixels read ahead",
+    "runtime_bytes": "kernels, threads, allocator",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One number at the top of the page."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One slide to look at; `uri` is the whole picture as a data URI, None where there is none."""
+
+    name: str
+    caption: str
+    uri: str | None
+
+
+def write_report(
+    run_dir: str | Path,
+    out_path: str | Path,
+    *,
+    predictions_dir: str | Path | None = None,
+    step: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the report of a run folder to `out_path` and return that path.
+
+    Args:
+        run_dir: what `fit` wrote; whatever is missing there is left out of the report, which says so.
+        predictions_dir: what `predict` wrote, for the overlays.
+        step: the numbers of one large step, as the gigapixel benchmark prints them: `pixels`, `seconds_per_step`,
+            `peak_rss_bytes`, `budget_bytes`, `predicted_peak_bytes`, `loss`, and `height` and `width` if known.
+
+    Raises `ConfigError` if there is no such run folder, `WriteError` if the file cannot be written.
+    """
+    run_dir, out_path = Path(run_dir), Path(out_path)
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run folder {run_dir}; name the folder that a training run wrote")
+    run = read_run(run_dir, None if predictions_dir is None else Path(predictions_dir))
+    template = jinja2.Environment(
+        loader=jinja2.PackageLoader("gigagrad.reports"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template("report.html.j2")
+    write_text(out_path, template.render(_context(run, step or {})))
+    return out_path
+
+
+def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
+    plan = plan_view(run.plan)
+    pictured = sum(entry.overlay is not None for entry in run.predictions)
+    shown = _to_look_at(run.predictions)
+    charts = {
+        "loss": loss_chart(run),
+        "dice": dice_chart(_dice(run)),
+        "memory": memory_chart(run.steps),
+        "parts": parts_chart(_plan_parts(run.plan), int(number(run.plan, "budget_bytes"))),
+    }
+    return {
+        "run": run,
+        "model": str(run.config.get("model", "")),
+        "cards": list(_cards(run)),
+        "step_cards": list(_step_cards(step)),
+        "notes": list(_notes(run)),
+        "charts": {name: Markup(svg) if svg else None for name, svg in charts.items()},  # noqa: S704 - our own drawing
+        "dice_rows": sorted(_dice(run).items()),
+        "pictures": [_picture(entry) for entry in shown],
+        "not_shown": pictured - len(shown),
+        "plan": plan,
+        "config": [(key, show(key, value)) for key, value in run.config.items()],
+        "environment": list(_flattened(run.environment)),
+    }
+
+
+def _dice(run: RunData) -> Mapping[str, float]:
+    """The test scores of the run; where it has none, those of the predictions."""
+    return run.dice or {entry.name: entry.dice for entry in run.predictions if entry.dice is not None}
+
+
+def _cards(run: RunData) -> Iterator[Card]:
+    dice = [value for value in _dice(run).values() if math.isfinite(value)]
+    if dice:
+        mean, sd = mean_sd(dice)
+        yield Card("Dice", f"{mean:.4f}", f"± {sd:.4f} over {_count(len(dice), 'slide')}")
+    val = [(value, at) for at, value in run.series("val", "loss") if math.isfinite(value)]
+    if val:
+        best, at = min(val)
+        yield Card("Best validation loss", f"{best:.4g}", f"after step {at}")
+    train = run.series("train", "loss")
+    if train:
+        epochs = len({metric.epoch for metric in run.metrics if metric.split == "train"})
+        yield Card("Training steps", f"{train[-1][0]:,}", f"in {_count(epochs, 'epoch')}")
+    backward = [s for s in run.steps if s.phase == "backward"] or list(run.steps)
+    if backward:
+        seconds = sorted(s.seconds for s in backward)[len(backward) // 2]
+        yield Card(
+            "Time per step", format_seconds(seconds), f"median, up to {format_pixels(max(s.pixels for s in backward))}"
+        )
+    if run.steps:
+        peak = max(run.steps, key=lambda s: s.peak_bytes)
+        budget = f"budget {format_bytes(peak.budget_bytes)}" if peak.budget_bytes else "no budget set"
+        yield Card("Peak memory", format_bytes(peak.peak_bytes), budget)
+
+
+def _step_cards(step: Mapping[str, Any]) -> Iterator[Card]:
+    """The large step's numbers, the published ones beside them where the size is the same."""
+    if not step:
+        return
+    pixels = step.get("pixels")
+    published = pixels == _PUBLISHED_PIXELS
+    if pixels:
+        size = f"{step['height']} x {step['width']} px" if step.get("height") and step.get("width") else "one slide"
+        yield Card("Pixels", format_pixels(int(pixels)), size)
+    if seconds := step.get("seconds_per_step"):
+        yield Card("Time", format_seconds(seconds), f"published: {_PUBLISHED_SECONDS} s" if published else "")
+    if peak := step.get("peak_rss_bytes"):
+        yield Card(
+            "Peak memory",
+            format_bytes(int(peak)),
+            f"published: {_PUBLISHED_BYTES / 1e9:.2f} GB" if published else "the whole process",
+        )
+    predicted, budget = step.get("predicted_peak_bytes"), step.get("budget_bytes")
+    if predicted:
+        yield Card(
+            "Predicted peak", format_bytes(int(predicted)), f"budget {format_bytes(int(budget))}" if budget else ""
+        )
+    if step.get("loss") is not None:
+        yield Card("Loss", f"{step['loss']:.6g}", "exact, over every pixel")
+
+
+def _notes(run: RunData) -> Iterator[str]:
+    """What a reader must know before the numbers: what is missing and what went wrong."""
+    train = run.series("train", "loss")
+    broken = [at for at, value in train if not math.isfinite(value)]
+    if broken:
+        yield (
+            f"The training loss was not a finite number in {len(broken)} of {_count(len(train), 'step')}, "
+            f"first at step {broken[0]}."
+        )
+    if not run.metrics:
+        yield "No metrics were recorded: the run has not finished a step, or metrics.jsonl is missing."
+    elif not run.dice:
+        yield "There are no test scores: the run has not finished, or its cohort has no test slides."
+    for entry in run.predictions:
+        if entry.status == "failed":
+            yield f"The prediction of {entry.name} failed: {entry.error}"
+
+
+def _plan_parts(plan: Mapping[str, Any]) -> list[tuple[str, int]]:
+    parts = [(label, int(number(plan, key))) for key, label in _PLAN_PARTS.items()]
+    stages = plan.get("stages")
+    tiles = [int(number(mapping(stage), "tile_peak_bytes")) for stage in (stages if isinstance(stages, list) else ())]
+    return [*parts, ("one tile", max(tiles, default=0))]
+
+
+def _to_look_at(predictions: Sequence[Predicted]) -> list[Predicted]:
+    """The predictions with a picture, the lowest Dice first, as many as fit."""
+    pictured = [entry for entry in predictions if entry.overlay is not None]
+    return sorted(pictured, key=lambda entry: 2.0 if entry.dice is None else entry.dice)[:_MOST_OVERLAYS]
+
+
+def _picture(entry: Predicted) -> Picture:
+    facts = [f"{entry.height} x {entry.width} px", _count(entry.regions, "region"), format_seconds(entry.seconds)]
+    if entry.dice is not None:
+        facts.insert(0, f"Dice {entry.dice:.4f}")
+    return Picture(entry.name, ", ".join(facts), _data_uri(entry.overlay) if entry.overlay else None)
+
+
+def _data_uri(path: Path) -> str | None:
+    """The picture as WebP, a tenth of the PNG's size with outlines as sharp; None if it cannot be read."""
+    from PIL import Image as Pillow
+
+    buffer = io.BytesIO()
+    try:
+        with Pillow.open(path) as picture:
+            picture.convert("RGB").save(buffer, format="WEBP", quality=88, method=4)
+    except (OSError, SyntaxError):  # Pillow's word for a broken PNG
+        return None
+    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flattened(value, f"{prefix}{key}: ")
+        else:
+            yield f"{prefix}{key}", show(str(key), value)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

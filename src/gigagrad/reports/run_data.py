@@ -1,0 +1,172 @@
+"""What a run folder and a prediction folder hold, read as they are: whatever is missing or damaged is simply absent."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """The numbers logged at one training step for one split."""
+
+    split: str
+    epoch: int
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward or backward cost; memory in bytes, `budget_bytes` 0 where none was set."""
+
+    phase: str
+    pixels: int
+    seconds: float
+    peak_bytes: int
+    predicted_peak_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """One slide of a prediction folder. `overlay` is None where there is no picture."""
+
+    name: str
+    status: str
+    error: str
+    dice: float | None
+    height: int
+    width: int
+    seconds: float
+    regions: int
+    overlay: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """All a report can draw on; empty containers stand for files that are not there."""
+
+    name: str
+    metrics: tuple[Metric, ...]
+    steps: tuple[Step, ...]
+    dice: Mapping[str, float]
+    plan: Mapping[str, Any]
+    plan_text: str
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    predictions: tuple[Predicted, ...]
+
+    def series(self, split: str, name: str) -> list[tuple[int, float]]:
+        """`(step, value)` of one number of one split, in the order it was logged; NaN included."""
+        return [(m.step, m.values[name]) for m in self.metrics if m.split == split and name in m.values]
+
+
+def read_run(run_dir: Path, predictions_dir: Path | None = None) -> RunData:
+    """Read both folders. Raises nothing for missing or damaged files."""
+    records = _json_lines(run_dir / "metrics.jsonl")
+    summary = mapping(_json(run_dir / "summary.json"))
+    return RunData(
+        name=run_dir.resolve().name,
+        metrics=tuple(_metric(record) for record in records if record.get("event") == "metrics"),
+        steps=tuple(_step(record) for record in records if record.get("event") == "step"),
+        dice={str(name): value for name, value in mapping(summary.get("dice")).items() if _is_number(value)},
+        plan=mapping(_json(run_dir / "plan.json")),
+        plan_text=_text(run_dir / "plan.txt"),
+        config=mapping(_yaml(run_dir / "config.yaml")),
+        environment=mapping(_json(run_dir / "environment.json")),
+        predictions=() if predictions_dir is None else _predictions(predictions_dir),
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_text(path))
+    except ValueError:
+        return None
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(_text(path))
+    except yaml.YAMLError:
+        return None
+
+
+def _json_lines(path: Path) -> list[Mapping[str, Any]]:
+    """The lines that are JSON objects; the last one may have been cut off by whatever stopped the run."""
+    found = []
+    for line in _text(path).splitlines():
+        try:
+            found.append(mapping(json.loads(line)))
+        except ValueError:
+            continue
+    return found
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """`value` if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def number(record: Mapping[str, Any], name: str) -> float:
+    """The number of that name, 0 if there is none."""
+    value = record.get(name)
+    return float(value) if _is_number(value) else 0.0
+
+
+def _metric(record: Mapping[str, Any]) -> Metric:
+    """A logged number that is not finite is JSON `null` or NaN, depending on who wrote it; both are NaN here."""
+    logged = mapping(record.get("values"))
+    values = {str(name): number(logged, name) if logged[name] is not None else math.nan for name in logged}
+    return Metric(str(record.get("split", "")), int(number(record, "epoch")), int(number(record, "step")), values)
+
+
+def _step(record: Mapping[str, Any]) -> Step:
+    return Step(
+        phase=str(record.get("phase", "")),
+        pixels=int(number(record, "pixels")),
+        seconds=number(record, "seconds"),
+        peak_bytes=int(number(record, "peak_bytes")),
+        predicted_peak_bytes=int(number(record, "predicted_peak_bytes")),
+        budget_bytes=int(number(record, "budget_bytes")),
+    )
+
+
+def _predictions(folder: Path) -> tuple[Predicted, ...]:
+    entries = mapping(_json(folder / "predictions.json")).get("slides")
+    found = []
+    for entry in entries if isinstance(entries, list) else []:
+        record = mapping(entry)
+        overlay = folder / str(record.get("overlay") or "overlays/none")
+        found.append(
+            Predicted(
+                name=str(record.get("name", "")),
+                status=str(record.get("status", "")),
+                error=str(record.get("error", "")),
+                dice=number(record, "dice") if _is_number(record.get("dice")) else None,
+                height=int(number(record, "height")),
+                width=int(number(record, "width")),
+                seconds=number(record, "seconds"),
+                regions=int(number(record, "regions")),
+                overlay=overlay if overlay.is_file() and overlay.resolve().is_relative_to(folder.resolve()) else None,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,174 @@
+"""Events as a person sees them in a terminal: bars with rate and time left, or plain lines where there is no terminal.
+
+A listener like any other: `Terminal` is subscribed, the code that emits does not know it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
+
+from gigagrad.events import (
+    Event,
+    JobAdvanced,
+    JobFinished,
+    JobStarted,
+    MetricsLogged,
+    Notice,
+    StepMeasured,
+    TileDone,
+)
+from gigagrad.units import format_bytes, format_pixels, format_seconds
+
+_TILES: Final = "tiles"
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is known of one running job; times are in seconds of the terminal's clock."""
+
+    started: float
+    total: int
+    done: int = 0
+    detail: str = ""
+    printed: float = float("-inf")
+    task: TaskID | None = None
+
+    def seconds_left(self, now: float) -> float | None:
+        return (now - self.started) / self.done * (self.total - self.done) if self.done else None
+
+
+class Terminal:
+    """Shows jobs as they run. Use as a context manager, so that the live display ends with the work.
+
+    On a terminal each job is a bar, and the tiles of the current step are one more. Elsewhere (a pipe, a log file) each
+    job prints one line at most every `interval_seconds`, and tiles only where a single step outlasts that.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        interval_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console: Final = console or Console(stderr=True)
+        self._interval: Final = interval_seconds
+        self._clock: Final = clock
+        self._work: dict[str, _Work] = {}
+        self._bars: Final = _bars(self.console, clock) if self.console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case JobStarted(job, total, detail):
+                self._begin(job, total, detail)
+            case JobAdvanced(job, done, total, detail):
+                self._advance(job, done, total, detail)
+            case JobFinished(job, seconds, detail):
+                self._end(job)
+                self._line(f"{job} finished in {format_seconds(seconds)}", detail)
+            case TileDone(phase, done, total):
+                self._tile(phase, done, total)
+            case StepMeasured():
+                self._end(_TILES)
+                self._measured(event)
+            case MetricsLogged(split, epoch, step, values) if split != "train":
+                numbers = ", ".join(f"{name} {value:.5g}" for name, value in values.items())
+                self._line(f"{split}, epoch {epoch}, step {step}: {numbers}")
+            case Notice(text, warning):
+                self.console.print(Text(f"warning: {text}" if warning else text, style="yellow" if warning else ""))
+
+    def _begin(self, job: str, total: int, detail: str) -> None:
+        self._end(job)
+        work = self._work[job] = _Work(self._clock(), total, detail=detail)
+        if self._bars is not None:
+            work.task = self._bars.add_task(job, total=total, detail=detail)
+        elif job != _TILES:
+            self._line(f"{job}: {total} to do", detail)
+
+    def _advance(self, job: str, done: int, total: int, detail: str) -> None:
+        if job not in self._work:
+            self._begin(job, total, "")
+        work = self._work[job]
+        work.done, work.total, work.detail = done, total, detail or work.detail
+        if self._bars is not None and work.task is not None:
+            self._bars.update(work.task, completed=done, total=total, detail=work.detail)
+            return
+        now = self._clock()
+        if now - work.printed < self._interval and done < total:
+            return
+        if job == _TILES and (done == total or now - work.started < self._interval):
+            return
+        work.printed = now
+        left = work.seconds_left(now)
+        time_left = f", {format_seconds(left)} left" if left and done < total else ""
+        self._line(f"{job} {done}/{total} ({100 * done // max(total, 1)} %){time_left}", work.detail)
+
+    def _tile(self, phase: str, done: int, total: int) -> None:
+        if _TILES not in self._work or done < self._work[_TILES].done:
+            self._begin(_TILES, total, phase)
+        self._advance(_TILES, done, total, phase)
+
+    def _measured(self, step: StepMeasured) -> None:
+        """The last step's cost goes to the innermost job's line rather than making a line of its own."""
+        of_budget = f" of {format_bytes(step.budget_bytes)}" if step.budget_bytes else ""
+        detail = (
+            f"{format_pixels(step.pixels)} in {format_seconds(step.seconds)}, "
+            f"peak {format_bytes(step.peak_bytes)}{of_budget}"
+        )
+        for work in reversed(self._work.values()):
+            work.detail = detail
+            if self._bars is not None and work.task is not None:
+                self._bars.update(work.task, detail=detail)
+            return
+
+    def _end(self, job: str) -> None:
+        work = self._work.pop(job, None)
+        if work is not None and self._bars is not None and work.task is not None:
+            self._bars.remove_task(work.task)
+
+    def _line(self, text: str, detail: str = "") -> None:
+        self.console.print(Text(f"{text}: {detail}" if detail else text), soft_wrap=True)
+
+
+class _Pace(ProgressColumn):
+    """`1.2 s each, 40 s left`."""
+
+    def render(self, task: Task) -> Text:
+        if not task.completed or task.elapsed is None:
+            return Text("")
+        each = task.elapsed / task.completed
+        pace = f"{format_seconds(each)} each" if each >= 0.1 else f"{1 / max(each, 1e-9):.0f}/s"
+        left = each * ((task.total or 0) - task.completed)
+        return Text(f"{pace}, {format_seconds(left)} left" if left > 0 else pace, style="cyan")
+
+
+def _bars(console: Console, clock: Callable[[], float]) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        _Pace(),
+        TextColumn("{task.fields[detail]}", style="dim", markup=False),
+        console=console,
+        get_time=clock,
+        refresh_per_second=5,
+    )

@@ -1,0 +1,92 @@
+"""Where an interrupted run goes on: everything that a step depends on, in one file that is whole or not there.
+
+The order of slides and their turns are functions of the seed, the epoch and the index, so they need no state here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gigagrad.errors import ConfigError
+from gigagrad.models.files import read_tensors, write_tensors
+from gigagrad.training.config import FitConfig
+
+_KIND = "gigagrad checkpoint"
+
+# What may change between the parts of a run: how long, where and in how much memory, but not what is computed.
+_FREE = ("epochs", "memory", "out", "checkpoint_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: `epoch` whole epochs (validated), then `index` slides of the next; `step` steps in all."""
+
+    epoch: int = 0
+    index: int = 0
+    step: int = 0
+    best_loss: float = math.inf
+    best_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A run at the end of a step.
+
+    `config` as `FitConfig.to_dict`; `cohort` is its fingerprint; `engine` the choices the engine made by measurement;
+    `tile` the `(height, width)` the plan chose; `random` the state of PyTorch's generator; `metrics_bytes` how much of
+    the metrics file belongs to it.
+    """
+
+    config: dict[str, Any]
+    cohort: str
+    progress: Progress
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    engine: dict[str, Any]
+    random: Tensor
+    tile: tuple[int, int]
+    metrics_bytes: int
+
+    def save(self, path: Path) -> None:
+        """Replace `path` atomically. Raises `WriteError`."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields |= {"progress": dataclasses.asdict(self.progress), "tile": list(self.tile)}
+        write_tensors(path, {"format": _KIND, "version": 1, **fields})
+
+    @classmethod
+    def load(cls, path: Path) -> Checkpoint:
+        """Read a file of `save`. Raises `ConfigError` when it is damaged, with the remedy."""
+        try:
+            payload = read_tensors(path, _KIND)
+            fields = {field.name: payload[field.name] for field in dataclasses.fields(cls)}
+            fields |= {"progress": Progress(**payload["progress"]), "tile": tuple(payload["tile"])}
+        except (ValueError, KeyError, TypeError) as error:
+            reason = error if isinstance(error, ValueError) else f"{path} was written by another version"
+            raise ConfigError(f"cannot continue the run: {reason}; start anew with --overwrite") from error
+        return cls(**fields)
+
+    def check_same_run(self, config: FitConfig, cohort: str) -> None:
+        """Raises `ConfigError` naming the settings that differ from those the run began with."""
+        differing = _differences(self.config, config.to_dict())
+        if differing:
+            raise ConfigError(
+                f"{config.out} holds a run with other settings ({'; '.join(differing)}); "
+                "use those, choose another --out, or start anew with --overwrite"
+            )
+        if cohort != self.cohort:
+            raise ConfigError(
+                f"the rows of {config.slides} changed since the run in {config.out} began; "
+                "restore them, choose another --out, or start anew with --overwrite"
+            )
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    keys = [key for key in {**old, **new} if key not in _FREE]
+    return [f"{key}: {old.get(key)!r} then, {new.get(key)!r} now" for key in keys if old.get(key) != new.get(key)]

@@ -1,0 +1,110 @@
+"""The run folder: which file is called what, and what is known about the machine that made them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gigagrad.models.files import write_text
+
+_PACKAGES = ("gigagrad", "torch", "numpy", "tifffile", "imagecodecs", "openslide-python", "zarr")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of one run. Only these are ever written or removed, whatever else lies in the folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def plan_data(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def plan_text(self) -> Path:
+        return self.path / "plan.txt"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def curves(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.pt"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best.pt"
+
+    @property
+    def _all(self) -> tuple[Path, ...]:
+        files = (self.checkpoint, self.summary, self.best, self.metrics, self.curves, self.labels)
+        return (*files, self.config, self.environment, self.plan_data, self.plan_text)
+
+    @property
+    def labels(self) -> Path:
+        return self.path / "labels"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def clear(self) -> None:
+        """Remove the files of an earlier run; the checkpoint first, so that half a run is never continued."""
+        for path in self._all:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def leftover(self) -> Path | None:
+        """A file in the place of one of ours, None if there is none."""
+        return next((path for path in self._all if path.exists()), None)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as readable JSON, atomically. Raises `WriteError`."""
+    write_text(path, json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Versions and the machine, as plain values: what somebody needs to run the same thing again."""
+    import psutil
+
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

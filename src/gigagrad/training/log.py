@@ -1,0 +1,70 @@
+"""The run's own record: a listener that turns events into one JSON line each and into TensorBoard curves.
+
+Lines are `{"event": "metrics", "split", "epoch", "step", "values": {name: number}}` and `{"event": "step", "phase",
+"pixels", "seconds", "peak_bytes", "predicted_peak_bytes", "budget_bytes"}`, in the order in which things happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from gigagrad.errors import WriteError
+from gigagrad.events import Event, MetricsLogged, StepMeasured
+
+
+class RunLog:
+    """Appends to `metrics` (JSON lines) and to the TensorBoard folder `curves`; a context manager and a listener.
+
+    A run that continues gives the `metrics_bytes` and the `step` of its checkpoint: what was written after it is about
+    to happen again, so both records are cut back to that point and no step appears twice.
+    """
+
+    def __init__(self, metrics: Path, curves: Path, *, metrics_bytes: int = 0, step: int = 0) -> None:
+        # Loaded here: it costs memory and most of a second, and only a run needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._path = metrics
+        try:
+            metrics.parent.mkdir(parents=True, exist_ok=True)
+            metrics.touch()
+            self._lines = metrics.open("r+b")
+            self._lines.truncate(min(metrics_bytes, metrics.stat().st_size))
+            self._lines.seek(0, 2)
+            self._curves = SummaryWriter(str(curves), purge_step=step + 1)
+        except OSError as error:
+            raise WriteError(
+                f"cannot write the run's record {metrics}: {error.strerror}; choose another --out"
+            ) from error
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, MetricsLogged):
+            record: dict[str, object] = {"event": "metrics", **dataclasses.asdict(event)}
+            for name, value in event.values.items():
+                self._curves.add_scalar(f"{event.split}/{name}", value, event.step)
+        elif isinstance(event, StepMeasured):
+            record = {"event": "step", **dataclasses.asdict(event)}
+        else:
+            return
+        try:
+            self._lines.write(json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            raise WriteError(f"cannot write {self._path}: {error.strerror}; free some space") from error
+
+    def position(self) -> int:
+        """Bytes of the metrics file so far, all of them handed to the operating system."""
+        self._lines.flush()
+        self._curves.flush()
+        return self._lines.tell()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lines.close()
+        self._curves.close()

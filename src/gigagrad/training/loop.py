@@ -1,0 +1,299 @@
+"""`fit`: train a network on whole slides, keep the weights of the lowest validation loss, test them.
+
+One step is one slide: its exact loss and gradients by the engine, then one step of Adam, as in the founding experiment
+(Remedios et al., MIDL 2023). Everything random is a function of the seed, the epoch and the slide's index, and a
+checkpoint holds whatever else a step depends on, so a run that was killed at any moment ends with the same bits as one
+that was not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gigagrad.errors import ConfigError, TargetError
+from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, MetricsLogged, Notice
+from gigagrad.execution.engine import Engine
+from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.images import Image, open_image
+from gigagrad.models import load_model, resolve, save_model
+from gigagrad.models.files import write_text
+from gigagrad.plans import Plan
+from gigagrad.training.augment import order_of, turn_of
+from gigagrad.training.checkpoint import Checkpoint, Progress
+from gigagrad.training.cohort import Cohort, Row, check_images, read_cohort
+from gigagrad.training.config import FitConfig
+from gigagrad.training.folder import RunFolder, environment, write_json
+from gigagrad.training.log import RunLog
+from gigagrad.training.losses import named_loss
+from gigagrad.training.metrics import confusion_of
+from gigagrad.training.pairs import Pairs
+from gigagrad.training.result import FitResult
+from gigagrad.training.targets import TargetRule, output_channels
+
+
+def fit(
+    config: FitConfig | Mapping[str, Any] | str | Path, listeners: Iterable[Listener] = (), *, overwrite: bool = False
+) -> FitResult:
+    """Train as `config` (a `FitConfig`, a mapping of its settings, or the path of a YAML file) says.
+
+    A run folder that holds a checkpoint of the same run is continued from it, a finished one is returned as it is;
+    `overwrite` starts anew. Listeners get `JobStarted`, `JobAdvanced` and `JobFinished` for the jobs `label`, `train`,
+    `validate` and `test` (counted in slides), `MetricsLogged` for every step and epoch, `Notice`, and the engine's own.
+
+    Raises a `GigagradError` for anything the user can mend. Settings, cohort, sizes, model, loss and budget are all
+    checked before the run folder is touched.
+    """
+    run = _Run(_as_config(config), Events(tuple(listeners)), overwrite)
+    # The caller's random numbers are not ours to disturb.
+    with torch.random.fork_rng(devices=[]):
+        return run.fit()
+
+
+def _as_config(config: FitConfig | Mapping[str, Any] | str | Path) -> FitConfig:
+    if isinstance(config, (str, Path)):
+        return FitConfig.from_yaml(config)
+    return FitConfig.from_dict(config.to_dict() if isinstance(config, FitConfig) else config)
+
+
+def _forward(engine: Engine, slide: Image, target: Image | torch.Tensor) -> float:
+    value = engine.forward(slide, target)
+    assert isinstance(value, torch.Tensor)
+    return float(value)
+
+
+class _Run:
+    """One run from its checks to its summary."""
+
+    def __init__(self, config: FitConfig, events: Events, overwrite: bool) -> None:
+        self.config, self.events = config, events
+        self.folder = RunFolder(Path(config.out))
+        self.cohort: Cohort = read_cohort(config.slides)
+        self.shapes = check_images(self.cohort, config.level)
+        self.loss = named_loss(config.loss)
+        self.overwrite = overwrite
+        self.progress = Progress()
+        self.resumed: Checkpoint | None = None
+        if self.folder.checkpoint.exists() and not overwrite:
+            self.resumed = Checkpoint.load(self.folder.checkpoint)
+            self.resumed.check_same_run(config, self.cohort.fingerprint)
+            self.progress = self.resumed.progress
+
+    def fit(self) -> FitResult:
+        if self.progress.epoch >= self.config.epochs and self.folder.summary.exists():
+            self.events.emit(Notice(f"{self.folder.path} holds this run, finished; --overwrite starts it anew"))
+            return FitResult.load(self.folder.path)
+        self._build()
+        plan = self._plan()
+        self._prepare_folder(plan)
+        resumed = self.resumed
+        with RunLog(
+            self.folder.metrics,
+            self.folder.curves,
+            metrics_bytes=resumed.metrics_bytes if resumed else 0,
+            step=self.progress.step,
+        ) as self.log:
+            self.events.subscribe(self.log)
+            self.engine.events.subscribe(self.events.emit)
+            self._label()
+            self._train()
+            return self._test()
+
+    def _build(self) -> None:
+        """The model, the optimizer and the engine, in the state of the checkpoint if there is one."""
+        config = self.config
+        torch.manual_seed(config.seed)
+        self.model = resolve(config.model).to(config.device)
+        self.optimizer = torch.optim.Adam(
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad], lr=config.learning_rate
+        )
+        shapes = zip(self.cohort.rows, self.shapes, strict=True)
+        # The other splits only need a forward pass, which takes less than any backward pass.
+        trained = [(row, shape) for row, shape in shapes if row.split == "train"]
+        self.largest, shape = max(trained, key=lambda item: math.prod(item[1]))
+        channels = output_channels(self.model, shape) if self.loss.class_ids else 1
+        self.pairs = Pairs(TargetRule(self.loss, channels), level=config.level, labels=self.folder.labels)
+        if self.resumed is not None:
+            self.model.load_state_dict(self.resumed.model)
+            self.optimizer.load_state_dict(self.resumed.optimizer)
+            torch.set_rng_state(self.resumed.random)
+        self.engine = compile_engine(self.model, self.loss.function, memory=config.memory, device=config.device)
+        if self.resumed is not None:
+            self.engine.load_state_dict(self.resumed.engine)
+
+    def _plan(self) -> Plan:
+        """The plan of the largest training slide. Raises `BudgetError` while nothing has been written yet."""
+        row = self.largest
+        if row.mask is None and row.label is None:
+            # Its label does not exist yet; a plan only needs the shape and the dtype.
+            with open_image(row.slide, level=self.config.level, mpp=row.mpp) as slide:
+                blank = np.broadcast_to(np.zeros((), np.uint8), (1, *slide.shape[1:]))
+                return self.engine.plan(slide, open_image(blank))
+        with self.pairs.open(row) as (slide, target):
+            return self.engine.plan(slide, target)
+
+    def _prepare_folder(self, plan: Plan) -> None:
+        """Write what is known before the first step; refuse a folder that holds something else under our names."""
+        folder = self.folder
+        self.tile = (int(plan.tile[0]), int(plan.tile[1]))
+        if self.resumed is None:
+            if self.overwrite:
+                folder.clear()
+            elif leftover := folder.leftover():
+                raise ConfigError(f"{leftover} exists and belongs to no run; choose another --out, or --overwrite it")
+            self._save(metrics_bytes=0)
+        else:
+            self.events.emit(Notice(f"continuing {folder.path} after step {self.progress.step}"))
+            if self.tile != self.resumed.tile:
+                text = f"tiles are {self.tile} px now and were {self.resumed.tile}: sums are rounded otherwise"
+                self.events.emit(Notice(text, warning=True))
+        # A run that goes on is no longer finished.
+        folder.summary.unlink(missing_ok=True)
+        self.config.save(folder.config)
+        write_json(folder.environment, environment())
+        write_json(folder.plan_data, plan.to_dict())
+        write_text(folder.plan_text, f"{plan}\n")
+
+    def _label(self) -> None:
+        """Make the labels that the cohort leaves to the recipe, and sample every target."""
+        rows = self.cohort.rows
+        self.events.emit(JobStarted("label", len(rows)))
+        start = time.monotonic()
+        for done, row in enumerate(rows, 1):
+            try:
+                self.pairs.prepare(row)
+            except TargetError as error:
+                raise TargetError(f"{self.cohort.path} line {row.line}: {error}") from error
+            self.events.emit(JobAdvanced("label", done, len(rows), row.name))
+        self.events.emit(JobFinished("label", time.monotonic() - start))
+
+    def _train(self) -> None:
+        config, rows = self.config, self.cohort.of("train")
+        total = config.epochs * len(rows)
+        if not self.cohort.of("val"):
+            self.events.emit(
+                Notice("no slide has the split 'val': the weights of the last epoch are kept", warning=True)
+            )
+        self.events.emit(JobStarted("train", total, config.model))
+        start = self.saved_at = time.monotonic()
+        while self.progress.epoch < config.epochs:
+            epoch = self.progress.epoch
+            order = order_of(config.seed, epoch, len(rows))
+            for index in order[self.progress.index :]:
+                turn = turn_of(config.seed, epoch, index) if config.augment else 0
+                value = self._step(rows[index], turn)
+                detail = f"epoch {epoch + 1} of {config.epochs}, loss {value:.4g}"
+                self.events.emit(JobAdvanced("train", self.progress.step, total, detail))
+                if time.monotonic() - self.saved_at >= config.checkpoint_seconds:
+                    self._save(self.log.position())
+            self._end_epoch()
+        self._save(self.log.position())
+        self.events.emit(JobFinished("train", time.monotonic() - start))
+
+    def _step(self, row: Row, turn: int) -> float:
+        """One slide, one step of Adam. Returns the loss; raises `ConfigError` if it is no longer a number."""
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.pairs.open(row, turn) as (slide, target):
+            value = float(self.engine.backward(slide, target))
+        self.pairs.passed(row)
+        if not math.isfinite(value):
+            raise ConfigError(
+                f"the loss became {value} at step {self.progress.step + 1} (slide {row.name}); "
+                f"lower learning_rate (it is {self.config.learning_rate:g})"
+            )
+        self.optimizer.step()
+        progress = self.progress
+        self.progress = replace(progress, index=progress.index + 1, step=progress.step + 1)
+        values = {"loss": value}
+        if self.engine.last_run is not None:
+            values["seconds"] = self.engine.last_run.seconds
+            values["peak_bytes"] = float(self.engine.last_run.peak_bytes)
+        self.events.emit(MetricsLogged("train", progress.epoch + 1, self.progress.step, values))
+        return value
+
+    def _end_epoch(self) -> None:
+        """Validate, keep the weights if they are the best so far, and count the epoch as done."""
+        epoch, rows = self.progress.epoch + 1, self.cohort.of("val")
+        best_loss, best_epoch = self.progress.best_loss, self.progress.best_epoch
+        if rows:
+            value = self._validate(rows)
+            self.events.emit(MetricsLogged("val", epoch, self.progress.step, {"loss": value}))
+            best = value < best_loss or not best_epoch
+            best_loss = value if best else best_loss
+        else:
+            best = True
+        if best:
+            save_model(self.folder.best, self.config.model, self.model)
+            best_epoch = epoch
+        self.progress = replace(self.progress, epoch=epoch, index=0, best_loss=best_loss, best_epoch=best_epoch)
+
+    def _validate(self, rows: tuple[Row, ...]) -> float:
+        """Mean loss over `rows`, without turns and in eval mode."""
+        self.model.eval()
+        self.events.emit(JobStarted("validate", len(rows)))
+        start, losses = time.monotonic(), []
+        for row in rows:
+            with self.pairs.open(row) as (slide, target):
+                losses.append(_forward(self.engine, slide, target))
+            self.pairs.passed(row)
+            self.events.emit(JobAdvanced("validate", len(losses), len(rows), row.name))
+        self.events.emit(JobFinished("validate", time.monotonic() - start))
+        return math.fsum(losses) / len(losses)
+
+    def _save(self, metrics_bytes: int) -> None:
+        Checkpoint(
+            config=self.config.to_dict(),
+            cohort=self.cohort.fingerprint,
+            progress=self.progress,
+            model=self.model.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            engine=self.engine.state_dict(),
+            random=torch.get_rng_state(),
+            tile=self.tile,
+            metrics_bytes=metrics_bytes,
+        ).save(self.folder.checkpoint)
+        self.saved_at = time.monotonic()
+
+    def _test(self) -> FitResult:
+        """Score the best weights on the test slides and write the summary."""
+        config, rows = self.config, self.cohort.of("test")
+        _, model = load_model(self.folder.best)
+        model.to(config.device)
+        dense = self.largest.label is None
+        loss = None if dense else self.loss.function
+        engine = compile_engine(model, loss, memory=config.memory, device=config.device)
+        engine.events.subscribe(self.events.emit)
+        self.events.emit(JobStarted("test", len(rows)))
+        start, scores = time.monotonic(), {}
+        for row in rows:
+            with self.pairs.open(row) as (slide, target):
+                if dense:
+                    assert not isinstance(target, torch.Tensor)
+                    scores[row.name] = confusion_of(engine.stream(slide), target).dice
+                else:
+                    scores[row.name] = _forward(engine, slide, target)
+            self.events.emit(JobAdvanced("test", len(scores), len(rows), f"{row.name}: {scores[row.name]:.4f}"))
+        self.events.emit(JobFinished("test", time.monotonic() - start))
+        result = FitResult(
+            out=self.folder.path,
+            metric="dice" if dense else "loss",
+            scores=scores,
+            epochs=self.progress.epoch,
+            steps=self.progress.step,
+            best_epoch=self.progress.best_epoch,
+            best_loss=self.progress.best_loss if math.isfinite(self.progress.best_loss) else None,
+        )
+        values = {"mean": result.mean, "sd": result.sd}
+        if scores:
+            named = {f"{result.metric}_{name}": value for name, value in values.items()}
+            self.events.emit(MetricsLogged("test", self.progress.epoch, self.progress.step, named))
+        result.save(model=config.model, parameters=sum(p.numel() for p in model.parameters()))
+        return result

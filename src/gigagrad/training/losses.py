@@ -1,0 +1,64 @@
+"""The losses a run can name. Plain functions of `(output, target)`, so that the engine captures them like any model.
+
+Each works on whole images, tiles and tensors without pixels alike: nothing in them depends on the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gigagrad.errors import ConfigError
+from gigagrad.models.registry import import_callable
+
+IGNORED = 255
+"""The class id that `ce` skips."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss and the targets it can take.
+
+    `binary`: a mask holds 0 and at most one other value. `class_ids`: a mask or label holds integers below the model's
+    number of output channels, or `IGNORED`.
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    binary: bool = False
+    class_ids: bool = False
+
+
+def bce(output: Tensor, target: Tensor) -> Tensor:
+    """Mean binary cross-entropy of logits; every target value above 0 counts as 1. Shapes must be equal."""
+    return F.binary_cross_entropy_with_logits(output, (target > 0).to(output.dtype))
+
+
+def ce(output: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy of logits `(1, C, H, W)` and class ids `(1, 1, H, W)`, or `(1, C)` and `(1,)`; skips 255."""
+    ids = target.squeeze(1) if target.ndim == 4 else target
+    return F.cross_entropy(output, ids.to(torch.int64), ignore_index=IGNORED)
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error; the target is taken as numbers. Shapes must be equal."""
+    return F.mse_loss(output, target.to(output.dtype))
+
+
+_LOSSES = {
+    "bce": Loss(bce, binary=True),
+    "ce": Loss(ce, class_ids=True),
+    "mse": Loss(mse),
+}
+
+
+def named_loss(name: str) -> Loss:
+    """The loss called `name`, or the function at `package.module:callable`. Raises `ConfigError` or `ModelError`."""
+    if name in _LOSSES:
+        return _LOSSES[name]
+    if ":" in name:
+        return Loss(import_callable(name))
+    raise ConfigError(f"unknown loss {name!r}; use {', '.join(_LOSSES)} or package.module:callable")

@@ -1,0 +1,72 @@
+"""What a finished run found, as a record and as `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from gigagrad.errors import ConfigError
+from gigagrad.prediction.scores import mean_sd
+from gigagrad.training.folder import RunFolder, write_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitResult:
+    """A finished run in folder `out`.
+
+    `scores` are the test slides' by name, Dice (`metric == "dice"`) or loss; `epochs` and `steps` are what was trained
+    in all; `best_loss` is the lowest validation loss, reached in `best_epoch`, None without validation slides.
+    """
+
+    out: Path
+    metric: str
+    scores: dict[str, float]
+    epochs: int
+    steps: int
+    best_epoch: int
+    best_loss: float | None
+
+    @property
+    def best(self) -> Path:
+        """The saved model with the weights of `best_epoch`."""
+        return RunFolder(self.out).best
+
+    @property
+    def mean(self) -> float:
+        """Of the scores; NaN without test slides."""
+        return mean_sd(self.scores.values())[0]
+
+    @property
+    def sd(self) -> float:
+        """Sample standard deviation of the scores; NaN without test slides."""
+        return mean_sd(self.scores.values())[1]
+
+    def save(self, *, model: str, parameters: int) -> None:
+        """Write `summary.json`. Raises `WriteError`."""
+        summary = {
+            "model": model,
+            "parameters": parameters,
+            "epochs": self.epochs,
+            "steps": self.steps,
+            "best_epoch": self.best_epoch,
+            "best_loss": self.best_loss,
+            "metric": self.metric,
+            self.metric: self.scores,
+            "mean": None if math.isnan(self.mean) else self.mean,
+            "sd": None if math.isnan(self.sd) else self.sd,
+        }
+        write_json(RunFolder(self.out).summary, summary)
+
+    @classmethod
+    def load(cls, out: Path) -> FitResult:
+        """Read `summary.json` of a run folder. Raises `ConfigError` when it is not one of `save`'s."""
+        path = RunFolder(out).summary
+        try:
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            metric = summary["metric"]
+            rest = {key: summary[key] for key in ("epochs", "steps", "best_epoch", "best_loss")}
+            return cls(out=out, metric=metric, scores=summary[metric], **rest)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"cannot read {path}; remove it to test the run again") from error

@@ -1,0 +1,110 @@
+"""Targets that the loss can take, and one clear line where it cannot.
+
+A mask is checked twice, neither time with a pass of its own: a handful of places before training begins, so that a
+cohort of the wrong kind fails at once, and every pixel as it passes by when the slide is first trained on.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gigagrad.boxes import Box
+from gigagrad.errors import TargetError
+from gigagrad.images import Image
+from gigagrad.images.image import Pixels
+from gigagrad.training.losses import IGNORED, Loss
+
+_SAMPLES_PER_SIDE = 4
+_SAMPLE_PX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRule:
+    """What a target may hold: `loss` decides, `channels` is the number of output channels of the model."""
+
+    loss: Loss
+    channels: int
+
+    def label(self, value: float, name: str) -> Tensor:
+        """A slide's number as the loss wants it: `(1,)` int64 class id, else `(1, 1)` float32. Raises `TargetError`."""
+        if not self.loss.class_ids:
+            if self.loss.binary and value not in (0, 1):
+                raise TargetError(f"the label of {name} is {value:g}; bce takes 0 or 1")
+            return torch.tensor([[value]], dtype=torch.float32)
+        if value != int(value) or not 0 <= value < self.channels:
+            raise TargetError(
+                f"the label of {name} is {value:g}; ce takes a class from 0 to {self.channels - 1} with this model"
+            )
+        return torch.tensor([int(value)], dtype=torch.int64)
+
+    def foreign(self, pixels: np.ndarray[Any, np.dtype[Any]], foreground: float | None) -> str | None:
+        """What is wrong with these pixels, in a few words; None if nothing is. Cheap: a maximum and a comparison.
+
+        `foreground` is the value beside 0 that a binary mask has shown so far.
+        """
+        largest = pixels.max()
+        if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
+            return "NaN or infinite values"
+        if self.loss.binary:
+            known = largest if foreground is None or largest == 0 else foreground
+            wrong = pixels[(pixels != 0) & (pixels != known)] if largest else pixels[pixels != 0]
+            return f"the values {wrong[0]:g} and {known:g}; bce takes 0 and one other value" if wrong.size else None
+        if self.loss.class_ids:
+            if pixels.dtype.kind not in "ub":
+                return f"{pixels.dtype} values; ce takes unsigned class ids"
+            if largest >= self.channels:
+                wrong = pixels[(pixels >= self.channels) & (pixels != IGNORED)]
+                if wrong.size:
+                    return f"class {wrong.max()}; ce takes 0 to {self.channels - 1} with this model ({IGNORED}: ignore)"
+        return None
+
+
+class CheckedMask(Image):
+    """`mask` as it is, except that reading values which break `rule` raises `TargetError`. A view: closing it leaves
+    `mask` open.
+    """
+
+    def __init__(self, mask: Image, rule: TargetRule) -> None:
+        super().__init__(
+            shape=mask.shape, dtype=mask.dtype, name=mask.name, fill=mask.fill, mpp=mask.mpp, levels=mask.levels
+        )
+        self._mask, self._rule = mask, rule
+        self._foreground: float | None = None
+        self._lock = Lock()
+
+    def _read_inside(self, box: Box) -> Pixels:
+        pixels = self._mask.read(box)
+        values = np.asarray(pixels)
+        with self._lock:
+            problem = self._rule.foreign(values, self._foreground)
+            if problem is None and self._foreground is None and self._rule.loss.binary:
+                self._foreground = float(values.max()) or None
+        if problem is not None:
+            raise TargetError(f"the mask of {self.name} holds {problem}; renumber it or choose another --loss")
+        return pixels
+
+
+def sample_mask(mask: Image, rule: TargetRule) -> None:
+    """Check small boxes spread over `mask`. Raises `TargetError`."""
+    checked = CheckedMask(mask, rule)
+    for row in range(_SAMPLES_PER_SIDE):
+        for column in range(_SAMPLES_PER_SIDE):
+            y = (mask.height * (2 * row + 1)) // (2 * _SAMPLES_PER_SIDE) - _SAMPLE_PX // 2
+            x = (mask.width * (2 * column + 1)) // (2 * _SAMPLES_PER_SIDE) - _SAMPLE_PX // 2
+            box = Box(y, x, y + _SAMPLE_PX, x + _SAMPLE_PX).clamp(mask.height, mask.width)
+            if not box.empty:
+                checked.read(box)
+
+
+def output_channels(model: nn.Module, shape: tuple[int, int, int], dtype: torch.dtype = torch.uint8) -> int:
+    """The size of the model's channel axis for an image of this `(C, H, W)`, found without computing a pixel."""
+    with torch.no_grad():
+        output = copy.deepcopy(model).to("meta")(torch.empty((1, *shape), dtype=dtype, device="meta"))
+    return int(output.shape[1])

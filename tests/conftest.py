@@ -1,0 +1,85 @@
+"""What all tests share: real slides, a small JPEG slide, marker skips, a stand-in for torchvision's operators."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from hypothesis import HealthCheck, settings
+
+# No test depends on time, and a slow machine is not a failure.
+settings.register_profile("gigagrad", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("gigagrad")
+
+
+def _define_torchvision_operators() -> torch.library.Library | None:
+    """Let timm and segmentation-models-pytorch import beside a CPU PyTorch.
+
+    The torchvision that pip resolves there has a compiled part that needs CUDA; without it `import torchvision` fails
+    for want of two detection operators, which no network of ours calls. Nothing is defined where the real ones load.
+    """
+    package = importlib.util.find_spec("torchvision")
+    if package is None or package.origin is None:
+        return None
+    for compiled in Path(package.origin).parent.glob("_C*.so"):
+        try:
+            torch.ops.load_library(str(compiled))
+        except OSError:
+            continue
+    if hasattr(torch.ops.torchvision, "nms"):
+        return None
+    library = torch.library.Library("torchvision", "DEF")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+# The definitions live as long as the object does.
+_torchvision_operators = _define_torchvision_operators()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False"))
+
+
+@pytest.fixture(scope="session")
+def real_slides() -> Path:
+    """The folder with `slides/` and `masks/` of real tissue. Tests that use it carry the marker `slides`."""
+    named = os.environ.get("GIGAGRAD_SLIDES")
+    folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not (folder / "slides").is_dir():
+        pytest.skip(f"no real slides in {folder}; set GIGAGRAD_SLIDES to the folder that holds slides/ and masks/")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def jpeg_slide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small pyramidal JPEG TIFF, 3 x 700 x 900 in tiles of 256, 0.5 um/px: smooth colour with white at two edges."""
+    y, x = np.mgrid[0:700, 0:900].astype(np.float32)
+    rgb_HWC = np.stack([200 + 40 * np.sin(x / 60), 120 + 60 * np.cos(y / 45), 180 + 30 * np.sin((x + y) / 80)], axis=-1)
+    rgb_HWC[600:] = rgb_HWC[:, 800:] = 255
+    rgb_HWC = rgb_HWC.astype(np.uint8)
+    path = tmp_path_factory.mktemp("slides") / "small.tif"
+    with tifffile.TiffWriter(path) as writer:
+        for step, kind in ((1, 0), (2, 1), (4, 1)):
+            writer.write(
+                rgb_HWC[::step, ::step],
+                photometric="rgb",
+                tile=(256, 256),
+                compression="jpeg",
+                compressionargs={"level": 90},
+                resolution=(20000 / step, 20000 / step),
+                resolutionunit="CENTIMETER",
+                subfiletype=kind,
+                metadata=None,
+            )
+    return path

@@ -1,0 +1,56 @@
+"""Compares an engine with plain autograd on the whole image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import gigagrad as gg
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative errors of the loss and of the worst parameter's gradient (2-norms), and the number of tiles run."""
+
+    loss_error: float
+    gradient_error: float
+    worst_parameter: str
+    tile_count: int
+
+
+def compare(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    image: Tensor,
+    target: Tensor,
+    *,
+    tile: tuple[int, int] | None,
+    device: str = "cpu",
+) -> Comparison:
+    """`image` is `(C, H, W)`; a dense `target` is `(C, H, W)` too, and a label is passed as it is."""
+    model.zero_grad()
+    whole = loss(model(image[None]), target[None] if target.ndim == 3 else target)
+    whole.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    engine = gg.compile(model, loss, tile=tile, device=device)
+    value = engine.backward(image, target)
+    scale = torch.stack([g.norm() for g in expected.values()]).norm().item() if expected else 0.0
+    worst, worst_name = 0.0, ""
+    for name, parameter in model.named_parameters():
+        reference = expected.get(name)
+        if reference is None:
+            assert parameter.grad is None or not parameter.grad.any(), f"{name} has a gradient, autograd gives none"
+            continue
+        assert parameter.grad is not None, f"{name} has no gradient"
+        # A gradient that is zero but for rounding has no relative error: the rounding of the whole gradient and of
+        # the loss is then its scale (at a tolerance of 1e-11 the latter floor is the loss's machine epsilon).
+        size = max(reference.norm().item(), 1e-4 * scale, 1e-5 * abs(whole.item()))
+        error = (parameter.grad - reference).norm().item() / size if size else 0.0
+        if error >= worst:
+            worst, worst_name = error, name
+    loss_error = abs(value.item() - whole.item()) / max(abs(whole.item()), 1e-300)
+    return Comparison(loss_error, worst, worst_name, engine.plan(image, target).tile_count)

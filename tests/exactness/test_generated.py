@@ -1,0 +1,24 @@
+"""Exactness in float64 over generated networks: loss and every parameter's gradient against whole-image autograd."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from comparison import compare
+from generated import make_case
+
+CASES = 240
+TOLERANCE = 1e-11
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_generated_network_is_exact(seed: int) -> None:
+    case = make_case(seed)
+    result = compare(case.model, case.loss, case.image, case.target, tile=case.tile)
+    assert result.loss_error <= TOLERANCE, case.description
+    assert result.gradient_error <= TOLERANCE, f"{result.worst_parameter}\n{case.description}"

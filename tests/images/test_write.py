@@ -1,0 +1,239 @@
+"""write_pyramid: other readers see the same pixels, levels and resolution, and failures leave nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openslide
+import pytest
+import tifffile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gigagrad.errors import WriteError
+from gigagrad.images.write import write_pyramid
+
+RNG_SEED = 7
+
+
+def colour(height: int, width: int) -> np.ndarray:
+    """Smooth colour (H, W, 3) uint8, so that JPEG changes it little."""
+    y, x = np.mgrid[0:height, 0:width]
+    planes = [128 + 100 * np.sin(x / 40), 128 + 100 * np.cos(y / 30), 150 + 80 * np.sin((x + y) / 50)]
+    return np.stack(planes, axis=-1).astype(np.uint8)
+
+
+def strips(pixels: np.ndarray, *heights: int) -> Iterator[np.ndarray]:
+    """`pixels` cut into strips of the given heights, the last height repeated."""
+    y = index = 0
+    while y < len(pixels):
+        step = heights[min(index, len(heights) - 1)]
+        yield pixels[y : y + step]
+        y, index = y + step, index + 1
+
+
+def halved_mean(pixels: np.ndarray) -> np.ndarray:
+    height, width = pixels.shape[0] // 2 * 2, pixels.shape[1] // 2 * 2
+    p = pixels[:height, :width].astype(np.float64)
+    mean = (p[::2, ::2] + p[1::2, ::2] + p[::2, 1::2] + p[1::2, 1::2]) / 4
+    return np.floor(mean + 0.5) if pixels.dtype == np.uint8 else mean
+
+
+def write(path: Path, pixels: np.ndarray, *heights: int, **changes: Any) -> Path:
+    settings: dict[str, Any] = {"nearest": True, "tile": 64, **changes}
+    shape = pixels.shape if pixels.ndim == 3 else (*pixels.shape, 1)
+    return write_pyramid(path, strips(pixels, *heights), shape=shape, dtype=pixels.dtype, **settings)
+
+
+@given(
+    height=st.integers(1, 200),
+    width=st.integers(1, 200),
+    heights=st.lists(st.integers(1, 150), min_size=1, max_size=4),
+    nearest=st.booleans(),
+    channels=st.sampled_from([1, 3]),
+    dtype=st.sampled_from([np.uint8, np.float32]),
+)
+def test_every_level_is_exact_for_any_size_and_strips(
+    tmp_path_factory: pytest.TempPathFactory,
+    height: int,
+    width: int,
+    heights: list[int],
+    nearest: bool,
+    channels: int,
+    dtype: type,
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "image.tif"
+    rng = np.random.default_rng(RNG_SEED)
+    pixels = rng.integers(0, 256, (height, width, channels)).astype(dtype)
+    write(path, pixels, *heights, nearest=nearest, levels=3)
+    expected = pixels
+    with tifffile.TiffFile(path) as tiff:
+        for page in tiff.pages:
+            np.testing.assert_array_equal(page.asarray().reshape(expected.shape), expected)
+            expected = (
+                expected[: len(expected) // 2 * 2 : 2, : expected.shape[1] // 2 * 2 : 2]
+                if nearest
+                else halved_mean(expected)
+            )
+            expected = expected.astype(dtype)
+        assert len(tiff.pages) == 3 or min(expected.shape[:2]) == 0
+
+
+@pytest.mark.parametrize(("compression", "tolerance"), [("deflate", 0), ("jpeg", 12)])
+def test_openslide_and_tifffile_see_levels_pixels_and_mpp(tmp_path: Path, compression: str, tolerance: int) -> None:
+    pixels = colour(1000, 1300)
+    path = write(
+        tmp_path / "slide.tif", pixels, 300, nearest=False, tile=256, compression=compression, quality=95, mpp=0.2527
+    )
+    with openslide.OpenSlide(path) as slide:
+        assert slide.level_dimensions == ((1300, 1000), (650, 500), (325, 250), (162, 125))
+        assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(0.2527, rel=1e-6)
+        assert float(slide.properties["openslide.mpp-y"]) == pytest.approx(0.2527, rel=1e-6)
+        seen = np.asarray(slide.read_region((0, 0), 0, (1300, 1000)))[..., :3]
+        half = np.asarray(slide.read_region((0, 0), 1, (650, 500)))[..., :3]
+    assert np.abs(seen.astype(int) - pixels).max() <= tolerance
+    assert np.abs(half - halved_mean(pixels)).max() <= tolerance
+    with tifffile.TiffFile(path) as tiff:
+        assert tiff.is_bigtiff
+        assert [level.shape[:2] for level in tiff.series[0].levels] == [
+            (1000, 1300),
+            (500, 650),
+            (250, 325),
+            (125, 162),
+        ]
+        np.testing.assert_array_equal(tiff.pages[0].asarray(), seen)
+
+
+def test_no_mpp_is_not_an_invented_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "mask.tif", np.zeros((100, 100), np.uint8), 64)
+    with tifffile.TiffFile(path) as tiff:
+        assert tiff.pages[0].tags["ResolutionUnit"].value == 1, "unit NONE"
+
+
+def test_ome_variant_holds_subresolutions_and_physical_size(tmp_path: Path) -> None:
+    pixels = colour(300, 400)
+    path = write(tmp_path / "slide.ome.tif", pixels, 100, nearest=False, ome=True, mpp=0.5, description="made up")
+    with tifffile.TiffFile(path) as tiff:
+        assert tiff.is_ome
+        assert 'PhysicalSizeX="0.5"' in (tiff.ome_metadata or "")
+        assert "made up" in (tiff.ome_metadata or "")
+        assert [level.shape for level in tiff.series[0].levels] == [
+            (300, 400, 3),
+            (150, 200, 3),
+            (75, 100, 3),
+            (37, 50, 3),
+        ]
+        np.testing.assert_array_equal(tiff.series[0].levels[1].asarray(), halved_mean(pixels))
+
+
+def test_transposed_views_and_the_same_bytes_every_time(tmp_path: Path) -> None:
+    pixels = colour(150, 90)
+    planar = np.ascontiguousarray(pixels.transpose(2, 0, 1)).transpose(1, 2, 0)
+    first = write(tmp_path / "a.tif", pixels, 64).read_bytes()
+    assert write(tmp_path / "b.tif", planar, 17, 64, 5).read_bytes() == first
+
+
+def test_a_reused_strip_buffer_does_not_leak_into_earlier_rows(tmp_path: Path) -> None:
+    buffer = np.empty((10, 50), np.uint8)
+
+    def rows() -> Iterator[np.ndarray]:
+        for value in range(20):
+            buffer[:] = value
+            yield buffer
+
+    path = write_pyramid(tmp_path / "x.tif", rows(), shape=(200, 50, 1), dtype=np.uint8, nearest=True, tile=64)
+    np.testing.assert_array_equal(tifffile.imread(path)[:, 0], np.repeat(np.arange(20), 10))
+
+
+def test_existing_file_stays_unless_overwriting(tmp_path: Path) -> None:
+    path = tmp_path / "mask.tif"
+    path.write_bytes(b"precious")
+    with pytest.raises(WriteError, match="exists already"):
+        write(path, np.zeros((10, 10), np.uint8), 10)
+    assert path.read_bytes() == b"precious"
+    write(path, np.ones((10, 10), np.uint8), 10, overwrite=True)
+    assert tifffile.imread(path).all()
+
+
+@pytest.mark.parametrize("ome", [False, True])
+@pytest.mark.parametrize("failure", [OSError(errno.EIO, "slide unreadable"), KeyboardInterrupt(), ValueError("bug")])
+def test_a_failing_producer_passes_through_and_leaves_the_old_file(
+    tmp_path: Path, failure: BaseException, ome: bool
+) -> None:
+    path = tmp_path / "mask.tif"
+    path.write_bytes(b"precious")
+
+    def rows() -> Iterator[np.ndarray]:
+        yield np.zeros((100, 200), np.uint8)
+        raise failure
+
+    with pytest.raises(type(failure)) as caught:
+        write_pyramid(path, rows(), shape=(300, 200, 1), dtype=np.uint8, nearest=True, tile=64, overwrite=True, ome=ome)
+    assert caught.value is failure
+    assert path.read_bytes() == b"precious"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mask.tif"]
+
+
+def test_disk_full_is_one_line_with_numbers_and_nothing_left(tmp_path: Path) -> None:
+    noise = np.random.default_rng(RNG_SEED).integers(0, 256, (2048, 1024), dtype=np.uint8)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # the system now refuses bytes past 1 MiB of a file
+    try:
+        with pytest.raises(WriteError, match=r"disk is too full .* free, about .*MiB needed") as caught:
+            write(tmp_path / "noise.tif", noise, 256, tile=256)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_room_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    def rows() -> Iterator[np.ndarray]:
+        raise AssertionError("asked for pixels")
+        yield
+
+    with pytest.raises(WriteError, match="too full"):
+        write_pyramid(tmp_path / "x.tif", rows(), shape=(9, 9, 1), dtype=np.uint8, nearest=True, expected_bytes=1 << 60)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("pixels", "shape", "changes", "message"),
+    [
+        (np.zeros((20, 30), np.uint8), (25, 30, 1), {}, "ended at 20 of 25"),
+        (np.zeros((20, 30), np.uint8), (19, 30, 1), {}, "more than the promised 19"),
+        (np.zeros((64, 30), np.uint8), (48, 30, 1), {"heights": 48}, "more than the promised 48"),
+        (np.zeros((20, 30), np.uint8), (20, 31, 1), {}, r"expected \(h, 31, 1\) of uint8"),
+        (np.zeros((20, 30), np.float32), (20, 30, 1), {}, "expected .* of uint8"),
+        (np.zeros((20, 30, 4), np.uint8), (20, 30, 4), {}, "C 1 or 3"),
+        (np.zeros((20, 30), np.uint8), (20, 30, 1), {"tile": 100}, "multiple of 16"),
+        (np.zeros((20, 30), np.uint8), (20, 30, 1), {"compression": "jpeg", "quality": 0}, "1 to 100"),
+        (np.zeros((20, 30), np.uint8), (20, 30, 1), {"levels": 0}, "1 or more"),
+    ],
+)
+def test_wrong_pixels_or_settings_leave_nothing(
+    tmp_path: Path, pixels: np.ndarray, shape: tuple[int, int, int], changes: dict[str, Any], message: str
+) -> None:
+    height = changes.pop("heights", 64)
+    settings = {"nearest": True, **changes}
+    with pytest.raises(WriteError, match=message):
+        write_pyramid(tmp_path / "x.tif", strips(pixels, height), shape=shape, dtype=np.uint8, **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_folder_and_folder_as_file(tmp_path: Path) -> None:
+    pixels = np.zeros((10, 10), np.uint8)
+    with pytest.raises(WriteError, match="no folder"):
+        write(tmp_path / "nowhere" / "x.tif", pixels, 10)
+    with pytest.raises(WriteError, match="is a folder"):
+        write(tmp_path, pixels, 10)
+
+
+def test_float_jpeg_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WriteError, match="JPEG holds uint8"):
+        write(tmp_path / "x.tif", np.zeros((10, 10), np.float32), 10, compression="jpeg")

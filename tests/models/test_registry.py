@@ -1,0 +1,114 @@
+"""From names to models, and the one line a user gets for a name that does not work."""
+
+import sys
+
+import pytest
+import torch
+
+from gigagrad.errors import ModelError
+from gigagrad.models import Normalise, PaperUNet, Preprocess, resolve
+from gigagrad.models.registry import import_callable
+
+
+def test_paper_unet_takes_bytes_and_gives_logits():
+    model = resolve("paper-unet")
+    assert isinstance(model.network, PaperUNet)
+    assert sum(p.numel() for p in model.parameters()) == 4492
+    assert model(torch.zeros(1, 3, 161, 170, dtype=torch.uint8)).shape == (1, 1, 161, 170)
+
+
+def test_smp_model_takes_bytes_without_downloading():
+    pytest.importorskip("segmentation_models_pytorch")
+    model = resolve("smp:Unet?encoder_name=resnet18&classes=2&decoder_channels=32,16,8,8,4").eval()
+    assert isinstance(model.preprocess, Normalise)
+    with torch.no_grad():
+        assert model(torch.zeros(1, 3, 64, 96, dtype=torch.uint8)).shape == (1, 2, 64, 96)
+
+
+def test_timm_model_takes_bytes_and_keeps_its_own_normalisation():
+    pytest.importorskip("timm")
+    model = resolve("timm:resnet10t?num_classes=5").eval()
+    with torch.no_grad():
+        assert model(torch.zeros(1, 3, 64, 64, dtype=torch.uint8)).shape == (1, 5)
+    assert isinstance(resolve("timm:resnet10t?in_chans=1").preprocess, Preprocess)
+
+
+def test_callable_of_the_users_own_gets_its_settings_as_literals(tmp_path, monkeypatch):
+    (tmp_path / "my_networks_of_this_test.py").write_text(
+        "import torch\n"
+        "seen = {}\n"
+        "def make(**settings):\n"
+        "    seen.update(settings)\n"
+        "    return torch.nn.Conv2d(3, 1, 1)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    path_before = list(sys.path)
+    model = resolve("my_networks_of_this_test:make?a=3&b=1e-3&c=true&d=none&e=16,32&f=same&g=.5&h=-2&i=a%26b")
+    assert isinstance(model, torch.nn.Conv2d)
+    seen = sys.modules["my_networks_of_this_test"].seen
+    assert seen == {
+        "a": 3, "b": 1e-3, "c": True, "d": None, "e": (16, 32), "f": "same", "g": 0.5, "h": -2, "i": "a&b"
+    }  # fmt: skip
+    assert {key: type(value) for key, value in seen.items()}["b"] is float
+    assert sys.path == path_before
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("paper-unett", "did you mean 'paper-unet'"),
+        ("tim:resnet18", "cannot import 'tim'"),
+        ("timm:resnet188", "did you mean 'resnet18"),
+        ("timm:resnet18?num_clases=3", "num_clases"),
+        ("timm:resnet18?pretrained=true", "downloads nothing"),
+        ("smp:Unett", "did you mean 'unet'"),
+        ("smp:Unet?encoder_name=resnet35", "did you mean 'resnet"),
+        ("smp:Unet?encoder_weights=imagenet", "downloads nothing"),
+        ("paper-unet?width=4", "takes none"),
+        ("timm:", "a model is paper-unet"),
+        ("", "unknown model ''"),
+        ("torch.nn:Conv2", "has no 'Conv2'"),
+        ("torch.nn:Conv2d?in_channels=3", "cannot build model"),
+        ("collections:OrderedDict", "expected a torch.nn.Module"),
+        ("math:pi", "expected something to call"),
+        ("timm:resnet18?num_classes", "NAME?key=value"),
+        ("timm:resnet18?num_classes=1&num_classes=2", "twice"),
+    ],
+)
+def test_a_name_that_does_not_work_gets_one_clear_line(name, words):
+    if name.startswith(("timm:r", "smp:")):
+        pytest.importorskip("timm")
+        pytest.importorskip("segmentation_models_pytorch")
+    with pytest.raises(ModelError) as caught:
+        resolve(name)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("monai:UNet", "monai"), ("timm:resnet18", "timm"), ("smp:Unet", "smp")])
+def test_a_missing_package_is_named_with_the_way_to_get_it(name, extra, monkeypatch):
+    for module in ("monai", "monai.networks.nets", "timm", "segmentation_models_pytorch"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModelError, match=rf"pip install 'gigagrad\[{extra}\]'"):
+        resolve(name)
+
+
+def test_a_module_that_fails_to_import_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "broken_module_of_this_test.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="ZeroDivisionError"):
+        resolve("broken_module_of_this_test:make")
+
+
+def test_dotted_attributes_are_followed():
+    assert import_callable("torch.nn:functional.relu") is torch.nn.functional.relu
+
+
+def test_importing_the_package_loads_no_optional_library():
+    import subprocess
+
+    code = (
+        "import sys, gigagrad.models; print({'timm', 'segmentation_models_pytorch', 'monai', 'cv2'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,250 @@
+"""Whole runs on small slides: right pixels, resumable, and one slide's failure is its own."""
+
+import importlib
+import json
+import os
+
+import numpy as np
+import openslide
+import pytest
+import shapely
+import torch
+from torch import nn
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ConfigError, ModelError, WriteError
+from gigagrad.events import JobAdvanced, JobFinished, JobStarted, Notice, TileDone
+from gigagrad.images import open_image
+from gigagrad.images.write import write_pyramid
+from gigagrad.models import resolve, save_model
+from gigagrad.prediction.config import PredictConfig
+from gigagrad.prediction.predict import predict
+from gigagrad.prediction.records import read_records
+
+module = importlib.import_module("gigagrad.prediction.predict")
+
+
+class Darkness(nn.Module):
+    """One logit: positive where the slide is darker than 160. Exact in any tiling."""
+
+    def forward(self, x_NCHW):
+        return (160 - x_NCHW.float()).mean(1, keepdim=True)
+
+
+class Bands(nn.Module):
+    """Three classes by brightness."""
+
+    def forward(self, x_NCHW):
+        grey = x_NCHW.float().mean(1, keepdim=True)
+        return torch.cat([grey - 200, torch.zeros_like(grey), 150 - grey], 1)
+
+
+class Shrinking(nn.Module):
+    def forward(self, x_NCHW):
+        return nn.functional.avg_pool2d(x_NCHW.float(), 2)[:, :1]
+
+
+def whole(path, level=0):
+    with open_image(path, level=level) as image:
+        return np.asarray(image.read(Box.whole(*image.shape[1:])))
+
+
+@pytest.fixture
+def use(monkeypatch, tmp_path):
+    """Predict with a module of this file instead of a saved one."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "best.pt").write_bytes(b"weights")
+
+    def choose(model):
+        monkeypatch.setattr(module, "load_model", lambda path: (type(model).__name__, model.eval()))
+
+    choose(Darkness())
+    return choose
+
+
+@pytest.fixture
+def config(tmp_path, jpeg_slide, use):
+    def make(**settings):
+        return PredictConfig(**{"run": tmp_path / "run", "slides": (jpeg_slide,), "out": tmp_path / "out", **settings})
+
+    return make
+
+
+def files_in(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_all_outputs_of_one_slide(config, tmp_path, jpeg_slide):
+    expected = (whole(jpeg_slide).astype(np.float32).mean(0) < 160).astype(np.uint8)
+    write_pyramid(tmp_path / "true.tif", [expected], shape=(*expected.shape, 1), dtype=np.uint8, nearest=True)
+    (tmp_path / "cohort.csv").write_text(f"slide,mask\n{jpeg_slide},true.tif\n")
+    heard = []
+    (result,) = predict(config(slides=(tmp_path / "cohort.csv",)), (heard.append,))
+
+    out = tmp_path / "out"
+    assert files_in(out) == ["geojson/small.geojson", "masks/small.tif", "overlays/small.png", "predictions.json"]
+    assert np.array_equal(whole(out / result.mask)[0], expected)
+    assert (result.dice, result.iou) == (1.0, 1.0)
+    assert (result.height, result.width, result.mpp) == (700, 900, pytest.approx(0.5))
+    with openslide.OpenSlide(out / result.mask) as opened:
+        assert opened.level_count == 2
+        assert float(opened.properties["openslide.mpp-x"]) == pytest.approx(0.5, rel=1e-3)
+    features = json.loads((out / result.geojson).read_text())["features"]
+    area = sum(shapely.geometry.shape(feature["geometry"]).area for feature in features)
+    assert area == pytest.approx(expected.sum(), rel=0.02)
+    assert len(features) == result.regions
+
+    assert isinstance(heard[0], JobStarted)
+    assert isinstance(heard[-1], JobFinished)
+    assert any(isinstance(event, TileDone) for event in heard)
+    assert [event.done for event in heard if isinstance(event, JobAdvanced)] == [1]
+    assert read_records(out) == {"small": result}
+
+
+def test_the_papers_network_predicts_as_it_does_on_the_whole_image(tmp_path, jpeg_slide):
+    torch.manual_seed(3)
+    model = resolve("paper-unet").eval()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(np.ascontiguousarray(whole(jpeg_slide)))[None])[0, 0].numpy()
+    middle = float(logits.mean())
+    threshold = 1 / (1 + np.exp(-middle))
+    save_model(tmp_path / "model.pt", "paper-unet", model)
+    predict(PredictConfig(run=tmp_path / "model.pt", slides=(jpeg_slide,), out=tmp_path / "out", threshold=threshold))
+    sure = np.abs(logits - middle) > 1e-5
+    assert sure.mean() > 0.9
+    assert np.array_equal(whole(tmp_path / "out/masks/small.tif")[0][sure], logits[sure] > middle)
+
+
+def test_a_second_run_leaves_complete_slides_alone(config, tmp_path):
+    (first,) = predict(config())
+    times = {name: os.stat(tmp_path / "out" / name).st_mtime_ns for name in files_in(tmp_path / "out")}
+    heard = []
+    assert predict(config(), (heard.append,)) == (first,)
+    assert {name: os.stat(tmp_path / "out" / name).st_mtime_ns for name in times} == times
+    assert not any(isinstance(event, TileDone) for event in heard)
+
+    (tmp_path / "out" / first.overlay).unlink()
+    heard.clear()
+    (again,) = predict(config(), (heard.append,))
+    assert any(isinstance(event, TileDone) for event in heard)
+    assert (tmp_path / "out" / again.overlay).is_file()
+
+
+def test_other_settings_or_another_slide_need_permission(config, tmp_path, jpeg_slide):
+    predict(config())
+    with pytest.raises(ConfigError, match="another model, threshold"):
+        predict(config(threshold=0.9))
+    (tmp_path / "small.tif").write_bytes(jpeg_slide.read_bytes())
+    with pytest.raises(ConfigError, match="another slide of this name"):
+        predict(config(slides=(tmp_path / "small.tif",)))
+    (result,) = predict(config(threshold=0.9, overwrite=True))
+    assert result.made_with.threshold == 0.9
+
+
+def test_files_of_other_programs_are_not_replaced(config, tmp_path):
+    (tmp_path / "out" / "masks").mkdir(parents=True)
+    (tmp_path / "out" / "masks" / "small.tif").write_bytes(b"precious")
+    with pytest.raises(WriteError, match="not predicted here"):
+        predict(config())
+    assert (tmp_path / "out" / "masks" / "small.tif").read_bytes() == b"precious"
+    (result,) = predict(config(overwrite=True))
+    assert result.status == "done"
+
+
+def test_one_bad_slide_does_not_lose_the_others(config, tmp_path, jpeg_slide):
+    bad = tmp_path / "bad.tif"
+    bad.write_bytes(jpeg_slide.read_bytes()[:3000])
+    heard = []
+    broken, good = predict(config(slides=(bad, jpeg_slide)), (heard.append,))
+    assert (broken.status, good.status) == ("failed", "done")
+    assert "bad" in broken.error
+    assert [event.warning for event in heard if isinstance(event, Notice)] == [True]
+    assert not any("bad" in name for name in files_in(tmp_path / "out"))
+
+    bad.write_bytes(jpeg_slide.read_bytes())
+    heard.clear()
+    mended, kept = predict(config(slides=(bad, jpeg_slide)), (heard.append,))
+    assert mended.status == "done"
+    assert kept == good
+
+
+def test_a_run_stopped_in_the_middle_continues(config, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_overlay", stop)
+        with pytest.raises(KeyboardInterrupt):
+            predict(config())
+    assert read_records(tmp_path / "out")["small"].status == "running"
+    (result,) = predict(config())
+    assert result.status == "done"
+
+
+def test_a_mask_of_another_size_is_refused_before_any_work(config, tmp_path, jpeg_slide):
+    small = np.zeros((10, 10), np.uint8)
+    write_pyramid(tmp_path / "true.tif", [small], shape=(10, 10, 1), dtype=np.uint8, nearest=True)
+    (tmp_path / "cohort.csv").write_text(f"slide,mask\n{jpeg_slide},true.tif\n")
+    (result,) = predict(config(slides=(tmp_path / "cohort.csv",)))
+    assert "10 x 10 px and its slide 700 x 900 px" in result.error
+    assert files_in(tmp_path / "out") == ["predictions.json"]
+
+
+def test_several_classes(config, use, tmp_path, jpeg_slide):
+    use(Bands())
+    (result,) = predict(config(classes=("Middle", "Dark")))
+    grey = torch.from_numpy(np.ascontiguousarray(whole(jpeg_slide))).float().mean(0)
+    expected = torch.stack([grey - 200, torch.zeros_like(grey), 150 - grey]).argmax(0)
+    assert np.array_equal(whole(tmp_path / "out" / result.mask)[0], expected.numpy())
+    features = json.loads((tmp_path / "out" / result.geojson).read_text())["features"]
+    assert {feature["properties"]["classification"]["name"] for feature in features} == {"Middle", "Dark"}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (Bands(), {"classes": ("One",)}, "1 class names"),
+        (Shrinking(), {}, "pixel for pixel"),
+        (Darkness(), {"memory": "1 MiB"}, "the budget is 1 MiB"),
+    ],
+    ids=["names", "size", "budget"],
+)
+def test_what_cannot_work_leaves_no_files(config, use, tmp_path, model, settings, message):
+    use(model)
+    (result,) = predict(config(**settings))
+    assert message in result.error
+    assert files_in(tmp_path / "out") == ["predictions.json"]
+
+
+def test_a_lower_level_gives_outlines_in_level_0_pixels(config, tmp_path, jpeg_slide):
+    (result,) = predict(config(level=1))
+    assert (result.height, result.width, result.mpp) == (350, 450, pytest.approx(1.0))
+    expected = whole(jpeg_slide, level=1).astype(np.float32).mean(0) < 160
+    assert np.array_equal(whole(tmp_path / "out" / result.mask)[0], expected)
+    features = json.loads((tmp_path / "out" / result.geojson).read_text())["features"]
+    shapes = [shapely.geometry.shape(feature["geometry"]) for feature in features]
+    assert sum(shape.area for shape in shapes) == pytest.approx(4 * expected.sum(), rel=0.02)
+
+
+def test_what_concerns_all_slides_is_raised(config, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "predictions.json").write_text("{")
+    with pytest.raises(ConfigError, match="damaged"):
+        predict(config())
+    monkeypatch.undo()
+    with pytest.raises(ModelError):
+        predict(config(run=tmp_path / "nothing.pt"))
+
+
+def test_an_output_folder_that_cannot_be_made(config, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match="cannot make folders"):
+        predict(config(out=tmp_path / "file" / "out"))
+
+
+@pytest.mark.slides
+def test_a_real_slide(config, real_slides):
+    (result,) = predict(config(slides=(real_slides / "slides" / "CMU-1-Small-Region.svs",)))
+    assert (result.status, result.height, result.width) == ("done", 2967, 2220)
+    assert result.mpp == pytest.approx(0.499)
+    assert result.regions

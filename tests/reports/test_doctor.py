@@ -1,0 +1,50 @@
+"""Every check reports; a broken one is a finding, never an exception."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from gigagrad.reports import doctor
+from gigagrad.reports.doctor import Check, diagnose, doctor_table
+
+
+def test_this_machine_is_well(tmp_path):
+    checks = {check.name: check for check in diagnose(tmp_path)}
+    assert {"Python", "PyTorch", "Threads", "Memory", "Disk", "Codecs", "OpenSlide", "CUDA", "timm"} <= set(checks)
+    assert [check for check in checks.values() if check.status == "failed"] == []
+    assert "JPEG 2000" in checks["Codecs"].detail
+
+
+def test_a_broken_installation_is_a_finding(monkeypatch, tmp_path):
+    def broken(_):
+        raise ImportError("libopenjp2.so: cannot open shared object file\nmore")
+
+    monkeypatch.setitem(doctor._CHECKS, "Codecs", broken)
+    (check,) = (check for check in diagnose(tmp_path) if check.name == "Codecs")
+    assert check.status == "failed"
+    assert check.detail == "ImportError: libopenjp2.so: cannot open shared object file"
+    assert check.remedy
+
+
+def test_little_memory_and_disk_are_noted(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "_container_limit_bytes", lambda: 512 << 20)
+    monkeypatch.setattr(doctor, "_LEAST_DISK_BYTES", 1 << 60)
+    checks = {check.name: check for check in diagnose(tmp_path)}
+    assert checks["Memory"].status == checks["Disk"].status == "warning"
+    assert "capped at 512 MiB" in checks["Memory"].detail
+
+
+def test_optional_packages(monkeypatch):
+    missing = doctor._optional("no_such_package_anywhere", "gigagrad[none]")
+    assert missing.status == "ok"
+    assert "pip install 'gigagrad[none]'" in missing.remedy
+
+
+@pytest.mark.parametrize("status", ["ok", "warning", "failed"])
+def test_the_table_shows_everything_as_it_is(status):
+    console = Console(file=io.StringIO(), width=120)
+    console.print(doctor_table([Check("Disk [x]", status, "5 GiB [free]", "do this")]))
+    shown = console.file.getvalue()
+    for text in ("Disk [x]", "5 GiB [free]", "do this"):
+        assert text in shown

@@ -1,0 +1,73 @@
+"""A plan's numbers in people's units, whatever fields it has."""
+
+import io
+import json
+
+from rich.console import Console
+
+from gigagrad.plans.plan import Pass, Plan, StagePlan
+from gigagrad.reports.plan_view import plan_renderable, plan_view
+
+STAGE = StagePlan(
+    index=0,
+    operators=23,
+    reductions=1,
+    tile=(640, 512),
+    tiles=(25, 125),
+    crop=(760, 632),
+    computed_ratio=1.1234567,
+    tile_peak_bytes=118 << 20,
+)
+PLAN = Plan(
+    image_shape=(3, 16000, 64000),
+    device="cpu",
+    memory_format="channels_last",
+    stages=(STAGE,),
+    passes=(Pass(0, "one pass"),),
+    budget_bytes=None,
+    base_bytes=400 << 20,
+    parameter_bytes=1 << 20,
+    reader_bytes=96 << 20,
+    runtime_bytes=60 << 20,
+    predicted_peak_bytes=690 << 20,
+    predicted_seconds=32.4,
+)
+
+
+def test_units_come_from_the_names():
+    view = plan_view(json.loads(json.dumps(PLAN.to_dict())))
+    facts = dict(view.facts)
+    assert facts["Image shape"] == "3 x 16000 x 64000"
+    assert facts["Budget"] == "-"
+    assert facts["Predicted peak"] == "690 MiB"
+    assert facts["Predicted time"] == "32.4 s"
+    stages, passes = view.tables
+    row = dict(zip(stages.columns, stages.rows[0], strict=True))
+    assert row["Tile"] == "640 x 512"
+    assert row["Computed ratio"] == "1.123"
+    assert row["Tile peak"] == "118 MiB"
+    assert dict(zip(stages.columns, stages.numeric, strict=True))["Operators"]
+    assert passes.rows == (("0", "one pass"),)
+
+
+def test_rows_may_differ_and_values_may_be_anything():
+    plan = {
+        "kept": [{"name": "f1", "halo_px": 12}, {"name": "f2", "lossy": True}],
+        "tiers": {"host": {"peak_bytes": 5}},
+        "ratio": float("nan"),
+        "notes": [],
+        "pixels": 1_024_000_000,
+    }
+    view = plan_view(plan)
+    assert view.tables[0].columns == ("Name", "Halo", "Lossy")
+    assert view.tables[0].rows == (("f1", "12 px", "-"), ("f2", "-", "yes"))
+    assert dict(view.facts) == {"Tiers: Host: Peak": "5 B", "Ratio": "nan", "Notes": "-", "Pixels": "1.02 Gpx"}
+    assert plan_view({}).facts == ()
+
+
+def test_in_the_terminal():
+    console = Console(file=io.StringIO(), width=140)
+    console.print(plan_renderable({**PLAN.to_dict(), "device": "cpu [bold]"}))
+    shown = console.file.getvalue()
+    for text in ("cpu [bold]", "640 x 512", "25 x 125", "690 MiB", "one pass"):
+        assert text in shown

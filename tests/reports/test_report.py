@@ -1,0 +1,243 @@
+"""The report is one file that stands alone, shows what there is, and trusts no name it is given."""
+
+import html.parser
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from gigagrad.errors import ConfigError, WriteError
+from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
+from gigagrad.reports.report import write_report
+from gigagrad.reports.run_data import read_run
+
+EVIL = "<script>alert('x')</script> $x_1$ & \"y\""
+STEP = {
+    "pixels": 16000 * 64000,
+    "seconds_per_step": 31.8,
+    "peak_rss_bytes": 850 << 20,
+    "budget_bytes": 1 << 30,
+    "predicted_peak_bytes": 930 << 20,
+    "loss": 0.691234,
+    "height": 16000,
+    "width": 64000,
+}
+VOID = {"meta", "link", "img", "input", "br", "hr"}
+
+
+class Page(html.parser.HTMLParser):
+    """Text and tags of a page, and whether the tags nest."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.addresses, self.words, self.ids = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "action")]
+        self.ids += [value for name, value in attrs if name == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "first"
+    folder.mkdir()
+    records = []
+    for step in range(1, 61):
+        records.append(
+            {
+                "event": "step",
+                "phase": "backward",
+                "pixels": 1 << 26,
+                "seconds": 2.0,
+                "peak_bytes": 600 << 20,
+                "predicted_peak_bytes": 700 << 20,
+                "budget_bytes": 1 << 30,
+            }
+        )
+        loss = math.nan if step == 7 else 0.7 * 0.9**step
+        records.append(
+            {"event": "metrics", "split": "train", "epoch": step // 10, "step": step, "values": {"loss": loss}}
+        )
+        if step % 10 == 0:
+            values = {"loss": 0.8 * 0.9**step}
+            records.append({"event": "metrics", "split": "val", "epoch": step // 10, "step": step, "values": values})
+    lines = [json.dumps(record) for record in records]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"event": "metr']))
+    (folder / "summary.json").write_text(json.dumps({"dice": {"a": 0.99, EVIL: 0.95, "broken": None}}))
+    plan = {"device": "cpu", "budget_bytes": 1 << 30, "base_bytes": 400 << 20, "predicted_peak_bytes": 700 << 20}
+    (folder / "plan.json").write_text(json.dumps({**plan, "stages": [{"index": 0, "tile_peak_bytes": 9 << 20}]}))
+    (folder / "plan.txt").write_text("Plan for <all>")
+    (folder / "config.yaml").write_text("model: paper-unet\nepochs: 6\n")
+    (folder / "environment.json").write_text(json.dumps({"torch": "2.13", "machine": {"memory_bytes": 24 << 30}}))
+    return folder
+
+
+@pytest.fixture
+def predictions(tmp_path):
+    folder = tmp_path / "predicted"
+    (folder / "overlays").mkdir(parents=True)
+    Pillow.fromarray(np.full((40, 60, 3), 200, np.uint8)).save(folder / "overlays" / "a.png")
+    (folder / "overlays" / "damaged.png").write_bytes(b"\x89PNG nothing")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    base = {"status": "done", "height": 4000, "width": 6000, "seconds": 12.0, "regions": 3}
+    slides = [
+        {**base, "name": "a", "overlay": "overlays/a.png", "dice": 0.97},
+        {**base, "name": "damaged", "overlay": "overlays/damaged.png", "dice": None},
+        {**base, "name": "elsewhere", "overlay": "../secret.png"},
+        {"name": EVIL, "status": "failed", "error": "b.svs is truncated"},
+    ]
+    (folder / "predictions.json").write_text(json.dumps({"format": 1, "slides": slides}))
+    return folder
+
+
+def page_of(path):
+    text = path.read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+def test_everything_there_is(run, predictions, tmp_path):
+    text, page = page_of(write_report(run, tmp_path / "out" / "report.html", predictions_dir=predictions, step=STEP))
+    for wanted in (
+        "paper-unet",
+        "0.9700 ± 0.0283 over 2 slides",
+        "after step 60",
+        "1.02 Gpx",
+        "16000 x 64000 px",
+        "31.8 s",
+        "published: 81 s",
+        "published: 103.61 GB",
+        "600 MiB",
+        "0.691234",
+        "Dice 0.9700, 4000 x 6000 px, 3 regions, 12.0 s",
+        "the picture cannot be read",
+        "b.svs is truncated",
+        "not a finite number in 1 of 60 steps, first at step 7",
+        "Plan for <all>",
+        "machine: memory_bytes 24 GiB",
+    ):
+        assert wanted in page.text, wanted
+    assert page.tags.count("svg") == 4
+    assert page.tags.count("img") == 1
+    assert "secret" not in text
+
+
+def test_it_loads_nothing_and_runs_nothing(run, predictions, tmp_path):
+    text, page = page_of(write_report(run, tmp_path / "report.html", predictions_dir=predictions, step=STEP))
+    assert "script" not in page.tags
+    assert all(address.startswith(("data:", "#")) for address in page.addresses)
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert set(re.findall(r"https?://[^\s\"<]+", text)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert len(page.ids) == len(set(page.ids))
+    assert EVIL in page.text
+
+
+def test_charts_take_the_colours_of_the_page(run):
+    data = read_run(run)
+    parts = parts_chart([("process", 400 << 20), ("none", 0), ("one tile", 9 << 20)], 1 << 30)
+    for svg in (loss_chart(data), dice_chart(data.dice), memory_chart(data.steps), parts):
+        assert svg.startswith('<svg role="img" aria-label="')
+        assert not re.search(r"#[0-9a-f]{6}\b", svg), "a colour that does not follow the scheme"
+        assert "var(--" in svg
+        assert "DejaVu" not in svg
+
+
+def test_many_slides_and_long_names_still_make_a_chart():
+    assert "sd 0.0" in dice_chart({f"slide-{index}": 0.9 for index in range(500)})
+    assert "a-very-long..." in dice_chart({"a-very-long-name-of-a-slide-that-goes-on": 1.0})
+    assert dice_chart({"one": 0.0}) is not None
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "null", '{"dice": 3, "stages": 4}'])
+def test_missing_and_damaged_files_are_left_out(tmp_path, content):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    if content is not None:
+        names = ("metrics.jsonl", "summary.json", "plan.json", "config.yaml", "environment.json", "predictions.json")
+        for name in names:
+            (folder / name).write_text(content)
+    _, page = page_of(write_report(folder, tmp_path / "report.html", predictions_dir=folder))
+    assert "No metrics were recorded" in page.text
+    assert "svg" not in page.tags
+
+
+def test_a_loss_that_is_never_finite(tmp_path):
+    folder = tmp_path / "lost"
+    folder.mkdir()
+    lines = [
+        json.dumps({"event": "metrics", "split": split, "epoch": 1, "step": 1, "values": {"loss": value}})
+        for split, value in (("train", math.nan), ("train", None), ("val", math.inf))
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    _, page = page_of(write_report(folder, tmp_path / "report.html"))
+    assert "not a finite number in 2 of 2 steps" in page.text
+    assert "svg" not in page.tags
+
+
+def test_an_unfinished_run_without_a_budget(tmp_path):
+    folder = tmp_path / "unfinished"
+    folder.mkdir()
+    step = {"event": "step", "phase": "backward", "pixels": 10, "seconds": 1.0, "peak_bytes": 5, "budget_bytes": 0}
+    metric = {"event": "metrics", "split": "train", "epoch": 0, "step": 1, "values": {"loss": 0.5}}
+    (folder / "metrics.jsonl").write_text("\n".join([json.dumps(step), json.dumps(metric)]))
+    _, page = page_of(write_report(folder, tmp_path / "report.html"))
+    assert "no test scores" in page.text
+    assert "no budget set" in page.text
+    assert page.tags.count("svg") == 2
+
+
+def test_the_scores_of_predictions_stand_in_for_missing_ones(predictions, tmp_path):
+    (tmp_path / "empty").mkdir()
+    _, page = page_of(write_report(tmp_path / "empty", tmp_path / "report.html", predictions_dir=predictions))
+    assert "0.9700 ± 0.0000 over 1 slide" in page.text
+
+
+def test_the_worst_pictures_are_shown_when_there_are_many(run, predictions, tmp_path):
+    base = {"status": "done", "overlay": "overlays/a.png"}
+    slides = [{**base, "name": f"slide-{index}", "dice": index / 100} for index in range(40, 0, -1)]
+    (predictions / "predictions.json").write_text(json.dumps({"slides": slides}))
+    _, page = page_of(write_report(run, tmp_path / "report.html", predictions_dir=predictions))
+    assert page.tags.count("img") == 16
+    assert "The other 24 are in the prediction folder" in page.text
+    assert page.text.index("slide-1 ") < page.text.index("slide-16 ")
+    assert "slide-17 " not in page.text
+
+
+def test_a_step_of_another_size_is_not_compared(run, tmp_path):
+    _, page = page_of(write_report(run, tmp_path / "report.html", step={"pixels": 1 << 26, "seconds_per_step": 2.0}))
+    assert "published: 81 s" not in page.text
+
+
+def test_wrong_folders(run, tmp_path):
+    with pytest.raises(ConfigError, match="no run folder"):
+        write_report(tmp_path / "nothing", tmp_path / "report.html")
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match=r"report\.html"):
+        write_report(run, tmp_path / "file" / "report.html")

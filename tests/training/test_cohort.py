@@ -1,0 +1,111 @@
+"""The cohort file: every mistake is found before training and named with its line."""
+
+import numpy as np
+import pytest
+import tifffile
+
+from gigagrad.errors import ConfigError
+from gigagrad.training.cohort import check_images, read_cohort
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("a.tif", "b.tif", "m.tif"):
+        shape = (20, 30) if name == "m.tif" else (20, 30, 3)
+        tifffile.imwrite(tmp_path / name, np.zeros(shape, np.uint8), tile=(16, 16))
+    return tmp_path
+
+
+def write(folder, *lines):
+    path = folder / "cohort.csv"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_rows_come_back_in_order_with_paths_against_the_file(folder):
+    cohort = read_cohort(
+        write(folder, "slide,mask,split,mpp", "a.tif,m.tif,train,0.5", "", f"{folder / 'b.tif'}, ,Val,")
+    )
+    first, second = cohort.rows
+    assert (first.slide, first.mask, first.split, first.mpp) == (folder / "a.tif", folder / "m.tif", "train", 0.5)
+    assert (second.name, second.mask, second.split, second.mpp, second.line) == ("b", None, "val", None, 4)
+    assert cohort.of("val") == (second,)
+    assert check_images(cohort, 0) == ((3, 20, 30), (3, 20, 30))
+
+
+def test_a_byte_order_mark_quotes_and_capital_headers_are_fine(folder):
+    path = folder / "cohort.csv"
+    path.write_text('Slide, Split\r\n"a.tif",train\r\n', encoding="utf-8-sig")
+    assert read_cohort(path).rows[0].slide == folder / "a.tif"
+
+
+def test_labels_are_numbers(folder):
+    cohort = read_cohort(write(folder, "slide,label,split", "a.tif,1,train", "b.tif,0.25,test"))
+    assert [row.label for row in cohort.rows] == [1.0, 0.25]
+
+
+def test_the_fingerprint_follows_the_rows(folder):
+    one = read_cohort(write(folder, "slide,split", "a.tif,train", "b.tif,val")).fingerprint
+    assert one == read_cohort(write(folder, "slide,split", "", "a.tif,train", "b.tif,val")).fingerprint
+    assert one != read_cohort(write(folder, "slide,split", "a.tif,train", "b.tif,test")).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([], "line 1: the column 'slide' is missing"),
+        (["slide,split"], "lists no slides"),
+        (["slide;split", "a.tif;train"], "line 1: unknown column 'slide;split'"),
+        (["slide,splitt", "a.tif,train"], "did you mean 'split'"),
+        (["slide,mask", "a.tif,m.tif"], "the column 'split' is missing"),
+        (["slide,mask,label,split", "a.tif,m.tif,1,train"], "a cohort has one of them"),
+        (["slide,split", "a.tif,training"], "line 2: unknown split 'training'; use train, val, test"),
+        (["slide,split", "a.tif,val"], "no row with split 'train'"),
+        (["slide,split", "a.tif,train", "c.tif,val"], "line 3: "),
+        (["slide,mask,split", "a.tif,x.tif,train"], "x.tif does not exist"),
+        (["slide,split", ",train"], "line 2: the slide is empty"),
+        (["slide,split", "a.tif"], "line 2: more or fewer values"),
+        (["slide,split", "a.tif,train,3"], "line 2: more or fewer values"),
+        (["slide,label,split", "a.tif,,train"], "line 2: the label is empty"),
+        (["slide,label,split", "a.tif,benign,train"], "the label must be a number, got 'benign'"),
+        (["slide,split,mpp", "a.tif,train,nan"], "the mpp must be a number"),
+        (["slide,split", "a.tif,train", "a.tif,test"], "line 3: the slide a.tif is listed on line 2"),
+        (["slide,split", '"a.tif,train'], "comma-separated"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(folder, lines, words):
+    with pytest.raises(ConfigError) as caught:
+        read_cohort(write(folder, *lines))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_slides_that_share_a_name_are_refused(folder):
+    (folder / "more").mkdir()
+    (folder / "more" / "a.png").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"shares its name with the slide of line 2"):
+        read_cohort(write(folder, "slide,split", "a.tif,train", "more/a.png,test"))
+
+
+def test_a_missing_or_binary_file_names_itself(folder):
+    with pytest.raises(ConfigError, match=r"nowhere\.csv: No such file"):
+        read_cohort(folder / "nowhere.csv")
+    with pytest.raises(ConfigError, match=r"a\.tif"):
+        read_cohort(folder / "a.tif")
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"), [((20, 31), "20 x 31 px and its slide 20 x 30 px"), ((20, 30, 3), "has 3 channels")]
+)
+def test_a_mask_that_does_not_fit_its_slide_is_refused(folder, shape, words):
+    tifffile.imwrite(folder / "m.tif", np.zeros(shape, np.uint8), tile=(16, 16))
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_images(read_cohort(write(folder, "slide,mask,split", "a.tif,m.tif,train")), 0)
+    assert "line 2" in str(caught.value)
+
+
+def test_a_damaged_slide_is_named_with_its_line(folder):
+    whole = (folder / "b.tif").read_bytes()
+    (folder / "b.tif").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=r"line 3: .*b"):
+        check_images(read_cohort(write(folder, "slide,split", "a.tif,train", "b.tif,val")), 0)

@@ -1,0 +1,66 @@
+"""Settings: strict about names and types, forgiving about what YAML makes of numbers."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from gigagrad.errors import ConfigError
+from gigagrad.training import FitConfig
+
+
+def test_yaml_round_trip_resolves_paths_against_the_file_and_keeps_every_setting(tmp_path):
+    (tmp_path / "run.yaml").write_text("slides: data/cohort.csv\nout: runs/a\nlearning_rate: 1e-3\nmemory: 2 GiB\n")
+    config = FitConfig.from_yaml(tmp_path / "run.yaml")
+    assert config.slides == str(tmp_path / "data/cohort.csv")
+    assert config.out == str(tmp_path / "runs/a")
+    assert config.learning_rate == 1e-3  # YAML 1.1 reads 1e-3 as text
+    config.save(tmp_path / "elsewhere" / "config.yaml")
+    again = FitConfig.from_yaml(tmp_path / "elsewhere" / "config.yaml")
+    assert again == config
+    text = (tmp_path / "elsewhere" / "config.yaml").read_text()
+    assert all(f"{field.name}:" in text for field in dataclasses.fields(FitConfig))
+
+
+def test_relative_paths_of_a_dict_are_taken_from_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert FitConfig.from_dict({"slides": "c.csv", "out": Path("run")}).slides == str(tmp_path / "c.csv")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lerning_rate": 1e-3}, "unknown setting 'lerning_rate', did you mean 'learning_rate'"),
+        ({"zzz": 1}, "known settings are slides"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"epochs": 1.5}, "epochs must be int, got 1.5"),
+        ({"epochs": True}, "epochs must be int, got True"),
+        ({"augment": 1}, "augment must be bool, got 1"),
+        ({"learning_rate": "fast"}, "learning_rate must be float, got 'fast'"),
+        ({"learning_rate": 0}, "above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be"),
+        ({"seed": -1}, "seed must be from 0"),
+        ({"level": -1}, "level must be at least 0"),
+        ({"memory": "2 GoB"}, "cannot read '2 GoB'"),
+        ({"memory": 2}, "memory must be str or nothing, got 2"),
+        ({"model": None}, "model must be str, got None"),
+    ],
+)
+def test_an_unusable_setting_gets_one_clear_line(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        FitConfig.from_dict({"slides": "c.csv", "out": "run"} | changes)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n", "", "slides: [\n", "out: run\n"])
+def test_a_file_that_is_no_config_names_itself(tmp_path, text):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.yaml") as caught:
+        FitConfig.from_yaml(tmp_path / "run.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_names_itself(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        FitConfig.from_yaml(tmp_path / "nowhere.yaml")

@@ -1,0 +1,328 @@
+"""The whole loop on a tiny cohort: what it learns, writes, continues and refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+
+from gigagrad.errors import BudgetError, ConfigError, ModelError, TargetError
+from gigagrad.events import JobAdvanced, JobFinished, JobStarted, MetricsLogged, Notice
+from gigagrad.models import load_model
+from gigagrad.training import FitConfig, fit
+from gigagrad.training.checkpoint import Checkpoint
+from gigagrad.training.folder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def two_classes(tmp_path, monkeypatch):
+    """The name of a model with two output channels, in a module of the user's own."""
+    (tmp_path / "networks_of_test_fit.py").write_text(
+        "import torch\n"
+        "from gigagrad.models import Preprocess\n"
+        "def two():\n"
+        "    return torch.nn.Sequential(Preprocess(), torch.nn.Conv2d(1, 2, 3, padding=1))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return "networks_of_test_fit:two"
+
+
+@pytest.fixture
+def config(cohort_csv, tmp_path):
+    return FitConfig(slides=str(cohort_csv), out=str(tmp_path / "run"), epochs=2, checkpoint_seconds=0)
+
+
+def metrics_of(run):
+    lines = [json.loads(line) for line in RunFolder(run).metrics.read_text().splitlines()]
+    return [(m["split"], m["epoch"], m["step"]) for m in lines if m["event"] == "metrics"]
+
+
+def weights(run):
+    return Checkpoint.load(RunFolder(run).checkpoint).model
+
+
+def same_bits(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[key], other[key]) for key in one)
+
+
+def stop_after(steps):
+    """A listener that ends the run in the middle, as Ctrl-C would."""
+
+    def listener(event):
+        if isinstance(event, JobAdvanced) and event.job == "train" and event.done == steps:
+            raise KeyboardInterrupt
+
+    return listener
+
+
+def test_a_run_writes_everything_that_others_read(config, tmp_path):
+    events = []
+    random_before = torch.get_rng_state()
+    result = fit(config, [events.append])
+    assert torch.equal(torch.get_rng_state(), random_before)
+    run = RunFolder(tmp_path / "run")
+    names = {path.name for path in run.path.iterdir()}
+    assert names == {
+        "config.yaml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoint.pt", "best.pt", "summary.json",
+        "plan.json", "plan.txt",
+    }  # fmt: skip
+    assert metrics_of(run.path) == [
+        *(("train", 1, step) for step in (1, 2, 3)), ("val", 1, 3),
+        *(("train", 2, step) for step in (4, 5, 6)), ("val", 2, 6), ("test", 2, 6),
+    ]  # fmt: skip
+    summary = json.loads(run.summary.read_text())
+    assert summary["dice"].keys() == {"slide4", "slide5"}
+    assert summary["mean"] == pytest.approx(np.mean(list(summary["dice"].values())))
+    assert (summary["steps"], summary["parameters"], summary["model"]) == (6, 4492, "paper-unet")
+    assert result.scores == summary["dice"]
+    assert FitConfig.from_yaml(run.config) == config
+    assert torch.__version__.startswith(json.loads(run.environment.read_text())["packages"]["torch"].split("+")[0])
+    assert json.loads(run.plan_data.read_text())
+    assert run.plan_text.read_text().strip()
+    spec, model = load_model(result.best)
+    assert spec == "paper-unet"
+    assert sum(parameter.numel() for parameter in model.parameters()) == 4492
+
+    jobs = [event for event in events if isinstance(event, (JobStarted, JobFinished))]
+    assert [event.job for event in jobs] == [
+        "label", "label", "train", "validate", "validate", "validate", "validate", "train", "test", "test"
+    ]  # fmt: skip
+    steps = [event for event in events if isinstance(event, JobAdvanced) and event.job == "train"]
+    assert [(event.done, event.total) for event in steps] == [(done, 6) for done in range(1, 7)]
+    assert "epoch 2 of 2, loss" in steps[-1].detail
+
+
+def test_tensorboard_shows_the_same_numbers(config, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fit(config)
+    curves = EventAccumulator(str(RunFolder(tmp_path / "run").curves)).Reload()
+    assert [scalar.step for scalar in curves.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [scalar.step for scalar in curves.Scalars("val/loss")] == [3, 6]
+
+
+def test_the_weights_of_the_lowest_validation_loss_are_kept(config, tmp_path, monkeypatch):
+    losses = iter([0.9, 0.5, 0.7])
+    monkeypatch.setattr("gigagrad.training.loop._Run._validate", lambda run, rows: next(losses))
+    result = fit(FitConfig(**{**config.to_dict(), "epochs": 3}))
+    assert (result.best_epoch, result.best_loss) == (2, 0.5)
+    monkeypatch.undo()
+    fit(FitConfig(**{**config.to_dict(), "epochs": 2, "out": str(tmp_path / "two")}))
+    best = load_model(result.best)[1].state_dict()
+    assert same_bits(best, weights(tmp_path / "two"))
+    assert not same_bits(best, weights(tmp_path / "run"))
+
+
+def test_it_learns(config):
+    losses = []
+
+    def listener(event):
+        if isinstance(event, MetricsLogged) and event.split == "val":
+            losses.append(event.values["loss"])
+
+    result = fit(FitConfig(**{**config.to_dict(), "epochs": 30, "learning_rate": 1e-2}), [listener])
+    assert losses[-1] < 0.6 * losses[0]
+    assert result.mean > 0.8
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_an_interrupted_run_ends_with_the_same_bits(config, tmp_path, stop):
+    whole = FitConfig(**{**config.to_dict(), "out": str(tmp_path / "whole")})
+    fit(whole)
+    with pytest.raises(KeyboardInterrupt):
+        fit(config, [stop_after(stop)])
+    notices = []
+    fit(config, [lambda event: notices.append(event.text) if isinstance(event, Notice) else None])
+    # The listener stopped it before the checkpoint of that very step was written.
+    assert notices == [f"continuing {config.out} after step {stop - 1}"]
+    assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    for name in ("best.pt", "summary.json"):
+        one, other = (tmp_path / out / name for out in ("run", "whole"))
+        if name == "best.pt":
+            assert same_bits(load_model(one)[1].state_dict(), load_model(other)[1].state_dict())
+        else:
+            assert one.read_text() == other.read_text()
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+
+
+def test_slides_of_several_sizes_are_turned_and_continued_too(config, mixed_csv, tmp_path):
+    mixed = FitConfig(**{**config.to_dict(), "slides": str(mixed_csv)})
+    fit(FitConfig(**{**mixed.to_dict(), "out": str(tmp_path / "whole")}))
+    with pytest.raises(KeyboardInterrupt):
+        fit(mixed, [stop_after(2)])
+    fit(mixed)
+    assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+_PROGRAM = """
+import sys, torch
+torch.set_num_threads(1)
+from gigagrad.training import fit
+fit(sys.argv[1], [lambda event: print(type(event).__name__, flush=True)])
+"""
+
+
+def test_a_killed_process_continues_with_the_same_bits(config, tmp_path):
+    fit(FitConfig(**{**config.to_dict(), "out": str(tmp_path / "whole")}))
+    config.save(tmp_path / "run.yaml")
+    kills = 0
+    for steps in (2, 4):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(tmp_path / "run.yaml")], stdout=subprocess.PIPE, text=True
+        )
+        trained = 0
+        for line in process.stdout:
+            trained += line.strip() == "MetricsLogged"
+            if trained == steps:
+                # Not at a moment of its choosing: perhaps in a step, perhaps while a checkpoint is being written.
+                time.sleep(0.003 * steps)
+                os.kill(process.pid, signal.SIGKILL)
+                break
+        process.stdout.close()
+        kills += process.wait() == -signal.SIGKILL
+    assert kills == 2
+    fit(config)
+    assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+
+
+def test_a_finished_run_is_returned_and_can_be_lengthened(config, tmp_path):
+    first = fit(config)
+    events = []
+    assert fit(config, [events.append]) == first
+    assert len(events) == 1
+    longer = fit(FitConfig(**{**config.to_dict(), "epochs": 3, "checkpoint_seconds": 1e9}))
+    assert (longer.epochs, longer.steps) == (3, 9)
+    fit(FitConfig(**{**config.to_dict(), "epochs": 3, "out": str(tmp_path / "whole")}))
+    assert same_bits(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+def test_another_configuration_is_not_mixed_in(config):
+    with pytest.raises(KeyboardInterrupt):
+        fit(config, [stop_after(2)])
+    changed = FitConfig(**{**config.to_dict(), "seed": 1, "learning_rate": 0.1})
+    with pytest.raises(ConfigError, match=r"learning_rate: 0.001 then, 0.1 now; seed: 0 then, 1 now.*--overwrite"):
+        fit(changed)
+    assert fit(changed, overwrite=True).steps == 6
+
+
+def test_a_changed_cohort_is_noticed(config, cohort_csv, tmp_path):
+    mine = cohort_csv.with_name("changing.csv")
+    mine.write_text(cohort_csv.read_text())
+    mine_config = FitConfig(**{**config.to_dict(), "slides": str(mine)})
+    with pytest.raises(KeyboardInterrupt):
+        fit(mine_config, [stop_after(2)])
+    mine.write_text("\n".join(cohort_csv.read_text().splitlines()[:-1]))
+    with pytest.raises(ConfigError, match=r"rows of .*changing\.csv changed"):
+        fit(mine_config)
+
+
+def test_a_damaged_checkpoint_says_so(config, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(config, [stop_after(2)])
+    checkpoint = RunFolder(tmp_path / "run").checkpoint
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"cannot continue the run: .*checkpoint\.pt is damaged.*--overwrite"):
+        fit(config)
+
+
+def test_files_of_somebody_else_are_left_alone(config, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("mine")
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"config\.yaml exists and belongs to no run"):
+        fit(config)
+    assert (folder / "config.yaml").read_text() == "mine"
+    fit(config, overwrite=True)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"memory": "1 MiB"}, BudgetError),
+        ({"model": "paper-unett"}, ModelError),
+        ({"loss": "dice2"}, ConfigError),
+        ({"slides": "nowhere.csv"}, ConfigError),
+    ],
+)
+def test_what_cannot_work_fails_before_anything_is_written(config, tmp_path, changes, error):
+    with pytest.raises(error):
+        fit(FitConfig(**{**config.to_dict(), **changes}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mask_the_loss_cannot_take_is_named_with_its_line(config, cohort_csv, two_classes):
+    tifffile.imwrite(cohort_csv.with_name("bad.tif"), np.full((176, 176), 3, np.uint8), tile=(64, 64))
+    bad = cohort_csv.with_name("bad.csv")
+    bad.write_text("slide,mask,split\nslide0.tif,bad.tif,train\n")
+    with pytest.raises(TargetError, match=r"bad\.csv line 2: the mask of bad holds class 3; ce takes 0 to 1"):
+        fit(FitConfig(**{**config.to_dict(), "slides": str(bad), "loss": "ce", "model": two_classes}))
+
+
+def test_a_wrong_value_between_the_samples_is_found_by_the_first_step(config, cohort_csv):
+    slide = cohort_csv.with_name("large.tif")
+    tifffile.imwrite(slide, np.zeros((1600, 1600, 3), np.uint8), tile=(256, 256), photometric="rgb")
+    large = np.ones((1600, 1600), np.uint8)
+    large[0, 0] = 7
+    tifffile.imwrite(cohort_csv.with_name("rare.tif"), large, tile=(256, 256))
+    rare = cohort_csv.with_name("rare.csv")
+    rare.write_text("slide,mask,split\nlarge.tif,rare.tif,train\n")
+    settings = FitConfig(**{**config.to_dict(), "slides": str(rare)})
+    steps = []
+    with pytest.raises(TargetError, match="bce takes 0 and one other value"):
+        fit(settings, [lambda event: steps.append(event) if isinstance(event, MetricsLogged) else None])
+    assert not steps
+
+
+def test_a_network_of_the_users_own_with_several_classes(config, cohort_csv, two_classes):
+    result = fit(FitConfig(**{**config.to_dict(), "loss": "ce", "model": two_classes}))
+    assert result.metric == "dice"
+    assert result.scores.keys() == {"slide4", "slide5"}
+
+
+def test_slides_without_masks_are_labelled_by_the_recipe_once(config, cohort_csv, tmp_path):
+    unlabelled = cohort_csv.with_name("unlabelled.csv")
+    unlabelled.write_text("slide,split\nslide0.tif,train\nslide4.tif,test\n")
+    settings = FitConfig(**{**config.to_dict(), "slides": str(unlabelled)})
+    with pytest.raises(KeyboardInterrupt):
+        fit(settings, [stop_after(1)])
+    labels = RunFolder(tmp_path / "run").labels
+    made = {path.name: path.stat().st_mtime_ns for path in labels.iterdir()}
+    assert made.keys() == {"slide0.tif", "slide4.tif"}
+    notices = []
+    result = fit(settings, [lambda event: notices.append(event.text) if isinstance(event, Notice) else None])
+    assert {path.name: path.stat().st_mtime_ns for path in labels.iterdir()} == made
+    assert any("split 'val'" in text for text in notices)
+    assert (result.best_loss, result.best_epoch) == (None, 2)
+
+
+def test_a_loss_that_is_no_longer_a_number_ends_the_run(config):
+    with pytest.raises(ConfigError, match="lower learning_rate"):
+        fit(FitConfig(**{**config.to_dict(), "learning_rate": 1e30, "epochs": 10}))
+
+
+def test_turns_reach_the_engine_and_can_be_left_out(config, tmp_path):
+    fit(config)
+    fit(FitConfig(**{**config.to_dict(), "out": str(tmp_path / "plain"), "augment": False}))
+    assert not same_bits(weights(tmp_path / "run"), weights(tmp_path / "plain"))
+
+
+def test_a_mapping_will_do(config):
+    assert fit(config.to_dict()).steps == 6

@@ -1,0 +1,121 @@
+"""Losses, and targets they cannot take."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ConfigError, ModelError, TargetError
+from gigagrad.images import open_image
+from gigagrad.models import resolve
+from gigagrad.training.losses import named_loss
+from gigagrad.training.targets import CheckedMask, TargetRule, output_channels, sample_mask
+
+
+def mask_of(values, shape=(40, 50), dtype=np.uint8):
+    array = np.zeros((1, *shape), dtype)
+    array[0].flat[: len(values)] = values
+    return open_image(array)
+
+
+def read_all(rule, mask):
+    return CheckedMask(mask, rule).read(Box.whole(mask.height, mask.width))
+
+
+def test_bce_counts_every_value_above_zero_as_one():
+    output, target = torch.randn(1, 1, 5, 6), torch.randint(0, 2, (1, 1, 5, 6), dtype=torch.uint8)
+    expected = F.binary_cross_entropy_with_logits(output, target.float())
+    for scale in (1, 255):
+        torch.testing.assert_close(named_loss("bce").function(output, target * scale), expected)
+
+
+def test_ce_takes_masks_with_ignored_pixels_and_labels():
+    output = torch.randn(1, 3, 4, 4)
+    target = torch.randint(0, 3, (1, 1, 4, 4), dtype=torch.uint8)
+    target[0, 0, 0, 0] = 255
+    expected = F.cross_entropy(output, target[:, 0].long(), ignore_index=255)
+    torch.testing.assert_close(named_loss("ce").function(output, target), expected)
+    logits = output[:, :, 0, 0]
+    torch.testing.assert_close(named_loss("ce").function(logits, torch.tensor([2])), -logits.log_softmax(1)[0, 2])
+
+
+def test_mse_takes_numbers():
+    assert named_loss("mse").function(torch.tensor([[3.0]]), torch.tensor([[1.0]])).item() == 4
+
+
+@pytest.mark.parametrize(("name", "channels"), [("bce", 1), ("mse", 1), ("ce", 3)])
+def test_losses_can_be_captured_without_values(name, channels):
+    class Whole(torch.nn.Module):
+        def forward(self, output, target):
+            return named_loss(name).function(output, target)
+
+    output = torch.empty(1, channels, 64, 48, device="meta")
+    target = torch.empty(1, 1, 64, 48, dtype=torch.uint8, device="meta")
+    assert torch.export.export(Whole(), (output, target)).module() is not None
+
+
+def test_a_loss_of_the_users_own_is_found_and_an_unknown_one_refused():
+    assert named_loss("torch.nn.functional:l1_loss").function is F.l1_loss
+    with pytest.raises(ConfigError, match="use bce, ce, mse or package"):
+        named_loss("dice2")
+    with pytest.raises(ModelError, match="has no 'l3_loss'"):
+        named_loss("torch.nn.functional:l3_loss")
+
+
+@pytest.mark.parametrize("values", [[], [1, 1], [255] * 7])
+def test_bce_takes_zero_and_one_other_value(values):
+    read_all(TargetRule(named_loss("bce"), 1), mask_of(values))
+
+
+@pytest.mark.parametrize(
+    ("loss", "channels", "mask", "words"),
+    [
+        ("bce", 1, mask_of([1, 2]), "the values 1 and 2; bce takes 0 and one other value"),
+        ("bce", 1, mask_of([0.5, np.nan], dtype=np.float32), "NaN or infinite"),
+        ("bce", 1, mask_of([-1], dtype=np.int16), "the values"),
+        ("ce", 3, mask_of([2, 3]), "class 3; ce takes 0 to 2"),
+        ("ce", 3, mask_of([1.0], dtype=np.float32), "float32 values; ce takes unsigned class ids"),
+        ("mse", 1, mask_of([np.inf], dtype=np.float32), "NaN or infinite"),
+    ],
+)
+def test_values_the_loss_cannot_take_are_named(loss, channels, mask, words):
+    with pytest.raises(TargetError, match="renumber it or choose another --loss") as caught:
+        read_all(TargetRule(named_loss(loss), channels), mask)
+    assert words in str(caught.value)
+
+
+def test_ce_takes_its_classes_and_the_ignored_one():
+    read_all(TargetRule(named_loss("ce"), 3), mask_of([0, 1, 2, 255]))
+
+
+def test_a_second_foreground_value_is_found_in_another_tile():
+    checked = CheckedMask(mask_of([1, 0, 0, 2], shape=(2, 2)), TargetRule(named_loss("bce"), 1))
+    checked.read(Box(0, 0, 1, 2))
+    with pytest.raises(TargetError, match="the values 2 and 1"):
+        checked.read(Box(1, 0, 2, 2))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1000, 2000), (5000, 300)])
+def test_samples_find_a_mask_of_the_wrong_kind(shape):
+    array = np.full((1, *shape), 7, np.uint8)
+    with pytest.raises(TargetError, match="class 7"):
+        sample_mask(open_image(array), TargetRule(named_loss("ce"), 2))
+    sample_mask(open_image(array), TargetRule(named_loss("bce"), 1))
+
+
+@pytest.mark.parametrize(("loss", "value"), [("ce", 3), ("ce", 0.5), ("ce", -1), ("bce", 2)])
+def test_labels_the_loss_cannot_take_are_named(loss, value):
+    with pytest.raises(TargetError, match="the label of s is"):
+        TargetRule(named_loss(loss), 3).label(value, "s")
+
+
+def test_labels_become_what_the_loss_wants():
+    assert TargetRule(named_loss("ce"), 3).label(2, "s").tolist() == [2]
+    assert TargetRule(named_loss("ce"), 3).label(2, "s").dtype == torch.int64
+    assert TargetRule(named_loss("bce"), 1).label(1, "s").tolist() == [[1.0]]
+    assert TargetRule(named_loss("mse"), 1).label(0.25, "s").tolist() == [[0.25]]
+
+
+def test_output_channels_are_found_without_computing():
+    assert output_channels(resolve("paper-unet"), (3, 16000, 64000)) == 1
