@@ -27,10 +27,26 @@ def test_strips_are_the_image(height, width, tile_height, tile_width):
         [Box(0, 0, 4, 4)],
         [Box(0, 0, 8, 4), Box(0, 4, 8, 10)],
         [Box(0, 0, 4, 8), Box(8, 0, 12, 8)],
+        [Box(0, 0, 8, 8), Box(8, 0, 16, 8)],
         [],
     ],
-    ids=["too small", "too wide", "gap", "nothing"],
+    ids=["too small", "too wide", "gap", "too high", "nothing"],
 )
 def test_a_model_that_changes_the_size_is_refused(boxes):
     with pytest.raises(ModelError, match="8 x 8 px slide pixel for pixel"):
         list(assemble(((box, np.zeros(box.shape, np.uint8)) for box in boxes), 8, 8))
+
+
+def test_the_tiles_have_ended_before_the_last_strip_leaves():
+    ended = []
+
+    def pieces():
+        for box in tiles(8, 8, 4, 4):
+            yield box, np.zeros(box.shape, np.uint8)
+        ended.append(True)
+
+    strips = assemble(pieces(), 8, 8)
+    next(strips)
+    assert not ended
+    next(strips)
+    assert ended

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images import open_image
 from gigagrad.prediction import polygons, sampling
@@ -142,6 +143,16 @@ def test_an_empty_mask_is_an_empty_collection(tmp_path):
     traced = trace(open_image(np.zeros((50, 50), np.uint8)), mask_classes(1))
     write_geojson(tmp_path / "none.geojson", traced, "none")
     assert json.loads((tmp_path / "none.geojson").read_text())["features"] == []
+
+
+@given(hnp.arrays(np.uint8, shapes), st.integers(1, 9), st.integers(-3, 9), st.integers(-3, 9))
+def test_a_coarse_pixel_is_the_middle_one_of_its_block(plane, downsample, y0, x0):
+    height, width = plane.shape
+    rows = np.minimum(np.arange(0, height, downsample) + downsample // 2, height - 1)
+    columns = np.minimum(np.arange(0, width, downsample) + downsample // 2, width - 1)
+    coarse = np.pad(plane[np.ix_(rows, columns)], 16)
+    read = sampling.read_sampled(open_image(plane), Box(y0, x0, y0 + 7, x0 + 5), downsample)
+    assert np.array_equal(read, coarse[y0 + 16 :, x0 + 16 :][:7, :5])
 
 
 @given(hnp.arrays(np.uint8, shapes), st.integers(1, 30), st.integers(1, 30), st.integers(1, 30))

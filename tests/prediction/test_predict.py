@@ -13,7 +13,7 @@ from torch import nn
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ModelError, WriteError
-from gigagrad.events import JobAdvanced, JobFinished, JobStarted, Notice, TileDone
+from gigagrad.events import JobAdvanced, JobFinished, JobStarted, Notice, StepMeasured, TileDone
 from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.models import resolve, save_model
@@ -97,6 +97,7 @@ def test_all_outputs_of_one_slide(config, tmp_path, jpeg_slide):
     assert isinstance(heard[0], JobStarted)
     assert isinstance(heard[-1], JobFinished)
     assert any(isinstance(event, TileDone) for event in heard)
+    assert [event.pixels for event in heard if isinstance(event, StepMeasured)] == [700 * 900]
     assert [event.done for event in heard if isinstance(event, JobAdvanced)] == [1]
     assert read_records(out) == {"small": result}
 

@@ -103,12 +103,12 @@ def predictions(tmp_path):
     (folder / "overlays").mkdir(parents=True)
     Pillow.fromarray(np.full((40, 60, 3), 200, np.uint8)).save(folder / "overlays" / "a.png")
     (folder / "overlays" / "damaged.png").write_bytes(b"\x89PNG nothing")
-    (tmp_path / "secret.png").write_bytes(b"secret")
+    Pillow.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "secret.png")
     base = {"status": "done", "height": 4000, "width": 6000, "seconds": 12.0, "regions": 3}
     slides = [
         {**base, "name": "a", "overlay": "overlays/a.png", "dice": 0.97},
         {**base, "name": "damaged", "overlay": "overlays/damaged.png", "dice": None},
-        {**base, "name": "elsewhere", "overlay": "../secret.png"},
+        {**base, "name": "outside-the-folder", "overlay": "../secret.png"},
         {"name": EVIL, "status": "failed", "error": "b.svs is truncated"},
     ]
     (folder / "predictions.json").write_text(json.dumps({"format": 1, "slides": slides}))
@@ -143,7 +143,7 @@ def test_everything_there_is(run, predictions, tmp_path):
         assert wanted in page.text, wanted
     assert page.tags.count("svg") == 4
     assert page.tags.count("img") == 1
-    assert "secret" not in text
+    assert "outside-the-folder" not in text, "a picture from outside the prediction folder"
 
 
 def test_it_loads_nothing_and_runs_nothing(run, predictions, tmp_path):
@@ -173,6 +173,7 @@ def test_many_slides_and_long_names_still_make_a_chart():
     assert "sd 0.0" in dice_chart({f"slide-{index}": 0.9 for index in range(500)})
     assert "a-very-long..." in dice_chart({"a-very-long-name-of-a-slide-that-goes-on": 1.0})
     assert dice_chart({"one": 0.0}) is not None
+    assert ">$x_1$<" in dice_chart({"$x_1$": 0.5}), "a name is no formula"
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "null", '{"dice": 3, "stages": 4}'])

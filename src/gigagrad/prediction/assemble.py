@@ -15,7 +15,9 @@ def assemble(tiles: Iterable[tuple[Box, NDArray[np.uint8]]], height: int, width:
     """Join tiles into strips `(h_i, width)` that cover `[0, height)` from top to bottom.
 
     `tiles` are disjoint boxes with their `(h, w)` arrays, row by row and left to right, all of one row equally high.
-    One strip (a row of tiles) is held at a time; a strip is a fresh array, so the receiver may keep it.
+    One strip (a row of tiles) is held at a time; a strip is a fresh array, so the receiver may keep it. A strip leaves
+    only when the next tile is there or there is none, so `tiles` has come to its end before the last strip is given
+    away: a receiver that stops asking then, as TIFF writers do, cuts nothing off.
 
     Raises `ModelError` when the tiles cover another area, as those of a model do that changes the image's size.
     """
@@ -23,17 +25,18 @@ def assemble(tiles: Iterable[tuple[Box, NDArray[np.uint8]]], height: int, width:
     strip: NDArray[np.uint8] | None = None
     for box, pixels in tiles:
         assert pixels.shape == box.shape, f"tile {box} came with pixels of shape {pixels.shape}"
+        if strip is not None and x0 == width:
+            yield strip
+            y0, x0, strip = y0 + len(strip), 0, None
         if strip is None:
             strip = np.empty((box.height, width), np.uint8)
         if (box.y0, box.x0, box.height) != (y0, x0, len(strip)) or box.x1 > width or box.y1 > height:
             raise _wrong_size(f"tile {box} where row {y0}, column {x0} comes next", height, width)
         strip[:, box.x0 : box.x1] = pixels
         x0 = box.x1
-        if x0 == width:
-            yield strip
-            y0, x0, strip = box.y1, 0, None
-    if (y0, x0) != (height, 0):
+    if strip is None or x0 < width or y0 + len(strip) < height:
         raise _wrong_size(f"nothing from row {y0}, column {x0} on", height, width)
+    yield strip
 
 
 def _wrong_size(found: str, height: int, width: int) -> ModelError:
