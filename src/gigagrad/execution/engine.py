@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Events, StepMeasured
+from gigagrad.execution.assemble import assemble
 from gigagrad.execution.process import held_bytes, peak_bytes
 from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
@@ -56,6 +58,22 @@ def compile(
     return Engine(model, loss, memory=memory, device=device, tile=tile)
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What planning decided for one size: enough to make the same plan again."""
+
+    memory_format: str
+    tiles: tuple[tuple[int, int], ...]
+    """Height and width in pixels, one for each stage."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"memory_format": self.memory_format, "tiles": [list(tile) for tile in self.tiles]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Choice:
+        return cls(data["memory_format"], tuple((int(h), int(w)) for h, w in data["tiles"]))
+
+
 class Engine:
     """Exact loss, gradients and predictions of one module on images of any size. Made by `compile`."""
 
@@ -82,7 +100,7 @@ class Engine:
         self._tile = tile
         self._composite = Composite(model, loss)
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
-        self._layouts: dict[str, str] = {}
+        self._choices: dict[str, Choice] = {}
         self.events = Events()
         self.last_run: StepMeasured | None = None
 
@@ -170,12 +188,15 @@ class Engine:
             yield from Run(prepared, sources, self._stored, self.events, backward=False).stream()
 
     def state_dict(self) -> dict[str, Any]:
-        """The choices made by measurement. A run that loads them repeats another one's arithmetic bit for bit."""
-        return {"layouts": dict(self._layouts)}
+        """Tile shapes and memory layouts by size, which depend on the machine and on the memory at hand.
+
+        An engine that loads them before its first run repeats this one's arithmetic bit for bit.
+        """
+        return {"choices": {name: choice.to_dict() for name, choice in self._choices.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt the choices of another engine's `state_dict`."""
-        self._layouts.update(state["layouts"])
+        self._choices.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
 
     def _write(self, image: Any, path: Path, graph: Graph) -> Path:
         from gigagrad.images.write import write_pyramid
@@ -186,7 +207,7 @@ class Engine:
             mpp = opened.image.mpp if opened.image is not None and opened.spec.shape[-2:] == (height, width) else None
             write_pyramid(
                 path,
-                strips(self.stream(opened.image), width),
+                assemble(_pixels(self.stream(opened.image)), height, width),
                 shape=(height, width, channels),
                 dtype=np.dtype(np.float32),
                 mpp=mpp,
@@ -247,6 +268,8 @@ class Engine:
             reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
             runtime_bytes=_RUNTIME_BYTES,
         )
+        name = f"{'backward' if backward else 'forward'} {'x'.join(map(str, image.spec.shape))}"
+        adopted = self._choices.get(name)
         plan = make_plan(
             graph,
             limits,
@@ -254,30 +277,22 @@ class Engine:
             image_shape=image.spec.shape,
             backward=backward,
             device=str(self._device),
-            memory_format=_usual_layout(graph),
-            tile=self._tile,
+            memory_format=adopted.memory_format if adopted else _usual_layout(graph),
+            tiles=adopted.tiles if adopted else (self._tile,) if self._tile else None,
         )
         prepared = Prepared(graph, plan, split_stages(graph), self._device)
-        name = f"{'backward' if backward else 'forward'} {'x'.join(map(str, image.spec.shape))}"
-        if name in self._layouts:
-            return dataclasses.replace(prepared, plan=dataclasses.replace(plan, memory_format=self._layouts[name]))
-        if plan.tile_count >= _WORTH_A_TRIAL and plan.memory_format == "channels_last":
+        if adopted is None and plan.tile_count >= _WORTH_A_TRIAL and plan.memory_format == "channels_last":
             layout, seconds = faster_layout(prepared)
             plan = dataclasses.replace(plan, memory_format=layout, predicted_seconds=seconds)
             prepared = dataclasses.replace(prepared, plan=plan)
-        self._layouts[name] = plan.memory_format
+        self._choices[name] = Choice(plan.memory_format, tuple(stage.tile for stage in plan.stages))
         return prepared
 
 
-def strips(stream: Iterator[tuple[Box, torch.Tensor]], width: int) -> Iterator[np.ndarray[Any, Any]]:
-    """Full-width strips `(h, W, C)` in float32 from a stream of crops `(1, C, h, w)` in row-major order."""
-    row: list[np.ndarray[Any, Any]] = []
+def _pixels(stream: Iterator[tuple[Box, torch.Tensor]]) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
+    """Crops `(1, C, h, w)` as float32 arrays `(h, w, C)`."""
     for box, crop in stream:
-        row.append(crop[0].permute(1, 2, 0).to("cpu", torch.float32).numpy())
-        if box.x1 == width:
-            yield np.concatenate(row, axis=1) if len(row) > 1 else row[0]
-            row = []
-    assert not row, "the stream ended inside a row"
+        yield box, crop[0].permute(1, 2, 0).to("cpu", torch.float32).numpy()
 
 
 def _usual_layout(graph: Graph) -> str:

@@ -46,7 +46,7 @@ class Source:
     @property
     def cache_bytes(self) -> int:
         """What the reader may hold decoded."""
-        return int(getattr(self.image, "cache_bytes", 0))
+        return self.image.cache_bytes if self.image is not None else 0
 
 
 def image_source(image: Any) -> Source:

@@ -43,6 +43,7 @@ class Image(ABC):
         name: a stem for output folders and messages.
         levels: all resolutions of the source, level 0 (the largest) first.
         fill: the value of every pixel outside the image (see `opening.open_image` for the rule).
+        cache_bytes: the most that reading may keep in memory beside the pixels it returns.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Image(ABC):
         mpp: float | None = None,
         levels: tuple[Level, ...] | None = None,
         open_level: Callable[[int], Image] | None = None,
+        cache_bytes: int = 0,
     ) -> None:
         if min(shape) < 1:
             raise ImageError(f"{name} has no pixels: its shape (C, H, W) is {shape}; every axis must be at least 1")
@@ -63,6 +65,7 @@ class Image(ABC):
         self.name: Final = name
         self.fill: Final = fill
         self.mpp: Final = mpp
+        self.cache_bytes: Final = cache_bytes
         self.levels: Final = levels or (Level(shape[1:], 1.0),)
         self._open_level = open_level
         self._closed = False

@@ -46,6 +46,7 @@ class OpenSlideImage(Image):
             mpp=mpp,
             levels=levels,
             open_level=open_level,
+            cache_bytes=cache_bytes,
         )
         self._path = path
         self._slide = slide

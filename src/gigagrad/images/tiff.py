@@ -45,6 +45,7 @@ class TiffImage(Image):
             mpp=mpp,
             levels=levels,
             open_level=open_level,
+            cache_bytes=min(cache_bytes, channels * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize),
         )
         self._path = path
         self._segments = segments

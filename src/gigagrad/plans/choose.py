@@ -65,9 +65,9 @@ def make_plan(
     backward: bool,
     device: str,
     memory_format: str,
-    tile: tuple[int, int] | None,
+    tiles: tuple[tuple[int, int], ...] | None,
 ) -> Plan:
-    """The fastest plan that fits.
+    """The fastest plan that fits, or the one with these `tiles` (one shape for each stage; the last serves the rest).
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
@@ -84,9 +84,9 @@ def make_plan(
     chosen: list[tuple[StagePlan, int]] = []
     for stage in stages:
         differentiates = any(p.stage == stage.index and p.phase != "forward" for p in passes)
-        shapes = [tile] if tile else _candidates(graph, stage)
+        shapes = [tiles[min(stage.index, len(tiles) - 1)]] if tiles else _candidates(graph, stage)
         costed = [_cost(graph, stage, shape, machine, crops_ahead, backward=differentiates) for shape in shapes]
-        budget = limits.budget_bytes if limits.budget_bytes is not None else None
+        budget = limits.budget_bytes
         fitting = [c for c in costed if budget is None or total(c[1], c[2]) <= budget]
         if not fitting:
             _, leanest, ahead = min(costed, key=lambda c: total(c[1], c[2]))

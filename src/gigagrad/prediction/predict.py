@@ -27,7 +27,7 @@ from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.images import Image, open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.models import load_model
-from gigagrad.prediction.assemble import assemble
+from gigagrad.execution.assemble import assemble
 from gigagrad.prediction.classes import class_ids, foreground_count, mask_classes
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import score_masks

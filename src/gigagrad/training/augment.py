@@ -36,7 +36,15 @@ class Turned(Image):
         levels = image.levels
         if turn % 2:
             levels = tuple(dataclasses.replace(level, shape=level.shape[::-1]) for level in levels)
-        super().__init__(shape=shape, dtype=image.dtype, name=image.name, fill=image.fill, mpp=image.mpp, levels=levels)
+        super().__init__(
+            shape=shape,
+            dtype=image.dtype,
+            name=image.name,
+            fill=image.fill,
+            mpp=image.mpp,
+            levels=levels,
+            cache_bytes=image.cache_bytes,
+        )
 
     def _read_inside(self, box: Box) -> Pixels:
         pixels = self._image.read(self.source_box(box))

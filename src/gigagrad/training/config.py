@@ -96,8 +96,12 @@ class FitConfig:
         return dataclasses.replace(config, slides=str(base / config.slides), out=str(base / config.out))
 
     @classmethod
-    def from_yaml(cls, path: str | Path) -> Self:
-        """A config from a YAML file; relative paths are taken from the file's own folder. Raises `ConfigError`."""
+    def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
+        """A config from a YAML file, with `overrides` in the place of the file's settings of these names.
+
+        Relative paths in the file are taken from its own folder; those of `overrides` must be absolute. Raises
+        `ConfigError`.
+        """
         path = Path(path)
         try:
             settings = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -107,7 +111,7 @@ class FitConfig:
         if not isinstance(settings, dict):
             raise ConfigError(f"{path} must hold one 'setting: value' per line, got {type(settings).__name__}")
         try:
-            return cls.from_dict(settings, folder=path.absolute().parent)
+            return cls.from_dict({**settings, **(overrides or {})}, folder=path.absolute().parent)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 

@@ -73,7 +73,13 @@ class CheckedMask(Image):
 
     def __init__(self, mask: Image, rule: TargetRule) -> None:
         super().__init__(
-            shape=mask.shape, dtype=mask.dtype, name=mask.name, fill=mask.fill, mpp=mask.mpp, levels=mask.levels
+            shape=mask.shape,
+            dtype=mask.dtype,
+            name=mask.name,
+            fill=mask.fill,
+            mpp=mask.mpp,
+            levels=mask.levels,
+            cache_bytes=mask.cache_bytes,
         )
         self._mask, self._rule = mask, rule
         self._foreground: float | None = None

@@ -1,4 +1,4 @@
-"""Sliding windows: convolution, transposed convolution, max and average pooling.
+"""Sliding windows: convolution, max and average pooling; the arithmetic that transposed convolution shares.
 
 Along one axis a window operator with kernel k, stride s, padding p and dilation d reads for output o the inputs
 `o s - p + j d, 0 <= j < k` (Dumoulin and Visin, A guide to convolution arithmetic for deep learning, 2016). The span it
@@ -161,69 +161,6 @@ class Convolution(WindowRow):
         )
 
 
-class TransposedConvolution(WindowRow):
-    """2-D transposed convolution: stride, dilation, groups, padding and output padding."""
-
-    def window(self, call: Call, axis: int) -> Window:
-        return Window(
-            call.operands[1].shape[2 + axis],
-            pair(call["stride"])[axis],
-            pair(call["padding"])[axis],
-            pair(call["dilation"])[axis],
-        )
-
-    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        window = self.window(call, axis)
-        return per_operand(call, lambda field: inside_or_nearest(window.writers(out), field.size(axis)))
-
-    def workspace_bytes(
-        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
-    ) -> int:
-        return reordered_bytes(call, out_pixels, operands)
-
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        inside = site.operands[0]
-        assert inside is not None
-        padding, output_padding, crop, extend = [], [], [], []
-        for axis in (0, 1):
-            window = self.window(call, axis)
-            first = inside[axis].start * window.stride - window.padding
-            last = (inside[axis].stop - 1) * window.stride - window.padding + window.reach
-            before = site.out[axis].start - first
-            after = last - site.out[axis].stop
-            # The operator itself can cut `trim` pixels at both ends and give back up to stride - 1 at the far end;
-            # only what is left over has to be sliced or filled, which costs a copy in the backward pass.
-            trim = max(0, min(before, after + window.stride - 1))
-            back = max(0, min(window.stride - 1, trim - after))
-            padding.append(trim)
-            output_padding.append(back)
-            crop.append(before - trim)
-            extend.append(max(0, site.out[axis].length - (last - first - 2 * trim + back - (before - trim))))
-        # Where no input reaches, the output is the bias alone: fill with zeros first, add the bias to everything last.
-        filled = any(extend) or any(before < 0 for before in crop)
-        y_NCHW = torch.conv_transpose2d(
-            arguments["input"],
-            arguments["weight"],
-            None if filled else arguments["bias"],
-            stride=arguments["stride"],
-            padding=padding,
-            output_padding=output_padding,
-            groups=arguments["groups"],
-            dilation=arguments["dilation"],
-        )
-        if filled:
-            fill = [max(0, -crop[1]), extend[1], max(0, -crop[0]), extend[0]]
-            y_NCHW = F.pad(y_NCHW, fill)
-            crop = [max(0, before) for before in crop]
-        for axis in (0, 1):
-            length = site.out[axis].length
-            if crop[axis] or y_NCHW.shape[2 + axis] != length:
-                y_NCHW = y_NCHW.narrow(2 + axis, crop[axis], length)
-        if filled and arguments["bias"] is not None:
-            y_NCHW = y_NCHW + arguments["bias"].reshape(1, -1, 1, 1)
-        return y_NCHW
-
-
 class Pooling(WindowRow):
     """Arithmetic shared by the pools: an empty stride means the kernel's size."""
 
@@ -279,6 +216,5 @@ class AveragePooling(Pooling):
 
 
 register(Convolution(), ["aten.conv2d.default", "aten.conv2d.padding"])
-register(TransposedConvolution(), ["aten.conv_transpose2d.input"])
 register(MaxPooling(), ["aten.max_pool2d.default"])
 register(AveragePooling(), ["aten.avg_pool2d.default"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gigagrad.boxes import Box, tiles
 from gigagrad.errors import ModelError
-from gigagrad.prediction.assemble import assemble
+from gigagrad.execution.assemble import assemble
 
 side = st.integers(1, 40)
 

@@ -1,0 +1,156 @@
+"""What each command calls and prints. Packages that take long to load are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from gigagrad.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gigagrad.events import Listener
+
+
+def demo(args: argparse.Namespace) -> None:
+    from gigagrad.demo import FULL, QUICK, run_demo
+
+    with _progress() as listener:
+        result = run_demo(
+            args.out, QUICK if args.quick else FULL, slides=args.slides, memory=args.memory, listeners=(listener,)
+        )
+    print(result)
+
+
+def label(args: argparse.Namespace) -> None:
+    from gigagrad.images.labelling import label_slides
+
+    with _progress() as listener:
+        masks = label_slides(args.slides, args.out, mpp=args.mpp, overwrite=args.overwrite, listeners=(listener,))
+    print("\n".join(map(str, masks)))
+
+
+def plan(args: argparse.Namespace) -> None:
+    import numpy as np
+
+    from gigagrad.execution import compile
+    from gigagrad.models import resolve
+    from gigagrad.training.losses import named_loss
+
+    model = resolve(args.model).train(not args.predict)
+    engine = compile(
+        model, None if args.predict else named_loss(args.loss).function, memory=args.memory, device=args.device
+    )
+    # One pixel, seen everywhere: a plan asks for the shape and the dtype of images, not for their memory.
+    slide = np.broadcast_to(np.uint8(255), (args.channels, *args.size))
+    target = None if args.predict else np.broadcast_to(np.uint8(0), (1, *args.size))
+    made = engine.plan(slide, target)
+    print(json.dumps(made.to_dict(), indent=2) if args.json else made)
+
+
+def fit(args: argparse.Namespace) -> None:
+    from gigagrad import training
+
+    names = ("model", "memory", "epochs", "learning_rate", "loss", "seed", "level", "device")
+    settings: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    settings |= {name: str(path.absolute()) for name in ("slides", "out") if (path := getattr(args, name)) is not None}
+    if args.no_augment:
+        settings["augment"] = False
+    if args.config is None:
+        config = training.FitConfig.from_dict(settings)
+    else:
+        config = training.FitConfig.from_yaml(args.config, settings)
+    with _progress() as listener:
+        result = training.fit(config, (listener,), overwrite=args.overwrite)
+    if result.scores:
+        name = "Dice" if result.metric == "dice" else result.metric
+        print(f"test {name} {result.mean:.4f} +/- {result.sd:.4f} over {len(result.scores)} slides")
+    print(f"{result.steps} steps, best epoch {result.best_epoch} of {result.epochs}; the run is in {result.out}")
+
+
+def predict(args: argparse.Namespace) -> None:
+    from gigagrad import prediction
+
+    config = prediction.PredictConfig(
+        run=args.run_dir,
+        slides=tuple(args.slides),
+        out=args.out,
+        memory=args.memory,
+        threshold=args.threshold,
+        classes=tuple(args.classes),
+        mpp=args.mpp,
+        level=args.level,
+        device=args.device,
+        split=args.split,
+        overwrite=args.overwrite,
+    )
+    with _progress() as listener:
+        results = prediction.predict(config, (listener,))
+    failed = [result for result in results if result.failed]
+    print(f"{len(results) - len(failed)} of {len(results)} slides are in {args.out}")
+    if failed:
+        more = f" ({len(failed)} of {len(results)} slides failed)" if len(results) > 1 else ""
+        raise ConfigError(f"{failed[0].name}: {failed[0].error}{more}")
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
+    from gigagrad.reports.score_table import score_table
+
+    split = None if args.split == "all" else args.split
+    with _progress(quiet=args.json) as listener:
+        if args.predictions is not None:
+            evaluation = evaluate_masks(
+                args.predictions, args.slides, split=split, classes=args.classes, listeners=(listener,)
+            )
+        else:
+            evaluation = evaluate_model(
+                args.run_dir,
+                args.slides,
+                split=split,
+                memory=args.memory,
+                device=args.device,
+                listeners=(listener,),
+            )
+    if args.json:
+        print(json.dumps(evaluation.to_dict(), indent=2))
+    else:
+        _show(score_table(evaluation))
+
+
+def report(args: argparse.Namespace) -> None:
+    from gigagrad.reports import write_report
+
+    print(write_report(args.run_dir, args.out, predictions_dir=args.predictions))
+
+
+def doctor(args: argparse.Namespace) -> None:
+    from gigagrad.reports import diagnose, doctor_table
+
+    checks = diagnose()
+    _show(doctor_table(checks))
+    failed = [check for check in checks if check.status == "failed"]
+    if failed:
+        raise ConfigError(f"{failed[0].name}: {failed[0].detail}; {failed[0].remedy}")
+
+
+@contextmanager
+def _progress(*, quiet: bool = False) -> Iterator[Listener]:
+    """A listener that shows the work on standard output, or nothing at all."""
+    if quiet:
+        yield lambda event: None
+        return
+    from rich.console import Console
+
+    from gigagrad.reports.terminal import Terminal
+
+    with Terminal(Console()) as terminal:
+        yield terminal
+
+
+def _show(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console().print(renderable)

@@ -1,0 +1,89 @@
+"""`gigagrad COMMAND ...`: run one command and turn whatever happens into an exit code and at most one line of text.
+
+    0    done
+    1    a fault of gigagrad's own; `gigagrad --traceback COMMAND ...` shows where
+    2    something the user can mend: the line on standard error says what was found, what is expected and what to do
+    130  interrupted
+
+Progress and results go to standard output, so that standard error holds nothing but that line and warnings.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from gigagrad.cli.parser import build_parser
+from gigagrad.errors import GigagradError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (by default the process's own) and return the exit code."""
+    traceback = False
+    try:
+        args = build_parser().parse_args(argv)
+        traceback = args.traceback
+        with _warnings_in_one_line():
+            args.run(args)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _complain("interrupted; give the same command again to go on from what is finished", 130)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; Python would complain once more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except GigagradError as error:
+        if traceback:
+            raise
+        return _complain(f"error: {error}", 2)
+    except OSError as error:
+        if traceback:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        return _complain(f"error: {where}{error.strerror or error}", 2)
+    except MemoryError:
+        if traceback:
+            raise
+        return _complain("error: out of memory; give a smaller budget with --memory or close other programs", 2)
+    except Exception as error:  # a traceback never reaches someone at the command line
+        if traceback:
+            raise
+        return _complain(
+            f"internal error: {type(error).__name__}: {error}; please report it with the output of "
+            "'gigagrad --traceback ...'",
+            1,
+        )
+    return 0
+
+
+def _complain(text: str, code: int) -> int:
+    """Say `text` in one line, whatever is in it, and return the exit code."""
+    print(f"gigagrad: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Our own warnings as `gigagrad: warning: ...`; those of libraries are for developers, who pass `python -W`."""
+    from gigagrad.images.resolution import GuessedResolutionWarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        _complain(f"warning: {message}", 0)
+
+    with warnings.catch_warnings():
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("default", GuessedResolutionWarning)
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,244 @@
+"""The words of the command line: commands, flags, their defaults and the help that teaches them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gigagrad import __version__
+from gigagrad.cli import commands
+from gigagrad.errors import ConfigError
+from gigagrad.units import parse_bytes, parse_size
+
+_EXAMPLES = """\
+A first look, from nothing to a report (about ten minutes):
+
+    gigagrad demo
+
+Your own slides, step by step:
+
+    gigagrad label slides/*.svs --out masks
+    gigagrad plan --model paper-unet --size 16000x64000 --memory 1GiB
+    gigagrad fit --slides cohort.csv --model paper-unet --memory 1GiB --out runs/first
+    gigagrad predict --run runs/first --slides slides --out predictions
+    gigagrad evaluate --run runs/first --slides cohort.csv
+    gigagrad report --run runs/first --predictions predictions --out report.html
+
+cohort.csv has one line per slide, for example (an empty mask: the tissue recipe makes the label):
+
+    slide,mask,split
+    slides/a.svs,masks/a.tif,train
+    slides/b.svs,masks/b.tif,val
+    slides/c.svs,masks/c.tif,test
+
+MODEL is paper-unet, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable.
+Exit codes: 0 done, 2 something you can mend (one line says what), 130 interrupted (the same command continues).
+"""
+
+_MODEL = "paper-unet, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable"
+_MEMORY = "peak memory of the whole process (on a GPU: device memory), e.g. 1GiB; default: no bound"
+_MPP = "micrometres per pixel of level 0 of every slide, over what the files say"
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see '{self.prog} --help'")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line. `parse_args` raises `ConfigError` and sets `run`, what to call with it."""
+    parser = _Parser(
+        prog="gigagrad",
+        description="Train networks on whole gigapixel slides, exactly, in the memory you name.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"gigagrad {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from, for bug reports")
+    found = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (_demo, _label, _plan, _fit, _predict, _evaluate, _report, _doctor):
+        add(found)
+    return parser
+
+
+_Commands = Any  # argparse keeps the class of `add_subparsers`' result to itself
+
+
+def _command(
+    found: _Commands, name: str, run: Callable[[argparse.Namespace], None], summary: str, details: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = found.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}. {details}",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _demo(found: _Commands) -> None:
+    parser = _command(
+        found,
+        "demo",
+        commands.demo,
+        "everything once, on slides made up for it, ending in a report",
+        "Makes a small cohort, labels it, trains paper-unet, tests and predicts, takes one full training step on a "
+        "16000 x 64000 slide, and prints the path of the report. Started again, it continues where it stopped.",
+    )
+    parser.add_argument("--slides", type=Path, metavar="DIR", help="test on the real slides in this folder as well")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("gigagrad-demo"), help="folder for everything (default: gigagrad-demo)")
+    parser.add_argument("--memory", type=_memory, default="1GiB", help="budget of training and of the large step (default: 1GiB)")
+    parser.add_argument(
+        "--quick", action="store_true", help="a minute's version: fewer, smaller slides and a poor network"
+    )
+
+
+def _label(found: _Commands) -> None:
+    parser = _command(
+        found,
+        "label",
+        commands.label,
+        "make tissue masks of slides",
+        "Follows the recipe of the founding experiment (Remedios et al., MIDL 2023): dark enough at one eighth of the "
+        "size, smoothed, holes filled. Writes DIR/STEM.tif per slide, 1 tissue and 0 background, at full size.",
+    )
+    parser.add_argument("slides", nargs="+", type=Path, metavar="SLIDE", help="slide files")
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for the masks")
+    parser.add_argument("--mpp", type=float, help=_MPP)
+    parser.add_argument("--overwrite", action="store_true", help="make masks again that exist; otherwise they are kept")
+
+
+def _plan(found: _Commands) -> None:
+    parser = _command(
+        found,
+        "plan",
+        commands.plan,
+        "show what a training step would cost, without a slide",
+        "Captures the model at the true size, chooses tiles within the budget, and prints tiles, memory and time.",
+    )
+    parser.add_argument("--model", required=True, help=_MODEL)
+    parser.add_argument("--size", type=_size, metavar="HEIGHTxWIDTH", required=True, help="in pixels, e.g. 16000x64000")
+    parser.add_argument("--channels", type=_positive, default=3, help="of the slide (default: 3)")
+    parser.add_argument("--memory", type=_memory, help=_MEMORY)
+    parser.add_argument("--loss", default="bce", help="bce, ce, mse or package.module:callable (default: bce)")
+    parser.add_argument("--predict", action="store_true", help="plan a prediction instead of a training step")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def _fit(found: _Commands) -> None:
+    parser = _command(
+        found,
+        "fit",
+        commands.fit,
+        "train a network on whole slides",
+        "One step of Adam per slide, with exact gradients; keeps the weights of the lowest validation loss and tests "
+        "them. Interrupted and started again, it continues bit for bit.",
+    )
+    parser.add_argument("--slides", type=Path, metavar="CSV", help="cohort: slide,mask,split per line (required)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (required)")
+    parser.add_argument("--config", type=Path, metavar="YAML", help="settings from a file; flags win over it")
+    parser.add_argument("--model", help=f"{_MODEL} (default: paper-unet)")
+    parser.add_argument("--memory", type=_memory, help=_MEMORY)
+    parser.add_argument("--epochs", type=int, help="passes over the training slides (default: 20)")
+    parser.add_argument("--learning-rate", type=float, help="of Adam (default: 1e-3)")
+    parser.add_argument("--loss", help="bce, ce, mse or package.module:callable (default: bce)")
+    parser.add_argument("--seed", type=int, help="of weights, order and augmentation (default: 0)")
+    parser.add_argument("--level", type=int, help="pyramid level of slides and masks (default: 0, full resolution)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where tiles are computed (default: cpu)")
+    parser.add_argument("--no-augment", action="store_true", help="train without turned and mirrored slides")
+    parser.add_argument("--overwrite", action="store_true", help="start anew in a folder that holds a run")
+
+
+def _predict(found: _Commands) -> None:
+    parser = _command(
+        found,
+        "predict",
+        commands.predict,
+        "write a mask, QuPath outlines and a picture of every slide",
+        "Whole slides without seams: DIR/masks/STEM.tif, DIR/geojson/STEM.geojson and DIR/overlays/STEM.png. Slides "
+        "that are finished are left alone, and one that fails does not stop the others.",
+    )
+    parser.add_argument("--run", dest="run_dir", type=Path, metavar="DIR", required=True, help="run folder or model")
+    parser.add_argument(
+        "--slides", type=Path, metavar="SLIDE", nargs="+", required=True, help="files, folders, or CSVs with a 'slide'"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for the predictions")
+    parser.add_argument("--memory", type=_memory, help=_MEMORY)
+    parser.add_argument("--threshold", type=float, default=0.5, help="probability above which a pixel is foreground (default: 0.5)")
+    parser.add_argument("--classes", nargs="+", default=(), metavar="NAME", help="names of the foreground classes")
+    parser.add_argument("--split", choices=("train", "val", "test"), help="only these rows of a CSV")
+    parser.add_argument("--mpp", type=float, help=_MPP)
+    parser.add_argument("--level", type=int, help="pyramid level; default: the level of the training run")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)")
+    parser.add_argument("--overwrite", action="store_true", help="predict again what is there already")
+
+
+def _evaluate(found: _Commands) -> None:
+    parser = _command(
+        found,
+        "evaluate",
+        commands.evaluate,
+        "score a network, or masks it wrote, against true masks",
+        "Prints Dice and IoU per slide with their mean and standard deviation. Nothing is written.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", dest="run_dir", type=Path, metavar="DIR", help="run folder or model to score")
+    source.add_argument("--predictions", type=Path, metavar="DIR", help="folder that 'predict' wrote")
+    parser.add_argument("--slides", type=Path, metavar="CSV", required=True, help="cohort with true masks")
+    parser.add_argument("--split", choices=("train", "val", "test", "all"), default="test", help="which rows (default: test)")
+    parser.add_argument("--classes", type=_positive, default=2, help="in masks, background included (default: 2)")
+    parser.add_argument("--memory", type=_memory, help=_MEMORY)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)")
+    parser.add_argument("--json", action="store_true", help="print the scores as JSON")
+
+
+def _report(found: _Commands) -> None:
+    parser = _command(
+        found,
+        "report",
+        commands.report,
+        "write a run as one HTML file",
+        "Loss curves, Dice, overlays, the plan, and predicted beside measured memory; the file needs no network.",
+    )
+    parser.add_argument("--run", dest="run_dir", type=Path, metavar="DIR", required=True, help="run folder")
+    parser.add_argument("--predictions", type=Path, metavar="DIR", help="folder that 'predict' wrote, for pictures")
+    parser.add_argument("--out", type=Path, metavar="HTML", required=True, help="file to write")
+
+
+def _doctor(found: _Commands) -> None:
+    _command(
+        found,
+        "doctor",
+        commands.doctor,
+        "check this machine and installation",
+        "Python, PyTorch, memory, disk, codecs, slide readers, optional packages and CUDA, each with what to do.",
+    )
+
+
+def _memory(text: str) -> str:
+    """Kept as it was written, which is what configs and messages show."""
+    try:
+        parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _size(text: str) -> tuple[int, int]:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
+    return int(text)

@@ -1,0 +1,125 @@
+"""Score a cohort: a saved model whose prediction streams by, or the masks that `predict` wrote, against true masks.
+
+Slides without a mask in the cohort file are compared with the tissue recipe's label, as they are in training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from gigagrad.errors import ConfigError, TargetError
+from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener
+from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.images import Image, label_image, open_image
+from gigagrad.models import load_model
+from gigagrad.prediction.classes import class_ids, foreground_count
+from gigagrad.prediction.config import PredictConfig
+from gigagrad.prediction.evaluate import Evaluation, Score, score_masks
+from gigagrad.prediction.inputs import SlideInput, find_slides
+from gigagrad.prediction.records import read_records
+from gigagrad.prediction.sampling import require_mask
+from gigagrad.prediction.scores import Confusion
+
+_IGNORED = 255
+"""What training skips in a mask of several classes is skipped here too."""
+
+
+def evaluate_model(
+    run: str | Path,
+    slides: str | Path,
+    *,
+    split: str | None = None,
+    memory: str | None = None,
+    device: str = "cpu",
+    listeners: tuple[Listener, ...] = (),
+) -> Evaluation:
+    """Score the model of a run folder (or a saved model's file) on the rows of the cohort file `slides`.
+
+    `split` picks rows, None takes all; `memory` bounds the process as in `compile`. Holds one tile at a time. The level
+    is the training run's. Emits the job `evaluate`, counted in slides, and the engine's events.
+
+    Raises `ConfigError` for the cohort file, `ModelError`, `ImageError`, `TargetError` and `BudgetError`.
+    """
+    config = PredictConfig(run=run, slides=(slides,), out=run, memory=memory, device=device, split=split)
+    entries = find_slides(config.slides, split)
+    _, model = load_model(config.model_path)
+    engine = compile_engine(model, memory=memory, device=device)
+    events = Events(listeners)
+    engine.events.subscribe(events.emit)
+
+    def score(entry: SlideInput) -> Confusion:
+        level = config.resolved_level
+        with open_image(entry.slide, level=level, mpp=entry.mpp) as slide, _truth(entry, level, slide) as truth:
+            counts: Confusion | None = None
+            for box, logits in engine.stream(slide):
+                counts = counts or Confusion(foreground_count(logits.shape[1]) + 1)
+                ids, true = class_ids(logits), np.asarray(truth.read(box))[0]
+                if counts.classes > 2:
+                    # Agreement on background is what no score of a foreground class looks at.
+                    ids, true = np.where(true == _IGNORED, 0, ids), np.where(true == _IGNORED, 0, true)
+                counts.add(ids, true)
+            assert counts is not None, "a prediction has at least one tile"
+            return counts
+
+    return Evaluation(tuple(_each(entries, score, events)))
+
+
+def evaluate_masks(
+    predictions: str | Path,
+    slides: str | Path,
+    *,
+    split: str | None = None,
+    classes: int = 2,
+    listeners: tuple[Listener, ...] = (),
+) -> Evaluation:
+    """Score `predictions/masks/STEM.tif` (what `predict` wrote) for the rows of the cohort file `slides`.
+
+    `classes` counts the background; with two, every value above 0 is foreground. Emits the job `evaluate`.
+
+    Raises `ConfigError` for the cohort file or a missing prediction, `ImageError` and `TargetError`.
+    """
+    masks = Path(predictions) / "masks"
+    entries, records = find_slides([slides], split), read_records(Path(predictions))
+    for entry in entries:
+        if not (masks / f"{entry.stem}.tif").is_file():
+            raise ConfigError(f"there is no prediction {masks / entry.stem}.tif; predict the slide first")
+
+    def score(entry: SlideInput) -> Confusion:
+        level = records[entry.stem].made_with.level if entry.stem in records else 0
+        with open_image(masks / f"{entry.stem}.tif") as predicted, _truth(entry, level) as truth:
+            return score_masks(predicted, truth, classes)
+
+    return Evaluation(tuple(_each(entries, score, Events(listeners))))
+
+
+def _each(entries: Sequence[SlideInput], score: Callable[[SlideInput], Confusion], events: Events) -> Iterator[Score]:
+    events.emit(JobStarted("evaluate", len(entries)))
+    start = time.monotonic()
+    for done, entry in enumerate(entries, 1):
+        counts = score(entry)
+        yield Score(entry.stem, counts.dice, counts.iou, counts.pixels)
+        events.emit(JobAdvanced("evaluate", done, len(entries), f"{entry.stem}: Dice {counts.dice:.4f}"))
+    events.emit(JobFinished("evaluate", time.monotonic() - start))
+
+
+@contextmanager
+def _truth(entry: SlideInput, level: int, slide: Image | None = None) -> Iterator[Image]:
+    """The true mask of a slide; its tissue label where the cohort file names none. `slide` if it is open already."""
+    with ExitStack() as opened:
+        if entry.mask is None:
+            slide = slide or opened.enter_context(open_image(entry.slide, level=level, mpp=entry.mpp))
+            yield label_image(slide)
+            return
+        truth = opened.enter_context(open_image(entry.mask, level=level))
+        require_mask(truth)
+        if slide is not None and truth.shape[1:] != slide.shape[1:]:
+            raise TargetError(
+                f"the true mask {entry.mask} is {truth.shape[1]} x {truth.shape[2]} px and its slide "
+                f"{slide.shape[1]} x {slide.shape[2]} px; both must have the same size"
+            )
+        yield truth
