@@ -31,6 +31,8 @@ def parse_bytes(text: str | int) -> int:
         if text <= 0:
             raise ValueError(f"a number of bytes must be positive, got {text}")
         return text
+    if not isinstance(text, str):
+        raise ValueError(f"an amount of memory is a text like '2 GiB' or a whole number of bytes, got {text!r}")
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
     unit = _BYTE_UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
@@ -73,6 +75,6 @@ def format_seconds(seconds: float) -> str:
 def format_pixels(count: int) -> str:
     """A number of pixels with a unit: `64 Mpx`, `1.02 Gpx`."""
     for scale, unit in ((10**12, "Tpx"), (10**9, "Gpx"), (10**6, "Mpx"), (10**3, "kpx")):
-        if count >= scale:
+        if count >= 0.9995 * scale:  # rounds to 1 of this unit, not to 1000 of the next smaller one
             return f"{count / scale:.3g} {unit}"
     return f"{count} px"

@@ -46,6 +46,23 @@ def test_plain_lines_come_at_intervals(plain, clock):
     assert len(written) == 1 + 20 + 2
 
 
+def test_a_job_inside_another_speaks_only_if_it_is_long(plain, clock):
+    plain(JobStarted("train", 2))
+    for seconds in (1, 8):
+        plain(JobStarted("validate", 2))
+        for done in (1, 2):
+            clock.now += seconds
+            plain(JobAdvanced("validate", done, 2))
+        plain(JobFinished("validate", 2.0 * seconds))
+    plain(JobFinished("train", 18.0))
+    assert lines(plain) == [
+        "train: 2 to do",
+        "validate 1/2 (50 %), 8.0 s left",
+        "validate finished in 16.0 s",
+        "train finished in 18.0 s",
+    ]
+
+
 def test_tiles_speak_only_in_long_steps(plain, clock):
     for done in range(1, 11):
         clock.now += 0.1

@@ -82,6 +82,7 @@ def predict(args: argparse.Namespace) -> None:
         classes=tuple(args.classes),
         mpp=args.mpp,
         level=args.level,
+        target_mpp=args.target_mpp,
         device=args.device,
         split=args.split,
         overwrite=args.overwrite,

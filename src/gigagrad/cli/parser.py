@@ -92,8 +92,16 @@ def _demo(found: _Commands) -> None:
         "16000 x 64000 slide, and prints the path of the report. Started again, it continues where it stopped.",
     )
     parser.add_argument("--slides", type=Path, metavar="DIR", help="test on the real slides in this folder as well")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("gigagrad-demo"), help="folder for everything (default: gigagrad-demo)")
-    parser.add_argument("--memory", type=_memory, default="1GiB", help="budget of training and of the large step (default: 1GiB)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=Path("gigagrad-demo"),
+        help="folder for everything (default: gigagrad-demo)",
+    )
+    parser.add_argument(
+        "--memory", type=_memory, default="1GiB", help="budget of training and of the large step (default: 1GiB)"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="a minute's version: fewer, smaller slides and a poor network"
     )
@@ -128,7 +136,9 @@ def _plan(found: _Commands) -> None:
     parser.add_argument("--memory", type=_memory, help=_MEMORY)
     parser.add_argument("--loss", default="bce", help="bce, ce, mse or package.module:callable (default: bce)")
     parser.add_argument("--predict", action="store_true", help="plan a prediction instead of a training step")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -171,12 +181,19 @@ def _predict(found: _Commands) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for the predictions")
     parser.add_argument("--memory", type=_memory, help=_MEMORY)
-    parser.add_argument("--threshold", type=float, default=0.5, help="probability above which a pixel is foreground (default: 0.5)")
+    parser.add_argument(
+        "--threshold", type=float, default=0.5, help="probability above which a pixel is foreground (default: 0.5)"
+    )
     parser.add_argument("--classes", nargs="+", default=(), metavar="NAME", help="names of the foreground classes")
     parser.add_argument("--split", choices=("train", "val", "test"), help="only these rows of a CSV")
     parser.add_argument("--mpp", type=float, help=_MPP)
     parser.add_argument("--level", type=int, help="pyramid level; default: the level of the training run")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)")
+    parser.add_argument(
+        "--target-mpp", type=float, metavar="MPP", help="predict each slide at its level nearest to this resolution"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="predict again what is there already")
 
 
@@ -192,10 +209,14 @@ def _evaluate(found: _Commands) -> None:
     source.add_argument("--run", dest="run_dir", type=Path, metavar="DIR", help="run folder or model to score")
     source.add_argument("--predictions", type=Path, metavar="DIR", help="folder that 'predict' wrote")
     parser.add_argument("--slides", type=Path, metavar="CSV", required=True, help="cohort with true masks")
-    parser.add_argument("--split", choices=("train", "val", "test", "all"), default="test", help="which rows (default: test)")
+    parser.add_argument(
+        "--split", choices=("train", "val", "test", "all"), default="test", help="which rows (default: test)"
+    )
     parser.add_argument("--classes", type=_positive, default=2, help="in masks, background included (default: 2)")
     parser.add_argument("--memory", type=_memory, help=_MEMORY)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)"
+    )
     parser.add_argument("--json", action="store_true", help="print the scores as JSON")
 
 

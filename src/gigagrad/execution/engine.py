@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from gigagrad.boxes import Box
-from gigagrad.errors import ConfigError, TargetError
+from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.events import Events, StepMeasured
 from gigagrad.execution.assemble import assemble
-from gigagrad.execution.process import held_bytes, peak_bytes
+from gigagrad.execution.process import held_bytes, peak_bytes, return_freed_memory
 from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
 from gigagrad.execution.trial import faster_layout
@@ -28,10 +28,11 @@ from gigagrad.units import parse_bytes
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-_RUNTIME_BYTES = 96 * 2**20
+_RUNTIME_BYTES = 144 * 2**20
 """What the first step adds beside its tensors: kernels, thread stacks, the reader's code (bench/tile_memory.py)."""
 _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""
+_PLAIN = (bool, int, float, str)
 
 
 def compile(
@@ -101,6 +102,7 @@ class Engine:
         self._composite = Composite(model, loss)
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
         self._choices: dict[str, Choice] = {}
+        self._adopted: dict[str, Choice] = {}
         self.events = Events()
         self.last_run: StepMeasured | None = None
 
@@ -160,7 +162,7 @@ class Engine:
             return run.output
         with self._sources(image, None) as sources:
             graph = self._prepare(sources, backward=False).graph
-            if not graph[graph.output].is_field:
+            if not _delivers_image(graph):
                 if out is not None:
                     raise ConfigError("out= needs a model whose output is an image")
                 with self._measured("forward", sources) as prepared:
@@ -183,7 +185,7 @@ class Engine:
         if self.loss is not None:
             raise ConfigError("stream needs an engine without a loss: compile(model)")
         with self._sources(image, None) as sources, self._measured("forward", sources) as prepared:
-            if not prepared.graph[prepared.graph.output].is_field:
+            if not _delivers_image(prepared.graph):
                 raise ConfigError("stream needs a model whose output is an image")
             yield from Run(prepared, sources, self._stored, self.events, backward=False).stream()
 
@@ -192,11 +194,12 @@ class Engine:
 
         An engine that loads them before its first run repeats this one's arithmetic bit for bit.
         """
-        return {"choices": {name: choice.to_dict() for name, choice in self._choices.items()}}
+        choices = self._adopted | self._choices
+        return {"choices": {name: choice.to_dict() for name, choice in choices.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt the choices of another engine's `state_dict`."""
-        self._choices.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
+        self._adopted.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
 
     def _write(self, image: Any, path: Path, graph: Graph) -> Path:
         from gigagrad.images.write import write_pyramid
@@ -269,7 +272,7 @@ class Engine:
             runtime_bytes=_RUNTIME_BYTES,
         )
         name = f"{'backward' if backward else 'forward'} {'x'.join(map(str, image.spec.shape))}"
-        adopted = self._choices.get(name)
+        adopted = self._adopted.pop(name, None)  # a changed model is planned anew
         plan = make_plan(
             graph,
             limits,
@@ -283,10 +286,22 @@ class Engine:
         prepared = Prepared(graph, plan, split_stages(graph), self._device)
         if adopted is None and plan.tile_count >= _WORTH_A_TRIAL and plan.memory_format == "channels_last":
             layout, seconds = faster_layout(prepared)
+            return_freed_memory()  # what the slower layout left behind would lie under the run's own peak
             plan = dataclasses.replace(plan, memory_format=layout, predicted_seconds=seconds)
             prepared = dataclasses.replace(prepared, plan=plan)
         self._choices[name] = Choice(plan.memory_format, tuple(stage.tile for stage in plan.stages))
         return prepared
+
+
+def _delivers_image(graph: Graph) -> bool:
+    """Whether the model's output is an image `(1, C, H, W)`, else a value without spatial axes.
+
+    Raises ModelError for a field with its axes anywhere else.
+    """
+    node = graph[graph.output]
+    if node.is_field and (node.axes != (-2, -1) or len(node.shape) != 4):
+        raise ModelError(f"an output that is an image must be laid out as (N, C, H, W), got shape {node.shape}")
+    return node.is_field
 
 
 def _pixels(stream: Iterator[tuple[Box, torch.Tensor]]) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
@@ -302,14 +317,31 @@ def _usual_layout(graph: Graph) -> str:
 
 
 def _fingerprint(module: nn.Module) -> int:
-    """Changes whenever capture could: module types and modes, shapes, dtypes and `requires_grad` of all tensors."""
-    modules = tuple((name, type(m).__qualname__, m.training) for name, m in module.named_modules())
+    """Changes whenever capture could: module types, modes and settings; shapes, dtypes, ties and `requires_grad`."""
+    modules = tuple((name, type(m), _settings(m)) for name, m in module.named_modules())
+    number: dict[int, int] = {}  # tied tensors have one number
     parameters = tuple(
-        (name, tuple(p.shape), p.dtype, p.requires_grad)
+        (name, number.setdefault(id(p), len(number)), tuple(p.shape), p.dtype, p.requires_grad)
         for name, p in module.named_parameters(remove_duplicate=False)
     )
-    buffers = tuple((name, tuple(b.shape), b.dtype) for name, b in module.named_buffers(remove_duplicate=False))
+    buffers = tuple(
+        (name, number.setdefault(id(b), len(number)), tuple(b.shape), b.dtype)
+        for name, b in module.named_buffers(remove_duplicate=False)
+    )
     return hash((modules, parameters, buffers))
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """What a module's forward may read of itself besides tensors: plain values (`training` among them) and functions."""
+    settings: list[tuple[str, Any]] = []
+    for name, value in vars(module).items():
+        if value is None or isinstance(value, _PLAIN):
+            settings.append((name, value))
+        elif isinstance(value, tuple | list) and all(isinstance(item, _PLAIN) for item in value):
+            settings.append((name, tuple(value)))
+        elif callable(value):
+            settings.append((name, id(value)))
+    return tuple(settings)
 
 
 def _usable_device(device: str | torch.device) -> torch.device:

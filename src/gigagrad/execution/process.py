@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
@@ -26,6 +27,14 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def return_freed_memory() -> None:
+    """Ask the C library to give freed memory back to the system, where it can (glibc)."""
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
 def held_bytes(device: torch.device) -> int:
     """Memory held now on the tier that `memory` bounds: the process on the CPU, the allocator's pool on a GPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
@@ -34,3 +43,28 @@ def held_bytes(device: torch.device) -> int:
 def peak_bytes(device: torch.device) -> int:
     """The highest `held_bytes` has been."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
+
+
+class Trimmer:
+    """Keeps the allocator's hoard inside the plan: between tiles, gives freed memory back when too much is resident.
+
+    Giving back costs page faults in the next tile, so it happens only above `limit_bytes`, and ever more rarely where
+    it does not help.
+    """
+
+    _LONGEST_PAUSE = 64
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._pause = 1
+        self._tiles_to_go = 1
+
+    def tile_done(self) -> None:
+        self._tiles_to_go -= 1
+        if self._tiles_to_go:
+            return
+        if resident_bytes() > self._limit_bytes:
+            return_freed_memory()
+            helped = resident_bytes() <= self._limit_bytes
+            self._pause = 1 if helped else min(2 * self._pause, self._LONGEST_PAUSE)
+        self._tiles_to_go = self._pause

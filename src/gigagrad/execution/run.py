@@ -17,6 +17,7 @@ import torch
 
 from gigagrad.boxes import Box
 from gigagrad.events import Events, TileDone
+from gigagrad.execution.process import Trimmer
 from gigagrad.execution.sources import Crops, Source, read_ahead
 from gigagrad.execution.tile import StageProgram
 from gigagrad.graphs import FIELD_SUM, Graph
@@ -62,8 +63,11 @@ class Run:
         self._sums: Values = {}
         self._gradients: Values = {}
         self._cotangents: Values = {}
+        plan = prepared.plan
+        largest = max((stage.tile_peak_bytes for stage in plan.stages), default=0)
+        self._trimmer = Trimmer(plan.predicted_peak_bytes - largest) if prepared.device.type == "cpu" else None
         self._done = 0
-        self._total = prepared.plan.tile_count
+        self._total = plan.tile_count
         for node in self._graph.nodes:
             if node.is_source and not node.is_field:
                 name = node.arguments["name"]
@@ -193,6 +197,8 @@ class Run:
 
     def _report(self, phase: str) -> None:
         self._done += 1
+        if self._trimmer is not None:
+            self._trimmer.tile_done()
         self._events.emit(TileDone(phase, self._done, self._total))
 
     # Sums
@@ -253,19 +259,17 @@ class Run:
         return tensors, cotangents
 
     def _pull_back(self, inputs: tuple[int, ...]) -> Values:
-        """Cotangents of global leaves through the tape of the globals; zero where nothing depends on them."""
+        """Cotangents of global leaves through the tape of the globals, of those that the tape reaches."""
         tensors, cotangents = self._outputs()
         leaves = [self._values[i] for i in inputs]
         if not tensors or not leaves:
-            return {i: torch.zeros_like(self._values[i]) for i in inputs}
+            return {}
         gradients = torch.autograd.grad(tensors, leaves, cotangents, retain_graph=True, allow_unused=True)
-        return {
-            i: torch.zeros_like(self._values[i]) if gradient is None else gradient
-            for i, gradient in zip(inputs, gradients, strict=True)
-        }
+        return {i: gradient for i, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
 
     def _reduction_cotangents(self, reductions: tuple[int, ...]) -> Values:
-        return self._pull_back(reductions)
+        """Zero for the reductions that nothing depends on."""
+        return {i: torch.zeros_like(self._values[i]) for i in reductions} | self._pull_back(reductions)
 
     def _constant_cotangents(self, stage: Stage) -> Values:
         """The cotangents of the last stage's reductions where they do not depend on any of its sums."""
@@ -287,7 +291,10 @@ class Run:
         }
 
     def _finish_globals(self) -> None:
-        """Add what reaches the parameters through the globals (a linear head, a normalised weight)."""
+        """Add what reaches the parameters through the globals (a linear head, a normalised weight).
+
+        A parameter that nothing reaches, here or in a tile, gets no gradient at all, as in PyTorch.
+        """
         parameters = tuple(
             node.id for node in self._graph.nodes if node.op == "parameter" and self._values[node.id].requires_grad
         )

@@ -9,22 +9,23 @@ import torch
 
 from gigagrad.execution.run import Prepared
 from gigagrad.execution.tile import StageProgram
-from gigagrad.plans import Stage
+from gigagrad.plans import Grid, Stage
 
-_ROUNDS = 3
-_CLEARLY = 0.9
-"""A layout must beat channels_last by this factor to be taken: the choice should not flicker with noise."""
+_ROUNDS = 5
+_WINS_NEEDED = 4
+_CLEARLY = 0.85
+"""Contiguous must take at most this share of channels_last's time, in most rounds, to be taken: on a busy machine single
+timings are off by large factors, and the choice should not flicker."""
 
 
 def trial_seconds(prepared: Prepared, memory_format: str) -> float:
-    """Seconds one step would take in this layout: the best of a few rounds of a middle tile of each pass."""
-    plan = dataclasses.replace(prepared.plan, memory_format=memory_format)
+    """Seconds one step would take in this layout, by one run of a middle tile of each pass."""
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
     total = 0.0
-    for step in plan.passes:
+    for step in prepared.plan.passes:
         stage = prepared.stages[step.stage]
-        best = min(_tile_seconds(prepared, stage, step.phase != "forward", layout) for _ in range(_ROUNDS))
-        total += best * plan.stages[stage.index].tile_count
+        seconds = _tile_seconds(prepared, stage, step.phase != "forward", layout)
+        total += seconds * prepared.plan.stages[stage.index].tile_count
     return total
 
 
@@ -64,7 +65,22 @@ def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torc
 
 
 def faster_layout(prepared: Prepared) -> tuple[str, float]:
-    """The faster memory format of the two and the seconds a step would take in it (pixels at hand)."""
-    last = trial_seconds(prepared, "channels_last")
-    first = trial_seconds(prepared, "contiguous")
-    return ("contiguous", first) if first < _CLEARLY * last else ("channels_last", last)
+    """The faster memory format of the two and the seconds a step would take in it (pixels at hand).
+
+    The two are compared on tiles of half the side, so that the slower one, which may need more memory than the plan
+    counts on, stays below the plan's own peak.
+    """
+    small = _with_tiles(prepared, [(max(1, h // 2), max(1, w // 2)) for h, w in (s.tile for s in prepared.plan.stages)])
+    trial_seconds(small, "channels_last")  # the first run of every kernel is slower
+    rounds = [(trial_seconds(small, "contiguous"), trial_seconds(small, "channels_last")) for _ in range(_ROUNDS)]
+    wins = sum(contiguous < _CLEARLY * last for contiguous, last in rounds)
+    layout = "contiguous" if wins >= _WINS_NEEDED else "channels_last"
+    return layout, min(trial_seconds(prepared, layout) for _ in range(_ROUNDS))
+
+
+def _with_tiles(prepared: Prepared, tiles: list[tuple[int, int]]) -> Prepared:
+    stages = tuple(
+        dataclasses.replace(plan, tile=tile, tiles=Grid(prepared.graph, stage, tile).shape)
+        for plan, stage, tile in zip(prepared.plan.stages, prepared.stages, tiles, strict=True)
+    )
+    return dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, stages=stages))

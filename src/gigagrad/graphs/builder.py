@@ -63,7 +63,9 @@ class Builder:
             result = result[0]
         shape, dtype = tuple(result.shape), result.dtype
         differentiable = (
-            any(n.differentiable for n in operand_nodes) and dtype.is_floating_point and op not in _NO_GRADIENT
+            any(n.differentiable for n in operand_nodes)
+            and (dtype.is_floating_point or dtype.is_complex)
+            and op not in _NO_GRADIENT
         )
         axes = None
         if op != FIELD_SUM and any(n.is_field for n in operand_nodes):
@@ -101,8 +103,14 @@ class Builder:
         row = lookup(op)
         if row is None:
             raise Refused("it has no row in the operator table")
+        if dtype.is_complex:
+            raise Refused("fields of complex numbers have no rule")
         node = Node(-1, op, arguments, shape, dtype, None, self.origin, differentiable=False)
-        return row.axes(Call(node, operands), len(shape))
+        axes = row.axes(Call(node, operands), len(shape))
+        assert all(-len(shape) <= axis < 0 for axis in axes), (op, shape, axes)
+        if 0 in shape:
+            raise Refused(f"its output has no pixels, shape {shape}; the image is too small for this model")
+        return axes
 
     def _append(
         self,

@@ -7,6 +7,7 @@ and the captured graph holds every value's true whole-image shape.
 from __future__ import annotations
 
 import copy
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gigagrad.errors import CaptureError
 from gigagrad.graphs import operators, rows
@@ -29,6 +32,7 @@ assert rows.__all__, "importing the rows fills the operator table"
 
 _IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range"})
 _MODEL, _LOSS = "model", "loss"
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib").replace("\\", "/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,19 @@ class InputSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     field: bool
+
+
+class _DetachWithoutGrad(TorchFunctionMode):
+    """Writes `torch.no_grad` and `torch.inference_mode` regions into the graph: what they compute is detached.
+
+    An exported graph has no regions; without this, gradients would flow where autograd stops them.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            return result
+        return tree_map_only(torch.Tensor, lambda made: made.detach() if made.is_floating_point() else made, result)
 
 
 class Composite(nn.Module):
@@ -50,8 +67,9 @@ class Composite(nn.Module):
         self.training = model.training
 
     def forward(self, image: torch.Tensor, target: torch.Tensor | None = None) -> Any:
-        output = self.model(image)
-        return output if self.loss is None else self.loss(output, target)
+        with _DetachWithoutGrad():
+            output = self.model(image)
+            return output if self.loss is None else self.loss(output, target)
 
 
 def capture(
@@ -67,12 +85,19 @@ def capture(
     """
     composite = Composite(model, loss)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _quietly():
-        fake = _fake_copy(composite, mode)
+    home = next((tensor.device for tensor in _tensors(composite)), torch.device("cpu"))
+    with _quietly(), torch.inference_mode(False), torch.enable_grad():
         with mode:
-            inputs = [torch.empty(spec.shape, dtype=spec.dtype) for spec in (image, target) if spec is not None]
+            inputs = [
+                torch.empty(spec.shape, dtype=spec.dtype, device=home) for spec in (image, target) if spec is not None
+            ]
         try:
+            fake = _fake_copy(composite, mode)
+            with mode:
+                _refuse_own_gradients(fake(*inputs))
             program = torch.export.export(fake, tuple(inputs), strict=False).run_decompositions({})
+        except CaptureError:
+            raise
         except Exception as error:
             raise _explain(error) from error
     return _convert(program, composite, image, target, has_loss=loss is not None)
@@ -96,6 +121,29 @@ def _fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
+def _refuse_own_gradients(output: Any) -> None:
+    """Tracing follows the forward of an `autograd.Function` and never learns of its backward."""
+    stack = [tensor.grad_fn for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            raise CaptureError(
+                f"the model or the loss uses the autograd.Function '{name}', whose own backward cannot be captured; write "
+                "it with PyTorch's operators (a straight-through estimator is x + (y - x).detach())"
+            )
+        stack.extend(follower for follower, _ in node.next_functions)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
 def _explain(error: Exception) -> CaptureError:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_user_code(f.filename)]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -105,7 +153,9 @@ def _explain(error: Exception) -> CaptureError:
 
 def _is_user_code(filename: str) -> bool:
     slashed = filename.replace("\\", "/")
-    return "/torch/" not in slashed and not slashed.endswith("gigagrad/graphs/capture.py") and "<" not in slashed
+    standard = slashed.startswith(_STANDARD_LIBRARY) and "site-packages" not in slashed
+    ours = slashed.endswith("gigagrad/graphs/capture.py")
+    return not standard and not ours and "/torch/" not in slashed and "<" not in slashed
 
 
 def _convert(
@@ -145,7 +195,13 @@ def _stored(builder: Builder, spec: Any, program: torch.export.ExportedProgram, 
     """A parameter, buffer or constant tensor the graph reads."""
     kind = spec.kind.name
     if kind == "CONSTANT_TENSOR":
-        return builder.constant(spec.target, program.constants[spec.target])
+        value = program.constants[spec.target]
+        if value.requires_grad:
+            raise CaptureError(
+                f"the model or the loss uses a tensor of shape {tuple(value.shape)} that asks for a gradient but is no "
+                "parameter of a module; make it an nn.Parameter of the model or of a loss module, or detach it"
+            )
+        return builder.constant(spec.target, value)
     tensor = composite.get_parameter(spec.target) if kind == "PARAMETER" else composite.get_buffer(spec.target)
     return builder.source(
         kind.lower(),
@@ -173,7 +229,8 @@ def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any]) -> Any:
         if isinstance(source, Ref) and index == 0:
             return source
         builder.origin = _origin(node)
-        raise builder.unsupported(str(node.args[0]), Refused(f"its output number {index} has no rule"))
+        operator = getattr(node.args[0], "target", node.args[0])
+        raise builder.unsupported(str(operator), Refused(f"its output number {index} has no rule"))
     op = str(target)
     if op in _IGNORED:
         return None

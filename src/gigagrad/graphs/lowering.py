@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gigagrad.graphs.builder import Builder
-from gigagrad.graphs.graph import Ref
+from gigagrad.graphs.graph import Ref, references
 from gigagrad.graphs.rows.pointwise import PIXEL_LOSSES
 from gigagrad.graphs.table import Refused
 
@@ -23,10 +23,11 @@ _NONE, _MEAN = 0, 1  # ATen's codes for a loss's reduction; 2 is the sum
 
 def lower(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     """Append the operator, rewritten if it needs to be. The result is a `Ref`, or a list of them for split outputs."""
-    rewrite = _LOWERINGS.get(op)
-    first = next(iter(arguments.values()), None)
-    reads_field = any(builder.is_field(value) for value in (first if isinstance(first, list) else [first]))
-    return rewrite(builder, op, arguments) if rewrite is not None and reads_field else builder.call(op, arguments)
+    reads_field = any(builder.is_field(ref) for ref in references(arguments))
+    if reads_field and op in _REFUSALS:
+        raise Refused(_REFUSALS[op])
+    rewrite = _STRUCTURE.get(op) or (_REDUCTIONS.get(op) if reads_field else None)
+    return builder.call(op, arguments) if rewrite is None else rewrite(builder, op, arguments)
 
 
 def _spatial_dims(builder: Builder, field: Ref, dims: list[int] | None) -> tuple[list[int], int]:
@@ -112,7 +113,7 @@ def _stack(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 
 def _broadcast(builder: Builder, op: str, arguments: dict[str, Any]) -> list[Ref]:
-    shape = torch.broadcast_shapes(*(builder.node(part).shape for part in arguments["tensors"]))
+    shape = tuple(torch.broadcast_shapes(*(builder.node(part).shape for part in arguments["tensors"])))  # type: ignore[no-untyped-call]
     return [
         part if builder.node(part).shape == shape else builder.aten("expand.default", part, list(shape))
         for part in arguments["tensors"]
@@ -125,25 +126,60 @@ def _pool_with_indices(builder: Builder, op: str, arguments: dict[str, Any]) -> 
 
 def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     if arguments.get("training"):
-        raise Refused("batch normalisation in training mode has no row yet; call model.eval() or freeze the layer")
+        raise Refused(_BATCH_STATISTICS)
     return builder.call(op, arguments)
 
 
-_LOWERINGS: dict[str, Lowering] = {
-    **{f"aten.{name}.default": _pixel_loss for name in PIXEL_LOSSES},
-    "aten.adaptive_avg_pool2d.default": _global_average,
+def _copy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    """`x[...] = y` after functionalisation: y in the place, shape and dtype of x, whose own values are not read.
+
+    ATen's own operator has no derivative outside of autograd's in-place form.
+    """
+    place: Ref = arguments["self"]
+    value: Ref = arguments["src"]
+    dtype = builder.node(place).dtype
+    if builder.node(value).dtype != dtype:
+        value = builder.aten("_to_copy.default", value, dtype=dtype)
+    if builder.node(value).shape == builder.node(place).shape and builder.is_field(value) == builder.is_field(place):
+        return value
+    return builder.aten("add.Tensor", builder.aten("zeros_like.default", place), value)
+
+
+_BATCH_STATISTICS = (
+    "batch normalisation with the statistics of the image itself has no row yet; call model.eval() before, or freeze the layer"
+)
+_REFUSALS = {
+    **{
+        f"aten.{name}": _BATCH_STATISTICS
+        for name in ("_native_batch_norm_legit_functional.default", "_native_batch_norm_legit.no_stats")
+    },
+    "aten.native_dropout.default": "random operators have no row yet; call model.eval() before, or set the dropout's p to 0",
+    "aten.group_norm.default": "group normalisation over the image's own pixels has no row yet",
+    "aten.instance_norm.default": "instance normalisation over the image's own pixels has no row yet",
+}
+"""Operators that many networks have and that need more than a row: why, and what to do until they are here."""
+
+_STRUCTURE: dict[str, Lowering] = {
     "aten.batch_norm.default": _batch_norm,
     "aten.broadcast_tensors.default": _broadcast,
     "aten.chunk.default": _split,
-    "aten.cross_entropy_loss.default": _cross_entropy,
+    "aten.copy.default": _copy,
     "aten.max_pool2d_with_indices.default": _pool_with_indices,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.stack.default": _stack,
+    "aten.unbind.int": _split,
+}
+"""Rewritten wherever they stand: several outputs become several nodes."""
+
+_REDUCTIONS: dict[str, Lowering] = {
+    **{f"aten.{name}.default": _pixel_loss for name in PIXEL_LOSSES},
+    "aten.adaptive_avg_pool2d.default": _global_average,
+    "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.mean.default": _sum,
     "aten.mean.dim": _sum,
     "aten.nll_loss_nd.default": _cross_entropy,
-    "aten.split.Tensor": _split,
-    "aten.stack.default": _stack,
-    "aten.split_with_sizes.default": _split,
     "aten.sum.default": _sum,
     "aten.sum.dim_IntList": _sum,
-    "aten.unbind.int": _split,
 }
+"""Rewritten where they read a field; on values without spatial axes they are arithmetic like any other."""

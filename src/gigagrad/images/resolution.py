@@ -18,6 +18,9 @@ from gigagrad.images.image import Image
 SMALLEST_MPP = 0.05
 LARGEST_MPP = 20.0
 
+_NEAR = 1.5
+"""Between two levels a factor of two apart, the nearer one is at most the square root of two away."""
+
 _UM_PER_UNIT = {
     "nm": 1e-3,
     "nanometer": 1e-3,
@@ -89,3 +92,19 @@ def require_mpp(image: Image) -> float:
     if image.mpp is None:
         raise ImageError(f"{image.name} has no micrometres per pixel (mpp) in its metadata; give them with --mpp")
     return image.mpp
+
+
+def level_near(slide: Image, target_mpp: float) -> int:
+    """The level whose micrometres per pixel come nearest to `target_mpp`, by ratio. `slide` is open at level 0.
+
+    Raises `ImageError` where the slide's resolution is unknown, and where no level is within a factor of 1.5.
+    """
+    finest = require_mpp(slide)
+    offered = [finest * level.downsample for level in slide.levels]
+    level = min(range(len(offered)), key=lambda index: abs(math.log(offered[index] / target_mpp)))
+    if not 1 / _NEAR <= offered[level] / target_mpp <= _NEAR:
+        have = ", ".join(f"{mpp:.3g}" for mpp in offered)
+        raise ImageError(
+            f"{slide.name} has no level near {target_mpp:g} um/px; its levels have {have}; choose one with --level"
+        )
+    return level

@@ -20,7 +20,7 @@ from gigagrad.plans.stages import Stage, split_stages
 
 _SMALLEST_SIDE_PX = 16
 _LARGEST_SIDE_PX = 4096
-_ALLOCATOR_SLACK = 1.25
+_ALLOCATOR_SLACK = 1.5
 """Resident bytes per byte allocated: freed blocks that the allocator has not given back (bench/tile_memory.py)."""
 
 
@@ -98,7 +98,7 @@ def make_plan(
                 f"{fixed:,} bytes for the process, the parameters and the readers",
                 budget_bytes=budget,
                 needed_bytes=needed,
-                smallest_bytes=needed,
+                smallest_bytes=_roomy(needed),
             )
         _, best, ahead = min(fitting, key=lambda c: c[0])
         chosen.append((best, ahead))
@@ -117,6 +117,14 @@ def make_plan(
         predicted_peak_bytes=max(peak, limits.peak_bytes),
         predicted_seconds=None,
     )
+
+
+def _roomy(needed_bytes: int) -> int:
+    """A budget to recommend: some MiB to spare, because a process never starts twice with the same size, and rounded
+    up to a number that survives being printed with three digits and typed in again.
+    """
+    step = max(16 * 2**20, 2 ** (needed_bytes.bit_length() - 6))
+    return -(-(needed_bytes + 8 * 2**20) // step) * step
 
 
 def _parameter_bytes(graph: Graph, *, backward: bool) -> int:

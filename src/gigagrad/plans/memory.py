@@ -45,10 +45,10 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
         if not graph[node_id].differentiable:
             continue
         flows = [i for i in set(graph[node_id].operands) if graph[i].is_field and graph[i].differentiable]
+        # Where another reader has given its share already, the new contribution exists beside it for a moment.
+        fresh = sum(size.get(i, 0) for i in flows if i in cotangents)
         cotangents.update({i: size.get(i, 0) for i in flows})
-        # Every backward makes its own contribution before it is added to what other readers already gave.
-        fresh = sum(size.get(i, 0) for i in flows)
-        peak = max(peak, live + sum(cotangents.values()) + fresh + 2 * workspace[node_id])
+        peak = max(peak, live + sum(cotangents.values()) + fresh + workspace[node_id])
         cotangents.pop(node_id, None)
         for i in saved - released:
             if last_saver[i] == node_id:
@@ -86,6 +86,13 @@ def _savers(graph: Graph, node_id: int) -> set[int]:
         return set()
     if row.saved is Saved.OUTPUT:
         return {node_id}
+    if node.op in ("aten.mul.Tensor", "aten.div.Tensor"):
+        # A factor is kept only for the gradient of the other one; a denominator for its own, too.
+        flows = [graph[i].differentiable for i in node.operands]
+        kept = {i for i, other in zip(node.operands, reversed(flows), strict=True) if other}
+        if "div" in node.op and flows[-1]:
+            kept |= set(node.operands)
+        return {i for i in kept if graph[i].is_field and len(flows) == 2}
     return {i for i in node.operands if graph[i].is_field}
 
 

@@ -79,7 +79,7 @@ class Plan:
         fields = dict(data)
         fields["image_shape"] = tuple(data["image_shape"])
         fields["stages"] = tuple(
-            StagePlan(**{k: tuple(v) if isinstance(v, list) else v for k, v in stage.items()})
+            StagePlan(**stage | {name: tuple(stage[name]) for name in ("tile", "tiles", "crop")})
             for stage in data["stages"]
         )
         fields["passes"] = tuple(Pass(**p) for p in data["passes"])
@@ -93,7 +93,7 @@ class Plan:
             "",
         ]
         header = ("stage", "runs", "operators", "tiles", "tile px", "crop px", "read ratio", "tile memory")
-        rows = [header]
+        rows: list[tuple[str, ...]] = [header]
         for stage in self.stages:
             phases = " + ".join(p.phase for p in self.passes if p.stage == stage.index)
             rows.append(

@@ -90,8 +90,9 @@ def evaluate_masks(
             raise ConfigError(f"there is no prediction {masks / entry.stem}.tif; predict the slide first")
 
     def score(entry: SlideInput) -> Confusion:
-        level = records[entry.stem].made_with.level if entry.stem in records else 0
-        with open_image(masks / f"{entry.stem}.tif") as predicted, _truth(entry, level) as truth:
+        # Level 0 for masks from elsewhere, and for those whose level was chosen by resolution.
+        level = records[entry.stem].made_with.level if entry.stem in records else None
+        with open_image(masks / f"{entry.stem}.tif") as predicted, _truth(entry, level or 0) as truth:
             return score_masks(predicted, truth, classes)
 
     return Evaluation(tuple(_each(entries, score, Events(listeners))))

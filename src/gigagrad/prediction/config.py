@@ -27,6 +27,8 @@ class PredictConfig:
         classes: names of the foreground classes; empty for "Foreground" or "Class 1", "Class 2", ...
         mpp: micrometres per pixel of all slides, over what their files say.
         level: pyramid level of slides and true masks to predict at; None takes the level of the training run.
+        target_mpp: instead of one level for all, predict each slide at the level nearest to this resolution; every
+            slide must then have a known one.
         device: "cpu" or "cuda".
         split: of the rows of a CSV file, only those with this split; None takes all.
         overwrite: predict again what is there already, and replace files that some other program wrote.
@@ -42,6 +44,7 @@ class PredictConfig:
     classes: tuple[str, ...] = ()
     mpp: float | None = None
     level: int | None = None
+    target_mpp: float | None = None
     device: str = "cpu"
     split: str | None = None
     overwrite: bool = False
@@ -55,6 +58,10 @@ class PredictConfig:
             raise ConfigError(f"the threshold is a probability between 0 and 1 (both excluded), got {self.threshold}")
         if self.mpp is not None and not 0 < self.mpp < float("inf"):
             raise ConfigError(f"mpp must be a positive number of micrometres per pixel, got {self.mpp}")
+        if self.target_mpp is not None and not 0 < self.target_mpp < float("inf"):
+            raise ConfigError(f"target_mpp must be a positive number of micrometres per pixel, got {self.target_mpp}")
+        if self.target_mpp is not None and self.level is not None:
+            raise ConfigError("level and target_mpp both choose the level of a slide; give one of them")
         if self.memory is not None:
             try:
                 parse_bytes(self.memory)

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from gigagrad.boxes import Box
 from gigagrad.errors import BudgetError, ConfigError, GigagradError, TargetError, WriteError
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
+from gigagrad.execution.assemble import assemble
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.images import Image, open_image
+from gigagrad.images.resolution import level_near
 from gigagrad.images.write import write_pyramid
 from gigagrad.models import load_model
-from gigagrad.execution.assemble import assemble
 from gigagrad.prediction.classes import class_ids, foreground_count, mask_classes
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import score_masks
@@ -53,7 +54,8 @@ def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Liste
     spec, model = load_model(config.model_path)
     with config.model_path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    made_with = MadeWith(spec, digest, config.threshold, config.classes, config.resolved_level)
+    level = config.resolved_level if config.target_mpp is None else None
+    made_with = MadeWith(spec, digest, config.threshold, config.classes, level, config.target_mpp)
     out = Path(config.out)
     records = read_records(out)
     _prepare(out, slides, records, made_with, config.overwrite)
@@ -138,13 +140,14 @@ def _attempt(
 def _predict_one(
     entry: SlideInput, model: nn.Module, config: PredictConfig, result: SlideResult, events: Events
 ) -> SlideResult:
-    out, level = Path(config.out), result.made_with.level
+    out = Path(config.out)
     files = {
         "mask": f"masks/{entry.stem}.tif",
         "geojson": f"geojson/{entry.stem}.geojson",
         "overlay": f"overlays/{entry.stem}.png",
     }
     with ExitStack() as opened:
+        level = _level_of(entry, config)
         slide = opened.enter_context(open_image(entry.slide, level=level, mpp=config.mpp or entry.mpp))
         truth = None if entry.mask is None else opened.enter_context(open_image(entry.mask, level=level))
         if truth is not None and truth.shape[1:] != slide.shape[1:]:
@@ -174,6 +177,14 @@ def _predict_one(
             dice=None if scored is None else scored.dice,
             iou=None if scored is None else scored.iou,
         )
+
+
+def _level_of(entry: SlideInput, config: PredictConfig) -> int:
+    """Raises `ImageError` where the slide's resolution decides and is unknown."""
+    if config.target_mpp is None:
+        return config.resolved_level
+    with open_image(entry.slide, mpp=config.mpp or entry.mpp) as slide:
+        return level_near(slide, config.target_mpp)
 
 
 def _write_mask(slide: Image, model: nn.Module, config: PredictConfig, path: Path, events: Events) -> int:

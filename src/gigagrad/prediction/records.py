@@ -23,7 +23,9 @@ class MadeWith:
     model_sha256: str
     threshold: float
     classes: tuple[str, ...]
-    level: int
+    level: int | None
+    """None where `target_mpp` chose it slide by slide."""
+    target_mpp: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ class _Work:
     done: int = 0
     detail: str = ""
     printed: float = float("-inf")
+    nested: bool = False
     task: TaskID | None = None
 
     def seconds_left(self, now: float) -> float | None:
@@ -49,7 +50,8 @@ class Terminal:
     """Shows jobs as they run. Use as a context manager, so that the live display ends with the work.
 
     On a terminal each job is a bar, and the tiles of the current step are one more. Elsewhere (a pipe, a log file) each
-    job prints one line at most every `interval_seconds`, and tiles only where a single step outlasts that.
+    job prints one line at most every `interval_seconds`; tiles, and jobs that are part of another one (a validation
+    between two epochs), print only where one of them outlasts that.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class Terminal:
             case JobAdvanced(job, done, total, detail):
                 self._advance(job, done, total, detail)
             case JobFinished(job, seconds, detail):
+                nested = job in self._work and self._work[job].nested
                 self._end(job)
-                self._line(f"{job} finished in {format_seconds(seconds)}", detail)
+                if not nested or seconds >= self._interval:
+                    self._line(f"{job} finished in {format_seconds(seconds)}", detail)
             case TileDone(phase, done, total):
                 self._tile(phase, done, total)
             case StepMeasured():
@@ -98,10 +102,10 @@ class Terminal:
 
     def _begin(self, job: str, total: int, detail: str) -> None:
         self._end(job)
-        work = self._work[job] = _Work(self._clock(), total, detail=detail)
+        work = self._work[job] = _Work(self._clock(), total, detail=detail, nested=bool(self._work) or job == _TILES)
         if self._bars is not None:
             work.task = self._bars.add_task(job, total=total, detail=detail)
-        elif job != _TILES:
+        elif not work.nested:
             self._line(f"{job}: {total} to do", detail)
 
     def _advance(self, job: str, done: int, total: int, detail: str) -> None:
@@ -115,7 +119,7 @@ class Terminal:
         now = self._clock()
         if now - work.printed < self._interval and done < total:
             return
-        if job == _TILES and (done == total or now - work.started < self._interval):
+        if work.nested and (done == total or now - work.started < self._interval):
             return
         work.printed = now
         left = work.seconds_left(now)

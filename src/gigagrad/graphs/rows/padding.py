@@ -66,7 +66,8 @@ class Padding(Row):
         return per_operand(call, need)
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crop, mode = arguments["self"], call["mode"]
+        crop: torch.Tensor = arguments["self"]
+        mode = call["mode"]
         field, inside = call.operands[0], site.operands[0]
         assert inside is not None
         assert field.axes is not None

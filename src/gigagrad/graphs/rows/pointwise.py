@@ -92,7 +92,7 @@ class PerPosition(Row):
         if self._dims is None:
             return []
         value = call[self._dims]
-        if value is None:
+        if value is None or value == []:
             raise Refused("it works along all axes of the image")
         return [dim % rank for dim in ([value] if isinstance(value, int) else value)]
 
@@ -166,13 +166,13 @@ _UNARY_INPUT = (
     "hardshrink threshold atan asin acos log_sigmoid square erf"
 ).split()
 _UNARY_OUTPUT = "exp expm1 relu rsqrt sigmoid sqrt tan tanh reciprocal".split()
-_UNARY_NOTHING = (
+_LINEAR = (
+    "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor mul.Scalar div.Scalar div.Scalar_mode "
     "_to_copy alias clone contiguous detach floor lift_fresh_copy neg round sign trunc positive "
     "zeros_like ones_like full_like bitwise_not logical_not isnan isinf isfinite to.dtype nan_to_num"
 ).split()
 _BINARY_INPUTS = (
-    "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar div.Tensor_mode "
-    "div.Scalar_mode rsub.Scalar rsub.Tensor pow.Tensor_Tensor pow.Scalar maximum minimum atan2 fmod.Tensor fmod.Scalar "
+    "mul.Tensor div.Tensor div.Tensor_mode pow.Tensor_Tensor pow.Scalar maximum minimum atan2 fmod.Tensor fmod.Scalar "
     "remainder.Tensor remainder.Scalar lerp.Scalar lerp.Tensor addcmul addcdiv hypot logaddexp xlogy.Tensor"
 ).split()
 _NO_GRADIENT = (
@@ -180,7 +180,7 @@ _NO_GRADIENT = (
     "ge.Scalar logical_and logical_or logical_xor bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor "
     "bitwise_or.Scalar bitwise_xor.Tensor floor_divide floor_divide.Scalar"
 ).split()
-_CHOICE = "where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor copy".split()
+_CHOICE = "where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor fill.Scalar fill.Tensor".split()
 # The losses that reduce: lowering sets their reduction to none and sums the field itself.
 PIXEL_LOSSES = (
     "binary_cross_entropy_with_logits binary_cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss"
@@ -193,11 +193,12 @@ def _names(words: list[str]) -> list[str]:
 
 register(Broadcasting(Saved.INPUTS), _names(_UNARY_INPUT + _BINARY_INPUTS + PIXEL_LOSSES))
 register(Broadcasting(Saved.OUTPUT), _names(_UNARY_OUTPUT))
-register(Broadcasting(Saved.NOTHING), _names(_UNARY_NOTHING + _NO_GRADIENT))
+register(Broadcasting(Saved.NOTHING), _names(_LINEAR + _NO_GRADIENT))
 register(Broadcasting(Saved.INPUTS), _names(_CHOICE))
 register(PerPosition(Saved.OUTPUT, "dim"), ["aten.softmax.int", "aten._softmax.default"])
 register(PerPosition(Saved.OUTPUT, "dim"), ["aten.log_softmax.int", "aten._log_softmax.default"])
-register(PerPosition(Saved.INPUTS, "dim"), ["aten.glu.default", "aten.cumsum.default", "aten.flip.default"])
+register(PerPosition(Saved.INPUTS, "dim"), ["aten.glu.default", "aten.cumsum.default"])
+register(PerPosition(Saved.NOTHING, "dims"), ["aten.flip.default"])
 register(
     PerPosition(Saved.INPUTS, "dim", "keepdim"),
     ["aten.mean.dim", "aten.sum.dim_IntList", "aten.amax.default", "aten.amin.default", "aten.argmax.default"],

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes
 from gigagrad.graphs.rows.windows import require_nchw
-from gigagrad.graphs.table import Call, Row, Saved, Site, per_operand, register
+from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, per_operand, register
 
 _MODES = {
     "aten.upsample_nearest2d.vec": "nearest",
@@ -82,6 +82,7 @@ def _taps(resize: Resize, out: Span) -> tuple[torch.Tensor, torch.Tensor]:
     position = torch.arange(out.start, out.stop, dtype=resize.dtype)
     scale = torch.tensor(resize.scale, dtype=resize.dtype)
     source = position * scale if resize.align_corners else (position + 0.5) * scale - 0.5
+    offsets: tuple[int, ...]
     if resize.mode == "bilinear":
         source = source.clamp(min=0)
         first = source.floor().clamp(max=resize.size - 1)
@@ -90,7 +91,8 @@ def _taps(resize: Resize, out: Span) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         first = source.floor()
         part = source - first
-        offsets, weights = (-1, 0, 1, 2), torch.stack([_cubic(part - offset) for offset in (-1, 0, 1, 2)])
+        offsets = (-1, 0, 1, 2)
+        weights = torch.stack([_cubic(part - offset) for offset in offsets])
     index = torch.stack([first + offset for offset in offsets]).to(torch.int64).clamp(0, resize.size - 1)
     return index, weights
 
@@ -107,6 +109,8 @@ class Resampling(Row):
     saved = Saved.NOTHING
 
     def axes(self, call: Call, rank: int) -> Axes:
+        if not call.node.dtype.is_floating_point and not _MODES[call.node.op].startswith("nearest"):
+            raise Refused(f"it interpolates {call.node.dtype} pixels, with rounding of its own; convert to float before")
         return require_nchw(call)
 
     @staticmethod
@@ -140,7 +144,7 @@ class Resampling(Row):
         mode = resizes[0].mode
         if mode != "bicubic" and all(resize.whole_factor for resize in resizes):
             return self._by_whole_factor(arguments["input"], mode, resizes, inside, site.out)
-        crop_NCHW = arguments["input"]
+        crop_NCHW: torch.Tensor = arguments["input"]
         for axis in (0, 1):
             index, weights = _taps(resizes[axis], site.out[axis])
             index = (index - inside[axis].start).to(crop_NCHW.device)
@@ -148,13 +152,12 @@ class Resampling(Row):
             if len(parts) == 1:
                 crop_NCHW = parts[0]
                 continue
-            shape = (-1, 1) if axis == 0 else (-1,)
-            shaped = weights.to(crop_NCHW.device, crop_NCHW.dtype)
-            crop_NCHW = sum(
-                (part * w.reshape(shape) for part, w in zip(parts[1:], shaped[1:], strict=True)),
-                start=parts[0] * shaped[0].reshape(shape),
-            )
-        return crop_NCHW
+            # Shorter types are interpolated in float32, as PyTorch does, and rounded once at the end.
+            shaped = weights.to(crop_NCHW.device).reshape(len(parts), *((-1, 1) if axis == 0 else (-1,)))
+            crop_NCHW = parts[0] * shaped[0]
+            for part, weight in zip(parts[1:], shaped[1:], strict=True):
+                crop_NCHW = crop_NCHW + part * weight
+        return crop_NCHW.to(call.node.dtype)
 
     @staticmethod
     def _by_whole_factor(

@@ -58,8 +58,10 @@ class Concatenation(Row):
         return tuple(spans)
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crops = [crop for crop in arguments["tensors"] if crop is not None]
-        return crops[0] if len(crops) == 1 else torch.cat(crops, call["dim"])
+        crops: list[torch.Tensor] = [crop for crop in arguments["tensors"] if crop is not None]
+        if len(crops) == 1:  # of another dtype, perhaps, than operands that this tile does not see
+            return crops[0].to(call.node.dtype)
+        return torch.cat([crop.to(call.node.dtype) for crop in crops], call["dim"])
 
 
 class Slicing(Row):
@@ -178,7 +180,7 @@ class Regroup(Moving):
         return -2, -1
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crop = arguments[next(iter(arguments))]
+        crop: torch.Tensor = arguments[next(iter(arguments))]
         shape = [*call.node.shape[:-2], *crop.shape[-2:]]
         return crop.expand(shape) if "expand" in call.node.op else crop.reshape(shape)
 

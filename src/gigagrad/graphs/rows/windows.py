@@ -101,8 +101,8 @@ class WindowRow(Row):
 def reordered_bytes(call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
     """What a convolution allocates on the side.
 
-    In float32 and shorter types the library pads channels to full vectors and reorders input and output for it. Double
-    precision runs as a matrix product over unfolded windows.
+    In float32 and shorter types the library may reorder its input and its output into its own layout. Double precision
+    runs as a matrix product over unfolded windows.
     """
     inside = operands[0]
     assert inside is not None
@@ -112,8 +112,7 @@ def reordered_bytes(call: Call, out_pixels: int, operands: tuple[tuple[Span, Spa
         taps = weight[1] * weight[2] * weight[3]
         return 8 * taps * max(out_pixels, pixels)
     channels_in, channels_out = call.operands[0].shape[1], call.node.shape[1]
-    padded = 4 * (-(-channels_in // 16) * 16 * pixels + -(-channels_out // 16) * 16 * out_pixels)
-    return padded
+    return 4 * (channels_in * pixels + channels_out * out_pixels)
 
 
 class Convolution(WindowRow):

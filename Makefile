@@ -1,0 +1,33 @@
+# make demo    everything once, ending in gigagrad-demo/report.html
+# make test    all tests
+# make lint    style, formatting, types and the direction of the imports
+#
+# Each makes its own environment in .venv first, once; all it needs is Python 3.11 or later.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/gigagrad demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The constraints name the versions, and with them a PyTorch that brings no CUDA packages where its index is at hand.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("gigagrad needs Python 3.11 or later, found " + sys.version.split()[0] + "; run: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist gigagrad-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,123 @@
+"""The seam test: an operator's row on the crops it asks for, against the plain operator on whole fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gigagrad.boxes import Span
+from gigagrad.graphs import Call, Node, Ref, Site, lookup, operators
+from gigagrad.graphs.builder import Builder
+from gigagrad.graphs.graph import fill, references, substitute
+
+
+class Bench:
+    """Builds nodes one by one and keeps the plain operators' values of them on whole fields."""
+
+    def __init__(self) -> None:
+        self.builder = Builder()
+        self.values: dict[int, Tensor] = {}
+
+    def field(self, value: Tensor) -> Ref:
+        return self._source("image", value, field=True)
+
+    def weight(self, value: Tensor) -> Ref:
+        return self._source("parameter", value, field=False)
+
+    def constant(self, value: Tensor) -> Ref:
+        return self._source("buffer", value, field=False)
+
+    def _source(self, op: str, value: Tensor, *, field: bool) -> Ref:
+        floating = value.dtype.is_floating_point and op != "buffer"
+        shape = tuple(value.shape)
+        ref = self.builder.source(op, f"{op}{len(self.values)}", shape, value.dtype, field=field, differentiable=floating)
+        self.values[ref.id] = value.detach().requires_grad_(floating)
+        return ref
+
+    def aten(self, op: str, *args: Any, **kwargs: Any) -> Ref:
+        return self.call(f"aten.{op}", operators.bind(f"aten.{op}", args, kwargs))
+
+    def call(self, op: str, arguments: dict[str, Any]) -> Ref:
+        ref = self.builder.call(op, arguments)
+        known = {name: substitute(value, self.values) for name, value in arguments.items()}
+        self.values[ref.id] = operators.call(op, known).detach()
+        return ref
+
+    def node(self, ref: Ref) -> Node:
+        return self.builder.node(ref)
+
+    def check(self, ref: Ref, out: tuple[Span, Span], *, tolerance: float = 1e-12) -> tuple[tuple[Span, Span] | None, ...]:
+        """The node's row on exactly the crops it needs for `out`: value and gradients. Returns the operands' spans."""
+        node = self.node(ref)
+        operands = tuple(self.node(r) for r in references(node.arguments))
+        call, row = Call(node, operands), lookup(node.op)
+        assert row is not None
+        needs = [row.needs(call, axis, out[axis]) for axis in (0, 1)]
+        spans = tuple(None if y is None or x is None else (y, x) for y, x in zip(*needs, strict=True))
+        inputs, plain, crops = {}, [], []
+        for operand, span in zip(operands, spans, strict=True):
+            # One leaf per node for both runs, so that an operand read twice gathers both gradients.
+            leaf = inputs.setdefault(operand.id, self.values[operand.id].detach().requires_grad_(operand.differentiable))
+            plain.append(leaf)
+            if operand.is_field and span is None:
+                crops.append(None)
+                continue
+            crop = leaf
+            for axis in (0, 1) if operand.is_field else ():
+                assert operand.axes is not None
+                assert not span[axis].empty
+                assert span[axis].within(Span(0, operand.size(axis)))
+                crop = crop.narrow(operand.axes[axis], span[axis].start, span[axis].length)
+            crops.append(crop)
+
+        def arguments(values: list[Any]) -> dict[str, Any]:
+            remaining = iter(values)
+            return {name: fill(value, remaining) for name, value in node.arguments.items()}
+
+        expected = operators.call(node.op, arguments(plain))
+        for axis in (0, 1):
+            expected = expected.narrow(node.axes[axis], out[axis].start, out[axis].length)
+        got = row.run(call, arguments(crops), Site(out, spans))
+        assert got.shape == expected.shape
+        assert got.dtype == node.dtype
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+        leaves = [leaf for leaf in inputs.values() if leaf.requires_grad]
+        if node.differentiable and expected.requires_grad:
+            weight = torch.rand(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(0))
+            wanted = torch.autograd.grad((expected * weight).sum(), leaves, allow_unused=True, materialize_grads=True)
+            if got.requires_grad:
+                given = torch.autograd.grad((got * weight).sum(), leaves, allow_unused=True, materialize_grads=True)
+            else:
+                given = tuple(torch.zeros_like(leaf) for leaf in leaves)
+            for a, b in zip(given, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        return spans
+
+
+@st.composite
+def spans_of(draw: st.DrawFn, size: int) -> Span:
+    start = draw(st.integers(0, size - 1))
+    return Span(start, draw(st.integers(start + 1, size)))
+
+
+@pytest.fixture(scope="session")
+def bench() -> Callable[[], Bench]:
+    """Makes an empty bench."""
+    return Bench
+
+
+@pytest.fixture(scope="session")
+def some_box() -> Callable[[st.DataObject, Node], tuple[Span, Span]]:
+    """Draws a box of a node's field."""
+    return lambda data, node: (data.draw(spans_of(node.size(0)), "y"), data.draw(spans_of(node.size(1)), "x"))
+
+
+@pytest.fixture(scope="session")
+def noise() -> Callable[..., Tensor]:
+    """Reproducible float64 noise of a shape."""
+    return lambda *shape: torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))

@@ -1,0 +1,232 @@
+"""What capture accepts, names and refuses."""
+
+import copy
+import inspect
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gigagrad.errors import CaptureError, UnsupportedOperatorError
+from gigagrad.graphs import InputSpec, capture
+
+IMAGE = InputSpec((1, 2, 9, 8), torch.float32, field=True)
+TARGET = InputSpec((1, 3, 9, 8), torch.float32, field=True)
+
+
+class Net(nn.Module):
+    """A convolution, then whatever the test says."""
+
+    def __init__(self, function=lambda self, x: x):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, padding=1)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, self.conv(x))
+
+
+def mean_product(output, target):
+    return (output * target).mean()
+
+
+def test_shapes_are_the_whole_images_and_no_memory_is_used():
+    graph = capture(Net(), mean_product, InputSpec((1, 2, 160_000, 640_000), torch.float32, True), InputSpec((1, 3, 160_000, 640_000), torch.uint8, True))  # fmt: skip
+    conv = next(node for node in graph.nodes if "conv2d" in node.op)
+    assert conv.shape == (1, 3, 160_000, 640_000)
+    assert conv.is_field
+    assert conv.differentiable
+    assert graph.source("target").dtype == torch.uint8
+    assert not graph.source("image").differentiable
+    assert graph[graph.output].shape == ()
+
+
+def test_names_follow_the_model_and_the_loss():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(()))
+            self.register_buffer("weight", torch.ones(3, 1, 1))
+
+        def forward(self, output, target):
+            return (output * target * self.weight).mean() * self.temperature
+
+    graph = capture(Net(), Weighted(), IMAGE, TARGET)
+    named = {(node.op, node.arguments["name"]) for node in graph.nodes if node.is_source}
+    assert named == {
+        ("image", "image"),
+        ("target", "target"),
+        ("parameter", "model.conv.weight"),
+        ("parameter", "model.conv.bias"),
+        ("parameter", "loss.temperature"),
+        ("buffer", "loss.weight"),
+    }
+
+
+def test_capture_leaves_the_model_as_it_was():
+    net = Net(lambda self, x: x + 1)
+    net.conv.weight.grad = torch.ones_like(net.conv.weight)
+    before = copy.deepcopy(net.state_dict())
+    capture(net, mean_product, IMAGE, TARGET)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert torch.equal(net.conv.weight.grad, torch.ones_like(net.conv.weight))
+    assert net.training
+
+
+def test_frozen_parameters_end_the_flow_of_gradients():
+    net = Net()
+    net.conv.requires_grad_(False)
+    assert not any(node.differentiable for node in capture(net, mean_product, IMAGE, TARGET).nodes)
+
+
+def no_grad(self, x):
+    with torch.no_grad():
+        return x.sigmoid() * self.conv.bias.sum()
+
+
+def inference_mode(self, x):
+    with torch.inference_mode():
+        return x.sigmoid() * self.conv.bias.sum()
+
+
+def no_grad_under_autocast(self, x):
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        return x.sigmoid() * self.conv.bias.sum()
+
+
+@torch.no_grad()
+def decorated(self, x):
+    return x.sigmoid() * self.conv.bias.sum()
+
+
+def detached(self, x):
+    return (x.sigmoid() * self.conv.bias.sum()).detach()
+
+
+@pytest.mark.parametrize("region", [no_grad, inference_mode, no_grad_under_autocast, decorated, detached])
+def test_where_autograd_stops_so_does_the_graph(region):
+    """An exported program forgets these regions; the graph must not."""
+    graph = capture(Net(region), mean_product, IMAGE, TARGET)
+    assert not graph[graph.output].differentiable
+    partly = capture(Net(lambda self, x: x * region(self, x)), mean_product, IMAGE, TARGET)
+    product = next(node for node in partly.nodes if node.op == "aten.mul.Tensor" and node.differentiable)
+    assert [partly[i].differentiable for i in product.operands] == [True, False]
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_the_callers_own_region_stops_nothing(around):
+    with around():
+        graph = capture(Net(), mean_product, IMAGE, TARGET)
+    assert graph[graph.output].differentiable
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_a_backward_of_ones_own_is_refused():
+    with pytest.raises(CaptureError, match=r"autograd.Function 'StraightThrough'.*detach"):
+        capture(Net(lambda self, x: StraightThrough.apply(x)), mean_product, IMAGE, TARGET)
+
+
+def test_constants_are_kept_by_reference():
+    weight = torch.ones(3, 1, 1)
+    graph = capture(Net(), lambda o, t: (o * t * weight).mean(), IMAGE, TARGET)
+    weight.mul_(2)
+    assert [float(value.sum()) for value in graph.constants.values()] == [6.0]
+
+
+def test_a_constant_that_asks_for_a_gradient_is_refused():
+    weight = torch.ones(3, 1, 1, requires_grad=True)
+    with pytest.raises(CaptureError, match=r"make it an nn\.Parameter"):
+        capture(Net(), lambda o, t: (o * t * weight).mean(), IMAGE, TARGET)
+
+
+def test_complex_numbers_pass_gradients_on():
+    graph = capture(Net(lambda self, x: x * torch.complex(self.conv.bias, self.conv.bias).abs().sum()), mean_product, IMAGE, TARGET)  # fmt: skip
+    assert next(node for node in graph.nodes if node.op == "aten.abs.default").differentiable
+
+
+def test_unsupported_operator_names_module_and_line():
+    def turned(self, x):
+        return x.flip(2)
+
+    net = nn.Sequential(nn.Conv2d(2, 2, 1), Net(turned))
+    with pytest.raises(UnsupportedOperatorError) as caught:
+        capture(net, mean_product, IMAGE, TARGET)
+    line = inspect.getsourcelines(turned)[1] + 1
+    assert caught.value.operator == "aten.flip.default"
+    assert caught.value.module_path == "1"
+    assert caught.value.source == f"{__file__}:{line}"
+    assert str(caught.value) == (
+        f"operator aten.flip.default in module '1' at {__file__}:{line} cannot run tile by tile: "
+        "it works along an axis of the image"
+    )
+
+
+def test_unsupported_operator_in_the_loss():
+    with pytest.raises(UnsupportedOperatorError, match="in the loss at") as caught:
+        capture(Net(), lambda o, t: o.flip(2).mean(), IMAGE, TARGET)
+    assert caught.value.module_path == ""
+
+
+def test_training_mode_batch_norm_is_refused_with_the_remedy():
+    net = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))
+    with pytest.raises(UnsupportedOperatorError, match=r"module '1'.*call model\.eval\(\)"):
+        capture(net.train(), mean_product, IMAGE, TARGET)
+    capture(net.eval(), mean_product, IMAGE, TARGET)
+
+
+CAPTURE_ERRORS = {
+    "a branch on pixels": (lambda self, x: x if x.sum() > 0 else -x, mean_product, "cannot capture"),
+    "a plain error": (lambda self, x: x.no_such_thing, mean_product, "AttributeError"),
+    "no scalar": (lambda self, x: x, lambda o, t: o * t, r"scalar, got a tensor of shape \(1, 3, 9, 8\)"),
+    "per channel": (lambda self, x: x, lambda o, t: (o * t).mean((0, 2, 3)), r"scalar, got a tensor of shape \(3,\)"),
+    "two values": (lambda self, x: x, lambda o, t: (o.mean(), t.mean()), "one tensor, got 2 values"),
+    "sizes that differ": (lambda self, x: x[..., 1:], mean_product, "cannot capture"),
+    "no tensor": (lambda self, x: x, lambda o, t: 3.0, "must return one tensor"),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURE_ERRORS)
+def test_capture_errors_are_one_line(name):
+    function, loss, text = CAPTURE_ERRORS[name]
+    with pytest.raises(CaptureError, match=text) as caught:
+        capture(Net(function), loss, IMAGE, TARGET)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plain_error_names_the_users_line():
+    def broken(self, x):
+        return x.no_such_thing
+
+    line = inspect.getsourcelines(broken)[1] + 1
+    with pytest.raises(CaptureError, match=re.escape(f"{__file__}:{line}")):
+        capture(Net(broken), mean_product, IMAGE, TARGET)
+
+
+def test_several_outputs_of_a_model_without_loss_are_refused():
+    with pytest.raises(CaptureError, match="the model must return one tensor"):
+        capture(Net(lambda self, x: (x, x)), None, IMAGE, None)
+
+
+def test_an_image_too_small_for_the_model_is_refused():
+    with pytest.raises((CaptureError, UnsupportedOperatorError)):
+        capture(Net(lambda self, x: F.max_pool2d(x, 20)), mean_product, IMAGE, TARGET)
+
+
+def test_a_module_that_cannot_be_copied_is_refused():
+    class Locked(Net):
+        def __deepcopy__(self, memo):
+            raise TypeError("cannot copy this")
+
+    with pytest.raises(CaptureError, match="cannot copy this"):
+        capture(Locked(), mean_product, IMAGE, TARGET)

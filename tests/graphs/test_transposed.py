@@ -1,0 +1,69 @@
+"""Transposed convolution on crops, by PyTorch's kernel (float64) and by block products (float32)."""
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gigagrad.graphs import lookup
+
+ROW = "aten.conv_transpose2d.input"
+
+
+@given(
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    st.tuples(st.integers(0, 4), st.integers(0, 4)),
+    st.sampled_from([1, 2]),
+    st.data(),
+)
+def test_by_kernel(bench, some_box, noise, size, kernel, stride, padding, groups, data):
+    dilation = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3)), "dilation")
+    extra = [data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
+    out = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, s, p, d, k, e in zip(size, stride, padding, dilation, kernel, extra, strict=True)]  # fmt: skip
+    assume(min(out) >= 1)
+    b = bench()
+    x, w = b.field(noise(1, 2, *size)), b.weight(noise(2, 4 // groups, *kernel))
+    bias = b.weight(noise(4)) if data.draw(st.booleans(), "bias") else None
+    y = b.aten("conv_transpose2d.input", x, w, bias, list(stride), list(padding), extra, groups, list(dilation))
+    b.check(y, some_box(data, b.node(y)))
+
+
+@given(
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.tuples(st.integers(1, 15), st.integers(1, 15)),
+    st.integers(4, 8),
+    st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    st.data(),
+)
+def test_by_blocks(bench, some_box, noise, size, kernel, stride, padding, data):
+    extra = data.draw(st.tuples(st.integers(0, stride - 1), st.integers(0, stride - 1)), "output padding")
+    out = [(n - 1) * stride - 2 * p + k + e for n, p, k, e in zip(size, padding, kernel, extra, strict=True)]
+    assume(min(out) >= 1)
+    b = bench()
+    x, w = b.field(noise(1, 2, *size).float()), b.weight(noise(2, 3, *kernel).float())
+    bias = b.weight(noise(3).float()) if data.draw(st.booleans(), "bias") else None
+    y = b.aten("conv_transpose2d.input", x, w, bias, [stride, stride], list(padding), list(extra))
+    b.check(y, some_box(data, b.node(y)), tolerance=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stride", "groups", "channels", "blocks"),
+    [
+        (torch.float32, (8, 8), 1, 3, True),
+        (torch.float64, (8, 8), 1, 3, False),
+        (torch.float32, (2, 2), 1, 3, False),
+        (torch.float32, (8, 4), 1, 3, False),
+        (torch.float32, (8, 8), 2, 4, False),
+        (torch.float32, (8, 8), 1, 64, False),
+    ],
+)
+def test_where_blocks_are_used(bench, dtype, stride, groups, channels, blocks):
+    from gigagrad.graphs import Call
+
+    b = bench()
+    x = b.field(torch.ones(1, channels, 3, 3, dtype=dtype))
+    w = b.weight(torch.ones(channels, channels // groups, 9, 9, dtype=dtype))
+    y = b.aten("conv_transpose2d.input", x, w, None, list(stride), [0, 0], [0, 0], groups)
+    assert lookup(ROW)._suits_blocks(Call(b.node(y), (b.node(x), b.node(w)))) is blocks

@@ -1,0 +1,111 @@
+"""Convolution and pooling on crops."""
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gigagrad.boxes import Span
+from gigagrad.graphs.rows.windows import Window, inside_or_nearest
+from gigagrad.graphs.table import Refused
+
+small = st.integers(0, 3)
+pairs = st.tuples(small, small)
+strides = st.tuples(st.integers(1, 4), st.integers(1, 4))
+sides = st.tuples(st.integers(1, 14), st.integers(1, 14))
+
+
+@given(sides, st.tuples(st.integers(1, 5), st.integers(1, 5)), strides, pairs, strides, st.sampled_from([1, 2]), st.data())
+def test_convolution(bench, some_box, noise, size, kernel, stride, padding, dilation, groups, data):
+    fits = all(s + 2 * p >= d * (k - 1) + 1 for s, p, d, k in zip(size, padding, dilation, kernel, strict=True))
+    assume(fits)
+    b = bench()
+    x, w = b.field(noise(1, 2, *size)), b.weight(noise(4, 2 // groups, *kernel))
+    bias = b.weight(noise(4)) if data.draw(st.booleans()) else None
+    y = b.aten("conv2d.default", x, w, bias, list(stride), list(padding), list(dilation), groups)
+    b.check(y, some_box(data, b.node(y)))
+
+
+@given(sides, st.tuples(st.integers(1, 4), st.integers(1, 4)), st.sampled_from(["same", "valid"]), st.data())
+def test_convolution_with_named_padding(bench, some_box, noise, size, kernel, padding, data):
+    dilation = data.draw(st.tuples(st.integers(1, 2), st.integers(1, 2)))
+    assume(padding == "same" or all(s > d * (k - 1) for s, d, k in zip(size, dilation, kernel, strict=True)))
+    b = bench()
+    x, w = b.field(noise(1, 1, *size)), b.weight(noise(2, 1, *kernel))
+    y = b.aten("conv2d.padding", x, w, None, [1, 1], padding, list(dilation))
+    b.check(y, some_box(data, b.node(y)))
+
+
+@given(sides, st.tuples(st.integers(2, 5), st.integers(2, 5)), strides, st.booleans(), st.data())
+def test_max_pooling(bench, some_box, noise, size, kernel, stride, ceil_mode, data):
+    padding = [data.draw(st.integers(0, k // 2)) for k in kernel]
+    dilation = data.draw(st.sampled_from([[1, 1], [2, 1]]))
+    assume(all(s + 2 * p > d * (k - 1) for s, p, d, k in zip(size, padding, dilation, kernel, strict=True)))
+    b = bench()
+    y = b.aten("max_pool2d.default", b.field(noise(1, 2, *size)), list(kernel), list(stride), padding, dilation, ceil_mode)
+    assume(b.values[y.id].isfinite().all())  # a window of nothing but padding has no maximum and no gradient
+    b.check(y, some_box(data, b.node(y)))
+
+
+@given(sides, st.tuples(st.integers(1, 5), st.integers(1, 5)), strides, st.booleans(), st.booleans(), st.data())
+def test_average_pooling(bench, some_box, noise, size, kernel, stride, ceil_mode, include, data):
+    padding = [data.draw(st.integers(0, k // 2)) for k in kernel]
+    divisor = data.draw(st.sampled_from([None, 3]))
+    assume(all(s + 2 * p >= k for s, p, k in zip(size, padding, kernel, strict=True)))
+    b = bench()
+    x = b.field(noise(1, 2, *size))
+    y = b.aten("avg_pool2d.default", x, list(kernel), list(stride), padding, ceil_mode, include, divisor)
+    b.check(y, some_box(data, b.node(y)))
+
+
+def test_a_pool_without_a_stride_steps_by_its_kernel(bench, noise):
+    b = bench()
+    y = b.aten("avg_pool2d.default", b.field(noise(1, 1, 9, 9)), [3, 2])
+    assert b.check(y, (Span(1, 2), Span(2, 4)))[0] == (Span(3, 6), Span(4, 8))
+
+
+@given(st.integers(1, 7), st.integers(1, 5), small, st.integers(1, 3), st.integers(-5, 20), st.integers(1, 9))
+def test_reads_and_writers_are_what_the_definition_says(kernel, stride, padding, dilation, start, length):
+    window, out = Window(kernel, stride, padding, dilation), Span(start, start + length)
+    taps = {o * stride - padding + j * dilation for o in range(out.start, out.stop) for j in range(kernel)}
+    assert window.reads(out) == Span(min(taps), max(taps) + 1)
+    # Transposed: input i writes to i s - p + j d. Every one that meets `out` lies in the span, the ends included.
+    inputs = range(-60, 90)
+    writers = [i for i in inputs if any(start <= i * stride - padding + j * dilation < out.stop for j in range(kernel))]
+    assert all(window.writers(out).start <= i < window.writers(out).stop for i in writers)
+
+
+def test_reads_nothing_but_padding():
+    assert inside_or_nearest(Span(-4, -1), 5) == Span(0, 1)
+    assert inside_or_nearest(Span(7, 9), 5) == Span(4, 5)
+
+
+def test_same_padding_with_a_stride_is_refused(bench, noise):
+    b = bench()
+    with pytest.raises((Refused, RuntimeError)):
+        b.aten("conv2d.padding", b.field(noise(1, 1, 9, 9)), b.weight(noise(1, 1, 3, 3)), None, [2, 2], "same")
+
+
+def test_weights_that_are_fields_are_refused(bench, noise):
+    b = bench()
+    with pytest.raises(Refused, match="depends on the image"):
+        b.aten("conv2d.default", b.field(noise(1, 1, 9, 9)), b.field(noise(1, 1, 3, 3)))
+
+
+def test_max_pooling_of_negative_pixels_ignores_the_padding(bench, noise):
+    b = bench()
+    y = b.aten("max_pool2d.default", b.field(-1 - noise(1, 1, 7, 7).abs()), [3, 3], [2, 2], [1, 1])
+    b.check(y, (Span(0, 4), Span(0, 4)))
+    assert (b.values[y.id] < 0).all()
+
+
+def test_predicted_workspace_grows_with_the_crop(bench, noise):
+    from gigagrad.graphs import Call, lookup
+
+    b = bench()
+    x, w = b.field(noise(1, 1, 40, 40)), b.weight(noise(1, 1, 3, 3))
+    y = b.aten("conv2d.default", x, w)
+    call, row = Call(b.node(y), (b.node(x), b.node(w))), lookup("aten.conv2d.default")
+    small_crop = row.workspace_bytes(call, 64, ((Span(0, 10), Span(0, 10)), None))
+    assert 0 < small_crop < row.workspace_bytes(call, 900, ((Span(0, 32), Span(0, 32)), None))
+    assert torch.float64.itemsize * 9 * 64 <= small_crop

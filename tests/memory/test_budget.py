@@ -1,0 +1,58 @@
+"""Measured <= predicted <= budget for the whole process, each case in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+_ONE_STEP = """
+import json, sys
+import numpy as np
+import torch
+import gigagrad as gg
+from gigagrad.training.losses import bce
+
+name, height, width, memory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+torch.manual_seed(0)
+layers = {
+    "wide": lambda: torch.nn.Sequential(
+        gg.models.Normalise(), torch.nn.Conv2d(3, 32, 3, 2, 1), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3, 1, 1),
+        torch.nn.ReLU(), torch.nn.ConvTranspose2d(32, 1, 4, 2, 1)),
+    "paper": lambda: gg.models.resolve("paper-unet"),
+}
+model = layers[name]()
+image = np.broadcast_to(np.random.default_rng(0).integers(0, 255, (3, 1, width), dtype=np.uint8), (3, height, width))
+mask = np.broadcast_to(np.uint8(1), (1, height, width))
+engine = gg.compile(model, bce, memory=memory)
+plan = engine.plan(image, mask)
+for _ in range(2):
+    engine.backward(image, mask)
+run = engine.last_run
+print(json.dumps({"measured": run.peak_bytes, "predicted": plan.predicted_peak_bytes, "budget": run.budget_bytes,
+                  "tile": plan.tile, "tiles": plan.tile_count}))
+"""
+
+
+def run_step(name: str, height: int, width: int, memory: str) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _ONE_STEP, name, str(height), str(width), memory],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "height", "width", "memory"),
+    [("paper", 4001, 6003, "1 GiB"), ("paper", 3000, 3000, "512 MiB"), ("wide", 1502, 2004, "800 MiB")],
+)
+def test_a_step_stays_below_prediction_and_budget(name: str, height: int, width: int, memory: str) -> None:
+    result = run_step(name, height, width, memory)
+    assert result["measured"] <= result["predicted"] <= result["budget"]
+    assert result["tiles"] > 1

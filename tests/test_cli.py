@@ -1,0 +1,277 @@
+"""The command line: its words are frozen here, and each command does what it says."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tifffile
+
+from gigagrad.cli import main
+from gigagrad.cli.parser import build_parser
+from gigagrad.images import open_image, write_label
+from gigagrad.models import resolve, save_model
+
+WORDS = {
+    "demo": "--memory --out --quick --slides",
+    "label": "--mpp --out --overwrite SLIDE",
+    "plan": "--channels --device --json --loss --memory --model --predict --size",
+    "fit": (
+        "--config --device --epochs --learning-rate --level --loss --memory --model --no-augment --out --overwrite "
+        "--seed --slides"
+    ),
+    "predict": (
+        "--classes --device --level --memory --mpp --out --overwrite --run --slides --split --target-mpp --threshold"
+    ),
+    "evaluate": "--classes --device --json --memory --predictions --run --slides --split",
+    "report": "--out --predictions --run",
+    "doctor": "",
+}
+
+
+def subcommands():
+    actions = build_parser()._actions
+    return next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices
+
+
+def lines(text):
+    return [line for line in text.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """An untrained network, saved as a run would save it."""
+    folder = tmp_path_factory.mktemp("run")
+    save_model(folder / "best.pt", "paper-unet", resolve("paper-unet"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cohort(jpeg_slide, tmp_path_factory):
+    """One test slide, labelled by the recipe."""
+    folder = tmp_path_factory.mktemp("cohort")
+    with open_image(jpeg_slide) as slide:
+        write_label(slide, folder / "small.tif")
+    table = folder / "cohort.csv"
+    table.write_text(f"slide,mask,split\n{jpeg_slide},small.tif,test\n")
+    return table
+
+
+def test_the_words_of_the_command_line_are_frozen():
+    found = {}
+    for name, parser in subcommands().items():
+        words = [a.option_strings[-1] if a.option_strings else a.metavar for a in parser._actions if a.dest != "help"]
+        found[name] = " ".join(sorted(words))
+    assert found == WORDS
+
+
+@pytest.mark.parametrize("command", ["", *WORDS])
+def test_help_teaches_every_command(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: gigagrad {command}".strip())
+    for word in WORDS.get(command, " ".join(WORDS)).split():
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "COMMAND"),
+        (["train"], "invalid choice: 'train'"),
+        (["fit", "--slide", "c.csv"], "unrecognized arguments: --slide"),
+        (["plan", "--model", "paper-unet", "--size", "16000"], "HEIGHTxWIDTH"),
+        (["plan", "--model", "paper-unet", "--size", "160x160", "--memory", "lots"], "'2 GiB'"),
+        (["fit"], "--slides"),
+        (["evaluate", "--slides", "c.csv"], "--run --predictions"),
+    ],
+)
+def test_a_command_line_that_says_nothing_sensible_gets_one_line(argv, said, capsys):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(lines(err)) == 1
+    assert err.startswith("gigagrad: error: ")
+    assert said in err
+
+
+def test_label_needs_no_pytorch_and_help_needs_nothing(jpeg_slide, tmp_path):
+    check = (
+        "import sys; from gigagrad.cli import main\n"
+        "loaded = lambda: {'torch', 'cv2', 'matplotlib', 'rich'} & set(sys.modules)\n"
+        "from gigagrad.cli.parser import build_parser; build_parser().format_help(); assert not loaded(), loaded()\n"
+        "assert main(['label', sys.argv[1], '--out', sys.argv[2]]) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", check, jpeg_slide, tmp_path / "masks"], check=True, capture_output=True)
+    assert (tmp_path / "masks" / "small.tif").exists()
+
+
+def test_label_keeps_what_is_there_unless_told_otherwise(jpeg_slide, tmp_path, capsys):
+    command = ["label", str(jpeg_slide), "--out", str(tmp_path / "masks"), "--mpp", "0.25"]
+    assert main(command) == 0
+    mask = tmp_path / "masks" / "small.tif"
+    assert lines(capsys.readouterr().out)[-1] == str(mask)
+    with open_image(mask) as written:
+        assert (written.shape, written.mpp) == ((1, 700, 900), pytest.approx(0.25))
+    mask.write_bytes(b"mine")
+    assert main(command) == 0
+    assert mask.read_bytes() == b"mine"
+    assert main([*command, "--overwrite"]) == 0
+    assert mask.read_bytes() != b"mine"
+
+
+def test_label_refuses_two_slides_of_one_name_and_to_replace_a_slide(jpeg_slide, tmp_path, capsys):
+    twin = tmp_path / "small.tiff"
+    twin.write_bytes(jpeg_slide.read_bytes())
+    assert main(["label", str(jpeg_slide), str(twin), "--out", str(tmp_path / "masks")]) == 2
+    assert "rename one" in capsys.readouterr().err
+    assert main(["label", str(jpeg_slide), "--out", str(jpeg_slide.parent), "--overwrite"]) == 2
+    assert "replace the slide" in capsys.readouterr().err
+    assert not (tmp_path / "masks").exists()
+
+
+def test_plan_prints_a_table_for_a_size_no_memory_could_hold(capsys):
+    assert main(["plan", "--model", "paper-unet", "--size", "16000x64000", "--memory", "64GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "16000 x 64000 px (1.02 Gpx)" in text
+    assert "budget 64 GiB" in text
+
+
+def test_plan_as_json_and_for_prediction(capsys):
+    assert main(["plan", "--model", "paper-unet", "--size", "320x480", "--predict", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["image_shape"][-2:] == [320, 480]
+    assert [each["phase"] for each in made["passes"]] == ["forward"]
+
+
+def test_fit_takes_settings_from_a_file_and_flags_win(cohort, tmp_path, monkeypatch, capsys):
+    from gigagrad import training
+
+    seen = []
+
+    def fit(config, listeners, *, overwrite):
+        seen.append((config, overwrite))
+        return training.FitResult(
+            out=tmp_path, metric="dice", scores={"a": 0.5, "b": 0.7}, epochs=3, steps=9, best_epoch=2, best_loss=0.1
+        )
+
+    monkeypatch.setattr(training, "fit", fit)
+    settings = tmp_path / "settings" / "run.yaml"
+    settings.parent.mkdir()
+    settings.write_text("slides: here.csv\nepochs: 7\nseed: 3\n")
+    monkeypatch.chdir(tmp_path)
+    argv = ["fit", "--config", str(settings), "--out", "runs/a", "--epochs", "9", "--no-augment", "--overwrite"]
+    assert main(argv) == 0
+    config, overwrite = seen[0]
+    assert (config.slides, config.out) == (str(settings.parent / "here.csv"), str(tmp_path / "runs/a"))
+    assert (config.epochs, config.seed, config.augment, overwrite) == (9, 3, False, True)
+    assert "test Dice 0.6000 +/- 0.1414 over 2 slides" in capsys.readouterr().out
+
+
+def test_predict_evaluate_and_report_from_a_run(cohort, run_dir, tmp_path, capsys):
+    out = str(tmp_path / "predictions")
+    assert main(["predict", "--run", str(run_dir), "--slides", str(cohort), "--out", out]) == 0
+    assert f"1 of 1 slides are in {out}" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "predictions").rglob("small.*")} == {
+        "small.tif", "small.geojson", "small.png"
+    }  # fmt: skip
+
+    assert main(["evaluate", "--run", str(run_dir), "--slides", str(cohort), "--json"]) == 0
+    streamed = json.loads(capsys.readouterr().out)
+    assert main(["evaluate", "--predictions", out, "--slides", str(cohort), "--split", "all", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == streamed
+    assert streamed["dice"].keys() == {"small"}
+    assert main(["evaluate", "--predictions", out, "--slides", str(cohort)]) == 0
+    assert f"{streamed['mean']:.4f} +/- 0.0000" in capsys.readouterr().out
+
+    page = tmp_path / "report.html"
+    assert main(["report", "--run", str(run_dir), "--predictions", out, "--out", str(page)]) == 0
+    assert capsys.readouterr().out.strip() == str(page)
+    assert "data:image" in page.read_text()
+
+
+def test_target_mpp_chooses_the_level_of_each_slide(cohort, run_dir, tmp_path, capsys):
+    """The slide has 0.5, 1 and 2 um/px."""
+    out = tmp_path / "predictions"
+    command = ["predict", "--run", str(run_dir), "--slides", str(cohort), "--target-mpp"]
+    assert main([*command, "1.1", "--out", str(out)]) == 0
+    mask = tifffile.imread(out / "masks" / "small.tif")
+    assert mask.shape == (350, 450)
+    assert json.loads((out / "predictions.json").read_text())["slides"][0]["mpp"] == pytest.approx(1.0, rel=1e-3)
+    capsys.readouterr()
+    assert main([*command, "8", "--out", str(out), "--overwrite"]) == 2
+    assert "no level near 8 um/px; its levels have 0.5, 1, 2" in capsys.readouterr().err
+
+
+def test_evaluating_a_slide_without_a_mask_uses_the_recipe(cohort, jpeg_slide, run_dir, tmp_path, capsys):
+    table = tmp_path / "cohort.csv"
+    table.write_text(f"slide,mask,split\n{jpeg_slide},,test\n")
+    results = []
+    for each in (cohort, table):
+        assert main(["evaluate", "--run", str(run_dir), "--slides", str(each), "--json"]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0] == results[1]
+
+
+def test_doctor_fails_when_a_check_does(monkeypatch, capsys):
+    from gigagrad.reports import doctor
+
+    monkeypatch.setattr(doctor, "_CHECKS", {"Python": doctor._python})
+    monkeypatch.setattr(doctor, "_OPTIONAL", {})
+    assert main(["doctor"]) == 0
+    assert "Python" in capsys.readouterr().out
+    broken = doctor.Check("Codecs", "failed", "lacks JPEG", "reinstall imagecodecs")
+    monkeypatch.setattr(doctor, "_CHECKS", {"Codecs": lambda folder: broken})
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "gigagrad: error: Codecs: lacks JPEG; reinstall imagecodecs\n"
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
+    from gigagrad.images import labelling
+
+    def interrupted(*args, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(labelling, "label_slides", interrupted)
+    assert main(["label", "a.svs", "--out", "masks"]) == 130
+    assert capsys.readouterr().err == (
+        "gigagrad: interrupted; give the same command again to go on from what is finished\n"
+    )
+
+
+def test_our_own_faults_are_one_line_too_and_traceback_shows_where(monkeypatch, capsys):
+    from gigagrad.images import labelling
+
+    def broken(*args, **settings):
+        raise AssertionError("two\nlines")
+
+    monkeypatch.setattr(labelling, "label_slides", broken)
+    command = ["label", "a.svs", "--out", "masks"]
+    assert main(command) == 1
+    assert len(lines(capsys.readouterr().err)) == 1
+    with pytest.raises(AssertionError):
+        main(["--traceback", *command])
+
+
+def test_a_guessed_resolution_is_one_line_of_warning(tmp_path, capsys):
+    """Only an Aperio description names the objective and nothing else."""
+    slide = tmp_path / "guess.svs"
+    tifffile.imwrite(
+        slide,
+        np.full((256, 256, 3), 200, np.uint8),
+        tile=(128, 128),
+        photometric="rgb",
+        description="Aperio Image Library v1\n256x256 |AppMag = 20",
+        metadata=None,
+    )
+    assert main(["label", str(slide), "--out", str(tmp_path / "masks")]) == 0
+    out, err = capsys.readouterr()
+    assert len(lines(err)) == 1
+    assert err.startswith("gigagrad: warning: guess")
+    assert "10 / its 20x objective" in err
+    assert "warning" not in out
