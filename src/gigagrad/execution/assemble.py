@@ -15,10 +15,10 @@ from gigagrad.errors import ModelError
 def assemble(tiles: Iterable[tuple[Box, NDArray[Any]]], height: int, width: int) -> Iterator[NDArray[Any]]:
     """Join tiles into strips `(h_i, width, ...)` that cover `[0, height)` from top to bottom.
 
-    `tiles` are disjoint boxes with their `(h, w)` or `(h, w, C)` arrays, row by row and left to right, all of one row equally high.
-    One strip (a row of tiles) is held at a time; a strip is a fresh array, so the receiver may keep it. A strip leaves
-    only when the next tile is there or there is none, so `tiles` has come to its end before the last strip is given
-    away: a receiver that stops asking then, as TIFF writers do, cuts nothing off.
+    `tiles` are disjoint boxes with their `(h, w)` or `(h, w, C)` arrays, row by row and left to right, all of one row
+    equally high. One strip (a row of tiles) is held at a time; a strip is a fresh array, so the receiver may keep it.
+    A strip leaves only when the next tile is there or there is none, so `tiles` has come to its end before the last
+    strip is given away: a receiver that stops asking then, as TIFF writers do, cuts nothing off.
 
     Raises `ModelError` when the tiles cover another area, as those of a model do that changes the image's size.
     """

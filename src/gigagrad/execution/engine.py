@@ -332,7 +332,7 @@ def _fingerprint(module: nn.Module) -> int:
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """What a module's forward may read of itself besides tensors: plain values (`training` among them) and functions."""
+    """What a forward may read of its module besides tensors: plain values (`training` among them) and functions."""
     settings: list[tuple[str, Any]] = []
     for name, value in vars(module).items():
         if value is None or isinstance(value, _PLAIN):

@@ -176,7 +176,7 @@ class Run:
         boundary = {}
         for i in stage.globals:
             value = self._values[i].detach()
-            if layout and value.ndim == 4:
+            if layout and value.ndim == 4 and value.is_contiguous():  # an expanded view stays one
                 value = value.contiguous(memory_format=torch.channels_last)
             boundary[i] = value.requires_grad_(gradients and self._graph[i].differentiable)
         return boundary
@@ -186,7 +186,9 @@ class Run:
         return read_ahead((grid[i] for i in grid.order()), lambda tile: self._read(stage, tile))
 
     def _read(self, stage: Stage, tile: TileGeometry) -> Crops:
-        layout = getattr(torch, "channels_last" if self._prepared.plan.memory_format == "channels_last" else "contiguous_format")
+        layout = getattr(
+            torch, "channels_last" if self._prepared.plan.memory_format == "channels_last" else "contiguous_format"
+        )
         crops = {}
         for i in stage.images:
             box = tile.box(i)

@@ -90,9 +90,7 @@ class StageProgram:
         return row.run(call, arguments, Site(out, operands))
 
 
-def _crop(
-    graph: Graph, node_id: int, value: torch.Tensor, tile: TileGeometry, y: Span, x: Span
-) -> torch.Tensor:
+def _crop(graph: Graph, node_id: int, value: torch.Tensor, tile: TileGeometry, y: Span, x: Span) -> torch.Tensor:
     """The part `[y) x [x)` of a computed crop, as a view."""
     axes = graph[node_id].axes
     assert axes is not None

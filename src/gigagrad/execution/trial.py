@@ -14,8 +14,8 @@ from gigagrad.plans import Grid, Stage
 _ROUNDS = 5
 _WINS_NEEDED = 4
 _CLEARLY = 0.85
-"""Contiguous must take at most this share of channels_last's time, in most rounds, to be taken: on a busy machine single
-timings are off by large factors, and the choice should not flicker."""
+"""Contiguous must take at most this share of channels_last's time, in most rounds, to be taken: on a busy machine
+single timings are off by large factors, and the choice should not flicker."""
 
 
 def trial_seconds(prepared: Prepared, memory_format: str) -> float:
@@ -58,7 +58,12 @@ def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torc
         sums = program.partial_sums(program.run(tile, crops, boundary))
     outputs = [value for value in sums.values() if value.requires_grad]
     if outputs:
-        torch.autograd.grad(outputs, [b for b in boundary.values() if b.requires_grad], [torch.ones_like(o) for o in outputs], allow_unused=True)
+        torch.autograd.grad(
+            outputs,
+            [b for b in boundary.values() if b.requires_grad],
+            [torch.ones_like(o) for o in outputs],
+            allow_unused=True,
+        )
     if prepared.device.type == "cuda":
         torch.cuda.synchronize(prepared.device)
     return time.perf_counter() - start

@@ -7,16 +7,19 @@ and the captured graph holds every value's true whole-image shape.
 from __future__ import annotations
 
 import copy
+import sys
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import traceback as fx_traceback
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -32,6 +35,7 @@ assert rows.__all__, "importing the rows fills the operator table"
 
 _IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range"})
 _MODEL, _LOSS = "model", "loss"
+_SOURCE = "gigagrad source"
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib").replace("\\", "/")
 
 
@@ -44,17 +48,20 @@ class InputSpec:
     field: bool
 
 
-class _DetachWithoutGrad(TorchFunctionMode):
-    """Writes `torch.no_grad` and `torch.inference_mode` regions into the graph: what they compute is detached.
+class _Observed(TorchFunctionMode):
+    """Writes into the traced graph what export would leave out.
 
-    An exported graph has no regions; without this, gradients would flow where autograd stops them.
+    - The user's line of every call: export keeps frames of functions named `forward` only.
+    - `torch.no_grad` and `torch.inference_mode` regions: what they compute is detached. An exported graph has no
+      regions, and gradients would flow where autograd stops them.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled():
-            return result
-        return tree_map_only(torch.Tensor, lambda made: made.detach() if made.is_floating_point() else made, result)
+        with fx_traceback.annotate({_SOURCE: _user_line(sys._getframe(1))}):
+            result = func(*args, **(kwargs or {}))
+            if torch.is_grad_enabled():
+                return result
+            return tree_map_only(torch.Tensor, lambda made: made.detach() if made.is_floating_point() else made, result)
 
 
 class Composite(nn.Module):
@@ -67,7 +74,7 @@ class Composite(nn.Module):
         self.training = model.training
 
     def forward(self, image: torch.Tensor, target: torch.Tensor | None = None) -> Any:
-        with _DetachWithoutGrad():
+        with _Observed():
             output = self.model(image)
             return output if self.loss is None else self.loss(output, target)
 
@@ -86,7 +93,7 @@ def capture(
     composite = Composite(model, loss)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     home = next((tensor.device for tensor in _tensors(composite)), torch.device("cpu"))
-    with _quietly(), torch.inference_mode(False), torch.enable_grad():
+    with _quietly(), fx_traceback.preserve_node_meta(), torch.inference_mode(False), torch.enable_grad():
         with mode:
             inputs = [
                 torch.empty(spec.shape, dtype=spec.dtype, device=home) for spec in (image, target) if spec is not None
@@ -149,6 +156,13 @@ def _explain(error: Exception) -> CaptureError:
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return CaptureError(f"cannot capture the model or the loss{where}: {type(error).__name__}: {reason}")
+
+
+def _user_line(frame: FrameType | None) -> str:
+    """`file:line` of the innermost frame that is the user's."""
+    while frame is not None and not _is_user_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def _is_user_code(filename: str) -> bool:
@@ -246,12 +260,7 @@ def _origin(node: torch.fx.Node) -> Origin:
     stack = node.meta.get("nn_module_stack") or {}
     path = next((path for path, _ in reversed(list(stack.values())) if path), "")
     path = "" if path == _LOSS else path.removeprefix(f"{_MODEL}.") if path != _MODEL else "model"
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
-    for frame in reversed(frames):
-        filename, _, rest = frame.removeprefix('File "').partition('", line ')
-        if _is_user_code(filename):
-            return Origin(path, f"{filename}:{rest.split(',')[0]}")
-    return Origin(path)
+    return Origin(path, (node.meta.get("custom") or {}).get(_SOURCE, ""))
 
 
 def _output(

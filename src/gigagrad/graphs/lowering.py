@@ -15,6 +15,7 @@ import torch
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import Ref, references
 from gigagrad.graphs.rows.pointwise import PIXEL_LOSSES
+from gigagrad.graphs.rows.resampling import RESIZING
 from gigagrad.graphs.table import Refused
 
 Lowering = Callable[[Builder, str, dict[str, Any]], Any]
@@ -112,6 +113,34 @@ def _stack(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     return builder.aten("cat.default", parts, arguments["dim"])
 
 
+def _cat(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    """Joined to fields, a value without spatial axes (DeepLab's upsampled image pooling) becomes a field of constants."""
+    parts: list[Ref] = arguments["tensors"]
+    field = next((part for part in parts if builder.is_field(part)), None)
+    rank = len(builder.node(parts[0]).shape)
+    if field is None or all(builder.is_field(part) for part in parts) or arguments["dim"] % rank != 1:
+        return builder.call(op, arguments)
+    plane = builder.aten("slice.Tensor", field, 1, 0, 1, 1)
+
+    def spread(part: Ref) -> Ref:
+        node = builder.node(part)
+        if node.is_field:
+            return part
+        zeros = builder.aten("zeros_like.default", plane, dtype=node.dtype)
+        return builder.aten("add.Tensor", zeros, node.arguments["self"] if node.op == "aten.expand.default" else part)
+
+    return builder.call(op, {**arguments, "tensors": [spread(part) for part in parts]})
+
+
+def _upsample(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    """One pixel, resized: the same value everywhere, which as a view takes no memory."""
+    node = builder.node(arguments["input"])
+    resized = builder.call(op, arguments)
+    if node.is_field or node.shape[-2:] != (1, 1):
+        return resized
+    return builder.aten("expand.default", arguments["input"], list(builder.node(resized).shape))
+
+
 def _broadcast(builder: Builder, op: str, arguments: dict[str, Any]) -> list[Ref]:
     shape = tuple(torch.broadcast_shapes(*(builder.node(part).shape for part in arguments["tensors"])))  # type: ignore[no-untyped-call]
     return [
@@ -162,6 +191,7 @@ _REFUSALS = {
 _STRUCTURE: dict[str, Lowering] = {
     "aten.batch_norm.default": _batch_norm,
     "aten.broadcast_tensors.default": _broadcast,
+    "aten.cat.default": _cat,
     "aten.chunk.default": _split,
     "aten.copy.default": _copy,
     "aten.max_pool2d_with_indices.default": _pool_with_indices,
@@ -169,6 +199,7 @@ _STRUCTURE: dict[str, Lowering] = {
     "aten.split_with_sizes.default": _split,
     "aten.stack.default": _stack,
     "aten.unbind.int": _split,
+    **{op: _upsample for op in RESIZING},
 }
 """Rewritten wherever they stand: several outputs become several nodes."""
 

@@ -123,15 +123,17 @@ def _roomy(needed_bytes: int) -> int:
     """A budget to recommend: some MiB to spare, because a process never starts twice with the same size, and rounded
     up to a number that survives being printed with three digits and typed in again.
     """
-    step = max(16 * 2**20, 2 ** (needed_bytes.bit_length() - 6))
+    step = max(16 * 2**20, 1 << (needed_bytes.bit_length() - 6))
     return -(-(needed_bytes + 8 * 2**20) // step) * step
 
 
 def _parameter_bytes(graph: Graph, *, backward: bool) -> int:
-    """The plain gradient, the float64 sum and one tile's contribution of every parameter; a copy in working layout."""
+    """Of every parameter and every global value made from them: the value or its copy in working layout, and, where it
+    has one, the plain gradient, the float64 sum and one tile's contribution.
+    """
     total = 0
     for node in graph.nodes:
-        if node.op == "parameter":
+        if node.op == "parameter" or not (node.is_field or node.is_source):
             total += node.nbytes
             if backward and node.differentiable:
                 total += 2 * node.nbytes + 8 * prod(node.shape)

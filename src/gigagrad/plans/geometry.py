@@ -109,7 +109,8 @@ def axis_geometry(calls: list[Call], axis: int, wanted: dict[int, Span]) -> Axis
         operand_spans[call.node.id] = needs
         for operand, need in zip(call.operands, needs, strict=True):
             if need is not None:
-                assert not need.empty and need.within(Span(0, operand.size(axis))), (call.node.op, out, need)
+                assert not need.empty, (call.node.op, out, need)
+                assert need.within(Span(0, operand.size(axis))), (call.node.op, out, need)
                 spans[operand.id] = need.hull(spans.get(operand.id))
     return AxisGeometry(spans, operand_spans, wanted)
 

@@ -38,7 +38,7 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
     if not backward:
         return peak
 
-    cotangents: dict[int, int] = {i: size[i] for i in run if not pending.get(i) and graph[i].differentiable}
+    cotangents: dict[int, int] = {i: size[i] for i in run if i not in pending and graph[i].differentiable}
     released: set[int] = set()
     last_saver = {i: _first_saver(graph, run, i) for i in saved}
     for node_id in reversed(run):
@@ -62,10 +62,11 @@ def worst_tile(grid: Grid) -> TileGeometry:
     chosen = []
     for axis in (0, 1):
         count = grid.shape[axis]
-        sample = range(count) if count <= 24 else sorted({*range(6), count // 2, count // 2 + 1, *range(count - 6, count)})
-        chosen.append(
-            max(sample, key=lambda i, axis=axis: sum(s.length for s in grid.axis_geometry(axis, i).spans.values()))  # type: ignore[misc]
+        sample = (
+            range(count) if count <= 24 else sorted({*range(6), count // 2, count // 2 + 1, *range(count - 6, count)})
         )
+        lengths = {i: sum(s.length for s in grid.axis_geometry(axis, i).spans.values()) for i in sample}
+        chosen.append(max(lengths, key=lengths.__getitem__))
     return grid[chosen[0] * grid.shape[1] + chosen[1]]
 
 

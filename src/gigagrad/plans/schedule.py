@@ -80,8 +80,8 @@ def make_passes(graph: Graph, stages: tuple[Stage, ...], *, backward: bool) -> t
         return tuple(forward)
     needing = [stage for stage in stages if differentiable_reductions(graph, stage)]
     passes = forward
-    if needing and needing[-1] is stages[-1]:
-        if last_cotangents(graph, stages[-1]) is not Cotangents.AFTER_FORWARD:
-            passes = [*forward[:-1], Pass(stages[-1].index, "one pass")]
-            needing = needing[:-1]
+    last = stages[-1]
+    if last in needing and last_cotangents(graph, last) is not Cotangents.AFTER_FORWARD:
+        passes = [*forward[:-1], Pass(last.index, "one pass")]
+        needing = needing[:-1]
     return (*passes, *(Pass(stage.index, "backward") for stage in reversed(needing)))

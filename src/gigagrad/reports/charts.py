@@ -84,7 +84,10 @@ def loss_chart(run: RunData) -> str | None:
         values = np.concatenate([train[:, 1], val[:, 1]])
         if values.min() > 0 and values.max() > 30 * values.min():
             ax.set_yscale("log")
-        _finish(ax, "training step")
+            # Powers as mathematical text would reach the page as its source.
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter("")
+        _finish(ax, "training step", columns=2)
     return svg()
 
 

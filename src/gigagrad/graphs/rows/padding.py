@@ -65,6 +65,12 @@ class Padding(Row):
 
         return per_operand(call, need)
 
+    def workspace_bytes(
+        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
+    ) -> int:
+        """The other axis' result, where pixels are copied one axis after the other."""
+        return 0 if call["mode"] == "constant" else call.node.bytes_per_pixel * out_pixels
+
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         crop: torch.Tensor = arguments["self"]
         mode = call["mode"]

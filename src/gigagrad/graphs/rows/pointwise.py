@@ -22,10 +22,19 @@ def _size_at(shape: tuple[int, ...], axis: int) -> int:
 
 
 class Broadcasting(Row):
-    """Elementwise operators whose tensor operands broadcast against each other."""
+    """Elementwise operators whose tensor operands broadcast against each other.
 
-    def __init__(self, saved: Saved) -> None:
+    `temporaries`: how many results of the output's size their derivative formulas hold between the first and the last.
+    """
+
+    def __init__(self, saved: Saved, temporaries: int = 0) -> None:
         self.saved = saved
+        self._temporaries = temporaries
+
+    def workspace_bytes(
+        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
+    ) -> int:
+        return self._temporaries * call.node.bytes_per_pixel * out_pixels
 
     def axes(self, call: Call, rank: int) -> Axes:
         axes = common_axes(call)
@@ -104,6 +113,15 @@ class PerPosition(Row):
         return result
 
 
+class Folding(PerPosition):
+    """Operators whose output has fewer channels than what they compute on the way: some copies of their input."""
+
+    def workspace_bytes(
+        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
+    ) -> int:
+        return 3 * call.operands[0].bytes_per_pixel * out_pixels
+
+
 class ChannelLayer(PerPosition):
     """Layers with per-channel parameters; `channel` is the axis their parameters belong to."""
 
@@ -147,7 +165,16 @@ class LayerNorm(PerPosition):
         return axes
 
 
-class CrossEntropy(PerPosition):
+class ClassWeights(PerPosition):
+    """The weight of every position's class: looked up in a global table, as wide as there are classes."""
+
+    def workspace_bytes(
+        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
+    ) -> int:
+        return 2 * call.node.bytes_per_pixel * out_pixels
+
+
+class CrossEntropy(Folding):
     """Cross entropy and negative log likelihood without reduction: class axis 1 in, one value per position out."""
 
     def axes(self, call: Call, rank: int) -> Axes:
@@ -165,7 +192,8 @@ _UNARY_INPUT = (
     "hardtanh leaky_relu log log1p log2 log10 mish pow.Tensor_Scalar relu6 selu silu sin softplus softshrink celu "
     "hardshrink threshold atan asin acos log_sigmoid square erf"
 ).split()
-_UNARY_OUTPUT = "exp expm1 relu rsqrt sigmoid sqrt tan tanh reciprocal".split()
+_UNARY_OUTPUT = "exp expm1 relu sigmoid tanh".split()
+_UNARY_OUTPUT_CHAINED = "rsqrt sqrt tan reciprocal".split()
 _LINEAR = (
     "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor mul.Scalar div.Scalar div.Scalar_mode "
     "_to_copy alias clone contiguous detach floor lift_fresh_copy neg round sign trunc positive "
@@ -191,10 +219,11 @@ def _names(words: list[str]) -> list[str]:
     return [f"aten.{word}" if "." in word else f"aten.{word}.default" for word in words]
 
 
-register(Broadcasting(Saved.INPUTS), _names(_UNARY_INPUT + _BINARY_INPUTS + PIXEL_LOSSES))
+register(Broadcasting(Saved.INPUTS, 1), _names(_UNARY_INPUT + _CHOICE))
+register(Broadcasting(Saved.INPUTS, 2), _names(_BINARY_INPUTS + PIXEL_LOSSES))
 register(Broadcasting(Saved.OUTPUT), _names(_UNARY_OUTPUT))
+register(Broadcasting(Saved.OUTPUT, 2), _names(_UNARY_OUTPUT_CHAINED))
 register(Broadcasting(Saved.NOTHING), _names(_LINEAR + _NO_GRADIENT))
-register(Broadcasting(Saved.INPUTS), _names(_CHOICE))
 register(PerPosition(Saved.OUTPUT, "dim"), ["aten.softmax.int", "aten._softmax.default"])
 register(PerPosition(Saved.OUTPUT, "dim"), ["aten.log_softmax.int", "aten._log_softmax.default"])
 register(PerPosition(Saved.INPUTS, "dim"), ["aten.glu.default", "aten.cumsum.default"])
@@ -203,10 +232,10 @@ register(
     PerPosition(Saved.INPUTS, "dim", "keepdim"),
     ["aten.mean.dim", "aten.sum.dim_IntList", "aten.amax.default", "aten.amin.default", "aten.argmax.default"],
 )
-register(PerPosition(Saved.OUTPUT, "dim", "keepdim"), ["aten.logsumexp.default", "aten.linalg_vector_norm.default"])
+register(Folding(Saved.OUTPUT, "dim", "keepdim"), ["aten.logsumexp.default", "aten.linalg_vector_norm.default"])
 register(ChannelLayer(-1), ["aten.linear.default"])
 register(ChannelLayer(1), ["aten.prelu.default"])
 register(BatchNormEval(1), ["aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default"])
 register(LayerNorm(Saved.INPUTS), ["aten.layer_norm.default"])
 register(CrossEntropy(Saved.INPUTS), ["aten.cross_entropy_loss.default", "aten.nll_loss_nd.default"])
-register(PerPosition(Saved.NOTHING), ["gigagrad.class_weights"])
+register(ClassWeights(Saved.NOTHING), ["gigagrad.class_weights"])

@@ -20,7 +20,7 @@ from gigagrad.graphs.graph import Axes
 from gigagrad.graphs.rows.windows import require_nchw
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, per_operand, register
 
-_MODES = {
+RESIZING = {
     "aten.upsample_nearest2d.vec": "nearest",
     "aten._upsample_nearest_exact2d.vec": "nearest-exact",
     "aten.upsample_bilinear2d.vec": "bilinear",
@@ -109,7 +109,7 @@ class Resampling(Row):
     saved = Saved.NOTHING
 
     def axes(self, call: Call, rank: int) -> Axes:
-        if not call.node.dtype.is_floating_point and not _MODES[call.node.op].startswith("nearest"):
+        if not call.node.dtype.is_floating_point and not RESIZING[call.node.op].startswith("nearest"):
             raise Refused(f"it interpolates {call.node.dtype} pixels, with rounding of its own; convert to float before")
         return require_nchw(call)
 
@@ -117,7 +117,7 @@ class Resampling(Row):
     def resize(call: Call, axis: int) -> Resize:
         factors = call["scale_factors"]
         return Resize(
-            _MODES[call.node.op],
+            RESIZING[call.node.op],
             torch.float64 if call.node.dtype == torch.float64 else torch.float32,
             call.operands[0].size(axis),
             call.node.size(axis),
@@ -136,6 +136,18 @@ class Resampling(Row):
             index = torch.cat([_taps(resize, Span(o, o + 1))[0] for o in (out.start, out.stop - 1)])
             need = Span(int(index.min()), int(index.max()) + 1)
         return per_operand(call, lambda _: need)
+
+    def workspace_bytes(
+        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
+    ) -> int:
+        """With explicit weights: one copy for each tap, a product and two sums; of one axis, then of the other."""
+        if all(self.resize(call, axis).whole_factor for axis in (0, 1)) and "bicubic" not in call.node.op:
+            return 0
+        taps = {"nearest": 1, "nearest-exact": 1, "bilinear": 2, "bicubic": 4}[RESIZING[call.node.op]]
+        inside = operands[0]
+        assert inside is not None
+        pixels = max(out_pixels, inside[0].length * inside[1].length)
+        return (taps + 3) * call.node.bytes_per_pixel * pixels
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         resizes = [self.resize(call, axis) for axis in (0, 1)]
@@ -173,4 +185,4 @@ class Resampling(Row):
         return resized
 
 
-register(Resampling(), list(_MODES))
+register(Resampling(), list(RESIZING))

@@ -1,0 +1,142 @@
+"""The order of a run: passes, events, measurements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gigagrad as gg
+from gigagrad.events import StepMeasured, TileDone
+
+
+def events_of(engine):
+    seen = []
+    engine.events.subscribe(seen.append)
+    return seen
+
+
+def test_one_pass_reports_every_tile_and_then_the_step(net, bce, pair):
+    engine = gg.compile(net, bce, tile=(10, 10))
+    seen = events_of(engine)
+    engine.backward(pair.image, pair.target)
+    tiles, measured = seen[:-1], seen[-1]
+    assert tiles == [TileDone("backward", done, 12) for done in range(1, 13)]
+    assert isinstance(measured, StepMeasured)
+    assert measured is engine.last_run
+    assert (measured.phase, measured.pixels, measured.budget_bytes) == ("backward", 23 * 31, 0)
+    assert measured.peak_bytes > 0
+    assert measured.predicted_peak_bytes == engine.plan(pair.image, pair.target).predicted_peak_bytes
+
+
+def test_two_stages_run_forward_and_then_backward_in_reverse(gate, bce, pair):
+    engine = gg.compile(gate, bce, tile=(12, 31))
+    seen = events_of(engine)
+    engine.backward(pair.image, pair.target)
+    assert [event.phase for event in seen[:-1]] == ["forward"] * 2 + ["backward"] * 4
+    assert [event.done for event in seen[:-1]] == list(range(1, 7))
+    assert {event.total for event in seen[:-1]} == {6}
+
+
+def test_a_forward_with_loss_and_a_stream_report_forward_tiles(net, bce, pair):
+    engine = gg.compile(net, bce, tile=(12, 31))
+    seen = events_of(engine)
+    engine.forward(pair.image, pair.target)
+    assert seen[:-1] == [TileDone("forward", 1, 2), TileDone("forward", 2, 2)]
+    predictor = gg.compile(net, tile=(12, 31))
+    streamed = events_of(predictor)
+    predictor.forward(pair.image)
+    assert streamed[:-1] == seen[:-1]
+    assert streamed[-1].phase == "forward"
+
+
+def dice(o, t):
+    p = o.sigmoid()
+    return 1 - 2 * (p * t).sum() / (p.sum() + t.sum())
+
+
+class LearnedWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, o, t):
+        return F.mse_loss(o, t) * torch.exp(-self.weight) + self.weight
+
+
+LOSSES = {
+    "affine": lambda o, t: 3 * F.mse_loss(o, t) - o.sum() / 9,
+    "scaled": lambda o, t: torch.log(1 + F.mse_loss(o, t)),
+    "after forward": dice,
+    "sum of kinds": lambda o, t: F.binary_cross_entropy_with_logits(o, t) + dice(o, t),
+    "learned": LearnedWeight(),
+    "over a count": lambda o, t: (o * (t > 0.5)).sum() / (t > 0.5).sum(),
+    "no image": lambda o, t: t.mean() + 0 * o.sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("which", ["net", "gate"])
+def test_every_rule_for_cotangents_is_exact(request, which, loss, pair, whole, assert_exact):
+    model, function = request.getfixturevalue(which), LOSSES[loss]
+    value, expected = whole(model, function, pair.image, pair.target[None])
+    result = gg.compile(model, function, tile=(9, 11)).backward(pair.image, pair.target)
+    torch.testing.assert_close(result, value, rtol=1e-12, atol=1e-14)
+    assert_exact(model, expected)
+
+
+def test_parameters_reached_both_by_tiles_and_by_globals(pair, whole, assert_exact):
+    """A weight used in the convolution and, squared, in the loss's arithmetic."""
+
+    class Penalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(2, 1, 3, padding=1)
+
+        def forward(self, x):
+            return self.conv(x) * self.conv.weight.square().sum() + self.conv.bias.exp()[:, None, None]
+
+    torch.manual_seed(0)
+    model = Penalised().double()
+    loss = F.mse_loss
+    _, expected = whole(model, loss, pair.image, pair.target[None])
+    gg.compile(model, loss, tile=(4, 31)).backward(pair.image, pair.target)
+    assert_exact(model, expected)
+
+
+def test_three_stages_deep(pair, whole, assert_exact):
+    """Normalisation twice over: every stage's reductions depend on those of the stage before."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+
+        def forward(self, x):
+            for layer in (self.a, self.b):
+                x = layer(x)
+                x = x - x.mean((2, 3), keepdim=True)
+                x = x / (x.square().mean((2, 3), keepdim=True) + 1e-3).sqrt()
+            return x
+
+    torch.manual_seed(0)
+    model = Twice().double()
+    _, expected = whole(model, F.mse_loss, pair.image, pair.target[None])
+    engine = gg.compile(model, F.mse_loss, tile=(7, 12))
+    engine.backward(pair.image, pair.target)
+    assert len(engine.plan(pair.image, pair.target).stages) == 5
+    for name, parameter in model.named_parameters():
+        if "bias" not in name:  # a bias that normalisation removes has a gradient of rounding errors only
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-12)
+
+
+def test_float32_sums_do_not_drift(bce):
+    """Partial sums are float32, their totals float64: a thousand tiles agree with double precision."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, 1, 3, padding=1)
+    image, target = torch.rand(1, 320, 320), torch.rand(1, 320, 320)
+    value = gg.compile(model, bce, tile=(10, 10)).backward(image, target)
+    exact = bce(model.double()(image[None].double()), target[None].double())
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(exact.item(), rel=2e-7)

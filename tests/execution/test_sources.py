@@ -1,0 +1,117 @@
+"""Inputs as a run reads them."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ImageError
+from gigagrad.execution.sources import image_source, read_ahead, target_source
+from gigagrad.graphs import InputSpec
+from gigagrad.images import open_image
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.float64, torch.bool])
+@pytest.mark.parametrize("kind", [lambda t: t, lambda t: t.numpy(), lambda t: t[None], open_image])
+def test_an_image_has_a_batch_axis_and_its_own_dtype(dtype, kind):
+    pixels = (torch.rand(2, 5, 7) * 3).to(dtype)
+    source = image_source(kind(pixels))
+    assert source.spec == InputSpec((1, 2, 5, 7), dtype, field=True)
+    crop = source.read(Box(1, 2, 4, 7))
+    assert crop.dtype == dtype
+    assert torch.equal(crop, pixels[None, :, 1:4, 2:7])
+
+
+def test_reading_twice_gives_separate_pixels():
+    source = image_source(torch.zeros(1, 4, 4))
+    source.read(Box(0, 0, 4, 4)).fill_(7)
+    assert not source.read(Box(0, 0, 4, 4)).any()
+
+
+IMAGE = image_source(torch.zeros(3, 6, 8))
+
+
+@pytest.mark.parametrize(
+    ("target", "shape", "dtype"),
+    [
+        (3, (1,), torch.int64),
+        (0.5, (1,), torch.float32),
+        (True, (1,), torch.bool),
+        (torch.tensor(2), (), torch.int64),
+        (torch.tensor([1.0, 2.0]), (2,), torch.float32),
+        (np.array([1, 2]), (2,), torch.int64),
+        (torch.zeros(1, 5), (1, 5), torch.float32),
+        (np.zeros((8, 6)), (8, 6), torch.float64),
+    ],
+)
+def test_labels(target, shape, dtype):
+    source = target_source(target, IMAGE)
+    assert source.spec == InputSpec(shape, dtype, field=False)
+    assert source.tensor.shape == shape
+    assert source.cache_bytes == 0
+
+
+@pytest.mark.parametrize("target", [torch.zeros(6, 8), np.zeros((6, 8), np.float32), torch.zeros(1, 6, 8), torch.zeros(1, 1, 6, 8)])  # fmt: skip
+def test_masks(target):
+    assert target_source(target, IMAGE).spec == InputSpec((1, 1, 6, 8), torch.float32, field=True)
+
+
+def test_a_batch_is_refused():
+    with pytest.raises(ImageError, match=r"batch axis of 1 at most, got shape \(2, 3, 4, 4\)"):
+        image_source(np.zeros((2, 3, 4, 4)))
+
+
+def test_only_what_was_opened_here_is_closed():
+    array = np.ones((1, 4, 4))
+    mine = open_image(array)
+    image_source(mine).close()
+    mine.read(Box(0, 0, 1, 1))
+    source = image_source(array)
+    source.close()
+    with pytest.raises(ImageError, match="closed"):
+        source.read(Box(0, 0, 1, 1))
+
+
+def test_reading_ahead_keeps_the_order_and_stays_little_ahead():
+    read, lead = [], []
+
+    def reader(tile):
+        assert threading.current_thread() is not threading.main_thread()
+        read.append(tile)
+        return {0: torch.tensor(tile)}
+
+    for expected, (tile, crops) in enumerate(read_ahead(range(50), reader)):
+        assert tile == expected == crops[0].item()
+        lead.append(len(read) - expected)
+    assert read == list(range(50))
+    assert max(lead) <= 3
+    assert not [t for t in threading.enumerate() if t.name.startswith("gigagrad-read")]
+
+
+def test_an_error_in_the_reader_arrives_at_its_tile():
+    def reader(tile):
+        if tile == 5:
+            raise ImageError("tile 5 is corrupt")
+        return {}
+
+    done = []
+    with pytest.raises(ImageError, match="tile 5"):
+        done.extend(tile for tile, _ in read_ahead(range(50), reader))
+    assert not [t for t in threading.enumerate() if t.name.startswith("gigagrad-read")]
+
+
+def test_leaving_early_stops_the_reader():
+    read = []
+    ahead = read_ahead(range(1000), lambda tile: read.append(tile) or {})
+    next(ahead)
+    ahead.close()
+    assert len(read) <= 4
+    assert not [t for t in threading.enumerate() if t.name.startswith("gigagrad-read")]
+
+
+def test_nothing_to_read():
+    assert list(read_ahead([], lambda tile: {})) == []

@@ -1,0 +1,89 @@
+"""One tile of a stage, run by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gigagrad.boxes import Box
+from gigagrad.execution.tile import StageProgram
+from gigagrad.graphs import InputSpec, capture
+from gigagrad.plans import Grid, split_stages
+
+SIZE = (21, 26)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(1, 2, 5, 2, 2)
+        self.b = nn.Conv2d(3, 1, 3, padding=1)
+
+    def forward(self, x):
+        up = F.interpolate(torch.tanh(self.a(x)), size=x.shape[-2:], mode="bilinear")
+        return self.b(torch.cat([x, up], 1))
+
+
+@pytest.fixture(scope="module")
+def case():
+    torch.manual_seed(0)
+    net, image = Net().double(), torch.rand(1, 1, *SIZE, dtype=torch.float64)
+    graph = capture(net, None, InputSpec((1, 1, *SIZE), torch.float64, field=True), None)
+    (stage,) = split_stages(graph)
+    values = {i: dict(net.named_parameters())[graph[i].arguments["name"].removeprefix("model.")] for i in stage.globals}
+    return graph, stage, values, image, net(image).detach()
+
+
+@given(st.tuples(st.integers(1, 30), st.integers(1, 30)), st.data())
+def test_a_tile_is_the_crop_of_the_whole(case, tile, data):
+    graph, stage, values, image, whole = case
+    grid = Grid(graph, stage, tile)
+    geometry = grid[data.draw(st.integers(0, len(grid) - 1))]
+    source = graph.source("image").id
+    box = geometry.box(source)
+    crops = {source: image[..., box.y0 : box.y1, box.x0 : box.x1]}
+    program = StageProgram(graph, stage, torch.device("cpu"))
+    with torch.no_grad():
+        shares = program.run(geometry, crops, values)
+    assert crops == {}, "the images' crops are handed over, so that they can be freed"
+    own = geometry.wanted(graph.output)
+    torch.testing.assert_close(shares[graph.output], whole[..., own.y0 : own.y1, own.x0 : own.x1], rtol=1e-12, atol=1e-13)
+
+
+def test_a_target_coarser_than_the_grid_is_shared_out_once():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x.mean() + F.avg_pool2d(x, 8).sum()
+
+    image = torch.rand(1, 1, 40, 40, dtype=torch.float64)
+    graph = capture(Two(), lambda o, t: o, InputSpec((1, 1, 40, 40), torch.float64, field=True), InputSpec((), torch.float64, field=False))  # fmt: skip
+    (stage,) = split_stages(graph)
+    grid = Grid(graph, stage, (5, 5))
+    program = StageProgram(graph, stage, torch.device("cpu"))
+    source, totals, empty = graph.source("image").id, dict.fromkeys(stage.reductions, 0.0), 0
+    for tile_id in range(len(grid)):
+        geometry = grid[tile_id]
+        box = geometry.box(source)
+        shares = program.run(geometry, {source: image[..., box.y0 : box.y1, box.x0 : box.x1]}, {})
+        empty += len(shares) < len(grid.targets)
+        for reduction, value in program.partial_sums(shares).items():
+            totals[reduction] += value.item()
+    assert empty > 0
+    expected = sorted([image.sum().item(), F.avg_pool2d(image, 8).sum().item()])
+    assert sorted(totals.values()) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_tile_reads_no_more_than_it_says(case):
+    """Crops of exactly the boxes named are enough; one pixel less is noticed."""
+    graph, stage, values, image, _ = case
+    geometry = Grid(graph, stage, (6, 6))[5]
+    source = graph.source("image").id
+    box = geometry.box(source)
+    assert box != Box.whole(*SIZE)
+    program = StageProgram(graph, stage, torch.device("cpu"))
+    with torch.no_grad(), pytest.raises((RuntimeError, IndexError, AssertionError)):
+        program.run(geometry, {source: image[..., box.y0 : box.y1 - 1, box.x0 : box.x1]}, values)

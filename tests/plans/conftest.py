@@ -1,0 +1,86 @@
+"""Graphs to plan for, captured once, and limits to plan within."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gigagrad.graphs import Graph, InputSpec, capture
+from gigagrad.plans import Limits, Machine, Plan, make_plan
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class UNet(nn.Module):
+    """Strides 8 and 5, additive skip, odd sizes welcome."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 3, 15, 8, 7)
+        self.down = nn.Conv2d(3, 3, 9, 5, 4)
+        self.up = nn.ConvTranspose2d(3, 3, 9, 5, 4)
+        self.last = nn.ConvTranspose2d(3, 1, 15, 8, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.relu(self.first(x))
+        b = F.relu(self.up(F.relu(self.down(a)), output_size=a.shape[-2:])) + a
+        return self.last(b, output_size=x.shape[-2:])
+
+
+class Gate(nn.Module):
+    """Two stages: a convolution scaled by its own mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y * y.mean((2, 3), keepdim=True)
+
+
+@pytest.fixture(scope="session")
+def models() -> SimpleNamespace:
+    return SimpleNamespace(UNet=UNet, Gate=Gate)
+
+
+@pytest.fixture(scope="session")
+def graph_of() -> Callable[..., Graph]:
+    """Captures a model and a loss for an image `(1, 1, H, W)`; the target has the output's size."""
+
+    def make(model: nn.Module, loss: Loss | None, size: tuple[int, int], target: tuple[int, int] | None = None) -> Graph:
+        image = InputSpec((1, 1, *size), torch.float32, field=True)
+        dense = InputSpec((1, 1, *(target or size)), torch.float32, field=True)
+        return capture(model, loss, image, dense if loss else None)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def unet(graph_of: Any) -> Graph:
+    return graph_of(UNet(), F.binary_cross_entropy_with_logits, (331, 517))
+
+
+@pytest.fixture(scope="session")
+def gate(graph_of: Any) -> Graph:
+    return graph_of(Gate(), F.mse_loss, (61, 47), (31, 24))
+
+
+@pytest.fixture(scope="session")
+def plan_for() -> Callable[..., Plan]:
+    """Plans a graph with a budget (above an idle process of 1 MiB) and optional tiles."""
+
+    def make(graph: Graph, budget: int | None = None, *, backward: bool = True, tiles: Any = None, base: int = 2**20) -> Plan:
+        limits = Limits(budget_bytes=budget, base_bytes=base, peak_bytes=base, reader_cache_bytes=0, runtime_bytes=0)
+        shape = graph.source("image").shape
+        return make_plan(
+            graph, limits, Machine(), image_shape=shape, backward=backward, device="cpu", memory_format="contiguous", tiles=tiles
+        )  # fmt: skip
+
+    return make

@@ -1,0 +1,112 @@
+"""The tile shape: what fits, what is refused, what is forced."""
+
+import pytest
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gigagrad.errors import BudgetError
+from gigagrad.plans import Grid, Machine, split_stages
+from gigagrad.plans.geometry import lattice
+
+
+def test_a_plan_keeps_to_its_budget(unet, gate, plan_for):
+    for graph in (unet, gate):
+        free = plan_for(graph)
+        assert free.budget_bytes is None
+        for budget in (8 * 2**20, 16 * 2**20, 2**30):
+            try:
+                plan = plan_for(graph, budget)
+            except BudgetError as error:
+                assert error.needed_bytes > budget
+                continue
+            assert plan.predicted_peak_bytes <= budget
+
+
+@given(st.integers(1, 2**24))
+def test_a_refusal_names_a_budget_that_works(unet, plan_for, budget):
+    try:
+        plan_for(unet, budget)
+    except BudgetError as error:
+        assert error.budget_bytes == budget
+        assert budget < error.needed_bytes <= error.smallest_bytes
+        assert plan_for(unet, error.smallest_bytes).predicted_peak_bytes <= error.smallest_bytes
+        assert plan_for(unet, error.needed_bytes).predicted_peak_bytes <= error.needed_bytes
+
+
+def test_a_refusal_names_the_stage_the_tile_and_the_numbers(unet, plan_for):
+    with pytest.raises(BudgetError, match=r"stage 0 does not fit: its leanest tile, \d+ x \d+ px.*smallest budget") as caught:  # fmt: skip
+        plan_for(unet, 1000)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_budget_never_means_smaller_tiles_than_fit(unet, plan_for):
+    areas = []
+    for budget in (4 * 2**20, 8 * 2**20, 64 * 2**20, None):
+        try:
+            plan = plan_for(unet, budget)
+        except BudgetError:
+            continue
+        areas.append(plan.tile[0] * plan.tile[1])
+    assert areas == sorted(areas)
+    assert len(areas) >= 2
+
+
+def test_forced_tiles_are_taken_as_they_are(unet, gate, plan_for):
+    assert plan_for(unet, tiles=((7, 300),)).tile == (7, 300)
+    plan = plan_for(gate, tiles=((5, 6), (3, 4)))
+    assert [stage.tile for stage in plan.stages] == [(5, 6), (3, 4)]
+    assert [stage.tile for stage in plan_for(gate, tiles=((5, 6),)).stages] == [(5, 6), (5, 6)]
+
+
+def test_chosen_tiles_lie_on_the_lattice_or_are_the_whole_field(unet, plan_for):
+    step = lattice(unet, split_stages(unet)[0])
+    for budget in (6 * 2**20, 16 * 2**20, None):
+        tile = plan_for(unet, budget).tile
+        for axis, whole in enumerate((331, 517)):
+            assert tile[axis] % step[axis] == 0 or tile[axis] == whole
+
+
+def test_what_the_process_holds_counts(unet, plan_for):
+    lean = plan_for(unet, tiles=((64, 64),))
+    heavy = plan_for(unet, tiles=((64, 64),), base=2**30)
+    assert heavy.predicted_peak_bytes - lean.predicted_peak_bytes == 2**30 - 2**20
+
+
+def test_the_plan_describes_its_grid(unet, plan_for):
+    plan = plan_for(unet, tiles=((50, 60),))
+    (stage,) = plan.stages
+    grid = Grid(unet, split_stages(unet)[0], (50, 60))
+    assert stage.tiles == grid.shape
+    assert stage.computed_ratio > 1
+    image = unet.source("image").id
+    assert stage.crop == max(grid[i].box(image).shape for i in range(len(grid)))
+
+
+def test_gradients_cost_memory(unet, plan_for):
+    tiles = ((64, 64),)
+    assert plan_for(unet, tiles=tiles).predicted_peak_bytes > plan_for(unet, backward=False, tiles=tiles).predicted_peak_bytes
+
+
+def test_global_maps_as_large_as_the_image_are_counted(graph_of, plan_for):
+    """A positional ramp has no field to come from: it is made whole, and the plan has to know."""
+    import torch
+
+    class Ramp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(1, 1, 1)
+
+        def forward(self, x):
+            return self.conv(x) * (torch.arange(x.shape[-1])[None] + torch.arange(x.shape[-2])[:, None])
+
+    size = (2048, 2048)
+    without = plan_for(graph_of(nn.Conv2d(1, 1, 1), F.mse_loss, size), tiles=((64, 64),))
+    assert plan_for(graph_of(Ramp(), F.mse_loss, size), tiles=((64, 64),)).predicted_peak_bytes > (
+        without.predicted_peak_bytes + 8 * 2048**2
+    )
+
+
+def test_the_machine_is_known_without_asking():
+    assert Machine.detect().cache_bytes > 0

@@ -1,0 +1,108 @@
+"""Tiles partition every target, and what a tile reads is inside the fields and enough."""
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gigagrad.boxes import Box, Span
+from gigagrad.plans import Grid, split_stages
+from gigagrad.plans.geometry import lattice
+
+sides = st.tuples(st.integers(1, 200), st.integers(1, 200))
+
+
+def grids(graph, tile):
+    return [Grid(graph, stage, tile) for stage in split_stages(graph)]
+
+
+@given(sides)
+def test_tiles_partition_every_target(unet, gate, tile):
+    for graph in (unet, gate):
+        for grid in grids(graph, tile):
+            for axis in (0, 1):
+                for target in grid.targets:
+                    spans = [grid.axis_geometry(axis, i).wanted[target] for i in range(grid.shape[axis])]
+                    assert [i for s in spans for i in range(s.start, s.stop)] == list(range(graph[target].size(axis)))
+
+
+@given(sides, st.data())
+def test_what_a_tile_computes_covers_what_its_operators_read(unet, gate, tile, data):
+    for graph in (unet, gate):
+        for grid in grids(graph, tile):
+            geometry = grid[data.draw(st.integers(0, len(grid) - 1))]
+            for field in grid.stage.fields:
+                if geometry.box(field) is None:
+                    continue
+                _, operands = geometry.site(field)
+                for operand, spans in zip(graph[field].operands, operands, strict=True):
+                    assert (spans is None) == (not graph[operand].is_field)
+                    if spans is not None:
+                        whole = Box.whole(graph[operand].size(0), graph[operand].size(1))
+                        assert Box.of(*spans).within(geometry.box(operand))
+                        assert geometry.box(operand).within(whole)
+
+
+def test_targets_of_several_sizes_are_cut_in_proportion(graph_of):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(1, 1, 3, 1, 1)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return y.mean() + F.avg_pool2d(y, 7).mean()
+
+    graph = graph_of(Two(), lambda o, t: o, (50, 30))
+    (grid,) = grids(graph, (9, 4))
+    assert len(grid.targets) == 2
+    coarse = min(grid.targets, key=lambda i: graph[i].size(0))
+    covered = torch.zeros(graph[coarse].size(0), graph[coarse].size(1))
+    for tile_id in range(len(grid)):
+        box = grid[tile_id].wanted(coarse)
+        covered[box.y0 : box.y1, box.x0 : box.x1] += 1
+    assert (covered == 1).all()
+
+
+def test_ids_are_row_major_and_the_order_covers_them(unet):
+    (grid,) = grids(unet, (100, 100))
+    assert grid.shape == (4, 6)
+    assert len(grid) == 24
+    assert sorted(grid.order()) == list(range(24))
+    # Wider than high: down the columns, so that few of the file's tiles are decoded twice.
+    assert list(grid.order())[:5] == [0, 6, 12, 18, 1]
+    assert grid[7].wanted(grid.reference) == Box(100, 100, 200, 200)
+
+
+def test_an_output_field_comes_row_by_row(graph_of):
+    (grid,) = grids(graph_of(nn.Conv2d(1, 1, 3, 1, 1), None, (20, 60)), (7, 7))
+    assert list(grid.order()) == list(range(len(grid)))
+
+
+def test_a_halo_is_as_wide_as_the_network_looks(graph_of):
+    graph = graph_of(nn.Sequential(nn.Conv2d(1, 1, 5, 1, 2), nn.Conv2d(1, 1, 3, 1, 1)), None, (100, 100))
+    (grid,) = grids(graph, (10, 10))
+    image = graph.source("image").id
+    assert grid[0].box(image) == Box(0, 0, 13, 13)
+    assert grid[55].box(image) == Box(47, 47, 63, 63)
+
+
+def test_lattice_is_the_coarsest_stride(graph_of, models, gate):
+    unet = graph_of(models.UNet(), F.binary_cross_entropy_with_logits, (16000, 63999))
+    assert lattice(unet, split_stages(unet)[0]) == (40, 40)
+    assert lattice(gate, split_stages(gate)[1]) == (1, 1)
+
+
+def test_a_tile_that_sees_one_part_of_a_join_reads_only_that(graph_of):
+    class Joined(nn.Module):
+        def forward(self, x):
+            return torch.cat([x.sin(), x.cos()], 2)
+
+    graph = graph_of(Joined(), None, (10, 8))
+    (grid,) = grids(graph, (10, 8))
+    operators = {graph[i].op: i for i in grid.stage.fields}
+    first, second = grid[0], grid[1]
+    assert first.box(operators["aten.cos.default"]) is None
+    assert second.box(operators["aten.sin.default"]) is None
+    assert second.y.spans[operators["aten.cos.default"]] == Span(0, 10)
