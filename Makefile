@@ -14,7 +14,7 @@ demo: $(INSTALLED)
 	$(BIN)/gigagrad demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

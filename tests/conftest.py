@@ -12,6 +12,9 @@ import tifffile
 import torch
 from hypothesis import HealthCheck, settings
 
+# Two test processes share two cores; small tensors gain nothing from a second thread.
+torch.set_num_threads(1)
+
 # No test depends on time, and a slow machine is not a failure.
 settings.register_profile("gigagrad", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gigagrad")

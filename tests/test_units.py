@@ -9,16 +9,26 @@ from gigagrad.units import format_bytes, format_pixels, format_seconds, parse_by
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("2 GiB", 2**31), ("2GiB", 2**31), ("1.5g", 3 * 2**29), ("800MB", 800 * 10**6), ("512 mib", 2**29), (".5 kb", 500),
-     (" 7 ", 7), ("12b", 12), ("1 TiB", 2**40), (4096, 4096)],
-)  # fmt: skip
+    [
+        ("2 GiB", 2**31),
+        ("2GiB", 2**31),
+        ("1.5g", 3 * 2**29),
+        ("800MB", 800 * 10**6),
+        ("512 mib", 2**29),
+        (".5 kb", 500),
+        (" 7 ", 7),
+        ("12b", 12),
+        ("1 TiB", 2**40),
+        (4096, 4096),
+    ],
+)
 def test_parse_bytes(text, count):
     assert parse_bytes(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "2 GiX", "-1 GiB", "0", "0.0 GB", "1e9", "two", 0, -5, 2.5, None])
 def test_what_is_no_amount(text):
-    with pytest.raises(ValueError, match="memory|bytes"):
+    with pytest.raises(ValueError, match=r"memory|bytes"):
         parse_bytes(text)
 
 
@@ -29,8 +39,16 @@ def test_printed_bytes_are_read_back_within_their_digits(count):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2**30 * 5 // 4, "1.25 GiB"), (2**51, "2048 TiB"), (2**40, "1 TiB")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (2**30 * 5 // 4, "1.25 GiB"),
+        (2**51, "2048 TiB"),
+        (2**40, "1 TiB"),
+    ],
+)
 def test_format_bytes(count, text):
     assert format_bytes(count) == text
 
@@ -48,7 +66,14 @@ def test_what_is_no_size(text):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0123, "12 ms"), (1, "1.0 s"), (59.9, "59.9 s"), (61, "1 min 01 s"), (3600, "1 h 00 min"), (12_000, "3 h 20 min")],
+    [
+        (0.0123, "12 ms"),
+        (1, "1.0 s"),
+        (59.9, "59.9 s"),
+        (61, "1 min 01 s"),
+        (3600, "1 h 00 min"),
+        (12_000, "3 h 20 min"),
+    ],
 )
 def test_format_seconds(seconds, text):
     assert format_seconds(seconds) == text
@@ -56,7 +81,15 @@ def test_format_seconds(seconds, text):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(12, "12 px"), (999, "999 px"), (1000, "1 kpx"), (999_999, "1 Mpx"), (64 * 10**6, "64 Mpx"), (1_024_000_000, "1.02 Gpx"), (4 * 10**12, "4 Tpx")],
-)  # fmt: skip
+    [
+        (12, "12 px"),
+        (999, "999 px"),
+        (1000, "1 kpx"),
+        (999_999, "1 Mpx"),
+        (64 * 10**6, "64 Mpx"),
+        (1_024_000_000, "1.02 Gpx"),
+        (4 * 10**12, "4 Tpx"),
+    ],
+)
 def test_format_pixels(count, text):
     assert format_pixels(count) == text

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from gigagrad.images import open_image as open_image
     from gigagrad.prediction import predict as predict
     from gigagrad.training import fit as fit
+    from gigagrad.training import losses as losses
 
-__all__ = ["Engine", "GigagradError", "Image", "compile", "fit", "models", "open_image", "predict"]
+__all__ = ["Engine", "GigagradError", "Image", "compile", "fit", "losses", "models", "open_image", "predict"]
 __version__ = "0.1.0"
 
+_ROOMS = {"losses": "gigagrad.training.losses", "models": "gigagrad.models"}
 _HOMES = {
     "Engine": "gigagrad.execution",
     "GigagradError": "gigagrad.errors",
@@ -36,8 +38,8 @@ def __getattr__(name: str) -> Any:
     """Rooms are entered when their names are used: reading a slide's size need not load PyTorch."""
     import importlib
 
-    if name == "models":
-        return importlib.import_module("gigagrad.models")
+    if name in _ROOMS:
+        return importlib.import_module(_ROOMS[name])
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gigagrad' has no attribute {name!r}")

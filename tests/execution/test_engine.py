@@ -112,7 +112,9 @@ def test_parameters_nothing_depends_on_get_no_gradient(net, bce, pair):
 
 def test_tied_weights_gather_both_gradients(bce, pair, whole, assert_exact):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 1, 1)).double()
+    model = nn.Sequential(
+        nn.Conv2d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 1, 1)
+    ).double()
     model[2].weight = model[0].weight
     _, expected = whole(model, bce, pair.image, pair.target[None])
     gg.compile(model, bce, tile=TILE).backward(pair.image, pair.target)
@@ -312,7 +314,9 @@ def test_an_error_while_writing_leaves_no_file(net, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("move", [lambda x: x.permute(0, 2, 3, 1), lambda x: x[:, 0]], ids=["channels last", "no channels"])
+@pytest.mark.parametrize(
+    "move", [lambda x: x.permute(0, 2, 3, 1), lambda x: x[:, 0]], ids=["channels last", "no channels"]
+)
 def test_an_output_of_another_layout_is_refused(net, pair, move, tmp_path):
     class Moved(nn.Module):
         def __init__(self):
@@ -323,7 +327,11 @@ def test_an_output_of_another_layout_is_refused(net, pair, move, tmp_path):
             return move(self.net(x))
 
     engine = gg.compile(Moved(), tile=TILE)
-    for call in (engine.forward, lambda image: next(engine.stream(image)), lambda image: engine.forward(image, out=tmp_path / "x.tif")):  # fmt: skip
+    for call in (
+        engine.forward,
+        lambda image: next(engine.stream(image)),
+        lambda image: engine.forward(image, out=tmp_path / "x.tif"),
+    ):
         with pytest.raises(ModelError, match=r"\(N, C, H, W\)"):
             call(pair.image)
 

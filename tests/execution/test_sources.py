@@ -55,7 +55,9 @@ def test_labels(target, shape, dtype):
     assert source.cache_bytes == 0
 
 
-@pytest.mark.parametrize("target", [torch.zeros(6, 8), np.zeros((6, 8), np.float32), torch.zeros(1, 6, 8), torch.zeros(1, 1, 6, 8)])  # fmt: skip
+@pytest.mark.parametrize(
+    "target", [torch.zeros(6, 8), np.zeros((6, 8), np.float32), torch.zeros(1, 6, 8), torch.zeros(1, 1, 6, 8)]
+)
 def test_masks(target):
     assert target_source(target, IMAGE).spec == InputSpec((1, 1, 6, 8), torch.float32, field=True)
 

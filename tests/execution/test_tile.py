@@ -51,7 +51,9 @@ def test_a_tile_is_the_crop_of_the_whole(case, tile, data):
         shares = program.run(geometry, crops, values)
     assert crops == {}, "the images' crops are handed over, so that they can be freed"
     own = geometry.wanted(graph.output)
-    torch.testing.assert_close(shares[graph.output], whole[..., own.y0 : own.y1, own.x0 : own.x1], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        shares[graph.output], whole[..., own.y0 : own.y1, own.x0 : own.x1], rtol=1e-12, atol=1e-13
+    )
 
 
 def test_a_target_coarser_than_the_grid_is_shared_out_once():
@@ -60,7 +62,12 @@ def test_a_target_coarser_than_the_grid_is_shared_out_once():
             return x.mean() + F.avg_pool2d(x, 8).sum()
 
     image = torch.rand(1, 1, 40, 40, dtype=torch.float64)
-    graph = capture(Two(), lambda o, t: o, InputSpec((1, 1, 40, 40), torch.float64, field=True), InputSpec((), torch.float64, field=False))  # fmt: skip
+    graph = capture(
+        Two(),
+        lambda o, t: o,
+        InputSpec((1, 1, 40, 40), torch.float64, field=True),
+        InputSpec((), torch.float64, field=False),
+    )
     (stage,) = split_stages(graph)
     grid = Grid(graph, stage, (5, 5))
     program = StageProgram(graph, stage, torch.device("cpu"))

@@ -35,7 +35,9 @@ class Bench:
     def _source(self, op: str, value: Tensor, *, field: bool) -> Ref:
         floating = value.dtype.is_floating_point and op != "buffer"
         shape = tuple(value.shape)
-        ref = self.builder.source(op, f"{op}{len(self.values)}", shape, value.dtype, field=field, differentiable=floating)
+        ref = self.builder.source(
+            op, f"{op}{len(self.values)}", shape, value.dtype, field=field, differentiable=floating
+        )
         self.values[ref.id] = value.detach().requires_grad_(floating)
         return ref
 
@@ -51,7 +53,9 @@ class Bench:
     def node(self, ref: Ref) -> Node:
         return self.builder.node(ref)
 
-    def check(self, ref: Ref, out: tuple[Span, Span], *, tolerance: float = 1e-12) -> tuple[tuple[Span, Span] | None, ...]:
+    def check(
+        self, ref: Ref, out: tuple[Span, Span], *, tolerance: float = 1e-12
+    ) -> tuple[tuple[Span, Span] | None, ...]:
         """The node's row on exactly the crops it needs for `out`: value and gradients. Returns the operands' spans."""
         node = self.node(ref)
         operands = tuple(self.node(r) for r in references(node.arguments))
@@ -62,7 +66,9 @@ class Bench:
         inputs, plain, crops = {}, [], []
         for operand, span in zip(operands, spans, strict=True):
             # One leaf per node for both runs, so that an operand read twice gathers both gradients.
-            leaf = inputs.setdefault(operand.id, self.values[operand.id].detach().requires_grad_(operand.differentiable))
+            leaf = inputs.setdefault(
+                operand.id, self.values[operand.id].detach().requires_grad_(operand.differentiable)
+            )
             plain.append(leaf)
             if operand.is_field and span is None:
                 crops.append(None)

@@ -1,4 +1,4 @@
-"""A captured graph, interpreted by plain operators on whole fields, is the module; its only reductions are field sums."""
+"""A captured graph, interpreted by plain operators, is the module; its only reductions are field sums."""
 
 import pytest
 import torch
@@ -99,7 +99,10 @@ LOSSES = {
     "cross entropy": (lambda o, t: F.cross_entropy(o, t[:, 0]), CLASSES),
     "cross entropy sum": (lambda o, t: F.cross_entropy(o, t[:, 0], reduction="sum"), CLASSES),
     "cross entropy weighted": (lambda o, t: F.cross_entropy(o, t[:, 0], C, ignore_index=1), CLASSES),
-    "cross entropy smoothed": (lambda o, t: F.cross_entropy(o, t[:, 0], C, ignore_index=2, label_smoothing=0.1), CLASSES),
+    "cross entropy smoothed": (
+        lambda o, t: F.cross_entropy(o, t[:, 0], C, ignore_index=2, label_smoothing=0.1),
+        CLASSES,
+    ),
     "cross entropy of labels": (lambda o, t: F.cross_entropy(o.mean((2, 3)), t), torch.tensor([2])),
     "cross entropy of probabilities": (lambda o, t: F.cross_entropy(o, t.softmax(1), C), DENSE),
     "nll": (lambda o, t: F.nll_loss(o.log_softmax(1), t[:, 0], C, ignore_index=0), CLASSES),

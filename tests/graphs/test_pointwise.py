@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from gigagrad.boxes import Span
 from gigagrad.graphs import operators
-from gigagrad.graphs.rows.pointwise import _BINARY_INPUTS, _LINEAR, _NO_GRADIENT, _UNARY_INPUT, _UNARY_OUTPUT, _UNARY_OUTPUT_CHAINED
+from gigagrad.graphs.rows.pointwise import (
+    _BINARY_INPUTS,
+    _LINEAR,
+    _NO_GRADIENT,
+    _UNARY_INPUT,
+    _UNARY_OUTPUT,
+    _UNARY_OUTPUT_CHAINED,
+)
 from gigagrad.graphs.table import Refused
 
 BOX = Span(2, 6), Span(3, 5)
@@ -33,7 +40,9 @@ def tensors_of(op: str) -> list[str]:
     return [a.name for a in operators.function(f"aten.{op}")._schema.arguments if str(a.type) == "Tensor"]
 
 
-@pytest.mark.parametrize("word", sorted({*_UNARY_INPUT, *_UNARY_OUTPUT, *_UNARY_OUTPUT_CHAINED, *_LINEAR, *_BINARY_INPUTS, *_NO_GRADIENT}))
+@pytest.mark.parametrize(
+    "word", sorted({*_UNARY_INPUT, *_UNARY_OUTPUT, *_UNARY_OUTPUT_CHAINED, *_LINEAR, *_BINARY_INPUTS, *_NO_GRADIENT})
+)
 def test_elementwise(bench, noise, word):
     """Every operator of the family, all its tensors fields; what it saves is another matter (tests/plans)."""
     op, b = name_of(word), bench()

@@ -21,7 +21,10 @@ ROW = "aten.conv_transpose2d.input"
 def test_by_kernel(bench, some_box, noise, size, kernel, stride, padding, groups, data):
     dilation = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3)), "dilation")
     extra = [data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
-    out = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, s, p, d, k, e in zip(size, stride, padding, dilation, kernel, extra, strict=True)]  # fmt: skip
+    out = [
+        (n - 1) * s - 2 * p + d * (k - 1) + e + 1
+        for n, s, p, d, k, e in zip(size, stride, padding, dilation, kernel, extra, strict=True)
+    ]
     assume(min(out) >= 1)
     b = bench()
     x, w = b.field(noise(1, 2, *size)), b.weight(noise(2, 4 // groups, *kernel))

@@ -15,7 +15,9 @@ strides = st.tuples(st.integers(1, 4), st.integers(1, 4))
 sides = st.tuples(st.integers(1, 14), st.integers(1, 14))
 
 
-@given(sides, st.tuples(st.integers(1, 5), st.integers(1, 5)), strides, pairs, strides, st.sampled_from([1, 2]), st.data())
+@given(
+    sides, st.tuples(st.integers(1, 5), st.integers(1, 5)), strides, pairs, strides, st.sampled_from([1, 2]), st.data()
+)
 def test_convolution(bench, some_box, noise, size, kernel, stride, padding, dilation, groups, data):
     fits = all(s + 2 * p >= d * (k - 1) + 1 for s, p, d, k in zip(size, padding, dilation, kernel, strict=True))
     assume(fits)
@@ -42,7 +44,9 @@ def test_max_pooling(bench, some_box, noise, size, kernel, stride, ceil_mode, da
     dilation = data.draw(st.sampled_from([[1, 1], [2, 1]]))
     assume(all(s + 2 * p > d * (k - 1) for s, p, d, k in zip(size, padding, dilation, kernel, strict=True)))
     b = bench()
-    y = b.aten("max_pool2d.default", b.field(noise(1, 2, *size)), list(kernel), list(stride), padding, dilation, ceil_mode)
+    y = b.aten(
+        "max_pool2d.default", b.field(noise(1, 2, *size)), list(kernel), list(stride), padding, dilation, ceil_mode
+    )
     assume(b.values[y.id].isfinite().all())  # a window of nothing but padding has no maximum and no gradient
     b.check(y, some_box(data, b.node(y)))
 

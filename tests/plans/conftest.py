@@ -54,7 +54,9 @@ def models() -> SimpleNamespace:
 def graph_of() -> Callable[..., Graph]:
     """Captures a model and a loss for an image `(1, 1, H, W)`; the target has the output's size."""
 
-    def make(model: nn.Module, loss: Loss | None, size: tuple[int, int], target: tuple[int, int] | None = None) -> Graph:
+    def make(
+        model: nn.Module, loss: Loss | None, size: tuple[int, int], target: tuple[int, int] | None = None
+    ) -> Graph:
         image = InputSpec((1, 1, *size), torch.float32, field=True)
         dense = InputSpec((1, 1, *(target or size)), torch.float32, field=True)
         return capture(model, loss, image, dense if loss else None)
@@ -76,11 +78,20 @@ def gate(graph_of: Any) -> Graph:
 def plan_for() -> Callable[..., Plan]:
     """Plans a graph with a budget (above an idle process of 1 MiB) and optional tiles."""
 
-    def make(graph: Graph, budget: int | None = None, *, backward: bool = True, tiles: Any = None, base: int = 2**20) -> Plan:
+    def make(
+        graph: Graph, budget: int | None = None, *, backward: bool = True, tiles: Any = None, base: int = 2**20
+    ) -> Plan:
         limits = Limits(budget_bytes=budget, base_bytes=base, peak_bytes=base, reader_cache_bytes=0, runtime_bytes=0)
         shape = graph.source("image").shape
         return make_plan(
-            graph, limits, Machine(), image_shape=shape, backward=backward, device="cpu", memory_format="contiguous", tiles=tiles
-        )  # fmt: skip
+            graph,
+            limits,
+            Machine(),
+            image_shape=shape,
+            backward=backward,
+            device="cpu",
+            memory_format="contiguous",
+            tiles=tiles,
+        )
 
     return make

@@ -11,32 +11,37 @@ from gigagrad.plans import Grid, Machine, split_stages
 from gigagrad.plans.geometry import lattice
 
 
-def test_a_plan_keeps_to_its_budget(unet, gate, plan_for):
-    for graph in (unet, gate):
-        free = plan_for(graph)
-        assert free.budget_bytes is None
-        for budget in (8 * 2**20, 16 * 2**20, 2**30):
-            try:
-                plan = plan_for(graph, budget)
-            except BudgetError as error:
-                assert error.needed_bytes > budget
-                continue
-            assert plan.predicted_peak_bytes <= budget
+def refusal(plan_for, graph, budget):
+    """The error for a budget, None if it works (and then the plan keeps to it)."""
+    try:
+        plan = plan_for(graph, budget)
+    except BudgetError as error:
+        return error
+    assert plan.budget_bytes == budget
+    assert plan.predicted_peak_bytes <= budget
+    return None
 
 
 @given(st.integers(1, 2**24))
-def test_a_refusal_names_a_budget_that_works(unet, plan_for, budget):
-    try:
-        plan_for(unet, budget)
-    except BudgetError as error:
-        assert error.budget_bytes == budget
-        assert budget < error.needed_bytes <= error.smallest_bytes
-        assert plan_for(unet, error.smallest_bytes).predicted_peak_bytes <= error.smallest_bytes
-        assert plan_for(unet, error.needed_bytes).predicted_peak_bytes <= error.needed_bytes
+def test_a_plan_keeps_to_its_budget_or_names_one_that_works(unet, gate, plan_for, budget):
+    for graph in (unet, gate):
+        error = refusal(plan_for, graph, budget)
+        if error is not None:
+            assert error.budget_bytes == budget
+            assert budget < error.needed_bytes <= error.smallest_bytes
+            assert refusal(plan_for, graph, error.smallest_bytes) is None
+
+
+def test_a_refusal_is_of_the_first_stage_that_fails_and_the_next_may_need_more(unet, plan_for):
+    error = refusal(plan_for, unet, 1)
+    assert refusal(plan_for, unet, error.needed_bytes - 1) is not None
+    assert refusal(plan_for, unet, error.needed_bytes) is None
 
 
 def test_a_refusal_names_the_stage_the_tile_and_the_numbers(unet, plan_for):
-    with pytest.raises(BudgetError, match=r"stage 0 does not fit: its leanest tile, \d+ x \d+ px.*smallest budget") as caught:  # fmt: skip
+    with pytest.raises(
+        BudgetError, match=r"stage 0 does not fit: its leanest tile, \d+ x \d+ px.*smallest budget"
+    ) as caught:
         plan_for(unet, 1000)
     assert "\n" not in str(caught.value)
 
@@ -86,7 +91,10 @@ def test_the_plan_describes_its_grid(unet, plan_for):
 
 def test_gradients_cost_memory(unet, plan_for):
     tiles = ((64, 64),)
-    assert plan_for(unet, tiles=tiles).predicted_peak_bytes > plan_for(unet, backward=False, tiles=tiles).predicted_peak_bytes
+    assert (
+        plan_for(unet, tiles=tiles).predicted_peak_bytes
+        > plan_for(unet, backward=False, tiles=tiles).predicted_peak_bytes
+    )
 
 
 def test_global_maps_as_large_as_the_image_are_counted(graph_of, plan_for):

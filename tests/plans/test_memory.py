@@ -18,7 +18,6 @@ from gigagrad.execution.tile import StageProgram
 from gigagrad.plans import Grid, split_stages
 from gigagrad.plans.memory import tile_peak_bytes, worst_tile
 
-
 SMALL = 16 * 2**10
 """Scalars, counts and rearranged weights are not worth predicting."""
 
@@ -79,7 +78,9 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, 8, 3, padding=1)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)
+        )
         self.head = nn.Conv2d(8, 1, 1)
 
     def forward(self, x):

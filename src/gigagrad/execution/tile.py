@@ -20,6 +20,7 @@ class StageProgram:
         self.device = device
         self.targets = stage.targets(graph)
         self._calls = [Call(graph[i], graph.operands(graph[i])) for i in stage.fields]
+        self._operands = {call.node.id: {operand.id for operand in call.operands} for call in self._calls}
 
     def run(
         self, tile: TileGeometry, crops: dict[int, torch.Tensor], globals_: dict[int, torch.Tensor]
@@ -36,7 +37,7 @@ class StageProgram:
             if tile.box(node_id) is None:
                 continue
             values[node_id] = self._evaluate(call, tile, values, globals_)
-            for operand in set(call.node.operands):
+            for operand in self._operands[node_id]:
                 if last_reader.get(operand) == node_id and operand not in self.targets:
                     values.pop(operand, None)
         return {
@@ -59,7 +60,7 @@ class StageProgram:
         readers = {}
         for call in self._calls:
             if tile.box(call.node.id) is not None:
-                for operand in call.node.operands:
+                for operand in self._operands[call.node.id]:
                     readers[operand] = call.node.id
         return readers
 

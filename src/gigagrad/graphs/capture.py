@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import traceback as fx_traceback
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -33,7 +33,9 @@ from gigagrad.graphs.table import Refused
 
 assert rows.__all__, "importing the rows fills the operator table"
 
-_IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range"})
+_IGNORED = frozenset(
+    {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range"}
+)
 _MODEL, _LOSS = "model", "loss"
 _SOURCE = "gigagrad source"
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib").replace("\\", "/")
@@ -79,9 +81,7 @@ class Composite(nn.Module):
             return output if self.loss is None else self.loss(output, target)
 
 
-def capture(
-    model: nn.Module, loss: Callable[..., Any] | None, image: InputSpec, target: InputSpec | None
-) -> Graph:
+def capture(model: nn.Module, loss: Callable[..., Any] | None, image: InputSpec, target: InputSpec | None) -> Graph:
     """The graph of `loss(model(image), target)`, or of `model(image)` if there is no loss.
 
     Parameter and buffer nodes are named as in `Composite(model, loss)`: `model.conv.weight`, `loss.weight`.
@@ -140,8 +140,8 @@ def _refuse_own_gradients(output: Any) -> None:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             name = type(node).__name__.removesuffix("Backward")
             raise CaptureError(
-                f"the model or the loss uses the autograd.Function '{name}', whose own backward cannot be captured; write "
-                "it with PyTorch's operators (a straight-through estimator is x + (y - x).detach())"
+                f"the model or the loss uses the autograd.Function '{name}', whose own backward cannot be captured; "
+                "write it with PyTorch's operators (a straight-through estimator is x + (y - x).detach())"
             )
         stack.extend(follower for follower, _ in node.next_functions)
 
@@ -249,7 +249,9 @@ def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any]) -> Any:
     if op in _IGNORED:
         return None
     builder.origin = _origin(node)
-    arguments = operators.bind(op, tuple(replace(a) for a in node.args), {k: replace(v) for k, v in node.kwargs.items()})
+    arguments = operators.bind(
+        op, tuple(replace(a) for a in node.args), {k: replace(v) for k, v in node.kwargs.items()}
+    )
     try:
         return lower(builder, op, arguments)
     except Refused as refused:
@@ -263,9 +265,7 @@ def _origin(node: torch.fx.Node) -> Origin:
     return Origin(path, (node.meta.get("custom") or {}).get(_SOURCE, ""))
 
 
-def _output(
-    program: torch.export.ExportedProgram, values: dict[str, Any], builder: Builder, *, has_loss: bool
-) -> Ref:
+def _output(program: torch.export.ExportedProgram, values: dict[str, Any], builder: Builder, *, has_loss: bool) -> Ref:
     outputs = [s for s in program.graph_signature.output_specs if s.kind.name == "USER_OUTPUT"]
     if len(outputs) != 1 or not isinstance(values.get(getattr(outputs[0].arg, "name", "")), Ref):
         what = "loss" if has_loss else "model"

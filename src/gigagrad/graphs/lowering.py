@@ -114,7 +114,7 @@ def _stack(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 
 def _cat(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    """Joined to fields, a value without spatial axes (DeepLab's upsampled image pooling) becomes a field of constants."""
+    """Joined to fields, a value without spatial axes (DeepLab's image pooling) becomes a field of constants."""
     parts: list[Ref] = arguments["tensors"]
     field = next((part for part in parts if builder.is_field(part)), None)
     rank = len(builder.node(parts[0]).shape)
@@ -175,14 +175,15 @@ def _copy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 
 _BATCH_STATISTICS = (
-    "batch normalisation with the statistics of the image itself has no row yet; call model.eval() before, or freeze the layer"
+    "batch normalisation with the statistics of the image itself has no row yet; "
+    "call model.eval() before, or freeze the layer"
 )
 _REFUSALS = {
     **{
         f"aten.{name}": _BATCH_STATISTICS
         for name in ("_native_batch_norm_legit_functional.default", "_native_batch_norm_legit.no_stats")
     },
-    "aten.native_dropout.default": "random operators have no row yet; call model.eval() before, or set the dropout's p to 0",
+    "aten.native_dropout.default": "random operators have no row yet; call model.eval() before, or set p to 0",
     "aten.group_norm.default": "group normalisation over the image's own pixels has no row yet",
     "aten.instance_norm.default": "instance normalisation over the image's own pixels has no row yet",
 }
@@ -199,7 +200,7 @@ _STRUCTURE: dict[str, Lowering] = {
     "aten.split_with_sizes.default": _split,
     "aten.stack.default": _stack,
     "aten.unbind.int": _split,
-    **{op: _upsample for op in RESIZING},
+    **dict.fromkeys(RESIZING, _upsample),
 }
 """Rewritten wherever they stand: several outputs become several nodes."""
 

@@ -6,7 +6,7 @@ ATen operators are resolved through `torch.ops`; the few of our own (made by low
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ _OWN: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def function(op: str) -> Callable[..., Any]:
     """The callable behind an operator's name, e.g. `aten.conv2d.default`."""
     if op in _OWN:
@@ -45,7 +45,7 @@ def function(op: str) -> Callable[..., Any]:
     return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def signature(op: str) -> tuple[tuple[str, bool, Any], ...]:
     """`(name, keyword-only, default)` of every argument, in order."""
     if op in _OWN:

@@ -78,14 +78,13 @@ class Row(ABC):
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         """The output on `site.out`, from arguments whose fields are crops of exactly `site.operands`."""
 
-    def workspace_bytes(
-        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
-    ) -> int:
+    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         """Bytes the operator allocates besides its output, in either direction, for a crop of `out_pixels`."""
         return 0
 
 
 _TABLE: dict[str, Row] = {}
+
 
 def register(row: Row, operators: Sequence[str]) -> None:
     """Give each of `operators` (ATen names such as `aten.relu.default`) this row."""

@@ -1,8 +1,8 @@
 """`aten.pad` in its modes: constant, reflect, replicate, circular.
 
 A tile inside the image needs no padding and reads its own span. At the border, constant padding adds what lies outside;
-the other modes copy pixels of the image, so the span needed is the hull of the pixels copied. Circular padding therefore
-makes a border tile read across the whole axis: exact, and as hungry as that sounds.
+the other modes copy pixels of the image, so the span needed is the hull of the pixels copied. Circular padding
+therefore makes a border tile read across the whole axis: exact, and as hungry as that sounds.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class Padding(Row):
 
         return per_operand(call, need)
 
-    def workspace_bytes(
-        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
-    ) -> int:
+    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         """The other axis' result, where pixels are copied one axis after the other."""
         return 0 if call["mode"] == "constant" else call.node.bytes_per_pixel * out_pixels
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.graph import Axes, Node, Ref, references
+from gigagrad.graphs.graph import Axes, Node, Ref
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, common_axes, per_operand, register
 
@@ -31,9 +31,7 @@ class Broadcasting(Row):
         self.saved = saved
         self._temporaries = temporaries
 
-    def workspace_bytes(
-        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
-    ) -> int:
+    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return self._temporaries * call.node.bytes_per_pixel * out_pixels
 
     def axes(self, call: Call, rank: int) -> Axes:
@@ -48,28 +46,25 @@ class Broadcasting(Row):
         return per_operand(call, lambda operand: out if operand.size(axis) == size else Span(0, 1))
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crops = dict(arguments)
-        for name, value in call.node.arguments.items():
-            if any(self._extends(call, ref) for ref in references(value)):
-                crops[name] = self._narrow(call, value, arguments[name], site)
-        result: torch.Tensor = call_operator(call.node.op, crops)
+        wide = {operand.id for operand in call.operands if self._extends(call, operand)}
+        if wide:
+            arguments = {
+                name: self._narrow(call, arguments[name], site)
+                if isinstance(value, Ref) and value.id in wide
+                else arguments[name]
+                for name, value in call.node.arguments.items()
+            }
+        result: torch.Tensor = call_operator(call.node.op, arguments)
         return result
 
     @staticmethod
-    def _operand(call: Call, ref: Ref) -> Node:
-        return next(operand for operand in call.operands if operand.id == ref.id)
-
-    def _extends(self, call: Call, ref: Ref) -> bool:
+    def _extends(call: Call, operand: Node) -> bool:
         """Whether a global operand varies along a spatial axis of the field and must be narrowed to the crop."""
-        operand = self._operand(call, ref)
         assert call.node.axes is not None
         return not operand.is_field and any(_size_at(operand.shape, axis) > 1 for axis in call.node.axes)
 
-    def _narrow(self, call: Call, value: Any, tensor: Any, site: Site) -> Any:
-        if isinstance(value, list | tuple):
-            return [self._narrow(call, v, t, site) if isinstance(v, Ref) else t for v, t in zip(value, tensor, strict=True)]
-        if not self._extends(call, value):
-            return tensor
+    @staticmethod
+    def _narrow(call: Call, tensor: torch.Tensor, site: Site) -> torch.Tensor:
         assert call.node.axes is not None
         for axis, span in zip(call.node.axes, site.out, strict=True):
             if _size_at(tuple(tensor.shape), axis) > 1:
@@ -116,9 +111,7 @@ class PerPosition(Row):
 class Folding(PerPosition):
     """Operators whose output has fewer channels than what they compute on the way: some copies of their input."""
 
-    def workspace_bytes(
-        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
-    ) -> int:
+    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return 3 * call.operands[0].bytes_per_pixel * out_pixels
 
 
@@ -168,9 +161,7 @@ class LayerNorm(PerPosition):
 class ClassWeights(PerPosition):
     """The weight of every position's class: looked up in a global table, as wide as there are classes."""
 
-    def workspace_bytes(
-        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
-    ) -> int:
+    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return 2 * call.node.bytes_per_pixel * out_pixels
 
 
@@ -208,7 +199,10 @@ _NO_GRADIENT = (
     "ge.Scalar logical_and logical_or logical_xor bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor "
     "bitwise_or.Scalar bitwise_xor.Tensor floor_divide floor_divide.Scalar"
 ).split()
-_CHOICE = "where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor fill.Scalar fill.Tensor".split()
+_CHOICE = (
+    "where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor fill.Scalar "
+    "fill.Tensor"
+).split()
 # The losses that reduce: lowering sets their reduction to none and sums the field itself.
 PIXEL_LOSSES = (
     "binary_cross_entropy_with_logits binary_cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss"

@@ -110,7 +110,9 @@ class Resampling(Row):
 
     def axes(self, call: Call, rank: int) -> Axes:
         if not call.node.dtype.is_floating_point and not RESIZING[call.node.op].startswith("nearest"):
-            raise Refused(f"it interpolates {call.node.dtype} pixels, with rounding of its own; convert to float before")
+            raise Refused(
+                f"it interpolates {call.node.dtype} pixels, with rounding of its own; convert to float before"
+            )
         return require_nchw(call)
 
     @staticmethod
@@ -137,9 +139,7 @@ class Resampling(Row):
             need = Span(int(index.min()), int(index.max()) + 1)
         return per_operand(call, lambda _: need)
 
-    def workspace_bytes(
-        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
-    ) -> int:
+    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         """With explicit weights: one copy for each tap, a product and two sums; of one axis, then of the other."""
         if all(self.resize(call, axis).whole_factor for axis in (0, 1)) and "bicubic" not in call.node.op:
             return 0

@@ -1,8 +1,9 @@
 """Transposed convolution: on crops by PyTorch's own kernel, or as one matrix product over blocks of the output.
 
-With stride s and kernel k, output `o = s q + r - p` gets from input `q - t` the tap `t s + r` (r < s, t < ceil(k / s)). All
-outputs of a block q are thus one matrix product of the few inputs around it, which few-channel, large-stride layers run
-about twice as fast as the direct kernel, whose vectors are mostly padding there (docs/decisions/0003-block-product.md).
+With stride s and kernel k, output `o = s q + r - p` gets from input `q - t` the tap `t s + r` (r < s, t < ceil(k / s)).
+All outputs of a block q are thus one matrix product of the few inputs around it, which few-channel, large-stride layers
+run about twice as fast as the direct kernel, whose vectors are mostly padding there
+(docs/decisions/0003-block-product.md).
 """
 
 from __future__ import annotations
@@ -35,9 +36,7 @@ class TransposedConvolution(WindowRow):
         window = self.window(call, axis)
         return per_operand(call, lambda field: inside_or_nearest(window.writers(out), field.size(axis)))
 
-    def workspace_bytes(
-        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
-    ) -> int:
+    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return reordered_bytes(call, out_pixels, operands)
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:

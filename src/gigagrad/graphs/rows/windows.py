@@ -47,7 +47,7 @@ class Window:
 def inside_or_nearest(span: Span, size: int) -> Span:
     """The part of a span inside `[0, size)`, or the pixel nearest to it where there is none.
 
-    An output that sees only padding, or that no input reaches, still needs one pixel to keep the operator's shape legal.
+    An output that sees only padding, or that no input reaches, still needs one pixel: the operator's shape stays legal.
     """
     inside = span.clamp(size)
     if not inside.empty:
@@ -135,9 +135,7 @@ class Convolution(WindowRow):
             before = pair(padding)[axis]
         return Window(kernel, pair(call["stride"])[axis], before, dilation)
 
-    def workspace_bytes(
-        self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]
-    ) -> int:
+    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return reordered_bytes(call, out_pixels, operands)
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
@@ -193,15 +191,16 @@ class AveragePooling(Pooling):
     saved = Saved.INPUTS
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        x_NCHW = arguments["self"]
+        x_NCHW: torch.Tensor = arguments["self"]
+        divisor: int | None = call["divisor_override"]
         windows = [self.window(call, axis) for axis in (0, 1)]
         kernel, stride = [w.kernel for w in windows], [w.stride for w in windows]
         pads = self.missing(call, site)
         if not any(pads):
-            return F.avg_pool2d(x_NCHW, kernel, stride, divisor_override=call["divisor_override"])
+            return F.avg_pool2d(x_NCHW, kernel, stride, divisor_override=divisor)
         total = F.avg_pool2d(fit(x_NCHW, pads), kernel, stride, divisor_override=1)
-        if call["divisor_override"]:
-            return total / call["divisor_override"]
+        if divisor:
+            return total / divisor
         y, x = (self._counts(call, axis, site.out[axis], total) for axis in (0, 1))
         return total / (y[:, None] * x[None, :])
 
