@@ -70,6 +70,7 @@ LOSSES = {
     "scaled": lambda o, t: torch.log(1 + F.mse_loss(o, t)),
     "after forward": dice,
     "sum of kinds": lambda o, t: F.binary_cross_entropy_with_logits(o, t) + dice(o, t),
+    "times a detached sum": lambda o, t: dice(o, t) * o.square().mean().detach(),
     "learned": LearnedWeight(),
     "over a count": lambda o, t: (o * (t > 0.5)).sum() / (t > 0.5).sum(),
     "no image": lambda o, t: t.mean() + 0 * o.sum(),

@@ -97,6 +97,14 @@ def test_gradients_cost_memory(unet, plan_for):
     )
 
 
+def test_parameters_cost_their_gradients_and_sums(graph_of, plan_for):
+    """1000 numbers of 4 bytes: a working copy; the gradient, one tile's contribution and the float64 sum."""
+    graph = graph_of(nn.Conv2d(1, 40, 5, bias=False), lambda o, t: o.mean() + t.mean(), (50, 50))
+    scalars = 1000  # a few global numbers of the loss
+    assert 0 <= plan_for(graph, tiles=((9, 9),)).parameter_bytes - 1000 * (4 + 4 + 4 + 8) < scalars
+    assert 0 <= plan_for(graph, backward=False, tiles=((9, 9),)).parameter_bytes - 1000 * 4 < scalars
+
+
 def test_global_maps_as_large_as_the_image_are_counted(graph_of, plan_for):
     """A positional ramp has no field to come from: it is made whole, and the plan has to know."""
     import torch
