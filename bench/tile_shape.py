@@ -1,4 +1,4 @@
-"""Seconds per gigapixel of one step of the paper's network, by tile side and memory layout, rounds interleaved.
+"""Seconds per gigapixel of the paper's network by tile side, memory layout and tiles at a time, rounds interleaved.
 
     python bench/tile_shape.py [--sides 320 640 800 1280] [--rounds 3]
 
@@ -30,12 +30,14 @@ def main() -> None:
     mask = rng.integers(0, 2, (1, args.size, args.size), dtype=np.uint8)
     model = gg.models.resolve("paper-unet")
     engines: dict[str, gg.Engine] = {}
+    threads = torch.get_num_threads()
+    settings = [("channels_last", threads), ("channels_last", 1), ("contiguous", threads)]
     for side in args.sides:
-        for layout in ("channels_last", "contiguous"):
+        for layout, workers in settings:
             engine = gg.compile(model, bce, tile=(side, side))
-            choice = {"memory_format": layout, "tiles": [[side, side]]}
+            choice = {"memory_format": layout, "workers": workers, "tiles": [[side, side]]}
             engine.load_state_dict({"choices": {f"backward 1x3x{args.size}x{args.size}": choice}})
-            engines[f"{side} {layout}"] = engine
+            engines[f"{side} {layout}, {workers} at a time"] = engine
     engines["planned"] = gg.compile(model, bce)
     plan = engines["planned"].plan(image, mask)
     best = dict.fromkeys(engines, float("inf"))
@@ -46,10 +48,11 @@ def main() -> None:
             engine.backward(image, mask)
             best[name] = min(best[name], (time.perf_counter() - start) / image.shape[1] / image.shape[2] * 1e9)
     for name, seconds in best.items():
-        print(f"{name:24} {seconds:7.1f} s per gigapixel")
+        print(f"{name:36} {seconds:7.1f} s per gigapixel")
     result = {
         "planned_tile": list(plan.tile),
         "planned_layout": plan.memory_format,
+        "planned_workers": plan.workers,
         "seconds_per_gigapixel": {name: round(seconds, 1) for name, seconds in best.items()},
         "ratio_to_planned": {name: round(seconds / best["planned"], 2) for name, seconds in best.items()},
         "threads": torch.get_num_threads(),

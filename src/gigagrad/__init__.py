@@ -1,7 +1,7 @@
 """The exact loss and gradients of any PyTorch module on a gigapixel image, in the memory you name.
 
-    engine = gigagrad.compile(model, loss, memory="2 GiB")
-    value = engine.backward(gigagrad.open_image("slide.svs"), gigagrad.open_image("mask.tif"))
+engine = gigagrad.compile(model, loss, memory="2 GiB")
+value = engine.backward(gigagrad.open_image("slide.svs"), gigagrad.open_image("mask.tif"))
 """
 
 from __future__ import annotations

@@ -125,4 +125,4 @@ def test_global_maps_as_large_as_the_image_are_counted(graph_of, plan_for):
 
 
 def test_the_machine_is_known_without_asking():
-    assert Machine.detect().cache_bytes > 0
+    assert Machine.detect(2).cache_bytes > 0

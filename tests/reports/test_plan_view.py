@@ -22,6 +22,7 @@ PLAN = Plan(
     image_shape=(3, 16000, 64000),
     device="cpu",
     memory_format="channels_last",
+    workers=1,
     stages=(STAGE,),
     passes=(Pass(0, "one pass"),),
     budget_bytes=None,

@@ -18,7 +18,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.events import Events, StepMeasured
 from gigagrad.execution.assemble import assemble
-from gigagrad.execution.process import held_bytes, peak_bytes, return_freed_memory
+from gigagrad.execution.process import held_bytes, peak_bytes, return_freed_memory, share_one_arena
 from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
 from gigagrad.execution.trial import faster_layout
@@ -64,15 +64,18 @@ class Choice:
     """What planning decided for one size: enough to make the same plan again."""
 
     memory_format: str
+    workers: int
     tiles: tuple[tuple[int, int], ...]
     """Height and width in pixels, one for each stage."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {"memory_format": self.memory_format, "tiles": [list(tile) for tile in self.tiles]}
+        tiles = [list(tile) for tile in self.tiles]
+        return {"memory_format": self.memory_format, "workers": self.workers, "tiles": tiles}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Choice:
-        return cls(data["memory_format"], tuple((int(h), int(w)) for h, w in data["tiles"]))
+        tiles = tuple((int(h), int(w)) for h, w in data["tiles"])
+        return cls(data["memory_format"], int(data["workers"]), tiles)
 
 
 class Engine:
@@ -98,6 +101,8 @@ class Engine:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._device = _usable_device(device)
+        if self._device.type == "cpu":
+            share_one_arena()
         self._tile = tile
         self._composite = Composite(model, loss)
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
@@ -273,10 +278,12 @@ class Engine:
         )
         name = f"{'backward' if backward else 'forward'} {'x'.join(map(str, image.spec.shape))}"
         adopted = self._adopted.pop(name, None)  # a changed model is planned anew
+        threads = torch.get_num_threads() if self._device.type == "cpu" else 1
+        workers = adopted.workers if adopted else threads
         plan = make_plan(
             graph,
             limits,
-            Machine.detect(),
+            Machine.detect(workers),
             image_shape=image.spec.shape,
             backward=backward,
             device=str(self._device),
@@ -289,7 +296,7 @@ class Engine:
             return_freed_memory()  # what the slower layout left behind would lie under the run's own peak
             plan = dataclasses.replace(plan, memory_format=layout, predicted_seconds=seconds)
             prepared = dataclasses.replace(prepared, plan=plan)
-        self._choices[name] = Choice(plan.memory_format, tuple(stage.tile for stage in plan.stages))
+        self._choices[name] = Choice(plan.memory_format, plan.workers, tuple(stage.tile for stage in plan.stages))
         return prepared
 
 

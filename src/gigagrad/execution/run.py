@@ -17,6 +17,7 @@ import torch
 
 from gigagrad.boxes import Box
 from gigagrad.events import Events, TileDone
+from gigagrad.execution.parallel import in_order
 from gigagrad.execution.process import Trimmer
 from gigagrad.execution.sources import Crops, Source, read_ahead
 from gigagrad.execution.tile import StageProgram
@@ -65,7 +66,9 @@ class Run:
         self._cotangents: Values = {}
         plan = prepared.plan
         largest = max((stage.tile_peak_bytes for stage in plan.stages), default=0)
-        self._trimmer = Trimmer(plan.predicted_peak_bytes - largest) if prepared.device.type == "cpu" else None
+        self._trimmer = (
+            Trimmer(plan.predicted_peak_bytes - plan.workers * largest) if prepared.device.type == "cpu" else None
+        )
         self._done = 0
         self._total = plan.tile_count
         for node in self._graph.nodes:
@@ -113,13 +116,19 @@ class Run:
     def _sweep_forward(self, stage: Stage) -> Iterator[tuple[Box, torch.Tensor]]:
         program = self._program(stage)
         boundary = self._boundary(stage, gradients=False)
-        for tile, crops in self._tiles(stage):
+
+        def work(item: tuple[TileGeometry, Crops]) -> tuple[TileGeometry, Values, torch.Tensor | None]:
+            tile, crops = item
             with torch.no_grad():
                 shares = program.run(tile, crops, boundary)
-                self._add_sums(program.partial_sums(shares))
+                output = shares.get(stage.output) if stage.output is not None else None
+                return tile, program.partial_sums(shares), output
+
+        for tile, sums, output in in_order(self._tiles(stage), work, self._prepared.plan.workers):
+            self._add_sums(sums)
             self._report("forward")
-            if stage.output is not None and stage.output in shares:
-                yield tile.wanted(stage.output), shares[stage.output]
+            if stage.output is not None and output is not None:
+                yield tile.wanted(stage.output), output
         self._finish_sums(stage)
 
     def _sweep_both(self, stage: Stage) -> None:
@@ -146,25 +155,28 @@ class Run:
         program = self._program(stage)
         boundary = self._boundary(stage, gradients=True)
         leaves = [i for i in stage.globals if self._graph[i].differentiable]
-        for tile, crops in self._tiles(stage):
+
+        def work(item: tuple[TileGeometry, Crops]) -> tuple[Values, Values]:
+            tile, crops = item
             with torch.enable_grad():
-                shares = program.run(tile, crops, boundary)
-                sums = program.partial_sums(shares)
-            shares.clear()
+                sums = program.partial_sums(program.run(tile, crops, boundary))
             outputs = [i for i in cotangents if i in sums and sums[i].requires_grad]
+            gradients: Values = {}
             if outputs and leaves:
-                gradients = torch.autograd.grad(
+                found = torch.autograd.grad(
                     [sums[i] for i in outputs],
                     [boundary[i] for i in leaves],
                     [cotangents[i] for i in outputs],
                     allow_unused=True,
                 )
-                for leaf, gradient in zip(leaves, gradients, strict=True):
-                    if gradient is not None:
-                        self._add(self._gradients, leaf, gradient)
+                gradients = {i: g for i, g in zip(leaves, found, strict=True) if g is not None}
+            return {i: value.detach() for i, value in sums.items()}, gradients
+
+        for sums, gradients in in_order(self._tiles(stage), work, self._prepared.plan.workers):
+            for leaf, gradient in gradients.items():
+                self._add(self._gradients, leaf, gradient)
             if add_sums:
                 self._add_sums(sums)
-            sums.clear()
             self._report("backward")
 
     def _program(self, stage: Stage) -> StageProgram:

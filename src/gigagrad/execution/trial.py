@@ -21,11 +21,14 @@ single timings are off by large factors, and the choice should not flicker."""
 def trial_seconds(prepared: Prepared, memory_format: str) -> float:
     """Seconds one step would take in this layout, by one run of a middle tile of each pass."""
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
-    total = 0.0
-    for step in prepared.plan.passes:
-        stage = prepared.stages[step.stage]
-        seconds = _tile_seconds(prepared, stage, step.phase != "forward", layout)
-        total += seconds * prepared.plan.stages[stage.index].tile_count
+    plan, total, threads = prepared.plan, 0.0, torch.get_num_threads()
+    torch.set_num_threads(1 if plan.workers > 1 else threads)
+    try:
+        for step in plan.passes:
+            seconds = _tile_seconds(prepared, prepared.stages[step.stage], step.phase != "forward", layout)
+            total += seconds * plan.stages[step.stage].tile_count / plan.workers
+    finally:
+        torch.set_num_threads(threads)
     return total
 
 

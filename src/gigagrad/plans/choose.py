@@ -14,7 +14,7 @@ from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid, TileGeometry, lattice
 from gigagrad.plans.memory import crop_bytes, tile_peak_bytes, worst_tile
-from gigagrad.plans.plan import Plan, StagePlan
+from gigagrad.plans.plan import Pass, Plan, StagePlan
 from gigagrad.plans.schedule import make_passes
 from gigagrad.plans.stages import Stage, split_stages
 
@@ -23,11 +23,15 @@ _LARGEST_SIDE_PX = 4096
 _ALLOCATOR_SLACK = 1.5
 """Resident bytes per byte allocated: freed blocks that the allocator has not given back (bench/tile_memory.py)."""
 
+_SHARED_EFFICIENCY = 0.5
+"""What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What the cost model knows of the machine. Rates are for all threads together."""
 
+    threads: int = 1
     cache_bytes: int = 32 * 2**20
     cached_bytes_per_second: float = 40e9
     memory_bytes_per_second: float = 12e9
@@ -35,13 +39,13 @@ class Machine:
     seconds_per_operator: float = 60e-6
 
     @classmethod
-    def detect(cls) -> Machine:
-        """The last-level cache as the kernel reports it; everything else stays at the default."""
+    def detect(cls, threads: int) -> Machine:
+        """The last-level cache as the kernel reports it; the rates stay at their defaults."""
         sizes = []
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
             text = path.read_text().strip()
             sizes.append(int(text[:-1]) * {"K": 2**10, "M": 2**20}.get(text[-1], 1))
-        return cls(cache_bytes=max(sizes)) if sizes else cls()
+        return cls(threads=threads, cache_bytes=max(sizes)) if sizes else cls(threads=threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +78,69 @@ def make_plan(
     """
     stages = split_stages(graph)
     passes = make_passes(graph, stages, backward=backward)
-    parameter_bytes = _parameter_bytes(graph, backward=backward)
-    crops_ahead = 3  # one in use, two being read
+    options = []
+    refusal: BudgetError | None = None
+    for workers in dict.fromkeys((machine.threads, 1)):
+        parameter_bytes = _parameter_bytes(graph, workers, backward=backward)
+        try:
+            options.append(_fit(graph, stages, passes, limits, machine, tiles, workers, parameter_bytes))
+        except BudgetError as error:
+            refusal = error  # of the last, which is the leanest
+    if not options:
+        assert refusal is not None
+        raise refusal
+    best = min(options, key=lambda option: option.seconds)
+    return Plan(
+        image_shape=image_shape,
+        device=device,
+        memory_format=memory_format,
+        workers=best.workers,
+        stages=best.stages,
+        passes=passes,
+        budget_bytes=limits.budget_bytes,
+        base_bytes=limits.base_bytes,
+        parameter_bytes=best.parameter_bytes,
+        reader_bytes=limits.reader_cache_bytes + best.ahead_bytes,
+        runtime_bytes=limits.runtime_bytes,
+        predicted_peak_bytes=max(best.peak_bytes, limits.peak_bytes),
+        predicted_seconds=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A way to run all stages; `seconds` is the cost model's, for comparing options only."""
+
+    workers: int
+    stages: tuple[StagePlan, ...]
+    seconds: float
+    parameter_bytes: int
+    ahead_bytes: int
+    peak_bytes: int
+
+
+def _fit(
+    graph: Graph,
+    stages: tuple[Stage, ...],
+    passes: tuple[Pass, ...],
+    limits: Limits,
+    machine: Machine,
+    tiles: tuple[tuple[int, int], ...] | None,
+    workers: int,
+    parameter_bytes: int,
+) -> _Option:
+    """For each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has none."""
+    # Each worker's crop, two being read, and with several workers one more in the queue.
+    crops_ahead = workers + 2 + (workers > 1)
     fixed = limits.base_bytes + limits.runtime_bytes + limits.reader_cache_bytes + parameter_bytes
 
     def total(stage_plan: StagePlan, ahead: int) -> int:
-        return fixed + ahead + int(stage_plan.tile_peak_bytes * _ALLOCATOR_SLACK)
+        return fixed + ahead + int(workers * stage_plan.tile_peak_bytes * _ALLOCATOR_SLACK)
 
-    chosen: list[tuple[StagePlan, int]] = []
+    seconds, peak, most_ahead, chosen = 0.0, fixed, 0, []
     for stage in stages:
-        differentiates = any(p.stage == stage.index and p.phase != "forward" for p in passes)
+        sweeps = [p for p in passes if p.stage == stage.index]
+        differentiates = any(p.phase != "forward" for p in sweeps)
         shapes = [tiles[min(stage.index, len(tiles) - 1)]] if tiles else _candidates(graph, stage)
         costed = [_cost(graph, stage, shape, machine, crops_ahead, backward=differentiates) for shape in shapes]
         budget = limits.budget_bytes
@@ -100,23 +157,19 @@ def make_plan(
                 needed_bytes=needed,
                 smallest_bytes=_roomy(needed),
             )
-        _, best, ahead = min(fitting, key=lambda c: c[0])
-        chosen.append((best, ahead))
-    peak = max((total(*c) for c in chosen), default=fixed)
-    return Plan(
-        image_shape=image_shape,
-        device=device,
-        memory_format=memory_format,
-        stages=tuple(c[0] for c in chosen),
-        passes=passes,
-        budget_bytes=limits.budget_bytes,
-        base_bytes=limits.base_bytes,
-        parameter_bytes=parameter_bytes,
-        reader_bytes=limits.reader_cache_bytes + max((c[1] for c in chosen), default=0),
-        runtime_bytes=limits.runtime_bytes,
-        predicted_peak_bytes=max(peak, limits.peak_bytes),
-        predicted_seconds=None,
-    )
+        speedups = {c[1].tile: _speedup(machine.threads, workers, c[1].tile_count) for c in fitting}
+        cost, best, ahead = min(fitting, key=lambda c: c[0] / speedups[c[1].tile])
+        seconds += len(sweeps) * cost / speedups[best.tile]
+        peak, most_ahead = max(peak, total(best, ahead)), max(most_ahead, ahead)
+        chosen.append(best)
+    return _Option(workers, tuple(chosen), seconds, parameter_bytes, most_ahead, peak)
+
+
+def _speedup(threads: int, workers: int, tile_count: int) -> float:
+    """How much faster than one thread: whole tiles share out well unless they are few, single operators less so."""
+    if workers == 1:
+        return 1 + _SHARED_EFFICIENCY * (threads - 1)
+    return tile_count / -(-tile_count // workers)
 
 
 def _roomy(needed_bytes: int) -> int:
@@ -127,16 +180,17 @@ def _roomy(needed_bytes: int) -> int:
     return -(-(needed_bytes + 8 * 2**20) // step) * step
 
 
-def _parameter_bytes(graph: Graph, *, backward: bool) -> int:
+def _parameter_bytes(graph: Graph, workers: int, *, backward: bool) -> int:
     """Of every parameter and every global value made from them: the value or its copy in working layout, and, where it
-    has one, the plain gradient, the float64 sum and one tile's contribution.
+    has one, the plain gradient, the float64 sum and the contributions of the tiles at work and of one that is done.
     """
+    contributions = workers + (workers > 1)
     total = 0
     for node in graph.nodes:
         if node.op == "parameter" or not (node.is_field or node.is_source):
             total += node.nbytes
             if backward and node.differentiable:
-                total += 2 * node.nbytes + 8 * prod(node.shape)
+                total += (1 + contributions) * node.nbytes + 8 * prod(node.shape)
     return total
 
 

@@ -45,6 +45,8 @@ class Plan:
     image_shape: tuple[int, ...]
     device: str
     memory_format: str
+    workers: int
+    """Tiles computed at the same time, by one thread each; with 1, all threads share the operators of one tile."""
     stages: tuple[StagePlan, ...]
     passes: tuple[Pass, ...]
     budget_bytes: int | None
@@ -89,7 +91,8 @@ class Plan:
         height, width = self.image_shape[-2:]
         lines = [
             f"Plan for {height} x {width} px ({format_pixels(height * width)}) on {self.device}, "
-            f"{self.memory_format.replace('_', ' ')}",
+            f"{self.memory_format.replace('_', ' ')}, "
+            + (f"{self.workers} tiles at a time" if self.workers > 1 else "one tile at a time"),
             "",
         ]
         header = ("stage", "runs", "operators", "tiles", "tile px", "crop px", "read ratio", "tile memory")
@@ -115,7 +118,7 @@ class Plan:
             ("parameters: gradients, sums", self.parameter_bytes),
             ("pixels read ahead", self.reader_bytes),
             ("kernels, threads, allocator", self.runtime_bytes),
-            ("one tile, forward and backward", max(s.tile_peak_bytes for s in self.stages)),
+            ("tiles being computed", self.workers * max(s.tile_peak_bytes for s in self.stages)),
         ]
         lines += _columns([(name, format_bytes(size)) for name, size in parts])
         budget = "no budget set" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"

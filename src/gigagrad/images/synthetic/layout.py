@@ -63,7 +63,7 @@ def make_layout(height: int, width: int, rng: np.random.Generator) -> Layout:
     y, x = (np.arange(side, dtype=np.float32) * STEP - STEP / 2 for side in shape)
     to_edge = np.minimum(np.minimum(y, height - y)[:, None], np.minimum(x, width - x)[None])
     depth = np.clip((np.minimum(outline, to_edge) - 140) / 90, 0, 1)
-    fat = _bytes((128 + 2500 * (_noise(shape, (3000, 900, 250), rng) - 1.5)) * depth)
+    fat = _bytes((128 + 2500 * (_noise(shape, (800, 250), rng) - 1.4)) * depth)
     folds = _folds(shape, rng) * np.clip(outline / 60, 0, 1)
     stain = np.empty((*shape, 2), np.uint8)
     for channel, strength in enumerate(rng.uniform(104, 128, 2)):

@@ -1,0 +1,43 @@
+"""Tiles side by side: several threads compute one tile each, and the results come back in order.
+
+A tile's operators are too small to share among threads well: every one of them would wait for the slowest thread, and
+on a machine that does something else besides, it waits long. Whole tiles are independent, so each thread takes one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_order(items: Iterable[Item], work: Callable[[Item], Result], workers: int) -> Iterator[Result]:
+    """`work(item)` for every item, in the order of the items; `workers` of them at a time, one PyTorch thread each.
+
+    With one worker everything runs in the caller's thread, and PyTorch's operators share their own threads.
+    """
+    if workers == 1:
+        yield from map(work, items)
+        return
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(workers, "gigagrad-tile", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        waiting: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                del item
+                if len(waiting) > workers:  # one in the queue, so that nobody waits for the reader
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+            # What a worker sets is also the default of every thread that PyTorch meets later.
+            torch.set_num_threads(threads)

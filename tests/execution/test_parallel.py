@@ -1,0 +1,85 @@
+"""Tiles side by side: order, errors, thread settings, and the engine's results with several workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gigagrad as gg
+from gigagrad.execution.parallel import in_order
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_results_come_in_the_order_of_the_items() -> None:
+    gate = threading.Event()
+
+    def work(item: int) -> int:
+        if item == 0:
+            gate.wait()  # the first is the last to finish
+        if item == 2:
+            gate.set()
+        return item * item
+
+    assert list(in_order(range(9), work, 3)) == [i * i for i in range(9)]
+
+
+def test_each_worker_has_one_thread_and_the_callers_setting_stays(two_threads: None) -> None:
+    assert set(in_order(range(8), lambda _: torch.get_num_threads(), 2)) == {1}
+    assert torch.get_num_threads() == 2
+    assert list(in_order(range(2), lambda _: torch.get_num_threads(), 1)) == [2, 2]
+
+
+def test_an_error_in_a_worker_reaches_the_caller_and_ends_the_work(two_threads: None) -> None:
+    started = []
+
+    def work(item: int) -> int:
+        started.append(item)
+        if item == 1:
+            raise ValueError("tile 1")
+        return item
+
+    with pytest.raises(ValueError, match="tile 1"):
+        list(in_order(range(1000), work, 2))
+    assert len(started) < 10
+    assert torch.get_num_threads() == 2
+
+
+def test_workers_give_the_exact_gradient_and_the_same_bits_every_time(two_threads: None) -> None:
+    torch.manual_seed(0)
+    model = gg.models.PaperUNet().double()
+    image = torch.randn(1, 401, 523, dtype=torch.float64)
+    target = torch.rand(1, 401, 523, dtype=torch.float64)
+    whole = F.binary_cross_entropy_with_logits(model(image[None]), target[None])
+    whole.backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    engine = gg.compile(model, F.binary_cross_entropy_with_logits, tile=(100, 90))
+    assert engine.plan(image, target).workers == 2
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = engine.backward(image, target)
+        found.append([loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert abs(loss.item() - whole.item()) <= 1e-13 * whole.item()
+    for gradient, reference in zip(found[0][1:], expected, strict=True):
+        assert (gradient - reference).norm() <= 1e-11 * reference.norm()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_stream_with_workers_is_in_order(two_threads: None) -> None:
+    model = torch.nn.Conv2d(1, 1, 3, padding=1)
+    image = torch.rand(1, 50, 70)
+    boxes = [box for box, _ in gg.compile(model, tile=(16, 16)).stream(image)]
+    assert boxes == sorted(boxes)
+    with torch.no_grad():
+        torch.testing.assert_close(gg.compile(model, tile=(16, 16)).forward(image), model(image[None]))
