@@ -45,7 +45,7 @@ class Scale:
     seed: int = 0
 
 
-# docs/decisions/demo-training.md has the runs that these numbers were chosen by.
+# docs/decisions/0010-demo-training.md has the runs that these numbers were chosen by.
 FULL = Scale(slides=20, height=1536, width=2048, epochs=90, learning_rate=3e-3, large_height=16000, large_width=64000)
 QUICK = Scale(slides=5, height=512, width=768, epochs=4, learning_rate=3e-3, large_height=2000, large_width=8000)
 
