@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -48,6 +47,7 @@ def measure(slide_path: Path, mask_path: Path, memory: str, steps: int) -> dict[
     import torch
 
     import gigagrad as gg
+    from gigagrad.execution.process import peak_resident_bytes
     from gigagrad.training.losses import named_loss
     from gigagrad.units import parse_bytes
 
@@ -73,7 +73,7 @@ def measure(slide_path: Path, mask_path: Path, memory: str, steps: int) -> dict[
         "pixels": pixels,
         "seconds_per_step": round(statistics.median(seconds), 2),
         "plan_seconds": round(plan_seconds, 2),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak_resident_bytes(),
         "budget_bytes": parse_bytes(memory),
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "predicted_seconds": plan.predicted_seconds,

@@ -25,9 +25,16 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The highest resident memory of this process since it started."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """The highest resident memory of this process since it started.
+
+    On Linux from `VmHWM`: `getrusage` would count the parent's memory too, in which a new process begins its life.
+    """
+    try:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def return_freed_memory() -> None:
