@@ -347,7 +347,7 @@ def test_new_values_are_simply_used(engine, net, bce, pair, whole, assert_exact)
     _, expected = whole(net, bce, pair.image, pair.target[None])
     engine.backward(pair.image, pair.target)
     assert_exact(net, expected)
-    assert len(engine._prepared) == 1
+    assert len(engine._planner._kept) == 1
 
 
 def test_a_changed_requires_grad_is_noticed(engine, net, pair):
@@ -444,7 +444,7 @@ def test_several_sizes_live_side_by_side(engine, net, bce, whole, assert_exact):
         _, expected = whole(net, bce, image, target[None])
         engine.backward(image, target)
         assert_exact(net, expected)
-    assert len(engine._prepared) == 3
+    assert len(engine._planner._kept) == 3
 
 
 # Plans, budgets, state

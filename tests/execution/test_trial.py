@@ -40,7 +40,7 @@ def test_both_layouts_give_the_same_loss(monkeypatch, model, images):
     results = []
     for layout in ("channels_last", "contiguous"):
         monkeypatch.setattr(trial, "faster_layout", lambda prepared, layout=layout: (layout, 1.0))
-        monkeypatch.setattr("gigagrad.execution.engine.faster_layout", trial.faster_layout)
+        monkeypatch.setattr("gigagrad.execution.planner.faster_layout", trial.faster_layout)
         engine = gg.compile(model, bce, tile=(10, 10))
         model.zero_grad()
         value = engine.backward(*images).item()
@@ -64,7 +64,7 @@ def test_few_tiles_and_double_precision_have_no_trial(monkeypatch, model, images
     def refuse(prepared):
         raise AssertionError("no trial here")
 
-    monkeypatch.setattr("gigagrad.execution.engine.faster_layout", refuse)
+    monkeypatch.setattr("gigagrad.execution.planner.faster_layout", refuse)
     assert gg.compile(model, bce, tile=(60, 60)).plan(*images).memory_format == "channels_last"
     image, target = images
     plan = gg.compile(model.double(), bce, tile=(10, 10)).plan(image.double(), target)

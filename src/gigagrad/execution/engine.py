@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +16,15 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.events import Events, StepMeasured
 from gigagrad.execution.assemble import assemble
-from gigagrad.execution.process import held_bytes, peak_bytes, return_freed_memory, share_one_arena
+from gigagrad.execution.planner import Planner
+from gigagrad.execution.process import peak_bytes, share_one_arena
 from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
-from gigagrad.execution.trial import faster_layout
-from gigagrad.graphs import Composite, Graph, capture
-from gigagrad.plans import Limits, Machine, Plan, make_plan, split_stages
+from gigagrad.graphs import Composite, Graph
+from gigagrad.plans import Plan
 from gigagrad.units import parse_bytes
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-_RUNTIME_BYTES = 144 * 2**20
-"""What the first step adds beside its tensors: kernels, thread stacks, the reader's code (bench/tile_memory.py)."""
-_WORTH_A_TRIAL = 32
-"""Fewer tiles than this are over before a trial of memory layouts would pay."""
-_PLAIN = (bool, int, float, str)
 
 
 def compile(
@@ -57,25 +49,6 @@ def compile(
         ConfigError: an argument cannot be used.
     """
     return Engine(model, loss, memory=memory, device=device, tile=tile)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What planning decided for one size: enough to make the same plan again."""
-
-    memory_format: str
-    workers: int
-    tiles: tuple[tuple[int, int], ...]
-    """Height and width in pixels, one for each stage."""
-
-    def to_dict(self) -> dict[str, Any]:
-        tiles = [list(tile) for tile in self.tiles]
-        return {"memory_format": self.memory_format, "workers": self.workers, "tiles": tiles}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Choice:
-        tiles = tuple((int(h), int(w)) for h, w in data["tiles"])
-        return cls(data["memory_format"], int(data["workers"]), tiles)
 
 
 class Engine:
@@ -103,12 +76,11 @@ class Engine:
         self._device = _usable_device(device)
         if self._device.type == "cpu":
             share_one_arena()
-        self._tile = tile
         self._composite = Composite(model, loss)
-        self._prepared: dict[tuple[Any, ...], Prepared] = {}
-        self._choices: dict[str, Choice] = {}
-        self._adopted: dict[str, Choice] = {}
         self.events = Events()
+        self._planner = Planner(
+            self._composite, self.events, budget_bytes=self._budget_bytes, device=self._device, tile=tile
+        )
         self.last_run: StepMeasured | None = None
 
     @property
@@ -128,7 +100,7 @@ class Engine:
             ImageError, TargetError: an input cannot be used.
         """
         with self._sources(image, target) as sources:
-            return self._prepare(sources, backward=self.loss is not None).plan
+            return self._planner.prepare(sources, backward=self.loss is not None).plan
 
     def backward(self, image: Any, target: Any) -> torch.Tensor:
         """The exact loss (0-d, detached); adds the exact gradient to every parameter's `.grad`.
@@ -166,7 +138,7 @@ class Engine:
                 run.run()
             return run.output
         with self._sources(image, None) as sources:
-            graph = self._prepare(sources, backward=False).graph
+            graph = self._planner.prepare(sources, backward=False).graph
             if not _delivers_image(graph):
                 if out is not None:
                     raise ConfigError("out= needs a model whose output is an image")
@@ -199,12 +171,11 @@ class Engine:
 
         An engine that loads them before its first run repeats this one's arithmetic bit for bit.
         """
-        choices = self._adopted | self._choices
-        return {"choices": {name: choice.to_dict() for name, choice in choices.items()}}
+        return self._planner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt the choices of another engine's `state_dict`."""
-        self._adopted.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
+        self._planner.load_state_dict(state)
 
     def _write(self, image: Any, path: Path, graph: Graph) -> Path:
         from gigagrad.images.write import write_pyramid
@@ -244,7 +215,9 @@ class Engine:
 
     @contextmanager
     def _measured(self, phase: str, sources: dict[str, Source]) -> Iterator[Prepared]:
-        prepared = self._prepare(sources, backward=phase == "backward")
+        prepared = self._planner.prepare(sources, backward=phase == "backward")
+        # The peak is the process's own since it started, whoever set it.
+        predicted = max(prepared.plan.predicted_peak_bytes, peak_bytes(self._device))
         start = time.perf_counter()
         yield prepared
         height, width = sources["image"].spec.shape[-2:]
@@ -253,51 +226,10 @@ class Engine:
             pixels=height * width,
             seconds=time.perf_counter() - start,
             peak_bytes=peak_bytes(self._device),
-            predicted_peak_bytes=prepared.plan.predicted_peak_bytes,
+            predicted_peak_bytes=predicted,
             budget_bytes=self._budget_bytes or 0,
         )
         self.events.emit(self.last_run)
-
-    def _prepare(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
-        """Capture and plan, or find what an earlier image of the same size and an unchanged model left."""
-        key = (backward, _fingerprint(self._composite), *((name, s.spec) for name, s in sources.items()))
-        found = self._prepared.get(key)
-        if found is None:
-            found = self._prepared[key] = self._make(sources, backward=backward)
-        return found
-
-    def _make(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
-        image, target = sources["image"], sources.get("target")
-        graph = capture(self.model, self.loss, image.spec, target.spec if target else None)
-        limits = Limits(
-            budget_bytes=self._budget_bytes,
-            base_bytes=held_bytes(self._device),
-            peak_bytes=peak_bytes(self._device),
-            reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
-            runtime_bytes=_RUNTIME_BYTES,
-        )
-        name = f"{'backward' if backward else 'forward'} {'x'.join(map(str, image.spec.shape))}"
-        adopted = self._adopted.pop(name, None)  # a changed model is planned anew
-        threads = torch.get_num_threads() if self._device.type == "cpu" else 1
-        workers = adopted.workers if adopted else threads
-        plan = make_plan(
-            graph,
-            limits,
-            Machine.detect(workers),
-            image_shape=image.spec.shape,
-            backward=backward,
-            device=str(self._device),
-            memory_format=adopted.memory_format if adopted else _usual_layout(graph),
-            tiles=adopted.tiles if adopted else (self._tile,) if self._tile else None,
-        )
-        prepared = Prepared(graph, plan, split_stages(graph), self._device)
-        if adopted is None and plan.tile_count >= _WORTH_A_TRIAL and plan.memory_format == "channels_last":
-            layout, seconds = faster_layout(prepared)
-            return_freed_memory()  # what the slower layout left behind would lie under the run's own peak
-            plan = dataclasses.replace(plan, memory_format=layout, predicted_seconds=seconds)
-            prepared = dataclasses.replace(prepared, plan=plan)
-        self._choices[name] = Choice(plan.memory_format, plan.workers, tuple(stage.tile for stage in plan.stages))
-        return prepared
 
 
 def _delivers_image(graph: Graph) -> bool:
@@ -315,40 +247,6 @@ def _pixels(stream: Iterator[tuple[Box, torch.Tensor]]) -> Iterator[tuple[Box, n
     """Crops `(1, C, h, w)` as float32 arrays `(h, w, C)`."""
     for box, crop in stream:
         yield box, crop[0].permute(1, 2, 0).to("cpu", torch.float32).numpy()
-
-
-def _usual_layout(graph: Graph) -> str:
-    """Double precision runs on kernels that know only the contiguous layout."""
-    convolutions = [node for node in graph.nodes if "conv" in node.op]
-    return "contiguous" if any(n.dtype == torch.float64 for n in convolutions) else "channels_last"
-
-
-def _fingerprint(module: nn.Module) -> int:
-    """Changes whenever capture could: module types, modes and settings; shapes, dtypes, ties and `requires_grad`."""
-    modules = tuple((name, type(m), _settings(m)) for name, m in module.named_modules())
-    number: dict[int, int] = {}  # tied tensors have one number
-    parameters = tuple(
-        (name, number.setdefault(id(p), len(number)), tuple(p.shape), p.dtype, p.requires_grad)
-        for name, p in module.named_parameters(remove_duplicate=False)
-    )
-    buffers = tuple(
-        (name, number.setdefault(id(b), len(number)), tuple(b.shape), b.dtype)
-        for name, b in module.named_buffers(remove_duplicate=False)
-    )
-    return hash((modules, parameters, buffers))
-
-
-def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """What a forward may read of its module besides tensors: plain values (`training` among them) and functions."""
-    settings: list[tuple[str, Any]] = []
-    for name, value in vars(module).items():
-        if value is None or isinstance(value, _PLAIN):
-            settings.append((name, value))
-        elif isinstance(value, tuple | list) and all(isinstance(item, _PLAIN) for item in value):
-            settings.append((name, tuple(value)))
-        elif callable(value):
-            settings.append((name, id(value)))
-    return tuple(settings)
 
 
 def _usable_device(device: str | torch.device) -> torch.device:

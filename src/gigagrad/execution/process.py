@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import sys
+from functools import cache
 
 import torch
 
@@ -60,6 +61,12 @@ def share_one_arena() -> None:
 def held_bytes(device: torch.device) -> int:
     """Memory held now on the tier that `memory` bounds: the process on the CPU, the allocator's pool on a GPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
+
+
+@cache
+def cold_bytes(device: torch.device) -> int:
+    """`held_bytes` at this function's first call: of a process that has its libraries, but has run no kernel yet."""
+    return held_bytes(device)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -59,6 +59,11 @@ class Limits:
     reader_cache_bytes: int
     runtime_bytes: int
 
+    @property
+    def fixed_bytes(self) -> int:
+        """What the process holds whatever the tiles: itself, the readers' caches and what kernels still add."""
+        return self.base_bytes + self.runtime_bytes + self.reader_cache_bytes
+
 
 def make_plan(
     graph: Graph,
@@ -132,7 +137,7 @@ def _fit(
     """For each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has none."""
     # Each worker's crop, two being read, and with several workers one more in the queue.
     crops_ahead = workers + 2 + (workers > 1)
-    fixed = limits.base_bytes + limits.runtime_bytes + limits.reader_cache_bytes + parameter_bytes
+    fixed = limits.fixed_bytes + parameter_bytes
 
     def total(stage_plan: StagePlan, ahead: int) -> int:
         return fixed + ahead + int(workers * stage_plan.tile_peak_bytes * _ALLOCATOR_SLACK)

@@ -1,0 +1,192 @@
+"""From an image's size to a plan that is ready to run: captured and planned on first sight, kept, and kept honest.
+
+Memory is that of the whole process, so a plan is only as good as what it assumed of the process around it. Before every
+run the planner looks again; where the process has grown since (labels were made, a reader was opened), the plan is
+made again with the same tiles, and with others only if those no longer fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gigagrad.errors import BudgetError
+from gigagrad.events import Events, Notice
+from gigagrad.execution.fingerprint import fingerprint
+from gigagrad.execution.process import cold_bytes, held_bytes, peak_bytes, return_freed_memory
+from gigagrad.execution.run import Prepared
+from gigagrad.execution.sources import Source
+from gigagrad.execution.trial import faster_layout
+from gigagrad.graphs import Composite, Graph, capture
+from gigagrad.plans import Limits, Machine, Plan, make_plan, split_stages
+
+_RUNTIME_BYTES = 144 * 2**20
+"""What the first step of a process adds beside its tensors: kernels, thread stacks, the reader's code
+(bench/tile_memory.py)."""
+_LATER_RUNTIME_BYTES = 48 * 2**20
+"""What a later step may still add: kernels for shapes that have not been seen."""
+_NOTICED_BYTES = 8 * 2**20
+"""A process that has grown by less since its plan was made keeps it."""
+_WORTH_A_TRIAL = 32
+"""Fewer tiles than this are over before a trial of memory layouts would pay."""
+_MOST_KEPT = 32
+"""Sizes whose graph and plan are kept; the one unused for longest goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What planning decided for one size: enough to make the same plan again."""
+
+    memory_format: str
+    workers: int
+    tiles: tuple[tuple[int, int], ...]
+    """Height and width in pixels, one for each stage."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Choice:
+        return cls(plan.memory_format, plan.workers, tuple(stage.tile for stage in plan.stages))
+
+    def to_dict(self) -> dict[str, Any]:
+        tiles = [list(tile) for tile in self.tiles]
+        return {"memory_format": self.memory_format, "workers": self.workers, "tiles": tiles}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Choice:
+        tiles = tuple((int(h), int(w)) for h, w in data["tiles"])
+        return cls(data["memory_format"], int(data["workers"]), tiles)
+
+
+class Planner:
+    """Makes and keeps what an engine runs. `tile` forces the shape of every stage's tiles."""
+
+    def __init__(
+        self,
+        composite: Composite,
+        events: Events,
+        *,
+        budget_bytes: int | None,
+        device: torch.device,
+        tile: tuple[int, int] | None,
+    ) -> None:
+        self._composite = composite
+        self._events = events
+        self._budget_bytes = budget_bytes
+        self._device = device
+        self._tile = tile
+        self._kept: OrderedDict[tuple[Any, ...], tuple[Prepared, Limits]] = OrderedDict()
+        self._choices: dict[str, Choice] = {}
+        self._adopted: dict[str, Choice] = {}
+
+    def prepare(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
+        """A graph and a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
+        key = (backward, fingerprint(self._composite), *((name, source.spec) for name, source in sources.items()))
+        kept = self._kept.get(key)
+        graph = kept[0].graph if kept is not None else self._capture(sources)
+        limits = self._limits(sources)
+        if kept is None:
+            made = self._first(graph, sources["image"].spec.shape, limits, backward=backward)
+        elif limits.fixed_bytes > kept[1].fixed_bytes + _NOTICED_BYTES:
+            made = self._refit(kept[0], limits, backward=backward)
+        else:
+            made, limits = kept
+        self._kept[key] = made, limits
+        self._kept.move_to_end(key)
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        self._choices[_name(made.plan.image_shape, backward=backward)] = Choice.of(made.plan)
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        choices = self._adopted | self._choices
+        return {"choices": {name: choice.to_dict() for name, choice in choices.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._adopted.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
+
+    def _limits(self, sources: dict[str, Source]) -> Limits:
+        """What the process holds and may come to hold whatever the plan; asked after capture, which loads much."""
+        cold = cold_bytes(self._device)
+        if self._device.type == "cpu":
+            return_freed_memory()  # what an earlier run freed is there for this one
+        base = held_bytes(self._device)
+        return Limits(
+            budget_bytes=self._budget_bytes,
+            base_bytes=base,
+            peak_bytes=peak_bytes(self._device),
+            reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
+            runtime_bytes=max(cold + _RUNTIME_BYTES - base, _LATER_RUNTIME_BYTES),
+        )
+
+    def _capture(self, sources: dict[str, Source]) -> Graph:
+        image, target = sources["image"], sources.get("target")
+        return capture(self._composite.model, self._composite.loss, image.spec, target.spec if target else None)
+
+    def _refit(self, kept: Prepared, limits: Limits, *, backward: bool) -> Prepared:
+        """The same tiles in a process that has grown."""
+        plan = self._again(kept.graph, kept.plan.image_shape, limits, Choice.of(kept.plan), backward=backward)
+        plan = dataclasses.replace(plan, predicted_seconds=kept.plan.predicted_seconds)
+        return dataclasses.replace(kept, plan=plan)
+
+    def _first(self, graph: Graph, image_shape: tuple[int, ...], limits: Limits, *, backward: bool) -> Prepared:
+        """A first plan; both memory layouts are tried where the run is long enough to pay for it."""
+        # A changed model is planned anew, so a choice is adopted once.
+        adopted = self._adopted.pop(_name(image_shape, backward=backward), None)
+        if adopted is not None:
+            plan = self._again(graph, image_shape, limits, adopted, backward=backward)
+        else:
+            plan = self._plan(graph, image_shape, limits, None, backward=backward)
+        prepared = Prepared(graph, plan, split_stages(graph), self._device)
+        if adopted is None and plan.tile_count >= _WORTH_A_TRIAL and plan.memory_format == "channels_last":
+            layout, seconds = faster_layout(prepared)
+            return_freed_memory()  # what the slower layout left behind would lie under the run's own peak
+            plan = dataclasses.replace(plan, memory_format=layout, predicted_seconds=seconds)
+            prepared = dataclasses.replace(prepared, plan=plan)
+        return prepared
+
+    def _again(
+        self, graph: Graph, image_shape: tuple[int, ...], limits: Limits, choice: Choice, *, backward: bool
+    ) -> Plan:
+        """The plan of an earlier choice; where it no longer fits, another one, and a notice that says so."""
+        try:
+            return self._plan(graph, image_shape, limits, choice, backward=backward)
+        except BudgetError:
+            if self._tile is not None:
+                raise
+        plan = self._plan(graph, image_shape, limits, None, backward=backward)
+        self._events.emit(
+            Notice(
+                f"tiles of {choice.tiles[-1]} px no longer fit beside what the process holds; they are {plan.tile} px "
+                "now, and sums are rounded otherwise",
+                warning=True,
+            )
+        )
+        return dataclasses.replace(plan, memory_format=choice.memory_format)
+
+    def _plan(
+        self, graph: Graph, image_shape: tuple[int, ...], limits: Limits, choice: Choice | None, *, backward: bool
+    ) -> Plan:
+        threads = torch.get_num_threads() if self._device.type == "cpu" else 1
+        return make_plan(
+            graph,
+            limits,
+            Machine.detect(choice.workers if choice else threads),
+            image_shape=image_shape,
+            backward=backward,
+            device=str(self._device),
+            memory_format=choice.memory_format if choice else _usual_layout(graph),
+            tiles=choice.tiles if choice else (self._tile,) if self._tile else None,
+        )
+
+
+def _name(image_shape: tuple[int, ...], *, backward: bool) -> str:
+    return f"{'backward' if backward else 'forward'} {'x'.join(map(str, image_shape))}"
+
+
+def _usual_layout(graph: Graph) -> str:
+    """Double precision runs on kernels that know only the contiguous layout."""
+    convolutions = [node for node in graph.nodes if "conv" in node.op]
+    return "contiguous" if any(n.dtype == torch.float64 for n in convolutions) else "channels_last"

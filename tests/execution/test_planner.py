@@ -1,0 +1,90 @@
+"""The planner keeps its plans true to the process around them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import gigagrad as gg
+from gigagrad.errors import BudgetError
+from gigagrad.events import Notice
+from gigagrad.execution import planner
+from gigagrad.training.losses import bce
+
+MIB = 2**20
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """An engine with a budget of 1000 MiB whose process holds as much as the test says: `held["bytes"]`."""
+    held = {"bytes": 400 * MIB}
+    monkeypatch.setattr(planner, "held_bytes", lambda device: held["bytes"])
+    monkeypatch.setattr(planner, "peak_bytes", lambda device: 0)
+    monkeypatch.setattr(planner, "cold_bytes", lambda device: 400 * MIB)
+    torch.manual_seed(0)
+    engine = gg.compile(gg.models.resolve("paper-unet"), bce, memory=1000 * MIB)
+    image = np.zeros((3, 3000, 3000), np.uint8)
+    mask = np.zeros((1, 3000, 3000), np.uint8)
+    notices: list[Notice] = []
+    engine.events.subscribe(lambda event: notices.append(event) if isinstance(event, Notice) else None)
+    return engine, lambda: engine.plan(image, mask), held, notices
+
+
+def test_a_process_that_grew_is_in_the_next_prediction(job):
+    _, plan, held, notices = job
+    before = plan()
+    held["bytes"] += 250 * MIB
+    after = plan()
+    # The first 144 MiB were allowed for, less what later runs may still add.
+    grown = after.predicted_peak_bytes - before.predicted_peak_bytes
+    assert grown == 250 * MIB - (before.runtime_bytes - after.runtime_bytes) > 100 * MIB
+    assert (after.tile, after.workers, after.memory_format) == (before.tile, before.workers, before.memory_format)
+    assert not notices
+
+
+def test_a_process_that_grew_within_the_allowance_changes_nothing(job):
+    _, plan, held, _ = job
+    before = plan()
+    held["bytes"] += 90 * MIB
+    assert plan() is before
+
+
+def test_tiles_that_no_longer_fit_are_chosen_again_with_a_notice(job):
+    _, plan, held, notices = job
+    before = plan()
+    held["bytes"] = (
+        1000 * MIB - 48 * MIB - (before.predicted_peak_bytes - before.base_bytes - before.runtime_bytes) // 2
+    )
+    after = plan()
+    assert after.predicted_peak_bytes <= 1000 * MIB
+    assert after.tile[0] * after.tile[1] * after.workers < before.tile[0] * before.tile[1] * before.workers
+    assert [notice.warning for notice in notices] == [True]
+    held["bytes"] = 1000 * MIB
+    with pytest.raises(BudgetError):
+        plan()
+
+
+def test_adopted_tiles_that_do_not_fit_are_chosen_again(job):
+    engine, plan, held, notices = job
+    before = plan()
+    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
+    other.events.subscribe(lambda event: notices.append(event) if isinstance(event, Notice) else None)
+    other.load_state_dict(engine.state_dict())
+    held["bytes"] = (
+        1000 * MIB - 48 * MIB - (before.predicted_peak_bytes - before.base_bytes - before.runtime_bytes) // 2
+    )
+    image = np.zeros((3, 3000, 3000), np.uint8)
+    assert other.plan(image, image[:1]).predicted_peak_bytes <= 1000 * MIB
+    assert [notice.warning for notice in notices] == [True]
+
+
+def test_only_so_many_sizes_are_kept(monkeypatch):
+    monkeypatch.setattr(planner, "_MOST_KEPT", 2)
+    engine = gg.compile(torch.nn.Conv2d(1, 1, 3))
+    first = engine.plan(torch.zeros(1, 10, 10))
+    assert engine.plan(torch.zeros(1, 10, 10)) is first
+    for width in (11, 12):
+        engine.plan(torch.zeros(1, 10, width))
+    assert engine.plan(torch.zeros(1, 10, 10)) is not first
+    assert len(engine.state_dict()["choices"]) == 3
