@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from gigagrad.events import Event, Notice
 
 
 def main() -> None:
@@ -43,44 +43,19 @@ def main() -> None:
         print(json.dumps(measure(slide, mask, args.memory, args.steps)))
 
 
-def measure(slide_path: Path, mask_path: Path, memory: str, steps: int) -> dict[str, object]:
+def measure(slide: Path, mask: Path, memory: str, steps: int) -> dict[str, object]:
     import torch
 
-    import gigagrad as gg
-    from gigagrad.execution.process import peak_resident_bytes
-    from gigagrad.training.losses import named_loss
-    from gigagrad.units import parse_bytes
+    from gigagrad.demo.step import take_steps
+    from gigagrad.models import resolve
 
     torch.manual_seed(0)
-    model = gg.models.resolve("paper-unet")
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    engine = gg.compile(model, named_loss("bce").function, memory=memory)
-    seconds, losses = [], []
-    with gg.open_image(slide_path) as slide, gg.open_image(mask_path) as mask:
-        start = time.perf_counter()
-        plan = engine.plan(slide, mask)
-        plan_seconds = time.perf_counter() - start
-        print(plan, flush=True)
-        for _ in range(steps):
-            start = time.perf_counter()
-            optimizer.zero_grad()
-            losses.append(engine.backward(slide, mask).item())
-            optimizer.step()
-            seconds.append(time.perf_counter() - start)
-            print(f"loss {losses[-1]:.6f} in {seconds[-1]:.1f} s", flush=True)
-        pixels = slide.height * slide.width
-    return {
-        "pixels": pixels,
-        "seconds_per_step": round(statistics.median(seconds), 2),
-        "plan_seconds": round(plan_seconds, 2),
-        "peak_rss_bytes": peak_resident_bytes(),
-        "budget_bytes": parse_bytes(memory),
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "predicted_seconds": plan.predicted_seconds,
-        "loss": losses[-1],
-        "steps": steps,
-        "threads": torch.get_num_threads(),
-    }
+    return take_steps(resolve("paper-unet"), slide, mask, memory, steps=steps, listeners=(show,))
+
+
+def show(event: Event) -> None:
+    if isinstance(event, Notice):
+        print(event.text, flush=True)
 
 
 if __name__ == "__main__":

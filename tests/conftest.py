@@ -1,4 +1,4 @@
-"""What all tests share: real slides, a small JPEG slide, marker skips, a stand-in for torchvision's operators."""
+"""What all tests share: slides, a saved network, marker skips, a stand-in for torchvision's operators."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import pytest
 import tifffile
 import torch
 from hypothesis import HealthCheck, settings
+
+from gigagrad.images import open_image, write_label
+from gigagrad.models import resolve, save_model
 
 # Two test processes share two cores; small tensors gain nothing from a second thread.
 torch.set_num_threads(1)
@@ -86,3 +89,18 @@ def jpeg_slide(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 metadata=None,
             )
     return path
+
+
+@pytest.fixture(scope="session")
+def jpeg_label(jpeg_slide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The mask of `jpeg_slide` by the tissue recipe, a file of the same name."""
+    with open_image(jpeg_slide) as slide:
+        return write_label(slide, tmp_path_factory.mktemp("labels") / "small.tif")
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained network, saved as a run would save it."""
+    folder = tmp_path_factory.mktemp("run")
+    save_model(folder / "best.pt", "paper-unet", resolve("paper-unet"))
+    return folder

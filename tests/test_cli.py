@@ -11,8 +11,7 @@ import tifffile
 
 from gigagrad.cli import main
 from gigagrad.cli.parser import build_parser
-from gigagrad.images import open_image, write_label
-from gigagrad.models import resolve, save_model
+from gigagrad.images import open_image
 
 WORDS = {
     "demo": "--memory --out --quick --slides",
@@ -40,21 +39,10 @@ def lines(text):
     return [line for line in text.splitlines() if line.strip()]
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    """An untrained network, saved as a run would save it."""
-    folder = tmp_path_factory.mktemp("run")
-    save_model(folder / "best.pt", "paper-unet", resolve("paper-unet"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def cohort(jpeg_slide, tmp_path_factory):
+@pytest.fixture
+def cohort(jpeg_slide, jpeg_label):
     """One test slide, labelled by the recipe."""
-    folder = tmp_path_factory.mktemp("cohort")
-    with open_image(jpeg_slide) as slide:
-        write_label(slide, folder / "small.tif")
-    table = folder / "cohort.csv"
+    table = jpeg_label.with_name("cohort.csv")
     table.write_text(f"slide,mask,split\n{jpeg_slide},small.tif,test\n")
     return table
 
@@ -123,16 +111,6 @@ def test_label_keeps_what_is_there_unless_told_otherwise(jpeg_slide, tmp_path, c
     assert mask.read_bytes() == b"mine"
     assert main([*command, "--overwrite"]) == 0
     assert mask.read_bytes() != b"mine"
-
-
-def test_label_refuses_two_slides_of_one_name_and_to_replace_a_slide(jpeg_slide, tmp_path, capsys):
-    twin = tmp_path / "small.tiff"
-    twin.write_bytes(jpeg_slide.read_bytes())
-    assert main(["label", str(jpeg_slide), str(twin), "--out", str(tmp_path / "masks")]) == 2
-    assert "rename one" in capsys.readouterr().err
-    assert main(["label", str(jpeg_slide), "--out", str(jpeg_slide.parent), "--overwrite"]) == 2
-    assert "replace the slide" in capsys.readouterr().err
-    assert not (tmp_path / "masks").exists()
 
 
 def test_plan_prints_a_table_for_a_size_no_memory_could_hold(capsys):

@@ -54,7 +54,7 @@ class TileDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepMeasured(Event):
-    """One whole forward or backward ended: what it cost beside what the plan said it would."""
+    """One whole forward or backward ended: its cost beside what the plan said; `budget_bytes` is 0 without a budget."""
 
     phase: str
     pixels: int

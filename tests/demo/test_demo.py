@@ -5,14 +5,11 @@ import dataclasses
 import json
 
 import pytest
-import torch
 
 from gigagrad.demo import QUICK, run_demo
 from gigagrad.demo.step import measured_step
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, JobAdvanced, JobStarted, Notice
-from gigagrad.images import open_image, write_label
-from gigagrad.models import resolve, save_model
 
 TINY = dataclasses.replace(QUICK, slides=3, height=256, width=320, epochs=2, large_height=400, large_width=900)
 MEMORY = "2GiB"
@@ -20,11 +17,8 @@ MEMORY = "2GiB"
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """For the large step, which is a process of its own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +103,9 @@ def test_real_slides_take_the_place_of_the_test_slides(jpeg_slide, tmp_path):
     assert (out / "labels" / "small.tif").exists()
 
 
-def test_a_step_that_fails_says_why_in_one_line(jpeg_slide, tmp_path):
-    model = tmp_path / "best.pt"
-    save_model(model, "paper-unet", resolve("paper-unet"))
-    with open_image(jpeg_slide) as slide:
-        mask = write_label(slide, tmp_path / "mask.tif")
+def test_a_step_that_fails_says_why_in_one_line(jpeg_slide, jpeg_label, run_dir, tmp_path):
+    model = run_dir / "best.pt"
     with pytest.raises(ConfigError, match=r"nowhere\.tif does not exist"):
         measured_step(jpeg_slide, tmp_path / "nowhere.tif", model, MEMORY, Events())
     with pytest.raises(ConfigError, match="the budget is 64 MiB"):
-        measured_step(jpeg_slide, mask, model, "64MiB", Events())
+        measured_step(jpeg_slide, jpeg_label, model, "64MiB", Events())

@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import gigagrad as gg
+from gigagrad.execution.engine import Engine, Loss
+
 
 class Net(nn.Module):
     """Down, up, additive skip: a halo, two scales, odd sizes."""
@@ -89,3 +92,9 @@ def assert_exact() -> Callable[[nn.Module, dict[str, Tensor]], None]:
                 assert parameter.grad is None, name
 
     return check
+
+
+@pytest.fixture
+def engine(net: nn.Module, bce: Loss) -> Engine:
+    """Trains `net` in tiles of 5 x 8 px."""
+    return gg.compile(net, bce, tile=(5, 8))

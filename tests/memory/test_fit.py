@@ -1,6 +1,7 @@
 """Every step of a training run stays below what was predicted for it and below the budget.
 
-`fit` does more in its process than a step: it makes labels, turns slides, validates. All of that lies under a step's peak.
+`fit` does more in its process than a step: it makes labels, turns slides, validates. All of that lies under a step's
+peak.
 """
 
 from __future__ import annotations

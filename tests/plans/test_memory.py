@@ -60,12 +60,12 @@ def measured_peak(graph, stage, tile, *, backward: bool) -> int:
     }
     with AliveBytes() as alive:
         crops = {}
-        for i in stage.images:
+        for i in stage.reads:
             if (box := tile.box(i)) is not None:
                 crops[i] = torch.rand((*graph[i].shape[:-2], *box.shape)).to(graph[i].dtype)
         with torch.set_grad_enabled(backward):
             shares = program.run(tile, crops, boundary)
-            sums = program.partial_sums(shares)
+            sums = program.partial_sums(tile, shares)
         shares.clear()
         leaves = [value for value in boundary.values() if value.requires_grad]
         outputs = [value for value in sums.values() if value.requires_grad]

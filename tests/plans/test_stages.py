@@ -13,7 +13,7 @@ def test_a_local_network_with_a_mean_is_one_stage(unet):
     assert stage.index == 0
     assert stage.output is None
     assert len(stage.reductions) == 1
-    assert {unet[i].op for i in stage.images} == {"image", "target"}
+    assert {unet[i].op for i in stage.reads} == {"image", "target"}
     assert set(stage.fields) == {n.id for n in unet.nodes if n.is_field and not n.is_source}
 
 
@@ -22,7 +22,7 @@ def test_stages_compute_what_they_need_from_what_is_known(gate):
     known = set()
     for stage in (first, second):
         assert list(stage.fields) == sorted(stage.fields)
-        inside = {*stage.fields, *stage.images}
+        inside = {*stage.fields, *stage.reads}
         for field in stage.fields:
             for operand in gate[field].operands:
                 assert operand in (inside if gate[operand].is_field else stage.globals)
@@ -34,7 +34,7 @@ def test_stages_compute_what_they_need_from_what_is_known(gate):
     convolution = next(n.id for n in gate.nodes if "conv2d" in n.op)
     assert convolution in first.fields
     assert convolution in second.fields
-    assert [gate[i].op for i in first.images] == ["image"]
+    assert [gate[i].op for i in first.reads] == ["image"]
 
 
 def test_the_output_field_is_delivered_by_the_stage_that_has_it(graph_of, models):

@@ -35,6 +35,7 @@ def test_csv_rows(folder):
     ("text", "message"),
     [
         ("", "no column 'slide'"),
+        ("\n\n", "no column 'slide'"),
         ("image\na.tif\n", "no column 'slide'; its columns are: image"),
         ("slide\n", "no rows"),
         ("slide\n\nnone.tif\n", "line 3: there is no"),

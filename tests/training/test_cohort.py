@@ -54,6 +54,7 @@ def test_the_fingerprint_follows_the_rows(folder):
     ("lines", "words"),
     [
         ([], "line 1: the column 'slide' is missing"),
+        (["", "", ""], "the column 'slide' is missing"),
         (["slide,split"], "lists no slides"),
         (["slide;split", "a.tif;train"], "line 1: unknown column 'slide;split'"),
         (["slide,splitt", "a.tif,train"], "did you mean 'split'"),
@@ -62,6 +63,7 @@ def test_the_fingerprint_follows_the_rows(folder):
         (["slide,split", "a.tif,training"], "line 2: unknown split 'training'; use train, val, test"),
         (["slide,split", "a.tif,val"], "no row with split 'train'"),
         (["slide,split", "a.tif,train", "c.tif,val"], "line 3: "),
+        (["slide,split", "a.tif,train", "c.tif,val"], "c.tif does not exist"),
         (["slide,mask,split", "a.tif,x.tif,train"], "x.tif does not exist"),
         (["slide,split", ",train"], "line 2: the slide is empty"),
         (["slide,split", "a.tif"], "line 2: more or fewer values"),

@@ -20,14 +20,6 @@ from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def two_classes(tmp_path, monkeypatch):
     """The name of a model with two output channels, in a module of the user's own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from gigagrad import __version__
 from gigagrad.cli import commands
@@ -38,8 +38,6 @@ Exit codes: 0 done, 2 something you can mend (one line says what), 130 interrupt
 """
 
 _MODEL = "paper-unet, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable"
-_MEMORY = "peak memory of the whole process (on a GPU: device memory), e.g. 1GiB; default: no bound"
-_MPP = "micrometres per pixel of level 0 of every slide, over what the files say"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,6 +62,51 @@ def build_parser() -> argparse.ArgumentParser:
     for add in (_demo, _label, _plan, _fit, _predict, _evaluate, _report, _doctor):
         add(found)
     return parser
+
+
+def _memory(text: str) -> str:
+    """Kept as it was written, which is what configs and messages show."""
+    try:
+        parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _size(text: str) -> tuple[int, int]:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
+    return int(text)
+
+
+_FLAGS: Final[dict[str, dict[str, Any]]] = {
+    "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "where tiles are computed (default: cpu)"},
+    "--json": {"action": "store_true"},
+    "--loss": {"default": "bce", "help": "bce, ce, mse or package.module:callable (default: bce)"},
+    "--memory": {
+        "type": _memory,
+        "help": "peak memory of the whole process (on a GPU: device memory), e.g. 1GiB; default: no bound",
+    },
+    "--mpp": {"type": float, "help": "micrometres per pixel of level 0 of every slide, over what the files say"},
+    "--out": {"type": Path, "metavar": "DIR", "required": True},
+    "--overwrite": {"action": "store_true"},
+    "--predictions": {"type": Path, "metavar": "DIR", "help": "folder that 'predict' wrote"},
+    "--run": {"dest": "run_dir", "type": Path, "metavar": "DIR", "required": True, "help": "run folder or model"},
+    "--slides": {"type": Path, "required": True},
+}
+"""The flags of more than one command: the same words mean the same everywhere."""
+
+
+def _flag(parser: argparse._ActionsContainer, name: str, **changes: Any) -> None:
+    """Add one of `_FLAGS`, with what this command says otherwise."""
+    parser.add_argument(name, **_FLAGS[name] | changes)
 
 
 _Commands = Any  # argparse keeps the class of `add_subparsers`' result to itself
@@ -91,17 +134,15 @@ def _demo(found: _Commands) -> None:
         "Makes a small cohort, labels it, trains paper-unet, tests and predicts, takes one full training step on a "
         "16000 x 64000 slide, and prints the path of the report. Started again, it continues where it stopped.",
     )
-    parser.add_argument("--slides", type=Path, metavar="DIR", help="test on the real slides in this folder as well")
-    parser.add_argument(
+    _flag(parser, "--slides", required=False, metavar="DIR", help="test on the real slides in this folder as well")
+    _flag(
+        parser,
         "--out",
-        type=Path,
-        metavar="DIR",
+        required=False,
         default=Path("gigagrad-demo"),
         help="folder for everything (default: gigagrad-demo)",
     )
-    parser.add_argument(
-        "--memory", type=_memory, default="1GiB", help="budget of training and of the large step (default: 1GiB)"
-    )
+    _flag(parser, "--memory", default="1GiB", help="budget of training and of the large step (default: 1GiB)")
     parser.add_argument(
         "--quick", action="store_true", help="a minute's version: fewer, smaller slides and a poor network"
     )
@@ -117,9 +158,9 @@ def _label(found: _Commands) -> None:
         "size, smoothed, holes filled. Writes DIR/STEM.tif per slide, 1 tissue and 0 background, at full size.",
     )
     parser.add_argument("slides", nargs="+", type=Path, metavar="SLIDE", help="slide files")
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for the masks")
-    parser.add_argument("--mpp", type=float, help=_MPP)
-    parser.add_argument("--overwrite", action="store_true", help="make masks again that exist; otherwise they are kept")
+    _flag(parser, "--out", help="folder for the masks")
+    _flag(parser, "--mpp")
+    _flag(parser, "--overwrite", help="make masks again that exist; otherwise they are kept")
 
 
 def _plan(found: _Commands) -> None:
@@ -133,13 +174,11 @@ def _plan(found: _Commands) -> None:
     parser.add_argument("--model", required=True, help=_MODEL)
     parser.add_argument("--size", type=_size, metavar="HEIGHTxWIDTH", required=True, help="in pixels, e.g. 16000x64000")
     parser.add_argument("--channels", type=_positive, default=3, help="of the slide (default: 3)")
-    parser.add_argument("--memory", type=_memory, help=_MEMORY)
-    parser.add_argument("--loss", default="bce", help="bce, ce, mse or package.module:callable (default: bce)")
+    _flag(parser, "--memory")
+    _flag(parser, "--loss")
     parser.add_argument("--predict", action="store_true", help="plan a prediction instead of a training step")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    _flag(parser, "--device")
+    _flag(parser, "--json", help="print the plan as JSON")
 
 
 def _fit(found: _Commands) -> None:
@@ -151,19 +190,20 @@ def _fit(found: _Commands) -> None:
         "One step of Adam per slide, with exact gradients; keeps the weights of the lowest validation loss and tests "
         "them. Interrupted and started again, it continues bit for bit.",
     )
-    parser.add_argument("--slides", type=Path, metavar="CSV", help="cohort: slide,mask,split per line (required)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (required)")
+    # What is not given must not hide a setting of the file, so nothing here is required and nothing has a default.
+    _flag(parser, "--slides", required=False, metavar="CSV", help="cohort: slide,mask,split per line (required)")
+    _flag(parser, "--out", required=False, help="run folder (required)")
     parser.add_argument("--config", type=Path, metavar="YAML", help="settings from a file; flags win over it")
     parser.add_argument("--model", help=f"{_MODEL} (default: paper-unet)")
-    parser.add_argument("--memory", type=_memory, help=_MEMORY)
+    _flag(parser, "--memory")
     parser.add_argument("--epochs", type=int, help="passes over the training slides (default: 20)")
     parser.add_argument("--learning-rate", type=float, help="of Adam (default: 1e-3)")
-    parser.add_argument("--loss", help="bce, ce, mse or package.module:callable (default: bce)")
+    _flag(parser, "--loss", default=None)
     parser.add_argument("--seed", type=int, help="of weights, order and augmentation (default: 0)")
     parser.add_argument("--level", type=int, help="pyramid level of slides and masks (default: 0, full resolution)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where tiles are computed (default: cpu)")
+    _flag(parser, "--device", default=None)
     parser.add_argument("--no-augment", action="store_true", help="train without turned and mirrored slides")
-    parser.add_argument("--overwrite", action="store_true", help="start anew in a folder that holds a run")
+    _flag(parser, "--overwrite", help="start anew in a folder that holds a run")
 
 
 def _predict(found: _Commands) -> None:
@@ -175,26 +215,22 @@ def _predict(found: _Commands) -> None:
         "Whole slides without seams: DIR/masks/STEM.tif, DIR/geojson/STEM.geojson and DIR/overlays/STEM.png. Slides "
         "that are finished are left alone, and one that fails does not stop the others.",
     )
-    parser.add_argument("--run", dest="run_dir", type=Path, metavar="DIR", required=True, help="run folder or model")
-    parser.add_argument(
-        "--slides", type=Path, metavar="SLIDE", nargs="+", required=True, help="files, folders, or CSVs with a 'slide'"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for the predictions")
-    parser.add_argument("--memory", type=_memory, help=_MEMORY)
+    _flag(parser, "--run")
+    _flag(parser, "--slides", metavar="SLIDE", nargs="+", help="files, folders, or CSVs with a 'slide'")
+    _flag(parser, "--out", help="folder for the predictions")
+    _flag(parser, "--memory")
     parser.add_argument(
         "--threshold", type=float, default=0.5, help="probability above which a pixel is foreground (default: 0.5)"
     )
     parser.add_argument("--classes", nargs="+", default=(), metavar="NAME", help="names of the foreground classes")
     parser.add_argument("--split", choices=("train", "val", "test"), help="only these rows of a CSV")
-    parser.add_argument("--mpp", type=float, help=_MPP)
+    _flag(parser, "--mpp")
     parser.add_argument("--level", type=int, help="pyramid level; default: the level of the training run")
     parser.add_argument(
         "--target-mpp", type=float, metavar="MPP", help="predict each slide at its level nearest to this resolution"
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="predict again what is there already")
+    _flag(parser, "--device")
+    _flag(parser, "--overwrite", help="predict again what is there already")
 
 
 def _evaluate(found: _Commands) -> None:
@@ -206,18 +242,16 @@ def _evaluate(found: _Commands) -> None:
         "Prints Dice and IoU per slide with their mean and standard deviation. Nothing is written.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", dest="run_dir", type=Path, metavar="DIR", help="run folder or model to score")
-    source.add_argument("--predictions", type=Path, metavar="DIR", help="folder that 'predict' wrote")
-    parser.add_argument("--slides", type=Path, metavar="CSV", required=True, help="cohort with true masks")
+    _flag(source, "--run", required=False, help="run folder or model to score")
+    _flag(source, "--predictions")
+    _flag(parser, "--slides", metavar="CSV", help="cohort with true masks")
     parser.add_argument(
         "--split", choices=("train", "val", "test", "all"), default="test", help="which rows (default: test)"
     )
     parser.add_argument("--classes", type=_positive, default=2, help="in masks, background included (default: 2)")
-    parser.add_argument("--memory", type=_memory, help=_MEMORY)
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where tiles are computed (default: cpu)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the scores as JSON")
+    _flag(parser, "--memory")
+    _flag(parser, "--device")
+    _flag(parser, "--json", help="print the scores as JSON")
 
 
 def _report(found: _Commands) -> None:
@@ -228,9 +262,9 @@ def _report(found: _Commands) -> None:
         "write a run as one HTML file",
         "Loss curves, Dice, overlays, the plan, and predicted beside measured memory; the file needs no network.",
     )
-    parser.add_argument("--run", dest="run_dir", type=Path, metavar="DIR", required=True, help="run folder")
-    parser.add_argument("--predictions", type=Path, metavar="DIR", help="folder that 'predict' wrote, for pictures")
-    parser.add_argument("--out", type=Path, metavar="HTML", required=True, help="file to write")
+    _flag(parser, "--run", help="run folder")
+    _flag(parser, "--predictions", help="folder that 'predict' wrote, for pictures")
+    _flag(parser, "--out", metavar="HTML", help="file to write")
 
 
 def _doctor(found: _Commands) -> None:
@@ -241,25 +275,3 @@ def _doctor(found: _Commands) -> None:
         "check this machine and installation",
         "Python, PyTorch, memory, disk, codecs, slide readers, optional packages and CUDA, each with what to do.",
     )
-
-
-def _memory(text: str) -> str:
-    """Kept as it was written, which is what configs and messages show."""
-    try:
-        parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def _size(text: str) -> tuple[int, int]:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
-    return int(text)

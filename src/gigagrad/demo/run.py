@@ -7,9 +7,7 @@ started again, so that an interrupted one goes on from where it stopped.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +17,9 @@ from typing import Any
 from gigagrad.demo.step import measured_step
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Listener, Notice
+from gigagrad.files import write_csv, write_json
 from gigagrad.images import make_cohort, make_slide
 from gigagrad.images.labelling import label_slides
-from gigagrad.models.files import write_text
 from gigagrad.prediction import Evaluation, PredictConfig, evaluate, predict
 from gigagrad.prediction.inputs import SlideInput, find_slides
 from gigagrad.reports.report import write_report
@@ -140,7 +138,7 @@ def _claim(out: Path, settings: Mapping[str, Any]) -> None:
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and holds no demo; choose another --out")
-    write_text(path, json.dumps(settings, indent=2) + "\n")
+    write_json(path, settings)
 
 
 def _label(out: Path, made: Path, real: Sequence[SlideInput], events: Events) -> Path:
@@ -148,13 +146,11 @@ def _label(out: Path, made: Path, real: Sequence[SlideInput], events: Events) ->
     rows = [(slide, split) for split in ("train", "val") for slide in find_slides([made], split)]
     rows += [(slide, "test") for slide in real or find_slides([made], "test")]
     masks = label_slides([slide.slide for slide, _ in rows], out / "labels", listeners=(events.emit,))
-    text = io.StringIO(newline="")
-    table = csv.writer(text)
-    table.writerow(("slide", "mask", "split"))
-    for (slide, split), mask in zip(rows, masks, strict=True):
-        table.writerow((slide.slide.absolute(), mask.absolute(), split))
+    labelled = [
+        (slide.slide.absolute(), mask.absolute(), split) for (slide, split), mask in zip(rows, masks, strict=True)
+    ]
     cohort = out / "cohort.csv"
-    write_text(cohort, text.getvalue())
+    write_csv(cohort, [("slide", "mask", "split"), *labelled])
     return cohort
 
 
@@ -186,5 +182,5 @@ def _large_step(folder: Path, scale: Scale, model: Path, memory: str, events: Ev
             slide, height=scale.large_height, width=scale.large_width, seed=scale.seed, mask_path=mask, overwrite=True
         )
     step = measured_step(slide, mask, model, memory, events)
-    write_text(numbers, json.dumps(step, indent=2) + "\n")
+    write_json(numbers, step)
     return step

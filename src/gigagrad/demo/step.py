@@ -9,21 +9,26 @@ MODEL is a saved model; the step starts from its weights and is not kept. Prints
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gigagrad.errors import ConfigError, GigagradError
-from gigagrad.events import Event, Events, JobAdvanced, JobFinished, JobStarted, TileDone
+from gigagrad.events import Event, Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice, TileDone
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _JOB = "large step"
 
 
 def measured_step(slide: Path, mask: Path, model: Path, memory: str, events: Events) -> Mapping[str, Any]:
-    """Run `take_step` in a fresh interpreter and return its numbers. Emits the job `large step`, counted in tiles.
+    """One step of `take_steps` in a fresh interpreter: its numbers. Emits the job `large step`, counted in tiles.
 
     Raises `ConfigError` with the other process's reason if it fails.
     """
@@ -49,42 +54,53 @@ def measured_step(slide: Path, mask: Path, model: Path, memory: str, events: Eve
     return result
 
 
-def take_step(slide: Path, mask: Path, model: Path, memory: str) -> Mapping[str, Any]:
-    """One step of Adam on the paper's loss, measured: pixels, seconds, bytes, and the exact loss before the step.
+def take_steps(
+    network: nn.Module, slide: Path, mask: Path, memory: str, *, steps: int = 1, listeners: Iterable[Listener] = ()
+) -> dict[str, Any]:
+    """Steps of Adam on the paper's loss, measured: pixels, seconds, bytes, and the exact loss before the last step.
 
-    `seconds_per_step` is from reading the first pixel to the new weights; capture and planning, once per size, are
-    `plan_seconds`. `peak_rss_bytes` is of the whole process since it started.
+    `seconds_per_step` is the median, each from reading the first pixel to the new weights; capture and planning, once
+    per size, are `plan_seconds`. `peak_rss_bytes` is of the whole process since it started. Emits the engine's events
+    and a `Notice` with the plan and one per step.
     """
     import torch
 
     from gigagrad.execution import compile
     from gigagrad.execution.process import peak_resident_bytes
     from gigagrad.images import open_image
-    from gigagrad.models import load_model
     from gigagrad.training.losses import bce
     from gigagrad.units import parse_bytes
 
-    _, network = load_model(model)
     network.train()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     engine = compile(network, bce, memory=memory)
-    engine.events.subscribe(_print_progress)
+    for listener in listeners:
+        engine.events.subscribe(listener)
+    seconds, loss = [], math.nan
     with open_image(slide) as image, open_image(mask) as target:
         start = time.perf_counter()
         plan = engine.plan(image, target)
-        planned = time.perf_counter()
-        loss = float(engine.backward(image, target))
-        optimizer.step()
+        plan_seconds = time.perf_counter() - start
+        engine.events.emit(Notice(str(plan)))
+        for _ in range(steps):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = float(engine.backward(image, target))
+            optimizer.step()
+            seconds.append(time.perf_counter() - start)
+            engine.events.emit(Notice(f"loss {loss:.6f} in {seconds[-1]:.1f} s"))
         return {
             "height": image.height,
             "width": image.width,
             "pixels": image.height * image.width,
-            "seconds_per_step": round(time.perf_counter() - planned, 2),
-            "plan_seconds": round(planned - start, 2),
+            "seconds_per_step": round(statistics.median(seconds), 2),
+            "plan_seconds": round(plan_seconds, 2),
             "peak_rss_bytes": peak_resident_bytes(),
             "budget_bytes": parse_bytes(memory),
             "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "predicted_seconds": plan.predicted_seconds,
             "loss": loss,
+            "steps": steps,
             "threads": torch.get_num_threads(),
         }
 
@@ -100,8 +116,11 @@ def _print(record: Mapping[str, Any]) -> None:
 
 
 def _main(slide: str, mask: str, model: str, memory: str) -> int:
+    from gigagrad.models import load_model
+
     try:
-        _print(take_step(Path(slide), Path(mask), Path(model), memory))
+        _, network = load_model(model)
+        _print(take_steps(network, Path(slide), Path(mask), memory, listeners=(_print_progress,)))
     except GigagradError as error:
         _print({"error": str(error)})
         return 2

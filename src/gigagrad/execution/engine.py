@@ -115,6 +115,7 @@ class Engine:
         with self._sources(image, target) as sources, self._measured("backward", sources) as prepared:
             run = Run(prepared, sources, self._stored, self.events, backward=True)
             run.run()
+        self._update_buffers(run)
         parameters = dict(self._composite.named_parameters(remove_duplicate=False))
         for node_id, gradient in run.gradients.items():
             parameter = parameters[prepared.graph[node_id].arguments["name"]]
@@ -136,6 +137,7 @@ class Engine:
             with self._sources(image, target) as sources, self._measured("forward", sources) as prepared:
                 run = Run(prepared, sources, self._stored, self.events, backward=False)
                 run.run()
+            self._update_buffers(run)
             return run.output
         with self._sources(image, None) as sources:
             graph = self._planner.prepare(sources, backward=False).graph
@@ -145,6 +147,7 @@ class Engine:
                 with self._measured("forward", sources) as prepared:
                     run = Run(prepared, sources, self._stored, self.events, backward=False)
                     run.run()
+                self._update_buffers(run)
                 return run.output
         if out is not None:
             return self._write(image, Path(out), graph)
@@ -164,7 +167,9 @@ class Engine:
         with self._sources(image, None) as sources, self._measured("forward", sources) as prepared:
             if not _delivers_image(prepared.graph):
                 raise ConfigError("stream needs a model whose output is an image")
-            yield from Run(prepared, sources, self._stored, self.events, backward=False).stream()
+            run = Run(prepared, sources, self._stored, self.events, backward=False)
+            yield from run.stream()
+        self._update_buffers(run)
 
     def state_dict(self) -> dict[str, Any]:
         """Tile shapes and memory layouts by size, which depend on the machine and on the memory at hand.
@@ -199,6 +204,11 @@ class Engine:
     def _stored(self, kind: str, name: str) -> torch.Tensor:
         """A parameter or buffer as it is now."""
         return self._composite.get_parameter(name) if kind == "parameter" else self._composite.get_buffer(name)
+
+    def _update_buffers(self, run: Run) -> None:
+        """Running statistics and the like: once a run, as PyTorch would."""
+        for name, value in run.updates.items():
+            self._composite.get_buffer(name).copy_(value)
 
     @contextmanager
     def _sources(self, image: Any, target: Any) -> Iterator[dict[str, Source]]:

@@ -33,6 +33,8 @@ _NOTICED_BYTES = 8 * 2**20
 """A process that has grown by less since its plan was made keeps it."""
 _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""
+_MOST_TRIED = 4
+"""With more stages than this the trial would take longer than it saves."""
 _MOST_KEPT = 32
 """Sizes whose graph and plan are kept; the one unused for longest goes first."""
 
@@ -45,19 +47,27 @@ class Choice:
     workers: int
     tiles: tuple[tuple[int, int], ...]
     """Height and width in pixels, one for each stage."""
+    kept: tuple[int, ...]
+    """The nodes of the fields kept."""
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
-        return cls(plan.memory_format, plan.workers, tuple(stage.tile for stage in plan.stages))
+        tiles = tuple(stage.tile for stage in plan.stages)
+        return cls(plan.memory_format, plan.workers, tiles, tuple(field.node for field in plan.kept))
 
     def to_dict(self) -> dict[str, Any]:
         tiles = [list(tile) for tile in self.tiles]
-        return {"memory_format": self.memory_format, "workers": self.workers, "tiles": tiles}
+        return {
+            "memory_format": self.memory_format,
+            "workers": self.workers,
+            "tiles": tiles,
+            "kept": list(self.kept),
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Choice:
         tiles = tuple((int(h), int(w)) for h, w in data["tiles"])
-        return cls(data["memory_format"], int(data["workers"]), tiles)
+        return cls(data["memory_format"], int(data["workers"]), tiles, tuple(int(node) for node in data["kept"]))
 
 
 class Planner:
@@ -129,7 +139,10 @@ class Planner:
         """The same tiles in a process that has grown."""
         plan = self._again(kept.graph, kept.plan.image_shape, limits, Choice.of(kept.plan), backward=backward)
         plan = dataclasses.replace(plan, predicted_seconds=kept.plan.predicted_seconds)
-        return dataclasses.replace(kept, plan=plan)
+        return self._prepared(kept.graph, plan)
+
+    def _prepared(self, graph: Graph, plan: Plan) -> Prepared:
+        return Prepared(graph, plan, split_stages(graph, [field.node for field in plan.kept]), self._device)
 
     def _first(self, graph: Graph, image_shape: tuple[int, ...], limits: Limits, *, backward: bool) -> Prepared:
         """A first plan; both memory layouts are tried where the run is long enough to pay for it."""
@@ -139,8 +152,9 @@ class Planner:
             plan = self._again(graph, image_shape, limits, adopted, backward=backward)
         else:
             plan = self._plan(graph, image_shape, limits, None, backward=backward)
-        prepared = Prepared(graph, plan, split_stages(graph), self._device)
-        if adopted is None and plan.tile_count >= _WORTH_A_TRIAL and plan.memory_format == "channels_last":
+        prepared = self._prepared(graph, plan)
+        many = plan.tile_count >= _WORTH_A_TRIAL and len(plan.stages) <= _MOST_TRIED
+        if adopted is None and many and plan.memory_format == "channels_last":
             layout, seconds = faster_layout(prepared)
             return_freed_memory()  # what the slower layout left behind would lie under the run's own peak
             plan = dataclasses.replace(plan, memory_format=layout, predicted_seconds=seconds)
@@ -179,6 +193,7 @@ class Planner:
             device=str(self._device),
             memory_format=choice.memory_format if choice else _usual_layout(graph),
             tiles=choice.tiles if choice else (self._tile,) if self._tile else None,
+            kept=choice.kept if choice else None,
         )
 
 

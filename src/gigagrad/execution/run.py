@@ -1,9 +1,10 @@
 """Runs a plan over one image: sweeps of the stages, sums of the reductions, cotangents, gradients.
 
-Map-reduce autodiff. Forward, each stage maps over its tiles and adds up partial sums. Between sweeps the global values
-(arithmetic on reductions and parameters) are computed once, with autograd's tape. Backward, each tile runs again with
-autograd on and its vector-Jacobian product, for the final cotangents of the stage's reductions, is added into one
-float64 sum per parameter. Tiles are disjoint, so the total is the whole image's gradient.
+Map-reduce autodiff. Forward, each stage maps over its tiles, merges partial reductions and keeps the fields that the
+plan names. Between sweeps the global values are computed once, on a tape. Backward, each tile runs again with autograd
+on: its vector-Jacobian product, for the final cotangents of the stage's reductions and of its kept fields, is added
+into one float64 sum per parameter and into the cotangents of the fields it read. Tiles are disjoint, so the total is
+the whole image's gradient.
 
 Tiles run in a fixed order and sums are in float64, so that two runs of one plan give the same bits.
 """
@@ -19,15 +20,15 @@ from gigagrad.boxes import Box
 from gigagrad.events import Events, TileDone
 from gigagrad.execution.parallel import in_order
 from gigagrad.execution.process import Trimmer
-from gigagrad.execution.sources import Crops, Source, read_ahead
-from gigagrad.execution.tile import StageProgram
-from gigagrad.graphs import FIELD_SUM, Graph
-from gigagrad.graphs.graph import substitute
-from gigagrad.graphs.operators import call as call_operator
-from gigagrad.plans import Grid, Plan, Stage, TileGeometry
+from gigagrad.execution.sources import Source, read_ahead
+from gigagrad.execution.tape import Tape, Values, add
+from gigagrad.execution.tile import StageProgram, TileInputs
+from gigagrad.graphs import FIELD_MAX, GATHER, SCATTER, Graph
+from gigagrad.plans import Grid, Plan, Stage, TileGeometry, lifetimes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
+from gigagrad.stores import HostStore, Store
 
-Values = dict[int, torch.Tensor]
+Totals = dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +42,11 @@ class Prepared:
 
     def grid(self, stage: Stage) -> Grid:
         return Grid(self.graph, stage, self.plan.stages[stage.index].tile)
+
+    @property
+    def layout(self) -> torch.memory_format:
+        last = self.plan.memory_format == "channels_last"
+        return torch.channels_last if last else torch.contiguous_format
 
 
 class Run:
@@ -59,57 +65,93 @@ class Run:
         self._graph = prepared.graph
         self._sources = sources
         self._events = events
-        self._backward = backward
-        self._values: Values = {}
-        self._sums: Values = {}
-        self._gradients: Values = {}
-        self._cotangents: Values = {}
         plan = prepared.plan
+        self._lifetimes = lifetimes(prepared.graph, prepared.stages, plan.passes)
+        self._kept: dict[int, Store] = {}
+        self._cotangents: dict[int, Store] = {}
+        self._sums: Totals = {}
         largest = max((stage.tile_peak_bytes for stage in plan.stages), default=0)
         self._trimmer = (
             Trimmer(plan.predicted_peak_bytes - plan.workers * largest) if prepared.device.type == "cpu" else None
         )
         self._done = 0
         self._total = plan.tile_count
+        self._tape = Tape(prepared.graph, {field.node for field in plan.kept}, prepared.device, backward=backward)
         for node in self._graph.nodes:
             if node.is_source and not node.is_field:
                 name = node.arguments["name"]
-                source = sources.get(node.op)
+                source = sources.get(name)
                 constant = self._graph.constants.get(name) if node.op == "constant" else None
                 value = source.tensor if source is not None else constant
                 value = stored(node.op, name) if value is None else value
-                value = value.detach().to(prepared.device)
-                self._values[node.id] = value.requires_grad_(node.differentiable and backward)
-        self._compute_globals()
+                self._tape.put(node.id, value.to(prepared.device))
+            elif node.op == GATHER and self._graph[node.operands[0]].is_source:
+                image = self._graph[node.operands[0]]
+                whole = Box.whole(image.size(0), image.size(1))
+                self._tape.put(node.id, self._source(image.id).read(whole).to(prepared.device))
+        self._tape.compute()
 
     @property
     def output(self) -> torch.Tensor:
         """The value of a graph whose output has no spatial axes (the loss, a class score), off the tape."""
-        return self._values[self._graph.output].detach()
+        return self._tape.values[self._graph.output].detach()
 
     @property
     def gradients(self) -> dict[int, torch.Tensor]:
         """The finished float64 gradients by parameter node."""
-        return {i: g for i, g in self._gradients.items() if self._graph[i].op == "parameter"}
+        return self._tape.gradients
+
+    @property
+    def input_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of the images that asked for one, by the name of the input."""
+        found = {}
+        for node in self._graph.nodes:
+            if node.is_field and node.is_source and node.differentiable:
+                store = self._cotangents.get(node.id)
+                gradient = store.whole() if store is not None else None
+                for gathering in self._gathers(node.id):
+                    whole = self._tape.cotangent(gathering)
+                    if whole is not None:
+                        gradient = whole if gradient is None else gradient + whole
+                if gradient is not None:
+                    found[node.arguments["name"]] = gradient
+        return found
+
+    @property
+    def updates(self) -> dict[str, torch.Tensor]:
+        """The new values of the buffers that the model writes."""
+        return {name: self._tape.values[node].detach() for name, node in self._graph.updates.items()}
 
     def run(self) -> None:
         """Every pass of the plan (of a plan that delivers no field: see `stream`)."""
-        for step in self._prepared.plan.passes:
+        started = False
+        for index, step in enumerate(self._prepared.plan.passes):
             stage = self._prepared.stages[step.stage]
+            self._allocate(index)
             if step.phase == "forward":
                 for _ in self._sweep_forward(stage):
                     pass
             elif step.phase == "one pass":
                 self._sweep_both(stage)
+                started = True
             else:
+                if not started:
+                    self._tape.start()
+                    started = True
                 self._sweep_backward(stage)
-        if self._backward:
-            self._finish_globals()
+            self._hand_over(index)
+            self._release(index)
+        if self._tape.backward:
+            if not started:
+                self._tape.start()
+            self._tape.pull(0)
 
     def stream(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """The boxes and crops of the output field, tile by tile in row-major order."""
-        for stage in self._prepared.stages:
-            yield from self._sweep_forward(stage)
+        for index, step in enumerate(self._prepared.plan.passes):
+            self._allocate(index)
+            yield from self._sweep_forward(self._prepared.stages[step.stage])
+            self._release(index)
 
     # Sweeps
 
@@ -117,97 +159,180 @@ class Run:
         program = self._program(stage)
         boundary = self._boundary(stage, gradients=False)
 
-        def work(item: tuple[TileGeometry, Crops]) -> tuple[TileGeometry, Values, torch.Tensor | None]:
-            tile, crops = item
+        def work(item: tuple[TileGeometry, TileInputs]) -> tuple[TileGeometry, Values, Values]:
+            tile, inputs = item
             with torch.no_grad():
-                shares = program.run(tile, crops, boundary)
-                output = shares.get(stage.output) if stage.output is not None else None
-                return tile, program.partial_sums(shares), output
+                shares = program.run(tile, inputs.crops, boundary)
+                sums = program.partial_sums(tile, shares)
+                wanted = (*stage.kept, *([stage.output] if stage.output is not None else []))
+                return tile, sums, {i: shares[i] for i in wanted if i in shares}
 
-        for tile, sums, output in in_order(self._tiles(stage), work, self._prepared.plan.workers):
-            self._add_sums(sums)
+        tiles = self._tiles(stage, backward=False)
+        for tile, sums, fields in in_order(tiles, work, self._prepared.plan.workers):
+            self._merge(sums)
+            for i in stage.kept:
+                if i in fields:
+                    self._kept[i].write(tile.wanted(i), fields[i])
             self._report("forward")
-            if stage.output is not None and output is not None:
-                yield tile.wanted(stage.output), output
-        self._finish_sums(stage)
+            if stage.output is not None and stage.output in fields:
+                yield tile.wanted(stage.output), fields[stage.output]
+        self._finish(stage)
 
     def _sweep_both(self, stage: Stage) -> None:
         rule = last_cotangents(self._graph, stage)
         varying = differentiable_reductions(self._graph, stage)
         if rule is Cotangents.AFFINE:
-            cotangents = self._constant_cotangents(stage)
+            cotangents = self._tape.constant_cotangents(stage)
         else:
             node = self._graph[varying[0]]
             cotangents = {varying[0]: torch.ones(node.shape, dtype=node.dtype, device=self._prepared.device)}
-        self._sweep_gradients(stage, cotangents, add_sums=True)
-        self._finish_sums(stage)
+        totals = self._sweep_gradients(stage, cotangents, merge=True)
+        self._finish(stage)
+        self._tape.start()
         if rule is Cotangents.SCALED:
-            scale = self._reduction_cotangents(varying)[varying[0]].to(torch.float64)
-            for gradient in self._gradients.values():
-                gradient.mul_(scale.reshape(()))
+            self._tape.pull(self._tape.level_of(stage))
+            scale = self._tape.cotangent(varying[0])
+            for total in totals.values():
+                total.mul_(0.0 if scale is None else scale.to(torch.float64).reshape(()))
+        self._give(totals)
 
     def _sweep_backward(self, stage: Stage) -> None:
-        self._sweep_gradients(
-            stage, self._reduction_cotangents(differentiable_reductions(self._graph, stage)), add_sums=False
-        )
+        self._tape.pull(self._tape.level_of(stage))
+        cotangents = {}
+        for reduction in differentiable_reductions(self._graph, stage):
+            found = self._tape.cotangent(reduction)
+            value = self._tape.values[reduction]
+            cotangents[reduction] = torch.zeros_like(value) if found is None else found
+        for field in stage.kept:
+            for gathering in self._gathers(field):
+                whole = self._tape.cotangent(gathering)
+                if whole is not None:
+                    node = self._graph[field]
+                    self._cotangents[field].add(Box.whole(node.size(0), node.size(1)), whole)
+        self._give(self._sweep_gradients(stage, cotangents, merge=False))
 
-    def _sweep_gradients(self, stage: Stage, cotangents: Values, *, add_sums: bool) -> None:
+    def _sweep_gradients(self, stage: Stage, cotangents: Values, *, merge: bool) -> Totals:
+        """The vector-Jacobian products of all tiles. Returns the sums of the global values' shares."""
         program = self._program(stage)
         boundary = self._boundary(stage, gradients=True)
         leaves = [i for i in stage.globals if self._graph[i].differentiable]
+        fields = [i for i in stage.reads if i in self._cotangents]
 
-        def work(item: tuple[TileGeometry, Crops]) -> tuple[Values, Values]:
-            tile, crops = item
-            with torch.enable_grad():
-                sums = program.partial_sums(program.run(tile, crops, boundary))
-            outputs = [i for i in cotangents if i in sums and sums[i].requires_grad]
+        def work(item: tuple[TileGeometry, TileInputs]) -> tuple[TileGeometry, Values, Values, Values]:
+            tile, inputs = item
+            crops = {i: inputs.crops[i] for i in fields if i in inputs.crops}
+            for crop in crops.values():
+                crop.requires_grad_()
+            sums, outputs, seeds = program.run_for_gradient(tile, inputs, boundary, cotangents)
             gradients: Values = {}
-            if outputs and leaves:
-                found = torch.autograd.grad(
-                    [sums[i] for i in outputs],
-                    [boundary[i] for i in leaves],
-                    [cotangents[i] for i in outputs],
-                    allow_unused=True,
-                )
-                gradients = {i: g for i, g in zip(leaves, found, strict=True) if g is not None}
-            return {i: value.detach() for i, value in sums.items()}, gradients
+            wanted = {**{i: boundary[i] for i in leaves}, **crops}
+            if outputs and wanted:
+                found = torch.autograd.grad(outputs, list(wanted.values()), seeds, allow_unused=True)
+                gradients = {i: g for i, g in zip(wanted, found, strict=True) if g is not None}
+            return (
+                tile,
+                sums,
+                {i: g for i, g in gradients.items() if i in boundary},
+                {i: g for i, g in gradients.items() if i in crops},
+            )
 
-        for sums, gradients in in_order(self._tiles(stage), work, self._prepared.plan.workers):
-            for leaf, gradient in gradients.items():
-                self._add(self._gradients, leaf, gradient)
-            if add_sums:
-                self._add_sums(sums)
+        totals: Totals = {}
+        tiles = self._tiles(stage, backward=True)
+        for tile, sums, shares, crops in in_order(tiles, work, self._prepared.plan.workers):
+            for leaf, gradient in shares.items():
+                add(totals, leaf, gradient)
+            for field, gradient in crops.items():
+                box = tile.box(field)
+                assert box is not None
+                self._cotangents[field].add(box, gradient)
+            if merge:
+                self._merge(sums)
             self._report("backward")
+        return totals
+
+    def _give(self, totals: Totals) -> None:
+        for node_id, total in totals.items():
+            self._tape.give(node_id, total)
 
     def _program(self, stage: Stage) -> StageProgram:
         return StageProgram(self._graph, stage, self._prepared.device)
 
     def _boundary(self, stage: Stage, *, gradients: bool) -> Values:
         """The globals a stage reads, cut off the tape: for a tile they are leaves."""
-        layout = self._prepared.plan.memory_format == "channels_last"
         boundary = {}
         for i in stage.globals:
-            value = self._values[i].detach()
-            if layout and value.ndim == 4 and value.is_contiguous():  # an expanded view stays one
-                value = value.contiguous(memory_format=torch.channels_last)
+            value = self._tape.values[i].detach()
+            if value.ndim == 4 and value.is_contiguous():  # an expanded view stays one
+                value = value.contiguous(memory_format=self._prepared.layout)
             boundary[i] = value.requires_grad_(gradients and self._graph[i].differentiable)
         return boundary
 
-    def _tiles(self, stage: Stage) -> Iterator[tuple[TileGeometry, Crops]]:
-        grid = self._prepared.grid(stage)
-        return read_ahead((grid[i] for i in grid.order()), lambda tile: self._read(stage, tile))
+    # Fields
 
-    def _read(self, stage: Stage, tile: TileGeometry) -> Crops:
-        layout = getattr(
-            torch, "channels_last" if self._prepared.plan.memory_format == "channels_last" else "contiguous_format"
-        )
-        crops = {}
-        for i in stage.images:
+    def _tiles(self, stage: Stage, *, backward: bool) -> Iterator[tuple[TileGeometry, TileInputs]]:
+        grid = self._prepared.grid(stage)
+        return read_ahead((grid[i] for i in grid.order()), lambda tile: self._read(stage, tile, backward=backward))
+
+    def _read(self, stage: Stage, tile: TileGeometry, *, backward: bool) -> TileInputs:
+        crops, cotangents, stored = {}, {}, {}
+        for i in stage.reads:
             box = tile.box(i)
             if box is not None:
-                crop = self._sources[self._graph[i].op].read(box)
-                crops[i] = crop.to(self._prepared.device).contiguous(memory_format=layout)
-        return crops
+                crops[i] = self._ordered(self._field(i, box))
+        if backward:
+            for i in stage.kept:
+                box = tile.wanted(i)
+                if i in self._cotangents and not box.empty:
+                    cotangents[i] = self._ordered(self._cotangents[i].read(box))
+                    stored[i] = self._ordered(self._kept[i].read(box))
+        return TileInputs(crops, cotangents, stored)
+
+    def _field(self, node_id: int, box: Box) -> torch.Tensor:
+        """The crop of a field that is there: an image, a global value laid out like one, or a kept field."""
+        node = self._graph[node_id]
+        if node.is_source:
+            return self._source(node_id).read(box)
+        if node.op == SCATTER:
+            view = self._tape.values[node.operands[0]].detach()
+            assert node.axes is not None
+            for axis, span in zip(node.axes, (box.y, box.x), strict=True):
+                view = view.narrow(axis, span.start, span.length)
+            return view
+        return self._kept[node_id].read(box)
+
+    def _ordered(self, crop: torch.Tensor) -> torch.Tensor:
+        crop = crop.detach().to(self._prepared.device)
+        return crop.contiguous(memory_format=self._prepared.layout if crop.ndim == 4 else torch.contiguous_format)
+
+    def _source(self, node_id: int) -> Source:
+        return self._sources[self._graph[node_id].arguments["name"]]
+
+    def _gathers(self, field: int) -> list[int]:
+        return [node.id for node in self._graph.nodes if node.op == GATHER and node.operands[0] == field]
+
+    def _allocate(self, index: int) -> None:
+        """The stores that begin their life with this pass."""
+        for life in self._lifetimes:
+            if life.first == index:
+                node = self._graph[life.field]
+                assert node.axes is not None
+                stores = self._cotangents if life.cotangent else self._kept
+                stores[life.field] = HostStore(
+                    node.shape, node.dtype, node.axes, device=self._prepared.device, memory_format=self._prepared.layout
+                )
+
+    def _release(self, index: int) -> None:
+        """The stores whose life ends with this pass; the images' own gradients are results and stay."""
+        for life in self._lifetimes:
+            if life.last == index and not self._graph[life.field].is_source:
+                del (self._cotangents if life.cotangent else self._kept)[life.field]
+
+    def _hand_over(self, index: int) -> None:
+        """The cotangents of global values laid out like images, to the tape, once their last reader is through."""
+        for life in self._lifetimes:
+            node = self._graph[life.field]
+            if life.cotangent and life.last == index and node.op == SCATTER:
+                self._tape.give(node.operands[0], self._cotangents[life.field].whole())
 
     def _report(self, phase: str) -> None:
         self._done += 1
@@ -215,102 +340,21 @@ class Run:
             self._trimmer.tile_done()
         self._events.emit(TileDone(phase, self._done, self._total))
 
-    # Sums
+    # Reductions
 
-    def _add(self, sums: Values, key: int, value: torch.Tensor) -> None:
-        total = sums.get(key)
-        if total is None:
-            sums[key] = value.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-        else:
-            total.add_(value.detach())
+    def _merge(self, partial: Values) -> None:
+        for reduction, value in partial.items():
+            if self._graph[reduction].op == FIELD_MAX:
+                known = self._sums.get(reduction)
+                self._sums[reduction] = value if known is None else torch.maximum(known, value)
+            else:
+                add(self._sums, reduction, value)
 
-    def _add_sums(self, sums: Values) -> None:
-        for reduction, value in sums.items():
-            self._add(self._sums, reduction, value)
-
-    def _finish_sums(self, stage: Stage) -> None:
-        """Turn the finished sums into values of the graph and compute the globals that waited for them."""
+    def _finish(self, stage: Stage) -> None:
+        """Turn the finished reductions and gathered fields into values of the graph, and compute what waited."""
         for reduction in stage.reductions:
-            node = self._graph[reduction]
-            total = self._sums.pop(reduction)
-            value = total.to(node.dtype)
-            self._values[reduction] = value.requires_grad_(node.differentiable and self._backward)
-        self._compute_globals()
-
-    # Globals
-
-    def _compute_globals(self) -> None:
-        """Every global whose operands are known. With gradients wanted, the tape reaches back to the sums."""
-        with torch.set_grad_enabled(self._backward):
-            for node in self._graph.nodes:
-                if node.is_field or node.id in self._values or node.op == FIELD_SUM:
-                    continue
-                if all(i in self._values for i in node.operands):
-                    self._values[node.id] = self._evaluate(node.id, self._values)
-
-    def _evaluate(self, node_id: int, values: Values) -> torch.Tensor:
-        node = self._graph[node_id]
-        arguments = {name: substitute(value, values) for name, value in node.arguments.items()}
-        if arguments.get("device") is not None:
-            arguments["device"] = self._prepared.device
-        result = call_operator(node.op, arguments)
-        value: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        return value
-
-    def _outputs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What the tape of the globals is pulled back from: the loss, and every global that fields read, with the
-        cotangents summed over tiles so far."""
-        tensors, cotangents = [], []
-        output = self._values.get(self._graph.output)
-        if output is not None and output.requires_grad:
-            tensors.append(output)
-            cotangents.append(torch.ones_like(output))
-        for i, gradient in self._gradients.items():
-            value = self._values[i]
-            if not self._graph[i].is_source and value.requires_grad:
-                tensors.append(value)
-                cotangents.append(gradient.to(value.dtype))
-        return tensors, cotangents
-
-    def _pull_back(self, inputs: tuple[int, ...]) -> Values:
-        """Cotangents of global leaves through the tape of the globals, of those that the tape reaches."""
-        tensors, cotangents = self._outputs()
-        leaves = [self._values[i] for i in inputs]
-        if not tensors or not leaves:
-            return {}
-        gradients = torch.autograd.grad(tensors, leaves, cotangents, retain_graph=True, allow_unused=True)
-        return {i: gradient for i, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
-
-    def _reduction_cotangents(self, reductions: tuple[int, ...]) -> Values:
-        """Zero for the reductions that nothing depends on."""
-        return {i: torch.zeros_like(self._values[i]) for i in reductions} | self._pull_back(reductions)
-
-    def _constant_cotangents(self, stage: Stage) -> Values:
-        """The cotangents of the last stage's reductions where they do not depend on any of its sums."""
-        varying = differentiable_reductions(self._graph, stage)
-        values = dict(self._values)
-        leaves = {}
-        for reduction in stage.reductions:
-            node = self._graph[reduction]
-            leaf = torch.zeros(node.shape, dtype=node.dtype, device=self._prepared.device)
-            values[reduction] = leaves[reduction] = leaf.requires_grad_(node.differentiable)
-        with torch.enable_grad():
-            for node in self._graph.nodes:
-                if not node.is_field and node.id not in values:
-                    values[node.id] = self._evaluate(node.id, values)
-        gradients = torch.autograd.grad(values[self._graph.output], [leaves[i] for i in varying], allow_unused=True)
-        return {
-            i: torch.zeros_like(leaves[i]) if gradient is None else gradient
-            for i, gradient in zip(varying, gradients, strict=True)
-        }
-
-    def _finish_globals(self) -> None:
-        """Add what reaches the parameters through the globals (a linear head, a normalised weight).
-
-        A parameter that nothing reaches, here or in a tile, gets no gradient at all, as in PyTorch.
-        """
-        parameters = tuple(
-            node.id for node in self._graph.nodes if node.op == "parameter" and self._values[node.id].requires_grad
-        )
-        for i, gradient in self._pull_back(parameters).items():
-            self._add(self._gradients, i, gradient)
+            self._tape.put(reduction, self._sums.pop(reduction).to(self._graph[reduction].dtype))
+        for field in stage.kept:
+            for gathering in self._gathers(field):
+                self._tape.put(gathering, self._kept[field].whole())
+        self._tape.compute()

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from gigagrad.images import Image, open_image
 _AHEAD = 2
 """Crops read ahead of the one in use. The planner counts them."""
 
-Crops = dict[int, torch.Tensor]
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,10 +80,10 @@ def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-def read_ahead(tiles: Iterable[Any], read: Callable[[Any], Crops]) -> Iterator[tuple[Any, Crops]]:
+def read_ahead(tiles: Iterable[Any], read: Callable[[Any], Read]) -> Iterator[tuple[Any, Read]]:
     """`(tile, read(tile))` for every tile in order; the next ones are read in a thread meanwhile."""
     with ThreadPoolExecutor(1, thread_name_prefix="gigagrad-read") as pool:
-        waiting: deque[tuple[Any, Future[Crops]]] = deque()
+        waiting: deque[tuple[Any, Future[Read]]] = deque()
         try:
             for tile in tiles:
                 waiting.append((tile, pool.submit(read, tile)))

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from gigagrad.boxes import Span
-from gigagrad.graphs import Call, Graph, Site, lookup
+from gigagrad.graphs import FIELD_BINS, Call, Graph, Row, Site, lookup
 from gigagrad.graphs.graph import fill
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Stage, TileGeometry
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileInputs:
+    """What a tile is computed from, by node id. Backward, the shares of the stage's kept fields come along."""
+
+    crops: dict[int, torch.Tensor]
+    """Of the fields that the stage reads."""
+    cotangents: dict[int, torch.Tensor]
+    """Of the kept fields' shares, from later stages."""
+    stored: dict[int, torch.Tensor]
+    """The kept fields' shares themselves."""
 
 
 class StageProgram:
@@ -20,14 +34,21 @@ class StageProgram:
         self.device = device
         self.targets = stage.targets(graph)
         self._calls = [Call(graph[i], graph.operands(graph[i])) for i in stage.fields]
+        self._silent = frozenset(i for i in stage.kept if _row(graph, i).backward_without_output)
         self._operands = {call.node.id: {operand.id for operand in call.operands} for call in self._calls}
 
     def run(
-        self, tile: TileGeometry, crops: dict[int, torch.Tensor], globals_: dict[int, torch.Tensor]
+        self,
+        tile: TileGeometry,
+        crops: dict[int, torch.Tensor],
+        globals_: dict[int, torch.Tensor],
+        *,
+        silent: frozenset[int] = frozenset(),
     ) -> dict[int, torch.Tensor]:
-        """The tile's share of every target that has one, by node id. `crops` holds the images' crops; it is emptied.
+        """The tile's share of every target that has one, by node id. `crops` of the fields read is emptied.
 
-        With autograd on, the results carry the tape back to whichever of `globals_` ask for gradients.
+        With autograd on, the results carry the tape back to whichever of `crops` and `globals_` ask for gradients; the
+        values of `silent` targets are not computed then.
         """
         values: dict[int, torch.Tensor] = dict(crops)
         crops.clear()
@@ -36,7 +57,7 @@ class StageProgram:
             node_id = call.node.id
             if tile.box(node_id) is None:
                 continue
-            values[node_id] = self._evaluate(call, tile, values, globals_)
+            values[node_id] = self._evaluate(call, tile, values, globals_, asked=node_id not in silent)
             for operand in self._operands[node_id]:
                 if last_reader.get(operand) == node_id and operand not in self.targets:
                     values.pop(operand, None)
@@ -46,15 +67,56 @@ class StageProgram:
             if not tile.wanted(target).empty
         }
 
-    def partial_sums(self, shares: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The tile's contribution to each reduction of the stage."""
+    def partial_sums(self, tile: TileGeometry, shares: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The tile's contribution to each reduction of the stage whose field has a share."""
         sums = {}
         for reduction in self.stage.reductions:
             node = self.graph[reduction]
-            if node.operands[0] in shares:
-                arguments = {**node.arguments, "field": shares[node.operands[0]]}
+            field = node.operands[0]
+            if field in shares:
+                arguments = {**node.arguments, "field": shares[field]}
+                if node.op == FIELD_BINS:
+                    wanted = tile.wanted(field)
+                    for name, span in (("weights_y", wanted.y), ("weights_x", wanted.x)):
+                        weights = self.graph.constants[self.graph[node.arguments[name].id].arguments["name"]]
+                        arguments[name] = weights[:, span.start : span.stop].to(self.device)
                 sums[reduction] = call_operator(node.op, arguments)
         return sums
+
+    def run_for_gradient(
+        self,
+        tile: TileGeometry,
+        inputs: TileInputs,
+        globals_: dict[int, torch.Tensor],
+        cotangents: dict[int, torch.Tensor],
+    ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Partial sums (off the tape), and the tensors to pull back with their cotangents.
+
+        A kept field's share gets its cotangent from later stages and from its own reductions. Where its operator needs
+        no output for its gradient, the share is not computed again: what the reductions need of it is stored.
+        """
+        with torch.enable_grad():
+            shares = self.run(tile, inputs.crops, globals_, silent=self._silent & inputs.stored.keys())
+            stored = {i: share.requires_grad_() for i, share in inputs.stored.items() if i in self._silent}
+            sums = self.partial_sums(tile, {**shares, **stored})
+        outputs = {i: shares[i] for i in inputs.cotangents if i in shares and shares[i].requires_grad}
+        seeds = {i: inputs.cotangents[i] for i in outputs}
+        pulled: dict[int, list[int]] = {}
+        for reduction in cotangents:
+            if reduction in sums and sums[reduction].requires_grad:
+                field = self.graph[reduction].operands[0]
+                if field in stored:
+                    pulled.setdefault(field, []).append(reduction)
+                else:
+                    outputs[reduction], seeds[reduction] = sums[reduction], cotangents[reduction]
+        for field, reductions in pulled.items():
+            if field in outputs:
+                (found,) = torch.autograd.grad(
+                    [sums[r] for r in reductions], stored[field], [cotangents[r] for r in reductions]
+                )
+                seeds[field] = seeds[field] + found
+        sums = {i: value.detach() for i, value in sums.items()}
+        return sums, list(outputs.values()), list(seeds.values())
 
     def _last_readers(self, tile: TileGeometry) -> dict[int, int]:
         readers = {}
@@ -70,6 +132,8 @@ class StageProgram:
         tile: TileGeometry,
         values: dict[int, torch.Tensor],
         globals_: dict[int, torch.Tensor],
+        *,
+        asked: bool,
     ) -> torch.Tensor:
         out, operands = tile.site(call.node.id)
         # By position, not by id: an operator may read the same field twice with different spans.
@@ -86,9 +150,13 @@ class StageProgram:
         arguments = {name: fill(value, inputs) for name, value in call.node.arguments.items()}
         if arguments.get("device") is not None:
             arguments["device"] = self.device
-        row = lookup(call.node.op)
-        assert row is not None
-        return row.run(call, arguments, Site(out, operands))
+        return _row(self.graph, call.node.id).run(call, arguments, Site(out, operands, asked))
+
+
+def _row(graph: Graph, node_id: int) -> Row:
+    row = lookup(graph[node_id].op)
+    assert row is not None, graph[node_id].op
+    return row
 
 
 def _crop(graph: Graph, node_id: int, value: torch.Tensor, tile: TileGeometry, y: Span, x: Span) -> torch.Tensor:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import torch
 
+from gigagrad.boxes import Box
 from gigagrad.execution.run import Prepared
-from gigagrad.execution.tile import StageProgram
+from gigagrad.execution.tile import StageProgram, TileInputs
+from gigagrad.graphs import Node
 from gigagrad.plans import Grid, Stage
+from gigagrad.plans.schedule import differentiable_reductions
 
 _ROUNDS = 5
 _WINS_NEEDED = 4
@@ -38,7 +42,7 @@ def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torc
     tile = grid[rows // 2 * columns + columns // 2]
     generator = torch.Generator().manual_seed(0)
 
-    def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def values(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if dtype.is_floating_point:
             made = torch.rand(shape, generator=generator).to(dtype)
         else:  # 0 and 1 are legal as class ids, as pixels and as truth values
@@ -46,30 +50,45 @@ def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torc
         made = made.to(prepared.device)
         return made.contiguous(memory_format=layout) if made.ndim == 4 else made
 
-    crops = {}
-    for i in stage.images:
+    crops, shares = {}, {}
+    for i in stage.reads:
         box = tile.box(i)
         if box is not None:
-            crops[i] = values((*graph[i].shape[:-2], *box.shape), graph[i].dtype)
+            crops[i] = values(_crop_shape(graph[i], box), graph[i].dtype)
+            crops[i].requires_grad_(backward and graph[i].differentiable)
+    for i in stage.kept:
+        if graph[i].differentiable and not tile.wanted(i).empty:
+            shares[i] = values(_crop_shape(graph[i], tile.wanted(i)), graph[i].dtype)
     boundary = {
         i: values(graph[i].shape, graph[i].dtype).requires_grad_(backward and graph[i].differentiable)
         for i in stage.globals
     }
+    wanted = [value for value in (*crops.values(), *boundary.values()) if value.requires_grad]
+    ones = {
+        r: torch.ones(graph[r].shape, dtype=graph[r].dtype, device=prepared.device)
+        for r in differentiable_reductions(graph, stage)
+    }
     program = StageProgram(graph, stage, prepared.device)
     start = time.perf_counter()
-    with torch.set_grad_enabled(backward):
-        sums = program.partial_sums(program.run(tile, crops, boundary))
-    outputs = [value for value in sums.values() if value.requires_grad]
-    if outputs:
-        torch.autograd.grad(
-            outputs,
-            [b for b in boundary.values() if b.requires_grad],
-            [torch.ones_like(o) for o in outputs],
-            allow_unused=True,
-        )
+    if backward:
+        inputs = TileInputs(crops, shares, dict(shares))
+        _, outputs, seeds = program.run_for_gradient(tile, inputs, boundary, ones)
+        if outputs and wanted:
+            torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+    else:
+        with torch.no_grad():
+            program.partial_sums(tile, program.run(tile, crops, boundary))
     if prepared.device.type == "cuda":
         torch.cuda.synchronize(prepared.device)
     return time.perf_counter() - start
+
+
+def _crop_shape(node: Node, box: Box) -> list[int]:
+    assert node.axes is not None
+    shape = list(node.shape)
+    for axis, length in zip(node.axes, box.shape, strict=True):
+        shape[axis] = length
+    return shape
 
 
 def faster_layout(prepared: Prepared) -> tuple[str, float]:

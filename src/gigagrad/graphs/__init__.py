@@ -1,11 +1,15 @@
 """From a module to a graph: capture at the image's true size, and the operator table that says how to run on crops."""
 
 from gigagrad.graphs.capture import Composite, InputSpec, capture
-from gigagrad.graphs.graph import FIELD_SUM, Graph, Node, Ref
+from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, FIELD_SUM, GATHER, SCATTER, Graph, Node, Ref
 from gigagrad.graphs.table import Call, Row, Saved, Site, lookup, register
 
 __all__ = [
+    "FIELD_BINS",
+    "FIELD_MAX",
     "FIELD_SUM",
+    "GATHER",
+    "SCATTER",
     "Call",
     "Composite",
     "Graph",

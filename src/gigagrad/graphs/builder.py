@@ -9,10 +9,25 @@ import torch
 
 from gigagrad.errors import UnsupportedOperatorError
 from gigagrad.graphs import operators
-from gigagrad.graphs.graph import FIELD_SUM, IMAGE_AXES, Axes, Graph, Node, Origin, Ref, references, substitute
-from gigagrad.graphs.table import Call, Refused, lookup
+from gigagrad.graphs.graph import (
+    FIELD_SUM,
+    GATHER,
+    IMAGE_AXES,
+    REDUCTIONS,
+    SCATTER,
+    Axes,
+    Graph,
+    Node,
+    Origin,
+    Ref,
+    references,
+    substitute,
+)
+from gigagrad.graphs.table import Call, NoPixels, Refused, lookup
 
-_NO_GRADIENT = frozenset({"aten.detach.default", "gigagrad.class_weights"})
+_NO_GRADIENT = frozenset(
+    {"aten.detach.default", "gigagrad.class_weights", "gigagrad.field_max", "gigagrad.uniform", "gigagrad.positions"}
+)
 
 
 class Builder:
@@ -21,6 +36,8 @@ class Builder:
     def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._constants: dict[str, torch.Tensor] = {}
+        self.updates: dict[str, Ref] = {}
+        self._moved: dict[tuple[int, Axes | None], Ref] = {}
         self.origin = Origin()
 
     def node(self, ref: Ref) -> Node:
@@ -41,46 +58,103 @@ class Builder:
         return self.source("constant", name, tuple(value.shape), value.dtype, field=False, differentiable=False)
 
     def field_sum(self, field: Ref, dims: list[int] | None = None, *, keepdim: bool = False) -> Ref:
-        """The reduction of a field over `dims` (default: all of its axes); `dims` must hold both spatial axes."""
+        """The sum of a field over `dims` (default: all of its axes); `dims` must hold both spatial axes."""
+        return self.reduction(FIELD_SUM, field, dims, keepdim=keepdim)
+
+    def reduction(self, op: str, field: Ref, dims: list[int] | None = None, **settings: Any) -> Ref:
+        """A reduction of a field over `dims` (default: all of its axes). Raises `Refused` for one spatial axis only."""
         node = self.node(field)
         rank = len(node.shape)
         positive = sorted(range(rank) if dims is None else {dim % rank for dim in dims})
         assert node.axes is not None
-        inside = [axis + rank in positive for axis in node.axes]
-        if not all(inside):
-            raise Refused("it sums over one axis of the image but not over the other")
-        return self.call(FIELD_SUM, {"field": field, "dims": positive, "keepdim": keepdim})
+        if not all(axis + rank in positive for axis in node.axes):
+            raise Refused("it reduces one axis of the image but not the other")
+        return self.one(op, {"field": field, "dims": positive, **settings})
 
-    def call(self, op: str, arguments: dict[str, Any]) -> Ref:
-        """Append an operator whose arguments are bound by name. Raises `Refused` if it has no tile rule here."""
+    def gather(self, field: Ref) -> Ref:
+        """The whole field as one global value."""
+        if self.node(field).op == SCATTER:
+            value: Ref = self.node(field).arguments["value"]
+            return value
+        if (field.id, None) not in self._moved:
+            self._moved[field.id, None] = self.one(GATHER, {"field": field})
+        return self._moved[field.id, None]
+
+    def scatter(self, value: Ref, axes: Axes) -> Ref:
+        """A global value as a field that holds its spatial axes at `axes`."""
+        if (value.id, axes) not in self._moved:
+            node = self.node(value)
+            made = self._append(SCATTER, {"value": value}, node.shape, node.dtype, axes, node.differentiable)
+            self._moved[value.id, axes] = made
+        return self._moved[value.id, axes]
+
+    def update(self, buffer: Ref, value: Ref) -> None:
+        """Have the run write `value` into a buffer of the model when it ends."""
+        node = self.node(buffer)
+        if node.op != "buffer":
+            raise Refused("it writes to a tensor that is no buffer of the model")
+        self.updates[node.arguments["name"]] = value
+
+    def one(self, op: str, arguments: dict[str, Any]) -> Ref:
+        """`call` of an operator with one output."""
+        result = self.call(op, arguments)
+        assert isinstance(result, Ref), op
+        return result
+
+    def call(self, op: str, arguments: dict[str, Any]) -> Any:
+        """Append an operator whose arguments are bound by name. Raises `Refused` if it has no tile rule here.
+
+        The result is a `Ref`, or a list of them for an operator of several outputs (None for those that a tile rule
+        does not deliver).
+        """
         operand_nodes = tuple(self.node(ref) for ref in references(arguments))
-        metas = {n.id: torch.empty(n.shape, dtype=n.dtype, device="meta") for n in operand_nodes}
+        metas = {n.id: self._meta(n) for n in operand_nodes}
         meta_arguments = {name: substitute(value, metas) for name, value in arguments.items()}
         if meta_arguments.get("device") is not None:
             meta_arguments["device"] = torch.device("meta")
         result = operators.call(op, meta_arguments)
-        if isinstance(result, tuple):  # batch normalisation in evaluation mode: only the first output is data
-            result = result[0]
-        shape, dtype = tuple(result.shape), result.dtype
-        differentiable = (
-            any(n.differentiable for n in operand_nodes)
-            and (dtype.is_floating_point or dtype.is_complex)
-            and op not in _NO_GRADIENT
-        )
-        axes = None
-        if op != FIELD_SUM and any(n.is_field for n in operand_nodes):
-            axes = self._axes(op, arguments, shape, dtype, operand_nodes)
-        return self._append(op, arguments, shape, dtype, axes, differentiable)
+        several = isinstance(result, tuple | list)
+        outputs = list(result) if several else [result]
+        reads_field = op not in REDUCTIONS and op != GATHER and any(n.is_field for n in operand_nodes)
+        shape, dtype = tuple(outputs[0].shape), outputs[0].dtype
+        axes = self._axes(op, arguments, shape, dtype, operand_nodes) if reads_field else None
+        base = self._append(op, arguments, shape, dtype, axes, self._differentiable(op, dtype, operand_nodes))
+        if not several:
+            return base
+        if reads_field:
+            return [base, *[None for _ in outputs[1:]]]
+        return [
+            None
+            if output is None
+            else self._append(
+                "gigagrad.item",
+                {"outputs": base, "index": index},
+                tuple(output.shape),
+                output.dtype,
+                None,
+                self._differentiable(op, output.dtype, operand_nodes),
+            )
+            for index, output in enumerate(outputs)
+        ]
+
+    @staticmethod
+    def _meta(node: Node) -> torch.Tensor:
+        return torch.empty(node.shape, dtype=node.dtype, device="meta")
+
+    @staticmethod
+    def _differentiable(op: str, dtype: torch.dtype, operands: tuple[Node, ...]) -> bool:
+        continuous = dtype.is_floating_point or dtype.is_complex
+        return any(n.differentiable for n in operands) and continuous and op not in _NO_GRADIENT
 
     def aten(self, op: str, *args: Any, **kwargs: Any) -> Ref:
         """Append an ATen operator called with positional and keyword arguments, e.g. `aten("div.Tensor", a, b)`."""
         name = f"aten.{op}"
-        return self.call(name, operators.bind(name, args, kwargs))
+        return self.one(name, operators.bind(name, args, kwargs))
 
     def graph(self, output: Ref, *, has_loss: bool) -> Graph:
-        """The finished graph without what the output does not depend on, renumbered."""
+        """The finished graph without what the output and the updates of buffers do not depend on, renumbered."""
         draft = Graph(tuple(self._nodes), output.id, has_loss)
-        kept = sorted(draft.ancestors((output.id,)))
+        kept = sorted(draft.ancestors((output.id, *(ref.id for ref in self.updates.values()))))
         renumbered = {old: Ref(new) for new, old in enumerate(kept)}
         nodes = tuple(
             Node(
@@ -92,10 +166,17 @@ class Builder:
                 node.axes,
                 node.origin,
                 node.differentiable,
+                node.whole,
             )
             for node in (self._nodes[old] for old in kept)
         )
-        return Graph(nodes, renumbered[output.id].id, has_loss, MappingProxyType(dict(self._constants)))
+        return Graph(
+            nodes,
+            renumbered[output.id].id,
+            has_loss,
+            MappingProxyType(dict(self._constants)),
+            MappingProxyType({name: renumbered[ref.id].id for name, ref in self.updates.items()}),
+        )
 
     def _axes(
         self, op: str, arguments: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, operands: tuple[Node, ...]
@@ -109,7 +190,7 @@ class Builder:
         axes = row.axes(Call(node, operands), len(shape))
         assert all(-len(shape) <= axis < 0 for axis in axes), (op, shape, axes)
         if 0 in shape:
-            raise Refused(f"its output has no pixels, shape {shape}; the image is too small for this model")
+            raise NoPixels(f"its output has no pixels, shape {shape}; the image is too small for this model")
         return axes
 
     def _append(
@@ -122,8 +203,11 @@ class Builder:
         differentiable: bool,
     ) -> Ref:
         node_id = len(self._nodes)
+        whole = op == GATHER or (
+            axes is None and op not in REDUCTIONS and any(self.node(ref).whole for ref in references(arguments))
+        )
         self._nodes.append(
-            Node(node_id, op, MappingProxyType(arguments), shape, dtype, axes, self.origin, differentiable)
+            Node(node_id, op, MappingProxyType(arguments), shape, dtype, axes, self.origin, differentiable, whole)
         )
         return Ref(node_id)
 

@@ -28,7 +28,7 @@ from gigagrad.errors import CaptureError
 from gigagrad.graphs import operators, rows
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import Graph, Origin, Ref
-from gigagrad.graphs.lowering import lower
+from gigagrad.graphs.lowering import lower, whole_field
 from gigagrad.graphs.table import Refused
 
 assert rows.__all__, "importing the rows fills the operator table"
@@ -199,10 +199,18 @@ def _convert(
             values[node.name] = _call(builder, node, values)
         else:
             assert node.op == "output", node.op
-    mutated = [s for s in program.graph_signature.output_specs if s.kind.name == "BUFFER_MUTATION"]
-    if mutated:
-        raise CaptureError(f"the model writes to its buffer '{mutated[0].target}' while it runs, which has no rule yet")
+    _note_updates(program, values, builder)
     return builder.graph(_output(program, values, builder, has_loss=has_loss), has_loss=has_loss)
+
+
+def _note_updates(program: torch.export.ExportedProgram, values: dict[str, Any], builder: Builder) -> None:
+    """New values of the buffers that the model writes while it runs."""
+    for spec in program.graph_signature.output_specs:
+        if spec.kind.name == "BUFFER_MUTATION":
+            value = values[spec.arg.name]
+            builder.updates[str(spec.target)] = builder.gather(value) if builder.is_field(value) else value
+        elif spec.kind.name == "USER_INPUT_MUTATION":
+            raise CaptureError("the model or the loss writes into its input; let it work on a clone")
 
 
 def _stored(builder: Builder, spec: Any, program: torch.export.ExportedProgram, composite: Composite) -> Ref:
@@ -238,24 +246,30 @@ def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any]) -> Any:
     target = node.target
     if getattr(target, "__name__", "") == "getitem":
         source, index = replace(node.args[0]), node.args[1]
-        if isinstance(source, list) and isinstance(index, int) and index < len(source):
-            return source[index]
-        if isinstance(source, Ref) and index == 0:
+        assert isinstance(index, int), node
+        if not isinstance(source, list):
+            assert index == 0, node
             return source
-        builder.origin = _origin(node)
-        operator = getattr(node.args[0], "target", node.args[0])
-        raise builder.unsupported(str(operator), Refused(f"its output number {index} has no rule"))
+        if source[index] is None:
+            # An output that no tile rule delivers, such as the indices of max pooling: the operator again, whole.
+            assert isinstance(node.args[0], torch.fx.Node)
+            builder.origin = _origin(node.args[0])
+            values[node.args[0].name] = whole_field(builder, str(node.args[0].target), _bound(node.args[0], replace))
+            return values[node.args[0].name][index]
+        return source[index]
     op = str(target)
     if op in _IGNORED:
         return None
     builder.origin = _origin(node)
-    arguments = operators.bind(
-        op, tuple(replace(a) for a in node.args), {k: replace(v) for k, v in node.kwargs.items()}
-    )
     try:
-        return lower(builder, op, arguments)
+        return lower(builder, op, _bound(node, replace))
     except Refused as refused:
         raise builder.unsupported(op, refused) from None
+
+
+def _bound(node: torch.fx.Node, replace: Callable[[Any], Any]) -> dict[str, Any]:
+    kwargs = {name: replace(value) for name, value in node.kwargs.items()}
+    return operators.bind(str(node.target), tuple(replace(value) for value in node.args), kwargs)
 
 
 def _origin(node: torch.fx.Node) -> Origin:

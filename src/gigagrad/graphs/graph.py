@@ -1,8 +1,10 @@
 """The captured graph: frozen data, one node per value, every value with its true whole-image shape.
 
 A node is a *field* when it keeps the image's two spatial axes (`axes` names them, counted from the end), and otherwise
-*global*: a parameter, a constant, a reduction, or arithmetic on those. Reductions are the nodes with the operator
-`gigagrad.field_sum`; they are the only way from a field to a global.
+*global*: a parameter, a constant, a reduction, or arithmetic on those. Two kinds of operators lead from a field to a
+global: the reductions, whose partial results over tiles are merged, and `gigagrad.gather`, which keeps the whole field
+because an operator that has no tile rule reads it. `gigagrad.scatter` leads back: a global laid out like an image is
+read box by box.
 """
 
 from __future__ import annotations
@@ -19,6 +21,13 @@ Axes = tuple[int, int]
 
 IMAGE_AXES: Axes = (-2, -1)
 FIELD_SUM = "gigagrad.field_sum"
+FIELD_MAX = "gigagrad.field_max"
+FIELD_BINS = "gigagrad.field_bins"
+MOMENTS = "gigagrad.moments"
+REDUCTIONS = frozenset({FIELD_SUM, FIELD_MAX, FIELD_BINS, MOMENTS})
+"""Partial results of tiles are added up, except those of `field_max`, which has no gradient."""
+GATHER = "gigagrad.gather"
+SCATTER = "gigagrad.scatter"
 SOURCES = frozenset({"image", "target", "parameter", "buffer", "constant"})
 
 
@@ -54,6 +63,8 @@ class Node:
     origin: Origin
     differentiable: bool
     """Whether a gradient flows through this value to a parameter that asks for one."""
+    whole: bool = False
+    """Whether this is a global that holds what a whole-field operator made of every pixel."""
 
     @property
     def is_field(self) -> bool:
@@ -62,6 +73,10 @@ class Node:
     @property
     def is_source(self) -> bool:
         return self.op in SOURCES
+
+    @property
+    def is_reduction(self) -> bool:
+        return self.op in REDUCTIONS
 
     @property
     def operands(self) -> tuple[int, ...]:
@@ -93,6 +108,8 @@ class Graph:
     output: int
     has_loss: bool
     constants: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
+    updates: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Buffers that the model writes while it runs (running statistics), and the nodes of their new values."""
 
     def __getitem__(self, node_id: int) -> Node:
         return self.nodes[node_id]

@@ -5,11 +5,13 @@ ATen operators are resolved through `torch.ops`; the few of our own (made by low
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+
+from gigagrad.graphs.statistics import moments, normalise
 
 
 def class_weights(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
@@ -29,9 +31,87 @@ def field_sum(field: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tens
     return torch.sum(field, dim=dims, keepdim=keepdim)
 
 
-_OWN: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+def field_max(field: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
+    """The largest value of a field (or of a crop) over `dims`, which include both spatial axes."""
+    return torch.amax(field, dim=dims, keepdim=keepdim)
+
+
+def field_bins(field: torch.Tensor, dims: list[int], weights_y: torch.Tensor, weights_x: torch.Tensor) -> torch.Tensor:
+    """Weighted sums over the bins of a grid: `(..., h, w)` with weights `(bins, h)` and `(bins, w)`."""
+    return weights_y.to(field.dtype) @ field @ weights_x.to(field.dtype).T
+
+
+def gather(field: torch.Tensor) -> torch.Tensor:
+    """The whole field as it is."""
+    return field
+
+
+def item(outputs: Any, index: int) -> Any:
+    """One output of an operator that has several."""
+    return outputs[index]
+
+
+def numbered(like: torch.Tensor, starts: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """`sum((start + index) * stride)` over all axes: numbers for the values of a crop at `starts`; int64."""
+    number = torch.zeros((), dtype=torch.int64, device=like.device)
+    for start, size, stride in zip(starts, like.shape, strides, strict=True):
+        number = number[..., None] + torch.arange(start, start + size, device=like.device) * stride
+    return number
+
+
+def positions(like: torch.Tensor, starts: Sequence[int] = (), strides: Sequence[int] = ()) -> torch.Tensor:
+    """The number of every value's pixel, row by row over the whole field; int64."""
+    return numbered(like, starts or [0] * like.ndim, strides or (*[0] * (like.ndim - 2), like.shape[-1], 1))
+
+
+def seed() -> torch.Tensor:
+    """A key for `uniform`, drawn from PyTorch's generator: one for each random operator and run."""
+    return torch.randint(0, 2**62, ())
+
+
+def uniform(
+    like: torch.Tensor, seed: torch.Tensor, starts: Sequence[int] = (), strides: Sequence[int] = ()
+) -> torch.Tensor:
+    """Uniform numbers in [0, 1) for a field or for a crop at `starts` of one with these strides.
+
+    Each is a function of the key and of the value's place in the whole field: SplitMix64's output function (Steele,
+    Lea and Flood, 2014) of a counter. float64 for float64 fields, else float32.
+    """
+    counter = numbered(like, starts or [0] * like.ndim, strides or contiguous_strides(like.shape))
+    bits = (counter + 1) * _int64(0x9E3779B97F4A7C15) + seed.to(like.device)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * _int64(factor)
+    bits = bits ^ ((bits >> 31) & ((1 << 33) - 1))
+    if like.dtype == torch.float64:
+        return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+    return ((bits >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24
+
+
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """Values from one index to the next along every axis of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return strides[: len(shape)]
+
+
+def _int64(value: int) -> int:
+    """The signed number with the same 64 bits."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_OWN: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "gigagrad.class_weights": (class_weights, ("target", "weight", "ignore_index")),
     "gigagrad.field_sum": (field_sum, ("field", "dims", "keepdim")),
+    "gigagrad.field_max": (field_max, ("field", "dims", "keepdim")),
+    "gigagrad.field_bins": (field_bins, ("field", "dims", "weights_y", "weights_x")),
+    "gigagrad.moments": (moments, ("field", "dims")),
+    "gigagrad.normalise": (normalise, ("input", "mean", "scale", "shift")),
+    "gigagrad.gather": (gather, ("field",)),
+    "gigagrad.item": (item, ("outputs", "index")),
+    "gigagrad.positions": (positions, ("like",)),
+    "gigagrad.seed": (seed, ()),
+    "gigagrad.uniform": (uniform, ("like", "seed")),
 }
 
 

@@ -5,8 +5,8 @@
 2. How does the operator run on crops (`run`), padding only where a crop touches the true border of the image, so that
    the crop of the output is bit for bit of the same mathematics as the whole field's?
 
-What has no row, or is used in a way its row does not cover, is refused by `Refused`; capture turns that into an error
-that names the operator, the module and the source line.
+What has no row, or is used in a way its row does not cover, is refused by `Refused`; lowering then has the operator
+read its fields whole.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from gigagrad.graphs.graph import Axes, Node
 
 class Refused(Exception):
     """A row cannot run this particular use of its operator tile by tile; the text says why."""
+
+
+class NoPixels(Refused):
+    """The image is too small: a field would have no pixels. Nothing can be done about that by running it whole."""
 
 
 class Saved(Enum):
@@ -56,12 +60,18 @@ class Site:
 
     out: tuple[Span, Span]
     operands: tuple[tuple[Span, Span] | None, ...]
+    values: bool = True
+    """Whether the output's values are asked for; without them only its vector-Jacobian product is."""
 
 
 class Row(ABC):
     """How one family of operators maps boxes and runs on crops."""
 
     saved: Saved = Saved.INPUTS
+    pixelwise: bool = False
+    """Whether every value depends on its own position only and costs next to nothing to compute again."""
+    backward_without_output: bool = False
+    """Whether `run` can skip the computation for a `Site` whose values are not asked for, leaving only its gradient."""
 
     @abstractmethod
     def axes(self, call: Call, rank: int) -> Axes:

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 from gigagrad.errors import WriteError
-from gigagrad.images.output_file import check_destination, replacing, write_error
+from gigagrad.files import check_destination, replacing
 
 if TYPE_CHECKING:
     from gigagrad.images.image import Array
@@ -71,16 +71,14 @@ def write_pyramid(
     path = Path(path)
     codec = _Codec(np.dtype(dtype), shape[2], tile, compression, quality, nearest)
     codec.check(path, shape)
-    check_destination(path, overwrite, expected_bytes)
+    check_destination(path, overwrite=overwrite, expected_bytes=expected_bytes)
     job = _Pyramid(path, codec, _level_shapes(shape[0], shape[1], tile, levels))
     text = None if description is None else description.encode("ascii", "replace").decode()
     try:
-        with replacing(path) as file:
+        with replacing(path, lambda: job.estimated_bytes) as file:
             job.write(file, rows, mpp=mpp, description=text, ome=ome)
     except _SourceError as error:
         raise error.original from None
-    except OSError as error:
-        raise write_error(path, error, job.estimated_bytes) from error
     return path
 
 

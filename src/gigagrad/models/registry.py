@@ -1,6 +1,7 @@
 """From a model's name, as written on the command line or in a run's configuration, to a module that takes slides.
 
     paper-unet                          the founding experiment's network with its preprocessing
+    multi-stain?stains=2&classes=1      several registered stains into one segmentation: model(he, ihc)
     timm:NAME?key=value&key=value       a network of timm, freshly initialised
     smp:NAME?key=value                  a network of segmentation-models-pytorch (encoder_name=resnet34 ...)
     monai:NAME?key=value                a network of monai.networks.nets
@@ -25,10 +26,11 @@ from urllib.parse import unquote
 from torch import nn
 
 from gigagrad.errors import ModelError
+from gigagrad.models.multi_stain import MultiStainNet
 from gigagrad.models.paper import PaperUNet
 from gigagrad.models.preprocess import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocess
 
-_FORMS = "paper-unet, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable"
+_FORMS = "paper-unet, multi-stain, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable"
 _WEIGHT_SETTINGS = ("pretrained", "encoder_weights", "weights")
 
 Literal = int | float | bool | str | None | tuple["Literal", ...]
@@ -37,7 +39,8 @@ Literal = int | float | bool | str | None | tuple["Literal", ...]
 def resolve(name: str) -> nn.Module:
     """The model that `name` stands for (see the module's text), in training mode, on the CPU.
 
-    The built-in and the library models take uint8 `(N, 3, H, W)`; their preprocessing is the first child.
+    The built-in and the library models take uint8 `(N, 3, H, W)`, `multi-stain` one such image for each stain; their
+    preprocessing is the first child.
     Raises `ModelError` for a malformed or unknown name, a missing package, or settings the network does not take.
     """
     path, _, query = name.partition("?")
@@ -54,7 +57,10 @@ def resolve(name: str) -> nn.Module:
         if settings:
             raise ModelError(f"model {name!r} has settings, but paper-unet takes none; leave out everything after '?'")
         return _with_front(Preprocess(), PaperUNet())
-    hint = _did_you_mean(path, ("paper-unet", *_LIBRARIES))
+    if path == "multi-stain":
+        network: nn.Module = _build(name, MultiStainNet, settings)
+        return network
+    hint = _did_you_mean(path, ("paper-unet", "multi-stain", *_LIBRARIES))
     raise ModelError(f"unknown model {name!r}{hint}; a model is {_FORMS}")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from gigagrad.errors import ModelError
-from gigagrad.models.files import read_tensors, write_tensors
+from gigagrad.files import read_tensors, write_tensors
 from gigagrad.models.registry import resolve
 
 _KIND = "gigagrad model"

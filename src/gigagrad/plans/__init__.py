@@ -1,12 +1,16 @@
 """From a graph and a budget to a plan: stages, tile geometry, memory, cost. Nothing here runs anything."""
 
-from gigagrad.plans.choose import Limits, Machine, make_plan
+from gigagrad.plans.choose import Limits, make_plan
+from gigagrad.plans.cost import Machine
 from gigagrad.plans.geometry import Grid, TileGeometry
-from gigagrad.plans.plan import Pass, Plan, StagePlan
-from gigagrad.plans.stages import Stage, split_stages
+from gigagrad.plans.keeping import Lifetime, lifetimes
+from gigagrad.plans.plan import KeptField, Pass, Plan, StagePlan, WholeField
+from gigagrad.plans.stages import Stage, levels, split_stages
 
 __all__ = [
     "Grid",
+    "KeptField",
+    "Lifetime",
     "Limits",
     "Machine",
     "Pass",
@@ -14,6 +18,9 @@ __all__ = [
     "Stage",
     "StagePlan",
     "TileGeometry",
+    "WholeField",
+    "levels",
+    "lifetimes",
     "make_plan",
     "split_stages",
 ]

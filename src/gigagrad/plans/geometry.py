@@ -121,6 +121,6 @@ def lattice(graph: Graph, stage: Stage) -> tuple[int, int]:
     sizes = []
     for axis in (0, 1):
         finest = max(graph[i].size(axis) for i in targets)
-        coarsest = min(graph[i].size(axis) for i in (*stage.fields, *stage.images))
+        coarsest = min(graph[i].size(axis) for i in (*stage.fields, *stage.reads))
         sizes.append(max(1, round(finest / max(coarsest, 1))))
     return sizes[0], sizes[1]

@@ -20,20 +20,20 @@ def crop_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
 
 def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward: bool) -> int:
     """Peak bytes of all crops, saved tensors, cotangents and workspaces of one tile."""
-    size = {i: crop_bytes(graph, tile, i) for i in (*stage.images, *stage.fields)}
+    size = {i: crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)}
     run = [i for i in stage.fields if size[i]]
     pending = _reader_counts(graph, run)
     saved = _saved_by_autograd(graph, run) if backward else set()
     workspace = {i: _workspace(graph, tile, i) for i in run}
 
-    live = sum(size[i] for i in stage.images)
+    live = sum(size[i] for i in stage.reads)
     peak = live
     for node_id in run:
         live += size[node_id]
         peak = max(peak, live + workspace[node_id])
         for operand in {i for i in graph[node_id].operands if graph[i].is_field}:
             pending[operand] -= 1
-            if not pending[operand] and operand not in saved and operand not in stage.images:
+            if not pending[operand] and operand not in saved and operand not in stage.reads:
                 live -= size[operand]
     if not backward:
         return peak
@@ -53,7 +53,7 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
         for i in saved - released:
             if last_saver[i] == node_id:
                 released.add(i)
-                live -= size[i] if i not in stage.images else 0
+                live -= size[i] if i not in stage.reads else 0
     return peak
 
 

@@ -16,6 +16,8 @@ class StagePlan:
     index: int
     operators: int
     reductions: int
+    keeps: int
+    """Fields that this stage computes and the plan keeps."""
     tile: tuple[int, int]
     """Height and width of a tile on the stage's largest target field."""
     tiles: tuple[int, int]
@@ -39,6 +41,27 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptField:
+    """A field in memory from the stage that computes it to the last one that reads it."""
+
+    node: int
+    operator: str
+    module: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WholeField:
+    """An operator that has no tile rule, or works on what such a one left: it runs once, on whole tensors."""
+
+    operator: str
+    module: str
+    nbytes: int
+    """Of its output."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything a run will do, known before it starts. All memory in bytes, sizes in pixels."""
 
@@ -49,11 +72,17 @@ class Plan:
     """Tiles computed at the same time, by one thread each; with 1, all threads share the operators of one tile."""
     stages: tuple[StagePlan, ...]
     passes: tuple[Pass, ...]
+    kept: tuple[KeptField, ...]
+    whole_field: tuple[WholeField, ...]
     budget_bytes: int | None
     base_bytes: int
     """Resident before the run: interpreter, libraries, model, whatever the process already holds."""
     parameter_bytes: int
     """Gradients, accumulators and working copies of the parameters."""
+    kept_bytes: int
+    """Kept fields and their cotangents, at the moment when they are most."""
+    whole_field_bytes: int
+    """What whole-field operators make, with what their gradients need."""
     reader_bytes: int
     """Crops read ahead, and the readers' caches of decoded file tiles."""
     runtime_bytes: int
@@ -63,8 +92,8 @@ class Plan:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Height and width of the tiles of the last field."""
-        return self.stages[-1].tile
+        """Height and width of the tiles of the last field; a model without any stage has one tile, the image."""
+        return self.stages[-1].tile if self.stages else (self.image_shape[-2], self.image_shape[-1])
 
     @property
     def tile_count(self) -> int:
@@ -85,6 +114,8 @@ class Plan:
             for stage in data["stages"]
         )
         fields["passes"] = tuple(Pass(**p) for p in data["passes"])
+        fields["kept"] = tuple(KeptField(**field | {"shape": tuple(field["shape"])}) for field in data["kept"])
+        fields["whole_field"] = tuple(WholeField(**operator) for operator in data["whole_field"])
         return cls(**fields)
 
     def __str__(self) -> str:
@@ -112,20 +143,49 @@ class Plan:
                 )
             )
         lines += _columns(rows)
-        lines += ["", "Fields kept between stages: none (each stage computes from the image)", ""]
+        lines += ["", *self._kept_lines(), ""]
         parts = [
             ("process before the run", self.base_bytes),
             ("parameters: gradients, sums", self.parameter_bytes),
+            ("fields kept, with cotangents", self.kept_bytes),
+            ("whole-field operators", self.whole_field_bytes),
             ("pixels read ahead", self.reader_bytes),
             ("kernels, threads, allocator", self.runtime_bytes),
-            ("tiles being computed", self.workers * max(s.tile_peak_bytes for s in self.stages)),
+            ("tiles being computed", self.workers * max((s.tile_peak_bytes for s in self.stages), default=0)),
         ]
-        lines += _columns([(name, format_bytes(size)) for name, size in parts])
+        lines += _columns([(name, format_bytes(size)) for name, size in parts if size])
         budget = "no budget set" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
         lines.append(f"predicted peak: {format_bytes(self.predicted_peak_bytes)} ({budget})")
         if self.predicted_seconds is not None:
             lines.append(f"predicted time: {format_seconds(self.predicted_seconds)} a step")
         return "\n".join(lines)
+
+    def _kept_lines(self) -> list[str]:
+        """Which fields are kept and which operators run on whole fields, the largest first."""
+        if not self.kept:
+            lines = ["Fields kept between stages: none (each stage computes from the image)"]
+        else:
+            total = format_bytes(sum(field.nbytes for field in self.kept))
+            lines = [f"Fields kept between stages: {len(self.kept)}, {total} in all"]
+            largest = sorted(self.kept, key=lambda field: -field.nbytes)
+            lines += _most([(f"{f.operator} {list(f.shape)}", f.module, f.nbytes) for f in largest])
+        if self.whole_field:
+            lines += ["", f"Operators that run on whole fields: {len(self.whole_field)}"]
+            largest_operators = sorted(self.whole_field, key=lambda operator: -operator.nbytes)
+            lines += _most([(o.operator, o.module, o.nbytes) for o in largest_operators])
+        return lines
+
+
+_SHOWN = 6
+"""Kept fields and whole-field operators listed one by one."""
+
+
+def _most(entries: list[tuple[str, str, int]]) -> list[str]:
+    lines = [
+        f"  {format_bytes(nbytes):>9}  {what}{f'  ({module})' if module else ''}"
+        for what, module, nbytes in entries[:_SHOWN]
+    ]
+    return [*lines, f"  and {len(entries) - _SHOWN} smaller ones"] if len(entries) > _SHOWN else lines
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

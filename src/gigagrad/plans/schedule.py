@@ -43,9 +43,12 @@ def differentiable_reductions(graph: Graph, stage: Stage) -> tuple[int, ...]:
 def last_cotangents(graph: Graph, stage: Stage) -> Cotangents:
     """How the cotangents of the reductions of the last stage become known."""
     varying = differentiable_reductions(graph, stage)
+    if any(graph[i].differentiable for i in stage.kept):
+        return Cotangents.AFTER_FORWARD
     if _affine(graph, set(varying), set(stage.reductions)):
         return Cotangents.AFFINE
-    if len(varying) == 1 and prod(graph[varying[0]].shape) == 1:
+    to_parameters_only = not any(graph[i].differentiable for i in stage.reads)
+    if len(varying) == 1 and prod(graph[varying[0]].shape) == 1 and to_parameters_only:
         return Cotangents.SCALED
     return Cotangents.AFTER_FORWARD
 
@@ -78,7 +81,7 @@ def make_passes(graph: Graph, stages: tuple[Stage, ...], *, backward: bool) -> t
     forward = [Pass(stage.index, "forward") for stage in stages]
     if not backward or not stages:
         return tuple(forward)
-    needing = [stage for stage in stages if differentiable_reductions(graph, stage)]
+    needing = [stage for stage in stages if any(graph[i].differentiable for i in (*stage.reductions, *stage.kept))]
     passes = forward
     last = stages[-1]
     if last in needing and last_cotangents(graph, last) is not Cotangents.AFTER_FORWARD:

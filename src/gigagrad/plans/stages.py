@@ -1,80 +1,102 @@
-"""Stages: the graph split at its reductions.
+"""Stages: the graph split where a value must be known for the whole image before the next one can be computed.
 
-A field that needs the value of a reduction cannot be computed in the same sweep over the tiles as the reduction itself.
-Each stage therefore holds the fields that its own reductions (or the output field) need, computed from the images, with
-all earlier reductions at hand as numbers.
+That is so at its reductions, at the fields that whole-field operators read, and at every other field that a plan keeps.
+A stage computes the fields that its targets need, tile by tile, from the images and from fields that earlier stages
+kept, with all earlier reductions at hand as numbers. Whatever it needs and nobody kept, it computes again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gigagrad.graphs import FIELD_SUM, Graph
+from gigagrad.graphs import GATHER, SCATTER, Graph
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One sweep over the image. All members are node ids, in topological order."""
+    """One sweep over tiles. All members are node ids, in topological order."""
 
     index: int
     reductions: tuple[int, ...]
-    """The field sums whose partial sums this stage adds up."""
+    """The reductions whose partial results this stage merges."""
+    kept: tuple[int, ...]
+    """The fields that this stage computes and the plan keeps."""
     output: int | None
     """The field this stage delivers tile by tile, if it is the one with the graph's output."""
     fields: tuple[int, ...]
-    """The fields computed, sources excluded."""
-    images: tuple[int, ...]
-    """The image and target sources read."""
+    """The fields computed, those read excluded."""
+    reads: tuple[int, ...]
+    """The fields read: images, fields kept by earlier stages, global values laid out like images."""
     globals: tuple[int, ...]
     """Parameters, constants and earlier results that the fields read."""
 
     def targets(self, graph: Graph) -> tuple[int, ...]:
-        """The fields that tiles partition: what the reductions sum, and the output."""
-        summed = [graph[r].operands[0] for r in self.reductions]
-        return tuple(dict.fromkeys(summed + ([self.output] if self.output is not None else [])))
+        """The fields that tiles partition: what is kept, what the reductions reduce, and the output."""
+        reduced = [graph[r].operands[0] for r in self.reductions]
+        return tuple(dict.fromkeys([*self.kept, *reduced, *([self.output] if self.output is not None else [])]))
 
 
-def levels(graph: Graph) -> list[int]:
+def levels(graph: Graph, kept: Iterable[int] = ()) -> list[int]:
     """For each node the number of sweeps that must have ended before its value can be computed."""
+    stored = set(kept)
     level = [0] * len(graph.nodes)
     for node in graph.nodes:
-        level[node.id] = max(
-            (level[i] + (1 if graph[i].op == FIELD_SUM else 0) for i in node.operands),
-            default=0,
-        )
+        waits = node.is_reduction or node.op == GATHER
+        level[node.id] = max((level[i] + (waits or i in stored) for i in node.operands), default=0)
     return level
 
 
-def split_stages(graph: Graph) -> tuple[Stage, ...]:
-    """The stages of a graph in the order in which they run."""
-    level = levels(graph)
-    by_level: dict[int, list[int]] = {}
+def split_stages(graph: Graph, kept: Iterable[int] = ()) -> tuple[Stage, ...]:
+    """The stages of a graph, in the order in which they run, if these fields are kept (gathered ones are, anyway)."""
+    stored = {*kept, *gathered(graph)}
+    level = levels(graph, stored)
+    targets: dict[int, tuple[list[int], list[int]]] = {}
     for node in graph.nodes:
-        if node.op == FIELD_SUM:
-            by_level.setdefault(level[node.id], []).append(node.id)
+        if node.is_reduction:
+            targets.setdefault(level[node.operands[0]], ([], []))[0].append(node.id)
+        if node.id in stored:
+            targets.setdefault(level[node.id], ([], []))[1].append(node.id)
     output = graph.output if graph[graph.output].is_field else None
     if output is not None:
-        by_level.setdefault(level[output], [])
+        targets.setdefault(level[output], ([], []))
     stages = []
-    for index, stage_level in enumerate(sorted(by_level)):
-        reductions = tuple(by_level[stage_level])
+    for index, stage_level in enumerate(sorted(targets)):
+        reductions, keeps = targets[stage_level]
         delivers = output if output is not None and level[output] == stage_level else None
-        roots = [graph[r].operands[0] for r in reductions] + ([delivers] if delivers is not None else [])
-        needed = sorted(_fields_behind(graph, roots))
-        fields = tuple(i for i in needed if not graph[i].is_source)
-        read = {i for field in fields for i in graph[field].operands if not graph[i].is_field}
-        images = tuple(i for i in needed if graph[i].is_source)
-        stages.append(Stage(index, reductions, delivers, fields, images, tuple(sorted(read))))
+        roots = [*keeps, *(graph[r].operands[0] for r in reductions), *([delivers] if delivers is not None else [])]
+        computed, reads = _fields_behind(graph, roots, stored)
+        read_globals = {i for field in computed for i in graph[field].operands if not graph[i].is_field}
+        stages.append(
+            Stage(index, tuple(reductions), tuple(keeps), delivers, computed, reads, tuple(sorted(read_globals)))
+        )
     return tuple(stages)
 
 
-def _fields_behind(graph: Graph, roots: list[int]) -> set[int]:
-    """The roots and every field they are computed from (reductions end the walk: their values are known)."""
-    seen: set[int] = set()
-    stack = list(roots)
+def gathered(graph: Graph) -> set[int]:
+    """The fields that whole-field operators read, but for the images themselves."""
+    return {i for node in graph.nodes if node.op == GATHER for i in node.operands if not is_read(graph, i)}
+
+
+def is_read(graph: Graph, node_id: int) -> bool:
+    """Whether a field is there without being computed: an image, or a global value laid out like one."""
+    return graph[node_id].is_source or graph[node_id].op == SCATTER
+
+
+def _fields_behind(graph: Graph, roots: list[int], stored: set[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The fields to compute for the roots, and the fields to read for that."""
+    computed: set[int] = set()
+    reads = {root for root in roots if is_read(graph, root)}
+    stack = [root for root in roots if root not in reads]
     while stack:
         node_id = stack.pop()
-        if node_id not in seen:
-            seen.add(node_id)
-            stack.extend(i for i in graph[node_id].operands if graph[i].is_field)
-    return seen
+        if node_id in computed:
+            continue
+        computed.add(node_id)
+        for i in graph[node_id].operands:
+            if graph[i].is_field:
+                if is_read(graph, i) or i in stored:
+                    reads.add(i)
+                else:
+                    stack.append(i)
+    return tuple(sorted(computed)), tuple(sorted(reads))

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gigagrad.files import replacing
 from gigagrad.images import Image, thumbnail
-from gigagrad.models.files import replacing
 from gigagrad.prediction.classes import MaskClass
 from gigagrad.prediction.sampling import mask_thumbnail, require_mask
 
@@ -69,8 +69,8 @@ def write_overlay(path: Path, picture: _Picture) -> None:
     """`picture` as a PNG, whole or not at all. Raises `WriteError`."""
     from PIL import Image as Pillow
 
-    with replacing(path) as temporary:
-        Pillow.fromarray(picture).save(temporary, format="PNG", optimize=True)
+    with replacing(path) as file:
+        Pillow.fromarray(picture).save(file, format="PNG", optimize=True)
 
 
 def _as_rgb(pixels: NDArray[Any]) -> _Picture:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gigagrad.boxes import Box, tiles
+from gigagrad.files import replacing
 from gigagrad.images.image import Image
-from gigagrad.models.files import replacing
 from gigagrad.prediction.classes import MaskClass
 from gigagrad.prediction.outlines import Corners, Rings, corners_in, join, rings_of
 from gigagrad.prediction.sampling import block_side, read_sampled, require_mask, sampled_shape
@@ -72,12 +72,12 @@ def write_geojson(path: Path, traced: Traced, name: str, scale: tuple[float, flo
 
     `scale` is how many level-0 pixels of the slide a pixel of the mask is high and wide.
     """
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.write('{"type": "FeatureCollection", "features": [')
+    with replacing(path) as file:
+        file.write(b'{"type": "FeatureCollection", "features": [')
         for index, region in enumerate(traced.regions):
-            file.write(",\n" if index else "\n")
-            file.write(json.dumps(_feature(region, f"{name}/{index}", scale), separators=(",", ":")))
-        file.write("\n]}\n")
+            file.write(b",\n" if index else b"\n")
+            file.write(json.dumps(_feature(region, f"{name}/{index}", scale), separators=(",", ":")).encode())
+        file.write(b"\n]}\n")
 
 
 def _corners(mask: Image, classes: Sequence[MaskClass], downsample: int, max_corners: int) -> dict[int, Corners] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from gigagrad.errors import ConfigError
-from gigagrad.models.files import write_text
+from gigagrad.files import write_text
 
 FILE_NAME: Final = "predictions.json"
 

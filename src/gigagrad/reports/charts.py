@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gigagrad.events import StepMeasured
 from gigagrad.prediction.scores import mean_sd
-from gigagrad.reports.run_data import RunData, Step
+from gigagrad.reports.run_data import RunData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,7 +121,7 @@ def dice_chart(scores: Mapping[str, float]) -> str | None:
     return svg()
 
 
-def memory_chart(steps: Sequence[Step]) -> str | None:
+def memory_chart(steps: Sequence[StepMeasured]) -> str | None:
     """Measured peak memory of each step beside what the plan predicted, and the budget."""
     known = [step for step in steps if step.peak_bytes > 0]
     if not known:

@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from gigagrad.errors import ConfigError
-from gigagrad.models.files import write_text
+from gigagrad.files import write_text
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
 from gigagrad.reports.plan_view import plan_view, show

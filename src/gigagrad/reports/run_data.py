@@ -1,4 +1,7 @@
-"""What a run folder and a prediction folder hold, read as they are: whatever is missing or damaged is simply absent."""
+"""What a run folder and a prediction folder hold, read as they are: whatever is missing or damaged is simply absent.
+
+A run writes its events line by line, and they come back here as the same records.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """The numbers logged at one training step for one split."""
-
-    split: str
-    epoch: int
-    step: int
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one forward or backward cost; memory in bytes, `budget_bytes` 0 where none was set."""
-
-    phase: str
-    pixels: int
-    seconds: float
-    peak_bytes: int
-    predicted_peak_bytes: int
-    budget_bytes: int
+from gigagrad.events import MetricsLogged, StepMeasured
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +37,8 @@ class RunData:
     """All a report can draw on; empty containers stand for files that are not there."""
 
     name: str
-    metrics: tuple[Metric, ...]
-    steps: tuple[Step, ...]
+    metrics: tuple[MetricsLogged, ...]
+    steps: tuple[StepMeasured, ...]
     dice: Mapping[str, float]
     plan: Mapping[str, Any]
     plan_text: str
@@ -132,15 +115,17 @@ def number(record: Mapping[str, Any], name: str) -> float:
     return float(value) if _is_number(value) else 0.0
 
 
-def _metric(record: Mapping[str, Any]) -> Metric:
+def _metric(record: Mapping[str, Any]) -> MetricsLogged:
     """A logged number that is not finite is JSON `null` or NaN, depending on who wrote it; both are NaN here."""
     logged = mapping(record.get("values"))
     values = {str(name): number(logged, name) if logged[name] is not None else math.nan for name in logged}
-    return Metric(str(record.get("split", "")), int(number(record, "epoch")), int(number(record, "step")), values)
+    return MetricsLogged(
+        str(record.get("split", "")), int(number(record, "epoch")), int(number(record, "step")), values
+    )
 
 
-def _step(record: Mapping[str, Any]) -> Step:
-    return Step(
+def _step(record: Mapping[str, Any]) -> StepMeasured:
+    return StepMeasured(
         phase=str(record.get("phase", "")),
         pixels=int(number(record, "pixels")),
         seconds=number(record, "seconds"),

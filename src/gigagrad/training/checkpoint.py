@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from gigagrad.errors import ConfigError
-from gigagrad.models.files import read_tensors, write_tensors
+from gigagrad.files import read_tensors, write_tensors
 from gigagrad.training.config import FitConfig
 
 _KIND = "gigagrad checkpoint"

@@ -15,7 +15,7 @@ from typing import Any, Self
 import yaml
 
 from gigagrad.errors import ConfigError
-from gigagrad.models.files import write_text
+from gigagrad.files import write_text
 from gigagrad.units import parse_bytes
 
 _LIMITS: dict[str, tuple[float, float]] = {

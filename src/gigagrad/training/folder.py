@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from gigagrad.models.files import write_text
 
 _PACKAGES = ("gigagrad", "torch", "numpy", "tifffile", "imagecodecs", "openslide-python", "zarr")
 
@@ -80,11 +77,6 @@ class RunFolder:
     def leftover(self) -> Path | None:
         """A file in the place of one of ours, None if there is none."""
         return next((path for path in self._all if path.exists()), None)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as readable JSON, atomically. Raises `WriteError`."""
-    write_text(path, json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def environment() -> dict[str, Any]:

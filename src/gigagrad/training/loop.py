@@ -22,15 +22,15 @@ from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, MetricsLogged, Notice
 from gigagrad.execution.engine import Engine
 from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.files import write_json, write_text
 from gigagrad.images import Image, open_image
 from gigagrad.models import load_model, resolve, save_model
-from gigagrad.models.files import write_text
 from gigagrad.plans import Plan
 from gigagrad.training.augment import order_of, turn_of
 from gigagrad.training.checkpoint import Checkpoint, Progress
 from gigagrad.training.cohort import Cohort, Row, check_images, read_cohort
 from gigagrad.training.config import FitConfig
-from gigagrad.training.folder import RunFolder, environment, write_json
+from gigagrad.training.folder import RunFolder, environment
 from gigagrad.training.log import RunLog
 from gigagrad.training.losses import named_loss
 from gigagrad.training.metrics import confusion_of

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gigagrad.errors import ConfigError
+from gigagrad.files import write_json
 from gigagrad.prediction.scores import mean_sd
-from gigagrad.training.folder import RunFolder, write_json
+from gigagrad.training.folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

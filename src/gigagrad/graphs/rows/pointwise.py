@@ -6,11 +6,13 @@ say) are narrowed to the crop.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from gigagrad.boxes import Span
+from gigagrad.graphs import operators
 from gigagrad.graphs.graph import Axes, Node, Ref
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, common_axes, per_operand, register
@@ -26,6 +28,8 @@ class Broadcasting(Row):
 
     `temporaries`: how many results of the output's size their derivative formulas hold between the first and the last.
     """
+
+    pixelwise = True
 
     def __init__(self, saved: Saved, temporaries: int = 0) -> None:
         self.saved = saved
@@ -74,6 +78,8 @@ class Broadcasting(Row):
 
 class PerPosition(Row):
     """Operators that mix channels of one position only: the axes they name must not be spatial."""
+
+    pixelwise = True
 
     def __init__(self, saved: Saved, dims: str | None = None, keeps: str | None = None) -> None:
         self.saved = saved
@@ -131,6 +137,12 @@ class ChannelLayer(PerPosition):
         return axes
 
 
+class Linear(ChannelLayer):
+    """A matrix product at every position: pixelwise, but not cheap."""
+
+    pixelwise = False
+
+
 class BatchNormEval(ChannelLayer):
     """Batch normalisation with running statistics (evaluation mode): a scale and a shift per channel."""
 
@@ -144,6 +156,44 @@ class BatchNormEval(ChannelLayer):
             training=False,
             eps=arguments["eps"],
         )
+
+
+class Normalise(ChannelLayer):
+    """Pixels normalised by given statistics of their channel, which are global values."""
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        if call.operands[0].axes != (-2, -1) or len(call.fields) > 1:
+            raise Refused("its input is not laid out as (N, C, H, W)")
+        return -2, -1
+
+
+class Counted(Row):
+    """Fields that are made of places alone: random numbers and pixel numbers. They read no value of their operand."""
+
+    saved = Saved.NOTHING
+    pixelwise = True
+
+    def __init__(self, strides: Callable[[Sequence[int]], list[int]]) -> None:
+        self._strides = strides
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        return common_axes(call)
+
+    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
+        return per_operand(call, lambda _: out)
+
+    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
+        return 3 * 8 * out_pixels * (call.node.bytes_per_pixel // call.node.dtype.itemsize)
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        like: torch.Tensor = arguments["like"]
+        assert call.node.axes is not None
+        starts = [0] * like.ndim
+        for axis, span in zip(call.node.axes, site.out, strict=True):
+            starts[axis] = span.start
+        arguments = {**arguments, "starts": starts, "strides": self._strides(call.node.shape)}
+        result: torch.Tensor = operators.function(call.node.op)(**arguments)
+        return result
 
 
 class LayerNorm(PerPosition):
@@ -227,9 +277,15 @@ register(
     ["aten.mean.dim", "aten.sum.dim_IntList", "aten.amax.default", "aten.amin.default", "aten.argmax.default"],
 )
 register(Folding(Saved.OUTPUT, "dim", "keepdim"), ["aten.logsumexp.default", "aten.linalg_vector_norm.default"])
-register(ChannelLayer(-1), ["aten.linear.default"])
+register(Linear(-1), ["aten.linear.default"])
 register(ChannelLayer(1), ["aten.prelu.default"])
 register(BatchNormEval(1), ["aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default"])
 register(LayerNorm(Saved.INPUTS), ["aten.layer_norm.default"])
 register(CrossEntropy(Saved.INPUTS), ["aten.cross_entropy_loss.default", "aten.nll_loss_nd.default"])
 register(ClassWeights(Saved.NOTHING), ["gigagrad.class_weights"])
+register(Normalise(1), ["gigagrad.normalise"])
+register(Counted(operators.contiguous_strides), ["gigagrad.uniform"])
+register(Counted(lambda shape: [*[0] * (len(shape) - 2), shape[-1], 1]), ["gigagrad.positions"])
+register(
+    PerPosition(Saved.INPUTS, "dim", "keepdim"), [f"aten.{n}" for n in ("var.dim", "var.correction", "std.correction")]
+)

@@ -18,6 +18,7 @@ class Moving(Row):
     """Base of the rows that keep every position where it is."""
 
     saved = Saved.NOTHING
+    pixelwise = True
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         return per_operand(call, lambda _: out)
@@ -31,6 +32,7 @@ class Concatenation(Row):
     """`cat` along any axis; along a spatial one each operand answers for its own stretch of the output."""
 
     saved = Saved.NOTHING
+    pixelwise = True
 
     def axes(self, call: Call, rank: int) -> Axes:
         if len(call.fields) != len(call.operands):

@@ -47,7 +47,11 @@ class TransposedConvolution(WindowRow):
     @staticmethod
     def _suits_blocks(call: Call) -> bool:
         weight, (y, x) = call.operands[1], pair(call["stride"])
-        plain = call["groups"] == 1 and pair(call["dilation"]) == (1, 1) and weight.dtype == torch.float32
+        plain = (
+            call.node.shape[0] == call["groups"] == 1
+            and pair(call["dilation"]) == (1, 1)
+            and weight.dtype == torch.float32
+        )
         return plain and y == x >= _BLOCK_STRIDE and max(weight.shape[:2]) <= _BLOCK_CHANNELS
 
     def _by_blocks(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:

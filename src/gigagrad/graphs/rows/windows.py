@@ -115,8 +115,38 @@ def reordered_bytes(call: Call, out_pixels: int, operands: tuple[tuple[Span, Spa
     return 4 * (channels_in * pixels + channels_out * out_pixels)
 
 
+class _BackwardOnly(torch.autograd.Function):
+    """A convolution of which only the vector-Jacobian product is wanted: that needs its input, not its output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NCHW: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        shape: tuple[int, ...],
+        settings: tuple[Any, ...],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_NCHW, weight)
+        ctx.bias = None if bias is None else list(bias.shape)
+        ctx.settings = settings
+        return x_NCHW.new_zeros(()).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_NCHW, weight = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.settings
+        found = torch.ops.aten.convolution_backward(
+            cotangents[0], x_NCHW, weight, ctx.bias, stride, padding, dilation, False, [0, 0], groups,
+            list(ctx.needs_input_grad[:3]),
+        )  # fmt: skip
+        return (*found, None, None)
+
+
 class Convolution(WindowRow):
     """2-D convolution: stride, dilation, groups, asymmetric padding and the `'same'` / `'valid'` forms."""
+
+    backward_without_output = True
 
     def axes(self, call: Call, rank: int) -> Axes:
         if isinstance(call["padding"], str) and call["padding"] == "same" and pair(call["stride"]) != (1, 1):
@@ -147,6 +177,13 @@ class Convolution(WindowRow):
                 padding = (pads[2], pads[0])
             else:
                 x_NCHW = fit(x_NCHW, pads)
+        if not site.values:
+            settings = pair(call["stride"]), padding, pair(call["dilation"]), call["groups"]
+            shape = (*call.node.shape[:2], site.out[0].length, site.out[1].length)
+            silent: torch.Tensor = _BackwardOnly.apply(  # type: ignore[no-untyped-call]
+                x_NCHW, arguments["weight"], arguments["bias"], shape, settings
+            )
+            return silent
         return torch.conv2d(
             x_NCHW,
             arguments["weight"],

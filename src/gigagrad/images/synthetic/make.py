@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from gigagrad.errors import ConfigError, WriteError
-from gigagrad.images.output_file import replacing, write_error
+from gigagrad.files import write_csv, write_error
 from gigagrad.images.synthetic.render import make_painter
 from gigagrad.images.synthetic.textures import Textures, make_textures
 from gigagrad.images.write import write_pyramid
@@ -99,7 +97,7 @@ def make_cohort(
         for name in ("slides", "masks"):
             (folder / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise write_error(folder, error, 0) from error
+        raise write_error(folder, error) from error
     textures = make_textures(mpp)
     rows = [("slide", "mask", "split")]
     for index, split in enumerate(_splits(count)):
@@ -115,13 +113,7 @@ def make_cohort(
             textures=textures,
         )
         rows.append((slide, mask, split))
-    text = io.StringIO(newline="")
-    csv.writer(text).writerows(rows)
-    try:
-        with replacing(table) as file:
-            file.write(text.getvalue().encode())
-    except OSError as error:
-        raise write_error(table, error, len(text.getvalue())) from error
+    write_csv(table, rows)
     return table
 
 

@@ -1,0 +1,133 @@
+"""The global values of a run and their gradients: arithmetic on reductions and parameters, on PyTorch's own tape.
+
+Leaves of the tape are the parameters, the reductions and the fields that whole-field operators read. Cotangents arrive
+from the sweeps (of every global that fields read) and from the loss; they are pulled back to the leaves stage by stage,
+each part of the tape as rarely as the order of the stages allows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gigagrad.graphs import GATHER, Graph
+from gigagrad.graphs.graph import substitute
+from gigagrad.graphs.operators import call as call_operator
+from gigagrad.plans import Stage, levels
+from gigagrad.plans.schedule import differentiable_reductions
+
+Values = dict[int, torch.Tensor]
+
+
+def add(sums: Values, key: int, value: torch.Tensor) -> None:
+    """Add to a float64 sum."""
+    total = sums.get(key)
+    if total is None:
+        sums[key] = value.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    else:
+        total.add_(value.detach())
+
+
+class Tape:
+    """Values by node id; `backward` says whether a tape is kept at all."""
+
+    def __init__(self, graph: Graph, kept: set[int], device: torch.device, *, backward: bool) -> None:
+        self.graph = graph
+        self.device = device
+        self.backward = backward
+        self.values: Values = {}
+        self.gradients: Values = {}
+        """Float64 sums of the parameters' gradients, by node."""
+        self._level = levels(graph, kept)
+        self._leaves: list[int] = []
+        self._pending: Values = {}
+        self._cotangents: Values = {}
+
+    def put(self, node_id: int, value: torch.Tensor) -> None:
+        """Give a leaf or a constant its value."""
+        node = self.graph[node_id]
+        wanted = node.differentiable and self.backward
+        self.values[node_id] = value.detach().requires_grad_(wanted)
+        if wanted:
+            self._leaves.append(node_id)
+
+    def compute(self) -> None:
+        """Every global whose operands are known."""
+        with torch.set_grad_enabled(self.backward):
+            for node in self.graph.nodes:
+                if node.is_field or node.id in self.values or node.is_reduction or node.op == GATHER:
+                    continue
+                if not node.is_source and all(i in self.values for i in node.operands):
+                    self.values[node.id] = self._evaluate(node.id, self.values)
+
+    def give(self, node_id: int, cotangent: torch.Tensor) -> None:
+        """Add a contribution to the cotangent of a value."""
+        if self.graph[node_id].op == "parameter":
+            add(self.gradients, node_id, cotangent)
+        elif node_id in self._leaves:
+            self._receive(node_id, cotangent)
+        elif self.values[node_id].requires_grad:
+            add(self._pending, node_id, cotangent)
+
+    def start(self) -> None:
+        """The loss's own cotangent."""
+        output = self.values.get(self.graph.output)
+        if output is not None and output.requires_grad:
+            self.give(self.graph.output, torch.ones_like(output))
+
+    def pull(self, level: int) -> None:
+        """Pull back what has arrived at values that are known only after `level` sweeps or more."""
+        arrived = [i for i in self._pending if self._level[i] >= level]
+        if not arrived:
+            return
+        outputs = [self.values[i] for i in arrived]
+        cotangents = [self._pending.pop(i).to(self.values[i].dtype) for i in arrived]
+        leaves = [self.values[i] for i in self._leaves]
+        found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True)
+        for i, gradient in zip(self._leaves, found, strict=True):
+            if gradient is None:
+                continue
+            if self.graph[i].op == "parameter":
+                add(self.gradients, i, gradient)
+            else:
+                self._receive(i, gradient)
+
+    def level_of(self, stage: Stage) -> int:
+        """Sweeps that must have ended before what a stage delivers is known."""
+        return max(self._level[i] for i in stage.targets(self.graph)) + 1
+
+    def cotangent(self, leaf: int) -> torch.Tensor | None:
+        """What has arrived at a reduction or a gathered field; None if nothing has."""
+        return self._cotangents.get(leaf)
+
+    def constant_cotangents(self, stage: Stage) -> Values:
+        """The cotangents of the last stage's reductions where they do not depend on any of its sums."""
+        varying = differentiable_reductions(self.graph, stage)
+        values = dict(self.values)
+        leaves = {}
+        for reduction in stage.reductions:
+            node = self.graph[reduction]
+            leaf = torch.zeros(node.shape, dtype=node.dtype, device=self.device)
+            values[reduction] = leaves[reduction] = leaf.requires_grad_(node.differentiable)
+        with torch.enable_grad():
+            for node in self.graph.nodes:
+                if not node.is_field and node.id not in values:
+                    values[node.id] = self._evaluate(node.id, values)
+        gradients = torch.autograd.grad(values[self.graph.output], [leaves[i] for i in varying], allow_unused=True)
+        return {
+            i: torch.zeros_like(leaves[i]) if gradient is None else gradient
+            for i, gradient in zip(varying, gradients, strict=True)
+        }
+
+    def _receive(self, leaf: int, cotangent: torch.Tensor) -> None:
+        known = self._cotangents.get(leaf)
+        value = cotangent.detach().to(self.values[leaf].dtype)
+        self._cotangents[leaf] = value if known is None else known + value
+
+    def _evaluate(self, node_id: int, values: Values) -> torch.Tensor:
+        """The value, or the tuple of values of an operator with several outputs, which only `gigagrad.item` reads."""
+        node = self.graph[node_id]
+        arguments = {name: substitute(value, values) for name, value in node.arguments.items()}
+        if arguments.get("device") is not None:
+            arguments["device"] = self.device
+        result: torch.Tensor = call_operator(node.op, arguments)
+        return result

@@ -1,0 +1,153 @@
+"""Output files that are either whole or not there: written under a hidden name, renamed once the disk has them.
+
+Tensors are read back without running anything that a file holds.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, Final
+
+from gigagrad.errors import WriteError
+from gigagrad.units import format_bytes
+
+# EFBIG and EDQUOT are what a full disk looks like to somebody with a file size limit or a quota.
+_DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def check_destination(path: Path, *, overwrite: bool, expected_bytes: int) -> None:
+    """Refuse early what would fail late. `expected_bytes` is a guess of the file's size, 0 if there is none.
+
+    Raises `WriteError` if the path is a folder or exists (unless `overwrite`), or its folder is missing or too full.
+    """
+    if path.is_dir():
+        raise WriteError(f"cannot write {path}: it is a folder; name a file, e.g. {path / 'image.tif'}")
+    if path.exists() and not overwrite:
+        raise WriteError(f"cannot write {path}: it exists already; choose another name or allow overwriting")
+    if not path.parent.is_dir():
+        raise WriteError(f"cannot write {path}: there is no folder {path.parent}; create it first")
+    free = shutil.disk_usage(path.parent).free
+    if free < expected_bytes:
+        raise _disk_full(path, free, expected_bytes)
+
+
+@contextmanager
+def replacing(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iterator[IO[bytes]]:
+    """A new file that becomes `path` when the block ends well; when it does not, `path` stays as it was.
+
+    The folder is made if it is missing. `needed_bytes` tells a message about a full disk how much the whole job would
+    have taken. The name of the temporary file is fixed, so a process that is killed leaves at most one behind and the
+    next one replaces it.
+
+    Raises `WriteError` for every `OSError` of the block (the disk is full, the folder cannot be written) and if
+    another process began to write the same file in the meantime.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    file: IO[bytes] | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A file of our own rather than the old one emptied: a process that still writes that one must not disturb us.
+        partial.unlink(missing_ok=True)
+        file = partial.open("x+b")
+        yield file
+        file.flush()  # the last buffered bytes can still meet a full disk
+        os.fsync(file.fileno())
+        if not _is_at(file, partial):
+            raise WriteError(f"cannot write {path}: another process is writing it too; let one of them finish")
+        file.close()
+        os.replace(partial, path)
+    except BaseException as error:
+        if file is not None:
+            _discard(file, partial)
+        if isinstance(error, OSError):
+            raise write_error(path, error, 0 if needed_bytes is None else needed_bytes()) from error
+        raise
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Whether the name still belongs to the open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _discard(file: IO[bytes], partial: Path) -> None:
+    with suppress(OSError):
+        ours = file.closed or _is_at(file, partial)
+        with suppress(OSError):
+            file.close()
+        if ours:
+            partial.unlink()
+
+
+def write_error(path: Path, error: OSError, needed_bytes: int = 0) -> WriteError:
+    """The system's complaint about an output file in a user's words; `needed_bytes` as far as they are known."""
+    if error.errno in _DISK_FULL and needed_bytes:
+        return _disk_full(path, shutil.disk_usage(path.parent).free, needed_bytes)
+    return WriteError(f"cannot write {path}: {error.strerror or error}; free some space or choose another folder")
+
+
+def _disk_full(path: Path, free: int, needed: int) -> WriteError:
+    return WriteError(
+        f"the disk is too full for {path}: {format_bytes(free)} free, about {format_bytes(needed)} needed; "
+        "free some space or write elsewhere"
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, atomically. Raises `WriteError`."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` as readable JSON, atomically. Raises `WriteError`."""
+    write_text(path, json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
+    """Write a table, atomically. Raises `WriteError`."""
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    write_text(path, text.getvalue())
+
+
+# PyTorch is imported where it is needed: commands that only read and write images start without it.
+
+
+def write_tensors(path: Path, payload: dict[str, Any]) -> None:
+    """Write tensors and plain Python values, atomically. Raises `WriteError`."""
+    import torch
+
+    with replacing(path) as file:
+        try:
+            torch.save(payload, file)
+        except RuntimeError as error:  # how PyTorch's zip writer reports a failed write
+            raise OSError(str(error).splitlines()[0]) from error
+
+
+def read_tensors(path: Path, kind: str) -> dict[str, Any]:
+    """The payload of a file that `write_tensors` made for this `kind` of content, on the CPU.
+
+    Nothing in the file is executed. Raises `ValueError` with the reason for a missing, damaged or foreign file.
+    """
+    import torch
+
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    try:
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # zip, pickle, end-of-file and runtime errors alike mean an unreadable file
+        raise ValueError(f"{path} is damaged or no {kind} ({type(error).__name__})") from error
+    if not isinstance(payload, dict) or payload.get("format") != kind:
+        raise ValueError(f"{path} holds no {kind}")
+    return payload

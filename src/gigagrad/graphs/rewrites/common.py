@@ -1,0 +1,41 @@
+"""What the rewrites share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gigagrad.graphs.builder import Builder
+from gigagrad.graphs.graph import MOMENTS, Ref
+
+Rewrite = Callable[[Builder, str, dict[str, Any]], Any]
+
+
+def spatial_dims(builder: Builder, field: Ref, dims: Sequence[int] | int | None) -> tuple[list[int], int]:
+    """The reduced axes (positive) and how many of them are spatial."""
+    node = builder.node(field)
+    rank = len(node.shape)
+    if isinstance(dims, int):
+        dims = [dims]
+    positive = list(range(rank)) if not dims else sorted({dim % rank for dim in dims})
+    assert node.axes is not None
+    return positive, sum(axis + rank in positive for axis in node.axes)
+
+
+def mean_and_variance(builder: Builder, field: Ref, dims: list[int]) -> tuple[Ref, Ref, int]:
+    """Mean and variance (by the number of values) over positive `dims`, float64, and that number."""
+    count = math.prod(builder.node(field).shape[dim] for dim in dims)
+    return *from_sums(builder, builder.reduction(MOMENTS, field, dims), count), count
+
+
+def from_sums(builder: Builder, sums: Ref, count: int) -> tuple[Ref, Ref]:
+    """Mean and variance from moments `(2, ...)` of `count` values."""
+    mean, square = (builder.aten("div.Tensor", builder.aten("select.int", sums, 0, i), count) for i in (0, 1))
+    return mean, builder.aten("sub.Tensor", square, builder.aten("mul.Tensor", mean, mean))
+
+
+def to_dtype(builder: Builder, value: Ref, dtype: torch.dtype) -> Ref:
+    return value if builder.node(value).dtype == dtype else builder.aten("_to_copy.default", value, dtype=dtype)

@@ -1,0 +1,164 @@
+"""Normalisation by the image's own statistics: moments, arithmetic on them, and pixels normalised by the result.
+
+Batch normalisation (Ioffe and Szegedy, 2015), instance normalisation (Ulyanov et al., 2016), group normalisation (Wu
+and He, 2018) and layer normalisation (Ba et al., 2016) differ only in the axes over which the moments are taken.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from gigagrad.graphs.builder import Builder
+from gigagrad.graphs.graph import MOMENTS, Ref
+from gigagrad.graphs.rewrites.common import Rewrite, from_sums, mean_and_variance, to_dtype
+from gigagrad.graphs.table import Refused
+
+
+def _require_channels_second(builder: Builder, field: Ref) -> tuple[int, ...]:
+    node = builder.node(field)
+    if node.axes != (-2, -1) or len(node.shape) != 4:
+        raise Refused("its input is not laid out as (N, C, H, W)")
+    return node.shape
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precisions are normalised with float32 statistics, as PyTorch does."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _normalised(
+    builder: Builder, field: Ref, mean: Ref, variance: Ref, eps: float, weight: Ref | None, bias: Ref | None
+) -> Ref:
+    """Statistics of shape (C,) in float64, whatever the field's dtype."""
+    scale = builder.aten("rsqrt.default", builder.aten("add.Scalar", variance, eps))
+    if weight is not None:
+        scale = builder.aten("mul.Tensor", scale, weight)
+    dtype = _statistics_dtype(builder.node(field).dtype)
+    mean, scale = (to_dtype(builder, value, dtype) for value in (mean, scale))
+    shift = builder.aten("zeros_like.default", mean) if bias is None else to_dtype(builder, bias, dtype)
+    return builder.one("gigagrad.normalise", {"input": field, "mean": mean, "scale": scale, "shift": shift})
+
+
+def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    """In the functional form the outputs are followed by the new running mean and variance."""
+    field, training = arguments["input"], arguments.get("training", True)
+    running = arguments.get("running_mean"), arguments.get("running_var")
+    if not training:
+        plain = {**arguments, "training": False, "cudnn_enabled": False}
+        names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+        return builder.call("aten.batch_norm.default", {n: plain[n] for n in (*names, "cudnn_enabled")})
+    _require_channels_second(builder, field)
+    mean, variance, count = mean_and_variance(builder, field, [0, 2, 3])
+    if count == 1:
+        raise Refused("training-mode batch normalisation of a single value per channel")
+    output = _normalised(builder, field, mean, variance, arguments["eps"], arguments["weight"], arguments["bias"])
+    updates = _running(builder, running, mean, variance, count, arguments["momentum"])
+    if op == "aten.batch_norm.default":
+        _note(builder, running, updates)
+        return output
+    return [output, None, None, *updates]
+
+
+def _running(
+    builder: Builder, running: tuple[Any, Any], mean: Ref, variance: Ref, count: int, momentum: float
+) -> list[Ref]:
+    """The new running mean and (unbiased) variance, if there are old ones."""
+    if running[0] is None:
+        return []
+    unbiased = builder.aten("mul.Scalar", variance, count / (count - 1))
+    return [_blend(builder, old, new, momentum) for old, new in zip(running, (mean, unbiased), strict=True)]
+
+
+def _note(builder: Builder, running: tuple[Any, Any], updates: list[Ref]) -> None:
+    for old, new in zip(running, updates, strict=False):
+        builder.update(old, new)
+
+
+def _blend(builder: Builder, old: Ref, new: Ref, momentum: float) -> Ref:
+    dtype = builder.node(old).dtype
+    kept = builder.aten("mul.Scalar", to_dtype(builder, old, torch.float64), 1 - momentum)
+    taken = builder.aten("mul.Scalar", builder.aten("detach.default", new), momentum)
+    return to_dtype(builder, builder.aten("add.Tensor", kept, taken), dtype)
+
+
+def _group_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    field, groups = arguments["input"], arguments["num_groups"]
+    images, channels, height, width = _require_channels_second(builder, field)
+    sums = builder.reduction(MOMENTS, field, [2, 3])
+    grouped = builder.aten("view.default", sums, [2, images, groups, channels // groups])
+    count = channels // groups * height * width
+    mean, variance = from_sums(builder, builder.aten("sum.dim_IntList", grouped, [-1], True), count)
+    shape = [images, groups, channels // groups]
+    mean, variance = (
+        builder.aten("reshape.default", builder.aten("expand.default", v, shape), [images * channels])
+        for v in (mean, variance)
+    )
+    return _per_image(builder, field, mean, variance, arguments)
+
+
+def _instance_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    field = arguments["input"]
+    images, channels, *_ = _require_channels_second(builder, field)
+    if arguments["use_input_stats"]:
+        mean, variance, count = mean_and_variance(builder, field, [2, 3])
+        running = arguments["running_mean"], arguments["running_var"]
+        averages = [builder.aten("mean.dim", value, [0]) for value in (mean, variance)]
+        updates = _running(builder, running, averages[0], averages[1], count, arguments["momentum"])
+        _note(builder, running, updates)
+    else:
+        mean, variance = (
+            builder.aten("expand.default", to_dtype(builder, arguments[name], torch.float64), [images, channels])
+            for name in ("running_mean", "running_var")
+        )
+    mean, variance = (builder.aten("reshape.default", v, [images * channels]) for v in (mean, variance))
+    return _per_image(builder, field, mean, variance, arguments)
+
+
+def _per_image(builder: Builder, field: Ref, mean: Ref, variance: Ref, arguments: dict[str, Any]) -> Ref:
+    """Statistics of shape (N * C,): every image of the batch has its own, so the batch becomes channels."""
+    images, channels, height, width = builder.node(field).shape
+    weight, bias = (
+        None if value is None else builder.aten("repeat.default", value, [images]) if images > 1 else value
+        for value in (arguments["weight"], arguments["bias"])
+    )
+    if images > 1:
+        field = builder.aten("view.default", field, [1, images * channels, height, width])
+    output = _normalised(builder, field, mean, variance, arguments["eps"], weight, bias)
+    return builder.aten("view.default", output, [images, channels, height, width]) if images > 1 else output
+
+
+def _layer_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    """Over trailing axes: both spatial ones are a reduction, none is a row; one alone is refused."""
+    field, shape = arguments["input"], arguments["normalized_shape"]
+    node = builder.node(field)
+    assert node.axes is not None
+    inside = [-axis <= len(shape) for axis in node.axes]
+    if not any(inside):
+        return builder.call(op, arguments)
+    rank = len(node.shape)
+    dims = list(range(rank - len(shape), rank))
+    sums = builder.reduction(MOMENTS, field, dims)
+    mean, variance = from_sums(builder, sums, prod(shape))
+    scale = builder.aten("rsqrt.default", builder.aten("add.Scalar", variance, arguments["eps"]))
+    kept = [*node.shape[: rank - len(shape)], *[1] * len(shape)]
+    dtype = _statistics_dtype(node.dtype)
+    mean, scale = (to_dtype(builder, builder.aten("view.default", value, kept), dtype) for value in (mean, scale))
+    result = builder.aten("mul.Tensor", builder.aten("sub.Tensor", field, mean), scale)
+    if arguments["weight"] is not None:
+        result = builder.aten("mul.Tensor", result, arguments["weight"])
+    if arguments["bias"] is not None:
+        result = builder.aten("add.Tensor", result, arguments["bias"])
+    return to_dtype(builder, result, node.dtype)
+
+
+REWRITES: dict[str, Rewrite] = {
+    "aten._native_batch_norm_legit.no_stats": _batch_norm,
+    "aten._native_batch_norm_legit_functional.default": _batch_norm,
+    "aten.batch_norm.default": _batch_norm,
+    "aten.group_norm.default": _group_norm,
+    "aten.instance_norm.default": _instance_norm,
+    "aten.layer_norm.default": _layer_norm,
+}

@@ -1,0 +1,173 @@
+"""What takes the whole image to one value: sums, means, extremes, moments, pooling to a grid, losses that reduce.
+
+A mean is a sum divided by a count; a loss that reduces is the same loss without reduction, a sum and a division.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from gigagrad.graphs.builder import Builder
+from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, Ref
+from gigagrad.graphs.rewrites.common import Rewrite, mean_and_variance, spatial_dims, to_dtype
+from gigagrad.graphs.rows.pointwise import PIXEL_LOSSES
+from gigagrad.graphs.table import Refused
+
+_NONE, _MEAN = 0, 1  # ATen's codes for a loss's reduction; 2 is the sum
+
+
+def _sum(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    field = arguments["self"]
+    if arguments.get("dtype") is not None:
+        field = to_dtype(builder, field, arguments["dtype"])
+    dims, spatial = spatial_dims(builder, field, arguments.get("dim"))
+    if spatial == 0:
+        return builder.one(op, arguments)
+    total = builder.field_sum(field, dims, keepdim=bool(arguments.get("keepdim")))
+    if "mean" not in op:
+        return total
+    return builder.aten("div.Tensor", total, math.prod(builder.node(field).shape[dim] for dim in dims))
+
+
+def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    """Variance and standard deviation, alone or with the mean."""
+    field: Ref = arguments["self"]
+    dims, spatial = spatial_dims(builder, field, arguments.get("dim"))
+    if spatial == 0:
+        return builder.call(op, arguments)
+    mean, variance, count = mean_and_variance(builder, field, dims)
+    correction = arguments.get("correction")
+    if correction is None:
+        correction = 1 if arguments.get("unbiased", True) else 0
+    result = builder.aten("mul.Scalar", variance, count / max(count - correction, 0))
+    if ".std" in op:
+        result = builder.aten("sqrt.default", result)
+    shape = [1 if dim in dims else size for dim, size in enumerate(builder.node(field).shape)]
+    dtype = builder.node(field).dtype
+    outputs = []
+    for value in (result, mean):
+        if arguments.get("keepdim"):
+            value = builder.aten("view.default", value, shape)
+        outputs.append(to_dtype(builder, value, dtype))
+    return outputs if "_mean" in op else outputs[0]
+
+
+def _extreme(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    """amax and amin share their gradient among equal values."""
+    field: Ref = arguments["self"]
+    dims, spatial = spatial_dims(builder, field, arguments.get("dim"))
+    if spatial == 0:
+        return builder.one(op, arguments)
+    lowest = op.split(".")[1] in ("amin", "min")
+    upright = builder.aten("neg.default", field) if lowest else field
+    detached = builder.aten("detach.default", upright)
+    top = builder.reduction(FIELD_MAX, detached, dims, keepdim=True)
+    equal = builder.aten("eq.Tensor", detached, top)
+    chosen = builder.aten("mul.Tensor", field, to_dtype(builder, equal, builder.node(field).dtype))
+    keepdim = bool(arguments.get("keepdim"))
+    total = builder.field_sum(chosen, dims, keepdim=keepdim)
+    # Counted in float64: a float32 cannot hold the number of pixels of a gigapixel image.
+    count = builder.field_sum(to_dtype(builder, equal, torch.float64), dims, keepdim=keepdim)
+    mean = builder.aten("div.Tensor", to_dtype(builder, total, torch.float64), count)
+    return to_dtype(builder, mean, builder.node(field).dtype)
+
+
+def _first_maximum(builder: Builder, field: Ref) -> Ref:
+    """The maximum of every channel; its gradient goes to the first pixel that has it, as in max pooling."""
+    detached = builder.aten("detach.default", field)
+    dims = [2, 3]
+    top = builder.reduction(FIELD_MAX, detached, dims, keepdim=True)
+    place = builder.aten("neg.default", builder.one("gigagrad.positions", {"like": detached}))
+    nowhere = builder.constant("gigagrad.nowhere", torch.tensor(-(2**62)))
+    candidates = builder.aten("where.self", builder.aten("eq.Tensor", detached, top), place, nowhere)
+    first = builder.reduction(FIELD_MAX, candidates, dims, keepdim=True)
+    chosen = to_dtype(builder, builder.aten("eq.Tensor", place, first), builder.node(field).dtype)
+    return builder.field_sum(builder.aten("mul.Tensor", field, chosen), dims, keepdim=True)
+
+
+def _require_nchw(builder: Builder, field: Ref) -> tuple[int, ...]:
+    node = builder.node(field)
+    if node.axes != (-2, -1) or len(node.shape) != 4:
+        raise Refused("its input is not laid out as (N, C, H, W)")
+    return node.shape
+
+
+def _adaptive_average(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    """Bin o of n averages [floor(o s / n), ceil((o + 1) s / n)): two small matrices, so tiles add up."""
+    field: Ref = arguments["self"]
+    if list(arguments["output_size"]) == [1, 1]:
+        return _sum(builder, "aten.mean.dim", {"self": field, "dim": [-2, -1], "keepdim": True, "dtype": None})
+    *_, height, width = _require_nchw(builder, field)
+    weights = [
+        builder.constant(f"gigagrad.bins.{bins}.{size}", _bin_weights(bins, size))
+        for bins, size in zip(arguments["output_size"], (height, width), strict=True)
+    ]
+    return builder.reduction(FIELD_BINS, field, [2, 3], weights_y=weights[0], weights_x=weights[1])
+
+
+def _bin_weights(bins: int, size: int) -> torch.Tensor:
+    weights = torch.zeros(bins, size, dtype=torch.float64)
+    for index in range(bins):
+        start, stop = index * size // bins, -(-(index + 1) * size // bins)
+        weights[index, start:stop] = 1 / (stop - start)
+    return weights
+
+
+def _adaptive_maximum(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    field: Ref = arguments["self"]
+    _require_nchw(builder, field)
+    if list(arguments["output_size"]) != [1, 1]:
+        raise Refused(f"adaptive max pooling to {tuple(arguments['output_size'])}")
+    return [_first_maximum(builder, field), None]
+
+
+def _reduced(builder: Builder, pixels: Ref, reduction: int) -> Ref:
+    total = builder.field_sum(pixels)
+    if reduction != _MEAN:
+        return total
+    return builder.aten("div.Tensor", total, math.prod(builder.node(pixels).shape))
+
+
+def _pixel_loss(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    pixels = builder.one(op, {**arguments, "reduction": _NONE})
+    return pixels if arguments["reduction"] == _NONE else _reduced(builder, pixels, arguments["reduction"])
+
+
+def _cross_entropy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    pixels = builder.one(op, {**arguments, "reduction": _NONE})
+    if arguments["reduction"] == _NONE:
+        return pixels
+    target = arguments["target"]
+    if arguments["reduction"] != _MEAN or builder.node(target).dtype.is_floating_point:
+        # Class probabilities as target: PyTorch's mean divides by the number of positions.
+        return _reduced(builder, pixels, arguments["reduction"])
+    total = builder.field_sum(pixels)
+    weights = builder.one(
+        "gigagrad.class_weights",
+        {"target": target, "weight": arguments["weight"], "ignore_index": arguments["ignore_index"]},
+    )
+    mean = builder.aten("div.Tensor", total, builder.field_sum(weights))
+    return to_dtype(builder, mean, builder.node(pixels).dtype)
+
+
+_SPREADS = "var.default var.dim var.correction var_mean.default var_mean.dim var_mean.correction"
+
+REWRITES: dict[str, Rewrite] = {
+    **{f"aten.{name}.default": _pixel_loss for name in PIXEL_LOSSES},
+    **{f"aten.{name}": _spread for name in (_SPREADS + " " + _SPREADS.replace("var", "std")).split()},
+    "aten.adaptive_avg_pool2d.default": _adaptive_average,
+    "aten.adaptive_max_pool2d.default": _adaptive_maximum,
+    "aten.amax.default": _extreme,
+    "aten.amin.default": _extreme,
+    "aten.cross_entropy_loss.default": _cross_entropy,
+    "aten.max.default": _extreme,
+    "aten.mean.default": _sum,
+    "aten.mean.dim": _sum,
+    "aten.min.default": _extreme,
+    "aten.nll_loss_nd.default": _cross_entropy,
+    "aten.sum.default": _sum,
+    "aten.sum.dim_IntList": _sum,
+}

@@ -1,0 +1,75 @@
+"""The two halves of every normalisation: the moments of a field, and the pixels normalised by given statistics.
+
+Moments of tiles are added up over the image, so they must be sums; yet a sum of squares minus the square of a sum loses
+its digits where the mean is large beside the deviation. So a tile's own mean and variance are computed stably first
+(Chan, Golub and LeVeque, 1983), and their sums are in float64; the gradient is centred on the tile's mean likewise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _Moments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, field: torch.Tensor, dims: list[int]) -> torch.Tensor:
+        variance, mean = torch.var_mean(_wide(field), dim=dims, correction=0, keepdim=True)
+        count = field.numel() // max(mean.numel(), 1)
+        ctx.save_for_backward(field, mean)
+        ctx.dims = dims
+        mean, variance = mean.double(), variance.double()
+        return torch.stack([count * mean, count * (variance + mean * mean)]).flatten(1).reshape(2, *_kept(field, dims))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None]:
+        field, mean = ctx.saved_tensors
+        first, second = cotangents[0].reshape(2, *mean.shape)
+        constant, slope = first + 2 * mean.double() * second, 2 * second
+        wide = _wide(field)
+        return torch.addcmul(constant.to(wide.dtype), wide - mean, slope.to(wide.dtype)).to(field.dtype), None
+
+
+def _wide(field: torch.Tensor) -> torch.Tensor:
+    return field if field.dtype in (torch.float32, torch.float64) else field.to(torch.float32)
+
+
+def _kept(field: torch.Tensor, dims: list[int]) -> list[int]:
+    return [size for dim, size in enumerate(field.shape) if dim not in dims]
+
+
+def moments(field: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """Sums of a field (or of a crop) and of its square over `dims` (positive): `(2, *the other axes)`, float64."""
+    if field.device.type == "meta":
+        return field.new_empty([2, *_kept(field, dims)], dtype=torch.float64)
+    result: torch.Tensor = _Moments.apply(field, dims)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, field: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+    ) -> torch.Tensor:
+        ones = torch.ones_like(mean)
+        ctx.save_for_backward(field, mean, scale, ones)
+        output: torch.Tensor = torch.native_batch_norm(field, scale, shift, mean, ones, False, 0.0, 0.0)[0]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        field, mean, scale, ones = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], True, True]
+        to_field, to_scale, to_shift = torch.ops.aten.native_batch_norm_backward(
+            cotangents[0].to(field.dtype), field, scale, mean, ones, None, None, False, 0.0, wanted
+        )
+        return (to_field if wanted[0] else None), -scale * to_shift, to_scale, to_shift
+
+
+def normalise(field: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """`(field - mean) * scale + shift` per channel (axis 1) of `(N, C, ...)`; the statistics have shape `(C,)`."""
+    if field.device.type == "meta":
+        return torch.empty_like(field)
+    result: torch.Tensor = _Normalise.apply(field, mean, scale, shift)  # type: ignore[no-untyped-call]
+    return result

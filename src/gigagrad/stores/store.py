@@ -1,0 +1,37 @@
+"""The abstract store: one field of the whole image, written, added to and read box by box."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from gigagrad.boxes import Box
+
+
+class Store(ABC):
+    """A field of the given shape; `axes` are the (negative) positions of y and x. All boxes lie inside the field.
+
+    Danger: reads beside writes of overlapping boxes are not synchronised; stages never do that.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, int]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.axes = axes
+
+    @abstractmethod
+    def read(self, box: Box) -> torch.Tensor:
+        """The crop; may share the store's memory, so it must not be written to."""
+
+    @abstractmethod
+    def write(self, box: Box, crop: torch.Tensor) -> None:
+        """Replace what the box holds."""
+
+    @abstractmethod
+    def add(self, box: Box, crop: torch.Tensor) -> None:
+        """Add to what the box holds; a new store holds zeros."""
+
+    def whole(self) -> torch.Tensor:
+        """The whole field."""
+        return self.read(Box.whole(*(self.shape[axis] for axis in self.axes)))

@@ -1,0 +1,32 @@
+"""Many slides, one mask each: what is refused before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gigagrad.errors import ConfigError, WriteError
+from gigagrad.images.labelling import label_slides
+
+
+def test_masks_that_cannot_be_meant_are_refused_at_once(jpeg_slide: Path, tmp_path: Path) -> None:
+    masks, twin = tmp_path / "masks", tmp_path / "small.tiff"
+    twin.write_bytes(jpeg_slide.read_bytes())
+    before = jpeg_slide.read_bytes()
+    with pytest.raises(ConfigError, match="rename one"):
+        label_slides([jpeg_slide, twin], masks)
+    with pytest.raises(ConfigError, match="replace the slide"):
+        label_slides([jpeg_slide], jpeg_slide.parent, overwrite=True)
+    with pytest.raises(ConfigError, match=r"nowhere\.svs does not exist"):
+        label_slides([jpeg_slide, tmp_path / "nowhere.svs"], masks)
+    with pytest.raises(ConfigError, match="no slides to label"):
+        label_slides([], masks)
+    assert not masks.exists()
+    assert jpeg_slide.read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_made_is_named(jpeg_slide: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match=r"cannot make the folder .*masks"):
+        label_slides([jpeg_slide], tmp_path / "file" / "masks")

@@ -1,0 +1,144 @@
+"""Output files: whole or not there, however the writing ends."""
+
+import errno
+import json
+
+import pytest
+import torch
+
+from gigagrad.errors import WriteError
+from gigagrad.files import (
+    check_destination,
+    read_tensors,
+    replacing,
+    write_csv,
+    write_error,
+    write_json,
+    write_tensors,
+    write_text,
+)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+
+    def fail_with(error):
+        with replacing(path) as file:
+            file.write(b"ne")
+            raise error
+
+    with pytest.raises(WriteError, match="No space left"):
+        fail_with(OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(KeyboardInterrupt):
+        fail_with(KeyboardInterrupt())
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_not_there_before_it_is_whole(tmp_path):
+    path = tmp_path / "new" / "a.bin"
+    with replacing(path) as file:
+        file.write(b"half")
+        file.flush()
+        assert not path.exists()
+        file.seek(0)
+        file.write(b"whole")
+    assert path.read_bytes() == b"whole"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left_is_replaced(tmp_path):
+    path = tmp_path / "a.txt"
+    (tmp_path / ".a.txt.partial").write_text("a longer text than the new one")
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_who_write_the_same_file_do_not_mix(tmp_path):
+    """The later one wins, and the earlier one says that it lost."""
+    path = tmp_path / "a.txt"
+
+    def both():
+        with replacing(path) as first:
+            first.write(b"first")
+            with replacing(path) as second:
+                second.write(b"second")
+                first.write(b"more of the first")
+
+    with pytest.raises(WriteError, match="another process is writing it too"):
+        both()
+    assert path.read_bytes() == b"second"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_earlier_writer_that_fails_leaves_the_later_one_alone(tmp_path):
+    path = tmp_path / "a.txt"
+    first = replacing(path)
+    first.__enter__()
+    with replacing(path) as second:
+        assert not first.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        second.write(b"second")
+    assert path.read_bytes() == b"second"
+
+
+def test_a_full_disk_names_the_bytes_where_they_are_known(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    known = write_error(tmp_path / "a.tif", full, 3 << 30)
+    assert "a.tif" in str(known)
+    assert "free, about 3 GiB needed; free some space" in str(known)
+    assert "No space left on device; free some space" in str(write_error(tmp_path / "a.tif", full))
+    assert "Permission denied" in str(write_error(tmp_path / "a.tif", OSError(errno.EACCES, "Permission denied"), 99))
+
+
+def test_a_destination_is_refused_early(tmp_path):
+    path = tmp_path / "a.tif"
+    check_destination(path, overwrite=False, expected_bytes=1)
+    with pytest.raises(WriteError, match="too full"):
+        check_destination(path, overwrite=False, expected_bytes=1 << 60)
+    with pytest.raises(WriteError, match="no folder"):
+        check_destination(path / "b.tif", overwrite=False, expected_bytes=0)
+    with pytest.raises(WriteError, match="is a folder"):
+        check_destination(tmp_path, overwrite=True, expected_bytes=0)
+    path.touch()
+    with pytest.raises(WriteError, match="exists already"):
+        check_destination(path, overwrite=False, expected_bytes=0)
+    check_destination(path, overwrite=True, expected_bytes=0)
+
+
+def test_json_is_readable_and_holds_numbers_only(tmp_path):
+    write_json(tmp_path / "a.json", {"name": "Prag\u00e9", "loss": 0.5})
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == '{\n  "name": "Prag\u00e9",\n  "loss": 0.5\n}\n'
+    assert json.loads((tmp_path / "a.json").read_bytes())["loss"] == 0.5
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "b.json", {"loss": float("nan")})
+
+
+def test_a_table_quotes_what_needs_it(tmp_path):
+    write_csv(tmp_path / "a.csv", [("slide", "split"), ("a, b.tif", "train")])
+    assert (tmp_path / "a.csv").read_bytes() == b'slide,split\r\n"a, b.tif",train\r\n'
+
+
+def test_a_full_disk_while_tensors_are_written_is_a_write_error(tmp_path, monkeypatch):
+    def full(payload, stream):
+        stream.write(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(WriteError, match="free some space"):
+        write_tensors(tmp_path / "a.pt", {"format": "x"})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_in_the_way_of_a_folder_is_a_write_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WriteError, match="cannot write"):
+        write_text(tmp_path / "file" / "a.txt", "text")
+
+
+def test_the_kind_of_content_is_checked(tmp_path):
+    write_tensors(tmp_path / "a.pt", {"format": "apples", "x": torch.ones(2)})
+    assert torch.equal(read_tensors(tmp_path / "a.pt", "apples")["x"], torch.ones(2))
+    with pytest.raises(ValueError, match="holds no pears"):
+        read_tensors(tmp_path / "a.pt", "pears")
