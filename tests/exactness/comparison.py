@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,11 +14,13 @@ import gigagrad as gg
 
 @dataclass(frozen=True)
 class Comparison:
-    """Relative errors of the loss and of the worst parameter's gradient (2-norms), and the number of tiles run."""
+    """Relative errors of the loss, of the worst parameter's gradient (2-norms) and of the worst buffer after the step,
+    and the number of tiles run."""
 
     loss_error: float
     gradient_error: float
     worst_parameter: str
+    buffer_error: float
     tile_count: int
 
 
@@ -31,10 +34,11 @@ def compare(
     device: str = "cpu",
 ) -> Comparison:
     """`image` is `(C, H, W)`; a dense `target` is `(C, H, W)` too, and a label is passed as it is."""
-    model.zero_grad()
-    whole = loss(model(image[None]), target[None] if target.ndim == 3 else target)
+    reference_model = copy.deepcopy(model)
+    reference_model.zero_grad()
+    whole = loss(reference_model(image[None]), target[None] if target.ndim == 3 else target)
     whole.backward()
-    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in reference_model.named_parameters() if p.grad is not None}
     model.zero_grad()
     engine = gg.compile(model, loss, tile=tile, device=device)
     value = engine.backward(image, target)
@@ -53,4 +57,11 @@ def compare(
         if error >= worst:
             worst, worst_name = error, name
     loss_error = abs(value.item() - whole.item()) / max(abs(whole.item()), 1e-300)
-    return Comparison(loss_error, worst, worst_name, engine.plan(image, target).tile_count)
+    buffers = zip(model.buffers(), reference_model.buffers(), strict=True)
+    differences = [
+        ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1.0)).item()
+        for a, b in buffers
+        if b.numel()
+    ]
+    tiles = engine.plan(image, target).tile_count
+    return Comparison(loss_error, worst, worst_name, max(differences, default=0.0), tiles)

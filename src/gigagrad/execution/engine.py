@@ -24,7 +24,15 @@ from gigagrad.graphs import Composite, Graph
 from gigagrad.plans import Plan
 from gigagrad.units import parse_bytes
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[Any, Any], torch.Tensor]
+
+_PRECISIONS = {
+    None: None,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def compile(
@@ -33,22 +41,31 @@ def compile(
     *,
     memory: str | int | None = None,
     device: str | torch.device = "cpu",
+    precision: str | None = None,
     tile: tuple[int, int] | None = None,
+    seed: int | None = None,
 ) -> Engine:
     """Make an engine for `model` and `loss`; nothing runs yet.
 
     Args:
-        model: any module; takes `(1, C, H, W)` in the dtype the image holds (uint8 for a slide).
-        loss: `loss(output, target)` returns a scalar. Without one the engine predicts.
+        model: any module; takes `(1, C, H, W)` in the dtype the image holds (uint8 for a slide), several images as
+            several arguments. Operators that have no tile rule run on whole fields; the plan names them.
+        loss: `loss(output, target)` returns a scalar; `output` is whatever the model returns. Without a loss the engine
+            predicts.
         memory: the budget, e.g. `"2 GiB"` or bytes: peak resident memory of the whole process on the CPU (interpreter
             and libraries included), device memory on a GPU. None: no bound, only speed decides.
         device: where tiles are computed. The model may stay where it is.
+        precision: `"bfloat16"` or `"float16"` as autocast would, `"float32"` or `"float64"` as if the model and the
+            image were cast; None: the model's own dtype. Sums over tiles are in float64 in any case, and gradients come
+            in their parameters' dtypes.
         tile: `(height, width)` in pixels of the last field, to force the tile's shape (tests, experiments).
+        seed: of random operators (dropout, stochastic depth), which otherwise draw from PyTorch's own generator. With
+            one, the n-th run of an engine draws the same numbers as the n-th run of another.
 
     Raises:
         ConfigError: an argument cannot be used.
     """
-    return Engine(model, loss, memory=memory, device=device, tile=tile)
+    return Engine(model, loss, memory=memory, device=device, precision=precision, tile=tile, seed=seed)
 
 
 class Engine:
@@ -61,7 +78,9 @@ class Engine:
         *,
         memory: str | int | None,
         device: str | torch.device,
+        precision: str | None,
         tile: tuple[int, int] | None,
+        seed: int | None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -69,6 +88,8 @@ class Engine:
             raise ConfigError(f"loss must be a callable loss(output, target), got {type(loss).__name__}")
         if tile is not None and (len(tile) != 2 or min(tile) < 1):
             raise ConfigError(f"tile must be (height, width) in pixels, both at least 1, got {tile!r}")
+        if precision not in _PRECISIONS:
+            raise ConfigError(f"unknown precision {precision!r}; use one of {', '.join(map(str, _PRECISIONS))}")
         try:
             self._budget_bytes = None if memory is None else parse_bytes(memory)
         except ValueError as error:
@@ -76,7 +97,9 @@ class Engine:
         self._device = _usable_device(device)
         if self._device.type == "cpu":
             share_one_arena()
-        self._composite = Composite(model, loss)
+        self._composite = Composite(model, loss, _PRECISIONS[precision])
+        self._seed = seed
+        self._runs = 0
         self.events = Events()
         self._planner = Planner(
             self._composite, self.events, budget_bytes=self._budget_bytes, device=self._device, tile=tile
@@ -105,22 +128,23 @@ class Engine:
     def backward(self, image: Any, target: Any) -> torch.Tensor:
         """The exact loss (0-d, detached); adds the exact gradient to every parameter's `.grad`.
 
-        `image` is anything `open_image` takes, or a tensor `(C, H, W)`; `target` likewise, or a small label tensor.
-        Gradients are added only after the whole image has been seen: an error leaves every `.grad` as it was.
+        `image` is anything `open_image` takes, or a tensor `(C, H, W)`; `target` likewise, or a small label tensor. A
+        tuple of images is several arguments of the model, a tuple of targets comes to the loss as one. A float tensor
+        that requires a gradient gets one, too. Gradients are added only after the whole image has been seen: an error
+        leaves every `.grad` as it was. Hooks on parameters run as in PyTorch.
 
         Raises: as `plan`.
         """
         if self.loss is None:
             raise ConfigError("this engine has no loss; compile(model, loss) to train")
-        with self._sources(image, target) as sources, self._measured("backward", sources) as prepared:
-            run = Run(prepared, sources, self._stored, self.events, backward=True)
-            run.run()
-        self._update_buffers(run)
+        with self._sources(image, target) as sources:
+            run, graph = self._run("backward", sources)
+            given = {name: source.given for name, source in sources.items() if source.given is not None}
         parameters = dict(self._composite.named_parameters(remove_duplicate=False))
-        for node_id, gradient in run.gradients.items():
-            parameter = parameters[prepared.graph[node_id].arguments["name"]]
-            gradient = gradient.to(parameter.device, parameter.dtype)
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        found: list[tuple[torch.Tensor, torch.Tensor]]
+        found = [(parameters[graph[i].arguments["name"]], gradient) for i, gradient in run.gradients.items()]
+        found += [(given[name], gradient.reshape(given[name].shape)) for name, gradient in run.input_gradients.items()]
+        _accumulate(found)
         return run.output
 
     def forward(self, image: Any, target: Any = None, *, out: str | Path | None = None) -> torch.Tensor | Path:
@@ -134,21 +158,14 @@ class Engine:
         if self.loss is not None:
             if out is not None:
                 raise ConfigError("out= needs an engine without a loss: compile(model)")
-            with self._sources(image, target) as sources, self._measured("forward", sources) as prepared:
-                run = Run(prepared, sources, self._stored, self.events, backward=False)
-                run.run()
-            self._update_buffers(run)
-            return run.output
+            with self._sources(image, target) as sources:
+                return self._run("forward", sources)[0].output
         with self._sources(image, None) as sources:
             graph = self._planner.prepare(sources, backward=False).graph
             if not _delivers_image(graph):
                 if out is not None:
                     raise ConfigError("out= needs a model whose output is an image")
-                with self._measured("forward", sources) as prepared:
-                    run = Run(prepared, sources, self._stored, self.events, backward=False)
-                    run.run()
-                self._update_buffers(run)
-                return run.output
+                return self._run("forward", sources)[0].output
         if out is not None:
             return self._write(image, Path(out), graph)
         node = graph[graph.output]
@@ -167,7 +184,8 @@ class Engine:
         with self._sources(image, None) as sources, self._measured("forward", sources) as prepared:
             if not _delivers_image(prepared.graph):
                 raise ConfigError("stream needs a model whose output is an image")
-            run = Run(prepared, sources, self._stored, self.events, backward=False)
+            with self._random():
+                run = Run(prepared, sources, self._stored, self.events, backward=False)
             yield from run.stream()
         self._update_buffers(run)
 
@@ -201,9 +219,29 @@ class Engine:
             opened.close()
         return path
 
+    def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run, Graph]:
+        """A finished run of a graph whose output is no image."""
+        with self._measured(phase, sources) as prepared, self._random():
+            run = Run(prepared, sources, self._stored, self.events, backward=phase == "backward")
+            run.run()
+        self._update_buffers(run)
+        return run, prepared.graph
+
+    @contextmanager
+    def _random(self) -> Iterator[None]:
+        """PyTorch's generator, or with a seed one of this run's own."""
+        with torch.random.fork_rng(devices=[], enabled=self._seed is not None):
+            if self._seed is not None:
+                # Any two (seed, run) pairs start apart: the multiplier is odd and larger than any number of runs.
+                torch.manual_seed((self._seed * 1_000_003 + self._runs) % 2**63)
+                self._runs += 1
+            yield
+
     def _stored(self, kind: str, name: str) -> torch.Tensor:
         """A parameter or buffer as it is now."""
-        return self._composite.get_parameter(name) if kind == "parameter" else self._composite.get_buffer(name)
+        composite = self._composite
+        tensor = composite.get_parameter(name) if kind == "parameter" else composite.get_buffer(name)
+        return tensor.detach().to(composite.dtype_of(tensor.dtype))
 
     def _update_buffers(self, run: Run) -> None:
         """Running statistics and the like: once a run, as PyTorch would."""
@@ -212,12 +250,16 @@ class Engine:
 
     @contextmanager
     def _sources(self, image: Any, target: Any) -> Iterator[dict[str, Source]]:
-        sources = {"image": image_source(image)}
+        sources: dict[str, Source] = {}
+        dtype_of = self._composite.dtype_of
         try:
+            for index, one in enumerate(image if isinstance(image, tuple | list) else (image,)):
+                sources[f"image{index or ''}"] = image_source(one, dtype_of)
             if self.loss is not None:
                 if target is None:
                     raise TargetError("this engine has a loss, which needs a target: an image or a label tensor")
-                sources["target"] = target_source(target, sources["image"])
+                for index, one in enumerate(target if isinstance(target, tuple) else (target,)):
+                    sources[f"target{index or ''}"] = target_source(one, sources["image"], dtype_of)
             yield sources
         finally:
             for source in sources.values():
@@ -240,6 +282,14 @@ class Engine:
             budget_bytes=self._budget_bytes or 0,
         )
         self.events.emit(self.last_run)
+
+
+def _accumulate(found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add gradients to `.grad` the way autograd does, hooks included."""
+    if found:
+        with torch.enable_grad():
+            views = [tensor.view_as(tensor) for tensor, _ in found]
+        torch.autograd.backward(views, [gradient.to(tensor.device, tensor.dtype) for tensor, gradient in found])
 
 
 def _delivers_image(graph: Graph) -> bool:

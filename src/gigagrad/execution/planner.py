@@ -132,8 +132,13 @@ class Planner:
         )
 
     def _capture(self, sources: dict[str, Source]) -> Graph:
-        image, target = sources["image"], sources.get("target")
-        return capture(self._composite.model, self._composite.loss, image.spec, target.spec if target else None)
+        composite = self._composite
+        images, targets = (
+            tuple(source.spec for name, source in sources.items() if name.startswith(kind))
+            for kind in ("image", "target")
+        )
+        target = targets if len(targets) > 1 else targets[0] if targets else None
+        return capture(composite.model, composite.loss, images, target, composite.precision)
 
     def _refit(self, kept: Prepared, limits: Limits, *, backward: bool) -> Prepared:
         """The same tiles in a process that has grown."""

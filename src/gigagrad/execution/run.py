@@ -98,7 +98,7 @@ class Run:
 
     @property
     def gradients(self) -> dict[int, torch.Tensor]:
-        """The finished float64 gradients by parameter node."""
+        """The finished gradients by parameter node."""
         return self._tape.gradients
 
     @property

@@ -30,6 +30,8 @@ class Source:
     image: Image | None
     tensor: torch.Tensor | None
     opened_here: bool = False
+    given: torch.Tensor | None = None
+    """The tensor that asks for its gradient."""
 
     def read(self, box: Box) -> torch.Tensor:
         """The crop as a tensor `(1, C, h, w)` on the CPU, sharing the reader's memory where it can."""
@@ -37,7 +39,7 @@ class Source:
         crop = self.image.read(box)
         if isinstance(crop, np.ndarray):
             crop = torch.from_numpy(crop if crop.flags.writeable else crop.copy())
-        return crop[None]
+        return crop[None].to(self.spec.dtype)
 
     def close(self) -> None:
         if self.opened_here and self.image is not None:
@@ -49,18 +51,25 @@ class Source:
         return self.image.cache_bytes if self.image is not None else 0
 
 
-def image_source(image: Any) -> Source:
-    """An image argument: an `Image`, a path, a Zarr array, or an array or tensor `(C, H, W)` or `(1, C, H, W)`."""
+def image_source(image: Any, dtype_of: Callable[[torch.dtype], torch.dtype] = lambda given: given) -> Source:
+    """An image argument: an `Image`, a path, a Zarr array, or an array or tensor `(C, H, W)` or `(1, C, H, W)`.
+
+    A tensor that requires a gradient gets one. `dtype_of` says in which dtype an image of a given one is read.
+    """
+    given = image if isinstance(image, torch.Tensor) and image.requires_grad else None
     if isinstance(image, torch.Tensor | np.ndarray) and image.ndim == 4:
         if image.shape[0] != 1:
             raise ImageError(f"an image has a batch axis of 1 at most, got shape {tuple(image.shape)}")
         image = image[0]
     opened = image if isinstance(image, Image) else open_image(image)
-    spec = InputSpec((1, *opened.shape), _torch_dtype(opened.dtype), field=True)
-    return Source(spec, opened, None, opened_here=opened is not image)
+    dtype = dtype_of(_torch_dtype(opened.dtype))
+    spec = InputSpec((1, *opened.shape), dtype, field=True, differentiable=given is not None)
+    return Source(spec, opened, None, opened_here=opened is not image, given=given)
 
 
-def target_source(target: Any, image: Source) -> Source:
+def target_source(
+    target: Any, image: Source, dtype_of: Callable[[torch.dtype], torch.dtype] = lambda given: given
+) -> Source:
     """A target argument: dense (an image of any kind) or a label (a number, a 1-d tensor, any other small tensor).
 
     A 2-d array is dense if it has the image's height and width, and a label otherwise.
@@ -72,8 +81,9 @@ def target_source(target: Any, image: Source) -> Source:
     if isinstance(target, torch.Tensor) and (
         target.ndim < 2 or (target.ndim == 2 and tuple(target.shape) != image.spec.shape[-2:])
     ):
-        return Source(InputSpec(tuple(target.shape), target.dtype, field=False), None, target)
-    return image_source(target)
+        label = target.detach().to(dtype_of(target.dtype))
+        return Source(InputSpec(tuple(label.shape), label.dtype, field=False), None, label)
+    return image_source(target, dtype_of)
 
 
 def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:

@@ -18,11 +18,11 @@ from gigagrad.plans.schedule import differentiable_reductions
 Values = dict[int, torch.Tensor]
 
 
-def add(sums: Values, key: int, value: torch.Tensor) -> None:
-    """Add to a float64 sum."""
+def add(sums: Values, key: int, value: torch.Tensor, dtype: torch.dtype = torch.float64) -> None:
+    """Add to a sum in this dtype."""
     total = sums.get(key)
     if total is None:
-        sums[key] = value.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+        sums[key] = value.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
     else:
         total.add_(value.detach())
 
@@ -36,7 +36,7 @@ class Tape:
         self.backward = backward
         self.values: Values = {}
         self.gradients: Values = {}
-        """Float64 sums of the parameters' gradients, by node."""
+        """The parameters' gradients by node: sums over a stage's tiles, which are in float64, rounded and added up."""
         self._level = levels(graph, kept)
         self._leaves: list[int] = []
         self._pending: Values = {}
@@ -62,7 +62,7 @@ class Tape:
     def give(self, node_id: int, cotangent: torch.Tensor) -> None:
         """Add a contribution to the cotangent of a value."""
         if self.graph[node_id].op == "parameter":
-            add(self.gradients, node_id, cotangent)
+            self._add_gradient(node_id, cotangent)
         elif node_id in self._leaves:
             self._receive(node_id, cotangent)
         elif self.values[node_id].requires_grad:
@@ -87,7 +87,7 @@ class Tape:
             if gradient is None:
                 continue
             if self.graph[i].op == "parameter":
-                add(self.gradients, i, gradient)
+                self._add_gradient(i, gradient)
             else:
                 self._receive(i, gradient)
 
@@ -117,6 +117,10 @@ class Tape:
             i: torch.zeros_like(leaves[i]) if gradient is None else gradient
             for i, gradient in zip(varying, gradients, strict=True)
         }
+
+    def _add_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
+        dtype = self.graph[parameter].dtype
+        add(self.gradients, parameter, gradient, dtype if dtype.itemsize >= 4 else torch.float32)
 
     def _receive(self, leaf: int, cotangent: torch.Tensor) -> None:
         known = self._cotangents.get(leaf)

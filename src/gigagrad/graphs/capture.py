@@ -12,7 +12,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -38,6 +38,7 @@ _IGNORED = frozenset(
 )
 _MODEL, _LOSS = "model", "loss"
 _SOURCE = "gigagrad source"
+_REGISTERED = "GeneratedBackwardFor_"  # how PyTorch names the backward of an operator registered with it
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib").replace("\\", "/")
 
 
@@ -48,6 +49,11 @@ class InputSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     field: bool
+    differentiable: bool = False
+    """Whether the gradient for this input is asked for."""
+
+
+Specs = InputSpec | tuple[InputSpec, ...]
 
 
 class _Observed(TorchFunctionMode):
@@ -67,22 +73,45 @@ class _Observed(TorchFunctionMode):
 
 
 class Composite(nn.Module):
-    """`loss(model(image), target)` as one module, so that parameters of a loss module are found too."""
+    """`loss(model(*images), target)` as one module, so that parameters of a loss module are found too.
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+    `precision` is the dtype that the model and the loss run in: a half precision as autocast would, a full one as if
+    the parameters, buffers and images were cast; None: as they are.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, precision: torch.dtype | None = None) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
+        self.precision = precision
         self.training = model.training
 
-    def forward(self, image: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+    def forward(self, images: tuple[torch.Tensor, ...], target: Any = None) -> Any:
         with _Observed():
-            output = self.model(image)
+            output = self.model(*images)
             return output if self.loss is None else self.loss(output, target)
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return self.precision if self.precision in (torch.bfloat16, torch.float16) else None
 
-def capture(model: nn.Module, loss: Callable[..., Any] | None, image: InputSpec, target: InputSpec | None) -> Graph:
+    def dtype_of(self, given: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter, a buffer or an image of the given one takes part."""
+        full = self.precision is not None and self.autocast is None and given.is_floating_point
+        return self.precision if full and self.precision is not None else given
+
+
+def capture(
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    image: Specs,
+    target: Specs | None,
+    precision: torch.dtype | None = None,
+) -> Graph:
     """The graph of `loss(model(image), target)`, or of `model(image)` if there is no loss.
+
+    Several images are several arguments of the model; several targets come to the loss as a tuple. The sources are
+    named `image`, `image1`, ..., `target`, `target1`, ...
 
     Parameter and buffer nodes are named as in `Composite(model, loss)`: `model.conv.weight`, `loss.weight`.
 
@@ -90,24 +119,43 @@ def capture(model: nn.Module, loss: Callable[..., Any] | None, image: InputSpec,
         CaptureError: `torch.export` refuses the model or the loss, or the loss is not one number.
         UnsupportedOperatorError: an operator has no row in the operator table; names module and source line.
     """
-    composite = Composite(model, loss)
+    composite = Composite(model, loss, precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     home = next((tensor.device for tensor in _tensors(composite)), torch.device("cpu"))
     with _quietly(), fx_traceback.preserve_node_meta(), torch.inference_mode(False), torch.enable_grad():
         with mode:
-            inputs = [
-                torch.empty(spec.shape, dtype=spec.dtype, device=home) for spec in (image, target) if spec is not None
-            ]
+            images = tuple(_empty(spec, home) for spec in _listed(image))
+            goals = tuple(_empty(spec, home) for spec in _listed(target))
+            inputs = (images, goals if isinstance(target, tuple) else goals[0]) if goals else (images,)
         try:
             fake = _fake_copy(composite, mode)
             with mode:
                 _refuse_own_gradients(fake(*inputs))
-            program = torch.export.export(fake, tuple(inputs), strict=False).run_decompositions({})
+            # Around the tracing, not inside the module: an exported autocast region has lost its modules' names.
+            with _autocast(home, composite.autocast):
+                program = torch.export.export(fake, inputs, strict=False).run_decompositions({})
         except CaptureError:
             raise
         except Exception as error:
             raise _explain(error) from error
-    return _convert(program, composite, image, target, has_loss=loss is not None)
+    named = _named("image", image) + _named("target", target)
+    return _convert(program, composite, named, has_loss=loss is not None)
+
+
+def _autocast(home: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    return nullcontext() if dtype is None else torch.autocast(home.type, dtype=dtype)
+
+
+def _listed(specs: Specs | None) -> tuple[InputSpec, ...]:
+    return () if specs is None else specs if isinstance(specs, tuple) else (specs,)
+
+
+def _named(kind: str, specs: Specs | None) -> list[tuple[str, str, InputSpec]]:
+    return [(kind, f"{kind}{index or ''}", spec) for index, spec in enumerate(_listed(specs))]
+
+
+def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device)
 
 
 @contextmanager
@@ -118,18 +166,22 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def _fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def _fake_copy(module: Composite, mode: FakeTensorMode) -> nn.Module:
     """A copy whose parameters and buffers are fake: the memo keeps deepcopy from ever copying a real tensor."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+        fake = mode.from_tensor(parameter.detach()).to(module.dtype_of(parameter.dtype))
+        memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
     for buffer in module.buffers():
-        memo[id(buffer)] = mode.from_tensor(buffer)
+        memo[id(buffer)] = mode.from_tensor(buffer).to(module.dtype_of(buffer.dtype))
     return copy.deepcopy(module, memo)
 
 
 def _refuse_own_gradients(output: Any) -> None:
-    """Tracing follows the forward of an `autograd.Function` and never learns of its backward."""
+    """Tracing follows the forward of an `autograd.Function` and never learns of its backward.
+
+    Operators registered with PyTorch (`torch.library.custom_op`) stay operators, whose backward goes with them.
+    """
     stack = [tensor.grad_fn for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
     seen = set()
     while stack:
@@ -137,8 +189,8 @@ def _refuse_own_gradients(output: Any) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            name = type(node).__name__.removesuffix("Backward")
+        name = type(node).__name__.removesuffix("Backward")
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not name.startswith(_REGISTERED):
             raise CaptureError(
                 f"the model or the loss uses the autograd.Function '{name}', whose own backward cannot be captured; "
                 "write it with PyTorch's operators (a straight-through estimator is x + (y - x).detach())"
@@ -175,23 +227,21 @@ def _is_user_code(filename: str) -> bool:
 def _convert(
     program: torch.export.ExportedProgram,
     composite: Composite,
-    image: InputSpec,
-    target: InputSpec | None,
+    named: list[tuple[str, str, InputSpec]],
     *,
     has_loss: bool,
 ) -> Graph:
     builder = Builder()
     values: dict[str, Any] = {}
-    inputs = iter([("image", image), ("target", target)])
+    inputs = iter(named)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
             if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT:
-                name, described = next(inputs)
-                assert described is not None
+                op, name, given = next(inputs)
                 values[node.name] = builder.source(
-                    name, name, described.shape, described.dtype, field=described.field, differentiable=False
+                    op, name, given.shape, given.dtype, field=given.field, differentiable=given.differentiable
                 )
             else:
                 values[node.name] = _stored(builder, spec, program, composite)
@@ -229,7 +279,7 @@ def _stored(builder: Builder, spec: Any, program: torch.export.ExportedProgram, 
         kind.lower(),
         spec.target,
         tuple(tensor.shape),
-        tensor.dtype,
+        composite.dtype_of(tensor.dtype),
         field=False,
         differentiable=kind == "PARAMETER" and tensor.requires_grad,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from math import prod
 
 from gigagrad.errors import BudgetError
@@ -12,17 +13,18 @@ from gigagrad.graphs import GATHER, Graph
 from gigagrad.plans.cost import Costs, Machine, TileCost, candidates
 from gigagrad.plans.keeping import (
     bytes_by_pass,
-    candidates_to_drop,
-    convolution_flops,
     fields_to_keep,
     whole_field_bytes,
 )
 from gigagrad.plans.plan import KeptField, Pass, Plan, StagePlan, WholeField
 from gigagrad.plans.schedule import make_passes
-from gigagrad.plans.stages import Stage, split_stages
+from gigagrad.plans.stages import Stage, gathered, split_stages
 
 _ALLOCATOR_SLACK = 1.5
 """Resident bytes per byte allocated: freed blocks that the allocator has not given back (bench/tile_memory.py)."""
+
+_USUAL_SIDE_PX = 128
+"""Tile side at which plans that keep different fields are compared."""
 
 _SHARED_EFFICIENCY = 0.5
 """What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
@@ -124,8 +126,8 @@ class _Chooser:
     def best(self) -> _Option:
         """Keep everything worth keeping, or as much of it as the budget allows.
 
-        What to give up is tried in growing steps, then by bisection between the last two. Giving up more does not
-        always need less memory (halos grow), so the refusal names the leanest of all options tried.
+        How much of what could be given up is tried in growing steps, then by bisection between the last two. Giving up
+        more does not always need less memory (halos grow), so the refusal names the leanest of all options tried.
         """
         kept = fields_to_keep(self._graph)
         refusals: list[BudgetError] = []
@@ -140,8 +142,7 @@ class _Chooser:
         found = attempt([])
         if found is not None:
             return found
-        flops = {i: convolution_flops(self._graph, i) for i in kept}
-        order = candidates_to_drop(self._graph, kept, flops)
+        order = self._order_of_dropping(kept)
         low = 0
         for high in dict.fromkeys(-(-len(order) * eighths // 8) for eighths in (1, 2, 3, 4, 6, 8) if order):
             found = attempt(order[:high])
@@ -158,6 +159,41 @@ class _Chooser:
             else:
                 found, high = leaner, middle
         return found
+
+    def _order_of_dropping(self, kept: frozenset[int]) -> list[int]:
+        """Kept fields, the one that costs the least time per byte first, given that those before it are gone.
+
+        Greedy, and lazy about it (Minoux, 1978): giving up a field becomes dearer as its neighbours go, so a cost that
+        was computed earlier is a lower bound, and only the best candidate's is brought up to date.
+        """
+        graph, remaining, order = self._graph, kept, list[int]()
+        seconds = self._rough_seconds(remaining)
+        heap = [(0.0, i) for i in kept - gathered(graph)]
+        fresh: dict[int, int] = {}
+        while heap:
+            _, field = heappop(heap)
+            without = self._rough_seconds(remaining - {field})
+            rate = (without - seconds) / graph[field].nbytes
+            if fresh.get(field) != len(order) and heap and rate > heap[0][0]:
+                fresh[field] = len(order)
+                heappush(heap, (rate, field))
+                continue
+            order.append(field)
+            remaining, seconds = remaining - {field}, without
+        return order
+
+    def _rough_seconds(self, kept: frozenset[int]) -> float:
+        """Time of all sweeps with tiles of a usual size."""
+        stages = split_stages(self._graph, kept)
+        passes = make_passes(self._graph, stages, backward=self._backward)
+        differentiated = {p.stage for p in passes if p.phase != "forward"}
+        total = 0.0
+        for stage in stages:
+            sizes = [max(self._graph[i].size(axis) for i in stage.targets(self._graph)) for axis in (0, 1)]
+            shape = (min(sizes[0], _USUAL_SIDE_PX), min(sizes[1], _USUAL_SIDE_PX))
+            sweeps = sum(p.stage == stage.index for p in passes)
+            total += sweeps * self._costs.of(stage, shape, backward=stage.index in differentiated).seconds
+        return total
 
     def keeping(self, kept: frozenset[int]) -> _Option:
         """The fastest option that keeps these fields. Raises `BudgetError` if there is none."""
@@ -180,14 +216,15 @@ class _Chooser:
         graph, limits = self._graph, self._limits
         # Each worker's crop, two being read, and with several workers one more in the queue.
         crops_ahead = workers + 2 + (workers > 1)
-        parameter_bytes = _parameter_bytes(graph, workers, backward=self._backward)
-        fixed = limits.fixed_bytes + parameter_bytes + whole_field_bytes(graph, backward=self._backward)
+        gradient_bytes = _gradient_bytes(graph, backward=self._backward)
+        fixed = limits.fixed_bytes + gradient_bytes + whole_field_bytes(graph, backward=self._backward)
         held = bytes_by_pass(graph, stages, passes)
-        seconds, peak, most_ahead, chosen = 0.0, fixed, 0, []
+        seconds, peak, most_ahead, most_working, chosen = 0.0, fixed, 0, 0, []
         for stage in stages:
             sweeps = [index for index, p in enumerate(passes) if p.stage == stage.index]
             differentiates = any(passes[index].phase != "forward" for index in sweeps)
-            standing = fixed + max((held[index] for index in sweeps), default=0)
+            working = _working_bytes(graph, stage, workers, backward=differentiates)
+            standing = fixed + working + max((held[index] for index in sweeps), default=0)
 
             def total(cost: TileCost, standing: int = standing) -> int:
                 tiles = int(workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK)
@@ -208,9 +245,18 @@ class _Chooser:
             stage_seconds, best = min(rated, key=lambda pair: pair[0])
             seconds += len(sweeps) * stage_seconds
             peak, most_ahead = max(peak, total(best)), max(most_ahead, crops_ahead * best.crop_bytes)
+            most_working = max(most_working, working)
             chosen.append(dataclasses.replace(best.plan, index=stage.index))
         return _Option(
-            workers, kept, tuple(chosen), passes, seconds, parameter_bytes, max(held, default=0), most_ahead, peak
+            workers,
+            kept,
+            tuple(chosen),
+            passes,
+            seconds,
+            gradient_bytes + most_working,
+            max(held, default=0),
+            most_ahead,
+            peak,
         )
 
 
@@ -241,15 +287,26 @@ def _roomy(needed_bytes: int) -> int:
     return -(-(needed_bytes + 8 * 2**20) // step) * step
 
 
-def _parameter_bytes(graph: Graph, workers: int, *, backward: bool) -> int:
-    """Of every parameter and every global value made from them: the value or its copy in working layout, and, where it
-    has one, the plain gradient, the float64 sum and the contributions of the tiles at work and of one that is done.
+def _gradient_bytes(graph: Graph, *, backward: bool) -> int:
+    """The gradients of all parameters, and the global values made from parameters and sums."""
+    total = 0
+    for node in graph.nodes:
+        if node.op == "parameter":
+            total += max(node.nbytes, 4 * prod(node.shape)) if backward and node.differentiable else 0
+        elif not (node.is_field or node.is_source or node.whole):
+            total += node.nbytes
+    return total
+
+
+def _working_bytes(graph: Graph, stage: Stage, workers: int, *, backward: bool) -> int:
+    """Of every global that a stage reads: its copy in working layout and, where it has one, the float64 sum of its
+    gradient and the contributions of the tiles at work and of one that is done.
     """
     contributions = workers + (workers > 1)
     total = 0
-    for node in graph.nodes:
-        if node.op == "parameter" or not (node.is_field or node.is_source or node.whole):
-            total += node.nbytes
-            if backward and node.differentiable:
-                total += (1 + contributions) * node.nbytes + 8 * prod(node.shape)
+    for i in stage.globals:
+        node = graph[i]
+        total += node.nbytes if len(node.shape) == 4 else 0
+        if backward and node.differentiable:
+            total += contributions * node.nbytes + 8 * prod(node.shape)
     return total

@@ -3,7 +3,7 @@
 A field that a later stage reads, after a reduction has been finished, is either kept or computed again. By default the
 plan keeps what costs a convolution (or anything else that looks beyond its pixel) and computes pixelwise work again;
 of a long chain of sums, as residual networks have them, every few links are kept, or else each stage would read all
-earlier ones. When a budget asks for more, kept fields are given up, the cheapest to compute again per byte first.
+earlier ones. What to give up when a budget asks for more is decided in choose.py.
 """
 
 from __future__ import annotations
@@ -117,46 +117,6 @@ def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
     """
     whole = sum(node.nbytes for node in graph.nodes if node.whole and node.op != "gigagrad.item")
     return whole * (2 if backward else 1)
-
-
-def candidates_to_drop(graph: Graph, kept: frozenset[int], flops: dict[int, float]) -> list[int]:
-    """Kept fields in the order in which to give them up: most bytes for the least work first, neighbours last.
-
-    Giving up two in a row has the second computed from before the first: so a field whose neighbour has been taken
-    waits for the second round.
-    """
-    free = sorted(kept - gathered(graph), key=lambda i: (flops.get(i, 0.0) + 1) / graph[i].nbytes)
-    neighbours = {i: _kept_behind(graph, i, kept) for i in free}
-    beside: dict[int, set[int]] = {i: set(behind) for i, behind in neighbours.items()}
-    for i, behind in neighbours.items():
-        for j in behind:
-            beside.setdefault(j, set()).add(i)
-    order: list[int] = []
-    while free:
-        taken: set[int] = set()
-        for i in free:
-            if not beside[i] & taken:
-                taken.add(i)
-                order.append(i)
-        free = [i for i in free if i not in taken]
-    return order
-
-
-def _kept_behind(graph: Graph, field: int, kept: frozenset[int]) -> set[int]:
-    """The kept fields that this one is computed from."""
-    found: set[int] = set()
-    seen: set[int] = set()
-    stack = [i for i in graph[field].operands if graph[i].is_field]
-    while stack:
-        i = stack.pop()
-        if i in seen:
-            continue
-        seen.add(i)
-        if i in kept:
-            found.add(i)
-        elif not is_read(graph, i):
-            stack.extend(j for j in graph[i].operands if graph[j].is_field)
-    return found
 
 
 def convolution_flops(graph: Graph, node_id: int) -> float:

@@ -1,0 +1,56 @@
+"""One conformance suite for all stores: every tier inherits it."""
+
+import pytest
+import torch
+
+from gigagrad.boxes import Box, tiles
+from gigagrad.stores import HostStore, Store
+
+
+class StoreConformance:
+    """A backend's test class says how to `make` a store of a shape, dtype and axes."""
+
+    def make(self, shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, int]) -> Store:
+        raise NotImplementedError
+
+    def test_a_new_store_holds_zeros(self):
+        store = self.make((1, 3, 7, 9), torch.float32, (-2, -1))
+        assert torch.equal(store.whole(), torch.zeros(1, 3, 7, 9))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+    def test_tiles_written_make_the_field(self, dtype):
+        field = torch.randint(0, 2, (1, 3, 17, 23)).to(dtype)
+        store = self.make(tuple(field.shape), dtype, (-2, -1))
+        for box in tiles(17, 23, 5, 8):
+            store.write(box, field[..., box.y0 : box.y1, box.x0 : box.x1])
+        assert torch.equal(store.whole(), field)
+        assert store.whole().dtype == dtype
+        assert torch.equal(store.read(Box(3, 4, 11, 20)), field[..., 3:11, 4:20])
+
+    def test_overlapping_crops_add_up(self):
+        store = self.make((1, 2, 6, 6), torch.float64, (-2, -1))
+        expected = torch.zeros(1, 2, 6, 6, dtype=torch.float64)
+        torch.manual_seed(0)
+        for box in (Box(0, 0, 4, 4), Box(2, 1, 6, 5), Box(0, 0, 6, 6), Box(5, 5, 6, 6)):
+            crop = torch.rand(1, 2, *box.shape, dtype=torch.float64)
+            store.add(box, crop)
+            expected[..., box.y0 : box.y1, box.x0 : box.x1] += crop
+        assert torch.equal(store.whole(), expected)
+
+    def test_the_axes_may_stand_anywhere(self):
+        field = torch.rand(1, 5, 6, 4)
+        store = self.make((1, 5, 6, 4), torch.float32, (-3, -2))
+        for box in tiles(5, 6, 2, 4):
+            store.write(box, field[:, box.y0 : box.y1, box.x0 : box.x1])
+        assert torch.equal(store.whole(), field)
+        assert torch.equal(store.read(Box(1, 2, 3, 6)), field[:, 1:3, 2:6])
+
+
+class TestHostStore(StoreConformance):
+    def make(self, shape, dtype, axes):
+        return HostStore(shape, dtype, axes, device=torch.device("cpu"))
+
+
+class TestHostStoreChannelsLast(StoreConformance):
+    def make(self, shape, dtype, axes):
+        return HostStore(shape, dtype, axes, device=torch.device("cpu"), memory_format=torch.channels_last)
