@@ -99,6 +99,40 @@ def test_several_targets_come_as_a_tuple(net, image, target):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
 
 
+def test_a_model_may_return_several_values(net, image):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net
+
+        def forward(self, x):
+            y = self.inner(x)
+            return {"out": y, "coarse": (F.avg_pool2d(y, 3), y.mean())}
+
+    model = Two().eval()
+    with torch.no_grad():
+        expected = model(image[None])
+    found = gg.compile(model, tile=(10, 12)).forward(image)
+    assert set(found) == {"out", "coarse"}
+    torch.testing.assert_close(found["out"], expected["out"])
+    torch.testing.assert_close(found["coarse"], expected["coarse"])
+
+
+def test_a_model_may_nest_its_only_value(net, image):
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net
+
+        def forward(self, x):
+            return {"out": self.inner(x)}
+
+    model = One().eval()
+    with torch.no_grad():
+        expected = model(image[None])["out"]
+    torch.testing.assert_close(gg.compile(model, tile=(10, 12)).forward(image)["out"], expected)
+
+
 def test_double_precision_on_request(net, image, target):
     expected = plain(net.double(), image.double(), target.double())
     net.float()

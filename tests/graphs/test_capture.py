@@ -212,9 +212,15 @@ def test_a_plain_error_names_the_users_line():
         capture(Net(broken), mean_product, IMAGE, TARGET)
 
 
-def test_several_outputs_of_a_model_without_loss_are_refused():
-    with pytest.raises(CaptureError, match="the model must return one tensor"):
-        capture(Net(lambda self, x: (x, x)), None, IMAGE, None)
+def test_several_outputs_of_a_model_without_loss_are_whole():
+    graph = capture(Net(lambda self, x: (x, {"mean": x.mean()})), None, IMAGE, None)
+    assert [graph[i].shape for i in graph.outputs] == [(*IMAGE.shape[:1], 3, *IMAGE.shape[2:]), ()]
+    assert not any(graph[i].is_field for i in graph.outputs)
+
+
+def test_a_model_that_returns_no_tensor_is_refused():
+    with pytest.raises(CaptureError, match="must return tensors"):
+        capture(Net(lambda self, x: (x, 3.0)), None, IMAGE, None)
 
 
 def test_an_image_too_small_for_the_model_is_refused():

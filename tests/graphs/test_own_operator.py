@@ -1,4 +1,4 @@
-"""The example of docs/operators.md: a custom operator without a row runs whole, and with one tile by tile; both exactly."""
+"""The example of docs/operators.md: a custom operator runs whole without a row and tile by tile with one, exactly."""
 
 import pytest
 import torch
@@ -77,8 +77,6 @@ def test_ones_own_operator(has_row):
     image, target = torch.randn(2, 23, 37, dtype=torch.float64), torch.rand(1, 23, 37, dtype=torch.float64)
     model = Net().double()
     plan = gg.compile(model, F.mse_loss, tile=(7, 5)).plan(image, target)
-    assert [entry.operator for entry in plan.whole_field] == (
-        [] if has_row else ["gigagrad_example.blur_rows.default"]
-    )
+    assert [entry.operator for entry in plan.whole_field] == ([] if has_row else ["gigagrad_example.blur_rows.default"])
     result = compare(model, F.mse_loss, image, target, tile=(7, 5))
     assert max(result.loss_error, result.gradient_error) < 1e-12

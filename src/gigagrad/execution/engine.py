@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_unflatten
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ModelError, TargetError
@@ -147,8 +148,9 @@ class Engine:
         _accumulate(found)
         return run.output
 
-    def forward(self, image: Any, target: Any = None, *, out: str | Path | None = None) -> torch.Tensor | Path:
-        """Without gradients: the loss if the engine has one, else the prediction `(1, C, H, W)`.
+    def forward(self, image: Any, target: Any = None, *, out: str | Path | None = None) -> Any:
+        """Without gradients: the loss if the engine has one, else the prediction `(1, C, H, W)`, or whatever the model
+        returns (a tuple or a dictionary of tensors, a class score).
 
         With `out="prediction.tif"` the prediction is written tile by tile as a float32 pyramidal TIFF and the path is
         returned; otherwise the whole prediction is held in memory.
@@ -165,14 +167,14 @@ class Engine:
             if not _delivers_image(graph):
                 if out is not None:
                     raise ConfigError("out= needs a model whose output is an image")
-                return self._run("forward", sources)[0].output
+                return self._run("forward", sources)[0].outputs
         if out is not None:
             return self._write(image, Path(out), graph)
         node = graph[graph.output]
         result = torch.empty(node.shape, dtype=node.dtype, device=self._device)
         for box, crop in self.stream(image):
             result[..., box.y0 : box.y1, box.x0 : box.x1] = crop
-        return result
+        return result if graph.structure is None else tree_unflatten([result], graph.structure)
 
     def stream(self, image: Any) -> Iterator[tuple[Box, torch.Tensor]]:
         """The prediction as `(box, crop)`: disjoint boxes that cover it, in rows of equal height, left to right.

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_unflatten
 
 from gigagrad.boxes import Box
 from gigagrad.events import Events, TileDone
@@ -95,6 +97,13 @@ class Run:
     def output(self) -> torch.Tensor:
         """The value of a graph whose output has no spatial axes (the loss, a class score), off the tape."""
         return self._tape.values[self._graph.output].detach()
+
+    @property
+    def outputs(self) -> Any:
+        """Everything the model returned, nested as it did."""
+        values = [self._tape.values[i].detach() for i in self._graph.outputs]
+        structure = self._graph.structure
+        return values[0] if structure is None else tree_unflatten(values, structure)
 
     @property
     def gradients(self) -> dict[int, torch.Tensor]:

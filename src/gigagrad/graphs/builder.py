@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.utils._pytree import TreeSpec
 
 from gigagrad.errors import UnsupportedOperatorError
 from gigagrad.graphs import operators
@@ -151,10 +152,12 @@ class Builder:
         name = f"aten.{op}"
         return self.one(name, operators.bind(name, args, kwargs))
 
-    def graph(self, output: Ref, *, has_loss: bool) -> Graph:
-        """The finished graph without what the output and the updates of buffers do not depend on, renumbered."""
-        draft = Graph(tuple(self._nodes), output.id, has_loss)
-        kept = sorted(draft.ancestors((output.id, *(ref.id for ref in self.updates.values()))))
+    def graph(self, outputs: list[Ref], structure: TreeSpec | None, *, has_loss: bool) -> Graph:
+        """The finished graph without what the outputs and the updates of buffers do not depend on, renumbered."""
+        if len(outputs) > 1:
+            outputs = [self.gather(ref) if self.is_field(ref) else ref for ref in outputs]
+        draft = Graph(tuple(self._nodes), tuple(ref.id for ref in outputs), has_loss)
+        kept = sorted(draft.ancestors((*draft.outputs, *(ref.id for ref in self.updates.values()))))
         renumbered = {old: Ref(new) for new, old in enumerate(kept)}
         nodes = tuple(
             Node(
@@ -172,10 +175,11 @@ class Builder:
         )
         return Graph(
             nodes,
-            renumbered[output.id].id,
+            tuple(renumbered[ref.id].id for ref in outputs),
             has_loss,
             MappingProxyType(dict(self._constants)),
             MappingProxyType({name: renumbered[ref.id].id for name, ref in self.updates.items()}),
+            structure,
         )
 
     def _axes(

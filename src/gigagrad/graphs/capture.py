@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 
 from gigagrad.errors import CaptureError
 from gigagrad.graphs import operators, rows
@@ -250,7 +250,7 @@ def _convert(
         else:
             assert node.op == "output", node.op
     _note_updates(program, values, builder)
-    return builder.graph(_output(program, values, builder, has_loss=has_loss), has_loss=has_loss)
+    return builder.graph(*_outputs(program, values, builder, has_loss=has_loss), has_loss=has_loss)
 
 
 def _note_updates(program: torch.export.ExportedProgram, values: dict[str, Any], builder: Builder) -> None:
@@ -329,15 +329,22 @@ def _origin(node: torch.fx.Node) -> Origin:
     return Origin(path, (node.meta.get("custom") or {}).get(_SOURCE, ""))
 
 
-def _output(program: torch.export.ExportedProgram, values: dict[str, Any], builder: Builder, *, has_loss: bool) -> Ref:
-    outputs = [s for s in program.graph_signature.output_specs if s.kind.name == "USER_OUTPUT"]
-    if len(outputs) != 1 or not isinstance(values.get(getattr(outputs[0].arg, "name", "")), Ref):
-        what = "loss" if has_loss else "model"
-        raise CaptureError(f"the {what} must return one tensor, got {len(outputs)} values")
-    output: Ref = values[outputs[0].arg.name]
-    node = builder.node(output)
-    if has_loss and (node.is_field or len(node.shape) > 0):
-        raise CaptureError(
-            f"the loss must return a scalar, got a tensor of shape {node.shape}; reduce it with .mean() or .sum()"
-        )
-    return output
+def _outputs(
+    program: torch.export.ExportedProgram, values: dict[str, Any], builder: Builder, *, has_loss: bool
+) -> tuple[list[Ref], TreeSpec | None]:
+    """What the loss or the model returns, and how it is nested."""
+    specs = [s for s in program.graph_signature.output_specs if s.kind.name == "USER_OUTPUT"]
+    found = [values.get(getattr(spec.arg, "name", "")) for spec in specs]
+    outputs = [value for value in found if isinstance(value, Ref)]
+    if has_loss:
+        if len(found) != 1 or not outputs:
+            raise CaptureError(f"the loss must return one tensor, got {len(found)} values")
+        node = builder.node(outputs[0])
+        if node.is_field or len(node.shape) > 0:
+            raise CaptureError(
+                f"the loss must return a scalar, got a tensor of shape {node.shape}; reduce it with .mean() or .sum()"
+            )
+    if not outputs or len(outputs) != len(found):
+        raise CaptureError("the model must return tensors, got something else beside them")
+    structure = program.call_spec.out_spec
+    return outputs, None if structure is None or structure.is_leaf() else structure

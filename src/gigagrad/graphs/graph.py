@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.utils._pytree import TreeSpec
 
 Axes = tuple[int, int]
 """The positions of a field's y and x axes, negative: `(-2, -1)` for NCHW, `(-3, -2)` for NHWC."""
@@ -105,11 +106,20 @@ class Graph:
     """A whole captured `loss(model(image), target)` or `model(image)`, in topological order (`nodes[i].id == i`)."""
 
     nodes: tuple[Node, ...]
-    output: int
+    outputs: tuple[int, ...]
+    """The loss, or what the model returns. One field alone is delivered tile by tile; several values are all global."""
     has_loss: bool
     constants: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
     updates: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Buffers that the model writes while it runs (running statistics), and the nodes of their new values."""
+
+    structure: TreeSpec | None = None
+    """How the outputs are nested in what the model returns; None for a single tensor."""
+
+    @property
+    def output(self) -> int:
+        """The only output, or the first."""
+        return self.outputs[0]
 
     def __getitem__(self, node_id: int) -> Node:
         return self.nodes[node_id]
