@@ -32,6 +32,10 @@ from gigagrad.stores import HostStore, Store
 
 Totals = dict[int, torch.Tensor]
 
+_TRIM_MARGIN_BYTES = 24 * 2**20
+"""Freed memory is given back when this close to what a plan allows: the process may have grown a little since the plan
+was made (the planner lets 8 MiB pass), and other threads allocate while this one looks."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
@@ -74,7 +78,9 @@ class Run:
         self._sums: Totals = {}
         largest = max((stage.tile_peak_bytes for stage in plan.stages), default=0)
         self._trimmer = (
-            Trimmer(plan.predicted_peak_bytes - plan.workers * largest) if prepared.device.type == "cpu" else None
+            Trimmer(plan.predicted_peak_bytes - plan.workers * largest - _TRIM_MARGIN_BYTES)
+            if prepared.device.type == "cpu"
+            else None
         )
         self._done = 0
         self._total = plan.tile_count
