@@ -50,3 +50,41 @@ def test_half_precision_is_normalised_with_float32_statistics():
     assert output.dtype == field.grad.dtype == torch.bfloat16
     assert scale.grad.dtype == torch.float32
     assert moments(field, [0, 2, 3]).dtype == torch.float64
+
+
+def tokens(*strides):
+    return torch.randn(1, 5, 4, 4, dtype=torch.float64).contiguous().as_strided((1, 5, 4, 4), strides)
+
+
+FIELDS = {
+    "contiguous": lambda: tokens(80, 16, 4, 1),
+    "channels last": lambda: tokens(80, 1, 20, 5),
+    "transposed": lambda: tokens(5, 1, 20, 5),
+    "a crop": lambda: torch.randn(1, 9, 8, 5, dtype=torch.float64).permute(0, 3, 1, 2)[..., 2:6, 3:7],
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_field_and_cotangent_may_be_laid_out_differently(name):
+    """Transposed tokens have a batch stride at which PyTorch's own backward of batch norm goes wrong."""
+    torch.manual_seed(0)
+    field = FIELDS[name]().requires_grad_()
+    statistics = [torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    cotangent = torch.randn(1, 16, 5, dtype=torch.float64).transpose(1, 2).reshape(1, 5, 4, 4)
+    inputs = (field, *statistics)
+    expected = torch.autograd.grad(normalise(*inputs), inputs, cotangent.contiguous())
+    for ours, theirs in zip(torch.autograd.grad(normalise(*inputs), inputs, cotangent), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_statistics_may_be_one_value_expanded():
+    torch.manual_seed(0)
+    field = FIELDS["channels last"]().requires_grad_()
+    mean, scale, shift = (torch.randn(1, dtype=torch.float64).expand(5) for _ in range(3))
+    mean.requires_grad_(), scale.requires_grad_()
+    plain = [value.contiguous().detach().requires_grad_() for value in (mean, scale, shift)]
+    cotangent = torch.randn_like(field)
+    ours = torch.autograd.grad(normalise(field, mean, scale, shift), (field, mean, scale), cotangent)
+    theirs = torch.autograd.grad(normalise(field, *plain), (field, *plain[:2]), cotangent)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)

@@ -89,13 +89,6 @@ class Builder:
             self._moved[value.id, axes] = made
         return self._moved[value.id, axes]
 
-    def update(self, buffer: Ref, value: Ref) -> None:
-        """Have the run write `value` into a buffer of the model when it ends."""
-        node = self.node(buffer)
-        if node.op != "buffer":
-            raise Refused("it writes to a tensor that is no buffer of the model")
-        self.updates[node.arguments["name"]] = value
-
     def one(self, op: str, arguments: dict[str, Any]) -> Ref:
         """`call` of an operator with one output."""
         result = self.call(op, arguments)

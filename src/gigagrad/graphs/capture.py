@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
@@ -30,6 +31,7 @@ from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import Graph, Origin, Ref
 from gigagrad.graphs.lowering import lower, whole_field
 from gigagrad.graphs.table import Refused
+from gigagrad.graphs.traceable import instance_norm, make_traceable
 
 assert rows.__all__, "importing the rows fills the operator table"
 
@@ -65,6 +67,7 @@ class _Observed(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = instance_norm if func is F.instance_norm else func
         with fx_traceback.annotate({_SOURCE: _user_line(sys._getframe(1))}):
             result = func(*args, **(kwargs or {}))
             if torch.is_grad_enabled():
@@ -174,7 +177,9 @@ def _fake_copy(module: Composite, mode: FakeTensorMode) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = mode.from_tensor(buffer).to(module.dtype_of(buffer.dtype))
-    return copy.deepcopy(module, memo)
+    made = copy.deepcopy(module, memo)
+    make_traceable(made)
+    return made
 
 
 def _refuse_own_gradients(output: Any) -> None:

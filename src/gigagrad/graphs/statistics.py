@@ -52,7 +52,10 @@ class _Normalise(torch.autograd.Function):
     def forward(
         ctx: Any, field: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
     ) -> torch.Tensor:
+        # The kernel reads them by pointer, and one value expanded to all channels has a stride of 0.
+        mean, scale, shift = mean.contiguous(), scale.contiguous(), shift.contiguous()
         ones = torch.ones_like(mean)
+        field = _standard(field)
         ctx.save_for_backward(field, mean, scale, ones)
         output: torch.Tensor = torch.native_batch_norm(field, scale, shift, mean, ones, False, 0.0, 0.0)[0]
         return output
@@ -61,10 +64,26 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         field, mean, scale, ones = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], True, True]
+        cotangent = cotangents[0]
+        if cotangent.stride() != field.stride():
+            cotangent = torch.empty_like(field).copy_(cotangent)
         to_field, to_scale, to_shift = torch.ops.aten.native_batch_norm_backward(
-            cotangents[0].to(field.dtype), field, scale, mean, ones, None, None, False, 0.0, wanted
+            cotangent, field, scale, mean, ones, None, None, False, 0.0, wanted
         )
         return (to_field if wanted[0] else None), -scale * to_shift, to_scale, to_shift
+
+
+def _standard(field: torch.Tensor) -> torch.Tensor:
+    """With the strides of one of the two memory formats.
+
+    PyTorch's backward of batch norm is wrong on the CPU where field and cotangent are laid out differently and one of
+    them has an unusual batch stride, as transposed tokens `(1, H W, C)` have (version 2.13; tests/graphs/
+    test_statistics.py). So the kernel gets both in one standard layout.
+    """
+    last = field.ndim == 4 and field.stride(1) == 1 and field.shape[1] > 1
+    layout = torch.channels_last if last else torch.contiguous_format
+    strides = torch.empty(field.shape, device="meta", memory_format=layout).stride()
+    return field if field.stride() == strides else field.clone(memory_format=layout)
 
 
 def normalise(field: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:

@@ -55,11 +55,10 @@ def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     if count == 1:
         raise Refused("training-mode batch normalisation of a single value per channel")
     output = _normalised(builder, field, mean, variance, arguments["eps"], arguments["weight"], arguments["bias"])
-    updates = _running(builder, running, mean, variance, count, arguments["momentum"])
     if op == "aten.batch_norm.default":
-        _note(builder, running, updates)
+        assert running[0] is None, "a layer that tracks statistics is exported in its functional form"
         return output
-    return [output, None, None, *updates]
+    return [output, None, None, *_running(builder, running, mean, variance, count, arguments["momentum"])]
 
 
 def _running(
@@ -70,11 +69,6 @@ def _running(
         return []
     unbiased = builder.aten("mul.Scalar", variance, count / (count - 1))
     return [_blend(builder, old, new, momentum) for old, new in zip(running, (mean, unbiased), strict=True)]
-
-
-def _note(builder: Builder, running: tuple[Any, Any], updates: list[Ref]) -> None:
-    for old, new in zip(running, updates, strict=False):
-        builder.update(old, new)
 
 
 def _blend(builder: Builder, old: Ref, new: Ref, momentum: float) -> Ref:
@@ -103,11 +97,8 @@ def _instance_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field = arguments["input"]
     images, channels, *_ = _require_channels_second(builder, field)
     if arguments["use_input_stats"]:
-        mean, variance, count = mean_and_variance(builder, field, [2, 3])
-        running = arguments["running_mean"], arguments["running_var"]
-        averages = [builder.aten("mean.dim", value, [0]) for value in (mean, variance)]
-        updates = _running(builder, running, averages[0], averages[1], count, arguments["momentum"])
-        _note(builder, running, updates)
+        assert arguments["running_mean"] is None, "tracing updates them itself"
+        mean, variance, _ = mean_and_variance(builder, field, [2, 3])
     else:
         mean, variance = (
             builder.aten("expand.default", to_dtype(builder, arguments[name], torch.float64), [images, channels])

@@ -38,7 +38,11 @@ def _stack(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 def _cat(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """Joined to fields, a value without spatial axes (DeepLab's image pooling) becomes a field of constants."""
-    parts: list[Ref] = arguments["tensors"]
+    # Some encoders hand over a level of no channels.
+    parts: list[Ref] = [part for part in arguments["tensors"] if 0 not in builder.node(part).shape]
+    if not parts:
+        return builder.one(op, arguments)
+    arguments = {**arguments, "tensors": parts}
     field = next((part for part in parts if builder.is_field(part)), None)
     rank = len(builder.node(parts[0]).shape)
     if field is None or all(builder.is_field(part) for part in parts) or arguments["dim"] % rank != 1:

@@ -15,6 +15,7 @@ from gigagrad.boxes import Span
 from gigagrad.graphs import operators
 from gigagrad.graphs.graph import Axes, Node, Ref
 from gigagrad.graphs.operators import call as call_operator
+from gigagrad.graphs.statistics import normalise
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, common_axes, per_operand, register
 
 
@@ -147,15 +148,11 @@ class BatchNormEval(ChannelLayer):
     """Batch normalisation with running statistics (evaluation mode): a scale and a shift per channel."""
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        return torch.nn.functional.batch_norm(
-            arguments["input"],
-            arguments["running_mean"],
-            arguments["running_var"],
-            arguments["weight"],
-            arguments["bias"],
-            training=False,
-            eps=arguments["eps"],
-        )
+        mean, scale = arguments["running_mean"], torch.rsqrt(arguments["running_var"] + arguments["eps"])
+        if arguments["weight"] is not None:
+            scale = scale * arguments["weight"]
+        shift = torch.zeros_like(mean) if arguments["bias"] is None else arguments["bias"]
+        return normalise(arguments["input"], mean, scale, shift)
 
 
 class Normalise(ChannelLayer):

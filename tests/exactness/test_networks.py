@@ -1,0 +1,125 @@
+"""Exactness in float64 of whole training steps: random networks in training mode against whole-image autograd.
+
+Loss, every parameter's gradient and every buffer after the step. A failing recipe is printed as Python; pasted into
+`KNOWN` it is a regression test.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from networks import Node, Recipe, compare_forward, compare_step, conditioning, draw_recipe, make_case
+
+# The plain reference warns where it pads unevenly; that is one of the cases.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+
+STEPS, PREDICTIONS = 130, 20
+TOLERANCE = 1e-9
+
+recipes = st.composite(lambda draw: draw_recipe(lambda low, high: draw(st.integers(low, high))))
+
+HEAD = {"out": 1, "kernel_size": 1}
+KNOWN = {
+    "instance norm whose output nothing reads": Recipe(
+        image=(1, 8, 8),
+        nodes=(Node("norm", (0,), {"kind": "instance", "track_running_stats": True}), Node("conv", (0,), HEAD)),
+        outputs=(2,),
+        loss="mse",
+        loss_options={},
+        tile=(4, 4),
+    ),
+    "batch norm that averages over all its steps": Recipe(
+        image=(1, 8, 8),
+        nodes=(Node("norm", (0,), {"kind": "batch", "momentum": None}), Node("conv", (1,), HEAD)),
+        outputs=(2,),
+        loss="mse",
+        loss_options={},
+        tile=(4, 4),
+        steps=2,
+    ),
+    "one batch norm under two names": Recipe(
+        image=(1, 8, 8),
+        nodes=(Node("norm", (0,), {"kind": "batch"}), Node("again", (1,), {"node": 1}), Node("conv", (2,), HEAD)),
+        outputs=(3,),
+        loss="mse",
+        loss_options={},
+        tile=(4, 4),
+    ),
+    "one instance norm run twice in a step": Recipe(
+        image=(1, 8, 8),
+        nodes=(
+            Node("norm", (0,), {"kind": "instance", "affine": True, "track_running_stats": True}),
+            Node("again", (1,), {"node": 1}),
+            Node("conv", (2,), HEAD),
+        ),
+        outputs=(3,),
+        loss="mse",
+        loss_options={},
+        tile=(4, 4),
+    ),
+    "group norm of one group behind a permutation": Recipe(
+        image=(4, 8, 8),
+        nodes=(
+            Node("norm", (0,), {"kind": "channels"}),
+            Node("norm", (1,), {"kind": "group", "groups": 1, "affine": True}),
+            Node("conv", (2,), HEAD),
+        ),
+        outputs=(3,),
+        loss="mse",
+        loss_options={},
+        tile=(4, 4),
+    ),
+    "a field flattened behind a product with a number": Recipe(
+        image=(3, 8, 8),
+        nodes=(Node("modulate", (0, 0), {}), Node("classifier", (1,), {"kind": "flat", "out": 2})),
+        outputs=(2,),
+        loss="label",
+        loss_options={},
+        tile=(4, 4),
+    ),
+}
+
+
+# The same networks in every run: the suite says what a change broke; bench/networks.py looks for new ones.
+@settings(max_examples=STEPS, derandomize=True)
+@given(recipes())
+def test_a_training_step_is_exact(recipe: Recipe | None) -> None:
+    assume(recipe is not None)
+    outcome = compare_step(recipe)
+    if outcome.worst > TOLERANCE:
+        assume(conditioning(recipe) <= TOLERANCE)
+    assert outcome.worst <= TOLERANCE, outcome
+
+
+@settings(max_examples=PREDICTIONS, derandomize=True)
+@given(recipes())
+def test_a_prediction_is_exact(recipe: Recipe | None) -> None:
+    assume(recipe is not None)
+    assert compare_forward(recipe) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_network_that_once_failed_is_exact(name: str) -> None:
+    outcome = compare_step(KNOWN[name])
+    assert outcome.worst <= TOLERANCE, outcome
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_recipe_is_python_and_makes_the_same_network_each_time(seed: int) -> None:
+    recipe = draw_recipe(random.Random(seed).randint)
+    if recipe is None:
+        return
+    assert eval(repr(recipe), {"Recipe": Recipe, "Node": Node}) == recipe
+    first, second = make_case(recipe), make_case(recipe)
+    assert torch.equal(first.target, second.target)
+    for a, b in zip(first.model.state_dict().values(), second.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
