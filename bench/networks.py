@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "exactness"))
 
 import torch
-from networks import compare_forward, compare_step, conditioning, draw_recipe
+from networks import compare_forward, compare_step, draw_recipe, ill_conditioned
 
 TOLERANCE = 1e-9
 
@@ -52,7 +52,7 @@ def run(seed: int, number: int) -> dict[str, Any]:
     else:
         worst = max(outcome.worst, record["forward_error"])
         record["verdict"] = "exact" if worst <= TOLERANCE else "wrong"
-        if record["verdict"] == "wrong" and conditioning(recipe) > TOLERANCE:
+        if record["verdict"] == "wrong" and ill_conditioned(recipe, worst):
             record["verdict"] = "ill-conditioned"
     return record | {"seconds": round(time.perf_counter() - start, 3)}
 

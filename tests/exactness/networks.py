@@ -758,7 +758,10 @@ class ChannelsAsBatch(nn.Module):
 
 
 class Quantise(nn.Module):
-    """Every position takes the nearest vector of a code book; gradients pass straight through, and by the vectors."""
+    """Every position moves to the nearest vector of a code book; gradients pass straight through, and by the vectors.
+
+    Half the way only: equal positions would be ties for a maximum behind it.
+    """
 
     def __init__(self, shapes: Shapes, count: int) -> None:
         super().__init__()
@@ -768,7 +771,7 @@ class Quantise(nn.Module):
         tokens = x.permute(0, 2, 3, 1)
         nearest = (tokens[..., None, :] - self.book.weight).square().sum(-1).argmin(-1)
         chosen = self.book(nearest).permute(0, 3, 1, 2)
-        return x + (chosen - x).detach() + 0.1 * chosen
+        return x + 0.5 * (chosen - x).detach() + 0.1 * chosen
 
 
 class Recurrent(nn.Module):
@@ -1507,11 +1510,16 @@ def _engine(case: Case, layout: str, device: str) -> gg.Engine:
     return engine
 
 
-def conditioning(recipe: Recipe) -> float:
-    """How far plain autograd's own gradients and buffers move when the image moves by one part in 10^14.
+def ill_conditioned(recipe: Recipe, error: float) -> bool:
+    """Whether an error may be rounding: plain autograd's own answers move as far when the image hardly does.
 
-    Where that is more than the tolerance, no comparison in float64 can meet it.
+    A channel that is the same everywhere and then normalised does this, and so does a tie for a maximum.
     """
+    return error <= 100 * conditioning(recipe)
+
+
+def conditioning(recipe: Recipe) -> float:
+    """How far plain autograd's own loss, gradients and buffers move when the image moves by one part in 10^14."""
     case, moved = make_case(recipe), make_case(recipe)
     noise = torch.randn(case.image.shape, dtype=case.image.dtype, generator=torch.Generator().manual_seed(1))
     moved.image.mul_(1 + 1e-14 * noise)
