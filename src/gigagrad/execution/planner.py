@@ -17,7 +17,7 @@ import torch
 from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.fingerprint import fingerprint
-from gigagrad.execution.process import cold_bytes, held_bytes, peak_bytes, return_freed_memory
+from gigagrad.execution.process import UNNOTICED_BYTES, cold_bytes, held_bytes, peak_bytes, return_freed_memory
 from gigagrad.execution.run import Prepared
 from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
@@ -29,8 +29,6 @@ _RUNTIME_BYTES = 144 * 2**20
 (bench/tile_memory.py)."""
 _LATER_RUNTIME_BYTES = 48 * 2**20
 """What a later step may still add: kernels for shapes that have not been seen."""
-_NOTICED_BYTES = 8 * 2**20
-"""A process that has grown by less since its plan was made keeps it."""
 _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""
 _MOST_TRIED = 4
@@ -99,7 +97,7 @@ class Planner:
         limits = self._limits(sources)
         if kept is None:
             made = self._first(graph, sources["image"].spec.shape, limits, backward=backward)
-        elif limits.fixed_bytes > kept[1].fixed_bytes + _NOTICED_BYTES:
+        elif limits.fixed_bytes > kept[1].fixed_bytes + UNNOTICED_BYTES // 2:
             made = self._refit(kept[0], limits, backward=backward)
         else:
             made, limits = kept
@@ -128,7 +126,7 @@ class Planner:
             base_bytes=base,
             peak_bytes=peak_bytes(self._device),
             reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
-            runtime_bytes=max(cold + _RUNTIME_BYTES - base, _LATER_RUNTIME_BYTES),
+            runtime_bytes=max(cold + _RUNTIME_BYTES - base, _LATER_RUNTIME_BYTES) + UNNOTICED_BYTES,
         )
 
     def _capture(self, sources: dict[str, Source]) -> Graph:

@@ -10,6 +10,9 @@ from functools import cache
 
 import torch
 
+UNNOTICED_BYTES = 16 * 2**20
+"""Allowed for in every plan: what a process may grow by before the planner looks at it again, and what other threads
+allocate while the trimmer looks."""
 _M_ARENA_MAX = -8
 """The number of this setting in glibc's malloc.h."""
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_unflatten
 from gigagrad.boxes import Box
 from gigagrad.events import Events, TileDone
 from gigagrad.execution.parallel import in_order
-from gigagrad.execution.process import Trimmer
+from gigagrad.execution.process import UNNOTICED_BYTES, Trimmer
 from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.tape import Tape, Values, add
 from gigagrad.execution.tile import StageProgram, TileInputs
@@ -31,10 +31,6 @@ from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_
 from gigagrad.stores import HostStore, Store
 
 Totals = dict[int, torch.Tensor]
-
-_TRIM_MARGIN_BYTES = 24 * 2**20
-"""Freed memory is given back when this close to what a plan allows: the process may have grown a little since the plan
-was made (the planner lets 8 MiB pass), and other threads allocate while this one looks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +74,7 @@ class Run:
         self._sums: Totals = {}
         largest = max((stage.tile_peak_bytes for stage in plan.stages), default=0)
         self._trimmer = (
-            Trimmer(plan.predicted_peak_bytes - plan.workers * largest - _TRIM_MARGIN_BYTES)
+            Trimmer(plan.predicted_peak_bytes - plan.workers * largest - UNNOTICED_BYTES)
             if prepared.device.type == "cpu"
             else None
         )
