@@ -1,5 +1,6 @@
 # make demo    everything once, ending in gigagrad-demo/report.html
 # make test    all tests
+# make zoo     a dozen published models, compared with plain autograd
 # make lint    style, formatting, types and the direction of the imports
 #
 # Each makes its own environment in .venv first, once; all it needs is Python 3.11 or later.
@@ -8,13 +9,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test zoo lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/gigagrad demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2
+
+zoo: $(INSTALLED)
+	rm -f .zoo.jsonl
+	$(BIN)/python bench/zoo.py --quick --exact-only --jobs 2 --out .zoo.jsonl
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -30,4 +35,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv build dist gigagrad-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .zoo.jsonl build dist gigagrad-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

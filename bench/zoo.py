@@ -7,7 +7,7 @@ Every model runs in processes of its own, under a time and a memory limit, so th
 compares one step with whole-image autograd on a deep copy: the loss, the gradient of every parameter and every buffer
 that the step changes (running statistics). Two more measure seconds and memory of one step in float32 on a larger
 image, with and without gigagrad (left out by `--exact-only`). One JSON line per model is appended to `--out`; models
-that are in it already are skipped unless `--again`. Prints one JSON line last.
+that are in it already are skipped unless `--again`. Prints one JSON line last; exits with 1 if any model failed.
 
 How errors are measured. For each tensor: the largest absolute difference, divided by the largest absolute value of
 plain autograd's tensor or by 1e-4 of the largest value among all tensors compared, whichever is more: a gradient that
@@ -161,7 +161,9 @@ def main() -> None:
             records[record["model"]] = record
             print(json.dumps(record), file=out, flush=True)
             print(f"{record['model']}: {failure(record) or 'exact'} ({record['seconds']} s)", flush=True)
-    print(json.dumps(summary([records[name] for name in names], [s for s, models in found.items() if not models])))
+    chosen = [records[name] for name in names]
+    print(json.dumps(summary(chosen, [s for s, models in found.items() if not models])))
+    sys.exit(any(failure(record) for record in chosen))
 
 
 if __name__ == "__main__":

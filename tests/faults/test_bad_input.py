@@ -101,7 +101,7 @@ EVALUATE = "evaluate --run {run} --split all --slides {at}/"
         (FIT + "absent.csv", r"line 2: .*nowhere\.svs does not exist", ()),
         # Truncation shows when a file is opened; what is wrong inside a tile shows when it is decoded.
         (FIT + "damaged.csv", "the file is corrupt there", RUN_FILES),
-        (FIT + "three.csv", "bce takes 0 and one other value", RUN_FILES),
+        (FIT + "three.csv", "a binary loss takes 0 and one other value", RUN_FILES),
         (FIT + "labelled.csv", "takes 0 or 1", ()),
         ("fit --config {at}/nothing.yaml --out {out}", r"nothing\.yaml", ()),
         ("fit --epochs 1 --slides {at}/good.csv --out {at}/file/run", "file", ()),

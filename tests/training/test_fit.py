@@ -278,7 +278,7 @@ def test_a_wrong_value_between_the_samples_is_found_by_the_first_step(config, co
     rare.write_text("slide,mask,split\nlarge.tif,rare.tif,train\n")
     settings = FitConfig(**{**config.to_dict(), "slides": str(rare)})
     steps = []
-    with pytest.raises(TargetError, match="bce takes 0 and one other value"):
+    with pytest.raises(TargetError, match="a binary loss takes 0 and one other value"):
         fit(settings, [lambda event: steps.append(event) if isinstance(event, MetricsLogged) else None])
     assert not steps
 

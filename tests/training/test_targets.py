@@ -9,6 +9,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.images import open_image
 from gigagrad.models import resolve
+from gigagrad.training import losses
 from gigagrad.training.losses import named_loss
 from gigagrad.training.targets import CheckedMask, TargetRule, output_channels, sample_mask
 
@@ -44,7 +45,23 @@ def test_mse_takes_numbers():
     assert named_loss("mse").function(torch.tensor([[3.0]]), torch.tensor([[1.0]])).item() == 4
 
 
-@pytest.mark.parametrize(("name", "channels"), [("bce", 1), ("mse", 1), ("ce", 3)])
+def test_dice_is_one_minus_the_coefficient():
+    target = torch.tensor([[[[0, 255], [255, 0]]]], dtype=torch.uint8)
+    sure = torch.where(target > 0, 50.0, -50.0)
+    assert named_loss("dice").function(sure, target).item() == pytest.approx(0)
+    assert named_loss("dice").function(-sure, target).item() == pytest.approx(1 - 1 / 3)  # 0 + 1 over 0 + 4 / 2 + 1
+    assert named_loss("tversky").function(-sure, target).item() == pytest.approx(1 - 1 / 3)
+    both = named_loss("bce").function(sure, target) + named_loss("dice").function(sure, target)
+    torch.testing.assert_close(named_loss("bce_dice").function(sure, target), both)
+
+
+def test_focal_is_bce_where_the_exponent_is_zero():
+    output, target = torch.randn(1, 1, 5, 6), torch.randint(0, 2, (1, 1, 5, 6), dtype=torch.uint8)
+    torch.testing.assert_close(losses.focal(output, target, gamma=0), losses.bce(output, target))
+    assert losses.focal(output, target) < losses.bce(output, target)
+
+
+@pytest.mark.parametrize(("name", "channels"), [("bce", 1), ("bce_dice", 1), ("focal", 1), ("mse", 1), ("ce", 3)])
 def test_losses_can_be_captured_without_values(name, channels):
     class Whole(torch.nn.Module):
         def forward(self, output, target):
@@ -57,7 +74,7 @@ def test_losses_can_be_captured_without_values(name, channels):
 
 def test_a_loss_of_the_users_own_is_found_and_an_unknown_one_refused():
     assert named_loss("torch.nn.functional:l1_loss").function is F.l1_loss
-    with pytest.raises(ConfigError, match="use bce, ce, mse or package"):
+    with pytest.raises(ConfigError, match="use bce, bce_dice, ce, dice, focal, mse, tversky or package"):
         named_loss("dice2")
     with pytest.raises(ModelError, match="has no 'l3_loss'"):
         named_loss("torch.nn.functional:l3_loss")
@@ -71,7 +88,7 @@ def test_bce_takes_zero_and_one_other_value(values):
 @pytest.mark.parametrize(
     ("loss", "channels", "mask", "words"),
     [
-        ("bce", 1, mask_of([1, 2]), "the values 1 and 2; bce takes 0 and one other value"),
+        ("bce", 1, mask_of([1, 2]), "the values 1 and 2; a binary loss takes 0 and one other value"),
         ("bce", 1, mask_of([0.5, np.nan], dtype=np.float32), "NaN or infinite"),
         ("bce", 1, mask_of([-1], dtype=np.int16), "the values"),
         ("ce", 3, mask_of([2, 3]), "class 3; ce takes 0 to 2"),

@@ -89,7 +89,10 @@ def _positive(text: str) -> int:
 _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "where tiles are computed (default: cpu)"},
     "--json": {"action": "store_true"},
-    "--loss": {"default": "bce", "help": "bce, ce, mse or package.module:callable (default: bce)"},
+    "--loss": {
+        "default": "bce",
+        "help": "bce, bce_dice, ce, dice, focal, mse, tversky or package.module:callable (default: bce)",
+    },
     "--memory": {
         "type": _memory,
         "help": "peak memory of the whole process (on a GPU: device memory), e.g. 1GiB; default: no bound",

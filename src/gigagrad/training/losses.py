@@ -37,6 +37,34 @@ def bce(output: Tensor, target: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(output, (target > 0).to(output.dtype))
 
 
+def dice(output: Tensor, target: Tensor) -> Tensor:
+    """One minus the soft Dice coefficient of the whole image (Milletari et al., 2016); logits, values above 0 are 1.
+
+    Sums over the image go into one quotient: a patch's Dice is another function, this one is exact on any tiling.
+    """
+    return tversky(output, target, false_positives=0.5, false_negatives=0.5)
+
+
+def tversky(output: Tensor, target: Tensor, *, false_positives: float = 0.3, false_negatives: float = 0.7) -> Tensor:
+    """One minus the Tversky index (Salehi et al., 2017) of the whole image, with 1 added above and below the line."""
+    p, t = torch.sigmoid(output), (target > 0).to(output.dtype)
+    hits = (p * t).sum()
+    misses = false_positives * (p * (1 - t)).sum() + false_negatives * ((1 - p) * t).sum()
+    return 1 - (hits + 1) / (hits + misses + 1)
+
+
+def bce_dice(output: Tensor, target: Tensor) -> Tensor:
+    """`bce` and `dice` added up."""
+    return bce(output, target) + dice(output, target)
+
+
+def focal(output: Tensor, target: Tensor, *, gamma: float = 2.0) -> Tensor:
+    """Mean focal loss (Lin et al., 2017) of logits, without class weights; values above 0 count as 1."""
+    t = (target > 0).to(output.dtype)
+    entropy = F.binary_cross_entropy_with_logits(output, t, reduction="none")
+    return ((1 - torch.exp(-entropy)) ** gamma * entropy).mean()
+
+
 def ce(output: Tensor, target: Tensor) -> Tensor:
     """Mean cross-entropy of logits `(1, C, H, W)` and class ids `(1, 1, H, W)`, or `(1, C)` and `(1,)`; skips 255."""
     ids = target.squeeze(1) if target.ndim == 4 else target
@@ -50,8 +78,12 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
 
 _LOSSES = {
     "bce": Loss(bce, binary=True),
+    "bce_dice": Loss(bce_dice, binary=True),
     "ce": Loss(ce, class_ids=True),
+    "dice": Loss(dice, binary=True),
+    "focal": Loss(focal, binary=True),
     "mse": Loss(mse),
+    "tversky": Loss(tversky, binary=True),
 }
 
 

@@ -36,7 +36,7 @@ class TargetRule:
         """A slide's number as the loss wants it: `(1,)` int64 class id, else `(1, 1)` float32. Raises `TargetError`."""
         if not self.loss.class_ids:
             if self.loss.binary and value not in (0, 1):
-                raise TargetError(f"the label of {name} is {value:g}; bce takes 0 or 1")
+                raise TargetError(f"the label of {name} is {value:g}; a binary loss takes 0 or 1")
             return torch.tensor([[value]], dtype=torch.float32)
         if value != int(value) or not 0 <= value < self.channels:
             raise TargetError(
@@ -55,7 +55,11 @@ class TargetRule:
         if self.loss.binary:
             known = largest if foreground is None or largest == 0 else foreground
             wrong = pixels[(pixels != 0) & (pixels != known)] if largest else pixels[pixels != 0]
-            return f"the values {wrong[0]:g} and {known:g}; bce takes 0 and one other value" if wrong.size else None
+            return (
+                f"the values {wrong[0]:g} and {known:g}; a binary loss takes 0 and one other value"
+                if wrong.size
+                else None
+            )
         if self.loss.class_ids:
             if pixels.dtype.kind not in "ub":
                 return f"{pixels.dtype} values; ce takes unsigned class ids"
