@@ -272,7 +272,7 @@ def test_frozen_parts_need_no_work(pair):
     plan = check(model, bce, pair)
     backward = [p for p in plan.passes if p.phase != "forward"]
     assert len(backward) == 1
-    assert all("conv2d" not in field.operator or field.nbytes for field in plan.kept)
+    assert all("conv2d" not in field.operator or field.size_bytes for field in plan.kept)
 
 
 def test_tied_parameters(pair):

@@ -12,6 +12,7 @@ STAGE = StagePlan(
     index=0,
     operators=23,
     reductions=1,
+    keeps=0,
     tile=(640, 512),
     tiles=(25, 125),
     crop=(760, 632),
@@ -25,9 +26,13 @@ PLAN = Plan(
     workers=1,
     stages=(STAGE,),
     passes=(Pass(0, "one pass"),),
+    kept=(),
+    whole_field=(),
     budget_bytes=None,
     base_bytes=400 << 20,
     parameter_bytes=1 << 20,
+    kept_bytes=0,
+    whole_field_bytes=0,
     reader_bytes=96 << 20,
     runtime_bytes=60 << 20,
     predicted_peak_bytes=690 << 20,
@@ -72,3 +77,11 @@ def test_in_the_terminal():
     shown = console.file.getvalue()
     for text in ("cpu [bold]", "640 x 512", "25 x 125", "690 MiB", "one pass"):
         assert text in shown
+
+
+def test_of_many_kept_fields_the_largest_are_shown():
+    kept = [{"operator": f"op{i}", "size_bytes": i * 2**20} for i in range(40)]
+    (table,) = plan_view({"kept": kept}).tables
+    assert table.title == "Kept: the largest 12 of 40"
+    assert [row[0] for row in table.rows] == [f"op{i}" for i in range(39, 27, -1)]
+    assert table.rows[0][1] == "39 MiB"

@@ -48,7 +48,7 @@ class KeptField:
     operator: str
     module: str
     shape: tuple[int, ...]
-    nbytes: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class WholeField:
 
     operator: str
     module: str
-    nbytes: int
+    size_bytes: int
     """Of its output."""
 
 
@@ -165,14 +165,14 @@ class Plan:
         if not self.kept:
             lines = ["Fields kept between stages: none (each stage computes from the image)"]
         else:
-            total = format_bytes(sum(field.nbytes for field in self.kept))
+            total = format_bytes(sum(field.size_bytes for field in self.kept))
             lines = [f"Fields kept between stages: {len(self.kept)}, {total} in all"]
-            largest = sorted(self.kept, key=lambda field: -field.nbytes)
-            lines += _most([(f"{f.operator} {list(f.shape)}", f.module, f.nbytes) for f in largest])
+            largest = sorted(self.kept, key=lambda field: -field.size_bytes)
+            lines += _most([(f"{f.operator} {list(f.shape)}", f.module, f.size_bytes) for f in largest])
         if self.whole_field:
             lines += ["", f"Operators that run on whole fields: {len(self.whole_field)}"]
-            largest_operators = sorted(self.whole_field, key=lambda operator: -operator.nbytes)
-            lines += _most([(o.operator, o.module, o.nbytes) for o in largest_operators])
+            largest_operators = sorted(self.whole_field, key=lambda operator: -operator.size_bytes)
+            lines += _most([(o.operator, o.module, o.size_bytes) for o in largest_operators])
         return lines
 
 

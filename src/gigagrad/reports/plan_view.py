@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+_LARGEST_SHOWN = 12
+
+
 @dataclass(frozen=True, slots=True)
 class PlanTable:
     """A titled table of text; all rows are as long as `columns`. `numeric` says which columns align right."""
@@ -100,9 +103,14 @@ def plan_renderable(plan: Mapping[str, Any]) -> RenderableType:
 
 
 def _table(name: str, rows: list[Mapping[str, Any]]) -> PlanTable:
+    """Of what is listed with its size, the largest; a deep network keeps more fields than anybody reads about."""
+    title = _label(name)
+    if len(rows) > _LARGEST_SHOWN and all("size_bytes" in row for row in rows):
+        title = f"{title}: the largest {_LARGEST_SHOWN} of {len(rows)}"
+        rows = sorted(rows, key=lambda row: -row["size_bytes"])[:_LARGEST_SHOWN]
     keys = list(dict.fromkeys(key for row in rows for key in row))
     return PlanTable(
-        title=_label(name),
+        title=title,
         columns=tuple(_label(key) for key in keys),
         rows=tuple(tuple(show(key, row.get(key)) for key in keys) for row in rows),
         numeric=tuple(
