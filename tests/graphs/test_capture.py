@@ -243,3 +243,26 @@ def test_the_model_may_stay_where_it_is():
     graph = capture(Net().to("meta"), lambda o, t: (o * t * weight).mean(), IMAGE, TARGET)
     assert graph[graph.output].differentiable
     assert [value.device.type for value in graph.constants.values()] == ["meta"]
+
+
+def test_what_a_first_forward_makes_is_made_in_every_run():
+    """A model may fill a buffer when it sees a new size; what a first trace made is no constant of the second."""
+
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.register_buffer("grid", torch.zeros(1, 1))
+
+        def forward(self, x):
+            if self.grid.shape != x.shape[-2:]:
+                self.grid = torch.arange(x.shape[-1], dtype=x.dtype).expand(x.shape[-2:])
+            return x * self.grid * self.scale
+
+    model = Lazy()
+    graph = capture(model, mean_product, IMAGE, TARGET)
+    assert "aten.arange.start" in {node.op for node in graph.nodes} or "aten.arange.default" in {
+        n.op for n in graph.nodes
+    }
+    assert not any(node.op == "buffer" for node in graph.nodes)
+    assert model.grid.shape == (1, 1)

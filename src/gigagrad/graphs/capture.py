@@ -131,9 +131,10 @@ def capture(
             goals = tuple(_empty(spec, home) for spec in _listed(target))
             inputs = (images, goals if isinstance(target, tuple) else goals[0]) if goals else (images,)
         try:
-            fake = _fake_copy(composite, mode)
+            # A copy of its own: a model may keep what its first forward made.
             with mode:
-                _refuse_own_gradients(fake(*inputs))
+                _refuse_own_gradients(_fake_copy(composite, mode)(*inputs))
+            fake = _fake_copy(composite, mode)
             # Around the tracing, not inside the module: an exported autocast region has lost its modules' names.
             with _autocast(home, composite.autocast):
                 program = torch.export.export(fake, inputs, strict=False).run_decompositions({})
@@ -250,6 +251,12 @@ def _convert(
                 )
             else:
                 values[node.name] = _stored(builder, spec, program, composite)
+                traced, real = tuple(node.meta["val"].shape), builder.node(values[node.name]).shape
+                if traced != real:
+                    raise CaptureError(
+                        f"'{spec.target}' has shape {real}, but the model gave it shape {traced} while it was traced; "
+                        "run the model once on an image of this size, or make the tensor in every forward"
+                    )
         elif node.op == "call_function":
             values[node.name] = _call(builder, node, values)
         else:
