@@ -260,9 +260,7 @@ def test_what_a_first_forward_makes_is_made_in_every_run():
             return x * self.grid * self.scale
 
     model = Lazy()
-    graph = capture(model, mean_product, IMAGE, TARGET)
-    assert "aten.arange.start" in {node.op for node in graph.nodes} or "aten.arange.default" in {
-        n.op for n in graph.nodes
-    }
+    graph = capture(model, lambda o, t: o.mean() * t.mean(), IMAGE, TARGET)
+    assert any(node.op.startswith("aten.arange") for node in graph.nodes)
     assert not any(node.op == "buffer" for node in graph.nodes)
     assert model.grid.shape == (1, 1)

@@ -7,6 +7,7 @@ and the captured graph holds every value's true whole-image shape.
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import sysconfig
 import traceback
@@ -164,10 +165,16 @@ def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """torch.export warns about its own internals on every call; nothing there is the user's to mend."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """torch.export warns about its own internals on every call, and logs the traceback of what becomes our error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _fake_copy(module: Composite, mode: FakeTensorMode) -> nn.Module:
