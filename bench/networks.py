@@ -2,7 +2,7 @@
 
     python bench/networks.py [--networks 1000] [--seed 0] [--log runs/networks.jsonl]
 
-The networks come from the generator of tests/exactness/networks.py. Prints the recipe of every failure, which is Python
+The networks come from the generator in tests/exactness/networks/. Prints the recipe of every failure, which is Python
 and can be pasted into tests/exactness/test_networks.py, and one JSON line last. With `--log` every network is written
 down as soon as it is done, and a campaign that was stopped goes on where it was.
 """

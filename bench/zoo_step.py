@@ -10,6 +10,7 @@ import copy
 import json
 import re
 import resource
+import sys
 import time
 import warnings
 from collections import Counter
@@ -29,6 +30,10 @@ from zoo_models import Subject, subjects
 
 import gigagrad as gg
 from gigagrad.execution.process import peak_resident_bytes, resident_bytes, return_freed_memory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "exactness"))
+
+from comparison import order_cotangents
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 FLOOR = 1e-4
@@ -58,19 +63,8 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 
 def plain_step(model: nn.Module, image: Tensor, target: Tensor) -> Tensor:
-    """Plain autograd, but for gradients that reach a BatchNorm out of order: those are copied into order first.
-
-    PyTorch 2.13 takes a gradient of shape (1, C, H, W) with strides (C, 1, W C, C) for contiguous on the CPU, and
-    gives wrong gradients (tokens made by `flatten(2).transpose(1, 2)` send such a one back).
-    """
-
-    def ordered(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(Tensor.contiguous)
-
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.register_forward_hook(ordered)
+    """Plain autograd on the whole image, protected from a fault of its own."""
+    order_cotangents(model)
     value = loss(model(image[None]), target[None] if target.ndim == 3 else target)
     value.backward()
     return value.detach()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 import gigagrad as gg
 
@@ -24,6 +27,48 @@ class Comparison:
     tile_count: int
 
 
+def compiled(
+    model: nn.Module,
+    loss: Callable[[Any, Tensor], Tensor],
+    image: Tensor,
+    target: Tensor,
+    *,
+    tile: tuple[int, int] | None,
+    device: str = "cpu",
+    layout: str | None = None,
+) -> gg.Engine:
+    """An engine that runs this image's tiles in the memory layout "contiguous" or "channels_last".
+
+    With None the choice is the engine's own, and for convolutions in double precision that is always "contiguous".
+    """
+    engine = gg.compile(model, loss, tile=tile, device=device)
+    if layout is None:
+        return engine
+    engine.plan(image, target)
+    state = engine.state_dict()
+    for choice in state["choices"].values():
+        choice["memory_format"] = layout
+    engine = gg.compile(model, loss, tile=tile, device=device)
+    engine.load_state_dict(state)
+    assert engine.plan(image, target).memory_format == layout
+    return engine
+
+
+def order_cotangents(model: nn.Module) -> None:
+    """From now on cotangents reach the model's batch and instance norms in contiguous layout.
+
+    In another one plain autograd gets some of them wrong (docs/decisions/0008-where-plain-autograd-is-wrong.md).
+    """
+
+    def ordered(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(Tensor.contiguous)
+
+    for module in model.modules():
+        if isinstance(module, _BatchNorm | _InstanceNorm):
+            module.register_forward_hook(ordered)
+
+
 def compare(
     model: nn.Module,
     loss: Callable[[Tensor, Tensor], Tensor],
@@ -32,15 +77,18 @@ def compare(
     *,
     tile: tuple[int, int] | None,
     device: str = "cpu",
+    layout: str | None = None,
 ) -> Comparison:
-    """`image` is `(C, H, W)`; a dense `target` is `(C, H, W)` too, and a label is passed as it is."""
+    """`image` is `(C, H, W)`; a dense `target` is `(C, H, W)` too, and a label is passed as it is. `layout` as in
+    `compiled`."""
     reference_model = copy.deepcopy(model)
     reference_model.zero_grad()
+    order_cotangents(reference_model)
     whole = loss(reference_model(image[None]), target[None] if target.ndim == 3 else target)
     whole.backward()
     expected = {name: p.grad for name, p in reference_model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    engine = gg.compile(model, loss, tile=tile, device=device)
+    engine = compiled(model, loss, image, target, tile=tile, device=device, layout=layout)
     value = engine.backward(image, target)
     scale = torch.stack([g.norm() for g in expected.values()]).norm().item() if expected else 0.0
     worst, worst_name = 0.0, ""
