@@ -22,6 +22,10 @@ layers = {
         gg.models.Normalise(), torch.nn.Conv2d(3, 32, 3, 2, 1), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3, 1, 1),
         torch.nn.ReLU(), torch.nn.ConvTranspose2d(32, 1, 4, 2, 1)),
     "paper": lambda: gg.models.resolve("paper-unet"),
+    "normed": lambda: torch.nn.Sequential(
+        gg.models.Normalise(), *(layer for i, o in ((3, 16), (16, 16), (16, 16), (16, 16)) for layer in (
+            torch.nn.Conv2d(i, o, 3, padding=1), torch.nn.BatchNorm2d(o), torch.nn.ReLU())),
+        torch.nn.Conv2d(16, 1, 1)),
 }
 model = layers[name]()
 image = np.broadcast_to(np.random.default_rng(0).integers(0, 255, (3, 1, width), dtype=np.uint8), (3, height, width))
@@ -50,7 +54,13 @@ def run_step(name: str, height: int, width: int, memory: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("name", "height", "width", "memory"),
-    [("paper", 4001, 6003, "1 GiB"), ("paper", 3000, 3000, "512 MiB"), ("wide", 1502, 2004, "800 MiB")],
+    [
+        ("paper", 4001, 6003, "1 GiB"),
+        ("paper", 3000, 3000, "512 MiB"),
+        ("wide", 1502, 2004, "800 MiB"),
+        ("normed", 1203, 1401, "1 GiB"),
+        ("normed", 1203, 1401, "760 MiB"),
+    ],
 )
 def test_a_step_stays_below_prediction_and_budget(name: str, height: int, width: int, memory: str) -> None:
     result = run_step(name, height, width, memory)

@@ -47,13 +47,13 @@ def test_units_come_from_the_names():
     assert facts["Budget"] == "-"
     assert facts["Predicted peak"] == "690 MiB"
     assert facts["Predicted time"] == "32.4 s"
-    stages, passes = view.tables
+    assert facts["Passes"] == "one pass 0"
+    (stages,) = view.tables
     row = dict(zip(stages.columns, stages.rows[0], strict=True))
     assert row["Tile"] == "640 x 512"
     assert row["Computed ratio"] == "1.123"
     assert row["Tile peak"] == "118 MiB"
     assert dict(zip(stages.columns, stages.numeric, strict=True))["Operators"]
-    assert passes.rows == (("0", "one pass"),)
 
 
 def test_rows_may_differ_and_values_may_be_anything():
@@ -77,6 +77,12 @@ def test_in_the_terminal():
     shown = console.file.getvalue()
     for text in ("cpu [bold]", "640 x 512", "25 x 125", "690 MiB", "one pass"):
         assert text in shown
+
+
+def test_passes_are_told_as_runs():
+    passes = [{"stage": i, "phase": "forward"} for i in range(3)] + [{"stage": 2, "phase": "one pass"}]
+    passes += [{"stage": i, "phase": "backward"} for i in (1, 0)]
+    assert dict(plan_view({"passes": passes}).facts)["Passes"] == "forward 0 to 2, one pass 2, backward 1 to 0"
 
 
 def test_of_many_kept_fields_the_largest_are_shown():

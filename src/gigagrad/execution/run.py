@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_unflatten
 from gigagrad.boxes import Box
 from gigagrad.events import Events, TileDone
 from gigagrad.execution.parallel import in_order
-from gigagrad.execution.process import UNNOTICED_BYTES, Trimmer
+from gigagrad.execution.process import UNNOTICED_BYTES, Trimmer, return_freed_memory
 from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.tape import Tape, Values, add
 from gigagrad.execution.tile import StageProgram, TileInputs
@@ -322,15 +322,20 @@ class Run:
         return [node.id for node in self._graph.nodes if node.op == GATHER and node.operands[0] == field]
 
     def _allocate(self, index: int) -> None:
-        """The stores that begin their life with this pass."""
-        for life in self._lifetimes:
-            if life.first == index:
-                node = self._graph[life.field]
-                assert node.axes is not None
-                stores = self._cotangents if life.cotangent else self._kept
-                stores[life.field] = HostStore(
-                    node.shape, node.dtype, node.axes, device=self._prepared.device, memory_format=self._prepared.layout
-                )
+        """The stores that begin their life with this pass.
+
+        They take memory from the system at once, so what earlier tiles freed is given back before.
+        """
+        beginning = [life for life in self._lifetimes if life.first == index]
+        if beginning and self._prepared.device.type == "cpu":
+            return_freed_memory()
+        for life in beginning:
+            node = self._graph[life.field]
+            assert node.axes is not None
+            stores = self._cotangents if life.cotangent else self._kept
+            stores[life.field] = HostStore(
+                node.shape, node.dtype, node.axes, device=self._prepared.device, memory_format=self._prepared.layout
+            )
 
     def _release(self, index: int) -> None:
         """The stores whose life ends with this pass; the images' own gradients are results and stay."""

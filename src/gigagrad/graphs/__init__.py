@@ -1,7 +1,7 @@
 """From a module to a graph: capture at the image's true size, and the operator table that says how to run on crops."""
 
 from gigagrad.graphs.capture import Composite, InputSpec, capture
-from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, FIELD_SUM, GATHER, SCATTER, Graph, Node, Ref
+from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, FIELD_SUM, GATHER, MOMENTS, SCATTER, Graph, Node, Ref
 from gigagrad.graphs.table import Call, Row, Saved, Site, lookup, register
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "FIELD_MAX",
     "FIELD_SUM",
     "GATHER",
+    "MOMENTS",
     "SCATTER",
     "Call",
     "Composite",

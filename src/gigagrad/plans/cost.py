@@ -86,7 +86,8 @@ class Costs:
             tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward),
         )
         read = sum(crop_bytes(graph, tile, i) for i in stage.reads)
-        cotangents = sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
+        # The kept fields' shares come along with their cotangents.
+        cotangents = 2 * sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
         pixels = reference.size(0) * reference.size(1)
         return TileCost(plan, self._tile_seconds(stage, tile, backward) * pixels / useful, read + cotangents)
 

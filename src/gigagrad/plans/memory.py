@@ -8,7 +8,7 @@ cleverer implementation would need.
 
 from __future__ import annotations
 
-from gigagrad.graphs import Call, Graph, Saved, lookup
+from gigagrad.graphs import MOMENTS, Call, Graph, Saved, lookup
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.stages import Stage
 
@@ -39,6 +39,9 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
         return peak
 
     cotangents: dict[int, int] = {i: size[i] for i in run if i not in pending and graph[i].differentiable}
+    # A moment's gradient is made of a few passes over its field, before anything else is pulled back.
+    moments = [graph[r].operands[0] for r in stage.reductions if graph[r].op == MOMENTS and graph[r].differentiable]
+    peak = max(peak, live + sum(cotangents.values()) + 3 * max((size.get(i, 0) for i in moments), default=0))
     released: set[int] = set()
     last_saver = {i: _first_saver(graph, run, i) for i in saved}
     for node_id in reversed(run):

@@ -47,6 +47,8 @@ def plan_view(plan: Mapping[str, Any]) -> PlanView:
             inner = plan_view(value)
             facts += [(f"{_label(name)}: {label}", text) for label, text in inner.facts]
             tables += inner.tables
+        elif name == "passes" and isinstance(value, list):
+            facts.append((_label(name), _passes(value)))
         elif isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
             tables.append(_table(name, value))
         else:
@@ -100,6 +102,20 @@ def plan_renderable(plan: Mapping[str, Any]) -> RenderableType:
             table.add_row(*map(Text, row))
         parts.append(table)
     return Group(*parts)
+
+
+def _passes(passes: list[Mapping[str, Any]]) -> str:
+    """The sweeps in order, runs of one phase as ranges: `forward 0 to 10, backward 10 to 0`."""
+    runs: list[tuple[str, Any, Any]] = []
+    for step in passes:
+        phase, stage = str(step.get("phase")), step.get("stage")
+        if runs and runs[-1][0] == phase:
+            runs[-1] = (phase, runs[-1][1], stage)
+        else:
+            runs.append((phase, stage, stage))
+    return ", ".join(
+        f"{phase} {first}" if first == last else f"{phase} {first} to {last}" for phase, first, last in runs
+    )
 
 
 def _table(name: str, rows: list[Mapping[str, Any]]) -> PlanTable:

@@ -32,6 +32,8 @@ _PUBLISHED_BYTES: Final = 103_610_000_000
 _PLAN_PARTS: Final = {
     "base_bytes": "process before the run",
     "parameter_bytes": "parameters",
+    "kept_bytes": "fields kept, with cotangents",
+    "whole_field_bytes": "whole-field operators",
     "reader_bytes": "pixels read ahead",
     "runtime_bytes": "kernels, threads, allocator",
 }
@@ -191,7 +193,11 @@ def _plan_parts(plan: Mapping[str, Any]) -> list[tuple[str, int]]:
     parts = [(label, int(number(plan, key))) for key, label in _PLAN_PARTS.items()]
     stages = plan.get("stages")
     tiles = [int(number(mapping(stage), "tile_peak_bytes")) for stage in (stages if isinstance(stages, list) else ())]
-    return [*parts, ("one tile", max(tiles, default=0))]
+    workers = max(1, int(number(plan, "workers")))
+    return [
+        *((label, size) for label, size in parts if size),
+        ("tiles being computed", workers * max(tiles, default=0)),
+    ]
 
 
 def _to_look_at(predictions: Sequence[Predicted]) -> list[Predicted]:
