@@ -135,6 +135,7 @@ STATISTICS = {
     "smallest": lambda x: x * x.amin(dim=(-1, -2), keepdim=True),
     "by hand": lambda x: (x - x.mean((2, 3), keepdim=True)) / (x.var((2, 3), keepdim=True, correction=0) + 1e-5).sqrt(),
 }
+STATISTICS["deviation of a constant"] = lambda x: x + (x * 0 + x.mean((2, 3), keepdim=True)).std((2, 3), keepdim=True)
 WHOLE = {
     "attention": attention,
     "attention pooling": attention_pooling,

@@ -9,7 +9,7 @@ from gigagrad.boxes import Span
 from gigagrad.graphs.table import Refused
 
 side = st.integers(1, 20)
-factors = st.sampled_from([0.5, 1.0, 1.5, 2.0, 2.7, 3.0, 4.0, 1 / 3, 0.37])
+factors = st.sampled_from([0.5, 1.0, 1.1, 1.3, 1.5, 2.0, 2.7, 3.0, 4.0, 1 / 3, 0.37])
 
 
 def resized(b, x, mode, size, scale, align):

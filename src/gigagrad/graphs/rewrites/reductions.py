@@ -44,7 +44,7 @@ def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
         correction = 1 if arguments.get("unbiased", True) else 0
     result = builder.aten("mul.Scalar", variance, count / max(count - correction, 0))
     if ".std" in op:
-        result = builder.aten("sqrt.default", result)
+        result = _deviation(builder, result, mean)
     shape = [1 if dim in dims else size for dim, size in enumerate(builder.node(field).shape)]
     dtype = builder.node(field).dtype
     outputs = []
@@ -53,6 +53,15 @@ def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
             value = builder.aten("view.default", value, shape)
         outputs.append(to_dtype(builder, value, dtype))
     return outputs if "_mean" in op else outputs[0]
+
+
+def _deviation(builder: Builder, variance: Ref, mean: Ref) -> Ref:
+    """The root; 0 with gradient 0, as PyTorch has it, where a field is constant but for the rounding of its moments."""
+    rounding = builder.aten("mul.Scalar", builder.aten("mul.Tensor", mean, mean), 8 * torch.finfo(torch.float64).eps)
+    varies = builder.aten("gt.Tensor", variance, builder.aten("detach.default", rounding))
+    safe = builder.aten("where.self", varies, variance, builder.aten("ones_like.default", variance))
+    zeros = builder.aten("zeros_like.default", variance)
+    return builder.aten("where.self", varies, builder.aten("sqrt.default", safe), zeros)
 
 
 def _extreme(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:

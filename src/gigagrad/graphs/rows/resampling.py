@@ -45,7 +45,10 @@ class Resize:
 
     @property
     def scale(self) -> float:
-        """Input pixels per output pixel, as PyTorch computes it."""
+        """Input pixels per output pixel, as PyTorch computes it: of equal sizes its linear kernel copies, whatever the
+        factor that led to them."""
+        if self.mode == "bilinear" and self.size == self.out_size:
+            return 1.0
         if self.align_corners:
             return (self.size - 1) / (self.out_size - 1) if self.out_size > 1 else 0.0
         return 1 / self.factor if self.factor else self.size / self.out_size
