@@ -186,6 +186,33 @@ def test_an_auxiliary_head(pair):
     check(Two(), lambda o, t: bce(o["out"], t) + 0.4 * dice(o["aux"], t), pair)
 
 
+LATE = {
+    "a factor": lambda o, t: F.mse_loss(o, t) * o.detach().flatten().median(),
+    "a summand": lambda o, t: F.mse_loss(o, t).log() + o.detach().flatten().median(),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_loss_that_waits_for_a_whole_field_of_its_last_stage(name, pair):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 1))
+    assert check(model, LATE[name], pair).whole_field
+
+
+def test_a_buffer_that_takes_a_whole_field(pair):
+    class Memory(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 1, 3, padding=1)
+            self.register_buffer("last", torch.zeros(1, 1, HEIGHT, WIDTH))
+
+        def forward(self, x):
+            y = self.conv(x)
+            self.last.copy_(y.detach())
+            return y
+
+    check(Memory(), F.mse_loss, pair)
+
+
 def test_class_weights_from_the_image(pair):
     def loss(output, target):
         positive = target.mean()

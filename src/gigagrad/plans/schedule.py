@@ -43,7 +43,7 @@ def differentiable_reductions(graph: Graph, stage: Stage) -> tuple[int, ...]:
 def last_cotangents(graph: Graph, stage: Stage) -> Cotangents:
     """How the cotangents of the reductions of the last stage become known."""
     varying = differentiable_reductions(graph, stage)
-    if any(graph[i].differentiable for i in stage.kept):
+    if stage.kept:  # a field that is kept is written by a forward sweep, and something global waits for it
         return Cotangents.AFTER_FORWARD
     if _affine(graph, set(varying), set(stage.reductions)):
         return Cotangents.AFFINE
