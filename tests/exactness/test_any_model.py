@@ -198,6 +198,27 @@ def test_a_loss_that_waits_for_a_whole_field_of_its_last_stage(name, pair):
     assert check(model, LATE[name], pair).whole_field
 
 
+@pytest.mark.parametrize("start", [None, torch.zeros(1, dtype=torch.float64)], ids=["none", "another shape"])
+def test_a_buffer_that_is_replaced_when_a_new_size_is_seen(pair, start):
+    class Ramp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 1, 3, padding=1)
+            self.register_buffer("ramp", start)
+
+        def forward(self, x):
+            if self.ramp is None or self.ramp.shape[-1] != x.shape[-1]:
+                self.ramp = torch.arange(x.shape[-1], dtype=x.dtype)
+            return self.conv(x) * self.ramp
+
+    model = Ramp().double()
+    check(model, bce, pair)
+    engine = gg.compile(model, bce, tile=(20, 17))
+    for _ in range(2):  # the second capture finds the buffer as the first run left it
+        engine.backward(*pair)
+        assert torch.equal(model.ramp, torch.arange(WIDTH, dtype=torch.float64))
+
+
 def test_a_buffer_that_takes_a_whole_field(pair):
     class Memory(nn.Module):
         def __init__(self):

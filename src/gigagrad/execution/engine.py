@@ -248,7 +248,13 @@ class Engine:
     def _update_buffers(self, run: Run) -> None:
         """Running statistics and the like: once a run, as PyTorch would."""
         for name, value in run.updates.items():
-            self._composite.get_buffer(name).copy_(value)
+            path, _, own = name.rpartition(".")
+            owner = self._composite.get_submodule(path)
+            buffer = getattr(owner, own)
+            if buffer is not None and buffer.shape == value.shape:
+                buffer.copy_(value)
+            else:
+                setattr(owner, own, value.clone() if buffer is None else value.to(buffer, copy=True))
 
     @contextmanager
     def _sources(self, image: Any, target: Any) -> Iterator[dict[str, Source]]:

@@ -8,6 +8,7 @@ made again with the same tiles, and with others only if those no longer fit.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +137,9 @@ class Planner:
             for kind in ("image", "target")
         )
         target = targets if len(targets) > 1 else targets[0] if targets else None
-        return capture(composite.model, composite.loss, images, target, composite.precision)
+        graph = capture(composite.model, composite.loss, images, target, composite.precision)
+        gc.collect()  # tracing leaves cycles behind, which would count as held by the process
+        return graph
 
     def _refit(self, kept: Prepared, limits: Limits, *, backward: bool) -> Prepared:
         """The same tiles in a process that has grown."""

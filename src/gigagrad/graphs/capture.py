@@ -90,10 +90,13 @@ class Composite(nn.Module):
         self.precision = precision
         self.training = model.training
 
-    def forward(self, images: tuple[torch.Tensor, ...], target: Any = None) -> Any:
+    def forward(self, images: tuple[torch.Tensor, ...], target: Any = None) -> tuple[Any, dict[str, torch.Tensor]]:
+        """What the loss or the model returns, and the buffers that were replaced by new tensors on the way."""
+        before = dict(self.named_buffers())
         with _Observed():
             output = self.model(*images)
-            return output if self.loss is None else self.loss(output, target)
+            result = output if self.loss is None else self.loss(output, target)
+        return result, {name: now for name, now in self.named_buffers() if now is not before.get(name)}
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -276,10 +279,13 @@ def _note_updates(program: torch.export.ExportedProgram, values: dict[str, Any],
     """New values of the buffers that the model writes while it runs."""
     for spec in program.graph_signature.output_specs:
         if spec.kind.name == "BUFFER_MUTATION":
-            value = values[spec.arg.name]
-            builder.updates[str(spec.target)] = builder.gather(value) if builder.is_field(value) else value
+            _note_update(builder, str(spec.target), values[spec.arg.name])
         elif spec.kind.name == "USER_INPUT_MUTATION":
             raise CaptureError("the model or the loss writes into its input; let it work on a clone")
+
+
+def _note_update(builder: Builder, name: str, value: Ref) -> None:
+    builder.updates[name] = builder.gather(value) if builder.is_field(value) else value
 
 
 def _stored(builder: Builder, spec: Any, program: torch.export.ExportedProgram, composite: Composite) -> Ref:
@@ -351,9 +357,12 @@ def _origin(node: torch.fx.Node) -> Origin:
 def _outputs(
     program: torch.export.ExportedProgram, values: dict[str, Any], builder: Builder, *, has_loss: bool
 ) -> tuple[list[Ref], TreeSpec | None]:
-    """What the loss or the model returns, and how it is nested."""
+    """What the loss or the model returns, and how it is nested. Notes the buffers that were replaced."""
     specs = [s for s in program.graph_signature.output_specs if s.kind.name == "USER_OUTPUT"]
-    found = [values.get(getattr(spec.arg, "name", "")) for spec in specs]
+    returned, replaced = program.call_spec.out_spec.children()
+    for name, spec in zip(replaced.context, specs[returned.num_leaves :], strict=True):
+        _note_update(builder, name, values[spec.arg.name])
+    found = [values.get(getattr(spec.arg, "name", "")) for spec in specs[: returned.num_leaves]]
     outputs = [value for value in found if isinstance(value, Ref)]
     if has_loss:
         if len(found) != 1 or not outputs:
@@ -365,5 +374,4 @@ def _outputs(
             )
     if not outputs or len(outputs) != len(found):
         raise CaptureError("the model must return tensors, got something else beside them")
-    structure = program.call_spec.out_spec
-    return outputs, None if structure is None or structure.is_leaf() else structure
+    return outputs, None if returned.is_leaf() else returned

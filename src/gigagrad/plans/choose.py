@@ -26,6 +26,9 @@ _ALLOCATOR_SLACK = 1.5
 _USUAL_SIDE_PX = 128
 """Tile side at which plans that keep different fields are compared."""
 
+_ROOM_BYTES = 24 * 2**20
+"""By how much a process differs from the one that was refused: its first allocations, its garbage."""
+
 _SHARED_EFFICIENCY = 0.5
 """What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
 
@@ -280,11 +283,11 @@ def _speedup(threads: int, workers: int, tile_count: int) -> float:
 
 
 def _roomy(needed_bytes: int) -> int:
-    """A budget to recommend: some MiB to spare, because a process never starts twice with the same size, and rounded
-    up to a number that survives being printed with three digits and typed in again.
+    """A budget to recommend: with room to spare, because a process never has the same size twice, and rounded up to a
+    number that survives being printed with three digits and typed in again.
     """
     step = max(16 * 2**20, 1 << (needed_bytes.bit_length() - 6))
-    return -(-(needed_bytes + 8 * 2**20) // step) * step
+    return -(-(needed_bytes + _ROOM_BYTES) // step) * step
 
 
 def _gradient_bytes(graph: Graph, *, backward: bool) -> int:
