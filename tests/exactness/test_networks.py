@@ -28,63 +28,37 @@ TOLERANCE = 1e-9
 recipes = st.composite(lambda draw: draw_recipe(lambda low, high: draw(st.integers(low, high))))
 
 HEAD = {"out": 1, "kernel_size": 1}
+
+
+def small(channels: int, *nodes: Node, loss: str = "mse", steps: int = 1) -> Recipe:
+    """A chain of nodes on an image of 8 x 8 px, the last of them the output."""
+    return Recipe((channels, 8, 8), nodes, (len(nodes),), loss=loss, loss_options={}, tile=(4, 4), steps=steps)
+
+
 KNOWN = {
-    "instance norm whose output nothing reads": Recipe(
-        image=(1, 8, 8),
-        nodes=(Node("norm", (0,), {"kind": "instance", "track_running_stats": True}), Node("conv", (0,), HEAD)),
-        outputs=(2,),
-        loss="mse",
-        loss_options={},
-        tile=(4, 4),
+    "instance norm whose output nothing reads": small(
+        1, Node("norm", (0,), {"kind": "instance", "track_running_stats": True}), Node("conv", (0,), HEAD)
     ),
-    "batch norm that averages over all its steps": Recipe(
-        image=(1, 8, 8),
-        nodes=(Node("norm", (0,), {"kind": "batch", "momentum": None}), Node("conv", (1,), HEAD)),
-        outputs=(2,),
-        loss="mse",
-        loss_options={},
-        tile=(4, 4),
-        steps=2,
+    "batch norm that averages over all its steps": small(
+        1, Node("norm", (0,), {"kind": "batch", "momentum": None}), Node("conv", (1,), HEAD), steps=2
     ),
-    "one batch norm under two names": Recipe(
-        image=(1, 8, 8),
-        nodes=(Node("norm", (0,), {"kind": "batch"}), Node("again", (1,), {"node": 1}), Node("conv", (2,), HEAD)),
-        outputs=(3,),
-        loss="mse",
-        loss_options={},
-        tile=(4, 4),
+    "one batch norm under two names": small(
+        1, Node("norm", (0,), {"kind": "batch"}), Node("again", (1,), {"node": 1}), Node("conv", (2,), HEAD)
     ),
-    "one instance norm run twice in a step": Recipe(
-        image=(1, 8, 8),
-        nodes=(
-            Node("norm", (0,), {"kind": "instance", "affine": True, "track_running_stats": True}),
-            Node("again", (1,), {"node": 1}),
-            Node("conv", (2,), HEAD),
-        ),
-        outputs=(3,),
-        loss="mse",
-        loss_options={},
-        tile=(4, 4),
+    "one instance norm run twice in a step": small(
+        1,
+        Node("norm", (0,), {"kind": "instance", "affine": True, "track_running_stats": True}),
+        Node("again", (1,), {"node": 1}),
+        Node("conv", (2,), HEAD),
     ),
-    "group norm of one group behind a permutation": Recipe(
-        image=(4, 8, 8),
-        nodes=(
-            Node("norm", (0,), {"kind": "channels"}),
-            Node("norm", (1,), {"kind": "group", "groups": 1, "affine": True}),
-            Node("conv", (2,), HEAD),
-        ),
-        outputs=(3,),
-        loss="mse",
-        loss_options={},
-        tile=(4, 4),
+    "group norm of one group behind a permutation": small(
+        4,
+        Node("norm", (0,), {"kind": "channels"}),
+        Node("norm", (1,), {"kind": "group", "groups": 1, "affine": True}),
+        Node("conv", (2,), HEAD),
     ),
-    "a field flattened behind a product with a number": Recipe(
-        image=(3, 8, 8),
-        nodes=(Node("modulate", (0, 0), {}), Node("classifier", (1,), {"kind": "flat", "out": 2})),
-        outputs=(2,),
-        loss="label",
-        loss_options={},
-        tile=(4, 4),
+    "a field flattened behind a product with a number": small(
+        3, Node("modulate", (0, 0), {}), Node("classifier", (1,), {"kind": "flat", "out": 2}), loss="label"
     ),
 }
 

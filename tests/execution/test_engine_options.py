@@ -36,6 +36,15 @@ def plain(model, image, target):
     return model
 
 
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def assert_same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
 def test_an_image_that_requires_a_gradient_gets_one(net, image, target):
     net, image, target = net.double(), image.double(), target.double()
     expected = image.clone().requires_grad_()
@@ -81,8 +90,7 @@ def test_several_images_are_several_arguments(image, target):
     reference = copy.deepcopy(model)
     F.mse_loss(reference(image[None], other[None]), target[None]).backward()
     gg.compile(model, F.mse_loss, tile=(10, 12)).backward((image, other), target)
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+    assert_same(gradients(model), gradients(reference))
 
 
 def test_several_targets_come_as_a_tuple(net, image, target):
@@ -95,8 +103,7 @@ def test_several_targets_come_as_a_tuple(net, image, target):
     reference = copy.deepcopy(net)
     loss(reference(image[None]), (target[None], label)).backward()
     gg.compile(net, loss, tile=(10, 12)).backward(image, (target, label))
-    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+    assert_same(gradients(net), gradients(reference))
 
 
 def test_a_model_may_return_several_values(net, image):
@@ -185,17 +192,16 @@ def noisy_gradients(image, *, tile, threads=1, seed=7):
         values = [engine.backward(image.double(), torch.zeros(1)).item() for _ in range(2)]
     finally:
         torch.set_num_threads(before)
-    return values, [p.grad for p in model.parameters()]
+    return values, gradients(model)
 
 
 @pytest.mark.parametrize("tile", [(5, 7), (16, 16), (64, 64)])
 def test_any_tiling_sees_the_same_mask(image, tile):
-    values, gradients = noisy_gradients(image, tile=(9, 11))
+    values, expected = noisy_gradients(image, tile=(9, 11))
     assert values[0] != values[1], "each run draws anew"
-    others, other_gradients = noisy_gradients(image, tile=tile, threads=2)
+    others, found = noisy_gradients(image, tile=tile, threads=2)
     assert others == pytest.approx(values, rel=1e-12)
-    for ours, theirs in zip(gradients, other_gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    assert_same(found, expected)
 
 
 def test_another_seed_draws_another_mask(image):

@@ -88,3 +88,28 @@ def test_only_so_many_sizes_are_kept(monkeypatch):
         engine.plan(torch.zeros(1, 10, width))
     assert engine.plan(torch.zeros(1, 10, 10)) is not first
     assert len(engine.state_dict()["choices"]) == 3
+
+
+@pytest.mark.parametrize("kept", [[10**6], [0], [4]], ids=["no such node", "an image", "another number of stages"])
+def test_an_adopted_choice_of_another_model_is_not_used(job, kept):
+    engine, plan, _, notices = job
+    before = plan()
+    state = engine.state_dict()
+    for choice in state["choices"].values():
+        choice["kept"] = kept
+    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
+    other.load_state_dict(state)
+    image = np.zeros((3, 3000, 3000), np.uint8)
+    assert other.plan(image, image[:1]).kept == before.kept
+    assert not notices
+
+
+def test_a_choice_is_for_the_sizes_of_all_images():
+    class Both(torch.nn.Module):
+        def forward(self, a, b):
+            return a.mean() + b.mean()
+
+    engine = gg.compile(Both(), tile=(8, 8))
+    for size in (20, 30):
+        engine.forward((torch.zeros(1, 16, 16), torch.zeros(1, size, size)))
+    assert list(engine.state_dict()["choices"]) == ["forward 1x1x16x16 1x1x20x20", "forward 1x1x16x16 1x1x30x30"]

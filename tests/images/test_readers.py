@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -233,8 +234,9 @@ class TestZarrArray(ReaderConformance):
 class OmeZarrConformance(PyramidConformance):
     zarr_format: int
 
+    @abstractmethod
     def attributes(self, multiscales: list[Any]) -> dict[str, Any]:
-        raise NotImplementedError
+        """The group's attributes that hold these."""
 
     def make(self, folder: Path, array_CHW: np.ndarray) -> Any:
         group = zarr.create_group(folder / "image.ome.zarr", zarr_format=self.zarr_format)

@@ -1,5 +1,7 @@
 """One conformance suite for all stores: every tier inherits it."""
 
+from abc import ABC, abstractmethod
+
 import pytest
 import torch
 
@@ -7,11 +9,12 @@ from gigagrad.boxes import Box, tiles
 from gigagrad.stores import HostStore, Store
 
 
-class StoreConformance:
+class StoreConformance(ABC):
     """A backend's test class says how to `make` a store of a shape, dtype and axes."""
 
+    @abstractmethod
     def make(self, shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, int]) -> Store:
-        raise NotImplementedError
+        """A new store."""
 
     def test_a_new_store_holds_zeros(self):
         store = self.make((1, 3, 7, 9), torch.float32, (-2, -1))

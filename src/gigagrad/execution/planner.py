@@ -54,6 +54,11 @@ class Choice:
         tiles = tuple(stage.tile for stage in plan.stages)
         return cls(plan.memory_format, plan.workers, tiles, tuple(field.node for field in plan.kept))
 
+    def suits(self, graph: Graph) -> bool:
+        """Whether the graph has these fields and as many stages: a choice may come from another version of a model."""
+        computed = all(i < len(graph.nodes) and graph[i].is_field and not graph[i].is_source for i in self.kept)
+        return computed and len(split_stages(graph, self.kept)) == len(self.tiles)
+
     def to_dict(self) -> dict[str, Any]:
         tiles = [list(tile) for tile in self.tiles]
         return {
@@ -97,7 +102,7 @@ class Planner:
         graph = kept[0].graph if kept is not None else self._capture(sources)
         limits = self._limits(sources)
         if kept is None:
-            made = self._first(graph, sources["image"].spec.shape, limits, backward=backward)
+            made = self._first(graph, sources, limits, backward=backward)
         elif limits.fixed_bytes > kept[1].fixed_bytes + UNNOTICED_BYTES // 2:
             made = self._refit(kept[0], limits, backward=backward)
         else:
@@ -106,7 +111,7 @@ class Planner:
         self._kept.move_to_end(key)
         if len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)
-        self._choices[_name(made.plan.image_shape, backward=backward)] = Choice.of(made.plan)
+        self._choices[_name(sources, backward=backward)] = Choice.of(made.plan)
         return made
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,10 +155,13 @@ class Planner:
     def _prepared(self, graph: Graph, plan: Plan) -> Prepared:
         return Prepared(graph, plan, split_stages(graph, [field.node for field in plan.kept]), self._device)
 
-    def _first(self, graph: Graph, image_shape: tuple[int, ...], limits: Limits, *, backward: bool) -> Prepared:
+    def _first(self, graph: Graph, sources: dict[str, Source], limits: Limits, *, backward: bool) -> Prepared:
         """A first plan; both memory layouts are tried where the run is long enough to pay for it."""
+        image_shape = sources["image"].spec.shape
         # A changed model is planned anew, so a choice is adopted once.
-        adopted = self._adopted.pop(_name(image_shape, backward=backward), None)
+        adopted = self._adopted.pop(_name(sources, backward=backward), None)
+        if adopted is not None and not adopted.suits(graph):
+            adopted = None
         if adopted is not None:
             plan = self._again(graph, image_shape, limits, adopted, backward=backward)
         else:
@@ -203,8 +211,9 @@ class Planner:
         )
 
 
-def _name(image_shape: tuple[int, ...], *, backward: bool) -> str:
-    return f"{'backward' if backward else 'forward'} {'x'.join(map(str, image_shape))}"
+def _name(sources: dict[str, Source], *, backward: bool) -> str:
+    shapes = ["x".join(map(str, source.spec.shape)) for name, source in sources.items() if name.startswith("image")]
+    return " ".join(["backward" if backward else "forward", *shapes])
 
 
 def _usual_layout(graph: Graph) -> str:

@@ -38,7 +38,7 @@ class Tape:
         self.gradients: Values = {}
         """The parameters' gradients by node: sums over a stage's tiles, which are in float64, rounded and added up."""
         self._level = levels(graph, kept)
-        self._leaves: list[int] = []
+        self._leaves: dict[int, None] = {}
         self._pending: Values = {}
         self._cotangents: Values = {}
 
@@ -48,7 +48,7 @@ class Tape:
         wanted = node.differentiable and self.backward
         self.values[node_id] = value.detach().requires_grad_(wanted)
         if wanted:
-            self._leaves.append(node_id)
+            self._leaves[node_id] = None
 
     def compute(self) -> None:
         """Every global whose operands are known."""

@@ -118,6 +118,19 @@ class Plan:
         fields["whole_field"] = tuple(WholeField(**operator) for operator in data["whole_field"])
         return cls(**fields)
 
+    def memory_parts(self) -> list[tuple[str, int]]:
+        """What the predicted peak is made of: a name for people, and bytes. Parts of nothing are left out."""
+        parts = [
+            ("process before the run", self.base_bytes),
+            ("parameters: gradients, sums", self.parameter_bytes),
+            ("fields kept, with cotangents", self.kept_bytes),
+            ("whole-field operators", self.whole_field_bytes),
+            ("pixels read ahead", self.reader_bytes),
+            ("kernels, threads, allocator", self.runtime_bytes),
+            ("tiles being computed", self.workers * max((s.tile_peak_bytes for s in self.stages), default=0)),
+        ]
+        return [(name, size) for name, size in parts if size]
+
     def __str__(self) -> str:
         height, width = self.image_shape[-2:]
         lines = [
@@ -144,16 +157,7 @@ class Plan:
             )
         lines += _columns(rows)
         lines += ["", *self._kept_lines(), ""]
-        parts = [
-            ("process before the run", self.base_bytes),
-            ("parameters: gradients, sums", self.parameter_bytes),
-            ("fields kept, with cotangents", self.kept_bytes),
-            ("whole-field operators", self.whole_field_bytes),
-            ("pixels read ahead", self.reader_bytes),
-            ("kernels, threads, allocator", self.runtime_bytes),
-            ("tiles being computed", self.workers * max((s.tile_peak_bytes for s in self.stages), default=0)),
-        ]
-        lines += _columns([(name, format_bytes(size)) for name, size in parts if size])
+        lines += _columns([(name, format_bytes(size)) for name, size in self.memory_parts()])
         budget = "no budget set" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
         lines.append(f"predicted peak: {format_bytes(self.predicted_peak_bytes)} ({budget})")
         if self.predicted_seconds is not None:

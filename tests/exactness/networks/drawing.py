@@ -85,7 +85,7 @@ def _try(network: Network, node: Node, area: int = 1) -> bool:
             # The variance of a single position is not a number, and not kept.
             warnings.simplefilter("ignore")
             value = network.grow(node)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):  # what PyTorch refuses is no network
         return False
     n, c, h, w = value.shape if value.ndim == 4 else (*value.shape, 1, 1)
     useful = n == 1 and c <= MOST_CHANNELS and area <= h * w <= MOST_PIXELS and (h * w == 1 or min(h, w) > 1)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from gigagrad.graphs.builder import Builder
-from gigagrad.graphs.graph import MOMENTS, Ref
+from gigagrad.graphs.graph import IMAGE_AXES, MOMENTS, Ref
+from gigagrad.graphs.table import Refused
 
 Rewrite = Callable[[Builder, str, dict[str, Any]], Any]
 
@@ -23,6 +24,14 @@ def spatial_dims(builder: Builder, field: Ref, dims: Sequence[int] | int | None)
     positive = list(range(rank)) if not dims else sorted({dim % rank for dim in dims})
     assert node.axes is not None
     return positive, sum(axis + rank in positive for axis in node.axes)
+
+
+def require_nchw(builder: Builder, field: Ref) -> tuple[int, ...]:
+    """The field's shape. Raises `Refused` for any other layout."""
+    node = builder.node(field)
+    if node.axes != IMAGE_AXES or len(node.shape) != 4:
+        raise Refused("its input is not laid out as (N, C, H, W)")
+    return node.shape
 
 
 def mean_and_variance(builder: Builder, field: Ref, dims: list[int]) -> tuple[Ref, Ref, int]:

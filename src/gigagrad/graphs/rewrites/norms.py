@@ -13,15 +13,8 @@ import torch
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import MOMENTS, Ref
-from gigagrad.graphs.rewrites.common import Rewrite, from_sums, mean_and_variance, to_dtype
+from gigagrad.graphs.rewrites.common import Rewrite, from_sums, mean_and_variance, require_nchw, to_dtype
 from gigagrad.graphs.table import Refused
-
-
-def _require_channels_second(builder: Builder, field: Ref) -> tuple[int, ...]:
-    node = builder.node(field)
-    if node.axes != (-2, -1) or len(node.shape) != 4:
-        raise Refused("its input is not laid out as (N, C, H, W)")
-    return node.shape
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -50,7 +43,7 @@ def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
         plain = {**arguments, "training": False, "cudnn_enabled": False}
         names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
         return builder.call("aten.batch_norm.default", {n: plain[n] for n in (*names, "cudnn_enabled")})
-    _require_channels_second(builder, field)
+    require_nchw(builder, field)
     mean, variance, count = mean_and_variance(builder, field, [0, 2, 3])
     if count == 1:
         raise Refused("training-mode batch normalisation of a single value per channel")
@@ -80,7 +73,7 @@ def _blend(builder: Builder, old: Ref, new: Ref, momentum: float) -> Ref:
 
 def _group_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field, groups = arguments["input"], arguments["num_groups"]
-    images, channels, height, width = _require_channels_second(builder, field)
+    images, channels, height, width = require_nchw(builder, field)
     sums = builder.reduction(MOMENTS, field, [2, 3])
     grouped = builder.aten("view.default", sums, [2, images, groups, channels // groups])
     count = channels // groups * height * width
@@ -95,7 +88,7 @@ def _group_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 def _instance_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field = arguments["input"]
-    images, channels, *_ = _require_channels_second(builder, field)
+    images, channels, *_ = require_nchw(builder, field)
     if arguments["use_input_stats"]:
         assert arguments["running_mean"] is None, "tracing updates them itself"
         mean, variance, _ = mean_and_variance(builder, field, [2, 3])

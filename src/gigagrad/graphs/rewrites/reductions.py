@@ -12,7 +12,7 @@ import torch
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, Ref
-from gigagrad.graphs.rewrites.common import Rewrite, mean_and_variance, spatial_dims, to_dtype
+from gigagrad.graphs.rewrites.common import Rewrite, mean_and_variance, require_nchw, spatial_dims, to_dtype
 from gigagrad.graphs.rows.pointwise import PIXEL_LOSSES
 from gigagrad.graphs.table import Refused
 
@@ -97,19 +97,12 @@ def _first_maximum(builder: Builder, field: Ref) -> Ref:
     return builder.field_sum(builder.aten("mul.Tensor", field, chosen), dims, keepdim=True)
 
 
-def _require_nchw(builder: Builder, field: Ref) -> tuple[int, ...]:
-    node = builder.node(field)
-    if node.axes != (-2, -1) or len(node.shape) != 4:
-        raise Refused("its input is not laid out as (N, C, H, W)")
-    return node.shape
-
-
 def _adaptive_average(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """Bin o of n averages [floor(o s / n), ceil((o + 1) s / n)): two small matrices, so tiles add up."""
     field: Ref = arguments["self"]
     if list(arguments["output_size"]) == [1, 1]:
         return _sum(builder, "aten.mean.dim", {"self": field, "dim": [-2, -1], "keepdim": True, "dtype": None})
-    *_, height, width = _require_nchw(builder, field)
+    *_, height, width = require_nchw(builder, field)
     weights = [
         builder.constant(f"gigagrad.bins.{bins}.{size}", _bin_weights(bins, size))
         for bins, size in zip(arguments["output_size"], (height, width), strict=True)
@@ -127,7 +120,7 @@ def _bin_weights(bins: int, size: int) -> torch.Tensor:
 
 def _adaptive_maximum(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     field: Ref = arguments["self"]
-    _require_nchw(builder, field)
+    require_nchw(builder, field)
     if list(arguments["output_size"]) != [1, 1]:
         raise Refused(f"adaptive max pooling to {tuple(arguments['output_size'])}")
     return [_first_maximum(builder, field), None]
