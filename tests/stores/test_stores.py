@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gigagrad.boxes import Box, tiles
-from gigagrad.stores import HostStore, Store
+from gigagrad.stores import DiskStore, HostStore, Scratch, Store
 
 
 class StoreConformance(ABC):
@@ -18,6 +18,7 @@ class StoreConformance(ABC):
 
     def test_a_new_store_holds_zeros(self):
         store = self.make((1, 3, 7, 9), torch.float32, (-2, -1))
+        store.flush()
         assert torch.equal(store.whole(), torch.zeros(1, 3, 7, 9))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
@@ -26,6 +27,7 @@ class StoreConformance(ABC):
         store = self.make(tuple(field.shape), dtype, (-2, -1))
         for box in tiles(17, 23, 5, 8):
             store.write(box, field[..., box.y0 : box.y1, box.x0 : box.x1])
+        store.flush()
         assert torch.equal(store.whole(), field)
         assert store.whole().dtype == dtype
         assert torch.equal(store.read(Box(3, 4, 11, 20)), field[..., 3:11, 4:20])
@@ -38,6 +40,7 @@ class StoreConformance(ABC):
             crop = torch.rand(1, 2, *box.shape, dtype=torch.float64)
             store.add(box, crop)
             expected[..., box.y0 : box.y1, box.x0 : box.x1] += crop
+        store.flush()
         assert torch.equal(store.whole(), expected)
 
     def test_the_axes_may_stand_anywhere(self):
@@ -45,6 +48,7 @@ class StoreConformance(ABC):
         store = self.make((1, 5, 6, 4), torch.float32, (-3, -2))
         for box in tiles(5, 6, 2, 4):
             store.write(box, field[:, box.y0 : box.y1, box.x0 : box.x1])
+        store.flush()
         assert torch.equal(store.whole(), field)
         assert torch.equal(store.read(Box(1, 2, 3, 6)), field[:, 1:3, 2:6])
 
@@ -57,3 +61,14 @@ class TestHostStore(StoreConformance):
 class TestHostStoreChannelsLast(StoreConformance):
     def make(self, shape, dtype, axes):
         return HostStore(shape, dtype, axes, device=torch.device("cpu"), memory_format=torch.channels_last)
+
+
+class TestDiskStore(StoreConformance):
+    @pytest.fixture(autouse=True)
+    def scratch(self, tmp_path):
+        self._scratch = Scratch(tmp_path, 0)
+        yield
+        self._scratch.close()
+
+    def make(self, shape, dtype, axes):
+        return DiskStore(shape, dtype, axes, scratch=self._scratch, name="field")

@@ -1,6 +1,8 @@
-"""Where kept fields live. One abstract store; host memory is the tier there is so far."""
+"""Where kept fields live: one abstract store, in memory or in files under a scratch folder."""
 
+from gigagrad.stores.disk import DiskStore
 from gigagrad.stores.host import HostStore
+from gigagrad.stores.scratch import WRITES_BEHIND, Scratch
 from gigagrad.stores.store import Store
 
-__all__ = ["HostStore", "Store"]
+__all__ = ["WRITES_BEHIND", "DiskStore", "HostStore", "Scratch", "Store"]

@@ -37,4 +37,10 @@ class HostStore(Store):
         self._view(box).copy_(crop)
 
     def add(self, box: Box, crop: torch.Tensor) -> None:
-        self._view(box).add_(crop)
+        self._view(box).add_(crop.to(self._tensor.device))
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        del self._tensor

@@ -12,7 +12,7 @@ from gigagrad.boxes import Box
 class Store(ABC):
     """A field of the given shape; `axes` are the (negative) positions of y and x. All boxes lie inside the field.
 
-    Danger: reads beside writes of overlapping boxes are not synchronised; stages never do that.
+    Danger: what was written or added may be read only after `flush`; passes never read what they write.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, int]) -> None:
@@ -31,6 +31,14 @@ class Store(ABC):
     @abstractmethod
     def add(self, box: Box, crop: torch.Tensor) -> None:
         """Add to what the box holds; a new store holds zeros."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until everything that was written can be read."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the store holds; it is not used again."""
 
     def whole(self) -> torch.Tensor:
         """The whole field."""

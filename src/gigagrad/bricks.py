@@ -1,0 +1,52 @@
+"""How a field lies in a file: small square blocks of pixels ("bricks"), so that any box is read in few long runs.
+
+Planning counts their bytes and stores write them. A brick holds all channels of its pixels, pixel by pixel; bricks lie
+in the file row by row, each in a slot of whole pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MOST_BYTES = 64 * 2**10
+_SIDES_PX = (8, 16, 32, 64)
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Bricks:
+    """The bricks of a field of `height x width` pixels of so many bytes each."""
+
+    height: int
+    width: int
+    bytes_per_pixel: int
+
+    @property
+    def side(self) -> int:
+        """Pixels along a brick's side: as many as keep it within 64 KiB, but between 8 and 64."""
+        fitting = [side for side in _SIDES_PX if side * side * self.bytes_per_pixel <= _MOST_BYTES]
+        return max(fitting, default=_SIDES_PX[0])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of bricks."""
+        return -(-self.height // self.side), -(-self.width // self.side)
+
+    @property
+    def brick_bytes(self) -> int:
+        return self.side**2 * self.bytes_per_pixel
+
+    @property
+    def slot_bytes(self) -> int:
+        """A brick's place in the file."""
+        return -(-self.brick_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        return self.shape[0] * self.shape[1] * self.slot_bytes
+
+    def read_ratio(self, height: int, width: int) -> float:
+        """Pixels of bricks touched per pixel of a box of this size, on average over where it may lie."""
+        side = self.side
+        touched = [(length + side - 1) for length in (height, width)]
+        return touched[0] * touched[1] / (height * width)

@@ -1,0 +1,162 @@
+"""A field in a file, brick by brick (bricks.py), each with a checksum.
+
+A box touches the bricks around it, so reading costs little more than its own bytes, and a row of bricks is one call.
+What is read is compared with what was written: a file that changed in between is an error, never a wrong gradient.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from math import prod
+
+import numpy as np
+import torch
+
+from gigagrad.boxes import Box
+from gigagrad.bricks import Bricks
+from gigagrad.errors import StoreError
+from gigagrad.stores.scratch import Scratch
+from gigagrad.stores.store import Store
+
+Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+"""Bricks as they lie in the file: one a row, its slot's bytes along it."""
+
+
+class DiskStore(Store):
+    """One preallocated file in a run's scratch folder. Writing happens behind; read what another pass wrote, only.
+
+    Raises:
+        StoreError: there is no space, the disk fails, or what is read is not what was written.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, int], *, scratch: Scratch, name: str
+    ) -> None:
+        super().__init__(shape, dtype, axes)
+        self._height, self._width = (shape[axis] for axis in axes)
+        self._others = [axis for axis in range(-len(shape), 0) if axis not in axes]
+        self._rest = tuple(shape[axis] for axis in self._others)
+        bricks = Bricks(self._height, self._width, prod(self._rest) * dtype.itemsize)
+        self._side, self._slot_bytes, self._brick_bytes = bricks.side, bricks.slot_bytes, bricks.brick_bytes
+        self._checksums = np.zeros(bricks.shape, np.uint32)
+        self._written = np.zeros(bricks.shape, bool)
+        """Bricks that have been written; all others hold zeros."""
+        self._scratch = scratch
+        self._path = scratch.folder / name
+        self._file = scratch.create(name, bricks.file_bytes)
+
+    def read(self, box: Box) -> torch.Tensor:
+        result = torch.empty((*box.shape, *self._rest), dtype=self.dtype)
+        for row in self._rows(box):
+            pixels = self._pixels(self._load(row, box))
+            top = row * self._side
+            y0, y1 = max(box.y0, top), min(box.y1, top + self._side)
+            left = box.x0 // self._side * self._side
+            result[y0 - box.y0 : y1 - box.y0] = pixels[y0 - top : y1 - top, box.x0 - left : box.x1 - left]
+        return self._as_stored(result)
+
+    def write(self, box: Box, crop: torch.Tensor) -> None:
+        self._update_behind(box, crop, add=False)
+
+    def add(self, box: Box, crop: torch.Tensor) -> None:
+        self._update_behind(box, crop, add=True)
+
+    def flush(self) -> None:
+        self._scratch.flush()
+
+    def close(self) -> None:
+        self._scratch.flush()
+        os.close(self._file)
+        self._path.unlink(missing_ok=True)
+
+    def _update_behind(self, box: Box, crop: torch.Tensor, *, add: bool) -> None:
+        pixels = crop.detach().to("cpu", self.dtype)
+        if pixels.untyped_storage().nbytes() > pixels.nbytes:
+            pixels = pixels.clone()  # a view would keep all of a larger crop until it is written
+        pixels = pixels.permute(*self.axes, *self._others)
+        self._scratch.behind(lambda: self._update(box, pixels, add=add))
+
+    def _update(self, box: Box, crop: torch.Tensor, *, add: bool) -> None:
+        """Replace, or add to, the pixels of the box, brick row by brick row."""
+        for row in self._rows(box):
+            top, left = row * self._side, box.x0 // self._side * self._side
+            y0, y1 = max(box.y0, top), min(box.y1, top + self._side)
+            bricks = self._load(row, box) if add or not self._covers(box, row) else self._blank(box)
+            pixels = self._pixels(bricks)
+            part = pixels[y0 - top : y1 - top, box.x0 - left : box.x1 - left]
+            given = crop[y0 - box.y0 : y1 - box.y0]
+            if add:
+                part.add_(given)
+            else:
+                part.copy_(given)
+            self._save(row, box, bricks, pixels)
+
+    def _rows(self, box: Box) -> range:
+        return range(box.y0 // self._side, -(-box.y1 // self._side))
+
+    def _columns(self, box: Box) -> slice:
+        return slice(box.x0 // self._side, -(-box.x1 // self._side))
+
+    def _covers(self, box: Box, row: int) -> bool:
+        """Whether the box holds every pixel of the bricks that it touches in this row of bricks."""
+        side = self._side
+        y_inside = box.y0 <= row * side and box.y1 >= min((row + 1) * side, self._height)
+        return y_inside and box.x0 % side == 0 and (box.x1 % side == 0 or box.x1 == self._width)
+
+    def _blank(self, box: Box) -> Rows:
+        columns = self._columns(box)
+        return np.zeros((columns.stop - columns.start, self._slot_bytes), np.uint8)
+
+    def _pixels(self, bricks: Rows) -> torch.Tensor:
+        """One row of bricks as pixels `(side, n * side, ...)`: a copy."""
+        flat = torch.from_numpy(bricks[:, : self._brick_bytes]).view(self.dtype)
+        each = flat.reshape(len(bricks), self._side, self._side, *self._rest)
+        return each.transpose(0, 1).reshape(self._side, -1, *self._rest)
+
+    def _load(self, row: int, box: Box) -> Rows:
+        """The bricks that the box touches in one row of bricks, checked."""
+        columns = self._columns(box)
+        bricks = self._blank(box)
+        written = self._written[row, columns]
+        if written.any():
+            offset = (row * self._written.shape[1] + columns.start) * self._slot_bytes
+            try:
+                count = os.preadv(self._file, [memoryview(bricks).cast("B")], offset)
+            except OSError as error:
+                raise StoreError(f"cannot read '{self._path}': {error.strerror or error}") from error
+            if count != bricks.nbytes:
+                raise StoreError(f"'{self._path}' ended early: it has been changed since it was written")
+        for i, column in enumerate(range(columns.start, columns.stop)):
+            if not written[i]:
+                bricks[i] = 0
+            elif zlib.crc32(bricks[i]) != self._checksums[row, column]:
+                raise StoreError(
+                    f"'{self._path}' does not hold what was written to it (checksum of block {row}, {column}); "
+                    "the disk may be failing, or something else writes to the scratch folder"
+                )
+        return bricks
+
+    def _save(self, row: int, box: Box, bricks: Rows, pixels: torch.Tensor) -> None:
+        columns = self._columns(box)
+        each = pixels.reshape(self._side, len(bricks), self._side, *self._rest).transpose(0, 1).flatten(1)
+        bricks[:, : self._brick_bytes] = each.view(torch.uint8).numpy()
+        for i, column in enumerate(range(columns.start, columns.stop)):
+            self._checksums[row, column] = zlib.crc32(bricks[i])
+        offset = (row * self._written.shape[1] + columns.start) * self._slot_bytes
+        data = memoryview(bricks).cast("B")
+        while data:
+            try:
+                count = os.pwrite(self._file, data, offset)
+            except OSError as error:
+                raise StoreError(f"cannot write '{self._path}': {error.strerror or error}") from error
+            data, offset = data[count:], offset + count
+        self._written[row, columns] = True
+
+    def _as_stored(self, pixels: torch.Tensor) -> torch.Tensor:
+        """From `(height, width, others...)` to the field's own order of axes: a view."""
+        rank = len(self.shape)
+        order = [0] * rank
+        for position, axis in enumerate((*self.axes, *self._others)):
+            order[axis + rank] = position
+        return pixels.permute(order)

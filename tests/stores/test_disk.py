@@ -1,0 +1,157 @@
+"""Files that are damaged, folders that are full, missing or left behind, and boxes that cut bricks anywhere."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gigagrad.boxes import Box
+from gigagrad.bricks import Bricks
+from gigagrad.errors import StoreError
+from gigagrad.stores import DiskStore, Scratch
+
+
+@pytest.fixture
+def scratch(tmp_path):
+    scratch = Scratch(tmp_path, 0)
+    yield scratch
+    scratch.close()
+
+
+def store(scratch, shape=(1, 3, 150, 170), dtype=torch.float32, name="field"):
+    return DiskStore(shape, dtype, (-2, -1), scratch=scratch, name=name)
+
+
+@st.composite
+def boxes(draw, height=150, width=170):
+    y = sorted(draw(st.lists(st.integers(0, height), min_size=2, max_size=2, unique=True)))
+    x = sorted(draw(st.lists(st.integers(0, width), min_size=2, max_size=2, unique=True)))
+    return Box(y[0], x[0], y[1], x[1])
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(boxes(), st.booleans()), max_size=6), boxes(), st.sampled_from([3, 70]))
+def test_any_boxes_written_and_added_give_what_a_tensor_would(tmp_path_factory, updates, read, channels):
+    shape = (1, channels, 150, 170)
+    expected = torch.zeros(shape, dtype=torch.float64)
+    scratch = Scratch(tmp_path_factory.mktemp("scratch"), 0)
+    try:
+        field = store(scratch, shape, torch.float64)
+        for number, (box, adds) in enumerate(updates):
+            crop = torch.full((1, channels, *box.shape), number + 0.5, dtype=torch.float64)
+            view = expected[..., box.y0 : box.y1, box.x0 : box.x1]
+            if adds:
+                field.add(box, crop)
+                view.add_(crop)
+            else:
+                field.write(box, crop)
+                view.copy_(crop)
+        field.flush()
+        assert torch.equal(field.read(read), expected[..., read.y0 : read.y1, read.x0 : read.x1])
+        field.close()
+    finally:
+        scratch.close()
+
+
+def test_what_is_stored_may_live_in_any_layout(scratch):
+    field = torch.randn(1, 3, 150, 170).contiguous(memory_format=torch.channels_last)
+    kept = store(scratch)
+    kept.write(Box.whole(150, 170), field)
+    kept.flush()
+    assert torch.equal(kept.whole(), field)
+
+
+@pytest.mark.parametrize("position", [0, 40_000, -1])
+def test_a_damaged_file_is_noticed(scratch, position):
+    kept = store(scratch, shape=(1, 3, 128, 128))
+    kept.write(Box.whole(128, 128), torch.randn(1, 3, 128, 128))
+    kept.flush()
+    path = scratch.folder / "field"
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match="does not hold what was written"):
+        kept.whole()
+
+
+def test_a_file_that_was_cut_short_is_noticed(scratch):
+    kept = store(scratch)
+    kept.write(Box.whole(150, 170), torch.randn(1, 3, 150, 170))
+    kept.flush()
+    os.truncate(scratch.folder / "field", 1000)
+    with pytest.raises(StoreError, match="ended early"):
+        kept.whole()
+
+
+def test_a_failure_behind_is_raised_by_the_next_call(scratch):
+    kept = store(scratch)
+    os.close(kept._file)
+    kept._file = os.open(scratch.folder / "field", os.O_RDONLY)
+    kept.write(Box.whole(150, 170), torch.ones(1, 3, 150, 170))
+    with pytest.raises(StoreError, match="cannot write"):
+        kept.flush()
+
+
+def test_a_folder_that_is_missing_or_too_small_is_refused(tmp_path):
+    with pytest.raises(StoreError, match="does not exist"):
+        Scratch(tmp_path / "nowhere", 0)
+    with pytest.raises(StoreError, match=r"free, the plan needs .* make room"):
+        Scratch(tmp_path, 2**60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    with pytest.raises(StoreError, match="Read-only file system"):
+        Scratch(tmp_path, 0)
+
+
+def test_a_full_disk_is_named(scratch, monkeypatch):
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(StoreError, match="no space left"):
+        store(scratch)
+
+
+def test_nothing_remains_after_a_run(tmp_path):
+    scratch = Scratch(tmp_path, 0)
+    store(scratch)
+    scratch.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_run_and_nothing_else(tmp_path):
+    program = (
+        "import os, sys, pathlib; from gigagrad.stores import Scratch; "
+        "s = Scratch(pathlib.Path(sys.argv[1]), 0); s.create('field', 10000); print(s.folder.name, flush=True); "
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    left = tmp_path / done.stdout.strip()
+    assert (left / "field").stat().st_size == 10000
+    (tmp_path / "mine").mkdir()
+    alive = Scratch(tmp_path, 0)
+    assert not left.exists()
+    other = Scratch(tmp_path, 0)
+    assert alive.folder.is_dir()
+    alive.close()
+    other.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000))
+def test_bricks_cover_the_field(height, width, bytes_per_pixel):
+    bricks = Bricks(height, width, bytes_per_pixel)
+    rows, columns = bricks.shape
+    assert (rows - 1) * bricks.side < height <= rows * bricks.side
+    assert (columns - 1) * bricks.side < width <= columns * bricks.side
+    assert bricks.brick_bytes <= bricks.slot_bytes < bricks.brick_bytes + 4096
