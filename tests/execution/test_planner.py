@@ -96,7 +96,7 @@ def test_an_adopted_choice_of_another_model_is_not_used(job, kept):
     before = plan()
     state = engine.state_dict()
     for choice in state["choices"].values():
-        choice["kept"] = kept
+        choice["kept"] = [[node, "memory"] for node in kept]
     other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
     other.load_state_dict(state)
     image = np.zeros((3, 3000, 3000), np.uint8)

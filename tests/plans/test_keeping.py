@@ -96,9 +96,16 @@ def test_kept_fields_are_in_memory_whenever_they_are_read(share):
         for field in stage.kept:
             assert values[field].first <= index <= values[field].last
             assert step.phase == "forward" or cotangents[field].last == index
-    held = bytes_by_pass(graph, stages, passes)
-    assert len(held) == len(passes)
-    assert max(held, default=0) <= 2 * sum(graph[i].nbytes for i in kept)
+    tiers = dict(zip(kept, cycle([MEMORY, DISK]), strict=False))
+    for tier in (MEMORY, DISK):
+        held = bytes_by_pass(graph, stages, passes, tiers, tier)
+        assert len(held) == len(passes)
+        fields = [graph[i] for i in kept if tiers[i] == tier]
+        assert max(held, default=0) <= 2 * sum(_file_bytes(field) if tier == DISK else field.nbytes for field in fields)
+
+
+def _file_bytes(field):
+    return Bricks(field.size(0), field.size(1), field.bytes_per_pixel).file_bytes
 
 
 def plan_with(graph, budget):

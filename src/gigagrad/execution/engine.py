@@ -17,13 +17,13 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.events import Events, StepMeasured
 from gigagrad.execution.assemble import assemble
+from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.planner import Planner
 from gigagrad.execution.process import peak_bytes, share_one_arena
 from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
 from gigagrad.graphs import Composite, Graph
 from gigagrad.plans import Plan
-from gigagrad.units import parse_bytes
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -43,6 +43,9 @@ def compile(
     memory: str | int | None = None,
     device: str | torch.device = "cpu",
     precision: str | None = None,
+    scratch: str | Path | None = None,
+    scratch_bytes: str | int | None = None,
+    host_memory: str | int | None = None,
     tile: tuple[int, int] | None = None,
     seed: int | None = None,
 ) -> Engine:
@@ -59,6 +62,10 @@ def compile(
         precision: `"bfloat16"` or `"float16"` as autocast would, `"float32"` or `"float64"` as if the model and the
             image were cast; None: the model's own dtype. Sums over tiles are in float64 in any case, and gradients come
             in their parameters' dtypes.
+        scratch: an existing folder, on a fast disk, for the fields that do not fit in `memory`: in a folder of this
+            run's own, which goes when the run ends. Without it such fields are computed again.
+        scratch_bytes: the most that these files may take; None: what is free.
+        host_memory: the same for host memory beside a GPU; None: what is free.
         tile: `(height, width)` in pixels of the last field, to force the tile's shape (tests, experiments).
         seed: of random operators (dropout, stochastic depth), which otherwise draw from PyTorch's own generator. With
             one, the n-th run of an engine draws the same numbers as the n-th run of another.
@@ -66,7 +73,8 @@ def compile(
     Raises:
         ConfigError: an argument cannot be used.
     """
-    return Engine(model, loss, memory=memory, device=device, precision=precision, tile=tile, seed=seed)
+    budgets = Budgets.parse(memory, host_memory, scratch, scratch_bytes)
+    return Engine(model, loss, budgets=budgets, device=device, precision=precision, tile=tile, seed=seed)
 
 
 class Engine:
@@ -77,7 +85,7 @@ class Engine:
         model: nn.Module,
         loss: Loss | None,
         *,
-        memory: str | int | None,
+        budgets: Budgets,
         device: str | torch.device,
         precision: str | None,
         tile: tuple[int, int] | None,
@@ -91,10 +99,7 @@ class Engine:
             raise ConfigError(f"tile must be (height, width) in pixels, both at least 1, got {tile!r}")
         if precision not in _PRECISIONS:
             raise ConfigError(f"unknown precision {precision!r}; use one of {', '.join(map(str, _PRECISIONS))}")
-        try:
-            self._budget_bytes = None if memory is None else parse_bytes(memory)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        self._budgets = budgets
         self._device = _usable_device(device)
         if self._device.type == "cpu":
             share_one_arena()
@@ -102,9 +107,7 @@ class Engine:
         self._seed = seed
         self._runs = 0
         self.events = Events()
-        self._planner = Planner(
-            self._composite, self.events, budget_bytes=self._budget_bytes, device=self._device, tile=tile
-        )
+        self._planner = Planner(self._composite, self.events, budgets=budgets, device=self._device, tile=tile)
         self.last_run: StepMeasured | None = None
 
     @property
@@ -188,7 +191,8 @@ class Engine:
                 raise ConfigError("stream needs a model whose output is an image")
             with self._random():
                 run = Run(prepared, sources, self._stored, self.events, backward=False)
-            yield from run.stream()
+            with run:
+                yield from run.stream()
         self._update_buffers(run)
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,8 +227,11 @@ class Engine:
 
     def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run, Graph]:
         """A finished run of a graph whose output is no image."""
-        with self._measured(phase, sources) as prepared, self._random():
-            run = Run(prepared, sources, self._stored, self.events, backward=phase == "backward")
+        with (
+            self._measured(phase, sources) as prepared,
+            self._random(),
+            Run(prepared, sources, self._stored, self.events, backward=phase == "backward") as run,
+        ):
             run.run()
         self._update_buffers(run)
         return run, prepared.graph
@@ -287,7 +294,7 @@ class Engine:
             seconds=time.perf_counter() - start,
             peak_bytes=peak_bytes(self._device),
             predicted_peak_bytes=predicted,
-            budget_bytes=self._budget_bytes or 0,
+            budget_bytes=self._budgets.memory_bytes or 0,
         )
         self.events.emit(self.last_run)
 

@@ -17,6 +17,7 @@ import torch
 
 from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
+from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.fingerprint import fingerprint
 from gigagrad.execution.process import UNNOTICED_BYTES, cold_bytes, held_bytes, peak_bytes, return_freed_memory
 from gigagrad.execution.run import Prepared
@@ -46,18 +47,19 @@ class Choice:
     workers: int
     tiles: tuple[tuple[int, int], ...]
     """Height and width in pixels, one for each stage."""
-    kept: tuple[int, ...]
-    """The nodes of the fields kept."""
+    kept: tuple[tuple[int, str], ...]
+    """The nodes of the fields kept, each with its tier."""
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
         tiles = tuple(stage.tile for stage in plan.stages)
-        return cls(plan.memory_format, plan.workers, tiles, tuple(field.node for field in plan.kept))
+        return cls(plan.memory_format, plan.workers, tiles, tuple((field.node, field.tier) for field in plan.kept))
 
     def suits(self, graph: Graph) -> bool:
         """Whether the graph has these fields and as many stages: a choice may come from another version of a model."""
-        computed = all(i < len(graph.nodes) and graph[i].is_field and not graph[i].is_source for i in self.kept)
-        return computed and len(split_stages(graph, self.kept)) == len(self.tiles)
+        fields = [i for i, _ in self.kept]
+        computed = all(i < len(graph.nodes) and graph[i].is_field and not graph[i].is_source for i in fields)
+        return computed and len(split_stages(graph, fields)) == len(self.tiles)
 
     def to_dict(self) -> dict[str, Any]:
         tiles = [list(tile) for tile in self.tiles]
@@ -65,13 +67,15 @@ class Choice:
             "memory_format": self.memory_format,
             "workers": self.workers,
             "tiles": tiles,
-            "kept": list(self.kept),
+            "kept": [list(pair) for pair in self.kept],
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Choice:
         tiles = tuple((int(h), int(w)) for h, w in data["tiles"])
-        return cls(data["memory_format"], int(data["workers"]), tiles, tuple(int(node) for node in data["kept"]))
+        return cls(
+            data["memory_format"], int(data["workers"]), tiles, tuple((int(i), str(tier)) for i, tier in data["kept"])
+        )
 
 
 class Planner:
@@ -82,13 +86,13 @@ class Planner:
         composite: Composite,
         events: Events,
         *,
-        budget_bytes: int | None,
+        budgets: Budgets,
         device: torch.device,
         tile: tuple[int, int] | None,
     ) -> None:
         self._composite = composite
         self._events = events
-        self._budget_bytes = budget_bytes
+        self._budgets = budgets
         self._device = device
         self._tile = tile
         self._kept: OrderedDict[tuple[Any, ...], tuple[Prepared, Limits]] = OrderedDict()
@@ -128,11 +132,13 @@ class Planner:
             return_freed_memory()  # what an earlier run freed is there for this one
         base = held_bytes(self._device)
         return Limits(
-            budget_bytes=self._budget_bytes,
+            budget_bytes=self._budgets.memory_bytes,
             base_bytes=base,
             peak_bytes=peak_bytes(self._device),
             reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
             runtime_bytes=max(cold + _RUNTIME_BYTES - base, _LATER_RUNTIME_BYTES) + UNNOTICED_BYTES,
+            host_bytes=self._budgets.host_room() if self._device.type == "cuda" else 0,
+            scratch_bytes=self._budgets.scratch_room(),
         )
 
     def _capture(self, sources: dict[str, Source]) -> Graph:
@@ -153,7 +159,8 @@ class Planner:
         return self._prepared(kept.graph, plan)
 
     def _prepared(self, graph: Graph, plan: Plan) -> Prepared:
-        return Prepared(graph, plan, split_stages(graph, [field.node for field in plan.kept]), self._device)
+        stages = split_stages(graph, [field.node for field in plan.kept])
+        return Prepared(graph, plan, stages, self._device, self._budgets.scratch)
 
     def _first(self, graph: Graph, sources: dict[str, Source], limits: Limits, *, backward: bool) -> Prepared:
         """A first plan; both memory layouts are tried where the run is long enough to pay for it."""
@@ -207,7 +214,7 @@ class Planner:
             device=str(self._device),
             memory_format=choice.memory_format if choice else _usual_layout(graph),
             tiles=choice.tiles if choice else (self._tile,) if self._tile else None,
-            kept=choice.kept if choice else None,
+            kept=dict(choice.kept) if choice else None,
         )
 
 

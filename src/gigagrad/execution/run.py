@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.tape import Tape, Values, add
 from gigagrad.execution.tile import StageProgram, TileInputs
 from gigagrad.graphs import FIELD_MAX, GATHER, SCATTER, Graph
-from gigagrad.plans import Grid, Plan, Stage, TileGeometry, lifetimes
+from gigagrad.plans import DISK, HOST, MEMORY, Grid, Lifetime, Plan, Stage, TileGeometry, lifetimes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
-from gigagrad.stores import HostStore, Store
+from gigagrad.stores import DiskStore, HostStore, Scratch, Store
 
 Totals = dict[int, torch.Tensor]
 
@@ -41,6 +42,8 @@ class Prepared:
     plan: Plan
     stages: tuple[Stage, ...]
     device: torch.device
+    scratch: Path | None = None
+    """The folder for the files of kept fields."""
 
     def grid(self, stage: Stage) -> Grid:
         return Grid(self.graph, stage, self.plan.stages[stage.index].tile)
@@ -68,6 +71,8 @@ class Run:
         self._sources = sources
         self._events = events
         plan = prepared.plan
+        self._tiers = {field.node: field.tier for field in plan.kept}
+        self._scratch: Scratch | None = None
         self._lifetimes = lifetimes(prepared.graph, prepared.stages, plan.passes)
         self._kept: dict[int, Store] = {}
         self._cotangents: dict[int, Store] = {}
@@ -80,7 +85,7 @@ class Run:
         )
         self._done = 0
         self._total = plan.tile_count
-        self._tape = Tape(prepared.graph, {field.node for field in plan.kept}, prepared.device, backward=backward)
+        self._tape = Tape(prepared.graph, set(self._tiers), prepared.device, backward=backward)
         for node in self._graph.nodes:
             if node.is_source and not node.is_field:
                 name = node.arguments["name"]
@@ -94,6 +99,18 @@ class Run:
                 whole = Box.whole(image.size(0), image.size(1))
                 self._tape.put(node.id, self._source(image.id).read(whole).to(prepared.device))
         self._tape.compute()
+
+    def __enter__(self) -> Run:
+        """Raises StoreError if the scratch folder has no room for what the plan keeps there."""
+        plan, folder = self._prepared.plan, self._prepared.scratch
+        if plan.scratch_bytes:
+            assert folder is not None
+            self._scratch = Scratch(folder, plan.scratch_bytes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._scratch is not None:
+            self._scratch.close()
 
     @property
     def output(self) -> torch.Tensor:
@@ -134,7 +151,7 @@ class Run:
         return {name: self._tape.values[node].detach() for name, node in self._graph.updates.items()}
 
     def run(self) -> None:
-        """Every pass of the plan (of a plan that delivers no field: see `stream`)."""
+        """Every pass of the plan (of a plan that delivers no field: see `stream`). Raises StoreError."""
         started = False
         for index, step in enumerate(self._prepared.plan.passes):
             stage = self._prepared.stages[step.stage]
@@ -187,6 +204,8 @@ class Run:
             self._report("forward")
             if stage.output is not None and stage.output in fields:
                 yield tile.wanted(stage.output), fields[stage.output]
+        for i in stage.kept:
+            self._kept[i].flush()
         self._finish(stage)
 
     def _sweep_both(self, stage: Stage) -> None:
@@ -259,6 +278,8 @@ class Run:
             if merge:
                 self._merge(sums)
             self._report("backward")
+        for field in fields:
+            self._cotangents[field].flush()
         return totals
 
     def _give(self, totals: Totals) -> None:
@@ -330,18 +351,25 @@ class Run:
         if beginning and self._prepared.device.type == "cpu":
             return_freed_memory()
         for life in beginning:
-            node = self._graph[life.field]
-            assert node.axes is not None
             stores = self._cotangents if life.cotangent else self._kept
-            stores[life.field] = HostStore(
-                node.shape, node.dtype, node.axes, device=self._prepared.device, memory_format=self._prepared.layout
-            )
+            stores[life.field] = self._store(life)
+
+    def _store(self, life: Lifetime) -> Store:
+        node = self._graph[life.field]
+        assert node.axes is not None
+        tier = self._tiers.get(life.field, MEMORY)
+        if tier == DISK:
+            assert self._scratch is not None
+            name = f"{'cotangent' if life.cotangent else 'field'}-{life.field}"
+            return DiskStore(node.shape, node.dtype, node.axes, scratch=self._scratch, name=name)
+        device = torch.device("cpu") if tier == HOST else self._prepared.device
+        return HostStore(node.shape, node.dtype, node.axes, device=device, memory_format=self._prepared.layout)
 
     def _release(self, index: int) -> None:
         """The stores whose life ends with this pass; the images' own gradients are results and stay."""
         for life in self._lifetimes:
             if life.last == index and not self._graph[life.field].is_source:
-                del (self._cotangents if life.cotangent else self._kept)[life.field]
+                (self._cotangents if life.cotangent else self._kept).pop(life.field).close()
 
     def _hand_over(self, index: int) -> None:
         """The cotangents of global values laid out like images, to the tape, once their last reader is through."""

@@ -1,53 +1,22 @@
-"""Choosing what to keep, how many tiles to run at a time and their shapes: the fastest plan that fits in the budget."""
+"""Choosing which fields to keep and where: the fastest plan that fits in the budget of every tier."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
-from math import prod
 
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER, Graph
-from gigagrad.plans.cost import Costs, Machine, TileCost, candidates
-from gigagrad.plans.keeping import (
-    bytes_by_pass,
-    fields_to_keep,
-    whole_field_bytes,
-)
-from gigagrad.plans.plan import KeptField, Pass, Plan, StagePlan, WholeField
+from gigagrad.plans.cost import Costs, Machine
+from gigagrad.plans.fit import Fitter, Kept, Option, TierError
+from gigagrad.plans.keeping import fields_to_keep, whole_field_bytes
+from gigagrad.plans.limits import Limits
+from gigagrad.plans.plan import DISK, HOST, MEMORY, KeptField, Plan, WholeField
 from gigagrad.plans.schedule import make_passes
-from gigagrad.plans.stages import Stage, gathered, split_stages
-
-_ALLOCATOR_SLACK = 1.5
-"""Resident bytes per byte allocated: freed blocks that the allocator has not given back (bench/tile_memory.py)."""
+from gigagrad.plans.stages import gathered, split_stages
 
 _USUAL_SIDE_PX = 128
 """Tile side at which plans that keep different fields are compared."""
-
-_ROOM_BYTES = 24 * 2**20
-"""By how much a process differs from the one that was refused: its first allocations, its garbage."""
-
-_SHARED_EFFICIENCY = 0.5
-"""What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The memory a plan may count on, in bytes. `budget_bytes=None` means that only speed decides."""
-
-    budget_bytes: int | None
-    base_bytes: int
-    peak_bytes: int
-    """The highest the process has been before the run; the peak of the whole process cannot be below it."""
-    reader_cache_bytes: int
-    runtime_bytes: int
-
-    @property
-    def fixed_bytes(self) -> int:
-        """What the process holds whatever the tiles: itself, the readers' caches and what kernels still add."""
-        return self.base_bytes + self.runtime_bytes + self.reader_cache_bytes
 
 
 def make_plan(
@@ -60,16 +29,16 @@ def make_plan(
     device: str,
     memory_format: str,
     tiles: tuple[tuple[int, int], ...] | None,
-    kept: Iterable[int] | None = None,
+    kept: Mapping[int, str] | None = None,
 ) -> Plan:
     """The fastest plan that fits, or the one with these `tiles` (one shape for each stage; the last serves the rest)
-    that keeps these fields.
+    that keeps these fields in these tiers.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
     """
     chooser = _Chooser(graph, limits, machine, tiles, backward=backward)
-    best = chooser.best() if kept is None else chooser.keeping(frozenset(kept))
+    best = chooser.best() if kept is None else chooser.again(kept)
     whole = [node for node in graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
     return Plan(
         image_shape=image_shape,
@@ -79,8 +48,8 @@ def make_plan(
         stages=best.stages,
         passes=best.passes,
         kept=tuple(
-            KeptField(field, graph[field].op, graph[field].origin.module_path, graph[field].shape, graph[field].nbytes)
-            for field in sorted(best.kept)
+            KeptField(i, best.kept[i], graph[i].op, graph[i].origin.module_path, graph[i].shape, graph[i].nbytes)
+            for i in sorted(best.kept)
         ),
         whole_field=tuple(WholeField(node.op, node.origin.module_path, node.nbytes) for node in whole),
         budget_bytes=limits.budget_bytes,
@@ -91,23 +60,10 @@ def make_plan(
         reader_bytes=limits.reader_cache_bytes + best.ahead_bytes,
         runtime_bytes=limits.runtime_bytes,
         predicted_peak_bytes=max(best.peak_bytes, limits.peak_bytes),
+        host_bytes=best.tier_bytes[HOST],
+        scratch_bytes=best.tier_bytes[DISK],
         predicted_seconds=None,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """A way to run all stages; `seconds` is the cost model's, for comparing options only."""
-
-    workers: int
-    kept: frozenset[int]
-    stages: tuple[StagePlan, ...]
-    passes: tuple[Pass, ...]
-    seconds: float
-    parameter_bytes: int
-    kept_bytes: int
-    ahead_bytes: int
-    peak_bytes: int
 
 
 class _Chooser:
@@ -122,46 +78,105 @@ class _Chooser:
         *,
         backward: bool,
     ) -> None:
-        self._graph, self._limits, self._machine = graph, limits, machine
-        self._tiles, self._backward = tiles, backward
+        self._graph, self._limits, self._backward = graph, limits, backward
         self._costs = Costs(graph, machine)
+        self._fitter = Fitter(graph, limits, machine, self._costs, tiles, backward=backward)
+        self._refusals: list[BudgetError] = []
 
-    def best(self) -> _Option:
-        """Keep everything worth keeping, or as much of it as the budget allows.
-
-        How much of what could be given up is tried in growing steps, then by bisection between the last two. Giving up
-        more does not always need less memory (halos grow), so the refusal names the leanest of all options tried.
+    def best(self) -> Option:
+        """Keep everything worth keeping in memory; where that does not fit, the faster of moving fields to other tiers
+        and of computing them again. The refusal names the leanest of all options tried.
         """
-        kept = fields_to_keep(self._graph)
-        refusals: list[BudgetError] = []
-
-        def attempt(dropped: list[int]) -> _Option | None:
-            try:
-                return self.keeping(kept - set(dropped))
-            except BudgetError as error:
-                refusals.append(error)
-                return None
-
-        found = attempt([])
+        wanted = fields_to_keep(self._graph)
+        found = self._attempt(dict.fromkeys(wanted, MEMORY))
         if found is not None:
             return found
-        order = self._order_of_dropping(kept)
-        low = 0
-        for high in dict.fromkeys(-(-len(order) * eighths // 8) for eighths in (1, 2, 3, 4, 6, 8) if order):
-            found = attempt(order[:high])
-            if found is not None:
-                break
-            low = high
+        order = self._order_of_dropping(wanted)
+        options = [
+            option
+            for option in (
+                self._fastest(len(order), lambda count: dict.fromkeys(wanted.difference(order[:count]), MEMORY)),
+                self._moved(wanted, order) if self._other_tiers else None,
+            )
+            if option is not None
+        ]
+        if not options:
+            raise min(self._refusals, key=lambda error: error.needed_bytes)
+        return min(options, key=lambda option: option.seconds)
+
+    def again(self, kept: Kept) -> Option:
+        """An earlier choice. Raises `BudgetError` if it does not fit, also where a tier has less room than before."""
+        found = self._attempt(kept)
         if found is None:
-            raise min(refusals, key=lambda error: error.needed_bytes)
-        while high - low > max(1, len(order) // 16):
+            raise self._refusals[-1]
+        return found
+
+    @property
+    def _other_tiers(self) -> bool:
+        return self._limits.host_bytes > 0 or self._limits.scratch_bytes > 0
+
+    def _attempt(self, kept: Kept) -> Option | None:
+        try:
+            return self._fitter.fit(kept)
+        except BudgetError as error:
+            self._refusals.append(error)
+        except TierError as error:
+            if self._limits.budget_bytes is not None:
+                self._refusals.append(self._limits.refusal(str(error), 2**62))
+        return None
+
+    def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Option | None:
+        """The fastest option that gives up some of at most `most` fields, in a given order.
+
+        Giving up more leaves room for larger tiles, and does not always need less memory (halos grow): how many is
+        tried in growing steps, and by bisection where the first option that fits lies between two of them.
+        """
+        found, low, high = list[Option](), 0, most
+        for count in dict.fromkeys(-(-most * eighths // 8) for eighths in (1, 2, 3, 4, 6, 8) if most):
+            option = self._attempt(keeping(count))
+            if option is not None:
+                found.append(option)
+                high = min(high, count)
+            elif not found:
+                low = count
+        while found and high - low > max(1, most // 16):
             middle = (low + high) // 2
-            leaner = attempt(order[:middle])
-            if leaner is None:
+            option = self._attempt(keeping(middle))
+            if option is None:
                 low = middle
             else:
-                found, high = leaner, middle
-        return found
+                found.append(option)
+                high = middle
+        return min(found, key=lambda option: option.seconds, default=None)
+
+    def _moved(self, wanted: frozenset[int], order: list[int]) -> Option | None:
+        """Fields in other tiers, as few as the memory asks for; where those have too little room, the ones that cost
+        least to compute again are not kept at all.
+        """
+        for eighths in range(9):
+            remaining = wanted.difference(order[: -(-len(order) * eighths // 8)])
+            movable = self._order_of_moving(remaining)
+            found = self._fastest(len(movable), lambda count, r=remaining, m=movable: self._placed(r, m[:count]))  # type: ignore[misc]
+            if found is not None:
+                return found
+        return None
+
+    def _order_of_moving(self, kept: frozenset[int]) -> list[int]:
+        """Kept fields, the ones with the fewest readers first, of those the largest; whole-field operators need theirs
+        in memory.
+        """
+        stages = split_stages(self._graph, kept)
+        readers = {i: sum(i in stage.reads for stage in stages) for i in kept}
+        return sorted(kept - gathered(self._graph), key=lambda i: (readers[i], -self._graph[i].nbytes))
+
+    def _placed(self, kept: frozenset[int], moved: list[int]) -> Kept:
+        """The moved fields in host memory beside a GPU while it has room, with their cotangents, and then in files."""
+        placed, room = dict.fromkeys(kept, MEMORY), self._limits.host_bytes
+        for i in moved:
+            needed = 2 * self._graph[i].nbytes
+            placed[i] = HOST if needed <= room else DISK
+            room -= needed if needed <= room else 0
+        return placed
 
     def _order_of_dropping(self, kept: frozenset[int]) -> list[int]:
         """Kept fields, the one that costs the least time per byte first, given that those before it are gone.
@@ -197,119 +212,3 @@ class _Chooser:
             sweeps = sum(p.stage == stage.index for p in passes)
             total += sweeps * self._costs.of(stage, shape, backward=stage.index in differentiated).seconds
         return total
-
-    def keeping(self, kept: frozenset[int]) -> _Option:
-        """The fastest option that keeps these fields. Raises `BudgetError` if there is none."""
-        stages = split_stages(self._graph, kept)
-        passes = make_passes(self._graph, stages, backward=self._backward)
-        options = []
-        refusal: BudgetError | None = None
-        for workers in dict.fromkeys((self._machine.threads, 1)):
-            try:
-                options.append(self._fit(kept, stages, passes, workers))
-            except BudgetError as error:
-                refusal = error  # of the last, which is the leanest
-        if not options:
-            assert refusal is not None
-            raise refusal
-        return min(options, key=lambda option: option.seconds)
-
-    def _fit(self, kept: frozenset[int], stages: tuple[Stage, ...], passes: tuple[Pass, ...], workers: int) -> _Option:
-        """For each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has none."""
-        graph, limits = self._graph, self._limits
-        # Each worker's crop, two being read, and with several workers one more in the queue.
-        crops_ahead = workers + 2 + (workers > 1)
-        gradient_bytes = _gradient_bytes(graph, backward=self._backward)
-        fixed = limits.fixed_bytes + gradient_bytes + whole_field_bytes(graph, backward=self._backward)
-        held = bytes_by_pass(graph, stages, passes)
-        seconds, peak, most_ahead, most_working, chosen = 0.0, fixed, 0, 0, []
-        for stage in stages:
-            sweeps = [index for index, p in enumerate(passes) if p.stage == stage.index]
-            differentiates = any(passes[index].phase != "forward" for index in sweeps)
-            working = _working_bytes(graph, stage, workers, backward=differentiates)
-            standing = fixed + working + max((held[index] for index in sweeps), default=0)
-
-            def total(cost: TileCost, standing: int = standing) -> int:
-                tiles = int(workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK)
-                return standing + crops_ahead * cost.crop_bytes + tiles
-
-            forced = self._tiles
-            shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(graph, stage)
-            costed = [self._costs.of(stage, shape, backward=differentiates) for shape in shapes]
-            budget = limits.budget_bytes
-            fitting = [cost for cost in costed if budget is None or total(cost) <= budget]
-            if not fitting:
-                assert budget is not None
-                raise _refusal(stage, min(costed, key=total), standing, total(min(costed, key=total)), budget)
-            rated = [
-                (cost.seconds / _speedup(self._machine.threads, workers, cost.plan.tile_count), cost)
-                for cost in fitting
-            ]
-            stage_seconds, best = min(rated, key=lambda pair: pair[0])
-            seconds += len(sweeps) * stage_seconds
-            peak, most_ahead = max(peak, total(best)), max(most_ahead, crops_ahead * best.crop_bytes)
-            most_working = max(most_working, working)
-            chosen.append(dataclasses.replace(best.plan, index=stage.index))
-        return _Option(
-            workers,
-            kept,
-            tuple(chosen),
-            passes,
-            seconds,
-            gradient_bytes + most_working,
-            max(held, default=0),
-            most_ahead,
-            peak,
-        )
-
-
-def _refusal(stage: Stage, leanest: TileCost, standing: int, needed: int, budget: int) -> BudgetError:
-    plan = leanest.plan
-    return BudgetError(
-        f"stage {stage.index} does not fit: its leanest tile, {plan.tile[0]} x {plan.tile[1]} px with a "
-        f"crop of {plan.crop[0]} x {plan.crop[1]} px, works on {plan.tile_peak_bytes:,} bytes beside "
-        f"{standing:,} bytes for the process, the parameters, the readers and the fields that are kept",
-        budget_bytes=budget,
-        needed_bytes=needed,
-        smallest_bytes=_roomy(needed),
-    )
-
-
-def _speedup(threads: int, workers: int, tile_count: int) -> float:
-    """How much faster than one thread: whole tiles share out well unless they are few, single operators less so."""
-    if workers == 1:
-        return 1 + _SHARED_EFFICIENCY * (threads - 1)
-    return tile_count / -(-tile_count // workers)
-
-
-def _roomy(needed_bytes: int) -> int:
-    """A budget to recommend: with room to spare, because a process never has the same size twice, and rounded up to a
-    number that survives being printed with three digits and typed in again.
-    """
-    step = max(16 * 2**20, 1 << (needed_bytes.bit_length() - 6))
-    return -(-(needed_bytes + _ROOM_BYTES) // step) * step
-
-
-def _gradient_bytes(graph: Graph, *, backward: bool) -> int:
-    """The gradients of all parameters, and the global values made from parameters and sums."""
-    total = 0
-    for node in graph.nodes:
-        if node.op == "parameter":
-            total += max(node.nbytes, 4 * prod(node.shape)) if backward and node.differentiable else 0
-        elif not (node.is_field or node.is_source or node.whole):
-            total += node.nbytes
-    return total
-
-
-def _working_bytes(graph: Graph, stage: Stage, workers: int, *, backward: bool) -> int:
-    """Of every global that a stage reads: its copy in working layout and, where it has one, the float64 sum of its
-    gradient and the contributions of the tiles at work and of one that is done.
-    """
-    contributions = workers + (workers > 1)
-    total = 0
-    for i in stage.globals:
-        node = graph[i]
-        total += node.nbytes if len(node.shape) == 4 else 0
-        if backward and node.differentiable:
-            total += contributions * node.nbytes + 8 * prod(node.shape)
-    return total

@@ -6,6 +6,7 @@ Both effects are in the model; the measured consequences are in docs/decisions/0
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class Machine:
     memory_bytes_per_second: float = 12e9
     flops_per_second: float = 100e9
     seconds_per_operator: float = 60e-6
+    scratch_bytes_per_second: float = 1e9
 
     @classmethod
     def detect(cls, threads: int) -> Machine:
@@ -49,6 +51,8 @@ class TileCost:
     seconds: float
     crop_bytes: int
     """What is read ahead for each tile."""
+    crops: Mapping[int, tuple[int, int]]
+    """Height and width of a tile's crop of each field that the stage reads or keeps."""
 
 
 class Costs:
@@ -89,7 +93,10 @@ class Costs:
         # The kept fields' shares come along with their cotangents.
         cotangents = 2 * sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
         pixels = reference.size(0) * reference.size(1)
-        return TileCost(plan, self._tile_seconds(stage, tile, backward) * pixels / useful, read + cotangents)
+        own = {i: tile.wanted(i).shape for i in stage.kept}
+        crops = {i: box.shape for i in stage.reads if (box := tile.box(i)) is not None} | own
+        seconds = self._tile_seconds(stage, tile, backward) * pixels / useful
+        return TileCost(plan, seconds, read + cotangents, crops)
 
     def _tile_seconds(self, stage: Stage, tile: TileGeometry, backward: bool) -> float:
         graph, machine = self._graph, self._machine

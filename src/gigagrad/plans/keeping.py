@@ -8,11 +8,13 @@ earlier ones. What to give up when a budget asks for more is decided in choose.p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from gigagrad.bricks import Bricks
 from gigagrad.graphs import GATHER, SCATTER, Graph, lookup
-from gigagrad.plans.plan import Pass
+from gigagrad.plans.plan import DISK, MEMORY, Pass
 from gigagrad.plans.stages import Stage, gathered, is_read, levels
 
 _LONGEST_CHAIN = 4
@@ -70,9 +72,6 @@ class Lifetime:
     first: int
     last: int
 
-    def nbytes(self, graph: Graph) -> int:
-        return graph[self.field].nbytes
-
 
 def lifetimes(graph: Graph, stages: tuple[Stage, ...], passes: tuple[Pass, ...]) -> tuple[Lifetime, ...]:
     """When every kept field and every field of cotangents is in memory, in passes (by index)."""
@@ -101,12 +100,17 @@ def _backward_of(passes: tuple[Pass, ...], stage: int) -> int | None:
     return next((i for i, p in enumerate(passes) if p.stage == stage and p.phase != "forward"), None)
 
 
-def bytes_by_pass(graph: Graph, stages: tuple[Stage, ...], passes: tuple[Pass, ...]) -> list[int]:
-    """Bytes of kept fields and cotangent fields in memory during every pass."""
+def bytes_by_pass(
+    graph: Graph, stages: tuple[Stage, ...], passes: tuple[Pass, ...], kept: Mapping[int, str], tier: str
+) -> list[int]:
+    """Bytes of kept fields and cotangent fields in one tier during every pass."""
     held = [0] * len(passes)
     for life in lifetimes(graph, stages, passes):
-        for index in range(life.first, life.last + 1):
-            held[index] += life.nbytes(graph)
+        if kept.get(life.field, MEMORY) == tier:
+            node = graph[life.field]
+            on_disk = Bricks(node.size(0), node.size(1), node.bytes_per_pixel).file_bytes
+            for index in range(life.first, life.last + 1):
+                held[index] += on_disk if tier == DISK else node.nbytes
     return held
 
 

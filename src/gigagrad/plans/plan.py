@@ -40,11 +40,16 @@ class Pass:
     phase: str
 
 
+MEMORY, HOST, DISK = "memory", "host", "disk"
+"""The tiers: what `memory` bounds, on a GPU the host's memory, files in the scratch folder."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeptField:
-    """A field in memory from the stage that computes it to the last one that reads it."""
+    """A field that is there from the stage that computes it to the last one that reads it."""
 
     node: int
+    tier: str
     operator: str
     module: str
     shape: tuple[int, ...]
@@ -80,14 +85,18 @@ class Plan:
     parameter_bytes: int
     """Gradients, accumulators and working copies of the parameters."""
     kept_bytes: int
-    """Kept fields and their cotangents, at the moment when they are most."""
+    """Kept fields and their cotangents in memory, at the moment when they are most."""
     whole_field_bytes: int
     """What whole-field operators make, with what their gradients need."""
     reader_bytes: int
-    """Crops read ahead, and the readers' caches of decoded file tiles."""
+    """Crops read ahead or to be written, and the readers' caches of decoded file tiles."""
     runtime_bytes: int
     """Threads, kernels and the allocator's slack that a first step adds."""
     predicted_peak_bytes: int
+    host_bytes: int
+    """Peak of what is kept in host memory beside a GPU."""
+    scratch_bytes: int
+    """Peak of what is kept in files."""
     predicted_seconds: float | None
 
     @property
@@ -125,7 +134,7 @@ class Plan:
             ("parameters: gradients, sums", self.parameter_bytes),
             ("fields kept, with cotangents", self.kept_bytes),
             ("whole-field operators", self.whole_field_bytes),
-            ("pixels read ahead", self.reader_bytes),
+            ("crops read ahead", self.reader_bytes),
             ("kernels, threads, allocator", self.runtime_bytes),
             ("tiles being computed", self.workers * max((s.tile_peak_bytes for s in self.stages), default=0)),
         ]
@@ -160,6 +169,9 @@ class Plan:
         lines += _columns([(name, format_bytes(size)) for name, size in self.memory_parts()])
         budget = "no budget set" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
         lines.append(f"predicted peak: {format_bytes(self.predicted_peak_bytes)} ({budget})")
+        for where, size in (("host memory", self.host_bytes), ("scratch files", self.scratch_bytes)):
+            if size:
+                lines.append(f"kept in {where}: {format_bytes(size)} at most")
         if self.predicted_seconds is not None:
             lines.append(f"predicted time: {format_seconds(self.predicted_seconds)} a step")
         return "\n".join(lines)
@@ -172,7 +184,7 @@ class Plan:
             total = format_bytes(sum(field.size_bytes for field in self.kept))
             lines = [f"Fields kept between stages: {len(self.kept)}, {total} in all"]
             largest = sorted(self.kept, key=lambda field: -field.size_bytes)
-            lines += _most([(f"{f.operator} {list(f.shape)}", f.module, f.size_bytes) for f in largest])
+            lines += _most([(f"{f.tier:<6}  {f.operator} {list(f.shape)}", f.module, f.size_bytes) for f in largest])
         if self.whole_field:
             lines += ["", f"Operators that run on whole fields: {len(self.whole_field)}"]
             largest_operators = sorted(self.whole_field, key=lambda operator: -operator.size_bytes)

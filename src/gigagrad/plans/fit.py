@@ -1,0 +1,203 @@
+"""Fitting tiles: for fields kept in given tiers, the fastest tile of every stage that fits beside all else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from gigagrad.errors import BudgetError
+from gigagrad.graphs import Graph
+from gigagrad.plans.cost import Costs, Machine, TileCost, candidates
+from gigagrad.plans.keeping import bytes_by_pass, whole_field_bytes
+from gigagrad.plans.limits import Limits
+from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, StagePlan
+from gigagrad.plans.schedule import make_passes
+from gigagrad.plans.stages import Stage, split_stages
+from gigagrad.plans.traffic import traffic_bytes, waiting_bytes
+
+_ALLOCATOR_SLACK = 1.5
+"""Resident bytes per byte allocated: freed blocks that the allocator has not given back (bench/tile_memory.py)."""
+
+_SHARED_EFFICIENCY = 0.5
+"""What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
+
+Kept = Mapping[int, str]
+"""The fields kept, and the tier of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A way to run all stages; `seconds` is the cost model's, for comparing options only."""
+
+    workers: int
+    kept: Kept
+    stages: tuple[StagePlan, ...]
+    passes: tuple[Pass, ...]
+    seconds: float
+    parameter_bytes: int
+    kept_bytes: int
+    ahead_bytes: int
+    peak_bytes: int
+    tier_bytes: Mapping[str, int]
+    """Peak bytes of the fields in each of the other tiers."""
+
+
+class Fitter:
+    """Fits tiles for one graph. `tiles` forces their shapes: one for each stage, the last serves the rest."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        limits: Limits,
+        machine: Machine,
+        costs: Costs,
+        tiles: tuple[tuple[int, int], ...] | None,
+        *,
+        backward: bool,
+    ) -> None:
+        self._graph, self._limits, self._machine, self._costs = graph, limits, machine, costs
+        self._tiles, self._backward = tiles, backward
+
+    def fit(self, kept: Kept) -> Option:
+        """The fastest option that keeps these fields in these tiers. Raises `BudgetError` if there is none."""
+        stages = split_stages(self._graph, kept)
+        passes = make_passes(self._graph, stages, backward=self._backward)
+        tier_bytes = {
+            tier: max(bytes_by_pass(self._graph, stages, passes, kept, tier), default=0) for tier in (HOST, DISK)
+        }
+        self._check_tiers(tier_bytes)
+        options = []
+        refusal: BudgetError | None = None
+        for workers in dict.fromkeys((self._machine.threads, 1)):
+            try:
+                options.append(self._fit(kept, stages, passes, workers, tier_bytes))
+            except BudgetError as error:
+                refusal = error  # of the last, which is the leanest
+        if not options:
+            assert refusal is not None
+            raise refusal
+        return min(options, key=lambda option: option.seconds)
+
+    def _check_tiers(self, tier_bytes: Mapping[str, int]) -> None:
+        for tier, room in ((HOST, self._limits.host_bytes), (DISK, self._limits.scratch_bytes)):
+            if tier_bytes[tier] > room:
+                raise TierError(tier, tier_bytes[tier], room)
+
+    def _fit(
+        self,
+        kept: Kept,
+        stages: tuple[Stage, ...],
+        passes: tuple[Pass, ...],
+        workers: int,
+        tier_bytes: Mapping[str, int],
+    ) -> Option:
+        """For each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has none."""
+        graph, limits = self._graph, self._limits
+        # Each worker's crop, two being read, and with several workers one more in the queue.
+        crops_ahead = workers + 2 + (workers > 1)
+        gradient_bytes = _gradient_bytes(graph, backward=self._backward)
+        fixed = limits.fixed_bytes + gradient_bytes + whole_field_bytes(graph, backward=self._backward)
+        held = bytes_by_pass(graph, stages, passes, kept, MEMORY)
+        seconds, peak, most_ahead, most_working, chosen = 0.0, fixed, 0, 0, []
+        for stage in stages:
+            sweeps = [index for index, p in enumerate(passes) if p.stage == stage.index]
+            differentiates = any(passes[index].phase != "forward" for index in sweeps)
+            working = _working_bytes(graph, stage, workers, backward=differentiates)
+            standing = fixed + working + max((held[index] for index in sweeps), default=0)
+
+            def waiting(cost: TileCost, stage: Stage = stage, backward: bool = differentiates) -> int:
+                behind = waiting_bytes(graph, stage, cost.crops, kept, backward=backward)
+                return crops_ahead * cost.crop_bytes + behind
+
+            def total(cost: TileCost, standing: int = standing) -> int:
+                tiles = int(workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK)
+                return standing + waiting(cost) + tiles
+
+            forced = self._tiles
+            shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(graph, stage)
+            costed = [self._costs.of(stage, shape, backward=differentiates) for shape in shapes]
+            budget = limits.budget_bytes
+            fitting = [cost for cost in costed if budget is None or total(cost) <= budget]
+            if not fitting:
+                leanest = min(costed, key=total)
+                raise limits.refusal(_what_does_not_fit(stage, leanest, standing), total(leanest))
+            rated = [
+                (self._stage_seconds(stage, cost, workers, kept, [passes[i].phase for i in sweeps]), cost)
+                for cost in fitting
+            ]
+            stage_seconds, best = min(rated, key=lambda pair: pair[0])
+            seconds += stage_seconds
+            peak, most_ahead = max(peak, total(best)), max(most_ahead, waiting(best))
+            most_working = max(most_working, working)
+            chosen.append(dataclasses.replace(best.plan, index=stage.index))
+        return Option(
+            workers,
+            kept,
+            tuple(chosen),
+            passes,
+            seconds,
+            gradient_bytes + most_working,
+            max(held, default=0),
+            most_ahead,
+            peak,
+            tier_bytes,
+        )
+
+    def _stage_seconds(self, stage: Stage, cost: TileCost, workers: int, kept: Kept, phases: list[str]) -> float:
+        """All sweeps of one stage. Files are read ahead and written behind: the slower of the two counts."""
+        computing = cost.seconds / _speedup(self._machine.threads, workers, cost.plan.tile_count)
+        total = 0.0
+        for phase in phases:
+            moved = traffic_bytes(self._graph, stage, cost.crops, kept, phase)
+            total += max(computing, cost.plan.tile_count * moved / self._machine.scratch_bytes_per_second)
+        return total
+
+
+class TierError(Exception):
+    """More is to be kept in a tier than it has room for."""
+
+    def __init__(self, tier: str, needed_bytes: int, room_bytes: int) -> None:
+        super().__init__(f"{tier}: {needed_bytes} bytes are needed, there is room for {room_bytes}")
+
+
+def _what_does_not_fit(stage: Stage, leanest: TileCost, standing: int) -> str:
+    plan = leanest.plan
+    return (
+        f"stage {stage.index} does not fit: its leanest tile, {plan.tile[0]} x {plan.tile[1]} px with a "
+        f"crop of {plan.crop[0]} x {plan.crop[1]} px, works on {plan.tile_peak_bytes:,} bytes beside "
+        f"{standing:,} bytes for the process, the parameters, the readers and the fields that are kept"
+    )
+
+
+def _speedup(threads: int, workers: int, tile_count: int) -> float:
+    """How much faster than one thread: whole tiles share out well unless they are few, single operators less so."""
+    if workers == 1:
+        return 1 + _SHARED_EFFICIENCY * (threads - 1)
+    return tile_count / -(-tile_count // workers)
+
+
+def _gradient_bytes(graph: Graph, *, backward: bool) -> int:
+    """The gradients of all parameters, and the global values made from parameters and sums."""
+    total = 0
+    for node in graph.nodes:
+        if node.op == "parameter":
+            total += max(node.nbytes, 4 * prod(node.shape)) if backward and node.differentiable else 0
+        elif not (node.is_field or node.is_source or node.whole):
+            total += node.nbytes
+    return total
+
+
+def _working_bytes(graph: Graph, stage: Stage, workers: int, *, backward: bool) -> int:
+    """Of every global that a stage reads: its copy in working layout and, where it has one, the float64 sum of its
+    gradient and the contributions of the tiles at work and of one that is done.
+    """
+    contributions = workers + (workers > 1)
+    total = 0
+    for i in stage.globals:
+        node = graph[i]
+        total += node.nbytes if len(node.shape) == 4 else 0
+        if backward and node.differentiable:
+            total += contributions * node.nbytes + 8 * prod(node.shape)
+    return total

@@ -1,0 +1,46 @@
+"""The memory a plan may count on, and what it says when that is too little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gigagrad.errors import BudgetError
+
+_ROOM_BYTES = 24 * 2**20
+"""By how much a process differs from the one that was refused: its first allocations, its garbage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The memory a plan may count on, in bytes. `budget_bytes=None` means that only speed decides."""
+
+    budget_bytes: int | None
+    base_bytes: int
+    peak_bytes: int
+    """The highest the process has been before the run; the peak of the whole process cannot be below it."""
+    reader_cache_bytes: int
+    runtime_bytes: int
+    host_bytes: int = 0
+    """Host memory for kept fields of a run on a GPU."""
+    scratch_bytes: int = 0
+    """Room for kept fields in files."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What the process holds whatever the tiles: itself, the readers' caches and what kernels still add."""
+        return self.base_bytes + self.runtime_bytes + self.reader_cache_bytes
+
+    def refusal(self, what: str, needed_bytes: int) -> BudgetError:
+        """What does not fit in the budget, and a budget that would do."""
+        assert self.budget_bytes is not None
+        return BudgetError(
+            what, budget_bytes=self.budget_bytes, needed_bytes=needed_bytes, smallest_bytes=_roomy(needed_bytes)
+        )
+
+
+def _roomy(needed_bytes: int) -> int:
+    """A budget to recommend: with room to spare, because a process never has the same size twice, and rounded up to a
+    number that survives being printed with three digits and typed in again.
+    """
+    step = max(16 * 2**20, 1 << (needed_bytes.bit_length() - 6))
+    return -(-(needed_bytes + _ROOM_BYTES) // step) * step

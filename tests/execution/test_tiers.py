@@ -1,0 +1,164 @@
+"""Where kept fields live changes no bit of the result, and leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gigagrad as gg
+from gigagrad.errors import BudgetError, ConfigError, StoreError
+from gigagrad.execution import planner
+from gigagrad.execution.run import Run
+from gigagrad.stores import DiskStore
+
+MIB = 2**20
+
+
+class Net(nn.Module):
+    """Norms, a skip and a stride: fields of several sizes are kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 12, 3, stride=2, padding=1)
+        self.up, self.head = nn.ConvTranspose2d(12, 8, 2, stride=2), nn.Conv2d(8, 1, 3, padding=1)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(12), nn.GroupNorm(2, 8)])
+
+    def forward(self, x):
+        x = self.norms[0](self.stem(x)).relu()
+        return self.head(self.norms[2](self.up(self.norms[1](self.down(x)).relu())) + x)
+
+
+def dice(output, target):
+    p = output.sigmoid()
+    return 1 - (2 * (p * target).sum() + 1) / (p.sum() + target.sum() + 1)
+
+
+@pytest.fixture
+def pair():
+    torch.manual_seed(1)
+    return torch.rand(3, 70, 86), (torch.rand(1, 70, 86) > 0.5).float()
+
+
+def step(pair, tiers, **arguments):
+    """The loss, the gradients and the plan of one step, the kept fields in these tiers in turn."""
+    torch.manual_seed(0)
+    model = Net()
+    torch.set_num_threads(threads := torch.get_num_threads())
+    first = gg.compile(model, dice, tile=(24, 20))
+    first.plan(*pair)
+    state = first.state_dict()
+    for choice in state["choices"].values():
+        choice["kept"] = [[node, tiers[i % len(tiers)]] for i, (node, _) in enumerate(choice["kept"])]
+    engine = gg.compile(model, dice, tile=(24, 20), **arguments)
+    engine.load_state_dict(state)
+    value = engine.backward(*pair)
+    assert torch.get_num_threads() == threads
+    return value, [p.grad for p in model.parameters()], engine.plan(*pair)
+
+
+@pytest.mark.parametrize("tiers", [["disk"], ["disk", "memory"]])
+def test_fields_in_files_change_no_bit(pair, tmp_path, tiers):
+    value, gradients, plan = step(pair, ["memory"])
+    assert plan.kept_bytes
+    assert not plan.scratch_bytes
+    found, others, placed = step(pair, tiers, scratch=tmp_path)
+    assert {field.tier for field in placed.kept} == set(tiers)
+    assert placed.scratch_bytes
+    assert (placed.kept_bytes == 0) == (tiers == ["disk"])
+    assert torch.equal(found, value)
+    for ours, theirs in zip(others, gradients, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_leaves_no_files_and_no_gradients(pair, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise StoreError("the disk failed")
+
+    monkeypatch.setattr(DiskStore, "add", fail)
+    with pytest.raises(StoreError, match="the disk failed"):
+        step(pair, ["disk"], scratch=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_damaged_while_tiles_run_is_an_error(pair, tmp_path, monkeypatch):
+    sweep = Run._sweep_backward
+
+    def damage(self, stage):
+        for path in tmp_path.glob("gigagrad-*/field-*"):
+            content = bytearray(path.read_bytes())
+            content[:64] = bytes(64)
+            path.write_bytes(content)
+        sweep(self, stage)
+
+    monkeypatch.setattr(Run, "_sweep_backward", damage)
+    with pytest.raises(StoreError, match="does not hold what was written"):
+        step(pair, ["disk"], scratch=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_run_is_cleaned_up_by_the_next(pair, tmp_path):
+    program = (
+        "import os, sys, torch; sys.path.insert(0, sys.argv[2]); from tests.execution import test_tiers as t; "
+        "from gigagrad.execution.run import Run; Run._sweep_backward = lambda *_: os.kill(os.getpid(), 9); "
+        "t.step((torch.rand(3, 70, 86), torch.ones(1, 70, 86)), ['disk'], scratch=sys.argv[1])"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path), root], capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    assert list(tmp_path.glob("gigagrad-*/field-*"))
+    step(pair, ["disk"], scratch=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_folder_and_a_budget_without_one_are_refused(pair, tmp_path):
+    with pytest.raises(StoreError, match="cannot use scratch folder"):
+        gg.compile(Net(), dice, memory="4 GiB", scratch=tmp_path / "nowhere").plan(*pair)
+    with pytest.raises(ConfigError, match="name one with scratch="):
+        gg.compile(Net(), dice, scratch_bytes="1 GiB")
+
+
+@pytest.fixture
+def tight(monkeypatch):
+    """A process of 400 MiB, to the planner's eyes."""
+    monkeypatch.setattr(planner, "held_bytes", lambda device: 400 * MIB)
+    monkeypatch.setattr(planner, "peak_bytes", lambda device: 0)
+    monkeypatch.setattr(planner, "cold_bytes", lambda device: 400 * MIB)
+
+
+def chain(norms):
+    return nn.Sequential(
+        *(layer for _ in range(norms) for layer in (nn.LazyConv2d(16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())),
+        nn.LazyConv2d(1, 1),
+    )
+
+
+def planned(memory, **arguments):
+    model = chain(6)
+    model(torch.zeros(1, 3, 8, 8))
+    image = torch.zeros(1).expand(3, 1024, 1024)
+    return gg.compile(model, F.mse_loss, memory=memory * MIB, **arguments).plan(image, image[:1])
+
+
+def test_what_does_not_fit_in_memory_goes_to_files_within_their_budget(tight, tmp_path):
+    roomy = planned(4000, scratch=tmp_path)
+    assert {field.tier for field in roomy.kept} == {"memory"}
+    without = planned(760)
+    assert without.kept_bytes < roomy.kept_bytes
+    placed = planned(760, scratch=tmp_path)
+    assert placed.scratch_bytes > 0
+    assert placed.predicted_peak_bytes <= 760 * MIB
+    assert len(placed.kept) > len(without.kept)
+    some = planned(760, scratch=tmp_path, scratch_bytes=placed.scratch_bytes // 2)
+    assert some.scratch_bytes <= placed.scratch_bytes // 2
+    assert some.predicted_peak_bytes <= 760 * MIB
+
+
+def test_a_budget_too_small_names_one_that_works_with_files_too(tight, tmp_path):
+    with pytest.raises(BudgetError) as refused:
+        planned(500, scratch=tmp_path)
+    assert planned(refused.value.smallest_bytes // MIB, scratch=tmp_path).kept
