@@ -1,13 +1,16 @@
 """What is kept, when it is in memory, and what is given up under a budget."""
 
+from itertools import cycle
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gigagrad.bricks import Bricks
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER, InputSpec, capture
-from gigagrad.plans import Limits, Machine, lifetimes, make_plan, split_stages
+from gigagrad.plans import DISK, MEMORY, Limits, Machine, lifetimes, make_plan, split_stages
 from gigagrad.plans.keeping import bytes_by_pass, fields_to_keep
 from gigagrad.plans.schedule import make_passes
 
