@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gigagrad as gg
+from gigagrad.plans.cuts import Cuts, Selection
 from tests.exactness.comparison import compare
 
 TOLERANCE = 1e-9
@@ -267,17 +268,14 @@ def test_a_long_residual_chain(pair):
 
 def test_giving_up_kept_fields_changes_nothing(pair, monkeypatch):
     """Every subset of kept fields gives the same gradients: fewer of them are computed again, stage by stage."""
-    from gigagrad.plans import choose
-
     model = Residual(2).double().train()
-    everything = choose.fields_to_keep
     for share in (0.0, 0.3, 0.6):
 
-        def some(graph, share=share):
-            ordered = sorted(everything(graph))
-            return frozenset(field for rank, field in enumerate(ordered) if (rank * 7919 % 100) / 100 < share)
+        def some(chain, share=share):
+            kept = [field for rank, field in enumerate(chain.candidates) if (rank * 7919 % 100) / 100 < share]
+            return [Selection(frozenset(kept), 0, 0.0)]
 
-        monkeypatch.setattr(choose, "fields_to_keep", some)
+        monkeypatch.setattr(Cuts, "selections", some)
         result = compare(model, bce, *pair, tile=(20, 17))
         assert max(result.loss_error, result.gradient_error) <= TOLERANCE, share
 

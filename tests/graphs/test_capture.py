@@ -264,3 +264,18 @@ def test_what_a_first_forward_makes_is_made_in_every_run():
     assert any(node.op.startswith("aten.arange") for node in graph.nodes)
     assert not any(node.op == "buffer" for node in graph.nodes)
     assert model.grid.shape == (1, 1)
+
+
+def test_a_plain_tensor_that_a_module_holds_is_a_constant():
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.scale, self.seen = nn.Conv2d(3, 1, 1), torch.tensor([2.0]), torch.Tensor()
+
+        def forward(self, x):
+            self.seen = x.detach()
+            return self.conv(x) * self.scale
+
+    image = InputSpec((1, 3, 8, 8), torch.float32, field=True)
+    graph = capture(Held(), None, image, None)
+    assert [value.tolist() for value in graph.constants.values()] == [[2.0]]

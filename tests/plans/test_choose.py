@@ -58,6 +58,10 @@ def test_more_budget_never_means_smaller_tiles_than_fit(unet, plan_for):
     assert len(areas) >= 2
 
 
+def stages_of(graph, plan):
+    return split_stages(graph, [field.node for field in plan.kept])
+
+
 def test_forced_tiles_are_taken_as_they_are(unet, gate, plan_for):
     assert plan_for(unet, tiles=((7, 300),)).tile == (7, 300)
     plan = plan_for(gate, tiles=((5, 6), (3, 4)))
@@ -66,11 +70,12 @@ def test_forced_tiles_are_taken_as_they_are(unet, gate, plan_for):
 
 
 def test_chosen_tiles_lie_on_the_lattice_or_are_the_whole_field(unet, plan_for):
-    step = lattice(unet, split_stages(unet)[0])
     for budget in (6 * 2**20, 16 * 2**20, None):
-        tile = plan_for(unet, budget).tile
-        for axis, whole in enumerate((331, 517)):
-            assert tile[axis] % step[axis] == 0 or tile[axis] == whole
+        plan = plan_for(unet, budget)
+        for planned, stage in zip(plan.stages, stages_of(unet, plan), strict=True):
+            step, largest = lattice(unet, stage), max(unet[i].shape[-2:] for i in stage.targets(unet))
+            for axis, whole in enumerate(largest):
+                assert planned.tile[axis] % step[axis] == 0 or planned.tile[axis] == whole
 
 
 def test_what_the_process_holds_counts(unet, plan_for):
@@ -81,12 +86,12 @@ def test_what_the_process_holds_counts(unet, plan_for):
 
 def test_the_plan_describes_its_grid(unet, plan_for):
     plan = plan_for(unet, tiles=((50, 60),))
-    (stage,) = plan.stages
-    grid = Grid(unet, split_stages(unet)[0], (50, 60))
-    assert stage.tiles == grid.shape
-    assert stage.computed_ratio > 1
+    planned, stage = plan.stages[0], stages_of(unet, plan)[0]
+    grid = Grid(unet, stage, (50, 60))
+    assert planned.tiles == grid.shape
+    assert planned.computed_ratio > 1
     image = unet.source("image").id
-    assert stage.crop == max(grid[i].box(image).shape for i in range(len(grid)))
+    assert planned.crop == max(grid[i].box(image).shape for i in range(len(grid)))
 
 
 def test_gradients_cost_memory(unet, plan_for):

@@ -17,7 +17,7 @@ _FREE_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes of memory (None: unbounded), of host memory beside a GPU and of files under `scratch` (None: what is free)."""
+    """Bytes of memory (None: unbounded), of host memory beside a GPU, of files in `scratch` (None: what is free)."""
 
     memory_bytes: int | None
     host_bytes: int | None

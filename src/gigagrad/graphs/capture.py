@@ -136,9 +136,9 @@ def capture(
             inputs = (images, goals if isinstance(target, tuple) else goals[0]) if goals else (images,)
         try:
             # A copy of its own: a model may keep what its first forward made.
+            first, fake = _fake_copy(composite, mode), _fake_copy(composite, mode)
             with mode:
-                _refuse_own_gradients(_fake_copy(composite, mode)(*inputs))
-            fake = _fake_copy(composite, mode)
+                _refuse_own_gradients(first(*inputs))
             # Around the tracing, not inside the module: an exported autocast region has lost its modules' names.
             with _autocast(home, composite.autocast):
                 program = torch.export.export(fake, inputs, strict=False).run_decompositions({})

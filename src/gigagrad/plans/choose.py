@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from heapq import heappop, heappush
 
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER, Graph
 from gigagrad.plans.cost import Costs, Machine
-from gigagrad.plans.fit import Fitter, Kept, Option, TierError
-from gigagrad.plans.keeping import fields_to_keep, whole_field_bytes
+from gigagrad.plans.cuts import Cuts
+from gigagrad.plans.fit import Fitter, Kept, Option
+from gigagrad.plans.keeping import whole_field_bytes
 from gigagrad.plans.limits import Limits
 from gigagrad.plans.plan import DISK, HOST, MEMORY, KeptField, Plan, WholeField
-from gigagrad.plans.schedule import make_passes
-from gigagrad.plans.stages import gathered, split_stages
+from gigagrad.plans.stages import Stage, gathered, split_stages
+
+_GOOD_ENOUGH = 1.1
+"""An option this close to what unlimited memory would allow is taken without looking at what else could be done."""
 
 _USUAL_SIDE_PX = 128
-"""Tile side at which plans that keep different fields are compared."""
+"""Tile side at which pieces between cuts are compared."""
 
 
 def make_plan(
@@ -84,25 +86,26 @@ class _Chooser:
         self._refusals: list[BudgetError] = []
 
     def best(self) -> Option:
-        """Keep everything worth keeping in memory; where that does not fit, the faster of moving fields to other tiers
-        and of computing them again. The refusal names the leanest of all options tried.
+        """Keep what is worth keeping in memory; where that does not fit, the faster of moving fields to other tiers and
+        of keeping fewer. The refusal names the leanest of all options tried.
         """
-        wanted = fields_to_keep(self._graph)
-        found = self._attempt(dict.fromkeys(wanted, MEMORY))
-        if found is not None:
-            return found
-        order = self._order_of_dropping(wanted)
-        options = [
-            option
-            for option in (
-                self._fastest(len(order), lambda count: dict.fromkeys(wanted.difference(order[:count]), MEMORY)),
-                self._moved(wanted, order) if self._other_tiers else None,
-            )
-            if option is not None
-        ]
-        if not options:
+        chain = Cuts(self._graph, self._usual_seconds, backward=self._backward)
+        selections = [selection.kept for selection in chain.selections()]
+        first = self._attempt(_in_memory(selections[0]))
+        if len(split_stages(self._graph, selections[-1])) == 1:  # all at once may be faster: the chain model is rough
+            first = _faster(first, self._attempt(_in_memory(selections[-1])))
+        if first is not None:
+            return first
+        moved = self._moved(selections[0])
+        if moved is not None and moved.seconds < _GOOD_ENOUGH * self._fitter.unbounded().fit(moved.kept).seconds:
+            return moved
+        fewer = self._fastest(len(selections) - 1, lambda count: _in_memory(selections[count]))
+        if moved is None:
+            moved = next(filter(None, map(self._moved, _spread(selections[1:]))), None)
+        found = _faster(moved, fewer)
+        if found is None:
             raise min(self._refusals, key=lambda error: error.needed_bytes)
-        return min(options, key=lambda option: option.seconds)
+        return found
 
     def again(self, kept: Kept) -> Option:
         """An earlier choice. Raises `BudgetError` if it does not fit, also where a tier has less room than before."""
@@ -111,55 +114,24 @@ class _Chooser:
             raise self._refusals[-1]
         return found
 
-    @property
-    def _other_tiers(self) -> bool:
-        return self._limits.host_bytes > 0 or self._limits.scratch_bytes > 0
+    def _usual_seconds(self, stage: Stage) -> float:
+        """Time of a sweep with tiles of a usual size."""
+        sizes = [max(self._graph[i].size(axis) for i in stage.targets(self._graph)) for axis in (0, 1)]
+        return self._costs.sweep_seconds(stage, (min(sizes[0], _USUAL_SIDE_PX), min(sizes[1], _USUAL_SIDE_PX)))
 
     def _attempt(self, kept: Kept) -> Option | None:
         try:
             return self._fitter.fit(kept)
         except BudgetError as error:
             self._refusals.append(error)
-        except TierError as error:
-            if self._limits.budget_bytes is not None:
-                self._refusals.append(self._limits.refusal(str(error), 2**62))
         return None
 
-    def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Option | None:
-        """The fastest option that gives up some of at most `most` fields, in a given order.
-
-        Giving up more leaves room for larger tiles, and does not always need less memory (halos grow): how many is
-        tried in growing steps, and by bisection where the first option that fits lies between two of them.
-        """
-        found, low, high = list[Option](), 0, most
-        for count in dict.fromkeys(-(-most * eighths // 8) for eighths in (1, 2, 3, 4, 6, 8) if most):
-            option = self._attempt(keeping(count))
-            if option is not None:
-                found.append(option)
-                high = min(high, count)
-            elif not found:
-                low = count
-        while found and high - low > max(1, most // 16):
-            middle = (low + high) // 2
-            option = self._attempt(keeping(middle))
-            if option is None:
-                low = middle
-            else:
-                found.append(option)
-                high = middle
-        return min(found, key=lambda option: option.seconds, default=None)
-
-    def _moved(self, wanted: frozenset[int], order: list[int]) -> Option | None:
-        """Fields in other tiers, as few as the memory asks for; where those have too little room, the ones that cost
-        least to compute again are not kept at all.
-        """
-        for eighths in range(9):
-            remaining = wanted.difference(order[: -(-len(order) * eighths // 8)])
-            movable = self._order_of_moving(remaining)
-            found = self._fastest(len(movable), lambda count, r=remaining, m=movable: self._placed(r, m[:count]))  # type: ignore[misc]
-            if found is not None:
-                return found
-        return None
+    def _moved(self, wanted: frozenset[int]) -> Option | None:
+        """All of these fields kept, as many in other tiers as is fastest; None if those have too little room."""
+        if not self._limits.host_bytes and not self._limits.scratch_bytes:
+            return None
+        movable = self._order_of_moving(wanted)
+        return self._fastest(len(movable), lambda count: self._placed(wanted, movable[:count]))
 
     def _order_of_moving(self, kept: frozenset[int]) -> list[int]:
         """Kept fields, the ones with the fewest readers first, of those the largest; whole-field operators need theirs
@@ -171,44 +143,47 @@ class _Chooser:
 
     def _placed(self, kept: frozenset[int], moved: list[int]) -> Kept:
         """The moved fields in host memory beside a GPU while it has room, with their cotangents, and then in files."""
-        placed, room = dict.fromkeys(kept, MEMORY), self._limits.host_bytes
+        placed, room = _in_memory(kept), self._limits.host_bytes
         for i in moved:
             needed = 2 * self._graph[i].nbytes
             placed[i] = HOST if needed <= room else DISK
             room -= needed if needed <= room else 0
         return placed
 
-    def _order_of_dropping(self, kept: frozenset[int]) -> list[int]:
-        """Kept fields, the one that costs the least time per byte first, given that those before it are gone.
+    def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Option | None:
+        """The fastest option that gives up 1 to `most` steps of something.
 
-        Greedy, and lazy about it (Minoux, 1978): giving up a field becomes dearer as its neighbours go, so a cost that
-        was computed earlier is a lower bound, and only the best candidate's is brought up to date.
+        Giving up more leaves room for larger tiles, and does not always need less memory (halos grow): how much is
+        tried in growing steps, and by bisection where the first option that fits lies between two of them.
         """
-        graph, remaining, order = self._graph, kept, list[int]()
-        seconds = self._rough_seconds(remaining)
-        heap = [(0.0, i) for i in kept - gathered(graph)]
-        fresh: dict[int, int] = {}
-        while heap:
-            _, field = heappop(heap)
-            without = self._rough_seconds(remaining - {field})
-            rate = (without - seconds) / graph[field].nbytes
-            if fresh.get(field) != len(order) and heap and rate > heap[0][0]:
-                fresh[field] = len(order)
-                heappush(heap, (rate, field))
-                continue
-            order.append(field)
-            remaining, seconds = remaining - {field}, without
-        return order
+        best, first, low = None, most, 0
+        for count in dict.fromkeys(-(-most * eighths // 8) for eighths in (1, 2, 3, 4, 6, 8) if most):
+            option = self._attempt(keeping(count))
+            if option is not None:
+                first = min(first, count)
+            elif best is None:
+                low = count
+            best = _faster(best, option)
+        while best is not None and first - low > max(1, most // 16):
+            middle = (low + first) // 2
+            option = self._attempt(keeping(middle))
+            if option is None:
+                low = middle
+            else:
+                first = middle
+            best = _faster(best, option)
+        return best
 
-    def _rough_seconds(self, kept: frozenset[int]) -> float:
-        """Time of all sweeps with tiles of a usual size."""
-        stages = split_stages(self._graph, kept)
-        passes = make_passes(self._graph, stages, backward=self._backward)
-        differentiated = {p.stage for p in passes if p.phase != "forward"}
-        total = 0.0
-        for stage in stages:
-            sizes = [max(self._graph[i].size(axis) for i in stage.targets(self._graph)) for axis in (0, 1)]
-            shape = (min(sizes[0], _USUAL_SIDE_PX), min(sizes[1], _USUAL_SIDE_PX))
-            sweeps = sum(p.stage == stage.index for p in passes)
-            total += sweeps * self._costs.of(stage, shape, backward=stage.index in differentiated).seconds
-        return total
+
+def _in_memory(kept: frozenset[int]) -> dict[int, str]:
+    return dict.fromkeys(kept, MEMORY)
+
+
+def _faster(one: Option | None, other: Option | None) -> Option | None:
+    return min((o for o in (one, other) if o is not None), key=lambda option: option.seconds, default=None)
+
+
+def _spread(selections: list[frozenset[int]]) -> list[frozenset[int]]:
+    """About eight of them, the first and the last included."""
+    step = max(1, len(selections) // 8)
+    return [*selections[:-1:step], *selections[-1:]]

@@ -69,6 +69,15 @@ class Costs:
             self._known[key] = self._cost(stage, shape, backward=backward)
         return self._known[key]
 
+    def sweep_seconds(self, stage: Stage, shape: tuple[int, int]) -> float:
+        """One forward sweep by one thread, judged by a tile in the middle: quicker than `of`, for comparing cuts."""
+        grid = Grid(self._graph, stage, shape)
+        rows, columns = grid.shape
+        tile = grid[rows // 2 * columns + columns // 2]
+        reference = self._graph[grid.reference]
+        pixels = reference.size(0) * reference.size(1)
+        return self._tile_seconds(stage, tile, backward=False) * pixels / tile.wanted(grid.reference).area
+
     def _cost(self, stage: Stage, shape: tuple[int, int], *, backward: bool) -> TileCost:
         graph = self._graph
         grid = Grid(graph, stage, shape)

@@ -60,6 +60,11 @@ class Fitter:
         self._graph, self._limits, self._machine, self._costs = graph, limits, machine, costs
         self._tiles, self._backward = tiles, backward
 
+    def unbounded(self) -> Fitter:
+        """The same for a machine with all the memory it needs."""
+        limits = dataclasses.replace(self._limits, budget_bytes=None)
+        return Fitter(self._graph, limits, self._machine, self._costs, self._tiles, backward=self._backward)
+
     def fit(self, kept: Kept) -> Option:
         """The fastest option that keeps these fields in these tiers. Raises `BudgetError` if there is none."""
         stages = split_stages(self._graph, kept)
@@ -67,7 +72,7 @@ class Fitter:
         tier_bytes = {
             tier: max(bytes_by_pass(self._graph, stages, passes, kept, tier), default=0) for tier in (HOST, DISK)
         }
-        self._check_tiers(tier_bytes)
+        self._check_tiers(kept, tier_bytes)
         options = []
         refusal: BudgetError | None = None
         for workers in dict.fromkeys((self._machine.threads, 1)):
@@ -80,10 +85,13 @@ class Fitter:
             raise refusal
         return min(options, key=lambda option: option.seconds)
 
-    def _check_tiers(self, tier_bytes: Mapping[str, int]) -> None:
+    def _check_tiers(self, kept: Kept, tier_bytes: Mapping[str, int]) -> None:
+        """Raises BudgetError, with the memory that would do instead, if a tier has too little room."""
         for tier, room in ((HOST, self._limits.host_bytes), (DISK, self._limits.scratch_bytes)):
             if tier_bytes[tier] > room:
-                raise TierError(tier, tier_bytes[tier], room)
+                in_memory = sum(self._graph[i].nbytes for i in kept)
+                what = f"the fields kept on '{tier}' take {tier_bytes[tier]:,} bytes, there is room for {room:,}"
+                raise self._limits.refusal(what, self._limits.fixed_bytes + 2 * in_memory)
 
     def _fit(
         self,
@@ -153,13 +161,6 @@ class Fitter:
             moved = traffic_bytes(self._graph, stage, cost.crops, kept, phase)
             total += max(computing, cost.plan.tile_count * moved / self._machine.scratch_bytes_per_second)
         return total
-
-
-class TierError(Exception):
-    """More is to be kept in a tier than it has room for."""
-
-    def __init__(self, tier: str, needed_bytes: int, room_bytes: int) -> None:
-        super().__init__(f"{tier}: {needed_bytes} bytes are needed, there is room for {room_bytes}")
 
 
 def _what_does_not_fit(stage: Stage, leanest: TileCost, standing: int) -> str:

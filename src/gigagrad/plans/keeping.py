@@ -1,10 +1,4 @@
-"""Which fields a plan keeps, when each of them is in memory, and what that costs.
-
-A field that a later stage reads, after a reduction has been finished, is either kept or computed again. By default the
-plan keeps what costs a convolution (or anything else that looks beyond its pixel) and computes pixelwise work again;
-of a long chain of sums, as residual networks have them, every few links are kept, or else each stage would read all
-earlier ones. What to give up when a budget asks for more is decided in choose.py.
-"""
+"""When each kept field is there, and what that takes in every tier."""
 
 from __future__ import annotations
 
@@ -13,52 +7,12 @@ from dataclasses import dataclass
 from math import prod
 
 from gigagrad.bricks import Bricks
-from gigagrad.graphs import GATHER, SCATTER, Graph, lookup
+from gigagrad.graphs import SCATTER, Graph, lookup
 from gigagrad.plans.plan import DISK, MEMORY, Pass
-from gigagrad.plans.stages import Stage, gathered, is_read, levels
-
-_LONGEST_CHAIN = 4
-"""Kept fields that a field may be computed from pixelwise before it is kept itself."""
+from gigagrad.plans.stages import Stage, is_read
 
 
-def fields_to_keep(graph: Graph) -> frozenset[int]:
-    """The fields a plan keeps where memory is no matter; those of whole-field operators are among them."""
-    required = gathered(graph)
-    level = levels(graph, required)
-    late = set(required)
-    for node in graph.nodes:
-        if node.is_field or node.op == GATHER:
-            late |= {i for i in node.operands if graph[i].is_field and level[i] < level[node.id]}
-    kept = set(required)
-    sources: dict[int, frozenset[int] | None] = {}
-    for node in graph.nodes:
-        if not node.is_field:
-            continue
-        if is_read(graph, node.id):
-            sources[node.id] = frozenset({node.id})
-            continue
-        behind = _pixelwise_sources(graph, node.id, sources)
-        if node.id in late and (behind is None or len(behind) > _LONGEST_CHAIN):
-            kept.add(node.id)
-        sources[node.id] = frozenset({node.id}) if node.id in kept else behind
-    return frozenset(kept)
-
-
-def _pixelwise_sources(graph: Graph, node_id: int, sources: dict[int, frozenset[int] | None]) -> frozenset[int] | None:
-    """The kept fields (and images) a field is computed from pixel by pixel; None if it looks beyond its pixel."""
-    if not _is_pixelwise(graph, node_id):
-        return None
-    found: frozenset[int] = frozenset()
-    for i in graph[node_id].operands:
-        if graph[i].is_field:
-            behind = sources[i]
-            if behind is None:
-                return None
-            found |= behind
-    return found
-
-
-def _is_pixelwise(graph: Graph, node_id: int) -> bool:
+def is_pixelwise(graph: Graph, node_id: int) -> bool:
     row = lookup(graph[node_id].op)
     return row is not None and row.pixelwise
 

@@ -32,9 +32,8 @@ class Limits:
 
     def refusal(self, what: str, needed_bytes: int) -> BudgetError:
         """What does not fit in the budget, and a budget that would do."""
-        assert self.budget_bytes is not None
         return BudgetError(
-            what, budget_bytes=self.budget_bytes, needed_bytes=needed_bytes, smallest_bytes=_roomy(needed_bytes)
+            what, budget_bytes=self.budget_bytes or 0, needed_bytes=needed_bytes, smallest_bytes=_roomy(needed_bytes)
         )
 
 

@@ -64,13 +64,25 @@ def split_stages(graph: Graph, kept: Iterable[int] = ()) -> tuple[Stage, ...]:
     for index, stage_level in enumerate(sorted(targets)):
         reductions, keeps = targets[stage_level]
         delivers = output if output is not None and level[output] == stage_level else None
-        roots = [*keeps, *(graph[r].operands[0] for r in reductions), *([delivers] if delivers is not None else [])]
-        computed, reads = _fields_behind(graph, roots, stored)
-        read_globals = {i for field in computed for i in graph[field].operands if not graph[i].is_field}
-        stages.append(
-            Stage(index, tuple(reductions), tuple(keeps), delivers, computed, reads, tuple(sorted(read_globals)))
-        )
+        stages.append(_stage(graph, index, reductions, keeps, delivers, stored))
     return tuple(stages)
+
+
+def stage_for(graph: Graph, roots: Iterable[int], stored: Iterable[int], kept: Iterable[int]) -> Stage:
+    """A stage by itself: it computes these fields with all their reductions, and keeps some, from what is stored."""
+    wanted = set(roots)
+    reductions = [node.id for node in graph.nodes if node.is_reduction and node.operands[0] in wanted]
+    delivers = graph.output if graph.output in wanted else None
+    return _stage(graph, 0, reductions, sorted(kept), delivers, set(stored))
+
+
+def _stage(
+    graph: Graph, index: int, reductions: list[int], keeps: list[int], delivers: int | None, stored: set[int]
+) -> Stage:
+    roots = [*keeps, *(graph[r].operands[0] for r in reductions), *([delivers] if delivers is not None else [])]
+    computed, reads = _fields_behind(graph, roots, stored)
+    read_globals = {i for field in computed for i in graph[field].operands if not graph[i].is_field}
+    return Stage(index, tuple(reductions), tuple(keeps), delivers, computed, reads, tuple(sorted(read_globals)))
 
 
 def gathered(graph: Graph) -> set[int]:

@@ -1,0 +1,174 @@
+"""Where to cut the graph: which fields to keep so that computing the others again costs least, for any memory.
+
+Candidates lie on a chain: the fields that are worth keeping, in the order in which they are computed. A *cut* behind
+one of them keeps every candidate computed so far that is still needed, skips included; whatever lies between two cuts
+is computed again from the earlier one, in each of its sweeps. Then the time of a piece depends on its two cuts alone,
+and dynamic programming over (cut, memory used) finds the fastest choice of cuts for every amount of memory at once, as
+checkpointing of chains does (Chen et al., 2016; Gruslys et al., 2016; Beaumont et al., 2019), here with halos and skips
+in the costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from gigagrad.graphs import GATHER, Graph
+from gigagrad.plans.keeping import is_pixelwise
+from gigagrad.plans.schedule import Cotangents, last_cotangents
+from gigagrad.plans.stages import Stage, gathered, is_read, levels, stage_for
+
+_LONGEST_PIECE = 16
+"""Candidates between two cuts, at most; beside that only the whole graph in one piece is considered."""
+_STEPS = 256
+"""Steps in which memory is counted: bytes are rounded to this share of all candidates' bytes."""
+_LONGEST_CHAIN = 4
+"""Candidates that a field may be computed from pixelwise before it is a candidate itself."""
+
+_Steps = np.ndarray[tuple[int, int, int], np.dtype[np.int_]]
+Seconds = Callable[[Stage], float]
+"""Time of one forward sweep of a stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Fields to keep, what they take, and the time of all sweeps as the chain model has it."""
+
+    kept: frozenset[int]
+    nbytes: int
+    seconds: float
+
+
+class Cuts:
+    """The chain of one graph. `seconds` rates a stage; `backward` says whether every stage is also differentiated."""
+
+    def __init__(self, graph: Graph, seconds: Seconds, *, backward: bool) -> None:
+        self._graph, self._seconds, self._backward = graph, seconds, backward
+        self._required = frozenset(gathered(graph))
+        self._level = levels(graph, self._required)
+        self.candidates = _candidates(graph, self._required)
+        last_use = _last_uses(graph, self.candidates)
+        self._crossing = [
+            frozenset(f for f in self.candidates if f <= position < last_use[f]) for position in self.candidates
+        ]
+        self._reduced = {node.operands[0] for node in graph.nodes if node.is_reduction}
+        self._ends = frozenset(
+            {i for i in self._reduced if not is_read(graph, i)}
+            | ({graph.output} if graph[graph.output].is_field and not is_read(graph, graph.output) else set())
+        )
+
+    def selections(self) -> list[Selection]:
+        """The fastest selection for every amount of memory, from the most memory that is of any use down to none."""
+        count = len(self.candidates)
+        unit = max(1.0, sum(self._graph[i].nbytes for i in self.candidates) / _STEPS)
+        used = np.arange(2 * _STEPS)  # with room for what rounding adds
+        best = np.full((count + 2, len(used)), np.inf)  # row 0: before everything; the last row: the end
+        came = np.zeros((count + 2, len(used), 2), int)
+        best[0, 0] = 0.0
+        for start in range(count + 1):
+            before = self._crossing[start - 1] if start else frozenset[int]()
+            for stop, seconds in self._pieces(start):
+                after = self._crossing[stop - 1] if stop <= count else frozenset[int]()
+                added = round(sum(self._graph[i].nbytes for i in after - before) / unit)
+                values = best[start, : len(used) - added] + seconds
+                better = np.flatnonzero(values < best[stop, added:])
+                best[stop, added + better] = values[better]
+                came[stop, added + better, 0] = start
+                came[stop, added + better, 1] = better
+        reached = np.flatnonzero(np.isfinite(best[-1]))
+        found = sorted(
+            (self._selection(came, int(i), float(best[-1, i])) for i in reached), key=lambda s: (s.nbytes, s.seconds)
+        )
+        fastest = np.minimum.accumulate([np.inf, *(s.seconds for s in found)])
+        return [s for s, leaner in zip(found, fastest, strict=False) if s.seconds < leaner][::-1]
+
+    def _selection(self, came: _Steps, used: int, seconds: float) -> Selection:
+        kept, position = set(self._required), len(self.candidates) + 1
+        while position:
+            position, used = (int(value) for value in came[position, used])
+            if position:
+                kept |= self._crossing[position - 1]
+        return Selection(frozenset(kept), sum(self._graph[i].nbytes for i in kept), seconds)
+
+    def _pieces(self, start: int) -> list[tuple[int, float]]:
+        """For each cut (or the end) that a piece may reach from cut number `start`: its number and the piece's time."""
+        count = len(self.candidates)
+        end = count + 1
+        reach = min(start + _LONGEST_PIECE, count)
+        stored = self._required | (self._crossing[start - 1] if start else frozenset[int]())
+        known: dict[int, tuple[frozenset[int], float]] = {}
+        pieces = []
+        for stop in [*range(start + 1, reach + 1), *([end] if reach == count or not start else [])]:
+            pieces.append((stop, self._piece_seconds(start, stop, stored, known)))
+        return pieces
+
+    def _piece_seconds(
+        self, start: int, stop: int, stored: frozenset[int], known: dict[int, tuple[frozenset[int], float]]
+    ) -> float:
+        """All sweeps of the stages between two cuts; `known` holds each level's targets and time for the last stop."""
+        first = self.candidates[start - 1] if start else -1
+        final = stop > len(self.candidates)
+        last = len(self._graph.nodes) if final else self.candidates[stop - 1]
+        kept = (frozenset[int]() if final else self._crossing[stop - 1]) - stored
+        targets: dict[int, set[int]] = {}
+        for i in kept | {i for i in self._ends if first < i <= last}:
+            targets.setdefault(self._level[i], set()).add(i)
+        total = 0.0
+        for level, roots in targets.items():
+            frozen = frozenset(roots)
+            if level not in known or known[level][0] != frozen:
+                known[level] = frozen, self._stage_seconds(frozen, stored, kept & frozen)
+            total += known[level][1]
+        return total
+
+    def _stage_seconds(self, roots: frozenset[int], stored: frozenset[int], kept: frozenset[int]) -> float:
+        stage = stage_for(self._graph, roots, stored, kept)
+        seconds = self._seconds(stage)
+        if not self._backward:
+            return seconds
+        if not any(self._graph[i].differentiable for i in (*stage.reductions, *stage.kept)):
+            return seconds
+        one_pass = self._is_last(stage) and last_cotangents(self._graph, stage) is not Cotangents.AFTER_FORWARD
+        return (3 if one_pass else 4) * seconds  # a vector-Jacobian product costs two forwards beside its own
+
+    def _is_last(self, stage: Stage) -> bool:
+        return not stage.kept and max(self._level[i] for i in self._ends) == self._level[stage.targets(self._graph)[0]]
+
+
+def _candidates(graph: Graph, required: frozenset[int]) -> list[int]:
+    """Fields that cost more than their pixels to compute again, and of long chains of sums every few links."""
+    found: list[int] = []
+    behind: dict[int, frozenset[int]] = {}
+    for node in graph.nodes:
+        if not node.is_field:
+            continue
+        if is_read(graph, node.id) or node.id in required:
+            behind[node.id] = frozenset({node.id})
+            continue
+        sources = frozenset[int]().union(*(behind[i] for i in node.operands if graph[i].is_field))
+        if is_pixelwise(graph, node.id) and len(sources) <= _LONGEST_CHAIN:
+            behind[node.id] = sources
+        else:
+            found.append(node.id)
+            behind[node.id] = frozenset({node.id})
+    return found
+
+
+def _last_uses(graph: Graph, candidates: list[int]) -> dict[int, int]:
+    """For each candidate the last field that is computed from it without another candidate in between."""
+    chosen = set(candidates)
+    seen: dict[int, set[int]] = {}
+    last = dict.fromkeys(candidates, -1)
+    for node in graph.nodes:
+        if not node.is_field and node.op != GATHER:
+            continue
+        reaches: set[int] = set()
+        for i in node.operands:
+            if graph[i].is_field:
+                reaches |= {i} if i in chosen else seen.get(i, set())
+        seen[node.id] = reaches
+        for i in reaches:
+            last[i] = node.id
+    return last

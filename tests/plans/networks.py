@@ -1,0 +1,45 @@
+"""Networks with norms, as graphs: what the tests of planning share."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gigagrad.graphs import InputSpec, capture
+from gigagrad.plans import Machine
+from gigagrad.plans.cost import Costs
+from gigagrad.plans.cuts import Cuts
+
+SIZE = 256
+
+
+def graph_of(model, loss=F.mse_loss, size=SIZE):
+    image = InputSpec((1, 3, size, size), torch.float32, field=True)
+    target = InputSpec((1, 1, size, size), torch.float32, field=True)
+    return capture(model.train(), loss, image, target)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+        self.norm_a, self.norm_b = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.relu(x + self.norm_b(self.b(F.relu(self.norm_a(self.a(x))))))
+
+
+def residual(blocks, width=8):
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1), *(Block(width) for _ in range(blocks)), nn.Conv2d(width, 1, 1)
+    )
+
+
+def chain_of(graph, backward=True):
+    """The chain of cuts as planning sees it."""
+    costs = Costs(graph, Machine())
+    return Cuts(graph, lambda stage: costs.sweep_seconds(stage, (64, 64)), backward=backward)
+
+
+def kept_at_best(graph):
+    """Fields kept where memory is no matter."""
+    return sorted(chain_of(graph).selections()[0].kept)
