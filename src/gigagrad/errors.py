@@ -20,6 +20,10 @@ class WriteError(GigagradError):
     """An output file cannot be written (disk full, read-only folder, the file exists). Nothing half-written remains."""
 
 
+class StoreError(GigagradError):
+    """A kept field in scratch cannot be written or read back as it was."""
+
+
 class ConfigError(GigagradError):
     """A setting, a cohort file or a command-line value is not usable."""
 
