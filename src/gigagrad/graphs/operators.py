@@ -76,11 +76,12 @@ def scrambled(counter: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
     """
     bits = (counter + 1).mul_(_int64(0x9E3779B97F4A7C15)).add_(key)
     high = torch.empty_like(bits)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
         torch.bitwise_right_shift(bits, shift, out=high)
         high &= (1 << (64 - shift)) - 1  # the shift copies the sign
         bits ^= high
-        bits *= _int64(factor)
+        if factor:
+            bits *= _int64(factor)
     return bits
 
 

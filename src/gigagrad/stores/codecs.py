@@ -1,7 +1,7 @@
 """Lossless codecs for the bytes of kept fields.
 
-What is encoded begins with a small header of our own: which codec wrote it, how many bytes it stands for, and a checksum of
-everything else. It is checked before a codec's own parser sees a byte, so damaged scratch is an error and never a wrong
+What is encoded begins with a small header of our own: which codec wrote it, how many bytes it stands for, and a checksum
+of everything else. It is checked before a codec's own parser sees a byte, so damaged scratch is an error and never a wrong
 number. The checksum (CRC-32, by a routine that runs at memory speed) is taken of the encoded bytes, which are fewer.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import imagecodecs
 import numpy as np
@@ -21,6 +21,7 @@ from gigagrad.errors import StoreError
 Bytes = npt.NDArray[np.uint8]
 Encoded = bytes | bytearray | memoryview
 
+_imagecodecs: Any = imagecodecs  # takes any buffer; its type stubs name only three kinds
 _HEADER = struct.Struct("<4sQI")  # codec, decoded bytes, checksum of both and of the payload
 _CHECKED = struct.Struct("<4sQ")
 
@@ -100,15 +101,15 @@ class Blosc(Codec):
 
     def _encode(self, data: Bytes, itemsize: int) -> bytes:
         assert data.nbytes <= self._LARGEST, f"a brick of {data.nbytes} bytes; Blosc takes {self._LARGEST}"
-        encoded: bytes = imagecodecs.blosc2_encode(
+        encoded: bytes = _imagecodecs.blosc2_encode(
             data, level=self.level, compressor="zstd", shuffle="bitshuffle", typesize=itemsize, numthreads=1
         )
         return encoded
 
     def _decode(self, payload: memoryview, out: Bytes) -> None:
         try:
-            imagecodecs.blosc2_decode(payload, numthreads=1, out=out)
-        except (imagecodecs.Blosc2Error, ValueError) as error:
+            _imagecodecs.blosc2_decode(payload, numthreads=1, out=out)
+        except (_imagecodecs.Blosc2Error, ValueError) as error:
             raise _damaged(f"what Blosc refuses ({error})", f"{out.nbytes} bytes encoded by it") from error
 
     def _max_payload_bytes(self, nbytes: int) -> int:
@@ -127,7 +128,7 @@ def faster_codec(link_bytes_per_second: float, codec_bytes_per_second: float, ra
 
 
 def _checksum(header: bytes, payload: Bytes | Encoded) -> int:
-    checksum: int = imagecodecs.deflate_crc32(payload, value=imagecodecs.deflate_crc32(header))
+    checksum: int = _imagecodecs.deflate_crc32(payload, value=_imagecodecs.deflate_crc32(header))
     return checksum
 
 

@@ -27,7 +27,7 @@ def dither(shape: torch.Size, box: Box, axes: tuple[int, int], seed: int, like: 
     rest = [size for axis, size in enumerate(shape) if axis not in spatial]
     values = math.prod(rest)
     words = -(-values // _PER_WORD)
-    assert words <= 1 << _GROUP_BITS and box.x1 <= 1 << _X_BITS
+    assert max(words >> _GROUP_BITS, box.x1 - 1 >> _X_BITS) == 0, (shape, box)
     device = like.device
     y = torch.arange(box.y0, box.y1, device=device)[:, None, None] << (_X_BITS + _GROUP_BITS)
     x = torch.arange(box.x0, box.x1, device=device)[:, None] << _GROUP_BITS
@@ -35,4 +35,4 @@ def dither(shape: torch.Size, box: Box, axes: tuple[int, int], seed: int, like: 
     bits = scrambled(y + x + torch.arange(words, device=device), key)
     numbers = bits.view(torch.int16)[..., :values].to(like.dtype)
     numbers.add_(0.5).mul_(2.0**-16)
-    return numbers.unflatten(-1, rest).movedim((0, 1), axes)
+    return torch.unflatten(numbers, -1, rest).movedim((0, 1), axes)

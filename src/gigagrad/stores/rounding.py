@@ -1,7 +1,7 @@
 """Roundings of kept fields: fewer bits a value, as a declared choice.
 
-A rounding is elementwise, idempotent, and the same however the field is cut into boxes. So the forward pass can go on from
-`round(values)` in any tile, with any halo, and every later sweep reads exactly the same field back from the store.
+A rounding is elementwise, idempotent, and the same however the field is cut into boxes. So the forward pass can go on
+from `round(values)` in any tile, with any halo, and every later sweep reads exactly the same field from the store.
 
 Quantisation uses subtractive dither (Roberts, 1962): a number is added before rounding and subtracted afterwards, which
 makes the errors uniform and independent of the values and of each other (Schuchman, 1964; Lipshitz, Wannamaker and
@@ -29,7 +29,7 @@ _STRIP_VALUES = 1 << 17  # so many values at a time stay in the processor's cach
 
 
 class Rounding(ABC):
-    """How a field's values are packed. `values` and `packed` are crops on `box`; `axes` are the positions of y and x."""
+    """How values are packed. `values` and `packed` are crops on `box`; `axes` are the (negative) positions of y and x."""
 
     @abstractmethod
     def packed_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -37,7 +37,7 @@ class Rounding(ABC):
 
     @abstractmethod
     def pack(self, values: Tensor, box: Box, axes: tuple[int, int]) -> Tensor:
-        """The packed crop: same shape and memory format; 0 stands for 0. Raises `StoreError` for values it cannot hold."""
+        """The packed crop, of the same shape; 0 stands for 0. Raises `StoreError` for values it cannot hold."""
 
     @abstractmethod
     def unpack(self, packed: Tensor, box: Box, axes: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -89,10 +89,10 @@ class Half(Rounding):
 class Quantised(Rounding):
     """Multiples of a step, shifted by dither: every value is off by at most `error_bound`, and 0 stays 0.
 
-    The code is one integer as wide as the number: 0 for 0; else the multiple q in zigzag order, plus one (1, 2, 3, ... for
-    0, -1, 1, ...), so that the high bits of small values are zero and a codec removes them; and for values of many steps,
-    infinities and NaN the bits of the number itself, which no multiple in range looks like. Nothing is ever clipped, so
-    no range has to be known beforehand; the width is the codec's business, not the rounding's.
+    The code is one integer as wide as the number: 0 for 0; else the multiple q in zigzag order, plus one (1, 2, 3, ...
+    for 0, -1, 1, ...), so that the high bits of small values are zero and a codec removes them; and for values of many
+    steps, infinities and NaN the bits of the number itself, which no multiple in range looks like. Nothing is ever
+    clipped, so no range has to be known beforehand; the width is the codec's business, not the rounding's.
     """
 
     error_bound: float
@@ -143,7 +143,7 @@ class Quantised(Rounding):
 
 @dataclass(frozen=True)
 class _Grid:
-    """Numbers of one error bound and dtype. From `limit` on a value is kept as it is; `codes` bounds the other codes."""
+    """One error bound for one dtype. From `limit` on a value is kept as it is; the other codes end at `codes`."""
 
     working: torch.dtype
     step: float
@@ -151,9 +151,9 @@ class _Grid:
     codes: int
 
 
-# How many steps a quantised value may span, and what its rounding to the dtype may then cost in steps: the more significant
-# bits, the more. With p bits and n steps the last rounding is off by n 2^-p; the arithmetic in front of it, in float32
-# or float64, by a few times n 2^-24 or n 2^-53. Idempotence needs the sum below 1/2, the error bound needs it taken off the step.
+# How many steps a quantised value may span, and what its rounding to the dtype may then cost in steps. With p significant
+# bits and n steps the last rounding is off by n 2^-p; the arithmetic in front of it, in float32 or float64, by a few
+# times n 2^-24 or n 2^-53. Idempotence needs the sum below 1/2, the error bound needs it taken off the step.
 _SPANS = {
     torch.float64: (2**20, 2.0**-7),
     torch.float32: (2**14, 2.0**-7),
@@ -166,7 +166,7 @@ def _grid(error_bound: float, dtype: torch.dtype) -> _Grid:
     steps, spare = _SPANS[dtype]
     step = 2 * error_bound / (1 + 2 * spare)
     info = torch.finfo(dtype)
-    # A value must not be rounded beyond the dtype's largest, nor where subnormal numbers lie too far apart for the step.
+    # No value may be rounded beyond the dtype's largest, nor where subnormal numbers lie too far apart for the step.
     limit = min(steps * step, info.max - step) if step >= 16 * info.smallest_normal * info.eps else 0.0
     return _Grid(torch.float64 if dtype == torch.float64 else torch.float32, step, limit, 2 * (steps + 2))
 
@@ -179,25 +179,35 @@ def _strips(crop: Tensor, box: Box, axes: tuple[int, int]) -> Iterator[tuple[Box
         yield Box.of(y.shift(box.y0), box.x), y.start
 
 
+# Comparisons and `where` take PyTorch several times as long as arithmetic does, so the usual case, in which no value is
+# kept as it is, goes without: signs serve as masks.
+
+
 def _codes(values: Tensor, noise: Tensor, grid: _Grid, dtype: torch.dtype) -> Tensor:
-    exact = ~(values.abs() < grid.limit)  # NaN is not less than anything
-    some_exact = bool(exact.any())
-    scaled = values * (1 / grid.step)
-    if some_exact:
-        scaled.masked_fill_(exact, 0)  # what an integer cannot hold must not be converted
-    codes = scaled.add_(noise).round_().to(dtype)
-    sign = codes >> (8 * codes.itemsize - 1)
-    codes.mul_(2).bitwise_xor_(sign).add_(1).mul_(values != 0)
-    return torch.where(exact, values.view(dtype), codes) if some_exact else codes
+    low, high = torch.aminmax(values)
+    if -grid.limit < low and high < grid.limit:  # NaN is not
+        return _zigzag(values, noise, grid, dtype)
+    exact = ~(values.abs() < grid.limit)
+    codes = _zigzag(values.masked_fill(exact, 0), noise, grid, dtype)
+    return torch.where(exact, values.view(dtype), codes)
+
+
+def _zigzag(values: Tensor, noise: Tensor, grid: _Grid, dtype: torch.dtype) -> Tensor:
+    """0 for 0, else 2 |q + 1/4| + 1/2: 1 for the multiple q = 0, 2 for -1, 3 for 1, ..."""
+    codes = (values * (1 / grid.step)).add_(noise).round_()
+    return codes.add_(0.25).abs_().mul_(2).add_(0.5).mul_(values.sign().abs_()).to(dtype)
 
 
 def _values(codes: Tensor, noise: Tensor, grid: _Grid) -> Tensor:
     multiples = codes - 1
-    sign = (multiples & 1).neg_()
-    values = multiples.bitwise_right_shift_(1).bitwise_xor_(sign).to(grid.working)
-    values.sub_(noise).mul_(grid.step).mul_(codes != 0)
+    odd = (multiples & 1).neg_()
+    values = multiples.bitwise_right_shift_(1).bitwise_xor_(odd).to(grid.working)
+    values.sub_(noise.mul_(codes.sign())).mul_(grid.step)
+    low, high = torch.aminmax(codes)
+    if low >= 0 and high <= grid.codes:
+        return values
     exact = (codes < 0) | (codes > grid.codes)
-    return torch.where(exact, codes.contiguous().view(grid.working), values) if exact.any() else values
+    return torch.where(exact, codes.view(grid.working), values)
 
 
 def parse_storage(text: str | None) -> Rounding | None:
