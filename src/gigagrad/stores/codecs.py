@@ -1,8 +1,8 @@
 """Lossless codecs for the bytes of kept fields.
 
-What is encoded begins with a small header of our own: which codec wrote it, how many bytes it stands for, and a checksum
-of everything else. It is checked before a codec's own parser sees a byte, so damaged scratch is an error and never a wrong
-number. The checksum (CRC-32, by a routine that runs at memory speed) is taken of the encoded bytes, which are fewer.
+What is encoded begins with a small header of our own: which codec wrote it, how many bytes it stands for, and a
+checksum of everything else. It is checked before a codec's own parser sees a byte, so damaged scratch is an error and
+never a wrong number. The checksum (CRC-32, at memory speed) is taken of the encoded bytes, which are fewer.
 """
 
 from __future__ import annotations

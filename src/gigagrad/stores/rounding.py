@@ -29,7 +29,7 @@ _STRIP_VALUES = 1 << 17  # so many values at a time stay in the processor's cach
 
 
 class Rounding(ABC):
-    """How values are packed. `values` and `packed` are crops on `box`; `axes` are the (negative) positions of y and x."""
+    """How values are packed. `values` and `packed` are crops on `box`; `axes` are the positions of y and x, below 0."""
 
     @abstractmethod
     def packed_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -151,9 +151,9 @@ class _Grid:
     codes: int
 
 
-# How many steps a quantised value may span, and what its rounding to the dtype may then cost in steps. With p significant
-# bits and n steps the last rounding is off by n 2^-p; the arithmetic in front of it, in float32 or float64, by a few
-# times n 2^-24 or n 2^-53. Idempotence needs the sum below 1/2, the error bound needs it taken off the step.
+# How many steps a quantised value may span, and what its rounding to the dtype may then cost in steps. With p bits of
+# significand and n steps the last rounding is off by n 2^-p; the arithmetic in front of it, in float32 or float64, by a
+# few times n 2^-24 or n 2^-53. Idempotence needs the sum below 1/2, the error bound needs it taken off the step.
 _SPANS = {
     torch.float64: (2**20, 2.0**-7),
     torch.float32: (2**14, 2.0**-7),
