@@ -4,10 +4,11 @@
 
 DIR holds `slides/` and `masks/` with files of the same stem; without it the script says so and measures nothing. From
 every slide it takes one square, about half tissue and half glass. Fields are those that a convolution reads and a plan
-may keep: the first of paper-unet, and the one after the stem of a ResNet-34 (needs timm), with true cotangents of a loss
-against the mask. Rates count bytes of the field as the network made it, for one thread and processor time, encoding
-(rounding included) and decoding. The error of the weight's gradient is the root mean square over `--draws` keys of the
-dither, divided by the prediction of stores/bounds.py.
+may keep: the first of paper-unet, the one after the stem of a ResNet-34 (needs timm), and there one in front of a norm
+and a ReLU, with true cotangents of a loss against the mask. Rates count bytes of the field as the network made it, for
+one thread and processor time, encoding (rounding included) and decoding. The error of the weight's gradient is the root
+mean square over `--draws` keys of the dither, divided by the prediction of stores/bounds.py. `scatter` is the same about
+the mean of the draws: behind a norm and a ReLU errors have a mean, which is of second order and not predicted.
 
 `--train` trains a small network with batch normalisation, whose fields are kept, once without and once with lossy
 storage for each of three seeds, and compares Dice on pixels that it has not seen. Prints one JSON line last.
@@ -47,28 +48,45 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Case:
-    """A field `(1, C, H, W)`, the convolution that reads it, and the cotangent of what that convolution makes."""
+    """A stored field `(1, C, H, W)`, the convolution that reads it, and the cotangent of what that convolution makes.
+
+    `norm`, in training mode, and a ReLU may stand between the two.
+    """
 
     name: str
     field: Tensor
     layer: nn.Conv2d
     cotangent: Tensor
+    norm: nn.BatchNorm2d | None = None
 
-    def weight_gradient(self, field: Tensor) -> Tensor:
-        """Linear in the field, so that of an error is the error of the gradient."""
+    @torch.no_grad()
+    def read(self, stored: Tensor) -> Tensor:
+        if self.norm is None:
+            return stored
+        norm = self.norm
+        return F.batch_norm(stored, None, None, norm.weight, norm.bias, training=True, eps=norm.eps).relu()
+
+    def gain(self) -> Tensor | None:
+        if self.norm is None:
+            return None
+        variance = self.field.var((0, 2, 3), correction=0)
+        return self.norm.weight.detach() / (variance + self.norm.eps).sqrt()
+
+    def weight_gradient(self, read: Tensor) -> Tensor:
+        """Linear in what is read, so that of an error is the error of the gradient."""
         layer = self.layer
         return conv2d_weight(
-            field.double(), layer.weight.shape, self.cotangent.double(), layer.stride, layer.padding, layer.dilation
+            read.double(), layer.weight.shape, self.cotangent.double(), layer.stride, layer.padding, layer.dilation
         )
 
     def tile_norms(self) -> Norms:
         """Tile by tile, as a run would add them up; what a tile reads is taken without its halo."""
         height, width = self.cotangent.shape[-2:]
         stride = self.layer.stride[0]
-        total = Norms((0.0,) * self.cotangent.shape[1])
+        total, gain, read = Norms((0.0,) * self.cotangent.shape[1]), self.gain(), self.read(self.field)
         for box in tiles(height, width, 32, 32):
-            read = self.field[..., box.y0 * stride : box.y1 * stride, box.x0 * stride : box.x1 * stride]
-            total += Norms.of(read, self.cotangent[..., box.y0 : box.y1, box.x0 : box.x1])
+            crop = read[..., box.y0 * stride : box.y1 * stride, box.x0 * stride : box.x1 * stride]
+            total += Norms.of(crop, self.cotangent[..., box.y0 : box.y1, box.x0 : box.x1], gain)
         return total
 
 
@@ -83,6 +101,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--storage", default="error 0.01", help="what --train compares with exact storage")
     args = parser.parse_args()
+    if args.draws < 2:
+        parser.error(f"--draws must be at least 2, got {args.draws}")
     torch.set_num_threads(1)
     crops = list(tissue(args.slides, args.side))
     if not crops:
@@ -98,11 +118,16 @@ def main() -> None:
                 row |= measure(case, rounding, args.draws)
                 fields.append(row)
                 print(row, flush=True)
-    worst = [row["gradient_error_over_predicted"] for row in fields if "gradient_error_over_predicted" in row]
+    quantised = [row for row in fields if "gradient_error_over_predicted" in row]
+    direct = [row["gradient_error_over_predicted"] for row in quantised if not row["before_norm"]]
+    before_norm = [row["gradient_error_over_predicted"] for row in quantised if row["before_norm"]]
+    scatter = [row["scatter_over_predicted"] for row in quantised]
     result: dict[str, Any] = {
         "side": args.side,
-        "gradient_error_over_predicted": [min(worst), max(worst)],
-        "within_1.2": all(1 / 1.2 <= ratio <= 1.2 for ratio in worst),
+        "gradient_error_over_predicted": [min(direct), max(direct)],
+        "within_1.2": all(1 / 1.2 <= ratio <= 1.2 for ratio in direct),
+        "before_norm": [min(before_norm), max(before_norm)] if before_norm else None,
+        "scatter_over_predicted": [min(scatter), max(scatter)],
         "fields": fields,
     }
     if args.train:
@@ -143,22 +168,29 @@ def cases(image: Tensor, mask: Tensor) -> Iterator[Case]:
     head = nn.Conv2d(64, 1, 1)
     shrunk = F.adaptive_avg_pool2d(mask, (mask.shape[-2] // 4, mask.shape[-1] // 4))
     normalised = gg.models.Normalise()(image)
-    yield capture("resnet34 stem", resnet.layer1[0].conv1, lambda: head(resnet(normalised)[0]), shrunk)
+    block = resnet.layer1[0]
+    yield capture("resnet34 stem", block.conv1, lambda: head(resnet(normalised)[0]), shrunk)
+    yield capture("resnet34 before norm", block.conv2, lambda: head(resnet(normalised)[0]), shrunk, block.bn1)
 
 
-def capture(name: str, layer: nn.Conv2d, forward: Callable[[], Tensor], target: Tensor) -> Case:
-    """Run forward and backward once, and catch what `layer` reads and the cotangent of what it makes."""
+def capture(
+    name: str, layer: nn.Conv2d, forward: Callable[[], Tensor], target: Tensor, norm: nn.BatchNorm2d | None = None
+) -> Case:
+    """Run forward and backward once; catch what `norm` or else `layer` reads, and the cotangent of `layer`'s output."""
     caught: dict[str, Tensor] = {}
 
-    def at_forward(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def at_field(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         caught["field"] = inputs[0].detach().clone(memory_format=torch.channels_last)
+
+    def at_output(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         output.register_hook(lambda cotangent: caught.update(cotangent=cotangent.detach().clone()))
 
-    handle = layer.register_forward_hook(at_forward)
+    handles = [(norm or layer).register_forward_pre_hook(at_field), layer.register_forward_hook(at_output)]
     F.binary_cross_entropy_with_logits(forward(), target).backward()
-    handle.remove()
+    for handle in handles:
+        handle.remove()
     assert caught["cotangent"].any(), f"nothing depends on {name}"
-    return Case(name, caught["field"], layer, caught["cotangent"])
+    return Case(name, caught["field"], layer, caught["cotangent"], norm)
 
 
 def measure(case: Case, rounding: Rounding | None, draws: int) -> dict[str, Any]:
@@ -166,18 +198,20 @@ def measure(case: Case, rounding: Rounding | None, draws: int) -> dict[str, Any]
     height, width = field.shape[-2:]
     row: dict[str, Any] = {
         "shape": list(field.shape),
+        "before_norm": case.norm is not None,
         "share_nonzero": round((field != 0).double().mean().item(), 3),
         "rms": round(field.double().square().mean().sqrt().item(), 4),
         "codecs": {type(codec).__name__: throughput(field, rounding, codec) for codec in (Raw(), Blosc())},
     }
     if rounding is None:
         return row
+    box, exact = Box.whole(height, width), case.read(field)
     errors = [
-        case.weight_gradient(rounding.keyed(key).round(field, Box.whole(height, width), AXES) - field)
+        case.weight_gradient(case.read(rounding.keyed(key).round(field, box, AXES)) - exact)
         for key in range(draws if isinstance(rounding, Quantised) else 1)
     ]
-    measured = torch.stack([error.square().sum((1, 2, 3)) for error in errors]).mean(0).sqrt()
-    gradient = case.weight_gradient(field)
+    measured = root_mean_square(errors)
+    gradient = case.weight_gradient(exact)
     row["relative_gradient_error"] = measured.norm().item() / gradient.norm().item()
     if isinstance(rounding, Quantised):
         predicted = case.tile_norms().gradient_errors(rounding.error_bound, math.prod(case.layer.weight.shape[1:]))
@@ -185,7 +219,10 @@ def measure(case: Case, rounding: Rounding | None, draws: int) -> dict[str, Any]
         row["gradient_error_over_predicted"] = math.hypot(*measured.tolist()) / math.hypot(*predicted)
         ratios = sorted(got / said for got, said in used)
         row["by_output_channel"] = [ratios[0], ratios[-1]]
-    elif isinstance(rounding, Half):
+        mean = sum(errors) / draws
+        scatter = root_mean_square([error - mean for error in errors]).norm().item() * math.sqrt(draws / (draws - 1))
+        row["scatter_over_predicted"] = scatter / math.hypot(*predicted)
+    elif isinstance(rounding, Half) and case.norm is None:
         largest = max(
             error / half_gradient_error(rounding.dtype, read.norm().item(), cotangent.norm().item())
             for cotangent, by_output in zip(case.cotangent[0], errors[0].abs().amax((2, 3)), strict=True)
@@ -194,6 +231,11 @@ def measure(case: Case, rounding: Rounding | None, draws: int) -> dict[str, Any]
         )
         row["gradient_error_over_largest"] = largest
     return row
+
+
+def root_mean_square(errors: list[Tensor]) -> Tensor:
+    """Over draws, of the norm of a weight's `(O, C, h, w)` error: one number for each output channel."""
+    return torch.stack([error.square().sum((1, 2, 3)) for error in errors]).mean(0).sqrt()
 
 
 def throughput(field: Tensor, rounding: Rounding | None, codec: Codec) -> dict[str, float]:

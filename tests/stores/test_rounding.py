@@ -168,8 +168,10 @@ class TestQuantised:
         """So that a codec finds nothing in the high bits, whatever the signs."""
         values = torch.randn(1, 4, 50, 50).clamp(-4, 4)
         codes = Quantised(0.01).pack(values, Box.whole(50, 50), AXES)
-        assert codes.min() >= 1
+        assert codes.min() >= 2
         assert codes.max() <= 2 * (4 / 0.0196 + 2)
+        assert (codes[values > 0.02] % 2 == 0).all()
+        assert (codes[values < -0.02] % 2 == 1).all()
 
     @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf, 1e-40])
     def test_a_bound_that_is_none_is_refused(self, bound):

@@ -44,11 +44,16 @@ class Norms:
     noisy_squares: tuple[float, ...]
 
     @classmethod
-    def of(cls, field: Tensor, cotangent: Tensor) -> Norms:
-        """Of one tile: the crop of the field that was read, and the cotangent `(N, O, h, w)` of what it became."""
-        share = torch.count_nonzero(field).item() / field.numel()
-        squares = cotangent.double().square().sum((0, *range(2, cotangent.ndim))) * share
-        return cls(tuple(squares.tolist()))
+    def of(cls, field: Tensor, cotangent: Tensor, gain: Tensor | None = None) -> Norms:
+        """Of one tile: the crop `(N, C, h, w)` that the convolution reads, the cotangent `(N, O, h, w)` of its output.
+
+        `gain (C,)` is for a norm and a ReLU between the stored field and the convolution: the factor of the norm per
+        channel, `weight / sqrt(variance + eps)`. The crop is then what came out of the ReLU, and the prediction is that
+        of the errors' scatter; docs/math.md says what comes on top.
+        """
+        share_C = torch.count_nonzero(field, dim=(0, 2, 3)).double() * field.shape[1] / field.numel()
+        noisy = share_C.mean() if gain is None else (share_C * gain.double().square()).mean()
+        return cls(tuple((cotangent.double().square().sum((0, 2, 3)) * noisy).tolist()))
 
     def __add__(self, other: Norms) -> Norms:
         pairs = zip(self.noisy_squares, other.noisy_squares, strict=True)

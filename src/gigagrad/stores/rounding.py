@@ -89,10 +89,10 @@ class Half(Rounding):
 class Quantised(Rounding):
     """Multiples of a step, shifted by dither: every value is off by at most `error_bound`, and 0 stays 0.
 
-    The code is one integer as wide as the number: 0 for 0; else the multiple q in zigzag order, plus one (1, 2, 3, ...
-    for 0, -1, 1, ...), so that the high bits of small values are zero and a codec removes them; and for values of many
-    steps, infinities and NaN the bits of the number itself, which no multiple in range looks like. Nothing is ever
-    clipped, so no range has to be known beforehand; the width is the codec's business, not the rounding's.
+    The code is one integer as wide as the number: 0 for 0; else the multiple with its sign in the lowest bit (2, 3, 4,
+    5, ... for 0, -1, 1, -2, ...), so that small values of either sign have zeros in the high bits, which a codec
+    removes; and for values of many steps, infinities and NaN the bits of the number itself, which no multiple in range
+    looks like. Nothing is ever clipped, so no range has to be known beforehand; the width is the codec's business.
     """
 
     error_bound: float
@@ -186,23 +186,24 @@ def _strips(crop: Tensor, box: Box, axes: tuple[int, int]) -> Iterator[tuple[Box
 def _codes(values: Tensor, noise: Tensor, grid: _Grid, dtype: torch.dtype) -> Tensor:
     low, high = torch.aminmax(values)
     if -grid.limit < low and high < grid.limit:  # NaN is not
-        return _zigzag(values, noise, grid, dtype)
+        return _multiples(values, noise, grid, dtype)
     exact = ~(values.abs() < grid.limit)
-    codes = _zigzag(values.masked_fill(exact, 0), noise, grid, dtype)
+    codes = _multiples(values.masked_fill(exact, 0), noise, grid, dtype)
     return torch.where(exact, values.view(dtype), codes)
 
 
-def _zigzag(values: Tensor, noise: Tensor, grid: _Grid, dtype: torch.dtype) -> Tensor:
-    """0 for 0, else 2 |q + 1/4| + 1/2: 1 for the multiple q = 0, 2 for -1, 3 for 1, ..."""
+def _multiples(values: Tensor, noise: Tensor, grid: _Grid, dtype: torch.dtype) -> Tensor:
+    """0 for 0, else 2 |q + 1/4| + 3/2: 2 q + 2 for the multiples q = 0, 1, ..., and 1 - 2 q for -1, -2, ..."""
     codes = (values * (1 / grid.step)).add_(noise).round_()
-    return codes.add_(0.25).abs_().mul_(2).add_(0.5).mul_(values.sign().abs_()).to(dtype)
+    return codes.add_(0.25).abs_().mul_(2).add_(1.5).mul_(values.sign().abs_()).to(dtype)
 
 
 def _values(codes: Tensor, noise: Tensor, grid: _Grid) -> Tensor:
-    multiples = codes - 1
+    some = codes.sign()
+    multiples = codes.sub(some, alpha=2)
     odd = (multiples & 1).neg_()
     values = multiples.bitwise_right_shift_(1).bitwise_xor_(odd).to(grid.working)
-    values.sub_(noise.mul_(codes.sign())).mul_(grid.step)
+    values.sub_(noise.mul_(some)).mul_(grid.step)
     low, high = torch.aminmax(codes)
     if low >= 0 and high <= grid.codes:
         return values
