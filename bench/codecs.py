@@ -7,8 +7,8 @@ every slide it takes one square, about half tissue and half glass. Fields are th
 may keep: the first of paper-unet, the one after the stem of a ResNet-34 (needs timm), and there one in front of a norm
 and a ReLU, with true cotangents of a loss against the mask. Rates count bytes of the field as the network made it, for
 one thread and processor time, encoding (rounding included) and decoding. The error of the weight's gradient is the root
-mean square over `--draws` keys of the dither, divided by the prediction of stores/bounds.py. `scatter` is the same about
-the mean of the draws: behind a norm and a ReLU errors have a mean, which is of second order and not predicted.
+mean square over `--draws` keys of the dither, divided by the prediction of stores/bounds.py. Its scatter is the same
+about the mean of the draws: behind a norm and a ReLU errors have a mean, which is of second order and not predicted.
 
 `--train` trains a small network with batch normalisation, whose fields are kept, once without and once with lossy
 storage for each of three seeds, and compares Dice on pixels that it has not seen. Prints one JSON line last.
