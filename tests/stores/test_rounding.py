@@ -131,6 +131,15 @@ class TestQuantised:
         assert errors.max() <= 0.01
         assert errors.max() > 0.008
 
+    @pytest.mark.parametrize("bound", [2e-8, 3.5e-8, 5e-8, 1e-7, 1e-6])
+    def test_the_error_bound_holds_where_float16_has_few_digits(self, bound):
+        """Subnormal numbers lie 6e-8 apart: a multiple of such a step would be rounded to the wrong one of them."""
+        values = (torch.arange(-800, 800).reshape(1, 1, 40, 40).double() * 2.0**-24).half()
+        rounding, box = Quantised(bound), Box.whole(40, 40)
+        rounded = rounding.round(values, box, AXES)
+        assert (rounded.double() - values.double()).abs().max() <= bound
+        assert torch.equal(rounding.round(rounded, box, AXES), rounded)
+
     def test_errors_are_uniform_and_independent(self):
         """On a field whose plain rounding errors would all be equal: a constant one."""
         field, bound = torch.full((1, 4, 256, 256), 0.7312), 0.01
