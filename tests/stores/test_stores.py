@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gigagrad.boxes import Box, tiles
-from gigagrad.stores import DiskStore, HostStore, Scratch, Store
+from gigagrad.stores import DiskStore, Half, HostStore, Quantised, RoundedStore, Scratch, Store
 
 
 class StoreConformance(ABC):
@@ -72,3 +72,59 @@ class TestDiskStore(StoreConformance):
 
     def make(self, shape, dtype, axes):
         return DiskStore(shape, dtype, axes, scratch=self._scratch, name="field")
+
+
+class RoundedConformance(StoreConformance):
+    """The same suite for values that the rounding holds exactly; sums are refused."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    def test_tiles_written_make_the_field(self, dtype):
+        super().test_tiles_written_make_the_field(dtype)
+
+    def test_overlapping_crops_add_up(self):
+        store = self.make((1, 2, 6, 6), torch.float32, (-2, -1))
+        with pytest.raises(AssertionError, match="never rounded"):
+            store.add(Box(0, 0, 6, 6), torch.ones(1, 2, 6, 6))
+
+    def test_the_axes_may_stand_anywhere(self):
+        field = torch.randint(-9, 9, (1, 5, 6, 4)).float()
+        store = self.make((1, 5, 6, 4), torch.float32, (-3, -2))
+        for box in tiles(5, 6, 2, 4):
+            store.write(box, field[:, box.y0 : box.y1, box.x0 : box.x1])
+        assert torch.equal(store.whole(), field)
+        assert torch.equal(store.read(Box(1, 2, 3, 6)), field[:, 1:3, 2:6])
+
+    def test_whole_numbers_have_a_store_of_their_own(self):
+        with pytest.raises(AssertionError, match="stored as it is"):
+            self.make((1, 1, 2, 2), torch.int64, (-2, -1))
+
+
+class TestHalfStore(RoundedConformance):
+    def make(self, shape, dtype, axes):
+        inner = HostStore(shape, torch.bfloat16, axes, device=torch.device("cpu"))
+        return RoundedStore(inner, Half(torch.bfloat16), dtype)
+
+
+class TestQuantisedStore(RoundedConformance):
+    """Errors below a thousandth of the values' own last digit keep them all exactly."""
+
+    def make(self, shape, dtype, axes):
+        rounding = Quantised(1e-20)
+        inner = HostStore(shape, rounding.packed_dtype(dtype), axes, device=torch.device("cpu"))
+        return RoundedStore(inner, rounding, dtype)
+
+    @pytest.mark.parametrize("halo", [0, 2])
+    def test_what_is_read_is_the_rounding_of_what_was_written(self, halo):
+        rounding = Quantised(0.05, seed=3)
+        store = RoundedStore(
+            HostStore((1, 3, 17, 23), torch.int32, (-2, -1), device=torch.device("cpu")), rounding, torch.float32
+        )
+        field = torch.randn(1, 3, 17, 23).relu()
+        for box in tiles(17, 23, 5, 8):
+            store.write(box, field[..., box.y0 : box.y1, box.x0 : box.x1])
+        expected = rounding.round(field, Box.whole(17, 23), (-2, -1))
+        assert torch.equal(store.whole(), expected)
+        assert not torch.equal(expected, field)
+        for box in tiles(17, 23, 6, 6):
+            wide = Box(box.y0 - halo, box.x0 - halo, box.y1 + halo, box.x1 + halo).clamp(17, 23)
+            assert torch.equal(store.read(wide), expected[..., wide.y0 : wide.y1, wide.x0 : wide.x1])

@@ -69,19 +69,31 @@ def seed() -> torch.Tensor:
     return torch.randint(0, 2**62, ())
 
 
+def scrambled(counter: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
+    """64 random-looking bits for every number of `counter` (int64): SplitMix64 (Steele, Lea and Flood, 2014).
+
+    In place on one new tensor: a value costs a dozen integer operations, and fresh memory would cost more than those.
+    """
+    bits = (counter + 1).mul_(_int64(0x9E3779B97F4A7C15)).add_(key)
+    high = torch.empty_like(bits)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
+        torch.bitwise_right_shift(bits, shift, out=high)
+        high &= (1 << (64 - shift)) - 1  # the shift copies the sign
+        bits ^= high
+        if factor:
+            bits *= _int64(factor)
+    return bits
+
+
 def uniform(
     like: torch.Tensor, seed: torch.Tensor, starts: Sequence[int] = (), strides: Sequence[int] = ()
 ) -> torch.Tensor:
     """Uniform numbers in [0, 1) for a field or for a crop at `starts` of one with these strides.
 
-    Each is a function of the key and of the value's place in the whole field: SplitMix64's output function (Steele,
-    Lea and Flood, 2014) of a counter. float64 for float64 fields, else float32.
+    Each is a function of the key and of the value's place in the whole field. float64 for float64 fields, else float32.
     """
     counter = numbered(like, starts or [0] * like.ndim, strides or contiguous_strides(like.shape))
-    bits = (counter + 1) * _int64(0x9E3779B97F4A7C15) + seed.to(like.device)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * _int64(factor)
-    bits = bits ^ ((bits >> 31) & ((1 << 33) - 1))
+    bits = scrambled(counter, seed.to(like.device))
     if like.dtype == torch.float64:
         return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
     return ((bits >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24
