@@ -37,9 +37,7 @@ class UNet(nn.Module):
         super().__init__()
         self.front = gg.models.Normalise()
         widths = [width, 2 * width, 4 * width]
-        self.down = nn.ModuleList(
-            _block(i, o, norm) for i, o in zip((3, *widths[:2]), widths, strict=True)
-        )
+        self.down = nn.ModuleList(_block(i, o, norm) for i, o in zip((3, *widths[:2]), widths, strict=True))
         self.up = nn.ModuleList(_block(widths[i] + widths[i + 1], widths[i], norm) for i in (1, 0))
         self.head = nn.Conv2d(width, 1, 1)
 

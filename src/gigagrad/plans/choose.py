@@ -11,17 +11,21 @@ from math import prod
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER, Graph
 from gigagrad.plans.cost import Costs, Machine, TileCost, candidates
-from gigagrad.plans.keeping import (
-    bytes_by_pass,
-    fields_to_keep,
-    whole_field_bytes,
-)
+from gigagrad.plans.keeping import bytes_by_pass, fields_to_keep
+from gigagrad.plans.memory import whole_field_bytes
 from gigagrad.plans.plan import KeptField, Pass, Plan, StagePlan, WholeField
 from gigagrad.plans.schedule import make_passes
 from gigagrad.plans.stages import Stage, gathered, split_stages
 
 _ALLOCATOR_SLACK = 1.5
-"""Resident bytes per byte allocated: freed blocks that the allocator has not given back (bench/tile_memory.py)."""
+"""Resident bytes per byte that tiles allocate: freed blocks that the allocator has not given back."""
+
+_TAPE_SLACK = 1.25
+"""The same for whole fields and the parameters' gradients, beside which nothing is given back while they are made."""
+
+_HOARD_SHARE, _HOARD_BYTES = 0.5, 16 * 2**20
+"""What the allocator may keep between tiles where the budget has room for it, as a share of the tiles' own bytes and
+beside it: giving it back and faulting it in again takes time (docs/decisions/0011-whole-process-accounting.md)."""
 
 _USUAL_SIDE_PX = 128
 """Tile side at which plans that keep different fields are compared."""
@@ -43,11 +47,13 @@ class Limits:
     """The highest the process has been before the run; the peak of the whole process cannot be below it."""
     reader_cache_bytes: int
     runtime_bytes: int
+    optimizer_bytes: int = 0
+    """What an optimizer will hold from its first step on, as long as it does not yet."""
 
     @property
     def fixed_bytes(self) -> int:
         """What the process holds whatever the tiles: itself, the readers' caches and what kernels still add."""
-        return self.base_bytes + self.runtime_bytes + self.reader_cache_bytes
+        return self.base_bytes + self.runtime_bytes + self.reader_cache_bytes + self.optimizer_bytes
 
 
 def make_plan(
@@ -70,6 +76,10 @@ def make_plan(
     """
     chooser = _Chooser(graph, limits, machine, tiles, backward=backward)
     best = chooser.best() if kept is None else chooser.keeping(frozenset(kept))
+    tiles_bytes = best.workers * max((stage.tile_peak_bytes for stage in best.stages), default=0)
+    hoard = int(_HOARD_SHARE * tiles_bytes) + _HOARD_BYTES if best.stages else 0
+    if limits.budget_bytes is not None:
+        hoard = min(hoard, limits.budget_bytes - best.peak_bytes)
     whole = [node for node in graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
     return Plan(
         image_shape=image_shape,
@@ -85,12 +95,12 @@ def make_plan(
         whole_field=tuple(WholeField(node.op, node.origin.module_path, node.nbytes) for node in whole),
         budget_bytes=limits.budget_bytes,
         base_bytes=limits.base_bytes,
-        parameter_bytes=best.parameter_bytes,
+        parameter_bytes=best.parameter_bytes + limits.optimizer_bytes,
         kept_bytes=best.kept_bytes,
         whole_field_bytes=whole_field_bytes(graph, backward=backward),
         reader_bytes=limits.reader_cache_bytes + best.ahead_bytes,
-        runtime_bytes=limits.runtime_bytes,
-        predicted_peak_bytes=max(best.peak_bytes, limits.peak_bytes),
+        runtime_bytes=limits.runtime_bytes + hoard,
+        predicted_peak_bytes=max(best.peak_bytes + hoard, limits.peak_bytes),
         predicted_seconds=None,
     )
 
@@ -220,18 +230,23 @@ class _Chooser:
         # Each worker's crop, two being read, and with several workers one more in the queue.
         crops_ahead = workers + 2 + (workers > 1)
         gradient_bytes = _gradient_bytes(graph, backward=self._backward)
-        fixed = limits.fixed_bytes + gradient_bytes + whole_field_bytes(graph, backward=self._backward)
+        whole_bytes = whole_field_bytes(graph, backward=self._backward)
+        on_tape = int(_TAPE_SLACK * (gradient_bytes + whole_bytes)) if whole_bytes else gradient_bytes
+        fixed = limits.fixed_bytes + on_tape
         held = bytes_by_pass(graph, stages, passes)
         seconds, peak, most_ahead, most_working, chosen = 0.0, fixed, 0, 0, []
         for stage in stages:
             sweeps = [index for index, p in enumerate(passes) if p.stage == stage.index]
             differentiates = any(passes[index].phase != "forward" for index in sweeps)
-            working = _working_bytes(graph, stage, workers, backward=differentiates)
+            shares, sums = _working_bytes(graph, stage, workers, backward=differentiates)
+            working = shares + sums
             standing = fixed + working + max((held[index] for index in sweeps), default=0)
 
-            def total(cost: TileCost, standing: int = standing) -> int:
+            def total(cost: TileCost, standing: int = standing, sums: int = sums) -> int:
                 tiles = int(workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK)
-                return standing + crops_ahead * cost.crop_bytes + tiles
+                # The only tile is gone when what it gave is added to sums that did not exist before.
+                apart = min(tiles, sums) if cost.plan.tile_count == 1 else 0
+                return standing + crops_ahead * cost.crop_bytes + tiles - apart
 
             forced = self._tiles
             shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(graph, stage)
@@ -301,15 +316,16 @@ def _gradient_bytes(graph: Graph, *, backward: bool) -> int:
     return total
 
 
-def _working_bytes(graph: Graph, stage: Stage, workers: int, *, backward: bool) -> int:
-    """Of every global that a stage reads: its copy in working layout and, where it has one, the float64 sum of its
-    gradient and the contributions of the tiles at work and of one that is done.
+def _working_bytes(graph: Graph, stage: Stage, workers: int, *, backward: bool) -> tuple[int, int]:
+    """Of every global that a stage reads, for its sweep: its copy in working layout and the contributions to its
+    gradient of the tiles at work and of one that is done; and the float64 sums of its gradient.
     """
     contributions = workers + (workers > 1)
-    total = 0
+    shares = sums = 0
     for i in stage.globals:
         node = graph[i]
-        total += node.nbytes if len(node.shape) == 4 else 0
+        shares += node.nbytes if len(node.shape) == 4 else 0
         if backward and node.differentiable:
-            total += contributions * node.nbytes + 8 * prod(node.shape)
-    return total
+            shares += contributions * node.nbytes
+            sums += 8 * prod(node.shape)
+    return shares, sums
