@@ -45,6 +45,8 @@ class Network:
     fixed: int | None = None
     """The only side it takes, in pixels."""
     step: int = 1
+    trainable: bool = True
+    """Whether its norms can be in training mode: one that sees a single pixel cannot."""
     """Sides are multiples of this."""
 
 
@@ -59,7 +61,7 @@ NETWORKS = (
     Network("smp:FPN?encoder_name=resnet18", 0.5, step=32),
     Network("smp:FPN?encoder_name=efficientnet-b0", 0.3, step=32),
     Network("smp:Unet?encoder_name=efficientnet-b0", 0.3, step=32),
-    Network("smp:DeepLabV3Plus?encoder_name=resnet34", 0.5, step=32),
+    Network("smp:DeepLabV3Plus?encoder_name=resnet34", 0.5, step=32, trainable=False),
     Network("timm:resnet18", 1.0, label=True),
     Network("timm:resnet50", 0.4, label=True),
     Network("timm:convnext_tiny", 0.25, label=True),
@@ -87,7 +89,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         "label": network.label,
         "height": height,
         "width": width,
-        "train": rng.random() < 0.75,
+        "train": rng.random() < 0.75 and network.trainable,
         "image": rng.choice(("bytes", "bytes", "floats", "tiff")),
         "precision": rng.choice((None, None, None, "bfloat16")),
         "threads": rng.choice((1, 2, 2)),

@@ -26,10 +26,13 @@ from gigagrad.graphs import Composite, Graph, capture
 from gigagrad.plans import Limits, Machine, Plan, make_plan, split_stages
 
 _RUNTIME_BYTES = 64 * 2**20
-"""What the first step of a process adds beside its tensors: kernels, thread stacks, the reader's code
-(bench/tile_memory.py)."""
-_LATER_RUNTIME_BYTES = 32 * 2**20
+"""What the first step of a process adds beside its tensors: kernels' code, thread stacks, the reader's code."""
+_LATER_RUNTIME_BYTES = 24 * 2**20
 """What a later step may still add: kernels for shapes that have not been seen."""
+_PRIMITIVE_BYTES, _MOST_PRIMITIVES = 48 * 2**10, 1024
+"""A compiled convolution in oneDNN's cache, and how many it keeps; docs/decisions/0011-whole-process-accounting.md."""
+_PRIMITIVES_EACH = 3 * 9
+"""For a convolution: forward and two backward, for tiles at every border, corner and in the middle."""
 _OPTIMIZER_COPIES = 2
 """Of the trainable parameters, until a first step shows what an optimizer really holds: Adam's two moments."""
 _WORTH_A_TRIAL = 32
@@ -105,7 +108,7 @@ class Planner:
         key = (backward, fingerprint(self._composite), *((name, source.spec) for name, source in sources.items()))
         kept = self._kept.get(key)
         graph = kept[0].graph if kept is not None else self._capture(sources)
-        limits = self._limits(sources, backward=backward)
+        limits = self._limits(graph, sources, backward=backward)
         if kept is None:
             made = self._first(graph, sources, limits, backward=backward)
         elif limits.fixed_bytes > kept[1].fixed_bytes + UNNOTICED_BYTES // 2:
@@ -126,18 +129,20 @@ class Planner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._adopted.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
 
-    def _limits(self, sources: dict[str, Source], *, backward: bool) -> Limits:
+    def _limits(self, graph: Graph, sources: dict[str, Source], *, backward: bool) -> Limits:
         """What the process holds and may come to hold whatever the plan; asked after capture, which loads much."""
         cold = cold_bytes(self._device)
         if self._device.type == "cpu":
             return_freed_memory()  # what an earlier run freed is there for this one
         base = held_bytes(self._device)
+        first = cold + _RUNTIME_BYTES + _compiled_bytes(graph)
         return Limits(
             budget_bytes=self._budget_bytes,
             base_bytes=base,
             peak_bytes=peak_bytes(self._device),
             reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
-            runtime_bytes=max(cold + _RUNTIME_BYTES - base, _LATER_RUNTIME_BYTES) + UNNOTICED_BYTES,
+            runtime_bytes=max(first - base, _LATER_RUNTIME_BYTES)
+            + UNNOTICED_BYTES,
             optimizer_bytes=self._optimizer_bytes() if backward else 0,
         )
 
@@ -224,6 +229,12 @@ class Planner:
             tiles=choice.tiles if choice else (self._tile,) if self._tile else None,
             kept=choice.kept if choice else None,
         )
+
+
+def _compiled_bytes(graph: Graph) -> int:
+    """What the graph's convolutions may come to hold in oneDNN's cache; stages that repeat one for other crops add."""
+    convolutions = sum("conv" in node.op for node in graph.nodes)
+    return min(convolutions * _PRIMITIVES_EACH, _MOST_PRIMITIVES) * _PRIMITIVE_BYTES
 
 
 def _name(sources: dict[str, Source], *, backward: bool) -> str:

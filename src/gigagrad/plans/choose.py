@@ -79,7 +79,7 @@ def make_plan(
     tiles_bytes = best.workers * max((stage.tile_peak_bytes for stage in best.stages), default=0)
     hoard = int(_HOARD_SHARE * tiles_bytes) + _HOARD_BYTES if best.stages else 0
     if limits.budget_bytes is not None:
-        hoard = min(hoard, limits.budget_bytes - best.peak_bytes)
+        hoard = max(0, min(hoard, limits.budget_bytes - best.peak_bytes))
     whole = [node for node in graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
     return Plan(
         image_shape=image_shape,
@@ -233,6 +233,14 @@ class _Chooser:
         whole_bytes = whole_field_bytes(graph, backward=self._backward)
         on_tape = int(_TAPE_SLACK * (gradient_bytes + whole_bytes)) if whole_bytes else gradient_bytes
         fixed = limits.fixed_bytes + on_tape
+        if not stages and limits.budget_bytes is not None and fixed > limits.budget_bytes:
+            raise BudgetError(
+                f"operators that run on whole fields do not fit: they make {whole_bytes:,} bytes beside "
+                f"{fixed - whole_bytes:,} bytes for the process, the parameters and the readers",
+                budget_bytes=limits.budget_bytes,
+                needed_bytes=fixed,
+                smallest_bytes=_roomy(fixed),
+            )
         held = bytes_by_pass(graph, stages, passes)
         seconds, peak, most_ahead, most_working, chosen = 0.0, fixed, 0, 0, []
         for stage in stages:
