@@ -141,8 +141,7 @@ class Planner:
             base_bytes=base,
             peak_bytes=peak_bytes(self._device),
             reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
-            runtime_bytes=max(first - base, _LATER_RUNTIME_BYTES)
-            + UNNOTICED_BYTES,
+            runtime_bytes=max(first - base, _LATER_RUNTIME_BYTES) + UNNOTICED_BYTES,
             optimizer_bytes=self._optimizer_bytes() if backward else 0,
         )
 
