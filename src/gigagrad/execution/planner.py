@@ -24,12 +24,13 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
 from gigagrad.graphs import Composite, Graph, capture
 from gigagrad.plans import Limits, Machine, Plan, make_plan, split_stages
+from gigagrad.plans.stages import gathered
 
 _RUNTIME_BYTES = 64 * 2**20
 """What the first step of a process adds beside its tensors: kernels' code, thread stacks, the reader's code."""
 _LATER_RUNTIME_BYTES = 24 * 2**20
 """What a later step may still add: kernels for shapes that have not been seen."""
-_PRIMITIVE_BYTES, _MOST_PRIMITIVES = 48 * 2**10, 1024
+_PRIMITIVE_BYTES, _MOST_PRIMITIVES = 72 * 2**10, 1024
 """A compiled convolution in oneDNN's cache, and how many it keeps; docs/decisions/0011-whole-process-accounting.md."""
 _PRIMITIVES_EACH = 3 * 9
 """For a convolution: forward and two backward, for tiles at every border, corner and in the middle."""
@@ -231,9 +232,12 @@ class Planner:
 
 
 def _compiled_bytes(graph: Graph) -> int:
-    """What the graph's convolutions may come to hold in oneDNN's cache; stages that repeat one for other crops add."""
+    """What the graph's convolutions may come to hold in oneDNN's cache: where stages compute from the image, each
+    repeats the convolutions before it for crops of its own, on average half of them.
+    """
     convolutions = sum("conv" in node.op for node in graph.nodes)
-    return min(convolutions * _PRIMITIVES_EACH, _MOST_PRIMITIVES) * _PRIMITIVE_BYTES
+    repeats = -(-len(split_stages(graph, gathered(graph))) // 2)
+    return min(convolutions * repeats * _PRIMITIVES_EACH, _MOST_PRIMITIVES) * _PRIMITIVE_BYTES
 
 
 def _name(sources: dict[str, Source], *, backward: bool) -> str:
