@@ -14,9 +14,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import StageProgram
+from gigagrad.graphs import GATHER
 from gigagrad.plans import Grid, split_stages
-from gigagrad.plans.memory import tile_peak_bytes, worst_tile
+from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
 
 SMALL = 16 * 2**10
 """Scalars, counts and rearranged weights are not worth predicting."""
@@ -204,3 +206,49 @@ def test_the_worst_tile_has_the_largest_crop(graphs):
     image = graph.source("image").id
     largest = max(grid[i].box(image).area for i in range(len(grid)))
     assert worst_tile(grid).box(image).area == largest
+
+
+class Attention(nn.Module):
+    """Tokens of 4 x 4 px, eight times the same block of a transformer, their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.norm, self.qkv = nn.Conv2d(1, 32, 4, 4), nn.LayerNorm(32), nn.Linear(32, 96)
+        self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.patch(x).flatten(2).transpose(1, 2)
+        for _ in range(8):
+            tokens = self._block(tokens)
+        return self.head(tokens.mean(1))
+
+    def _block(self, tokens: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(tokens)).reshape(1, -1, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = (q @ k.transpose(2, 3)).softmax(-1)
+        tokens = tokens + (weights @ v).transpose(1, 2).reshape(tokens.shape)
+        return tokens + self.mlp(tokens)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_whole_fields_take_what_was_predicted(graph_of, backward):
+    graph = graph_of(Attention(), lambda y, t: (y - t.mean()).square().mean(), (64, 96))
+    torch.manual_seed(0)
+    values: dict[int, torch.Tensor] = {}
+    tape = Tape(graph, set(), torch.device("cpu"), backward=backward)
+    for node in graph.nodes:
+        if node.is_source and not node.is_field:
+            stored = graph.constants.get(node.arguments["name"])
+            values[node.id] = torch.rand(node.shape, dtype=node.dtype) if stored is None else stored
+        elif node.op == GATHER or node.is_reduction:
+            values[node.id] = torch.rand(node.shape, dtype=node.dtype)
+    with AliveBytes() as alive:
+        for i, value in values.items():
+            tape.put(i, value.clone())
+        tape.compute()
+        if backward:
+            tape.start()
+            tape.pull(0)
+    parameters = sum(node.nbytes for node in graph.nodes if node.op == "parameter")
+    predicted = whole_field_bytes(graph, backward=backward)
+    assert alive.peak - parameters * (2 if backward else 1) - SMALL <= predicted <= 2 * alive.peak

@@ -25,12 +25,18 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
 from gigagrad.graphs import Composite, Graph, capture
 from gigagrad.plans import Limits, Machine, Plan, make_plan, split_stages
+from gigagrad.plans.stages import gathered
 
-_RUNTIME_BYTES = 144 * 2**20
-"""What the first step of a process adds beside its tensors: kernels, thread stacks, the reader's code
-(bench/tile_memory.py)."""
-_LATER_RUNTIME_BYTES = 48 * 2**20
+_RUNTIME_BYTES = 64 * 2**20
+"""What the first step of a process adds beside its tensors: kernels' code, thread stacks, the reader's code."""
+_LATER_RUNTIME_BYTES = 24 * 2**20
 """What a later step may still add: kernels for shapes that have not been seen."""
+_PRIMITIVE_BYTES, _MOST_PRIMITIVES = 72 * 2**10, 1024
+"""A compiled convolution in oneDNN's cache, and how many it keeps; docs/decisions/0012-whole-process-accounting.md."""
+_PRIMITIVES_EACH = 3 * 9
+"""For a convolution: forward and two backward, for tiles at every border, corner and in the middle."""
+_OPTIMIZER_COPIES = 2
+"""Of the trainable parameters, until a first step shows what an optimizer really holds: Adam's two moments."""
 _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""
 _MOST_TRIED = 4
@@ -98,13 +104,16 @@ class Planner:
         self._kept: OrderedDict[tuple[Any, ...], tuple[Prepared, Limits]] = OrderedDict()
         self._choices: dict[str, Choice] = {}
         self._adopted: dict[str, Choice] = {}
+        self._versions: int | None = None
+        """Of the trainable parameters when a backward was first prepared: any write to one counts up."""
+        self._stepped = False
 
     def prepare(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
         """A graph and a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
         key = (backward, fingerprint(self._composite), *((name, source.spec) for name, source in sources.items()))
         kept = self._kept.get(key)
         graph = kept[0].graph if kept is not None else self._capture(sources)
-        limits = self._limits(sources)
+        limits = self._limits(graph, sources, backward=backward)
         if kept is None:
             made = self._first(graph, sources, limits, backward=backward)
         elif limits.fixed_bytes > kept[1].fixed_bytes + UNNOTICED_BYTES // 2:
@@ -125,21 +134,32 @@ class Planner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._adopted.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
 
-    def _limits(self, sources: dict[str, Source]) -> Limits:
+    def _limits(self, graph: Graph, sources: dict[str, Source], *, backward: bool) -> Limits:
         """What the process holds and may come to hold whatever the plan; asked after capture, which loads much."""
         cold = cold_bytes(self._device)
         if self._device.type == "cpu":
             return_freed_memory()  # what an earlier run freed is there for this one
         base = held_bytes(self._device)
+        first = cold + _RUNTIME_BYTES + _compiled_bytes(graph)
         return Limits(
             budget_bytes=self._budgets.memory_bytes,
             base_bytes=base,
             peak_bytes=peak_bytes(self._device),
             reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
-            runtime_bytes=max(cold + _RUNTIME_BYTES - base, _LATER_RUNTIME_BYTES) + UNNOTICED_BYTES,
+            runtime_bytes=max(first - base, _LATER_RUNTIME_BYTES) + UNNOTICED_BYTES,
+            optimizer_bytes=self._optimizer_bytes() if backward else 0,
             host_bytes=self._budgets.host_room() if self._device.type == "cuda" else 0,
             scratch_bytes=self._budgets.scratch_room(),
         )
+
+    def _optimizer_bytes(self) -> int:
+        """What an optimizer will hold after its first step; nothing once that is part of what the process holds."""
+        trained = [parameter for parameter in self._composite.model.parameters() if parameter.requires_grad]
+        versions = sum(parameter._version for parameter in trained)
+        if self._versions is None:
+            self._versions = versions
+        self._stepped = self._stepped or versions != self._versions
+        return 0 if self._stepped else _OPTIMIZER_COPIES * sum(parameter.nbytes for parameter in trained)
 
     def _capture(self, sources: dict[str, Source]) -> Graph:
         composite = self._composite
@@ -216,6 +236,15 @@ class Planner:
             tiles=choice.tiles if choice else (self._tile,) if self._tile else None,
             kept=dict(choice.kept) if choice else None,
         )
+
+
+def _compiled_bytes(graph: Graph) -> int:
+    """What the graph's convolutions may come to hold in oneDNN's cache: where stages compute from the image, each
+    repeats the convolutions before it for crops of its own, on average half of them.
+    """
+    convolutions = sum("conv" in node.op for node in graph.nodes)
+    repeats = -(-len(split_stages(graph, gathered(graph))) // 2)
+    return min(convolutions * repeats * _PRIMITIVES_EACH, _MOST_PRIMITIVES) * _PRIMITIVE_BYTES
 
 
 def _name(sources: dict[str, Source], *, backward: bool) -> str:

@@ -277,14 +277,15 @@ class Run:
                 self._cotangents[field].add(box, gradient)
             if merge:
                 self._merge(sums)
+            del sums, shares, crops  # the next tile would be computed beside them
             self._report("backward")
         for field in fields:
             self._cotangents[field].flush()
         return totals
 
     def _give(self, totals: Totals) -> None:
-        for node_id, total in totals.items():
-            self._tape.give(node_id, total)
+        for node_id in tuple(totals):
+            self._tape.give(node_id, totals.pop(node_id))
 
     def _program(self, stage: Stage) -> StageProgram:
         return StageProgram(self._graph, stage, self._prepared.device)

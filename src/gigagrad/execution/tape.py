@@ -82,8 +82,10 @@ class Tape:
         outputs = [self.values[i] for i in arrived]
         cotangents = [self._pending.pop(i).to(self.values[i].dtype) for i in arrived]
         leaves = [self.values[i] for i in self._leaves]
-        found = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True)
-        for i, gradient in zip(self._leaves, found, strict=True):
+        found = list(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True))
+        found.reverse()
+        for i in self._leaves:
+            gradient = found.pop()  # and with it the memory, once it is added to the sums
             if gradient is None:
                 continue
             if self.graph[i].op == "parameter":

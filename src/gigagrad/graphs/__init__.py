@@ -2,6 +2,7 @@
 
 from gigagrad.graphs.capture import Composite, InputSpec, capture
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, FIELD_SUM, GATHER, MOMENTS, SCATTER, Graph, Node, Ref
+from gigagrad.graphs.operators import is_view
 from gigagrad.graphs.table import Call, Row, Saved, Site, lookup, register
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Saved",
     "Site",
     "capture",
+    "is_view",
     "lookup",
     "register",
 ]

@@ -148,6 +148,15 @@ def signature(op: str) -> tuple[tuple[str, bool, Any], ...]:
     return tuple((a.name, a.kwarg_only, a.default_value if a.has_default_value() else None) for a in schema.arguments)
 
 
+@cache
+def is_view(op: str) -> bool:
+    """Whether an operator's output shares its input's memory, as its schema declares it."""
+    if op in _OWN or not op.startswith("aten."):
+        return False
+    returns = function(op)._schema.returns  # type: ignore[attr-defined]
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
 def bind(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Positional and keyword arguments as one ordered mapping by name, defaults filled in."""
     names = signature(op)

@@ -9,8 +9,8 @@ from gigagrad.graphs import GATHER, Graph
 from gigagrad.plans.cost import Costs, Machine
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.fit import Fitter, Kept, Option
-from gigagrad.plans.keeping import whole_field_bytes
 from gigagrad.plans.limits import Limits
+from gigagrad.plans.memory import whole_field_bytes
 from gigagrad.plans.plan import DISK, HOST, MEMORY, KeptField, Plan, WholeField
 from gigagrad.plans.stages import Stage, gathered, split_stages
 
@@ -56,11 +56,11 @@ def make_plan(
         whole_field=tuple(WholeField(node.op, node.origin.module_path, node.nbytes) for node in whole),
         budget_bytes=limits.budget_bytes,
         base_bytes=limits.base_bytes,
-        parameter_bytes=best.parameter_bytes,
+        parameter_bytes=best.parameter_bytes + limits.optimizer_bytes,
         kept_bytes=best.kept_bytes,
         whole_field_bytes=whole_field_bytes(graph, backward=backward),
         reader_bytes=limits.reader_cache_bytes + best.ahead_bytes,
-        runtime_bytes=limits.runtime_bytes,
+        runtime_bytes=limits.runtime_bytes + best.hoard_bytes,
         predicted_peak_bytes=max(best.peak_bytes, limits.peak_bytes),
         host_bytes=best.tier_bytes[HOST],
         scratch_bytes=best.tier_bytes[DISK],

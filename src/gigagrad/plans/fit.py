@@ -10,15 +10,23 @@ from math import prod
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph
 from gigagrad.plans.cost import Costs, Machine, TileCost, candidates
-from gigagrad.plans.keeping import bytes_by_pass, whole_field_bytes
+from gigagrad.plans.keeping import bytes_by_pass
 from gigagrad.plans.limits import Limits
+from gigagrad.plans.memory import whole_field_bytes
 from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, StagePlan
 from gigagrad.plans.schedule import make_passes
 from gigagrad.plans.stages import Stage, split_stages
 from gigagrad.plans.traffic import traffic_bytes, waiting_bytes
 
 _ALLOCATOR_SLACK = 1.5
-"""Resident bytes per byte allocated: freed blocks that the allocator has not given back (bench/tile_memory.py)."""
+"""Resident bytes per byte that tiles allocate: freed blocks that the allocator has not given back."""
+
+_TAPE_SLACK = 1.25
+"""The same for whole fields and the parameters' gradients, beside which nothing is given back while they are made."""
+
+_HOARD_SHARE, _HOARD_BYTES = 0.5, 16 * 2**20
+"""What the allocator may keep between tiles where the budget has room for it, as a share of the tiles' own bytes and
+beside it: giving it back and faulting it in again takes time (docs/decisions/0012-whole-process-accounting.md)."""
 
 _SHARED_EFFICIENCY = 0.5
 """What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
@@ -40,6 +48,8 @@ class Option:
     kept_bytes: int
     ahead_bytes: int
     peak_bytes: int
+    hoard_bytes: int
+    """What the allocator may keep between tiles, within the budget; part of the peak."""
     tier_bytes: Mapping[str, int]
     """Peak bytes of the fields in each of the other tiers."""
 
@@ -106,22 +116,33 @@ class Fitter:
         # Each worker's crop, two being read, and with several workers one more in the queue.
         crops_ahead = workers + 2 + (workers > 1)
         gradient_bytes = _gradient_bytes(graph, backward=self._backward)
-        fixed = limits.fixed_bytes + gradient_bytes + whole_field_bytes(graph, backward=self._backward)
+        whole_bytes = whole_field_bytes(graph, backward=self._backward)
+        on_tape = int(_TAPE_SLACK * (gradient_bytes + whole_bytes)) if whole_bytes else gradient_bytes
+        fixed = limits.fixed_bytes + on_tape
+        if not stages and limits.budget_bytes is not None and fixed > limits.budget_bytes:
+            what = (
+                f"operators that run on whole fields do not fit: they make {whole_bytes:,} bytes beside "
+                f"{fixed - whole_bytes:,} bytes for the process, the parameters and the readers"
+            )
+            raise limits.refusal(what, fixed)
         held = bytes_by_pass(graph, stages, passes, kept, MEMORY)
         seconds, peak, most_ahead, most_working, chosen = 0.0, fixed, 0, 0, []
         for stage in stages:
             sweeps = [index for index, p in enumerate(passes) if p.stage == stage.index]
             differentiates = any(passes[index].phase != "forward" for index in sweeps)
-            working = _working_bytes(graph, stage, workers, backward=differentiates)
+            shares, sums = _working_bytes(graph, stage, workers, backward=differentiates)
+            working = shares + sums
             standing = fixed + working + max((held[index] for index in sweeps), default=0)
 
             def waiting(cost: TileCost, stage: Stage = stage, backward: bool = differentiates) -> int:
                 behind = waiting_bytes(graph, stage, cost.crops, kept, backward=backward)
                 return crops_ahead * cost.crop_bytes + behind
 
-            def total(cost: TileCost, standing: int = standing) -> int:
+            def total(cost: TileCost, standing: int = standing, sums: int = sums) -> int:
                 tiles = int(workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK)
-                return standing + waiting(cost) + tiles
+                # The only tile is gone when what it gave is added to sums that did not exist before.
+                apart = min(tiles, sums) if cost.plan.tile_count == 1 else 0
+                return standing + waiting(cost) + tiles - apart
 
             forced = self._tiles
             shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(graph, stage)
@@ -140,6 +161,9 @@ class Fitter:
             peak, most_ahead = max(peak, total(best)), max(most_ahead, waiting(best))
             most_working = max(most_working, working)
             chosen.append(dataclasses.replace(best.plan, index=stage.index))
+        hoard = int(_HOARD_SHARE * workers * max(p.tile_peak_bytes for p in chosen)) + _HOARD_BYTES if chosen else 0
+        if limits.budget_bytes is not None:
+            hoard = max(0, min(hoard, limits.budget_bytes - peak))
         return Option(
             workers,
             kept,
@@ -149,7 +173,8 @@ class Fitter:
             gradient_bytes + most_working,
             max(held, default=0),
             most_ahead,
-            peak,
+            peak + hoard,
+            hoard,
             tier_bytes,
         )
 
@@ -190,15 +215,16 @@ def _gradient_bytes(graph: Graph, *, backward: bool) -> int:
     return total
 
 
-def _working_bytes(graph: Graph, stage: Stage, workers: int, *, backward: bool) -> int:
-    """Of every global that a stage reads: its copy in working layout and, where it has one, the float64 sum of its
-    gradient and the contributions of the tiles at work and of one that is done.
+def _working_bytes(graph: Graph, stage: Stage, workers: int, *, backward: bool) -> tuple[int, int]:
+    """Of every global that a stage reads, for its sweep: its copy in working layout and the contributions to its
+    gradient of the tiles at work and of one that is done; and the float64 sums of its gradient.
     """
     contributions = workers + (workers > 1)
-    total = 0
+    shares = sums = 0
     for i in stage.globals:
         node = graph[i]
-        total += node.nbytes if len(node.shape) == 4 else 0
+        shares += node.nbytes if len(node.shape) == 4 else 0
         if backward and node.differentiable:
-            total += contributions * node.nbytes + 8 * prod(node.shape)
-    return total
+            shares += contributions * node.nbytes
+            sums += 8 * prod(node.shape)
+    return shares, sums

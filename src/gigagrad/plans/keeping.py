@@ -68,15 +68,6 @@ def bytes_by_pass(
     return held
 
 
-def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
-    """Bytes of what whole-field operators make: values, and with gradients as much again for the cotangents.
-
-    A gathered field is counted among the kept ones; here it counts once more if it outlives its stage.
-    """
-    whole = sum(node.nbytes for node in graph.nodes if node.whole and node.op != "gigagrad.item")
-    return whole * (2 if backward else 1)
-
-
 def convolution_flops(graph: Graph, node_id: int) -> float:
     """Multiplications and additions of a convolution or a linear layer over its whole field; 0 for anything else."""
     node = graph[node_id]

@@ -20,6 +20,8 @@ class Limits:
     """The highest the process has been before the run; the peak of the whole process cannot be below it."""
     reader_cache_bytes: int
     runtime_bytes: int
+    optimizer_bytes: int = 0
+    """What an optimizer will hold from its first step on, as long as it does not yet."""
     host_bytes: int = 0
     """Host memory for kept fields of a run on a GPU."""
     scratch_bytes: int = 0
@@ -28,7 +30,7 @@ class Limits:
     @property
     def fixed_bytes(self) -> int:
         """What the process holds whatever the tiles: itself, the readers' caches and what kernels still add."""
-        return self.base_bytes + self.runtime_bytes + self.reader_cache_bytes
+        return self.base_bytes + self.runtime_bytes + self.reader_cache_bytes + self.optimizer_bytes
 
     def refusal(self, what: str, needed_bytes: int) -> BudgetError:
         """What does not fit in the budget, and a budget that would do."""

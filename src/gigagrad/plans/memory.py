@@ -8,7 +8,9 @@ cleverer implementation would need.
 
 from __future__ import annotations
 
-from gigagrad.graphs import MOMENTS, Call, Graph, Saved, lookup
+from math import prod
+
+from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Node, Saved, is_view, lookup
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.stages import Stage
 
@@ -58,6 +60,49 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
                 released.add(i)
                 live -= size[i] if i not in stage.reads else 0
     return peak
+
+
+def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
+    """Peak bytes of what whole-field operators make: every value until the run ends, for it stays on the tape, and
+    with gradients the cotangents that are alive at the worst moment of pulling them back.
+
+    A gathered field is counted among the kept ones, too; here it is counted because it outlives its stage.
+    """
+    whole = [node for node in graph.nodes if node.whole]
+    values = sum(node.nbytes for node in whole if _makes_memory(graph, node))
+    # What an operator copies or computes for itself: at most as much as it reads and makes.
+    touched = {node.id: node.nbytes + sum(graph[i].nbytes for i in set(node.operands)) for node in whole}
+    if not backward:
+        return values + max(touched.values(), default=0)
+    live: dict[int, int] = {}
+    peak = 0
+    for node in reversed(whole):
+        if not node.differentiable:
+            continue
+        live.setdefault(node.id, node.nbytes)
+        for i in set(node.operands):
+            if graph[i].whole and graph[i].differentiable:
+                live[i] = graph[i].nbytes
+        peak = max(peak, sum(live.values()) + touched[node.id])
+        if node.op != GATHER:  # its cotangent waits for the sweep of the stage that made the field
+            del live[node.id]
+    # Handed over by the stages that read it tile by tile: a sum in float64 beside its rounded copy.
+    handed = max((12 * prod(n.shape) for n in graph.nodes if n.op == SCATTER and n.differentiable), default=0)
+    return values + max(peak, handed)
+
+
+def _makes_memory(graph: Graph, node: Node) -> bool:
+    """Whether a value takes memory of its own. What reshapes a permuted value copies it."""
+    if node.op == "gigagrad.item" or not is_view(node.op):
+        return node.op != "gigagrad.item"
+    if "reshape" not in node.op and "contiguous" not in node.op:
+        return False
+    behind = graph[node.operands[0]]
+    while is_view(behind.op):
+        if "permute" in behind.op or "transpose" in behind.op:
+            return True
+        behind = graph[behind.operands[0]]
+    return False
 
 
 def worst_tile(grid: Grid) -> TileGeometry:

@@ -83,7 +83,7 @@ class Plan:
     base_bytes: int
     """Resident before the run: interpreter, libraries, model, whatever the process already holds."""
     parameter_bytes: int
-    """Gradients, accumulators and working copies of the parameters."""
+    """Gradients, accumulators and working copies of the parameters, and what an optimizer will hold of them."""
     kept_bytes: int
     """Kept fields and their cotangents in memory, at the moment when they are most."""
     whole_field_bytes: int
@@ -131,7 +131,7 @@ class Plan:
         """What the predicted peak is made of: a name for people, and bytes. Parts of nothing are left out."""
         parts = [
             ("process before the run", self.base_bytes),
-            ("parameters: gradients, sums", self.parameter_bytes),
+            ("gradients, sums, optimizer", self.parameter_bytes),
             ("fields kept, with cotangents", self.kept_bytes),
             ("whole-field operators", self.whole_field_bytes),
             ("crops read ahead", self.reader_bytes),
