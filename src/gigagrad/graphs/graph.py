@@ -66,6 +66,12 @@ class Node:
     """Whether a gradient flows through this value to a parameter that asks for one."""
     whole: bool = False
     """Whether this is a global that holds what a whole-field operator made of every pixel."""
+    operands: tuple[int, ...] = field(init=False)
+    """Ids of the nodes this one reads, in the order of the arguments, with repetitions."""
+
+    def __post_init__(self) -> None:
+        # Found once: planning asks millions of times.
+        object.__setattr__(self, "operands", tuple(ref.id for ref in references(self.arguments)))
 
     @property
     def is_field(self) -> bool:
@@ -78,11 +84,6 @@ class Node:
     @property
     def is_reduction(self) -> bool:
         return self.op in REDUCTIONS
-
-    @property
-    def operands(self) -> tuple[int, ...]:
-        """Ids of the nodes this one reads, in the order of the arguments, with repetitions."""
-        return tuple(ref.id for ref in references(self.arguments))
 
     def size(self, axis: int) -> int:
         """Length in pixels of the whole field along `axis` (0 is y, 1 is x)."""

@@ -5,6 +5,7 @@ from gigagrad.plans.cost import Machine
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.keeping import Lifetime, lifetimes
 from gigagrad.plans.plan import KeptField, Pass, Plan, StagePlan, WholeField
+from gigagrad.plans.simulate import Moment, PlanFault, Simulation, simulate
 from gigagrad.plans.stages import Stage, levels, split_stages
 
 __all__ = [
@@ -13,8 +14,11 @@ __all__ = [
     "Lifetime",
     "Limits",
     "Machine",
+    "Moment",
     "Pass",
     "Plan",
+    "PlanFault",
+    "Simulation",
     "Stage",
     "StagePlan",
     "TileGeometry",
@@ -22,5 +26,6 @@ __all__ = [
     "levels",
     "lifetimes",
     "make_plan",
+    "simulate",
     "split_stages",
 ]

@@ -61,14 +61,15 @@ def make_plan(
     memory_format: str,
     tiles: tuple[tuple[int, int], ...] | None,
     kept: Iterable[int] | None = None,
+    costs: Costs | None = None,
 ) -> Plan:
     """The fastest plan that fits, or the one with these `tiles` (one shape for each stage; the last serves the rest)
-    that keeps these fields.
+    that keeps these fields. Several plans of one graph are made sooner with the same `costs`.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
     """
-    chooser = _Chooser(graph, limits, machine, tiles, backward=backward)
+    chooser = _Chooser(graph, limits, machine, tiles, costs or Costs(graph, machine), backward=backward)
     best = chooser.best() if kept is None else chooser.keeping(frozenset(kept))
     whole = [node for node in graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
     return Plan(
@@ -119,12 +120,12 @@ class _Chooser:
         limits: Limits,
         machine: Machine,
         tiles: tuple[tuple[int, int], ...] | None,
+        costs: Costs,
         *,
         backward: bool,
     ) -> None:
         self._graph, self._limits, self._machine = graph, limits, machine
-        self._tiles, self._backward = tiles, backward
-        self._costs = Costs(graph, machine)
+        self._tiles, self._costs, self._backward = tiles, costs, backward
 
     def best(self) -> _Option:
         """Keep everything worth keeping, or as much of it as the budget allows.
