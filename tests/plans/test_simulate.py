@@ -298,15 +298,14 @@ class Wide(nn.Module):
     def __init__(self, width=1860, blocks=5):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 8, 8)
-        self.convs = nn.ModuleList(
-            nn.ModuleList([nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, padding=1)])
-            for _ in range(blocks)
-        )  # fmt: skip
+        self.before = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(blocks))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(blocks))
+        self.behind = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(blocks))
         self.head = nn.Conv2d(width, 1, 1)
 
     def forward(self, x):
         x = self.stem(x.float())
-        for a, norm, b in self.convs:
+        for a, norm, b in zip(self.before, self.norms, self.behind, strict=True):
             x = x + b(F.relu(norm(a(x))))
         return self.head(x)
 

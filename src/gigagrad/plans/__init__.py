@@ -1,14 +1,18 @@
 """From a graph and a budget to a plan: stages, tile geometry, memory, cost. Nothing here runs anything."""
 
 from gigagrad.plans.choose import Limits, make_plan
-from gigagrad.plans.cost import Machine
+from gigagrad.plans.cost import Costs, Machine
+from gigagrad.plans.fates import Fate, fates
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.keeping import Lifetime, lifetimes
 from gigagrad.plans.plan import KeptField, Pass, Plan, StagePlan, WholeField
 from gigagrad.plans.simulate import Moment, PlanFault, Simulation, simulate
 from gigagrad.plans.stages import Stage, levels, split_stages
+from gigagrad.plans.tradeoff import PlanAt, Point, pass_seconds, smallest_budget, trade_off
 
 __all__ = [
+    "Costs",
+    "Fate",
     "Grid",
     "KeptField",
     "Lifetime",
@@ -17,15 +21,21 @@ __all__ = [
     "Moment",
     "Pass",
     "Plan",
+    "PlanAt",
     "PlanFault",
+    "Point",
     "Simulation",
     "Stage",
     "StagePlan",
     "TileGeometry",
     "WholeField",
+    "fates",
     "levels",
     "lifetimes",
     "make_plan",
+    "pass_seconds",
     "simulate",
+    "smallest_budget",
     "split_stages",
+    "trade_off",
 ]

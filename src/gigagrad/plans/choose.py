@@ -243,8 +243,7 @@ class _Chooser:
                 assert budget is not None
                 raise _refusal(stage, min(costed, key=total), standing, total(min(costed, key=total)), budget)
             rated = [
-                (cost.seconds / _speedup(self._machine.threads, workers, cost.plan.tile_count), cost)
-                for cost in fitting
+                (cost.seconds / speedup(self._machine.threads, workers, cost.plan.tile_count), cost) for cost in fitting
             ]
             stage_seconds, best = min(rated, key=lambda pair: pair[0])
             seconds += len(sweeps) * stage_seconds
@@ -272,18 +271,18 @@ def _refusal(stage: Stage, leanest: TileCost, standing: int, needed: int, budget
         f"{standing:,} bytes for the process, the parameters, the readers and the fields that are kept",
         budget_bytes=budget,
         needed_bytes=needed,
-        smallest_bytes=_roomy(needed),
+        smallest_bytes=roomy(needed),
     )
 
 
-def _speedup(threads: int, workers: int, tile_count: int) -> float:
+def speedup(threads: int, workers: int, tile_count: int) -> float:
     """How much faster than one thread: whole tiles share out well unless they are few, single operators less so."""
     if workers == 1:
         return 1 + _SHARED_EFFICIENCY * (threads - 1)
     return tile_count / -(-tile_count // workers)
 
 
-def _roomy(needed_bytes: int) -> int:
+def roomy(needed_bytes: int) -> int:
     """A budget to recommend: with room to spare, because a process never has the same size twice, and rounded up to a
     number that survives being printed with three digits and typed in again.
     """
