@@ -262,6 +262,7 @@ def test_what_is_held_over_time(normed, sound):
     assert first.cotangent_bytes == 0 < last.cotangent_bytes
     assert first.total_bytes == (
         first.process_bytes
+        + first.reader_bytes
         + first.parameter_bytes
         + first.whole_field_bytes
         + first.kept_bytes

@@ -43,7 +43,8 @@ class Moment:
     stage: int
     phase: str
     process_bytes: int
-    """The process before the run, and what kernels, threads and readers add."""
+    """The process before the run, and what kernels and threads add."""
+    reader_bytes: int
     parameter_bytes: int
     whole_field_bytes: int
     kept_bytes: int
@@ -53,7 +54,7 @@ class Moment:
 
     @property
     def total_bytes(self) -> int:
-        fixed = self.process_bytes + self.parameter_bytes + self.whole_field_bytes
+        fixed = self.process_bytes + self.reader_bytes + self.parameter_bytes + self.whole_field_bytes
         return fixed + self.kept_bytes + self.cotangent_bytes + self.tile_bytes
 
 
@@ -283,7 +284,8 @@ def _moments(graph: Graph, plan: Plan, lives: tuple[Lifetime, ...]) -> tuple[Mom
             Moment(
                 stage=p.stage,
                 phase=p.phase,
-                process_bytes=plan.base_bytes + plan.runtime_bytes + plan.reader_bytes,
+                process_bytes=plan.base_bytes + plan.runtime_bytes,
+                reader_bytes=plan.reader_bytes,
                 parameter_bytes=plan.parameter_bytes,
                 whole_field_bytes=plan.whole_field_bytes,
                 kept_bytes=held[False],

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _INK, _MUTED, _LINE, _FIRST, _SECOND, _THIRD, _ALARM, _CARD, _FOURTH = LIGHT.values()
 _PARTS = (
     ("process", "process_bytes", _MUTED),
+    ("pixels read ahead", "reader_bytes", _LINE),
     ("parameters", "parameter_bytes", _FOURTH),
     ("whole-field operators", "whole_field_bytes", _INK),
     ("fields kept", "kept_bytes", _FIRST),
@@ -61,25 +62,27 @@ def _draw_curve(ax: Axes, study: PlanStudy) -> None:
     """Time against memory, both logarithmic: what a factor of memory buys as a factor of time."""
     ax.set_title("Memory against time", loc="left", fontsize=11)
     plan, points = study.plan, study.points
-    memory = np.array([p.predicted_peak_bytes for p in points], dtype=float)
-    seconds = np.array([p.seconds for p in points])
+    corners = [(p.predicted_peak_bytes, p.seconds) for p in points] + [(plan.predicted_peak_bytes, study.seconds)]
+    memory, seconds = np.array(sorted(corners), dtype=float).T
     ax.step(memory, seconds, where="post", color=_THIRD, lw=1.4)
     ax.plot(memory, seconds, "o", color=_FIRST, ms=5)
     ax.plot(plan.predicted_peak_bytes, study.seconds, "o", color=_SECOND, ms=10, mec=_CARD, mew=1.5, label="this plan")
     if plan.budget_bytes is not None:
         ax.axvline(plan.budget_bytes, color=_ALARM, lw=1.4, label=f"budget {format_bytes(plan.budget_bytes)}")
-    known = [plan.predicted_peak_bytes, *memory, *([plan.budget_bytes] if plan.budget_bytes else [])]
+    known = [*memory, *([plan.budget_bytes] if plan.budget_bytes else [])]
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xticks(_ticks(min(known), max(known), 5))
-    ax.set_yticks(_ticks(min(*seconds, study.seconds), max(*seconds, study.seconds), 5))
+    ax.set_xticks(_ticks(min(known), max(known), 4))
+    if min(seconds) > 0:  # a plan without stages takes none
+        ax.set_yscale("log")
+        ax.set_yticks(_ticks(min(seconds), max(seconds), 5))
     ax.xaxis.set_major_formatter(lambda value, _: format_bytes(int(value)))
     ax.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
     ax.minorticks_off()
     ax.margins(0.08)
     ax.set_xlabel("peak memory")
     ax.set_ylabel("time of a step")
-    ax.legend(loc="upper right")
+    # The curve falls, so this corner is free but for the budget's line.
+    ax.legend(loc="upper right", frameon=True, framealpha=1, facecolor=_CARD, edgecolor=_CARD)
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
@@ -89,8 +92,6 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
 
 def _draw_memory(ax: Axes, study: PlanStudy) -> None:
     """What is in memory during each pass, stacked."""
-    from matplotlib.ticker import MaxNLocator
-
     ax.set_title("What is in memory, pass by pass", loc="left", fontsize=11)
     moments, plan = study.moments, study.plan
     edges = np.arange(len(moments) + 1) + 0.5
@@ -107,8 +108,9 @@ def _draw_memory(ax: Axes, study: PlanStudy) -> None:
         ax.axhline(plan.budget_bytes, color=_ALARM, lw=1.4, label="budget")
         top = max(top, plan.budget_bytes)
     ax.set_ylim(0, 1.05 * top)
-    ax.set_xlim(edges[0], edges[-1])
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlim(edges[0], max(edges[-1], 1.5))  # a plan without stages has no pass
+    ax.set_xticks(range(1, len(moments) + 1, max(1, -(-len(moments) // 12))))
+    ax.set_yticks(range(0, int(1.05 * top), 1 << max(0, int(top // 5).bit_length())))
     ax.yaxis.set_major_formatter(lambda value, _: format_bytes(int(value)))
     ax.set_xlabel("pass")
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)

@@ -20,6 +20,7 @@ _STAGES_SHOWN = 10
 _FIELDS_SHOWN = 10
 _BAR = 30
 """Characters of the longest bar."""
+_FIELD_WIDTH, _MODULE_WIDTH = 34, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +88,21 @@ def _stages(study: PlanStudy) -> RenderableType:
         "Stages" if len(chosen) == len(seconds) else f"Stages: the {len(chosen)} of {len(seconds)} that take longest"
     )
     table = _table(title)
-    for name in ("stage", "sweeps", "operators", "tiles", "tile px", "crop px", "read", "a tile takes", "time", ""):
-        table.add_column(name, justify="left" if name in ("sweeps", "") else "right", no_wrap=True)
+    for name in ("stage", "sweeps", "ops", "tiles", "tile px", "crop px", "read", "a tile", "time", ""):
+        table.add_column(name, justify="left" if name == "sweeps" else "right", no_wrap=True, overflow="crop")
     for i in chosen:
         stage = plan.stages[i]
         table.add_row(
             str(stage.index),
-            " + ".join(p.phase for p in plan.passes if p.stage == i),
+            phases[0] if len(phases := [p.phase for p in plan.passes if p.stage == i]) == 1 else "there, back",
             str(stage.operators),
-            f"{stage.tiles[0]} x {stage.tiles[1]}",
-            f"{stage.tile[0]} x {stage.tile[1]}",
-            f"{stage.crop[0]} x {stage.crop[1]}",
+            f"{stage.tiles[0]}x{stage.tiles[1]}",
+            f"{stage.tile[0]}x{stage.tile[1]}",
+            f"{stage.crop[0]}x{stage.crop[1]}",
             f"{stage.computed_ratio:.3g}x",
             format_bytes(stage.tile_peak_bytes),
             format_seconds(seconds[i]),
-            f"{_share(seconds[i], study.seconds)}",
+            _share(seconds[i], study.seconds),
         )
     return table
 
@@ -125,35 +126,40 @@ def _fates(fates: Sequence[Fate]) -> RenderableType:
     shown = fates[:_FIELDS_SHOWN]
     title = "Fields" if len(shown) == len(fates) else f"Fields: the largest {len(shown)} of {len(fates)}"
     table = _table(title)
-    table.add_column("whole size", justify="right", no_wrap=True)
-    table.add_column("field", no_wrap=True)
-    table.add_column("of module", overflow="ellipsis", no_wrap=True, max_width=28)
-    table.add_column("fate", no_wrap=True)
+    for name in ("size", "field", "module", "fate"):
+        table.add_column(name, justify="right" if name == "size" else "left", no_wrap=True, overflow="crop")
     for fate in shown:
-        shape = " x ".join(map(str, fate.shape[1:]))
+        operator = fate.operator.removeprefix("aten.").removeprefix("gigagrad.").partition(".")[0]
         table.add_row(
             format_bytes(fate.size_bytes),
-            Text(f"{fate.operator.removeprefix('aten.').partition('.')[0]} {shape}"),
-            Text(fate.module or "the loss"),
+            Text(f"{operator} {'x'.join(map(str, fate.shape[1:]))}"[:_FIELD_WIDTH]),
+            Text(_end(fate.module or "the loss", _MODULE_WIDTH)),
             Text(_fate(fate), style="green" if fate.kept else "yellow" if fate.sweeps > 2 else ""),
         )
     kept = [fate for fate in fates if fate.kept]
     again = sum(not fate.kept and fate.sweeps > 1 for fate in fates)
     once = len(fates) - len(kept) - again
     size = f" ({format_bytes(sum(fate.size_bytes for fate in kept))})" if kept else ""
-    counts = f"All together: {len(kept)} kept{size}, {again} computed again, {once} computed once and forgotten."
-    return Group(table, Text(counts))
+    counts = f"All together: {len(kept)} kept{size}, {again} made more than once, {once} made once and forgotten."
+    return Group(
+        table, Text(counts), Text("Fields that are not kept are made tile by tile and are never whole.", style="dim")
+    )
 
 
 def _fate(fate: Fate) -> str:
+    """At most 35 characters."""
     if fate.kept:
-        readers = ", ".join(map(str, fate.readers[:3])) + (" ..." if len(fate.readers) > 3 else "")
-        where = f"stage{'s' if len(fate.readers) > 1 else ''} {readers}"
-        return f"kept from stage {fate.stages[0]}, read by {where}"
+        readers = ", ".join(map(str, fate.readers[:2])) + (" ..." if len(fate.readers) > 2 else "")
+        return f"kept from stage {fate.stages[0]} for {readers}"
     if fate.sweeps == 1:
-        return "made tile by tile, once"
-    stages = f" of {len(fate.stages)} stages" if len(fate.stages) > 1 else ""
-    return f"made tile by tile in {fate.sweeps} sweeps{stages}"
+        return "made once"
+    stages = f", {len(fate.stages)} stages" if len(fate.stages) > 1 else ""
+    return f"made in {fate.sweeps} sweeps{stages}"
+
+
+def _end(path: str, width: int) -> str:
+    """The end of a dotted path, which tells more than its beginning."""
+    return path if len(path) <= width else f"..{path[2 - width :]}"
 
 
 def _memory(study: PlanStudy) -> RenderableType:
@@ -205,7 +211,12 @@ def _share(part: float, whole: float) -> str:
 
 def _table(title: str) -> Table:
     return Table(
-        title=Text(title, style="bold"), title_justify="left", box=None, header_style="dim", padding=(0, 2, 0, 0)
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=None,
+        header_style="dim",
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
     )
 
 
