@@ -1,4 +1,4 @@
-"""The smallest budget, the curve from there to where memory gains nothing, and the fate of each field."""
+"""The smallest budget, and the curve from there to where memory gains nothing."""
 
 import dataclasses
 from itertools import pairwise
@@ -10,42 +10,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Costs, Machine, fates, pass_seconds, simulate, smallest_budget, trade_off
+from gigagrad.plans import Costs, Machine, pass_seconds, simulate, smallest_budget, trade_off
 from gigagrad.plans.choose import roomy
 
 
-class Normed(nn.Module):
-    """Fields before norms are worth keeping, and can be given up."""
-
-    def __init__(self):
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(1 if i == 0 else 8, 8, 3, padding=1) for i in range(3))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
-        self.head = nn.Conv2d(8, 1, 1)
-
-    def forward(self, x):
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = F.relu(norm(conv(x)))
-        return self.head(x)
-
-
 @pytest.fixture(scope="module")
-def normed(graph_of):
-    return graph_of(Normed().train(), F.mse_loss, (3000, 4000))
+def curve(norms, plan_at):
+    return trade_off(norms, Machine(), plan_at)
 
 
-@pytest.fixture(scope="module")
-def plan_at(normed, plan_for):
-    return lambda budget: plan_for(normed, budget)
-
-
-@pytest.fixture(scope="module")
-def curve(normed, plan_at):
-    return trade_off(normed, Machine(), plan_at)
-
-
-def test_the_smallest_budget_works_and_little_less_does_not(unet, gate, normed, plan_for):
-    for graph in (unet, gate, normed):
+def test_the_smallest_budget_works_and_little_less_does_not(unet, gate, norms, plan_for):
+    for graph in (unet, gate, norms):
         budget, plan = smallest_budget(lambda b, graph=graph: plan_for(graph, b))
         assert plan.predicted_peak_bytes <= budget == plan.budget_bytes
         with pytest.raises(BudgetError):
@@ -88,11 +63,11 @@ def test_the_curve_falls_from_the_smallest_budget_to_the_fastest_plan(curve, pla
     assert curve[-1].kept_bytes == sum(field.size_bytes for field in roomiest.kept)
 
 
-def test_every_point_can_be_had_and_is_sound(normed, curve, plan_at):
+def test_every_point_can_be_had_and_is_sound(norms, curve, plan_at):
     for point in curve:
         plan = plan_at(point.budget_bytes)
         assert plan.predicted_peak_bytes <= point.budget_bytes
-        assert simulate(normed, plan, backward=True).consistent
+        assert simulate(norms, plan, backward=True).consistent
 
 
 def test_where_memory_gains_nothing_there_is_one_point(graph_of, plan_for):
@@ -101,31 +76,12 @@ def test_where_memory_gains_nothing_there_is_one_point(graph_of, plan_for):
     assert point.kept == 0
 
 
-def test_the_time_of_a_plan_is_that_of_its_passes(normed, plan_at):
+def test_the_time_of_a_plan_is_that_of_its_passes(norms, plan_at):
     plan = plan_at(None)
-    costs = Costs(normed, Machine())
-    seconds = pass_seconds(normed, Machine(), plan, costs)
+    costs = Costs(norms, Machine())
+    seconds = pass_seconds(norms, Machine(), plan, costs)
     assert len(seconds) == len(plan.passes)
     assert min(seconds) > 0
-    assert seconds == pass_seconds(normed, Machine(), plan)
-    slower = pass_seconds(normed, Machine(flops_per_second=1e9), plan)
+    assert seconds == pass_seconds(norms, Machine(), plan)
+    slower = pass_seconds(norms, Machine(flops_per_second=1e9), plan)
     assert all(a < b for a, b in zip(seconds, slower, strict=True))
-
-
-def test_the_fate_of_each_field(normed, plan_at):
-    plan = plan_at(None)
-    found = fates(normed, plan)
-    sizes = [fate.size_bytes for fate in found]
-    assert sizes == sorted(sizes, reverse=True)
-    assert len({fate.node for fate in found}) == len(found)
-    kept = [fate for fate in found if fate.kept]
-    assert {fate.node for fate in kept} == {field.node for field in plan.kept}
-    for fate in kept:
-        assert len(fate.stages) == 1  # nobody else has to compute it
-        assert min(fate.readers) > fate.stages[0]
-        assert fate.sweeps == 2  # forward, and again for its gradient
-    lean = {fate.node: fate for fate in fates(normed, smallest_budget(plan_at)[1])}
-    assert not any(fate.kept for fate in lean.values())
-    first = min(kept, key=lambda fate: fate.node)
-    assert lean[first.node].sweeps > first.sweeps
-    assert lean[first.node].readers == ()

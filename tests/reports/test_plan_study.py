@@ -102,7 +102,8 @@ def test_everything_is_said_within_100_columns():
 def test_of_much_the_largest_is_shown():
     text = shown(study_of(stages=40, fields=60))
     assert "Stages: the 10 of 40 that take longest" in text
-    assert "Fields: the largest 10 of 60" in text
+    assert "Fields: the largest of 60, kept and not kept" in text
+    assert text.count("kept from stage") == text.count("made in") == 6
     assert max(map(len, text.splitlines())) <= 100
 
 

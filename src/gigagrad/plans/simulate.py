@@ -38,7 +38,11 @@ class PlanFault:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is in memory during one pass, in bytes."""
+    """What is in memory during one pass, in bytes.
+
+    What readers and parameters take is the most that any pass makes of it, so a total may lie a little above the plan's
+    peak.
+    """
 
     stage: int
     phase: str

@@ -23,7 +23,7 @@ _PARTS = (
     ("parameters", "parameter_bytes", _FOURTH),
     ("whole-field operators", "whole_field_bytes", _INK),
     ("fields kept", "kept_bytes", _FIRST),
-    ("their cotangents", "cotangent_bytes", _THIRD),
+    ("cotangents", "cotangent_bytes", _THIRD),
     ("tiles", "tile_bytes", _SECOND),
 )
 FORMATS = (".svg", ".png")
@@ -81,8 +81,7 @@ def _draw_curve(ax: Axes, study: PlanStudy) -> None:
     ax.margins(0.08)
     ax.set_xlabel("peak memory")
     ax.set_ylabel("time of a step")
-    # The curve falls, so this corner is free but for the budget's line.
-    ax.legend(loc="upper right", frameon=True, framealpha=1, facecolor=_CARD, edgecolor=_CARD)
+    ax.legend(loc="lower left")  # the curve falls, and no budget is to the left of it
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:

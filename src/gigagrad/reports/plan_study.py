@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _STAGES_SHOWN = 10
-_FIELDS_SHOWN = 10
+_FIELDS_SHOWN = 6
 _BAR = 30
 """Characters of the longest bar."""
 _FIELD_WIDTH, _MODULE_WIDTH = 34, 24
@@ -122,10 +122,11 @@ def _dominating(study: PlanStudy) -> list[RenderableType]:
 
 
 def _fates(fates: Sequence[Fate]) -> RenderableType:
-    """The largest fields one by one, and what becomes of the rest."""
-    shown = fates[:_FIELDS_SHOWN]
-    title = "Fields" if len(shown) == len(fates) else f"Fields: the largest {len(shown)} of {len(fates)}"
-    table = _table(title)
+    """The largest of the fields that are kept and of those that are not, and how many there are of each kind."""
+    kept = [fate for fate in fates if fate.kept]
+    shown = [*kept[:_FIELDS_SHOWN], *[fate for fate in fates if not fate.kept][:_FIELDS_SHOWN]]
+    shown.sort(key=lambda fate: -fate.size_bytes)
+    table = _table("Fields" if len(shown) == len(fates) else f"Fields: the largest of {len(fates)}, kept and not kept")
     for name in ("size", "field", "module", "fate"):
         table.add_column(name, justify="right" if name == "size" else "left", no_wrap=True, overflow="crop")
     for fate in shown:
@@ -136,7 +137,6 @@ def _fates(fates: Sequence[Fate]) -> RenderableType:
             Text(_end(fate.module or "the loss", _MODULE_WIDTH)),
             Text(_fate(fate), style="green" if fate.kept else "yellow" if fate.sweeps > 2 else ""),
         )
-    kept = [fate for fate in fates if fate.kept]
     again = sum(not fate.kept and fate.sweeps > 1 for fate in fates)
     once = len(fates) - len(kept) - again
     size = f" ({format_bytes(sum(fate.size_bytes for fate in kept))})" if kept else ""
