@@ -5,8 +5,9 @@ from gigagrad.plans.cost import Costs, Machine
 from gigagrad.plans.fates import Fate, fates
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.keeping import Lifetime, lifetimes
+from gigagrad.plans.order import PlanFault
 from gigagrad.plans.plan import KeptField, Pass, Plan, StagePlan, WholeField
-from gigagrad.plans.simulate import Moment, PlanFault, Simulation, simulate
+from gigagrad.plans.simulate import Moment, Simulation, simulate
 from gigagrad.plans.stages import Stage, levels, split_stages
 from gigagrad.plans.tradeoff import PlanAt, Point, pass_seconds, smallest_budget, trade_off
 
