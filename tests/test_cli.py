@@ -16,7 +16,7 @@ from gigagrad.images import open_image
 WORDS = {
     "demo": "--memory --out --quick --slides",
     "label": "--mpp --out --overwrite SLIDE",
-    "plan": "--channels --device --json --loss --memory --model --predict --size",
+    "plan": "--channels --device --json --loss --memory --model --picture --predict --size",
     "fit": (
         "--config --device --epochs --learning-rate --level --loss --memory --model --no-augment --out --overwrite "
         "--seed --slides"
@@ -74,6 +74,10 @@ def test_help_teaches_every_command(command, capsys):
         (["fit", "--slide", "c.csv"], "unrecognized arguments: --slide"),
         (["plan", "--model", "paper-unet", "--size", "16000"], "HEIGHTxWIDTH"),
         (["plan", "--model", "paper-unet", "--size", "160x160", "--memory", "lots"], "'2 GiB'"),
+        (["plan", "--model", "paper-unet", "--size", "0x160"], "HEIGHTxWIDTH"),
+        (["plan", "--model", "paper-unett", "--size", "160x160"], "did you mean 'paper-unet'"),
+        (["plan", "--model", "paper-unet", "--size", "160x160", "--memory", "1MiB"], "the smallest budget that works"),
+        (["plan", "--model", "paper-unet", "--size", "160x160", "--picture", "plan.jpg"], ".svg or .png"),
         (["fit"], "--slides"),
         (["evaluate", "--slides", "c.csv"], "--run --predictions"),
     ],
@@ -118,6 +122,29 @@ def test_plan_prints_a_table_for_a_size_no_memory_could_hold(capsys):
     text = capsys.readouterr().out
     assert "16000 x 64000 px (1.02 Gpx)" in text
     assert "budget 64 GiB" in text
+    for part in ("Stages", "Most of the time", "Fields", "Memory at the peak", "Memory against time", "<- this plan"):
+        assert part in text
+    assert max(map(len, lines(text))) <= 100
+
+
+def test_plan_draws_a_picture_and_names_the_budget_that_works(tmp_path, capsys):
+    picture = tmp_path / "plan.svg"
+    command = ["plan", "--model", "paper-unet", "--size", "16000x64000"]
+    assert main([*command, "--picture", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert lines(text)[-1] == str(picture)
+    assert picture.read_bytes().startswith(b"<?xml")
+    (smallest,) = (line.split(" would work")[0].split(maxsplit=2)[2] for line in lines(text) if "would work" in line)
+    assert main([*command, "--memory", smallest.replace(" ", ""), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted_peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("size", ["1x1", "3x5", "7x200"])
+def test_plan_for_an_image_smaller_than_the_network_s_stride(size, capsys):
+    assert main(["plan", "--model", "paper-unet", "--size", size]) in (0, 2)
+    out, err = capsys.readouterr()
+    assert len(lines(err)) == (0 if out else 1)
+    assert "internal" not in err
 
 
 def test_plan_as_json_and_for_prediction(capsys):

@@ -6,8 +6,9 @@ boundary is never a matter of rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -107,11 +108,35 @@ class Box:
         return f"[{self.y0}, {self.y1}) x [{self.x0}, {self.x1})"
 
 
-def split(size: int, step: int) -> tuple[Span, ...]:
-    """Disjoint spans of length `step` (the last may be shorter) that cover `[0, size)` in order."""
+@dataclass(frozen=True, slots=True)
+class Cuts(Sequence[Span]):
+    """Disjoint spans of length `step` (the last may be shorter) that cover `[0, size)` in order.
+
+    Made when asked for: a planner looks at a dozen of the million spans of a terapixel's axis.
+    """
+
+    size: int
+    step: int
+
+    def __len__(self) -> int:
+        return -(-self.size // self.step)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
+    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+        starts = range(0, self.size, self.step)[index]
+        if isinstance(starts, range):
+            return tuple(Span(start, min(start + self.step, self.size)) for start in starts)
+        return Span(starts, min(starts + self.step, self.size))
+
+
+def split(size: int, step: int) -> Cuts:
+    """The axis `[0, size)` cut every `step` pixels."""
     if step < 1:
         raise ValueError(f"a tile must be at least 1 px long, got {step}")
-    return tuple(Span(start, min(start + step, size)) for start in range(0, size, step))
+    return Cuts(size, step)
 
 
 def tiles(height: int, width: int, tile_height: int, tile_width: int) -> Iterator[Box]:

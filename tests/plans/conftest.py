@@ -45,6 +45,21 @@ class Gate(nn.Module):
         return y * y.mean((2, 3), keepdim=True)
 
 
+class Norms(nn.Module):
+    """Fields before norms are worth keeping, and can be given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(1 if i == 0 else 8, 8, 3, padding=1) for i in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+        self.head = nn.Conv2d(8, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu(norm(conv(x)))
+        return self.head(x)
+
+
 @pytest.fixture(scope="session")
 def models() -> SimpleNamespace:
     return SimpleNamespace(UNet=UNet, Gate=Gate)
@@ -95,3 +110,13 @@ def plan_for() -> Callable[..., Plan]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def norms(graph_of: Any) -> Graph:
+    return graph_of(Norms().train(), F.mse_loss, (3000, 4000))
+
+
+@pytest.fixture(scope="session")
+def plan_at(norms: Graph, plan_for: Any) -> Callable[[int | None], Plan]:
+    return lambda budget: plan_for(norms, budget)

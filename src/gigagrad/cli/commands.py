@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ from gigagrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from gigagrad.events import Listener
+    from gigagrad.execution.planner import Survey
+    from gigagrad.plans import Plan
+    from gigagrad.reports.plan_study import PlanStudy
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -39,6 +43,10 @@ def plan(args: argparse.Namespace) -> None:
     from gigagrad.models import resolve
     from gigagrad.training.losses import named_loss
 
+    if args.picture is not None:
+        from gigagrad.reports.plan_picture import check_picture
+
+        check_picture(args.picture)
     model = resolve(args.model).train(not args.predict)
     engine = compile(
         model, None if args.predict else named_loss(args.loss).function, memory=args.memory, device=args.device
@@ -47,7 +55,45 @@ def plan(args: argparse.Namespace) -> None:
     slide = np.broadcast_to(np.uint8(255), (args.channels, *args.size))
     target = None if args.predict else np.broadcast_to(np.uint8(0), (1, *args.size))
     made = engine.plan(slide, target)
-    print(json.dumps(made.to_dict(), indent=2) if args.json else made)
+    if args.json:
+        print(json.dumps(made.to_dict(), indent=2))
+        if args.picture is None:
+            return
+    study = _study(args.model, engine.survey(slide, target), made, backward=not args.predict)
+    if args.picture is not None:
+        from gigagrad.reports.plan_picture import draw_plan
+
+        draw_plan(study, args.picture)
+    if not args.json:
+        from gigagrad.reports.plan_study import plan_page
+
+        _show(plan_page(study))
+        if args.picture is not None:
+            print(args.picture)
+
+
+def _study(model: str, survey: Survey, made: Plan, *, backward: bool) -> PlanStudy:
+    """Everything there is to say about a plan, and the curve it stands on."""
+    from gigagrad import plans
+    from gigagrad.reports.plan_study import PlanStudy
+
+    graph, machine, costs = survey.graph, survey.machine, survey.costs
+    simulation = plans.simulate(graph, made, backward=backward)
+    assert simulation.consistent, "; ".join(map(str, simulation.faults))
+    seconds = plans.pass_seconds(graph, machine, made, costs)
+    # Where tiles of this plan have been timed, the whole curve is scaled to them.
+    timed = made.predicted_seconds is not None and sum(seconds) > 0
+    scale = made.predicted_seconds / sum(seconds) if made.predicted_seconds is not None and timed else 1.0
+    points = plans.trade_off(graph, machine, survey.plan_at, costs)
+    return PlanStudy(
+        model=model,
+        plan=made,
+        pass_seconds=tuple(scale * each for each in seconds),
+        timed=timed,
+        fates=plans.fates(graph, made),
+        moments=simulation.moments,
+        points=tuple(dataclasses.replace(point, seconds=scale * point.seconds) for point in points),
+    )
 
 
 def fit(args: argparse.Namespace) -> None:
@@ -152,6 +198,9 @@ def _progress(*, quiet: bool = False) -> Iterator[Listener]:
 
 
 def _show(renderable: Any) -> None:
+    import sys
+
     from rich.console import Console
 
-    Console().print(renderable)
+    # Into a file or a pipe as wide as most windows are; rich would assume 80.
+    Console(width=None if sys.stdout.isatty() else 100).print(renderable)

@@ -172,7 +172,8 @@ def _plan(found: _Commands) -> None:
         "plan",
         commands.plan,
         "show what a training step would cost, without a slide",
-        "Captures the model at the true size, chooses tiles within the budget, and prints tiles, memory and time.",
+        "Captures the model at the true size, chooses tiles within the budget, and prints its stages, the fate of each "
+        "field, where memory and time go, the smallest budget that works, and what more memory would buy.",
     )
     parser.add_argument("--model", required=True, help=_MODEL)
     parser.add_argument("--size", type=_size, metavar="HEIGHTxWIDTH", required=True, help="in pixels, e.g. 16000x64000")
@@ -182,6 +183,12 @@ def _plan(found: _Commands) -> None:
     parser.add_argument("--predict", action="store_true", help="plan a prediction instead of a training step")
     _flag(parser, "--device")
     _flag(parser, "--json", help="print the plan as JSON")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw memory against time, and memory over the passes: .svg or .png",
+    )
 
 
 def _fit(found: _Commands) -> None:

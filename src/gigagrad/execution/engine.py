@@ -18,7 +18,7 @@ from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.events import Events, StepMeasured
 from gigagrad.execution.assemble import assemble
 from gigagrad.execution.budgets import Budgets
-from gigagrad.execution.planner import Planner
+from gigagrad.execution.planner import Planner, Survey
 from gigagrad.execution.process import peak_bytes, share_one_arena
 from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
@@ -128,6 +128,11 @@ class Engine:
         """
         with self._sources(image, target) as sources:
             return self._planner.prepare(sources, backward=self.loss is not None).plan
+
+    def survey(self, image: Any, target: Any = None) -> Survey:
+        """The captured graph and a function from budgets to plans: what `gigagrad plan` draws its curve from."""
+        with self._sources(image, target) as sources:
+            return self._planner.survey(sources, backward=self.loss is not None)
 
     def backward(self, image: Any, target: Any) -> torch.Tensor:
         """The exact loss (0-d, detached); adds the exact gradient to every parameter's `.grad`.

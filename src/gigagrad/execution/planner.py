@@ -24,7 +24,7 @@ from gigagrad.execution.run import Prepared
 from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
 from gigagrad.graphs import Composite, Graph, capture
-from gigagrad.plans import Limits, Machine, Plan, make_plan, split_stages
+from gigagrad.plans import Costs, Limits, Machine, Plan, PlanAt, make_plan, split_stages
 from gigagrad.plans.stages import gathered
 
 _RUNTIME_BYTES = 64 * 2**20
@@ -84,6 +84,16 @@ class Choice:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Survey:
+    """What it takes to ask what other budgets would give."""
+
+    graph: Graph
+    machine: Machine
+    costs: Costs
+    plan_at: PlanAt
+
+
 class Planner:
     """Makes and keeps what an engine runs. `tile` forces the shape of every stage's tiles."""
 
@@ -110,7 +120,7 @@ class Planner:
 
     def prepare(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
         """A graph and a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
-        key = (backward, fingerprint(self._composite), *((name, source.spec) for name, source in sources.items()))
+        key = self._key(sources, backward=backward)
         kept = self._kept.get(key)
         graph = kept[0].graph if kept is not None else self._capture(sources)
         limits = self._limits(graph, sources, backward=backward)
@@ -127,12 +137,28 @@ class Planner:
         self._choices[_name(sources, backward=backward)] = Choice.of(made.plan)
         return made
 
+    def survey(self, sources: dict[str, Source], *, backward: bool) -> Survey:
+        """What other budgets would give the process as it is now. Raises as `Engine.plan`, but for `BudgetError`."""
+        kept = self._kept.get(self._key(sources, backward=backward))
+        graph = kept[0].graph if kept is not None else self._capture(sources)
+        limits, machine = self._limits(graph, sources, backward=backward), self._machine()
+        costs, image_shape = Costs(graph, machine), sources["image"].spec.shape
+
+        def plan_at(budget_bytes: int | None) -> Plan:
+            limited = dataclasses.replace(limits, budget_bytes=budget_bytes)
+            return self._plan(graph, image_shape, limited, None, backward=backward, costs=costs)
+
+        return Survey(graph, machine, costs, plan_at)
+
     def state_dict(self) -> dict[str, Any]:
         choices = self._adopted | self._choices
         return {"choices": {name: choice.to_dict() for name, choice in choices.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._adopted.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
+
+    def _key(self, sources: dict[str, Source], *, backward: bool) -> tuple[Any, ...]:
+        return (backward, fingerprint(self._composite), *((name, source.spec) for name, source in sources.items()))
 
     def _limits(self, graph: Graph, sources: dict[str, Source], *, backward: bool) -> Limits:
         """What the process holds and may come to hold whatever the plan; asked after capture, which loads much."""
@@ -222,20 +248,30 @@ class Planner:
         return dataclasses.replace(plan, memory_format=choice.memory_format)
 
     def _plan(
-        self, graph: Graph, image_shape: tuple[int, ...], limits: Limits, choice: Choice | None, *, backward: bool
+        self,
+        graph: Graph,
+        image_shape: tuple[int, ...],
+        limits: Limits,
+        choice: Choice | None,
+        *,
+        backward: bool,
+        costs: Costs | None = None,
     ) -> Plan:
-        threads = torch.get_num_threads() if self._device.type == "cpu" else 1
         return make_plan(
             graph,
             limits,
-            Machine.detect(choice.workers if choice else threads),
+            Machine.detect(choice.workers) if choice else self._machine(),
             image_shape=image_shape,
             backward=backward,
             device=str(self._device),
             memory_format=choice.memory_format if choice else _usual_layout(graph),
             tiles=choice.tiles if choice else (self._tile,) if self._tile else None,
             kept=dict(choice.kept) if choice else None,
+            costs=costs,
         )
+
+    def _machine(self) -> Machine:
+        return Machine.detect(torch.get_num_threads() if self._device.type == "cpu" else 1)
 
 
 def _compiled_bytes(graph: Graph) -> int:

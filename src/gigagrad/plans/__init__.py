@@ -1,30 +1,46 @@
 """From a graph and a budget to a plan: stages, tile geometry, memory, cost. Nothing here runs anything."""
 
 from gigagrad.plans.choose import make_plan
-from gigagrad.plans.cost import Machine
+from gigagrad.plans.cost import Costs, Machine
+from gigagrad.plans.fates import Fate, fates
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.keeping import Lifetime, lifetimes
 from gigagrad.plans.limits import Limits
+from gigagrad.plans.order import PlanFault
 from gigagrad.plans.plan import DISK, HOST, MEMORY, KeptField, Pass, Plan, StagePlan, WholeField
+from gigagrad.plans.simulate import Moment, Simulation, simulate
 from gigagrad.plans.stages import Stage, levels, split_stages
+from gigagrad.plans.tradeoff import PlanAt, Point, pass_seconds, smallest_budget, trade_off
 
 __all__ = [
     "DISK",
     "HOST",
     "MEMORY",
+    "Costs",
+    "Fate",
     "Grid",
     "KeptField",
     "Lifetime",
     "Limits",
     "Machine",
+    "Moment",
     "Pass",
     "Plan",
+    "PlanAt",
+    "PlanFault",
+    "Point",
+    "Simulation",
     "Stage",
     "StagePlan",
     "TileGeometry",
     "WholeField",
+    "fates",
     "levels",
     "lifetimes",
     "make_plan",
+    "pass_seconds",
+    "simulate",
+    "smallest_budget",
     "split_stages",
+    "trade_off",
 ]

@@ -32,14 +32,15 @@ def make_plan(
     memory_format: str,
     tiles: tuple[tuple[int, int], ...] | None,
     kept: Mapping[int, str] | None = None,
+    costs: Costs | None = None,
 ) -> Plan:
     """The fastest plan that fits, or the one with these `tiles` (one shape for each stage; the last serves the rest)
-    that keeps these fields in these tiers.
+    that keeps these fields in these tiers. Several plans of one graph are made sooner with the same `costs`.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
     """
-    chooser = _Chooser(graph, limits, machine, tiles, backward=backward)
+    chooser = _Chooser(graph, limits, machine, tiles, costs or Costs(graph, machine), backward=backward)
     best = chooser.best() if kept is None else chooser.again(kept)
     whole = [node for node in graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
     return Plan(
@@ -77,12 +78,12 @@ class _Chooser:
         limits: Limits,
         machine: Machine,
         tiles: tuple[tuple[int, int], ...] | None,
+        costs: Costs,
         *,
         backward: bool,
     ) -> None:
-        self._graph, self._limits, self._backward = graph, limits, backward
-        self._costs = Costs(graph, machine)
-        self._fitter = Fitter(graph, limits, machine, self._costs, tiles, backward=backward)
+        self._graph, self._limits, self._costs, self._backward = graph, limits, costs, backward
+        self._fitter = Fitter(graph, limits, machine, costs, tiles, backward=backward)
         self._refusals: list[BudgetError] = []
 
     def best(self) -> Option:

@@ -180,7 +180,7 @@ class Fitter:
 
     def _stage_seconds(self, stage: Stage, cost: TileCost, workers: int, kept: Kept, phases: list[str]) -> float:
         """All sweeps of one stage. Files are read ahead and written behind: the slower of the two counts."""
-        computing = cost.seconds / _speedup(self._machine.threads, workers, cost.plan.tile_count)
+        computing = cost.seconds / speedup(self._machine.threads, workers, cost.plan.tile_count)
         total = 0.0
         for phase in phases:
             moved = traffic_bytes(self._graph, stage, cost.crops, kept, phase)
@@ -197,7 +197,7 @@ def _what_does_not_fit(stage: Stage, leanest: TileCost, standing: int) -> str:
     )
 
 
-def _speedup(threads: int, workers: int, tile_count: int) -> float:
+def speedup(threads: int, workers: int, tile_count: int) -> float:
     """How much faster than one thread: whole tiles share out well unless they are few, single operators less so."""
     if workers == 1:
         return 1 + _SHARED_EFFICIENCY * (threads - 1)

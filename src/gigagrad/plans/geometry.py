@@ -85,14 +85,18 @@ class Grid:
             return iter(range(rows * columns))
         return (row * columns + column for column in range(columns) for row in range(rows))
 
-    def _axis_geometry(self, axis: int, index: int) -> AxisGeometry:
+    def wanted(self, axis: int, index: int) -> dict[int, Span]:
+        """The share of every target that the tiles of one row or column of the grid have."""
         cut = self.axes[axis][index]
         total = self.graph[self.reference].size(axis)
         wanted = {}
         for target in self.targets:
             size = self.graph[target].size(axis)
             wanted[target] = Span(cut.start * size // total, cut.stop * size // total)
-        return axis_geometry(self._calls, axis, wanted)
+        return wanted
+
+    def _axis_geometry(self, axis: int, index: int) -> AxisGeometry:
+        return axis_geometry(self._calls, axis, self.wanted(axis, index))
 
 
 def axis_geometry(calls: list[Call], axis: int, wanted: dict[int, Span]) -> AxisGeometry:

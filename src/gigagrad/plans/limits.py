@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gigagrad.errors import BudgetError
 
-_ROOM_BYTES = 24 * 2**20
+_ROOM_BYTES = 40 * 2**20
 """By how much a process differs from the one that was refused: its first allocations, its garbage."""
 
 
@@ -35,11 +35,11 @@ class Limits:
     def refusal(self, what: str, needed_bytes: int) -> BudgetError:
         """What does not fit in the budget, and a budget that would do."""
         return BudgetError(
-            what, budget_bytes=self.budget_bytes or 0, needed_bytes=needed_bytes, smallest_bytes=_roomy(needed_bytes)
+            what, budget_bytes=self.budget_bytes or 0, needed_bytes=needed_bytes, smallest_bytes=roomy(needed_bytes)
         )
 
 
-def _roomy(needed_bytes: int) -> int:
+def roomy(needed_bytes: int) -> int:
     """A budget to recommend: with room to spare, because a process never has the same size twice, and rounded up to a
     number that survives being printed with three digits and typed in again.
     """

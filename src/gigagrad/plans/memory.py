@@ -25,7 +25,8 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
     size = {i: crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)}
     run = [i for i in stage.fields if size[i]]
     pending = _reader_counts(graph, run)
-    saved = _saved_by_autograd(graph, run) if backward else set()
+    first_saver = _first_savers(graph, run) if backward else {}
+    saved = set(first_saver)
     workspace = {i: _workspace(graph, tile, i) for i in run}
 
     live = sum(size[i] for i in stage.reads)
@@ -45,7 +46,6 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
     moments = [graph[r].operands[0] for r in stage.reductions if graph[r].op == MOMENTS and graph[r].differentiable]
     peak = max(peak, live + sum(cotangents.values()) + 3 * max((size.get(i, 0) for i in moments), default=0))
     released: set[int] = set()
-    last_saver = {i: _first_saver(graph, run, i) for i in saved}
     for node_id in reversed(run):
         if not graph[node_id].differentiable:
             continue
@@ -56,7 +56,7 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
         peak = max(peak, live + sum(cotangents.values()) + fresh + workspace[node_id])
         cotangents.pop(node_id, None)
         for i in saved - released:
-            if last_saver[i] == node_id:
+            if first_saver[i] == node_id:
                 released.add(i)
                 live -= size[i] if i not in stage.reads else 0
     return peak
@@ -145,13 +145,9 @@ def _savers(graph: Graph, node_id: int) -> set[int]:
     return {i for i in node.operands if graph[i].is_field}
 
 
-def _saved_by_autograd(graph: Graph, run: list[int]) -> set[int]:
-    return set().union(*(_savers(graph, node_id) for node_id in run)) if run else set()
-
-
-def _first_saver(graph: Graph, run: list[int], crop: int) -> int:
-    """The operator whose backward is the last to use a saved crop: the first one that ran."""
-    return next(node_id for node_id in run if crop in _savers(graph, node_id))
+def _first_savers(graph: Graph, run: list[int]) -> dict[int, int]:
+    """For each crop that autograd keeps, the operator whose backward is the last to use it: the first one that ran."""
+    return {crop: node_id for node_id in reversed(run) for crop in _savers(graph, node_id)}
 
 
 def _workspace(graph: Graph, tile: TileGeometry, node_id: int) -> int:

@@ -33,6 +33,18 @@ _ROLES = {
     "#080808": "var(--card)",
     "#090909": "var(--fourth)",
 }
+LIGHT = {
+    "#010101": "#1d2126",
+    "#020202": "#667079",
+    "#030303": "#e2e0da",
+    "#040404": "#2f6f9f",
+    "#050505": "#b3591b",
+    "#060606": "#8aa9bd",
+    "#070707": "#b3261e",
+    "#080808": "#ffffff",
+    "#090909": "#c9b48a",
+}
+"""The page's light colours by placeholder, for pictures that stand alone."""
 _INK, _MUTED, _LINE, _FIRST, _SECOND, _THIRD, _ALARM, _CARD, _FOURTH = _ROLES
 _STYLE = {
     "svg.fonttype": "none",
@@ -183,6 +195,13 @@ def _axes(title: str, height_inches: float) -> Iterator[tuple[Axes, Callable[[],
         buffer = io.StringIO()
         yield figure.add_subplot(), lambda: _themed(buffer.getvalue(), title)
         canvas.print_svg(buffer, metadata={"Date": None, "Creator": None})
+
+
+def standing_alone() -> dict[str, Any]:
+    """The charts' style for a picture outside the page: in the page's light colours, on white."""
+    style = {key: LIGHT.get(value, value) if isinstance(value, str) else value for key, value in _STYLE.items()}
+    white = LIGHT[_CARD]
+    return {**style, "figure.facecolor": white, "axes.facecolor": white, "savefig.facecolor": white}
 
 
 def _finish(ax: Axes, x_label: str, columns: int = 4) -> None:

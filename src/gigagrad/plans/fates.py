@@ -1,0 +1,57 @@
+"""The fate of each field under a plan: kept, computed again, or made once and forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gigagrad.graphs import Graph
+from gigagrad.plans.plan import Plan
+from gigagrad.plans.stages import split_stages
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one computed field."""
+
+    node: int
+    operator: str
+    module: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    """Of the whole field, which is in memory only if it is kept."""
+    kept: bool
+    stages: tuple[int, ...]
+    """The stages that compute it."""
+    readers: tuple[int, ...]
+    """The stages that read it, if it is kept."""
+    sweeps: int
+    """How often it is computed in one step, tile by tile."""
+
+
+def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
+    """Every field that the plan's stages compute, the largest first."""
+    kept = {field.node for field in plan.kept}
+    stages = split_stages(graph, kept)
+    sweeps = [sum(p.stage == stage.index for p in plan.passes) for stage in stages]
+    computing: dict[int, list[int]] = {}
+    reading: dict[int, list[int]] = {}
+    for stage in stages:
+        for i in stage.fields:
+            computing.setdefault(i, []).append(stage.index)
+        for i in stage.reads:
+            reading.setdefault(i, []).append(stage.index)
+    found = [
+        Fate(
+            node=i,
+            operator=graph[i].op,
+            module=graph[i].origin.module_path,
+            shape=graph[i].shape,
+            size_bytes=graph[i].nbytes,
+            kept=i in kept,
+            stages=tuple(where),
+            readers=tuple(reading.get(i, ())),
+            sweeps=sum(sweeps[index] for index in where),
+        )
+        for i, where in computing.items()
+    ]
+    return tuple(sorted(found, key=lambda fate: (-fate.size_bytes, fate.node)))

@@ -1,0 +1,199 @@
+"""A plan walked pass by pass without running it: is it consistent, and what does it hold in memory when?
+
+Nothing here trusts the planner. What a pass reads, what it needs to be finished and what its tiles cover is worked out
+again from the graph, so that a plan for a size no machine at hand could run is checked all the same. Tiles are looked
+at one axis at a time, as the geometry is separable: a terapixel has a thousand rows and columns of tiles, not a million
+tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gigagrad.boxes import Span
+from gigagrad.graphs import Graph
+from gigagrad.plans.geometry import Grid
+from gigagrad.plans.keeping import Lifetime, bytes_by_pass, lifetimes
+from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
+from gigagrad.plans.order import PlanFault, Walk
+from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, Plan, StagePlan
+from gigagrad.plans.stages import Stage, gathered, is_read, split_stages
+
+_ALL_LOOKED_AT = 96
+"""Of an axis with more tiles than this, halos are followed for the tiles at both borders and for some between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is in memory during one pass, in bytes.
+
+    What readers and parameters take is the most that any pass makes of it, so a total may lie a little above the plan's
+    peak.
+    """
+
+    stage: int
+    phase: str
+    process_bytes: int
+    """The process before the run, and what kernels and threads add."""
+    reader_bytes: int
+    parameter_bytes: int
+    whole_field_bytes: int
+    kept_bytes: int
+    """Of kept fields in memory; those in other tiers are not counted."""
+    cotangent_bytes: int
+    tile_bytes: int
+    """All tiles being computed at once, at their peaks."""
+
+    @property
+    def total_bytes(self) -> int:
+        fixed = self.process_bytes + self.reader_bytes + self.parameter_bytes + self.whole_field_bytes
+        return fixed + self.kept_bytes + self.cotangent_bytes + self.tile_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The faults found (none in a sound plan) and the memory held over time."""
+
+    faults: tuple[PlanFault, ...]
+    moments: tuple[Moment, ...]
+
+    @property
+    def consistent(self) -> bool:
+        return not self.faults
+
+
+def simulate(graph: Graph, plan: Plan, *, backward: bool) -> Simulation:
+    """Walk a plan of `graph`; `backward` says whether it is meant to give gradients.
+
+    Checked: the stages are those of the fields kept; tiles partition every target, and what they read lies inside the
+    fields; what a pass reads is complete and in memory; reductions and whole fields are finished before they are used;
+    every stage that a gradient goes through is swept backward once, after all that read its results; bytes held stay
+    within what the plan says, and its peak within the budget.
+    """
+    stages = split_stages(graph, [field.node for field in plan.kept])
+    faults = list(_stage_faults(graph, plan, stages))
+    if faults:
+        return Simulation(tuple(faults), ())
+    for described, stage in zip(plan.stages, stages, strict=True):
+        faults += _tile_faults(graph, described, stage, backward=_differentiated(plan.passes, stage))
+    lives = lifetimes(graph, stages, plan.passes)
+    faults += Walk(graph, plan.passes, stages, lives, backward=backward).faults()
+    moments = _moments(graph, plan, lives)
+    faults += _memory_faults(graph, plan, moments, backward=backward)
+    tiers = {field.node: field.tier for field in plan.kept}
+    for tier, said in ((HOST, plan.host_bytes), (DISK, plan.scratch_bytes)):
+        most = max(bytes_by_pass(graph, stages, plan.passes, tiers, tier), default=0)
+        if most > said:
+            faults.append(PlanFault("bytes", None, f"{most} bytes are kept on '{tier}', not {said}"))
+    return Simulation(tuple(faults), moments)
+
+
+def _differentiated(passes: tuple[Pass, ...], stage: Stage) -> bool:
+    return any(p.stage == stage.index and p.phase != "forward" for p in passes)
+
+
+def _stage_faults(graph: Graph, plan: Plan, stages: tuple[Stage, ...]) -> Iterator[PlanFault]:
+    """Whether the plan describes the stages that its kept fields make. Without that nothing else can be asked."""
+    for i in sorted(gathered(graph) - {field.node for field in plan.kept}):
+        yield PlanFault("kept", None, f"field {i} is read whole, but not kept")
+    for field in plan.kept:
+        node = graph[field.node]
+        if not node.is_field or is_read(graph, field.node):
+            yield PlanFault("kept", None, f"node {field.node} is no field that a stage computes")
+        elif (field.shape, field.size_bytes) != (node.shape, node.nbytes):
+            yield PlanFault("kept", None, f"field {field.node} is {node.shape}, {node.nbytes} bytes, in the graph")
+    if len(plan.stages) != len(stages):
+        yield PlanFault("stages", None, f"{len(plan.stages)} described, {len(stages)} by the fields kept")
+    for described, stage in zip(plan.stages, stages, strict=False):
+        said = (described.index, described.operators, described.reductions, described.keeps)
+        found = (stage.index, len(stage.fields), len(stage.reductions), len(stage.kept))
+        if said != found:
+            yield PlanFault("stages", None, f"(index, operators, reductions, keeps) are {found}, not {said}")
+    for index, p in enumerate(plan.passes):
+        if not 0 <= p.stage < len(stages) or p.phase not in ("forward", "backward", "one pass"):
+            yield PlanFault("stages", index, f"there is no {p.phase!r} of stage {p.stage}")
+
+
+def _tile_faults(graph: Graph, described: StagePlan, stage: Stage, *, backward: bool) -> Iterator[PlanFault]:
+    """Whether tiles partition every target, read only what is there, and take no more memory than they are said to."""
+    grid = Grid(graph, stage, described.tile)
+    where = f"stage {stage.index}"
+    if described.tiles != grid.shape:
+        yield PlanFault("tiles", None, f"{where} has {grid.shape} tiles of {described.tile} px, not {described.tiles}")
+    for axis in (0, 1):
+        count = min(described.tiles[axis], grid.shape[axis])
+        ends = dict.fromkeys(grid.targets, 0)
+        for index in range(count):
+            for target, span in grid.wanted(axis, index).items():
+                if span.start != ends[target]:
+                    yield PlanFault("cover", None, f"{where}, axis {axis}: {span} of field {target} after {ends}")
+                ends[target] = span.stop
+        for target, end in ends.items():
+            if end != graph[target].size(axis):
+                missing = f"ends at {end} of {graph[target].size(axis)} px"
+                yield PlanFault("cover", None, f"{where}, axis {axis}: field {target} {missing}")
+        yield from _box_faults(graph, grid, axis, where)
+    if not any(True for _ in _box_faults(graph, grid, 0, where)):
+        peak = tile_peak_bytes(graph, stage, worst_tile(grid), backward=backward)
+        if described.tile_peak_bytes < peak:
+            yield PlanFault("bytes", None, f"{where}: a tile takes {peak} bytes, not {described.tile_peak_bytes}")
+
+
+def _box_faults(graph: Graph, grid: Grid, axis: int, where: str) -> Iterator[PlanFault]:
+    count = grid.shape[axis]
+    third = _ALL_LOOKED_AT // 3
+    step = max(1, (count - 2 * third) // third)
+    for index in sorted({*range(min(count, third)), *range(0, count, step), *range(max(0, count - third), count)}):
+        try:
+            geometry = grid.axis_geometry(axis, index)
+        except AssertionError as error:
+            yield PlanFault("boxes", None, f"{where}, axis {axis}, tile {index}: {error}")
+            continue
+        for field, span in geometry.spans.items():
+            if span.empty or not span.within(Span(0, graph[field].size(axis))):
+                size = graph[field].size(axis)
+                yield PlanFault("boxes", None, f"{where}, axis {axis}: {span} of field {field}, which has {size} px")
+
+
+def _moments(graph: Graph, plan: Plan, lives: tuple[Lifetime, ...]) -> tuple[Moment, ...]:
+    moments = []
+    tiers = {field.node: field.tier for field in plan.kept}
+    for index, p in enumerate(plan.passes):
+        held = {True: 0, False: 0}
+        for life in lives:
+            if life.first <= index <= life.last and tiers.get(life.field, MEMORY) == MEMORY:
+                held[life.cotangent] += graph[life.field].nbytes
+        moments.append(
+            Moment(
+                stage=p.stage,
+                phase=p.phase,
+                process_bytes=plan.base_bytes + plan.runtime_bytes,
+                reader_bytes=plan.reader_bytes,
+                parameter_bytes=plan.parameter_bytes,
+                whole_field_bytes=plan.whole_field_bytes,
+                kept_bytes=held[False],
+                cotangent_bytes=held[True],
+                tile_bytes=plan.workers * plan.stages[p.stage].tile_peak_bytes,
+            )
+        )
+    return tuple(moments)
+
+
+def _memory_faults(graph: Graph, plan: Plan, moments: tuple[Moment, ...], *, backward: bool) -> Iterator[PlanFault]:
+    """Whether what is held at any time is within what the plan says."""
+    whole = whole_field_bytes(graph, backward=backward)
+    if plan.whole_field_bytes < whole:
+        yield PlanFault("bytes", None, f"whole-field operators take {whole} bytes, not {plan.whole_field_bytes}")
+    for index, moment in enumerate(moments):
+        held = moment.kept_bytes + moment.cotangent_bytes
+        if held > plan.kept_bytes:
+            yield PlanFault("bytes", index, f"{held} bytes of fields are held, more than {plan.kept_bytes}")
+        # What every pass needs for certain; parameters and pixels read ahead are counted at their own peaks.
+        certain = plan.base_bytes + plan.runtime_bytes + whole + held + moment.tile_bytes
+        if certain > plan.predicted_peak_bytes:
+            yield PlanFault(
+                "bytes", index, f"{certain} bytes are held, more than the {plan.predicted_peak_bytes} predicted"
+            )
+    if plan.budget_bytes is not None and plan.predicted_peak_bytes > plan.budget_bytes:
+        yield PlanFault("budget", None, f"predicted {plan.predicted_peak_bytes} of {plan.budget_bytes} bytes")

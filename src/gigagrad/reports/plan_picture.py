@@ -1,0 +1,115 @@
+"""The trade-off curve and the memory of a plan over time as one picture, SVG or PNG by the file's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gigagrad.errors import ConfigError
+from gigagrad.files import replacing
+from gigagrad.reports.charts import LIGHT, standing_alone
+from gigagrad.reports.plan_study import PlanStudy
+from gigagrad.units import format_bytes, format_pixels, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK, _MUTED, _LINE, _FIRST, _SECOND, _THIRD, _ALARM, _CARD, _FOURTH = LIGHT.values()
+_PARTS = (
+    ("process", "process_bytes", _MUTED),
+    ("pixels read ahead", "reader_bytes", _LINE),
+    ("parameters", "parameter_bytes", _FOURTH),
+    ("whole-field operators", "whole_field_bytes", _INK),
+    ("fields kept", "kept_bytes", _FIRST),
+    ("cotangents", "cotangent_bytes", _THIRD),
+    ("tiles", "tile_bytes", _SECOND),
+)
+FORMATS = (".svg", ".png")
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a file name before anything is worked out. Raises `ConfigError`."""
+    if path.suffix.lower() not in FORMATS or path.is_dir():
+        raise ConfigError(f"cannot draw {path}: name a file that ends in {' or '.join(FORMATS)}")
+
+
+def draw_plan(study: PlanStudy, path: Path) -> None:
+    """Write the picture. Raises `ConfigError` for another kind of file, `WriteError` if it cannot be written."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    check_picture(path)
+    height, width = study.plan.image_shape[-2:]
+    with mpl.rc_context({**standing_alone(), "svg.fonttype": "path", "svg.hashsalt": study.model}):
+        figure = Figure(figsize=(11, 4.8), layout="constrained")
+        figure.suptitle(f"{study.model}, {height} x {width} px ({format_pixels(height * width)})", fontsize=13)
+        curve, held = figure.subplots(1, 2, width_ratios=(5, 6))
+        _draw_curve(curve, study)
+        _draw_memory(held, study)
+        with replacing(path) as file:
+            if path.suffix.lower() == ".svg":
+                FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None})
+            else:
+                FigureCanvasAgg(figure)
+                figure.savefig(file, format="png", dpi=150, metadata={"Software": None})
+
+
+def _draw_curve(ax: Axes, study: PlanStudy) -> None:
+    """Time against memory, both logarithmic: what a factor of memory buys as a factor of time."""
+    ax.set_title("Memory against time", loc="left", fontsize=11)
+    plan, points = study.plan, study.points
+    corners = [(p.predicted_peak_bytes, p.seconds) for p in points] + [(plan.predicted_peak_bytes, study.seconds)]
+    memory, seconds = np.array(sorted(corners), dtype=float).T
+    ax.step(memory, seconds, where="post", color=_THIRD, lw=1.4)
+    ax.plot(memory, seconds, "o", color=_FIRST, ms=5)
+    ax.plot(plan.predicted_peak_bytes, study.seconds, "o", color=_SECOND, ms=10, mec=_CARD, mew=1.5, label="this plan")
+    if plan.budget_bytes is not None:
+        ax.axvline(plan.budget_bytes, color=_ALARM, lw=1.4, label=f"budget {format_bytes(plan.budget_bytes)}")
+    known = [*memory, *([plan.budget_bytes] if plan.budget_bytes else [])]
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(_ticks(min(known), max(known), 4))
+    if min(seconds) > 0:  # a plan without stages takes none
+        ax.set_yscale("log")
+        ax.set_yticks(_ticks(min(seconds), max(seconds), 5))
+    ax.xaxis.set_major_formatter(lambda value, _: format_bytes(int(value)))
+    ax.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
+    ax.minorticks_off()
+    ax.margins(0.08)
+    ax.set_xlabel("peak memory")
+    ax.set_ylabel("time of a step")
+    ax.legend(loc="lower left")  # the curve falls, and no budget is to the left of it
+
+
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """A few places from low to high, evenly spaced by factor; one where they are the same."""
+    return [float(value) for value in np.unique(np.geomspace(low, high, count))]
+
+
+def _draw_memory(ax: Axes, study: PlanStudy) -> None:
+    """What is in memory during each pass, stacked."""
+    ax.set_title("What is in memory, pass by pass", loc="left", fontsize=11)
+    moments, plan = study.moments, study.plan
+    edges = np.arange(len(moments) + 1) + 0.5
+    shown = [(name, [getattr(m, part) for m in moments], color) for name, part, color in _PARTS]
+    base = np.zeros(len(moments))
+    for name, sizes, color in shown:
+        if any(sizes):
+            top = base + np.array(sizes, dtype=float)
+            ax.stairs(top, edges, baseline=base, fill=True, color=color, ec=_CARD, lw=0.3, label=name)
+            base = top
+    ax.axhline(plan.predicted_peak_bytes, color=_INK, lw=1.2, ls=(0, (4, 3)), label="predicted peak")
+    top = plan.predicted_peak_bytes
+    if plan.budget_bytes is not None and plan.budget_bytes < 3 * top:
+        ax.axhline(plan.budget_bytes, color=_ALARM, lw=1.4, label="budget")
+        top = max(top, plan.budget_bytes)
+    ax.set_ylim(0, 1.05 * top)
+    ax.set_xlim(edges[0], max(edges[-1], 1.5))  # a plan without stages has no pass
+    ax.set_xticks(range(1, len(moments) + 1, max(1, -(-len(moments) // 12))))
+    ax.set_yticks(range(0, int(1.05 * top), 1 << max(0, int(top // 5).bit_length())))
+    ax.yaxis.set_major_formatter(lambda value, _: format_bytes(int(value)))
+    ax.set_xlabel("pass")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)

@@ -1,0 +1,153 @@
+"""A plan for people: readable at 100 columns, in plain ASCII where it must be, and as a picture."""
+
+import dataclasses
+import io
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from gigagrad.errors import ConfigError, WriteError
+from gigagrad.plans import Fate, KeptField, Moment, Pass, Plan, Point, StagePlan
+from gigagrad.reports.plan_picture import check_picture, draw_plan
+from gigagrad.reports.plan_study import PlanStudy, plan_page
+
+GIB = 2**30
+
+
+def study_of(stages=3, fields=4, **changes):
+    described = tuple(
+        StagePlan(
+            index=i,
+            operators=20 + i,
+            reductions=1,
+            keeps=1,
+            tile=(256, 512),
+            tiles=(1000, 2000),
+            crop=(1160, 1416),
+            computed_ratio=12.5,
+            tile_peak_bytes=(i + 1) << 26,
+        )
+        for i in range(stages)
+    )
+    passes = tuple(Pass(i, "forward") for i in range(stages)) + tuple(
+        Pass(i, "backward") for i in reversed(range(stages))
+    )
+    names = [f"encoder.very_long_name_of_a_layer.{i}.conv[0]" for i in range(fields)]
+    shape = (1, 64, 16000, 64000)
+    kept = tuple(KeptField(i, "aten.conv2d.default", name, shape, GIB) for i, name in enumerate(names[::2]))
+    plan = Plan(
+        image_shape=(3, 16000, 64000),
+        device="cpu",
+        memory_format="channels_last",
+        workers=2,
+        stages=described,
+        passes=passes,
+        kept=kept,
+        whole_field=(),
+        budget_bytes=8 * GIB,
+        base_bytes=400 << 20,
+        parameter_bytes=300 << 20,
+        kept_bytes=5 * GIB,
+        whole_field_bytes=0,
+        reader_bytes=96 << 20,
+        runtime_bytes=160 << 20,
+        predicted_peak_bytes=7 * GIB,
+        predicted_seconds=None,
+    )
+    found = tuple(
+        Fate(i, "aten.conv2d.default", name, shape, GIB, i % 2 == 0, (i,), tuple(range(i + 1, i + 6)), 2 + i)
+        for i, name in enumerate(names)
+    )
+    moments = tuple(
+        Moment(p.stage, p.phase, 560 << 20, 96 << 20, 300 << 20, 0, min(i, 6 - i) * GIB // 2, GIB // 3, GIB)
+        for i, p in enumerate(passes)
+    )
+    points = tuple(Point(2**i * GIB, 2**i * GIB, 10000.0 / 3**i, i, i * GIB) for i in range(1, 7))
+    made = PlanStudy("smp:Unet", plan, tuple(10.0 * (i + 1) for i in range(2 * stages)), False, found, moments, points)
+    return dataclasses.replace(made, **changes)
+
+
+def shown(study, **options):
+    console = Console(file=io.StringIO(), width=100, **options)
+    console.print(plan_page(study))
+    return console.file.getvalue()
+
+
+def test_everything_is_said_within_100_columns():
+    text = shown(study_of())
+    assert max(map(len, text.splitlines())) <= 100
+    for said in (
+        "Training step of smp:Unet",
+        "16000 x 64000 px (1.02 Gpx)",
+        "7 GiB predicted (budget 8 GiB)",
+        "2 GiB would work",
+        "3 min 30 s (cost model, nothing was timed)",
+        "there, back",
+        "Most of the time: stage 0 backward 29 %, stage 1 backward 24 %, stage 2 backward 19 %",
+        "tiles read 12.5 times the pixels they are for",
+        "conv2d 64x16000x64000",
+        "kept from stage 0 for 1, 2 ...",
+        "made in 3 sweeps",
+        "All together: 2 kept (2 GiB), 2 made more than once, 0 made once and forgotten.",
+        "tiles being computed",
+        "<- this plan",
+        "55 min 33 s",
+    ):
+        assert said in text, said
+
+
+def test_of_much_the_largest_is_shown():
+    text = shown(study_of(stages=40, fields=60))
+    assert "Stages: the 10 of 40 that take longest" in text
+    assert "Fields: the largest of 60, kept and not kept" in text
+    assert text.count("kept from stage") == text.count("made in") == 6
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_bars_are_as_long_as_what_they_stand_for():
+    curve = shown(study_of()).split("Memory against time")[1]
+    rows = [line for line in curve.splitlines() if " GiB" in line and "this plan" not in line]
+    lengths = [row.count("\u2588") for row in rows]
+    assert lengths == [30, 10, 3, 1, 0, 0]
+
+
+def test_a_terminal_without_unicode_gets_ascii():
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), width=100)
+    console.print(plan_page(study_of()))
+    console.file.flush()
+    assert b"####" in raw.getvalue()
+
+
+def test_a_plan_without_stages_or_time():
+    empty = study_of(stages=0, fields=0)
+    empty = dataclasses.replace(empty, points=empty.points[:1])
+    assert "Fields" in shown(empty)
+    assert "Most of the time" not in shown(empty)
+
+
+@pytest.mark.parametrize("stages", [0, 1, 40])
+def test_the_picture(tmp_path, stages):
+    study = study_of(stages=stages)
+    draw_plan(study, tmp_path / "plan.png")
+    with Image.open(tmp_path / "plan.png") as picture:
+        pixels = np.asarray(picture.convert("RGB"))
+    assert pixels.shape[0] > 400
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20
+    draw_plan(study, tmp_path / "plan.svg")
+    first = (tmp_path / "plan.svg").read_bytes()
+    assert ElementTree.fromstring(first).tag.endswith("svg")
+    draw_plan(study, tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").read_bytes() == first
+
+
+def test_a_picture_of_another_kind_is_refused(tmp_path):
+    for name in ("plan.jpg", "plan", "."):
+        with pytest.raises(ConfigError, match=r"ends in \.svg or \.png"):
+            check_picture(tmp_path / name)
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError):
+        draw_plan(study_of(), tmp_path / "file" / "plan.svg")
