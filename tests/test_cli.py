@@ -16,15 +16,16 @@ from gigagrad.images import open_image
 WORDS = {
     "demo": "--memory --out --quick --slides",
     "label": "--mpp --out --overwrite SLIDE",
-    "plan": "--channels --device --json --loss --memory --model --picture --predict --size",
+    "plan": "--channels --device --json --loss --memory --model --picture --predict --scratch --size",
     "fit": (
         "--config --device --epochs --learning-rate --level --loss --memory --model --no-augment --out --overwrite "
-        "--seed --slides"
+        "--scratch --seed --slides"
     ),
     "predict": (
-        "--classes --device --level --memory --mpp --out --overwrite --run --slides --split --target-mpp --threshold"
+        "--classes --device --level --memory --mpp --out --overwrite --run --scratch --slides --split "
+        "--target-mpp --threshold"
     ),
-    "evaluate": "--classes --device --json --memory --predictions --run --slides --split",
+    "evaluate": "--classes --device --json --memory --predictions --run --scratch --slides --split",
     "report": "--out --predictions --run",
     "doctor": "",
 }

@@ -11,7 +11,7 @@ from torch import nn
 
 from gigagrad.errors import BudgetError
 from gigagrad.plans import Costs, Machine, pass_seconds, simulate, smallest_budget, trade_off
-from gigagrad.plans.choose import roomy
+from gigagrad.plans.limits import roomy
 
 
 @pytest.fixture(scope="module")

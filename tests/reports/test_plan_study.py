@@ -37,7 +37,7 @@ def study_of(stages=3, fields=4, **changes):
     )
     names = [f"encoder.very_long_name_of_a_layer.{i}.conv[0]" for i in range(fields)]
     shape = (1, 64, 16000, 64000)
-    kept = tuple(KeptField(i, "aten.conv2d.default", name, shape, GIB) for i, name in enumerate(names[::2]))
+    kept = tuple(KeptField(i, "memory", "aten.conv2d.default", name, shape, GIB) for i, name in enumerate(names[::2]))
     plan = Plan(
         image_shape=(3, 16000, 64000),
         device="cpu",
@@ -55,6 +55,8 @@ def study_of(stages=3, fields=4, **changes):
         reader_bytes=96 << 20,
         runtime_bytes=160 << 20,
         predicted_peak_bytes=7 * GIB,
+        host_bytes=0,
+        scratch_bytes=0,
         predicted_seconds=None,
     )
     found = tuple(
@@ -89,7 +91,7 @@ def test_everything_is_said_within_100_columns():
         "Most of the time: stage 0 backward 29 %, stage 1 backward 24 %, stage 2 backward 19 %",
         "tiles read 12.5 times the pixels they are for",
         "conv2d 64x16000x64000",
-        "kept from stage 0 for 1, 2 ...",
+        "kept in memory from stage 0 for 1, 2 ...",
         "made in 3 sweeps",
         "All together: 2 kept (2 GiB), 2 made more than once, 0 made once and forgotten.",
         "tiles being computed",
@@ -103,7 +105,7 @@ def test_of_much_the_largest_is_shown():
     text = shown(study_of(stages=40, fields=60))
     assert "Stages: the 10 of 40 that take longest" in text
     assert "Fields: the largest of 60, kept and not kept" in text
-    assert text.count("kept from stage") == text.count("made in") == 6
+    assert text.count("kept in memory from stage") == text.count("made in") == 6
     assert max(map(len, text.splitlines())) <= 100
 
 

@@ -36,6 +36,8 @@ PLAN = Plan(
     reader_bytes=96 << 20,
     runtime_bytes=60 << 20,
     predicted_peak_bytes=690 << 20,
+    host_bytes=0,
+    scratch_bytes=0,
     predicted_seconds=32.4,
 )
 

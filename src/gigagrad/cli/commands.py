@@ -48,9 +48,8 @@ def plan(args: argparse.Namespace) -> None:
 
         check_picture(args.picture)
     model = resolve(args.model).train(not args.predict)
-    engine = compile(
-        model, None if args.predict else named_loss(args.loss).function, memory=args.memory, device=args.device
-    )
+    loss = None if args.predict else named_loss(args.loss).function
+    engine = compile(model, loss, memory=args.memory, scratch=args.scratch, device=args.device)
     # One pixel, seen everywhere: a plan asks for the shape and the dtype of images, not for their memory.
     slide = np.broadcast_to(np.uint8(255), (args.channels, *args.size))
     target = None if args.predict else np.broadcast_to(np.uint8(0), (1, *args.size))
@@ -101,7 +100,7 @@ def fit(args: argparse.Namespace) -> None:
 
     names = ("model", "memory", "epochs", "learning_rate", "loss", "seed", "level", "device")
     settings: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    settings |= {name: str(path.absolute()) for name in ("slides", "out") if (path := getattr(args, name)) is not None}
+    settings |= {name: str(path.absolute()) for name in ("slides", "out", "scratch") if (path := getattr(args, name))}
     if args.no_augment:
         settings["augment"] = False
     if args.config is None:
@@ -124,6 +123,7 @@ def predict(args: argparse.Namespace) -> None:
         slides=tuple(args.slides),
         out=args.out,
         memory=args.memory,
+        scratch=args.scratch,
         threshold=args.threshold,
         classes=tuple(args.classes),
         mpp=args.mpp,
@@ -158,6 +158,7 @@ def evaluate(args: argparse.Namespace) -> None:
                 args.slides,
                 split=split,
                 memory=args.memory,
+                scratch=args.scratch,
                 device=args.device,
                 listeners=(listener,),
             )

@@ -102,6 +102,11 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "--overwrite": {"action": "store_true"},
     "--predictions": {"type": Path, "metavar": "DIR", "help": "folder that 'predict' wrote"},
     "--run": {"dest": "run_dir", "type": Path, "metavar": "DIR", "required": True, "help": "run folder or model"},
+    "--scratch": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "folder on a fast disk for what does not fit in --memory; default: such fields are computed again",
+    },
     "--slides": {"type": Path, "required": True},
 }
 """The flags of more than one command: the same words mean the same everywhere."""
@@ -179,6 +184,7 @@ def _plan(found: _Commands) -> None:
     parser.add_argument("--size", type=_size, metavar="HEIGHTxWIDTH", required=True, help="in pixels, e.g. 16000x64000")
     parser.add_argument("--channels", type=_positive, default=3, help="of the slide (default: 3)")
     _flag(parser, "--memory")
+    _flag(parser, "--scratch")
     _flag(parser, "--loss")
     parser.add_argument("--predict", action="store_true", help="plan a prediction instead of a training step")
     _flag(parser, "--device")
@@ -206,6 +212,7 @@ def _fit(found: _Commands) -> None:
     parser.add_argument("--config", type=Path, metavar="YAML", help="settings from a file; flags win over it")
     parser.add_argument("--model", help=f"{_MODEL} (default: paper-unet)")
     _flag(parser, "--memory")
+    _flag(parser, "--scratch")
     parser.add_argument("--epochs", type=int, help="passes over the training slides (default: 20)")
     parser.add_argument("--learning-rate", type=float, help="of Adam (default: 1e-3)")
     _flag(parser, "--loss", default=None)
@@ -229,6 +236,7 @@ def _predict(found: _Commands) -> None:
     _flag(parser, "--slides", metavar="SLIDE", nargs="+", help="files, folders, or CSVs with a 'slide'")
     _flag(parser, "--out", help="folder for the predictions")
     _flag(parser, "--memory")
+    _flag(parser, "--scratch")
     parser.add_argument(
         "--threshold", type=float, default=0.5, help="probability above which a pixel is foreground (default: 0.5)"
     )
@@ -260,6 +268,7 @@ def _evaluate(found: _Commands) -> None:
     )
     parser.add_argument("--classes", type=_positive, default=2, help="in masks, background included (default: 2)")
     _flag(parser, "--memory")
+    _flag(parser, "--scratch")
     _flag(parser, "--device")
     _flag(parser, "--json", help="print the scores as JSON")
 

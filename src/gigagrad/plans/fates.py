@@ -19,7 +19,8 @@ class Fate:
     shape: tuple[int, ...]
     size_bytes: int
     """Of the whole field, which is in memory only if it is kept."""
-    kept: bool
+    tier: str | None
+    """Where the field is kept, if it is."""
     stages: tuple[int, ...]
     """The stages that compute it."""
     readers: tuple[int, ...]
@@ -27,10 +28,14 @@ class Fate:
     sweeps: int
     """How often it is computed in one step, tile by tile."""
 
+    @property
+    def kept(self) -> bool:
+        return self.tier is not None
+
 
 def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
     """Every field that the plan's stages compute, the largest first."""
-    kept = {field.node for field in plan.kept}
+    kept = {field.node: field.tier for field in plan.kept}
     stages = split_stages(graph, kept)
     sweeps = [sum(p.stage == stage.index for p in plan.passes) for stage in stages]
     computing: dict[int, list[int]] = {}
@@ -47,7 +52,7 @@ def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
             module=graph[i].origin.module_path,
             shape=graph[i].shape,
             size_bytes=graph[i].nbytes,
-            kept=i in kept,
+            tier=kept.get(i),
             stages=tuple(where),
             readers=tuple(reading.get(i, ())),
             sweeps=sum(sweeps[index] for index in where),

@@ -35,12 +35,13 @@ def evaluate_model(
     *,
     split: str | None = None,
     memory: str | None = None,
+    scratch: str | Path | None = None,
     device: str = "cpu",
     listeners: tuple[Listener, ...] = (),
 ) -> Evaluation:
     """Score the model of a run folder (or a saved model's file) on the rows of the cohort file `slides`.
 
-    `split` picks rows, None takes all; `memory` bounds the process as in `compile`. Holds one tile at a time. The level
+    `split` picks rows, None takes all; `memory` and `scratch` are as in `compile`. Holds one tile at a time. The level
     is the training run's. Emits the job `evaluate`, counted in slides, and the engine's events.
 
     Raises `ConfigError` for the cohort file, `ModelError`, `ImageError`, `TargetError` and `BudgetError`.
@@ -48,7 +49,7 @@ def evaluate_model(
     config = PredictConfig(run=run, slides=(slides,), out=run, memory=memory, device=device, split=split)
     entries = find_slides(config.slides, split)
     _, model = load_model(config.model_path)
-    engine = compile_engine(model, memory=memory, device=device)
+    engine = compile_engine(model, memory=memory, scratch=scratch, device=device)
     events = Events(listeners)
     engine.events.subscribe(events.emit)
 

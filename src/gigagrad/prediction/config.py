@@ -23,6 +23,7 @@ class PredictConfig:
         slides: files, folders of slides, and CSV files with a column `slide` (optional: `mask`, `mpp`, `split`).
         out: output folder; gets `masks/`, `geojson/`, `overlays/` and `predictions.json`.
         memory: peak memory the process may use, e.g. "1 GiB"; None leaves the choice to the engine.
+        scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
         threshold: probability above which a one-channel model's pixel is foreground, between 0 and 1.
         classes: names of the foreground classes; empty for "Foreground" or "Class 1", "Class 2", ...
         mpp: micrometres per pixel of all slides, over what their files say.
@@ -40,6 +41,7 @@ class PredictConfig:
     slides: tuple[str | Path, ...]
     out: str | Path
     memory: str | int | None = None
+    scratch: str | Path | None = None
     threshold: float = 0.5
     classes: tuple[str, ...] = ()
     mpp: float | None = None

@@ -193,7 +193,7 @@ def _write_mask(slide: Image, model: nn.Module, config: PredictConfig, path: Pat
     beside_bytes = _ROWS_BESIDE * width
     budget = None if config.memory is None else parse_bytes(config.memory)
     memory = None if budget is None else max(1, budget - beside_bytes)
-    engine = compile_engine(model, memory=memory, device=config.device)
+    engine = compile_engine(model, memory=memory, scratch=config.scratch, device=config.device)
     engine.events.subscribe(events.emit)
     try:
         tiles = iter(engine.stream(slide))

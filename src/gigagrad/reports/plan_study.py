@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from gigagrad.plans import Fate, Moment, Plan, Point
+from gigagrad.plans import DISK, HOST, MEMORY, Fate, Moment, Plan, Point
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ _STAGES_SHOWN = 10
 _FIELDS_SHOWN = 6
 _BAR = 30
 """Characters of the longest bar."""
+_WHERE = {MEMORY: "in memory", HOST: "on the host", DISK: "on disk"}
 _FIELD_WIDTH, _MODULE_WIDTH = 34, 24
 
 
@@ -147,10 +148,10 @@ def _fates(fates: Sequence[Fate]) -> RenderableType:
 
 
 def _fate(fate: Fate) -> str:
-    """At most 35 characters."""
-    if fate.kept:
+    """At most 45 characters."""
+    if fate.tier is not None:
         readers = ", ".join(map(str, fate.readers[:2])) + (" ..." if len(fate.readers) > 2 else "")
-        return f"kept from stage {fate.stages[0]} for {readers}"
+        return f"kept {_WHERE[fate.tier]} from stage {fate.stages[0]} for {readers}"
     if fate.sweeps == 1:
         return "made once"
     stages = f", {len(fate.stages)} stages" if len(fate.stages) > 1 else ""

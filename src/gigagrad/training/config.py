@@ -37,6 +37,7 @@ class FitConfig:
         model: a name that `gigagrad.models.resolve` knows.
         loss: a name in `losses`, or `package.module:callable`.
         memory: the budget, like `"2 GiB"`; None lets the engine choose.
+        scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
         device: `"cpu"` or `"cuda"`.
         epochs: passes over the training slides.
         learning_rate: of Adam.
@@ -51,6 +52,7 @@ class FitConfig:
     model: str = "paper-unet"
     loss: str = "bce"
     memory: str | None = None
+    scratch: str | None = None
     device: str = "cpu"
     epochs: int = 20
     learning_rate: float = 1e-3
@@ -93,7 +95,10 @@ class FitConfig:
             raise ConfigError(f"the setting {missing[0]!r} is missing; give it in the config or as --{missing[0]}")
         config = cls(**settings)
         base = (folder or Path.cwd()).absolute()
-        return dataclasses.replace(config, slides=str(base / config.slides), out=str(base / config.out))
+        scratch = None if config.scratch is None else str(base / config.scratch)
+        return dataclasses.replace(
+            config, slides=str(base / config.slides), out=str(base / config.out), scratch=scratch
+        )
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:

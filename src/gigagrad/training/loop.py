@@ -124,7 +124,9 @@ class _Run:
             self.model.load_state_dict(self.resumed.model)
             self.optimizer.load_state_dict(self.resumed.optimizer)
             torch.set_rng_state(self.resumed.random)
-        self.engine = compile_engine(self.model, self.loss.function, memory=config.memory, device=config.device)
+        self.engine = compile_engine(
+            self.model, self.loss.function, memory=config.memory, scratch=config.scratch, device=config.device
+        )
         if self.resumed is not None:
             self.engine.load_state_dict(self.resumed.engine)
 
@@ -269,7 +271,7 @@ class _Run:
         model.to(config.device)
         dense = self.largest.label is None
         loss = None if dense else self.loss.function
-        engine = compile_engine(model, loss, memory=config.memory, device=config.device)
+        engine = compile_engine(model, loss, memory=config.memory, scratch=config.scratch, device=config.device)
         engine.events.subscribe(self.events.emit)
         self.events.emit(JobStarted("test", len(rows)))
         start, scores = time.monotonic(), {}
