@@ -60,7 +60,17 @@ def study_of(stages=3, fields=4, **changes):
         predicted_seconds=None,
     )
     found = tuple(
-        Fate(i, "aten.conv2d.default", name, shape, GIB, i % 2 == 0, (i,), tuple(range(i + 1, i + 6)), 2 + i)
+        Fate(
+            i,
+            "aten.conv2d.default",
+            name,
+            shape,
+            GIB,
+            None if i % 2 else "memory",
+            (i,),
+            tuple(range(i + 1, i + 6)),
+            2 + i,
+        )
         for i, name in enumerate(names)
     )
     moments = tuple(
