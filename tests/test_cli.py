@@ -26,6 +26,7 @@ WORDS = {
     ),
     "evaluate": "--classes --device --json --memory --predictions --run --slides --split",
     "report": "--out --predictions --run",
+    "calibrate": "--quick --scratch",
     "doctor": "",
 }
 

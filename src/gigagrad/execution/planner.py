@@ -94,6 +94,7 @@ class Planner:
         self._kept: OrderedDict[tuple[Any, ...], tuple[Prepared, Limits]] = OrderedDict()
         self._choices: dict[str, Choice] = {}
         self._adopted: dict[str, Choice] = {}
+        self._noticed: set[str] = set()
 
     def prepare(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
         """A graph and a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
@@ -201,7 +202,7 @@ class Planner:
         return make_plan(
             graph,
             limits,
-            Machine.detect(choice.workers if choice else threads),
+            self._machine(choice.workers if choice else threads),
             image_shape=image_shape,
             backward=backward,
             device=str(self._device),
@@ -209,6 +210,16 @@ class Planner:
             tiles=choice.tiles if choice else (self._tile,) if self._tile else None,
             kept=choice.kept if choice else None,
         )
+
+    def _machine(self, threads: int) -> Machine:
+        """The machine, with its saved profile if there is one; a GPU's times are not what that predicts."""
+        machine = Machine.detect(threads, self._notice_once)
+        return machine if self._device.type == "cpu" else dataclasses.replace(machine, model=None)
+
+    def _notice_once(self, text: str) -> None:
+        if text not in self._noticed:
+            self._noticed.add(text)
+            self._events.emit(Notice(text, warning=True))
 
 
 def _name(sources: dict[str, Source], *, backward: bool) -> str:

@@ -10,12 +10,13 @@ from math import prod
 
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER, Graph
-from gigagrad.plans.cost import Costs, Machine, TileCost, candidates
+from gigagrad.plans.cost import Costs, TileCost, candidates
 from gigagrad.plans.keeping import (
     bytes_by_pass,
     fields_to_keep,
     whole_field_bytes,
 )
+from gigagrad.plans.machine import Machine
 from gigagrad.plans.plan import KeptField, Pass, Plan, StagePlan, WholeField
 from gigagrad.plans.schedule import make_passes
 from gigagrad.plans.stages import Stage, gathered, split_stages
@@ -28,9 +29,6 @@ _USUAL_SIDE_PX = 128
 
 _ROOM_BYTES = 24 * 2**20
 """By how much a process differs from the one that was refused: its first allocations, its garbage."""
-
-_SHARED_EFFICIENCY = 0.5
-"""What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +89,13 @@ def make_plan(
         reader_bytes=limits.reader_cache_bytes + best.ahead_bytes,
         runtime_bytes=limits.runtime_bytes,
         predicted_peak_bytes=max(best.peak_bytes, limits.peak_bytes),
-        predicted_seconds=None,
+        predicted_seconds=best.seconds if machine.model is not None else None,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A way to run all stages; `seconds` is the cost model's, for comparing options only."""
+    """A way to run all stages; `seconds`: a forecast on a calibrated machine, else for comparing options only."""
 
     workers: int
     kept: frozenset[int]
@@ -194,8 +192,8 @@ class _Chooser:
         for stage in stages:
             sizes = [max(self._graph[i].size(axis) for i in stage.targets(self._graph)) for axis in (0, 1)]
             shape = (min(sizes[0], _USUAL_SIDE_PX), min(sizes[1], _USUAL_SIDE_PX))
-            sweeps = sum(p.stage == stage.index for p in passes)
-            total += sweeps * self._costs.of(stage, shape, backward=stage.index in differentiated).seconds
+            cost = self._costs.of(stage, shape, backward=stage.index in differentiated)
+            total += sum(_sweep_seconds(cost, p) for p in passes if p.stage == stage.index)
         return total
 
     def keeping(self, kept: frozenset[int]) -> _Option:
@@ -242,14 +240,19 @@ class _Chooser:
                 assert budget is not None
                 raise _refusal(stage, min(costed, key=total), standing, total(min(costed, key=total)), budget)
             rated = [
-                (cost.seconds / _speedup(self._machine.threads, workers, cost.plan.tile_count), cost)
+                (
+                    sum(_sweep_seconds(cost, passes[index]) for index in sweeps)
+                    / self._machine.speedup(workers, cost.plan.tile_count),
+                    cost,
+                )
                 for cost in fitting
             ]
             stage_seconds, best = min(rated, key=lambda pair: pair[0])
-            seconds += len(sweeps) * stage_seconds
+            seconds += stage_seconds
             peak, most_ahead = max(peak, total(best)), max(most_ahead, crops_ahead * best.crop_bytes)
             most_working = max(most_working, working)
-            chosen.append(dataclasses.replace(best.plan, index=stage.index))
+            known = stage_seconds if self._machine.model is not None else None
+            chosen.append(dataclasses.replace(best.plan, index=stage.index, seconds=known))
         return _Option(
             workers,
             kept,
@@ -263,6 +266,10 @@ class _Chooser:
         )
 
 
+def _sweep_seconds(cost: TileCost, step: Pass) -> float:
+    return cost.forward_seconds if step.phase == "forward" else cost.seconds
+
+
 def _refusal(stage: Stage, leanest: TileCost, standing: int, needed: int, budget: int) -> BudgetError:
     plan = leanest.plan
     return BudgetError(
@@ -273,13 +280,6 @@ def _refusal(stage: Stage, leanest: TileCost, standing: int, needed: int, budget
         needed_bytes=needed,
         smallest_bytes=_roomy(needed),
     )
-
-
-def _speedup(threads: int, workers: int, tile_count: int) -> float:
-    """How much faster than one thread: whole tiles share out well unless they are few, single operators less so."""
-    if workers == 1:
-        return 1 + _SHARED_EFFICIENCY * (threads - 1)
-    return tile_count / -(-tile_count // workers)
 
 
 def _roomy(needed_bytes: int) -> int:

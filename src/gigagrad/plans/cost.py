@@ -1,52 +1,37 @@
-"""A small cost model of the machine: what one tile of a stage takes in time and in memory.
+"""What one tile of a stage takes in time and in memory.
 
 Small tiles compute their halos again and again and pay a fixed price per operator; large ones fall out of the caches.
-Both effects are in the model; the measured consequences are in docs/decisions/0002-tile-shape.md.
+Both effects are in the model of time; the measured consequences are in docs/decisions/0002-tile-shape.md. On a machine
+that has been calibrated the model's rates are measured (docs/decisions/0012-time-model.md); elsewhere a few constants
+serve to compare plans.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid, TileGeometry, lattice
 from gigagrad.plans.keeping import convolution_flops
+from gigagrad.plans.machine import Machine
 from gigagrad.plans.memory import crop_bytes, tile_peak_bytes, worst_tile
 from gigagrad.plans.plan import StagePlan
 from gigagrad.plans.stages import Stage
+from gigagrad.plans.work import sweep_work
 
 _SMALLEST_SIDE_PX = 16
 _LARGEST_SIDE_PX = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What the cost model knows of the machine. Rates are for all threads together."""
-
-    threads: int = 1
-    cache_bytes: int = 32 * 2**20
-    cached_bytes_per_second: float = 40e9
-    memory_bytes_per_second: float = 12e9
-    flops_per_second: float = 100e9
-    seconds_per_operator: float = 60e-6
-
-    @classmethod
-    def detect(cls, threads: int) -> Machine:
-        """The last-level cache as the kernel reports it; the rates stay at their defaults."""
-        sizes = []
-        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-            text = path.read_text().strip()
-            sizes.append(int(text[:-1]) * {"K": 2**10, "M": 2**20}.get(text[-1], 1))
-        return cls(threads=threads, cache_bytes=max(sizes)) if sizes else cls(threads=threads)
-
-
 @dataclass(frozen=True, slots=True)
 class TileCost:
-    """One stage with one tile shape. Seconds are one thread's, for the whole stage."""
+    """One stage with one tile shape. Seconds are one thread's, for one sweep over the whole stage."""
 
     plan: StagePlan
     seconds: float
+    """With gradients if they were asked for."""
+    forward_seconds: float
+    """Without gradients. Uncalibrated, the same as `seconds`: a sweep is compared only with others of its kind."""
     crop_bytes: int
     """What is read ahead for each tile."""
 
@@ -88,8 +73,18 @@ class Costs:
         read = sum(crop_bytes(graph, tile, i) for i in stage.reads)
         # The kept fields' shares come along with their cotangents.
         cotangents = 2 * sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
-        pixels = reference.size(0) * reference.size(1)
-        return TileCost(plan, self._tile_seconds(stage, tile, backward) * pixels / useful, read + cotangents)
+        if self._machine.model is None:
+            pixels = reference.size(0) * reference.size(1)
+            seconds = forward = self._tile_seconds(stage, tile, backward) * pixels / useful
+        else:
+            forward = self._sweep_seconds(grid, gradient=False)
+            seconds = self._sweep_seconds(grid, gradient=True) if backward else forward
+        return TileCost(plan, seconds, forward, read + cotangents)
+
+    def _sweep_seconds(self, grid: Grid, *, gradient: bool) -> float:
+        assert self._machine.model is not None
+        work = sweep_work(self._graph, grid, self._machine.cache_bytes, gradient=gradient)
+        return self._machine.model.seconds(work)
 
     def _tile_seconds(self, stage: Stage, tile: TileGeometry, backward: bool) -> float:
         graph, machine = self._graph, self._machine
