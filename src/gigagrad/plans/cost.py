@@ -17,7 +17,7 @@ from gigagrad.plans.machine import Machine
 from gigagrad.plans.memory import crop_bytes, tile_peak_bytes, worst_tile
 from gigagrad.plans.plan import StagePlan
 from gigagrad.plans.stages import Stage
-from gigagrad.plans.work import sweep_work
+from gigagrad.plans.work import MeanTile, mean_tile, sweep_work
 
 _SMALLEST_SIDE_PX = 16
 _LARGEST_SIDE_PX = 4096
@@ -77,13 +77,14 @@ class Costs:
             pixels = reference.size(0) * reference.size(1)
             seconds = forward = self._tile_seconds(stage, tile, backward) * pixels / useful
         else:
-            forward = self._sweep_seconds(grid, gradient=False)
-            seconds = self._sweep_seconds(grid, gradient=True) if backward else forward
+            mean = mean_tile(grid)
+            forward = self._sweep_seconds(stage, mean, gradient=False)
+            seconds = self._sweep_seconds(stage, mean, gradient=True) if backward else forward
         return TileCost(plan, seconds, forward, read + cotangents)
 
-    def _sweep_seconds(self, grid: Grid, *, gradient: bool) -> float:
+    def _sweep_seconds(self, stage: Stage, tile: MeanTile, *, gradient: bool) -> float:
         assert self._machine.model is not None
-        work = sweep_work(self._graph, grid, self._machine.cache_bytes, gradient=gradient)
+        work = sweep_work(self._graph, stage, tile, self._machine.cache_bytes, gradient=gradient)
         return self._machine.model.seconds(work)
 
     def _tile_seconds(self, stage: Stage, tile: TileGeometry, backward: bool) -> float:

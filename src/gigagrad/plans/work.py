@@ -11,10 +11,12 @@ the gradients of the input and of the weights. Quantities: `calls`, `flops`, `ho
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from math import prod
 
 from gigagrad.graphs import SCATTER, Graph, Node, lookup
 from gigagrad.plans.geometry import Grid
+from gigagrad.plans.stages import Stage
 
 Work = dict[str, float]
 """Amounts by name."""
@@ -39,8 +41,20 @@ _COSTLY = (
 """Elementwise operators that compute rather than move; by a part of their names."""
 
 
-def mean_areas(grid: Grid) -> tuple[dict[int, float], dict[int, float]]:
-    """Mean pixels per tile of every field computed or read, and of the tiles' shares of the targets, by node."""
+@dataclass(frozen=True, slots=True)
+class MeanTile:
+    """A tile of mean size; pixels by node."""
+
+    count: int
+    """Tiles of the grid."""
+    areas: dict[int, float]
+    """Of every field computed or read."""
+    shares: dict[int, float]
+    """Of the targets."""
+
+
+def mean_tile(grid: Grid) -> MeanTile:
+    """The mean over all tiles; of a large grid, from the rows and columns at its borders and two in the middle."""
     lengths: list[dict[int, float]] = []
     shares: list[dict[int, float]] = []
     for axis in (0, 1):
@@ -62,13 +76,12 @@ def mean_areas(grid: Grid) -> tuple[dict[int, float], dict[int, float]]:
         lengths.append({field: total / count for field, total in length.items()})
         shares.append({field: total / count for field, total in share.items()})
     areas = {field: lengths[0][field] * lengths[1].get(field, 0.0) for field in lengths[0]}
-    return areas, {field: shares[0][field] * shares[1][field] for field in shares[0]}
+    return MeanTile(len(grid), areas, {field: shares[0][field] * shares[1][field] for field in shares[0]})
 
 
-def sweep_work(graph: Graph, grid: Grid, cache_bytes: int, *, gradient: bool) -> Work:
+def sweep_work(graph: Graph, stage: Stage, tile: MeanTile, cache_bytes: int, *, gradient: bool) -> Work:
     """The work of one sweep over all tiles of a stage: forward only, or (`gradient`) recomputed and pulled back."""
-    stage = grid.stage
-    areas, shares = mean_areas(grid)
+    areas, shares = tile.areas, tile.shares
     counter = _Counter(graph, areas, cache_bytes)
     for i in stage.fields:
         if not areas.get(i):
@@ -102,8 +115,11 @@ def sweep_work(graph: Graph, grid: Grid, cache_bytes: int, *, gradient: bool) ->
     leaves = [graph[i] for i in stage.globals if graph[i].differentiable] if gradient else []
     counter.add("leaf.calls", len(leaves))
     counter.add("leaf.bytes", sum(leaf.nbytes for leaf in leaves))
-    work = {name: amount * len(grid) for name, amount in counter.work.items()}
-    work["pass.calls"] = 1.0
+    work = {name: amount * tile.count for name, amount in counter.work.items()}
+    # Between the sweeps the numbers that this one reads are computed, or their gradients pulled back.
+    direction = "b" if gradient else "f"
+    work[f"pass.{direction}.calls"] = 1.0
+    work[f"global.{direction}.calls"] = float(sum(not graph[i].is_source for i in stage.globals))
     return work
 
 

@@ -17,7 +17,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.plans.machine import TimeModel, typical_rate
 from gigagrad.plans.work import Work
 
-_LEANING = 0.1
+_LEANING = 0.03
 """Weight of a rate's distance from its typical one, in units of one pass's relative error."""
 _FOLDS = 5
 

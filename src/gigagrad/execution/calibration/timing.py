@@ -17,7 +17,7 @@ from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
 from gigagrad.graphs import Composite, Graph, capture
 from gigagrad.plans import Limits, Machine, make_plan, split_stages
-from gigagrad.plans.work import Work, sweep_work
+from gigagrad.plans.work import Work, mean_tile, sweep_work
 
 Clock = Callable[[], float]
 
@@ -91,12 +91,12 @@ def pass_seconds(subject: Subject, prepared: Prepared, rounds: int, clock: Clock
 
 def pass_work(prepared: Prepared, cache_bytes: int) -> list[Work]:
     """The work of each pass of the plan."""
-    return [
-        sweep_work(
-            prepared.graph, prepared.grid(prepared.stages[step.stage]), cache_bytes, gradient=step.phase != "forward"
-        )
-        for step in prepared.plan.passes
-    ]
+    found = []
+    for step in prepared.plan.passes:
+        stage = prepared.stages[step.stage]
+        tile = mean_tile(prepared.grid(stage))
+        found.append(sweep_work(prepared.graph, stage, tile, cache_bytes, gradient=step.phase != "forward"))
+    return found
 
 
 @contextmanager

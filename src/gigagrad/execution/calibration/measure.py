@@ -31,7 +31,7 @@ _MOST_PIXELS = 300_000
 _SHORTEST_PX = 96
 """Side of the smallest image: deep networks divide it by up to 40."""
 _MOST_TILES = 200
-_LONGEST_STEP = 0.35
+_LONGEST_STEP = 0.5
 """Typical seconds of a step above which it is not timed: many small ones tell more."""
 _PARALLEL_TILES = 8
 """Tiles that each worker gets where threads are compared: enough that the last one's waiting hardly counts."""
@@ -80,7 +80,7 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
     copying, codec = copy_bytes_per_second(effort.copy_bytes), codec_bytes_per_second(effort.copy_bytes // 4)
     return_freed_memory()
     events.emit(JobAdvanced(_JOB, 1, effort.networks + 2, "memory and disk"))
-    samples = measure(effort, cache, events)
+    samples = time_networks(effort, cache, events)
     model = fit(samples)
     shared, side_by_side = thread_efficiencies(threads, effort.rounds + 1)
     machine = Machine(
@@ -101,7 +101,7 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
     return Calibration(machine, disk, len({s.network for s in samples}), len(samples), seconds, path)
 
 
-def measure(effort: Effort, cache: int, events: Events) -> list[Sample]:
+def time_networks(effort: Effort, cache: int, events: Events) -> list[Sample]:
     """Time the passes of random networks, each with a few tile shapes, until they or the time are used up."""
     samples: list[Sample] = []
     step, start = 0, time.perf_counter()
@@ -124,7 +124,7 @@ def _subject(number: int, draw: random.Random) -> Subject:
     """A random network with an image of a size that suits its cost."""
     network = draw_network(number)
     per_pixel = flops(network, (256, 256)) / 256**2
-    pixels = min(10 ** draw.uniform(8.9, 10.1) / per_pixel, _MOST_PIXELS)
+    pixels = min(10 ** draw.uniform(8.7, 9.8) / per_pixel, _MOST_PIXELS)
     width = max(_SHORTEST_PX, int((pixels * draw.uniform(0.6, 1.6)) ** 0.5))
     return make_subject(network, loss, (max(_SHORTEST_PX, int(pixels / width)), width), dense=is_dense(network))
 
