@@ -43,7 +43,7 @@ _CASES = (
     ("smp:Unet?encoder_name=resnet18", ((512, 512), (1024, 1024))),
     ("smp:FPN?encoder_name=resnet18", ((512, 768), (1024, 1024))),
     ("smp:Unet?encoder_name=efficientnet-b0", ((512, 512), (768, 1024))),
-    ("smp:DeepLabV3Plus?encoder_name=resnet34", ((512, 512), (1024, 1024))),
+    ("smp:Linknet?encoder_name=resnet34", ((512, 512), (1024, 1024))),
     ("timm:resnet10t", ((512, 512), (2048, 2048))),
     ("timm:resnet34", ((512, 512), (1024, 1536))),
     ("timm:convnext_atto", ((512, 512), (1024, 1024))),

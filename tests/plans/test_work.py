@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gigagrad.plans import Grid, split_stages
-from gigagrad.plans.work import layer_kind, mean_tile, sweep_work
+from gigagrad.plans.work import layer_kind, mean_tile, sweep_work, whole_work
 
 CACHE = 2**30
 
@@ -112,3 +112,25 @@ def test_kinds_of_layers(graph_of, layer, kind):
     found, flops = layer_kind(graph, last)
     assert found == kind
     assert flops > 0
+
+
+def test_operators_on_whole_fields_are_counted(graph_of):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patch, self.project = nn.Conv2d(1, 8, 4, 4), nn.Linear(8, 8)
+
+        def forward(self, x):
+            tokens = self.patch(x).flatten(2).transpose(1, 2)
+            mixed = F.scaled_dot_product_attention(tokens[:, None], tokens[:, None], tokens[:, None])[:, 0]
+            return self.project(mixed.softmax(1))
+
+    graph = graph_of(Attention(), lambda o, t: o.square().mean() + t.mean(), (32, 32))
+    forward, both = (whole_work(graph, CACHE, backward=b) for b in (False, True))
+    assert forward["linear.f.flops"] >= 4 * 64 * 64 * 8 + 2 * 64 * 8 * 8
+    assert both["linear.w.flops"] == both["linear.x.flops"] == both["linear.f.flops"] == forward["linear.f.flops"]
+    assert "linear.w.flops" not in forward
+
+
+def test_a_network_without_whole_fields_has_no_such_work(unet):
+    assert whole_work(unet, CACHE, backward=True) == {}

@@ -220,7 +220,8 @@ class _Chooser:
         gradient_bytes = _gradient_bytes(graph, backward=self._backward)
         fixed = limits.fixed_bytes + gradient_bytes + whole_field_bytes(graph, backward=self._backward)
         held = bytes_by_pass(graph, stages, passes)
-        seconds, peak, most_ahead, most_working, chosen = 0.0, fixed, 0, 0, []
+        seconds = self._costs.whole_seconds(backward=self._backward)
+        peak, most_ahead, most_working, chosen = fixed, 0, 0, list[StagePlan]()
         for stage in stages:
             sweeps = [index for index, p in enumerate(passes) if p.stage == stage.index]
             differentiates = any(passes[index].phase != "forward" for index in sweeps)

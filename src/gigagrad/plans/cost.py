@@ -17,7 +17,7 @@ from gigagrad.plans.machine import Machine
 from gigagrad.plans.memory import crop_bytes, tile_peak_bytes, worst_tile
 from gigagrad.plans.plan import StagePlan
 from gigagrad.plans.stages import Stage
-from gigagrad.plans.work import MeanTile, mean_tile, sweep_work
+from gigagrad.plans.work import MeanTile, mean_tile, sweep_work, whole_work
 
 _SMALLEST_SIDE_PX = 16
 _LARGEST_SIDE_PX = 4096
@@ -49,6 +49,14 @@ class Costs:
         if key not in self._known:
             self._known[key] = self._cost(stage, shape, backward=backward)
         return self._known[key]
+
+    def whole_seconds(self, *, backward: bool) -> float:
+        """What whole-field operators take, which no choice of tiles changes; 0 on a machine that is not calibrated."""
+        machine = self._machine
+        if machine.model is None:
+            return 0.0
+        seconds = machine.model.seconds(whole_work(self._graph, machine.cache_bytes, backward=backward))
+        return seconds / machine.speedup(1, 1)  # all threads share each of them
 
     def _cost(self, stage: Stage, shape: tuple[int, int], *, backward: bool) -> TileCost:
         graph = self._graph

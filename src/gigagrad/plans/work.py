@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from gigagrad.graphs import SCATTER, Graph, Node, lookup
+from gigagrad.graphs import GATHER, SCATTER, Graph, Node, lookup
 from gigagrad.plans.geometry import Grid
 from gigagrad.plans.stages import Stage
 
@@ -121,6 +121,41 @@ def sweep_work(graph: Graph, stage: Stage, tile: MeanTile, cache_bytes: int, *, 
     work[f"pass.{direction}.calls"] = 1.0
     work[f"global.{direction}.calls"] = float(sum(not graph[i].is_source for i in stage.globals))
     return work
+
+
+def whole_work(graph: Graph, cache_bytes: int, *, backward: bool) -> Work:
+    """The work of the operators that run once on whole fields, between the sweeps."""
+    counter = _Counter(graph, {}, cache_bytes)
+    for node in graph.nodes:
+        if not node.whole or node.op in (GATHER, "gigagrad.item"):
+            continue
+        pulled = backward and node.differentiable
+        moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
+        flops = _product_flops(graph, node)
+        kind = "linear" if flops else kind_of(node)
+        if kind == "view":
+            counter.add("view.f.calls", 1)
+            counter.add("view.b.calls", float(pulled))
+            continue
+        directions = ("f", *(("x", "w") if flops else ("b",))) if pulled else ("f",)
+        for direction in directions:
+            counter.traffic(f"{kind}.{direction}", moved)
+            counter.add(f"{kind}.{direction}.flops", flops)
+    return counter.work
+
+
+def _product_flops(graph: Graph, node: Node) -> float:
+    """Multiplications and additions of an operator on whole tensors that is a matrix product of some kind, else 0."""
+    name = node.op.split(".")[1]
+    if name.startswith(("conv", "linear")):
+        return 2.0 * prod(node.shape) * prod(graph[node.operands[1]].shape[1:])
+    if name in ("matmul", "mm", "bmm", "addmm", "baddbmm"):
+        first = graph[node.operands[-2]].shape
+        return 2.0 * prod(node.shape) * first[-1]
+    if name == "scaled_dot_product_attention":
+        query, key = (graph[i].shape for i in node.operands[:2])
+        return 4.0 * prod(query) * key[-2]
+    return 0.0
 
 
 class _Counter:

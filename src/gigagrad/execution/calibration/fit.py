@@ -19,6 +19,9 @@ from gigagrad.plans.work import Work
 
 _LEANING = 0.03
 """Weight of a rate's distance from its typical one, in units of one pass's relative error."""
+_STEP_WEIGHT = 3.0
+"""Weight of a whole step's relative error beside that of each of its passes: steps are what people wait for, and the
+many short passes of networks in training mode would otherwise outvote the few long ones of the others."""
 _FOLDS = 5
 
 
@@ -51,9 +54,14 @@ def fit_rates(samples: Sequence[Sample]) -> dict[str, float]:
         ) from error
     kinds = sorted({kind for sample in samples for kind in sample.work})
     typical = np.array([typical_rate(kind) for kind in kinds])
-    amounts = np.array([[sample.work.get(kind, 0.0) / sample.seconds for kind in kinds] for sample in samples])
-    rows = np.vstack([amounts * typical, _LEANING * np.eye(len(kinds))])
-    wanted = np.concatenate([np.ones(len(samples)), np.full(len(kinds), _LEANING)])
+    seconds = np.array([sample.seconds for sample in samples])
+    passes = np.array([[sample.work.get(kind, 0.0) for kind in kinds] for sample in samples]) * typical
+    numbers, step_of = np.unique([sample.step for sample in samples], return_inverse=True)
+    members = np.eye(len(numbers))[step_of].T
+    steps = (members @ passes) / (members @ seconds)[:, None]
+    rows = np.vstack([passes / seconds[:, None], _STEP_WEIGHT * steps, _LEANING * np.eye(len(kinds))])
+    weights = (1.0, len(samples)), (_STEP_WEIGHT, len(numbers)), (_LEANING, len(kinds))
+    wanted = np.concatenate([np.full(count, weight) for weight, count in weights])
     found = LinearRegression(positive=True, fit_intercept=False).fit(rows, wanted).coef_
     return {kind: float(rate) for kind, rate in zip(kinds, found * typical, strict=True)}
 
