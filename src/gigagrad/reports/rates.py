@@ -5,7 +5,6 @@ from __future__ import annotations
 from rich.table import Table
 
 from gigagrad.execution.calibration import Calibration
-from gigagrad.plans.machine import typical_rate
 
 _LAYERS = {
     "dense": "convolution, many channels",
@@ -16,7 +15,7 @@ _LAYERS = {
     "depthwise": "convolution, depthwise",
     "grouped": "convolution, grouped",
     "transposed": "transposed convolution",
-    "transposed.thin": "transposed convolution, few channels",
+    "transposed.thin": "transposed conv., few channels",
     "linear": "linear layer",
 }
 _MOVING = {
@@ -36,20 +35,19 @@ def rates_table(calibration: Calibration) -> Table:
     """Rates of one thread forward and backward; of the tiers; and how well they predict."""
     machine = calibration.machine
     assert machine.model is not None
-    rates = machine.model.rates
 
     def per_second(kind: str, unit: str) -> str:
-        rate = rates.get(kind, typical_rate(kind))
-        return f"{1e-9 / rate:,.1f} {unit}" if rate > 0 else "no time of its own"
+        found = calibration.achieved.get(kind)
+        return "not met" if found is None else f"{found / 1e9:,.1f} {unit}"
 
     table = Table(header_style="bold")
     for column, side in (("What", "left"), ("Forward", "right"), ("Backward", "right")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for kind, name in _LAYERS.items():
-        table.add_row(name, per_second(f"{kind}.f.flops", "GFLOP/s"), per_second(f"{kind}.w.flops", "GFLOP/s"))
+        table.add_row(name, per_second(f"{kind}.f", "GFLOP/s"), per_second(f"{kind}.w", "GFLOP/s"))
     for kind, name in _MOVING.items():
         table.add_row(
-            name, per_second(f"{kind}.f.hot", "GB/s"), per_second(f"{kind}.b.hot", "GB/s"), end_section=kind == "copy"
+            name, per_second(f"{kind}.f", "GB/s"), per_second(f"{kind}.b", "GB/s"), end_section=kind == "copy"
         )
     disk = calibration.disk
     way = "direct" if disk.direct else "through the page cache"
@@ -60,7 +58,7 @@ def rates_table(calibration: Calibration) -> Table:
     table.add_row(
         "lossless codec", f"{codec / 1e9:,.2f} GB/s" if codec else "blosc2 is not installed", "", end_section=True
     )
-    table.add_row("a further thread, one tile each", f"{machine.side_by_side_efficiency:.0%}", "")
+    table.add_row("a further thread, a tile each", f"{machine.side_by_side_efficiency:.0%}", "")
     table.add_row("a further thread, the same tile", f"{machine.shared_efficiency:.0%}", "")
     table.add_row("mean error on unseen networks", f"{machine.model.error:.0%}", "")
     table.caption = f"{calibration.samples} passes of {calibration.networks} networks in {calibration.seconds:.0f} s"

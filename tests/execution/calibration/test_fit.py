@@ -6,7 +6,7 @@ import pytest
 
 from gigagrad.errors import ConfigError
 from gigagrad.execution.calibration import fit as fitting
-from gigagrad.execution.calibration.fit import Sample, fit, fit_rates, held_out_error
+from gigagrad.execution.calibration.fit import Sample, achieved, fit, fit_rates, held_out_error
 from gigagrad.plans.machine import TimeModel, typical_rate
 
 TRUE = {"dense.f.flops": 2e-11, "norm.f.hot": 3e-10, "tile.calls": 4e-4}
@@ -60,6 +60,13 @@ def test_errors_are_of_whole_steps_of_unseen_networks(samples):
     turned = {id(a.work): 2 * a.seconds for a in samples[::2]} | {id(b.work): 0.0 for b in samples[1::2]}
     halves = [Sample(s.network, s.step, s.work, 1.0) for s in samples]
     assert held_out_error(halves, lambda seen: lambda work: 2.0 if turned[id(work)] else 0.0) == 0.0
+
+
+def test_what_is_achieved_counts_all_the_time_of_a_kind():
+    work = {"dense.f.calls": 2.0, "dense.f.flops": 1e9, "dense.f.hot": 1e6, "copy.b.hot": 3e6, "copy.b.cold": 1e6}
+    rates = {"dense.f.calls": 0.1, "dense.f.flops": 2e-10, "dense.f.hot": 1e-7, "copy.b.hot": 1e-6, "copy.b.cold": 1e-6}
+    found = achieved([Sample(0, 0, work, 1.0)], TimeModel(rates, 0.0))
+    assert found == pytest.approx({"dense.f": 1e9 / (0.2 + 0.2 + 0.1), "copy.b": 1e6})
 
 
 def test_without_scikit_learn_the_remedy_is_named(monkeypatch):

@@ -1,6 +1,7 @@
 """Calibration from end to end with made-up timings: what is measured, what is saved, what planning makes of it."""
 
 import io
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from gigagrad.cli import main
 from gigagrad.events import Events, JobFinished
 from gigagrad.execution import calibration
 from gigagrad.execution.calibration import Effort, calibrate
+from gigagrad.execution.calibration.measure import thread_efficiencies
 from gigagrad.execution.calibration.networks import draw_network, flops, is_dense, loss
 from gigagrad.execution.calibration.timing import make_subject, pass_seconds, pass_work
 from gigagrad.plans.machine import TimeModel
@@ -107,6 +109,33 @@ def test_calibration_is_saved_and_planning_uses_it(profile, tmp_path):
     shown = console.file.getvalue()
     for text in ("convolution, many channels", "GFLOP/s", "disk, write", "mean error on unseen networks"):
         assert text in shown
+
+
+def test_on_a_busy_machine_threads_keep_their_usual_efficiencies(monkeypatch):
+    def made_up(subject, prepared, rounds, clock=time.process_time):
+        return [3.0 if clock is time.perf_counter else 1.0]
+
+    monkeypatch.setattr("gigagrad.execution.calibration.measure.pass_seconds", made_up)
+    assert thread_efficiencies(2, 1) is None
+    assert thread_efficiencies(1, 1) is None
+
+
+def test_what_further_threads_add(monkeypatch):
+    """Alone 1 s; two threads on one tile 0.8 s, on a tile each 0.5 s."""
+
+    def made_up(subject, prepared, rounds, clock=time.process_time):
+        if torch.get_num_threads() == 1:
+            return [1.0]
+        return [0.5 if prepared.plan.workers == 2 else 0.8]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr("gigagrad.execution.calibration.measure.pass_seconds", made_up)
+        assert thread_efficiencies(2, 1) == pytest.approx((0.25, 1.0))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_command(profile, monkeypatch, tmp_path, capsys):

@@ -7,6 +7,7 @@ few networks contain stays sensible. Alternatives and their errors are in docs/d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -64,6 +65,21 @@ def fit_rates(samples: Sequence[Sample]) -> dict[str, float]:
     wanted = np.concatenate([np.full(count, weight) for weight, count in weights])
     found = LinearRegression(positive=True, fit_intercept=False).fit(rows, wanted).coef_
     return {kind: float(rate) for kind, rate in zip(kinds, found * typical, strict=True)}
+
+
+def achieved(samples: Sequence[Sample], model: TimeModel) -> dict[str, float]:
+    """Per kind of work and direction (`"dense.f"`) what networks got of it in a second: operations, or bytes moved.
+
+    A kind's time is divided among its calls, bytes and operations as the fit sees fit; their sum is what can be known.
+    """
+    amounts, seconds = Counter[str](), Counter[str]()
+    for sample in samples:
+        for kind, amount in sample.work.items():
+            name, _, quantity = kind.rpartition(".")
+            seconds[name] += model.seconds({kind: amount})  # type: ignore[assignment]
+            if quantity == "flops" or (quantity != "calls" and f"{name}.flops" not in sample.work):
+                amounts[name] += amount  # type: ignore[assignment]
+    return {name: amount / seconds[name] for name, amount in amounts.items() if seconds[name] > 0}
 
 
 def held_out_error(samples: Sequence[Sample], train: Callable[[Sequence[Sample]], Predictor]) -> float:

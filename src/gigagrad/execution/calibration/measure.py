@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener
-from gigagrad.execution.calibration.fit import Sample, fit
+from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
+from gigagrad.execution.calibration.fit import Sample, achieved, fit
 from gigagrad.execution.calibration.networks import draw_network, flops, is_dense, loss
 from gigagrad.execution.calibration.tiers import DiskRates, codec_bytes_per_second, copy_bytes_per_second, disk_rates
 from gigagrad.execution.calibration.timing import Subject, make_subject, one_thread, pass_seconds, pass_work
@@ -33,6 +34,8 @@ _SHORTEST_PX = 96
 _MOST_TILES = 200
 _LONGEST_STEP = 0.5
 """Typical seconds of a step above which it is not timed: many small ones tell more."""
+_BUSY = 1.2
+"""By the clock over by the processor's own count: above this, other programs have taken the processor away."""
 _PARALLEL_TILES = 8
 """Tiles that each worker gets where threads are compared: enough that the last one's waiting hardly counts."""
 
@@ -58,6 +61,8 @@ class Calibration:
 
     machine: Machine
     disk: DiskRates
+    achieved: Mapping[str, float]
+    """Operations or bytes per second by kind of work and direction, of one thread inside networks."""
     networks: int
     samples: int
     seconds: float
@@ -82,7 +87,13 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
     events.emit(JobAdvanced(_JOB, 1, effort.networks + 2, "memory and disk"))
     samples = time_networks(effort, cache, events)
     model = fit(samples)
-    shared, side_by_side = thread_efficiencies(threads, effort.rounds + 1)
+    efficiencies = thread_efficiencies(threads, effort.rounds + 1)
+    if efficiencies is None and threads > 1:
+        events.emit(
+            Notice("other programs use the processor; how well threads share it was not measured", warning=True)
+        )
+    usual = Machine()
+    shared, side_by_side = efficiencies or (usual.shared_efficiency, usual.side_by_side_efficiency)
     machine = Machine(
         threads=threads,
         cache_bytes=cache,
@@ -98,7 +109,9 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
     write_profile(path, machine)
     seconds = time.perf_counter() - start
     events.emit(JobFinished(_JOB, seconds, str(path)))
-    return Calibration(machine, disk, len({s.network for s in samples}), len(samples), seconds, path)
+    return Calibration(
+        machine, disk, achieved(samples, model), len({s.network for s in samples}), len(samples), seconds, path
+    )
 
 
 def time_networks(effort: Effort, cache: int, events: Events) -> list[Sample]:
@@ -142,11 +155,13 @@ def _tilings(subject: Subject, draw: random.Random, cache: int) -> list[Prepared
     return list(found.values())
 
 
-def thread_efficiencies(threads: int, rounds: int) -> tuple[float, float]:
-    """What each further thread adds: sharing the operators of one tile, and computing tiles side by side."""
-    usual = Machine()
+def thread_efficiencies(threads: int, rounds: int) -> tuple[float, float] | None:
+    """What each further thread adds: sharing the operators of one tile, and computing tiles side by side.
+
+    None where that cannot be told: with a single thread, and on a machine so busy that even that one has to wait.
+    """
     if threads == 1:
-        return usual.shared_efficiency, usual.side_by_side_efficiency
+        return None
     shared, side_by_side = list[float](), list[float]()
     for seed, channels in enumerate((8, 32, 96)):
         with torch.random.fork_rng(devices=[]):
@@ -155,7 +170,10 @@ def thread_efficiencies(threads: int, rounds: int) -> tuple[float, float]:
         side = 128 if channels <= 32 else 64
         subject = make_subject(network, loss, (side * threads, side * _PARALLEL_TILES), dense=True)
         with one_thread():
-            alone = sum(pass_seconds(subject, subject.prepare((side, side), workers=1), rounds))
+            prepared = subject.prepare((side, side), workers=1)
+            alone = sum(pass_seconds(subject, prepared, rounds))
+            if sum(pass_seconds(subject, prepared, rounds, time.perf_counter)) > _BUSY * alone:
+                return None
         for workers, found in ((1, shared), (threads, side_by_side)):
             prepared = subject.prepare((side, side), workers=workers)
             wall = sum(pass_seconds(subject, prepared, rounds, time.perf_counter))
