@@ -54,7 +54,7 @@ def test_halos_are_work(unet):
     small, large = (
         sweep_work(unet, stage, mean_tile(Grid(unet, stage, (s, s))), CACHE, gradient=True) for s in (20, 200)
     )
-    for kind in ("thin.f.flops", "tile.calls", "transposed.thin.w.flops"):
+    for kind in ("thin.f.flops", "tile.calls", "transposed.blocks.w.flops"):
         assert small[kind] > large[kind]
 
 
@@ -104,6 +104,7 @@ def test_what_leaves_the_cache_is_counted_apart(unet):
         (nn.Sequential(nn.Conv2d(1, 64, 1), nn.Conv2d(64, 64, 3, padding=1, groups=8)), "grouped"),
         (nn.ConvTranspose2d(1, 4, 2, 2), "transposed.thin"),
         (nn.ConvTranspose2d(1, 64, 2, 2), "transposed"),
+        (nn.ConvTranspose2d(1, 3, 15, 8, 7), "transposed.blocks"),
     ],
 )
 def test_kinds_of_layers(graph_of, layer, kind):

@@ -14,7 +14,8 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from gigagrad.graphs import GATHER, SCATTER, Graph, Node, lookup
+from gigagrad.graphs import GATHER, SCATTER, Call, Graph, Node, lookup
+from gigagrad.graphs.rows.transposed import TransposedConvolution
 from gigagrad.plans.geometry import Grid
 from gigagrad.plans.stages import Stage
 
@@ -239,6 +240,8 @@ def layer_kind(graph: Graph, node: Node) -> tuple[str, float]:
     taps = prod(weight[2:])
     if "transpose" in node.op:
         into, out = weight[0] // groups, weight[1]
+        if TransposedConvolution.suits_blocks(Call(node, graph.operands(node))):
+            return "transposed.blocks", 2.0 * taps * into * out
         thin = max(into, out) < _LANES
         return "transposed.thin" if thin else "transposed", 2.0 * groups * taps * into * _filled(out)
     into, out = weight[1], weight[0] // groups

@@ -16,6 +16,7 @@ _LAYERS = {
     "grouped": "convolution, grouped",
     "transposed": "transposed convolution",
     "transposed.thin": "transposed conv., few channels",
+    "transposed.blocks": "transposed conv., large strides",
     "linear": "linear layer",
 }
 _MOVING = {
@@ -38,7 +39,7 @@ def rates_table(calibration: Calibration) -> Table:
 
     def per_second(kind: str, unit: str) -> str:
         found = calibration.achieved.get(kind)
-        return "not met" if found is None else f"{found / 1e9:,.1f} {unit}"
+        return "too fast to tell" if found is None else f"{found / 1e9:,.1f} {unit}"
 
     table = Table(header_style="bold")
     for column, side in (("What", "left"), ("Forward", "right"), ("Backward", "right")):

@@ -1,7 +1,6 @@
 """Calibration from end to end with made-up timings: what is measured, what is saved, what planning makes of it."""
 
 import io
-import time
 
 import numpy as np
 import pytest
@@ -111,31 +110,35 @@ def test_calibration_is_saved_and_planning_uses_it(profile, tmp_path):
         assert text in shown
 
 
-def test_on_a_busy_machine_threads_keep_their_usual_efficiencies(monkeypatch):
-    def made_up(subject, prepared, rounds, clock=time.process_time):
-        return [3.0 if clock is time.perf_counter else 1.0]
-
-    monkeypatch.setattr("gigagrad.execution.calibration.measure.pass_seconds", made_up)
-    assert thread_efficiencies(2, 1) is None
-    assert thread_efficiencies(1, 1) is None
-
-
-def test_what_further_threads_add(monkeypatch):
+@pytest.fixture
+def two_threads(monkeypatch):
     """Alone 1 s; two threads on one tile 0.8 s, on a tile each 0.5 s."""
 
-    def made_up(subject, prepared, rounds, clock=time.process_time):
+    def made_up(subject, prepared, rounds, clock=None):
         if torch.get_num_threads() == 1:
             return [1.0]
         return [0.5 if prepared.plan.workers == 2 else 0.8]
 
+    monkeypatch.setattr("gigagrad.execution.calibration.measure.pass_seconds", made_up)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        monkeypatch.setattr("gigagrad.execution.calibration.measure.pass_seconds", made_up)
-        assert thread_efficiencies(2, 1) == pytest.approx((0.25, 1.0))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
+    yield
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_further_threads_add(monkeypatch):
+    monkeypatch.setattr("gigagrad.execution.calibration.measure._others_seconds", lambda: 0.0)
+    assert thread_efficiencies(2, 1) == pytest.approx((0.25, 1.0))
+    assert thread_efficiencies(1, 1) is None
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_beside_other_programs_threads_are_not_judged(monkeypatch):
+    used = iter((0.0, 1e9))
+    monkeypatch.setattr("gigagrad.execution.calibration.measure._others_seconds", lambda: next(used))
+    assert thread_efficiencies(2, 1) is None
 
 
 def test_the_command(profile, monkeypatch, tmp_path, capsys):

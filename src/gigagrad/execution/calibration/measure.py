@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import psutil
 import torch
 
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
@@ -26,7 +27,7 @@ from gigagrad.plans.machine import Machine, TimeModel, cache_bytes, profile_path
 
 _JOB = "calibrate"
 _SIDES_PX = (48, 64, 96, 128, 192, 256, 384, 512)
-_TILINGS = 2
+_TILINGS = 3
 """Tile shapes that each network is timed with."""
 _MOST_PIXELS = 300_000
 _SHORTEST_PX = 96
@@ -34,8 +35,8 @@ _SHORTEST_PX = 96
 _MOST_TILES = 200
 _LONGEST_STEP = 0.5
 """Typical seconds of a step above which it is not timed: many small ones tell more."""
-_BUSY = 1.2
-"""By the clock over by the processor's own count: above this, other programs have taken the processor away."""
+_BUSY = 0.1
+"""Share of the threads' time that other programs may take while threads are compared."""
 _PARALLEL_TILES = 8
 """Tiles that each worker gets where threads are compared: enough that the last one's waiting hardly counts."""
 
@@ -51,8 +52,8 @@ class Effort:
     copy_bytes: int
 
 
-FULL = Effort(networks=140, seconds=130, rounds=2, disk_bytes=2**30, copy_bytes=2**28)
-QUICK = Effort(networks=40, seconds=30, rounds=1, disk_bytes=2**28, copy_bytes=2**26)
+FULL = Effort(networks=80, seconds=130, rounds=2, disk_bytes=2**30, copy_bytes=2**28)
+QUICK = Effort(networks=25, seconds=30, rounds=1, disk_bytes=2**28, copy_bytes=2**26)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +159,11 @@ def _tilings(subject: Subject, draw: random.Random, cache: int) -> list[Prepared
 def thread_efficiencies(threads: int, rounds: int) -> tuple[float, float] | None:
     """What each further thread adds: sharing the operators of one tile, and computing tiles side by side.
 
-    None where that cannot be told: with a single thread, and on a machine so busy that even that one has to wait.
+    None where that cannot be told: with a single thread, and beside programs that take the other ones' time.
     """
     if threads == 1:
         return None
+    start, others = time.perf_counter(), _others_seconds()
     shared, side_by_side = list[float](), list[float]()
     for seed, channels in enumerate((8, 32, 96)):
         with torch.random.fork_rng(devices=[]):
@@ -170,15 +172,24 @@ def thread_efficiencies(threads: int, rounds: int) -> tuple[float, float] | None
         side = 128 if channels <= 32 else 64
         subject = make_subject(network, loss, (side * threads, side * _PARALLEL_TILES), dense=True)
         with one_thread():
-            prepared = subject.prepare((side, side), workers=1)
-            alone = sum(pass_seconds(subject, prepared, rounds))
-            if sum(pass_seconds(subject, prepared, rounds, time.perf_counter)) > _BUSY * alone:
-                return None
+            alone = sum(pass_seconds(subject, subject.prepare((side, side), workers=1), rounds))
         for workers, found in ((1, shared), (threads, side_by_side)):
             prepared = subject.prepare((side, side), workers=workers)
             wall = sum(pass_seconds(subject, prepared, rounds, time.perf_counter))
             found.append(min(1.0, max(0.0, (alone / wall - 1) / (threads - 1))))
+    if _others_seconds() - others > _BUSY * threads * (time.perf_counter() - start):
+        return None
     return median(shared), median(side_by_side)
+
+
+def _others_seconds() -> float:
+    """Processor seconds that everything but this process has used."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    # Guests are counted among users, too.
+    return float(
+        sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0) - time.process_time()
+    )
 
 
 def _plain(channels: int) -> torch.nn.Module:

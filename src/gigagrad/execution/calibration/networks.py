@@ -114,7 +114,7 @@ class _Segmenter(nn.Module):
             self.down.append(nn.Sequential(style.shrink(narrow, wide), style.block(wide)))
             self.up.append(style.grow(wide, narrow))
             self.fuse.append(style.layer(narrow if self.add else 2 * narrow, narrow, 3))
-        self.head = nn.Conv2d(widths[0], 1, draw.choice((1, 3)), padding="same")
+        self.head = style.head(widths[0])
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.stem(image.float() / 255)
@@ -164,7 +164,8 @@ class _Style:
             lambda channels: nn.Identity(),
         )
         self._norm = draw.choice(norms)
-        self._large = draw.random() < 0.2
+        self._large = draw.random() < 0.25
+        self._stride = draw.choice((4, 5, 8, 8))
 
     def widths(self, count: int) -> list[int]:
         if self._large:
@@ -178,9 +179,8 @@ class _Style:
 
     def stem(self, width: int) -> nn.Module:
         if self._large:  # few channels, large kernels, high strides
-            stride = self._draw.choice((4, 5, 8))
-            kernel = 2 * stride - self._draw.choice((0, 1))
-            return nn.Sequential(nn.Conv2d(3, width, kernel, stride, kernel // 2), self._activation())
+            kernel = 2 * self._stride - self._draw.choice((0, 1))
+            return nn.Sequential(nn.Conv2d(3, width, kernel, self._stride, kernel // 2), self._activation())
         kernel, stride = self._draw.choice(((3, 1), (3, 1), (3, 2), (5, 1), (7, 2), (7, 2), (4, 4)))
         return self.layer(3, width, kernel, stride)
 
@@ -239,7 +239,7 @@ class _Style:
 
     def grow(self, into: int, out: int) -> nn.Module:
         if self._large:
-            return nn.ConvTranspose2d(into, out, 9, 5, 4)
+            return self._spread(into, out, self._draw.choice((3, 4, 5)))
         kind = self._draw.choice(("resize", "resize", "smooth", "transposed", "wide"))
         if kind == "transposed":
             return nn.ConvTranspose2d(into, out, 2, 2)
@@ -247,3 +247,13 @@ class _Style:
             return nn.ConvTranspose2d(into, out, 4, 2, 1)
         smooth = nn.Upsample(scale_factor=2, mode="bilinear" if kind == "smooth" else "nearest")
         return nn.Sequential(smooth, nn.Conv2d(into, out, self._draw.choice((1, 3)), padding="same"))
+
+    def head(self, width: int) -> nn.Module:
+        """To one channel; in a network of large strides, back to the image's resolution before."""
+        if not self._large:
+            return nn.Conv2d(width, 1, self._draw.choice((1, 3)), padding="same")
+        return nn.Sequential(self._spread(width, 3, self._stride), self._activation(), nn.Conv2d(3, 1, 3, padding=1))
+
+    @staticmethod
+    def _spread(into: int, out: int, stride: int) -> nn.Module:
+        return nn.ConvTranspose2d(into, out, 2 * stride - 1, stride, stride - 1)
