@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from gigagrad.images import open_image, write_label
 from gigagrad.models import resolve, save_model
+from gigagrad.plans import machine
 
 # Two test processes share two cores; small tensors gain nothing from a second thread.
 torch.set_num_threads(1)
@@ -47,6 +49,15 @@ def _define_torchvision_operators() -> torch.library.Library | None:
 
 # The definitions live as long as the object does.
 _torchvision_operators = _define_torchvision_operators()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Whoever has calibrated this machine still gets the plans that everybody gets; where a profile would be saved."""
+    path = tmp_path_factory.mktemp("profile") / "machine.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "profile_path", lambda: path)
+        yield path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,6 +27,7 @@ WORDS = {
     ),
     "evaluate": "--classes --device --json --memory --predictions --run --scratch --slides --split",
     "report": "--out --predictions --run",
+    "calibrate": "--quick --scratch",
     "doctor": "",
 }
 

@@ -262,7 +262,7 @@ class Residual(nn.Module):
 
 def test_a_long_residual_chain(pair):
     plan = check(Residual(6), bce, pair)
-    assert any(field.operator == "aten.relu.default" for field in plan.kept), "some sums are kept"
+    assert any(field.operator in ("aten.relu.default", "aten.add.Tensor") for field in plan.kept), "some sums are kept"
     assert any(field.operator == "aten.conv2d.default" for field in plan.kept)
 
 

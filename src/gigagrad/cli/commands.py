@@ -174,6 +174,17 @@ def report(args: argparse.Namespace) -> None:
     print(write_report(args.run_dir, args.out, predictions_dir=args.predictions))
 
 
+def calibrate(args: argparse.Namespace) -> None:
+    from gigagrad.execution.calibration import FULL, QUICK
+    from gigagrad.execution.calibration import calibrate as measure
+    from gigagrad.reports.rates import rates_table
+
+    with _progress() as listener:
+        calibration = measure(QUICK if args.quick else FULL, scratch=args.scratch, listeners=(listener,))
+    _show(rates_table(calibration))
+    print(f"saved in {calibration.path}")
+
+
 def doctor(args: argparse.Namespace) -> None:
     from gigagrad.reports import diagnose, doctor_table
 

@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gigagrad {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from, for bug reports")
     found = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_demo, _label, _plan, _fit, _predict, _evaluate, _report, _doctor):
+    for add in (_demo, _label, _plan, _fit, _predict, _evaluate, _report, _calibrate, _doctor):
         add(found)
     return parser
 
@@ -284,6 +284,21 @@ def _report(found: _Commands) -> None:
     _flag(parser, "--run", help="run folder")
     _flag(parser, "--predictions", help="folder that 'predict' wrote, for pictures")
     _flag(parser, "--out", metavar="HTML", help="file to write")
+
+
+def _calibrate(found: _Commands) -> None:
+    parser = _command(
+        found,
+        "calibrate",
+        commands.calibrate,
+        "measure this machine once, so that plans can promise seconds",
+        "Times random small networks, copies in memory and the disk, fits a model of time and saves it in the user's "
+        "cache folder. Takes about three minutes; let nothing else run meanwhile. Slides' decoding is not measured.",
+    )
+    parser.add_argument("--quick", action="store_true", help="a minute's version, less exact")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", default=Path(), help="folder whose disk is measured (default: this one)"
+    )
 
 
 def _doctor(found: _Commands) -> None:

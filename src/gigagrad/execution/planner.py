@@ -32,7 +32,7 @@ _RUNTIME_BYTES = 64 * 2**20
 _LATER_RUNTIME_BYTES = 24 * 2**20
 """What a later step may still add: kernels for shapes that have not been seen."""
 _PRIMITIVE_BYTES, _MOST_PRIMITIVES = 72 * 2**10, 1024
-"""A compiled convolution in oneDNN's cache, and how many it keeps; docs/decisions/0012-whole-process-accounting.md."""
+"""A compiled convolution in oneDNN's cache, and how many it keeps; docs/decisions/0013-whole-process-accounting.md."""
 _PRIMITIVES_EACH = 3 * 9
 """For a convolution: forward and two backward, for tiles at every border, corner and in the middle."""
 _OPTIMIZER_COPIES = 2
@@ -117,6 +117,7 @@ class Planner:
         self._versions: int | None = None
         """Of the trainable parameters when a backward was first prepared: any write to one counts up."""
         self._stepped = False
+        self._noticed: set[str] = set()
 
     def prepare(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
         """A graph and a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
@@ -260,7 +261,7 @@ class Planner:
         return make_plan(
             graph,
             limits,
-            Machine.detect(choice.workers) if choice else self._machine(),
+            self._machine(choice.workers if choice else None),
             image_shape=image_shape,
             backward=backward,
             device=str(self._device),
@@ -270,8 +271,16 @@ class Planner:
             costs=costs,
         )
 
-    def _machine(self) -> Machine:
-        return Machine.detect(torch.get_num_threads() if self._device.type == "cpu" else 1)
+    def _machine(self, workers: int | None = None) -> Machine:
+        """The machine, with its saved profile if there is one; a GPU's times are not what that predicts."""
+        threads = torch.get_num_threads() if self._device.type == "cpu" else 1
+        machine = Machine.detect(workers or threads, self._notice_once)
+        return machine if self._device.type == "cpu" else dataclasses.replace(machine, model=None)
+
+    def _notice_once(self, text: str) -> None:
+        if text not in self._noticed:
+            self._noticed.add(text)
+            self._events.emit(Notice(text, warning=True))
 
 
 def _compiled_bytes(graph: Graph) -> int:

@@ -1,11 +1,12 @@
 """From a graph and a budget to a plan: stages, tile geometry, memory, cost. Nothing here runs anything."""
 
 from gigagrad.plans.choose import make_plan
-from gigagrad.plans.cost import Costs, Machine
+from gigagrad.plans.cost import Costs
 from gigagrad.plans.fates import Fate, fates
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.keeping import Lifetime, lifetimes
 from gigagrad.plans.limits import Limits
+from gigagrad.plans.machine import Machine
 from gigagrad.plans.order import PlanFault
 from gigagrad.plans.plan import DISK, HOST, MEMORY, KeptField, Pass, Plan, StagePlan, WholeField
 from gigagrad.plans.simulate import Moment, Simulation, simulate

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER, Graph
-from gigagrad.plans.cost import Costs, Machine
+from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.fit import Fitter, Kept, Option
 from gigagrad.plans.limits import Limits
+from gigagrad.plans.machine import Machine
 from gigagrad.plans.memory import whole_field_bytes
 from gigagrad.plans.plan import DISK, HOST, MEMORY, KeptField, Plan, WholeField
 from gigagrad.plans.stages import Stage, gathered, split_stages
@@ -65,7 +66,7 @@ def make_plan(
         predicted_peak_bytes=max(best.peak_bytes, limits.peak_bytes),
         host_bytes=best.tier_bytes[HOST],
         scratch_bytes=best.tier_bytes[DISK],
-        predicted_seconds=None,
+        predicted_seconds=best.seconds if machine.model is not None else None,
     )
 
 

@@ -1,54 +1,38 @@
-"""A small cost model of the machine: what one tile of a stage takes in time and in memory.
+"""What one tile of a stage takes in time and in memory.
 
 Small tiles compute their halos again and again and pay a fixed price per operator; large ones fall out of the caches.
-Both effects are in the model; the measured consequences are in docs/decisions/0002-tile-shape.md.
+Both effects are in the model of time; the measured consequences are in docs/decisions/0002-tile-shape.md. On a machine
+that has been calibrated the model's rates are measured (docs/decisions/0012-time-model.md); elsewhere a few constants
+serve to compare plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid, TileGeometry, lattice
 from gigagrad.plans.keeping import convolution_flops
+from gigagrad.plans.machine import Machine
 from gigagrad.plans.memory import crop_bytes, tile_peak_bytes, worst_tile
 from gigagrad.plans.plan import StagePlan
 from gigagrad.plans.stages import Stage
+from gigagrad.plans.work import MeanTile, mean_tile, sweep_work, whole_work
 
 _SMALLEST_SIDE_PX = 16
 _LARGEST_SIDE_PX = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What the cost model knows of the machine. Rates are for all threads together."""
-
-    threads: int = 1
-    cache_bytes: int = 32 * 2**20
-    cached_bytes_per_second: float = 40e9
-    memory_bytes_per_second: float = 12e9
-    flops_per_second: float = 100e9
-    seconds_per_operator: float = 60e-6
-    scratch_bytes_per_second: float = 1e9
-
-    @classmethod
-    def detect(cls, threads: int) -> Machine:
-        """The last-level cache as the kernel reports it; the rates stay at their defaults."""
-        sizes = []
-        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-            text = path.read_text().strip()
-            sizes.append(int(text[:-1]) * {"K": 2**10, "M": 2**20}.get(text[-1], 1))
-        return cls(threads=threads, cache_bytes=max(sizes)) if sizes else cls(threads=threads)
-
-
 @dataclass(frozen=True, slots=True)
 class TileCost:
-    """One stage with one tile shape. Seconds are one thread's, for the whole stage."""
+    """One stage with one tile shape. Seconds are one thread's, for one sweep over the whole stage."""
 
     plan: StagePlan
     seconds: float
+    """With gradients if they were asked for."""
+    forward_seconds: float
+    """Without gradients."""
     crop_bytes: int
     """What is read ahead for each tile."""
     crops: Mapping[int, tuple[int, int]]
@@ -78,6 +62,14 @@ class Costs:
         pixels = reference.size(0) * reference.size(1)
         return self._tile_seconds(stage, tile, backward=False) * pixels / tile.wanted(grid.reference).area
 
+    def whole_seconds(self, *, backward: bool) -> float:
+        """What whole-field operators take, which no choice of tiles changes; 0 on a machine that is not calibrated."""
+        machine = self._machine
+        if machine.model is None:
+            return 0.0
+        seconds = machine.model.seconds(whole_work(self._graph, machine.cache_bytes, backward=backward))
+        return seconds / machine.speedup(1, 1)  # all threads share each of them
+
     def _cost(self, stage: Stage, shape: tuple[int, int], *, backward: bool) -> TileCost:
         graph = self._graph
         grid = Grid(graph, stage, shape)
@@ -101,11 +93,22 @@ class Costs:
         read = sum(crop_bytes(graph, tile, i) for i in stage.reads)
         # The kept fields' shares come along with their cotangents.
         cotangents = 2 * sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
-        pixels = reference.size(0) * reference.size(1)
+        if self._machine.model is None:
+            pixels = reference.size(0) * reference.size(1)
+            seconds = self._tile_seconds(stage, tile, backward) * pixels / useful
+            forward = self._tile_seconds(stage, tile, backward=False) * pixels / useful
+        else:
+            mean = mean_tile(grid)
+            forward = self._sweep_seconds(stage, mean, gradient=False)
+            seconds = self._sweep_seconds(stage, mean, gradient=True) if backward else forward
         own = {i: tile.wanted(i).shape for i in stage.kept}
         crops = {i: box.shape for i in stage.reads if (box := tile.box(i)) is not None} | own
-        seconds = self._tile_seconds(stage, tile, backward) * pixels / useful
-        return TileCost(plan, seconds, read + cotangents, crops)
+        return TileCost(plan, seconds, forward, read + cotangents, crops)
+
+    def _sweep_seconds(self, stage: Stage, tile: MeanTile, *, gradient: bool) -> float:
+        assert self._machine.model is not None
+        work = sweep_work(self._graph, stage, tile, self._machine.cache_bytes, gradient=gradient)
+        return self._machine.model.seconds(work)
 
     def _tile_seconds(self, stage: Stage, tile: TileGeometry, backward: bool) -> float:
         graph, machine = self._graph, self._machine

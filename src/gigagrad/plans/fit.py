@@ -9,9 +9,10 @@ from math import prod
 
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph
-from gigagrad.plans.cost import Costs, Machine, TileCost, candidates
+from gigagrad.plans.cost import Costs, TileCost, candidates
 from gigagrad.plans.keeping import bytes_by_pass
 from gigagrad.plans.limits import Limits
+from gigagrad.plans.machine import Machine
 from gigagrad.plans.memory import whole_field_bytes
 from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, StagePlan
 from gigagrad.plans.schedule import make_passes
@@ -26,10 +27,7 @@ _TAPE_SLACK = 1.25
 
 _HOARD_SHARE, _HOARD_BYTES = 0.5, 16 * 2**20
 """What the allocator may keep between tiles where the budget has room for it, as a share of the tiles' own bytes and
-beside it: giving it back and faulting it in again takes time (docs/decisions/0012-whole-process-accounting.md)."""
-
-_SHARED_EFFICIENCY = 0.5
-"""What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
+beside it: giving it back and faulting it in again takes time (docs/decisions/0013-whole-process-accounting.md)."""
 
 Kept = Mapping[int, str]
 """The fields kept, and the tier of each."""
@@ -37,7 +35,7 @@ Kept = Mapping[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to run all stages; `seconds` is the cost model's, for comparing options only."""
+    """A way to run all stages; `seconds`: a forecast on a calibrated machine, else for comparing options only."""
 
     workers: int
     kept: Kept
@@ -126,7 +124,8 @@ class Fitter:
             )
             raise limits.refusal(what, fixed)
         held = bytes_by_pass(graph, stages, passes, kept, MEMORY)
-        seconds, peak, most_ahead, most_working, chosen = 0.0, fixed, 0, 0, []
+        seconds = self._costs.whole_seconds(backward=self._backward)
+        peak, most_ahead, most_working, chosen = fixed, 0, 0, list[StagePlan]()
         for stage in stages:
             sweeps = [index for index, p in enumerate(passes) if p.stage == stage.index]
             differentiates = any(passes[index].phase != "forward" for index in sweeps)
@@ -160,7 +159,8 @@ class Fitter:
             seconds += stage_seconds
             peak, most_ahead = max(peak, total(best)), max(most_ahead, waiting(best))
             most_working = max(most_working, working)
-            chosen.append(dataclasses.replace(best.plan, index=stage.index))
+            known = stage_seconds if self._machine.model is not None else None
+            chosen.append(dataclasses.replace(best.plan, index=stage.index, seconds=known))
         hoard = int(_HOARD_SHARE * workers * max(p.tile_peak_bytes for p in chosen)) + _HOARD_BYTES if chosen else 0
         if limits.budget_bytes is not None:
             hoard = max(0, min(hoard, limits.budget_bytes - peak))
@@ -180,11 +180,12 @@ class Fitter:
 
     def _stage_seconds(self, stage: Stage, cost: TileCost, workers: int, kept: Kept, phases: list[str]) -> float:
         """All sweeps of one stage. Files are read ahead and written behind: the slower of the two counts."""
-        computing = cost.seconds / speedup(self._machine.threads, workers, cost.plan.tile_count)
+        speedup = self._machine.speedup(workers, cost.plan.tile_count)
         total = 0.0
         for phase in phases:
+            computing = (cost.forward_seconds if phase == "forward" else cost.seconds) / speedup
             moved = traffic_bytes(self._graph, stage, cost.crops, kept, phase)
-            total += max(computing, cost.plan.tile_count * moved / self._machine.scratch_bytes_per_second)
+            total += max(computing, cost.plan.tile_count * moved / self._machine.disk_bytes_per_second)
         return total
 
 
@@ -195,13 +196,6 @@ def _what_does_not_fit(stage: Stage, leanest: TileCost, standing: int) -> str:
         f"crop of {plan.crop[0]} x {plan.crop[1]} px, works on {plan.tile_peak_bytes:,} bytes beside "
         f"{standing:,} bytes for the process, the parameters, the readers and the fields that are kept"
     )
-
-
-def speedup(threads: int, workers: int, tile_count: int) -> float:
-    """How much faster than one thread: whole tiles share out well unless they are few, single operators less so."""
-    if workers == 1:
-        return 1 + _SHARED_EFFICIENCY * (threads - 1)
-    return tile_count / -(-tile_count // workers)
 
 
 def _gradient_bytes(graph: Graph, *, backward: bool) -> int:

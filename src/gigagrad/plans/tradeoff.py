@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph
-from gigagrad.plans.cost import Costs, Machine
-from gigagrad.plans.fit import speedup
+from gigagrad.plans.cost import Costs
 from gigagrad.plans.limits import roomy
+from gigagrad.plans.machine import Machine
 from gigagrad.plans.plan import Plan
 from gigagrad.plans.stages import split_stages
 
@@ -112,8 +112,12 @@ def pass_seconds(graph: Graph, machine: Machine, plan: Plan, costs: Costs | None
     costs = costs or Costs(graph, machine)
     differentiated = {p.stage for p in plan.passes if p.phase != "forward"}
     stages = split_stages(graph, [field.node for field in plan.kept])
-    seconds = []
-    for stage, described in zip(stages, plan.stages, strict=True):
-        cost = costs.of(stage, described.tile, backward=stage.index in differentiated)
-        seconds.append(cost.seconds / speedup(machine.threads, plan.workers, described.tile_count))
-    return tuple(seconds[p.stage] for p in plan.passes)
+    cost = {
+        stage.index: costs.of(stage, described.tile, backward=stage.index in differentiated)
+        for stage, described in zip(stages, plan.stages, strict=True)
+    }
+    return tuple(
+        (cost[p.stage].forward_seconds if p.phase == "forward" else cost[p.stage].seconds)
+        / machine.speedup(plan.workers, plan.stages[p.stage].tile_count)
+        for p in plan.passes
+    )

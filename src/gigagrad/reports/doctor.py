@@ -41,7 +41,8 @@ class Check:
 
 
 def diagnose(folder: str | Path = ".") -> list[Check]:
-    """Check Python, PyTorch, memory, the disk under `folder`, codecs, slide readers, optional packages and CUDA.
+    """Check Python, PyTorch, the machine's profile, memory, the disk under `folder`, codecs, slide readers, optional
+    packages and CUDA.
 
     A check that breaks is itself a failed check; nothing is raised.
     """
@@ -92,6 +93,19 @@ def _threads(_: Path) -> Check:
     if used > usable:
         return Check("Threads", "warning", detail, f"set OMP_NUM_THREADS={usable}")
     return Check("Threads", "ok", detail)
+
+
+def _profile(_: Path) -> Check:
+    from gigagrad.plans.machine import ProfileError, profile_path, read_profile
+
+    path = profile_path()
+    if not path.exists():
+        return Check("Profile", "ok", "this machine is not calibrated (optional)", "gigagrad calibrate")
+    try:
+        error = read_profile(path)["error"]
+    except ProfileError as reason:
+        return Check("Profile", "warning", str(reason), "gigagrad calibrate")
+    return Check("Profile", "ok", f"calibrated, predicted times are off by {error:.0%} on average; {path}")
 
 
 def _memory(_: Path) -> Check:
@@ -188,6 +202,7 @@ _CHECKS: dict[str, Callable[[Path], Check]] = {
     "Python": _python,
     "PyTorch": _torch,
     "Threads": _threads,
+    "Profile": _profile,
     "Memory": _memory,
     "Disk": _disk,
     "Codecs": _codecs,

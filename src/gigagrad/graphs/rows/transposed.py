@@ -40,12 +40,13 @@ class TransposedConvolution(WindowRow):
         return reordered_bytes(call, out_pixels, operands)
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        if self._suits_blocks(call):
+        if self.suits_blocks(call):
             return self._by_blocks(call, arguments, site)
         return self._by_kernel(call, arguments, site)
 
     @staticmethod
-    def _suits_blocks(call: Call) -> bool:
+    def suits_blocks(call: Call) -> bool:
+        """Whether this use runs as one matrix product."""
         weight, (y, x) = call.operands[1], pair(call["stride"])
         plain = (
             call.node.shape[0] == call["groups"] == 1

@@ -1,0 +1,189 @@
+"""How well does a calibrated machine foretell the time of a step? Published networks that calibration has not seen.
+
+    gigagrad calibrate && python bench/calibration.py [--only NAME] [--rounds 3]
+
+Every network takes a few training steps, in training and in evaluation mode, on noise of 512 to 2048 px; the fastest
+counts. Compared are the plan's seconds by the model of time (not by the trial of layouts) with the clock and, because
+other programs disturb the clock, the work of one thread with the process's processor time where tiles run one thread
+each. Prints one JSON line last. With `--predictors` no network is run: three predictors are compared on the networks
+of the calibration itself, each network held out in its turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import conftest  # noqa: F401  (lets torchvision be imported beside a CPU PyTorch)
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gigagrad as gg
+from gigagrad.events import Events
+from gigagrad.execution.calibration import FULL, QUICK
+from gigagrad.execution.calibration.fit import Sample, fit_rates, held_out_error
+from gigagrad.execution.calibration.measure import time_networks
+from gigagrad.plans.machine import Machine, TimeModel
+from gigagrad.plans.work import Work
+
+_CASES = (
+    ("paper-unet", ((1024, 2048), (2048, 2048))),
+    ("smp:Unet?encoder_name=resnet18", ((512, 512), (1024, 1024))),
+    ("smp:FPN?encoder_name=resnet18", ((512, 768), (1024, 1024))),
+    ("smp:Unet?encoder_name=efficientnet-b0", ((512, 512), (768, 1024))),
+    ("smp:Linknet?encoder_name=resnet34", ((512, 512), (1024, 1024))),
+    ("timm:resnet10t", ((512, 512), (2048, 2048))),
+    ("timm:resnet34", ((512, 512), (1024, 1536))),
+    ("timm:convnext_atto", ((512, 512), (1024, 1024))),
+    ("timm:mobilenetv3_small_100", ((512, 1024), (2048, 2048))),
+)
+
+
+class _Bytes(nn.Module):
+    """A network for images of bytes."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, image: Tensor) -> Tensor:
+        result: Tensor = self.network(image.float() / 255)
+        return result
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    if output.ndim == 2:
+        return F.cross_entropy(output, target)
+    return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
+
+
+def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int) -> dict[str, Any]:
+    """Predicted and measured seconds of a step of one network."""
+    torch.manual_seed(0)
+    made = gg.models.resolve(name)
+    network = (made if name == "paper-unet" else _Bytes(made)).train(train)
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 255, (3, *size), dtype=np.uint8)
+    classifies = name.startswith("timm:")
+    target = torch.tensor([1]) if classifies else rng.integers(0, 2, (1, *size), dtype=np.uint8)
+    engine = gg.compile(network, loss)
+    start = time.perf_counter()
+    plan = engine.plan(image, target)
+    planning = time.perf_counter() - start
+    assert all(stage.seconds is not None for stage in plan.stages), "no profile; run 'gigagrad calibrate' first"
+    machine = Machine.detect(torch.get_num_threads())
+    predicted = sum(stage.seconds or 0.0 for stage in plan.stages)
+    work = sum((stage.seconds or 0.0) * machine.speedup(plan.workers, stage.tile_count) for stage in plan.stages)
+    wall = processor = float("inf")
+    for _ in range(rounds + 1):
+        before = time.process_time()
+        engine.backward(image, target)
+        processor = min(processor, time.process_time() - before)
+        assert engine.last_run is not None
+        wall = min(wall, engine.last_run.seconds)
+    return {
+        "model": name,
+        "size": list(size),
+        "mode": "train" if train else "eval",
+        "stages": len(plan.stages),
+        "tiles": plan.tile_count,
+        "tile": list(plan.tile),
+        "workers": plan.workers,
+        "planning_seconds": round(planning, 2),
+        "predicted": round(predicted, 3),
+        "measured": round(wall, 3),
+        "error": round(predicted / wall - 1, 3),
+        "processor_predicted": round(work, 3),
+        "processor_measured": round(processor, 3) if plan.workers > 1 or torch.get_num_threads() == 1 else None,
+        "processor_error": round(work / processor - 1, 3) if plan.workers > 1 else None,
+    }
+
+
+def compare_predictors(effort: str) -> dict[str, float]:
+    """Mean relative error of whole steps, networks held out, of three predictors and of the constants without one."""
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+    samples = time_networks(FULL if effort == "full" else QUICK, Machine.detect(1).cache_bytes, Events())
+
+    def by_quantity(work: Work) -> Work:
+        summed: Work = {}
+        for kind, amount in work.items():
+            quantity = f"any.{kind.rpartition('.')[2]}"
+            summed[quantity] = summed.get(quantity, 0.0) + amount
+        return summed
+
+    def three_rates(seen: Sequence[Sample]) -> Callable[[Work], float]:
+        rates = fit_rates([Sample(s.network, s.step, by_quantity(s.work), s.seconds) for s in seen])
+        model = TimeModel(rates, 0.0)
+        return lambda work: model.seconds(by_quantity(work))
+
+    def by_kind(seen: Sequence[Sample]) -> Callable[[Work], float]:
+        return TimeModel(fit_rates(seen), 0.0).seconds
+
+    def boosted(seen: Sequence[Sample]) -> Callable[[Work], float]:
+        """Trees for what the sum of rates leaves over, in logarithms."""
+        model = TimeModel(fit_rates(seen), 0.0)
+        kinds = sorted({kind for sample in seen for kind in sample.work})
+
+        def features(work: Work) -> list[float]:
+            base = model.seconds(work)
+            return [np.log(base), *(model.rates.get(kind, 0.0) * work.get(kind, 0.0) / base for kind in kinds)]
+
+        left = [np.log(sample.seconds / model.seconds(sample.work)) for sample in seen]
+        trees = HistGradientBoostingRegressor(max_iter=120, learning_rate=0.05, max_leaf_nodes=8, random_state=0)
+        trees.fit(np.array([features(sample.work) for sample in seen]), np.array(left))
+        return lambda work: float(model.seconds(work) * np.exp(trees.predict(np.array([features(work)]))[0]))
+
+    constants = TimeModel({}, 0.0)
+    return {
+        "networks": len({s.network for s in samples}),
+        "passes": len(samples),
+        "constants": round(held_out_error(samples, lambda seen: constants.seconds), 3),
+        "rates_by_quantity": round(held_out_error(samples, three_rates), 3),
+        "rates_by_kind": round(held_out_error(samples, by_kind), 3),
+        "rates_by_kind_boosted": round(held_out_error(samples, boosted), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--predictors", choices=("quick", "full"), help="compare predictors instead")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # the tests' conftest asks for one
+    if args.predictors:
+        print(json.dumps(compare_predictors(args.predictors)))
+        return
+    records = []
+    for name, sizes in _CASES:
+        for size in sizes if args.only in name else ():
+            for train in (True, False):
+                records.append(try_case(name, size, train=train, rounds=args.rounds))
+                print(json.dumps(records[-1]), flush=True)
+    processor = [abs(r["processor_error"]) for r in records if r["processor_error"] is not None]
+    result = {
+        "cases": len(records),
+        "mean_error": round(fmean(abs(r["error"]) for r in records), 3),
+        "worst_error": max((r["error"] for r in records), key=abs),
+        "mean_processor_error": round(fmean(processor), 3) if processor else None,
+        "threads": torch.get_num_threads(),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Rates of the tiers below the caches: copies in memory, the disk under a scratch folder, a lossless codec."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gigagrad.errors import ConfigError
+from gigagrad.files import write_error
+
+_BLOCK_BYTES = 8 * 2**20
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRates:
+    """Bytes per second of one thread that writes and reads in large blocks."""
+
+    write: float
+    read: float
+    direct: bool
+    """Whether the page cache was by-passed. Where the file system cannot do that, writes are flushed and reads may come
+    from memory."""
+
+
+def copy_bytes_per_second(size: int) -> float:
+    """Of a copy of `size` bytes by one thread, the fastest of a few."""
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return size / _fastest(lambda: target.copy_(source))
+
+
+def disk_rates(folder: Path, size: int) -> DiskRates:
+    """Write and read a file of `size` bytes in `folder`, which is removed afterwards.
+
+    Raises `ConfigError` if the folder cannot be used, `WriteError` if the disk is full.
+    """
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"cannot measure the disk: {folder} is no folder that can be written; name one with --scratch"
+        )
+    path = folder / f".gigagrad-calibrate-{os.getpid()}"
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        for flags in dict.fromkeys((direct, 0)):
+            try:
+                return _file_rates(path, size, flags)
+            except OSError:
+                if not flags:  # buffered, it has to work
+                    raise
+    except OSError as error:
+        raise write_error(path, error, size) from error
+    finally:
+        path.unlink(missing_ok=True)
+    raise AssertionError("the last way either works or raises")
+
+
+def _file_rates(path: Path, size: int, flags: int) -> DiskRates:
+    blocks = size // _BLOCK_BYTES
+    with mmap.mmap(-1, _BLOCK_BYTES) as buffer:  # pages are aligned as direct access wants it
+        buffer.write(np.random.default_rng(0).bytes(_BLOCK_BYTES))
+        with _opened(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | flags) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file, 0, blocks * _BLOCK_BYTES)
+            start = time.perf_counter()
+            for block in range(blocks):
+                _whole(os.pwrite(file, buffer, block * _BLOCK_BYTES))
+            os.fsync(file)
+            written = time.perf_counter() - start
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            start = time.perf_counter()
+            for block in range(blocks):
+                _whole(os.preadv(file, [buffer], block * _BLOCK_BYTES))
+            read = time.perf_counter() - start
+    return DiskRates(blocks * _BLOCK_BYTES / written, blocks * _BLOCK_BYTES / read, bool(flags))
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _whole(count: int) -> None:
+    if count != _BLOCK_BYTES:
+        raise OSError(f"moved {count} of {_BLOCK_BYTES} bytes")
+
+
+def codec_bytes_per_second(size: int) -> float:
+    """Of lossless compression (zstd, level 1, bits shuffled) of what a ReLU leaves, by one thread; 0 without blosc2."""
+    if importlib.util.find_spec("blosc2") is None:
+        return 0.0
+    blosc2: Any = importlib.import_module("blosc2")
+    field = np.maximum(np.random.default_rng(0).standard_normal(size // 4, dtype=np.float32), 0)
+    settings = {"codec": blosc2.Codec.ZSTD, "clevel": 1, "filters": [blosc2.Filter.BITSHUFFLE], "nthreads": 1}
+    return field.nbytes / _fastest(lambda: blosc2.compress2(field, typesize=4, **settings))
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few runs, after one that warms up."""
+    work()
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best

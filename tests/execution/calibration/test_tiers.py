@@ -1,0 +1,49 @@
+"""Rates of memory and disk: numbers above zero, and nothing left behind."""
+
+import os
+
+import pytest
+
+from gigagrad.errors import ConfigError, WriteError
+from gigagrad.execution.calibration import tiers
+from gigagrad.execution.calibration.tiers import codec_bytes_per_second, copy_bytes_per_second, disk_rates
+
+SIZE = 16 * 2**20
+
+
+def test_rates_are_positive_and_the_file_is_gone(tmp_path):
+    rates = disk_rates(tmp_path, SIZE)
+    assert rates.write > 0
+    assert rates.read > 0
+    assert list(tmp_path.iterdir()) == []
+    assert copy_bytes_per_second(2**20) > 0
+    assert codec_bytes_per_second(2**20) >= 0
+
+
+def test_where_the_cache_cannot_be_bypassed_it_is_used(monkeypatch, tmp_path):
+    opened = os.open
+
+    def refusing(path, flags, *rest):
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(22, "Invalid argument")
+        return opened(path, flags, *rest)
+
+    monkeypatch.setattr(tiers.os, "open", refusing)
+    rates = disk_rates(tmp_path, SIZE)
+    assert not rates.direct
+    assert rates.write > 0
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="--scratch"):
+        disk_rates(tmp_path / "missing", SIZE)
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tiers.os, "pwrite", full)
+    with pytest.raises(WriteError, match="too full"):
+        disk_rates(tmp_path, SIZE)
+    assert list(tmp_path.iterdir()) == []

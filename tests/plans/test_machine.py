@@ -1,0 +1,172 @@
+"""The machine's profile: saved and read back as it was, or refused with a reason; nothing changes without one."""
+
+import dataclasses
+import importlib
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gigagrad.plans import Limits, Machine, make_plan
+from gigagrad.plans.machine import (
+    ProfileError,
+    TimeModel,
+    machine_key,
+    profile_path,
+    read_profile,
+    typical_rate,
+    write_profile,
+)
+
+MODEL = TimeModel({"dense.f.flops": 1e-11, "tile.calls": 3e-4}, 0.12)
+CALIBRATED = Machine(
+    threads=2, shared_efficiency=0.4, side_by_side_efficiency=0.9, disk_write_bytes_per_second=4e8, model=MODEL
+)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "deep" / "machine.json"
+
+
+@pytest.fixture
+def home(monkeypatch, path):
+    """Where this machine's profile is looked for."""
+    monkeypatch.setattr("gigagrad.plans.machine.profile_path", lambda: path)
+    return path
+
+
+def test_a_profile_comes_back_as_it_was(home):
+    write_profile(home, CALIBRATED)
+    found = Machine.detect(2)
+    assert found == dataclasses.replace(CALIBRATED, cache_bytes=found.cache_bytes)
+    assert found.model.error == 0.12
+
+
+def test_no_profile_is_no_fault(home):
+    said = []
+    assert Machine.detect(3, said.append) == Machine(threads=3, cache_bytes=Machine.detect(1).cache_bytes)
+    assert said == []
+
+
+def broken(path, damage):
+    write_profile(path, CALIBRATED)
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda c: c.update(format="something else"), "not in the format of this version"),
+        (lambda c: c["machine"].update(threads=4096), "belongs to"),
+        (lambda c: c.pop("rates"), "damaged"),
+        (lambda c: c["rates"].pop("copy_bytes_per_second"), "damaged"),
+        (lambda c: c["rates"].update(shared_efficiency="fast"), "damaged"),
+        (lambda c: c["rates"].update(shared_efficiency=True), "damaged"),
+        (lambda c: c.update(seconds_per_unit=[1, 2]), "damaged"),
+        (lambda c: c["seconds_per_unit"].update({"dense.f.flops": -1.0}), "damaged"),
+        (lambda c: c["seconds_per_unit"].update({"dense.f.flops": float("nan")}), "damaged"),
+        (lambda c: c.pop("error"), "damaged"),
+    ],
+)
+def test_a_damaged_or_foreign_profile_is_refused_in_one_sentence(home, damage, reason):
+    broken(home, damage)
+    said = []
+    assert Machine.detect(2, said.append).model is None
+    (text,) = said
+    assert reason in text
+    assert "gigagrad calibrate" in text
+    assert "\n" not in text
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_crash_the_reader(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("bytes") / "machine.json"
+    path.write_bytes(content)
+    with pytest.raises(ProfileError):
+        read_profile(path)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    )
+)
+def test_no_json_crashes_the_reader(tmp_path_factory, value):
+    path = tmp_path_factory.mktemp("json") / "machine.json"
+    write_profile(path, CALIBRATED)
+    content = json.loads(path.read_text())
+    for name in ("rates", "seconds_per_unit", "error", "machine"):
+        path.write_text(json.dumps(content | {name: value}))
+        try:
+            read_profile(path)
+        except ProfileError:
+            continue
+        assert name in ("seconds_per_unit", "error")  # an empty table, a number
+
+
+def test_the_profile_is_kept_by_machine_in_the_users_cache(monkeypatch, tmp_path):
+    machine = importlib.import_module("gigagrad.plans.machine")
+    monkeypatch.setattr(machine, "profile_path", profile_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = machine.profile_path()
+    assert path.parent == tmp_path / "gigagrad"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4096)
+    assert machine.profile_path() != path
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says to ignore it
+    assert machine.profile_path().is_absolute()
+    assert machine_key()["threads"] == 4096
+
+
+def test_a_model_is_a_sum_and_what_it_has_not_met_is_typical():
+    work = {"dense.f.flops": 2e9, "tile.calls": 10.0, "norm.f.cold": 1e6}
+    assert MODEL.seconds(work) == pytest.approx(2e-2 + 3e-3 + 1e6 * typical_rate("norm.f.cold"))
+
+
+def test_threads_share_out_whole_tiles_by_rounds():
+    plain = Machine(threads=2)
+    assert plain.speedup(2, 8) == 2
+    assert plain.speedup(2, 3) == 1.5
+    assert plain.speedup(1, 8) == 1.5
+    slower = dataclasses.replace(plain, side_by_side_efficiency=0.8, shared_efficiency=0.1)
+    assert slower.speedup(2, 8) == pytest.approx(1.8)
+    assert slower.speedup(1, 8) == pytest.approx(1.1)
+
+
+def planned(graph, machine, *, backward=True, tiles=None):
+    limits = Limits(budget_bytes=None, base_bytes=0, peak_bytes=0, reader_cache_bytes=0, runtime_bytes=0)
+    return make_plan(
+        graph, limits, machine, image_shape=graph.source("image").shape, backward=backward, device="cpu",
+        memory_format="channels_last", tiles=tiles,
+    )  # fmt: skip
+
+
+def test_only_a_calibrated_machine_promises_seconds(unet, gate):
+    for graph in (unet, gate):
+        bare = planned(graph, Machine())
+        assert bare.predicted_seconds is None
+        assert [stage.seconds for stage in bare.stages] == [None] * len(bare.stages)
+        for backward in (True, False):
+            plan = planned(graph, dataclasses.replace(Machine(), model=MODEL), backward=backward)
+            assert plan.predicted_seconds == pytest.approx(sum(stage.seconds for stage in plan.stages))
+            assert plan.predicted_seconds > 0
+
+
+def test_a_backward_takes_longer_and_two_threads_less(unet):
+    one = dataclasses.replace(Machine(), model=MODEL)
+    tiles = ((40, 40),)
+    full = planned(unet, one, tiles=tiles).predicted_seconds
+    assert planned(unet, one, backward=False, tiles=tiles).predicted_seconds < full
+    assert planned(unet, dataclasses.replace(one, threads=2), tiles=tiles).predicted_seconds < full
+
+
+def test_dearer_tiles_are_larger(unet):
+    """What the model says decides: where every tile costs a fortune, there are few of them."""
+    cheap = planned(unet, dataclasses.replace(Machine(), model=TimeModel({"tile.calls": 0.0}, 0.1)))
+    dear = planned(unet, dataclasses.replace(Machine(), model=TimeModel({"tile.calls": 10.0}, 0.1)))
+    assert dear.tile_count <= cheap.tile_count
+    assert dear.tile_count == 1
