@@ -20,7 +20,6 @@ def job(monkeypatch):
     """An engine with a budget of 1000 MiB whose process holds as much as the test says: `held["bytes"]`."""
     held = {"bytes": 400 * MIB}
     monkeypatch.setattr(planner, "held_bytes", lambda device: held["bytes"])
-    monkeypatch.setattr(planner, "peak_bytes", lambda device: 0)
     monkeypatch.setattr(planner, "cold_bytes", lambda device: 400 * MIB)
     torch.manual_seed(0)
     engine = gg.compile(gg.models.resolve("paper-unet"), bce, memory=1000 * MIB)

@@ -126,7 +126,6 @@ def test_a_missing_folder_and_a_budget_without_one_are_refused(pair, tmp_path):
 def tight(monkeypatch):
     """A process of 400 MiB, to the planner's eyes."""
     monkeypatch.setattr(planner, "held_bytes", lambda device: 400 * MIB)
-    monkeypatch.setattr(planner, "peak_bytes", lambda device: 0)
     monkeypatch.setattr(planner, "cold_bytes", lambda device: 400 * MIB)
 
 

@@ -30,6 +30,8 @@ def test_resizing(bench, some_box, noise, size, mode, to, align, data):
     assume(not by_factor or all(int(n * f) >= 1 for n, f in zip(size, to, strict=True)))
     b = bench()
     y = resized(b, b.field(noise(1, 2, *size)), mode, None if by_factor else list(to), to if by_factor else None, align)
+    # By a factor that leaves the size, PyTorch's bicubic forward interpolates and its backward copies (decision 8).
+    assume(not (by_factor and mode == "bicubic" and b.node(y).shape[-2:] == size))
     b.check(y, some_box(data, b.node(y)), tolerance=1e-11)
 
 

@@ -96,7 +96,7 @@ def plan_for() -> Callable[..., Plan]:
     def make(
         graph: Graph, budget: int | None = None, *, backward: bool = True, tiles: Any = None, base: int = 2**20
     ) -> Plan:
-        limits = Limits(budget_bytes=budget, base_bytes=base, peak_bytes=base, reader_cache_bytes=0, runtime_bytes=0)
+        limits = Limits(budget_bytes=budget, base_bytes=base, reader_cache_bytes=0, runtime_bytes=0)
         shape = graph.source("image").shape
         return make_plan(
             graph,

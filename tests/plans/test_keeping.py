@@ -47,7 +47,7 @@ def _file_bytes(field):
 
 
 def plan_with(graph, budget):
-    limits = Limits(budget_bytes=budget, base_bytes=0, peak_bytes=0, reader_cache_bytes=0, runtime_bytes=0)
+    limits = Limits(budget_bytes=budget, base_bytes=0, reader_cache_bytes=0, runtime_bytes=0)
     return make_plan(
         graph, limits, Machine(), image_shape=(1, 3, SIZE, SIZE), backward=True, device="cpu",
         memory_format="contiguous", tiles=None,

@@ -138,7 +138,7 @@ def test_threads_share_out_whole_tiles_by_rounds():
 
 
 def planned(graph, machine, *, backward=True, tiles=None):
-    limits = Limits(budget_bytes=None, base_bytes=0, peak_bytes=0, reader_cache_bytes=0, runtime_bytes=0)
+    limits = Limits(budget_bytes=None, base_bytes=0, reader_cache_bytes=0, runtime_bytes=0)
     return make_plan(
         graph, limits, machine, image_shape=graph.source("image").shape, backward=backward, device="cpu",
         memory_format="channels_last", tiles=tiles,

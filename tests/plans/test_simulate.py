@@ -24,7 +24,7 @@ recipes = st.composite(lambda draw: draw_recipe(lambda low, high: draw(st.intege
 
 
 def planned(graph, *, budget=None, backward=True, tiles=None, kept=None, shape=(1, 1, 1)):
-    limits = Limits(budget_bytes=budget, base_bytes=MIB, peak_bytes=MIB, reader_cache_bytes=0, runtime_bytes=0)
+    limits = Limits(budget_bytes=budget, base_bytes=MIB, reader_cache_bytes=0, runtime_bytes=0)
     return make_plan(
         graph,
         limits,

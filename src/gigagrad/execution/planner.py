@@ -19,7 +19,7 @@ from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.fingerprint import fingerprint
-from gigagrad.execution.process import UNNOTICED_BYTES, cold_bytes, held_bytes, peak_bytes, return_freed_memory
+from gigagrad.execution.process import UNNOTICED_BYTES, cold_bytes, held_bytes, return_freed_memory
 from gigagrad.execution.run import Prepared
 from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
@@ -171,7 +171,6 @@ class Planner:
         return Limits(
             budget_bytes=self._budgets.memory_bytes,
             base_bytes=base,
-            peak_bytes=peak_bytes(self._device),
             reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
             runtime_bytes=max(first - base, _LATER_RUNTIME_BYTES) + UNNOTICED_BYTES,
             optimizer_bytes=self._optimizer_bytes() if backward else 0,

@@ -63,7 +63,7 @@ def make_plan(
         whole_field_bytes=whole_field_bytes(graph, backward=backward),
         reader_bytes=limits.reader_cache_bytes + best.ahead_bytes,
         runtime_bytes=limits.runtime_bytes + best.hoard_bytes,
-        predicted_peak_bytes=max(best.peak_bytes, limits.peak_bytes),
+        predicted_peak_bytes=best.peak_bytes,
         host_bytes=best.tier_bytes[HOST],
         scratch_bytes=best.tier_bytes[DISK],
         predicted_seconds=best.seconds if machine.model is not None else None,

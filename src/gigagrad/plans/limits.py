@@ -16,8 +16,6 @@ class Limits:
 
     budget_bytes: int | None
     base_bytes: int
-    peak_bytes: int
-    """The highest the process has been before the run; the peak of the whole process cannot be below it."""
     reader_cache_bytes: int
     runtime_bytes: int
     optimizer_bytes: int = 0

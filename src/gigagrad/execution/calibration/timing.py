@@ -32,7 +32,7 @@ class Subject:
 
     def prepare(self, tile: tuple[int, int], *, workers: int) -> Prepared:
         """A plan with tiles of one shape for every stage, `workers` at a time (or fewer, where there are fewer)."""
-        limits = Limits(budget_bytes=None, base_bytes=0, peak_bytes=0, reader_cache_bytes=0, runtime_bytes=0)
+        limits = Limits(budget_bytes=None, base_bytes=0, reader_cache_bytes=0, runtime_bytes=0)
         plan = make_plan(
             self.graph,
             limits,
