@@ -34,6 +34,24 @@ def residual(blocks, width=8):
     )
 
 
+class Ladder(nn.Module):
+    """A U-Net with two skips and a norm after every convolution."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [(3, 4), (4, 6), (6, 8), (14, 6), (10, 4)]
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in widths)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o in widths)
+        self.head = nn.Conv2d(4, 1, 1)
+
+    def forward(self, x):
+        a = self.norms[0](self.convs[0](x)).relu()
+        b = self.norms[1](self.convs[1](F.max_pool2d(a, 2))).relu()
+        c = self.norms[2](self.convs[2](F.max_pool2d(b, 2))).relu()
+        b = self.norms[3](self.convs[3](torch.cat([b, F.interpolate(c, scale_factor=2)], 1))).relu()
+        return self.head(self.norms[4](self.convs[4](torch.cat([a, F.interpolate(b, scale_factor=2)], 1))).relu())
+
+
 def chain_of(graph, backward=True):
     """The chain of cuts as planning sees it."""
     costs = Costs(graph, Machine())

@@ -3,8 +3,6 @@
 from itertools import pairwise
 
 import pytest
-import torch
-import torch.nn.functional as F
 from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import nn
 
@@ -12,7 +10,7 @@ from gigagrad.graphs import GATHER
 from gigagrad.plans import split_stages
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.stages import gathered, is_read, levels
-from tests.plans.networks import chain_of, graph_of, kept_at_best, residual
+from tests.plans.networks import Ladder, chain_of, graph_of, kept_at_best, residual
 
 
 def operators(graph, fields):
@@ -137,27 +135,9 @@ def straight(norms):
     return nn.Sequential(nn.Conv2d(3, widths[0], 1), *layers, nn.Conv2d(widths[-1], 1, 1))
 
 
-class UNet(nn.Module):
-    """Two skips, a norm after every convolution."""
-
-    def __init__(self):
-        super().__init__()
-        widths = [(3, 4), (4, 6), (6, 8), (14, 6), (10, 4)]
-        self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in widths)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o in widths)
-        self.head = nn.Conv2d(4, 1, 1)
-
-    def forward(self, x):
-        a = self.norms[0](self.convs[0](x)).relu()
-        b = self.norms[1](self.convs[1](F.max_pool2d(a, 2))).relu()
-        c = self.norms[2](self.convs[2](F.max_pool2d(b, 2))).relu()
-        b = self.norms[3](self.convs[3](torch.cat([b, F.interpolate(c, scale_factor=2)], 1))).relu()
-        return self.head(self.norms[4](self.convs[4](torch.cat([a, F.interpolate(b, scale_factor=2)], 1))).relu())
-
-
 @pytest.mark.parametrize(
     ("model", "most"),
-    [(straight(5), 1.0), (straight(9), 1.0), (residual(3), 1.2), (UNet(), 1.05)],
+    [(straight(5), 1.0), (straight(9), 1.0), (residual(3), 1.2), (Ladder(), 1.05)],
     ids=["chain of 5", "chain of 9", "residual", "U-Net"],
 )
 def test_the_chain_is_solved_as_well_as_by_an_integer_program(model, most):

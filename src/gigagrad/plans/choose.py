@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
 
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER, Graph
@@ -102,6 +103,9 @@ class _Chooser:
         if moved is not None and moved.seconds < _GOOD_ENOUGH * self._fitter.unbounded().fit(moved.kept).seconds:
             return moved
         fewer = self._fastest(len(selections) - 1, lambda count: _in_memory(selections[count]))
+        order = self._order_of_dropping(selections[0])
+        single = self._fastest(len(order), lambda count: _in_memory(selections[0].difference(order[:count])))
+        fewer = _faster(fewer, single)
         if moved is None:
             moved = next(filter(None, map(self._moved, _spread(selections[1:]))), None)
         found = _faster(moved, fewer)
@@ -120,6 +124,32 @@ class _Chooser:
         """Time of a sweep with tiles of a usual size."""
         sizes = [max(self._graph[i].size(axis) for i in stage.targets(self._graph)) for axis in (0, 1)]
         return self._costs.sweep_seconds(stage, (min(sizes[0], _USUAL_SIDE_PX), min(sizes[1], _USUAL_SIDE_PX)))
+
+    def _order_of_dropping(self, kept: frozenset[int]) -> list[int]:
+        """Single fields, the one that costs the least time per byte first, given that those before it are gone: cuts
+        keep their skips as a whole, and cotangents of large fields live long, so that none of them may fit.
+
+        Greedy, and lazy about it (Minoux, 1978): giving up a field becomes dearer as its neighbours go, so a cost that
+        was computed earlier is a lower bound, and only the best candidate's is brought up to date.
+        """
+        remaining, order = kept, list[int]()
+        seconds = self._rough_seconds(remaining)
+        heap = [(0.0, i) for i in kept - gathered(self._graph)]
+        fresh: dict[int, int] = {}
+        while heap:
+            _, field = heappop(heap)
+            without = self._rough_seconds(remaining - {field})
+            rate = (without - seconds) / self._graph[field].nbytes
+            if fresh.get(field) != len(order) and heap and rate > heap[0][0]:
+                fresh[field] = len(order)
+                heappush(heap, (rate, field))
+                continue
+            order.append(field)
+            remaining, seconds = remaining - {field}, without
+        return order
+
+    def _rough_seconds(self, kept: frozenset[int]) -> float:
+        return sum(self._usual_seconds(stage) for stage in split_stages(self._graph, kept))
 
     def _attempt(self, kept: Kept) -> Option | None:
         try:

@@ -45,6 +45,7 @@ class Costs:
     def __init__(self, graph: Graph, machine: Machine) -> None:
         self._graph = graph
         self._machine = machine
+        self._judged: dict[tuple[object, ...], float] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
 
     def of(self, stage: Stage, shape: tuple[int, int], *, backward: bool) -> TileCost:
@@ -55,6 +56,12 @@ class Costs:
 
     def sweep_seconds(self, stage: Stage, shape: tuple[int, int]) -> float:
         """One forward sweep by one thread, judged by a tile in the middle: quicker than `of`, for comparing cuts."""
+        key = (stage.kept, stage.reductions, stage.output, stage.fields, stage.reads, shape)
+        if key not in self._judged:
+            self._judged[key] = self._judge(stage, shape)
+        return self._judged[key]
+
+    def _judge(self, stage: Stage, shape: tuple[int, int]) -> float:
         grid = Grid(self._graph, stage, shape)
         rows, columns = grid.shape
         tile = grid[rows // 2 * columns + columns // 2]
