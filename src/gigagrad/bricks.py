@@ -12,6 +12,9 @@ _MOST_BYTES = 64 * 2**10
 _SIDES_PX = (8, 16, 32, 64)
 _PAGE_BYTES = 4096
 
+WRITES_BEHIND = 2
+"""Crops that wait to be written, at most, before the computation waits for the disk; plans count them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bricks:

@@ -75,6 +75,9 @@ def test_single_fields_are_given_up_where_whole_cuts_do_not_fit():
     lean = plan_with(graph, budget)
     assert lean.predicted_peak_bytes <= budget
     assert 10 < len(lean.kept) < len(roomy.kept)
+    with pytest.raises(BudgetError) as caught:
+        plan_with(graph, budget // 2)
+    assert plan_with(graph, caught.value.smallest_bytes).predicted_peak_bytes <= caught.value.smallest_bytes
 
 
 def test_the_plan_names_what_it_keeps_and_what_runs_whole():

@@ -97,9 +97,9 @@ class Fitter:
         """Raises BudgetError, with the memory that would do instead, if a tier has too little room."""
         for tier, room in ((HOST, self._limits.host_bytes), (DISK, self._limits.scratch_bytes)):
             if tier_bytes[tier] > room:
-                in_memory = sum(self._graph[i].nbytes for i in kept)
+                enough = self.unbounded().fit(dict.fromkeys(kept, MEMORY)).peak_bytes
                 what = f"the fields kept on '{tier}' take {tier_bytes[tier]:,} bytes, there is room for {room:,}"
-                raise self._limits.refusal(what, self._limits.fixed_bytes + 2 * in_memory)
+                raise self._limits.refusal(what, enough)
 
     def _fit(
         self,
@@ -111,8 +111,6 @@ class Fitter:
     ) -> Option:
         """For each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has none."""
         graph, limits = self._graph, self._limits
-        # Each worker's crop, two being read, and with several workers one more in the queue.
-        crops_ahead = workers + 2 + (workers > 1)
         gradient_bytes = _gradient_bytes(graph, backward=self._backward)
         whole_bytes = whole_field_bytes(graph, backward=self._backward)
         on_tape = int(_TAPE_SLACK * (gradient_bytes + whole_bytes)) if whole_bytes else gradient_bytes
@@ -124,69 +122,95 @@ class Fitter:
             )
             raise limits.refusal(what, fixed)
         held = bytes_by_pass(graph, stages, passes, kept, MEMORY)
-        seconds = self._costs.whole_seconds(backward=self._backward)
-        peak, most_ahead, most_working, chosen = fixed, 0, 0, list[StagePlan]()
+        chosen = list[_Sweeps]()
+        refusals = list[BudgetError]()
         for stage in stages:
-            sweeps = [index for index, p in enumerate(passes) if p.stage == stage.index]
-            differentiates = any(passes[index].phase != "forward" for index in sweeps)
-            shares, sums = _working_bytes(graph, stage, workers, backward=differentiates)
-            working = shares + sums
-            standing = fixed + working + max((held[index] for index in sweeps), default=0)
-
-            def waiting(cost: TileCost, stage: Stage = stage, backward: bool = differentiates) -> int:
-                behind = waiting_bytes(graph, stage, cost.crops, kept, backward=backward)
-                return crops_ahead * cost.crop_bytes + behind
-
-            def total(cost: TileCost, standing: int = standing, sums: int = sums) -> int:
-                tiles = int(workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK)
-                # The only tile is gone when what it gave is added to sums that did not exist before.
-                apart = min(tiles, sums) if cost.plan.tile_count == 1 else 0
-                return standing + waiting(cost) + tiles - apart
-
-            forced = self._tiles
-            shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(graph, stage)
-            costed = [self._costs.of(stage, shape, backward=differentiates) for shape in shapes]
-            budget = limits.budget_bytes
-            fitting = [cost for cost in costed if budget is None or total(cost) <= budget]
-            if not fitting:
-                leanest = min(costed, key=total)
-                raise limits.refusal(_what_does_not_fit(stage, leanest, standing), total(leanest))
-            rated = [
-                (self._stage_seconds(stage, cost, workers, kept, [passes[i].phase for i in sweeps]), cost)
-                for cost in fitting
-            ]
-            stage_seconds, best = min(rated, key=lambda pair: pair[0])
-            seconds += stage_seconds
-            peak, most_ahead = max(peak, total(best)), max(most_ahead, waiting(best))
-            most_working = max(most_working, working)
-            known = stage_seconds if self._machine.model is not None else None
-            chosen.append(dataclasses.replace(best.plan, index=stage.index, seconds=known))
-        hoard = int(_HOARD_SHARE * workers * max(p.tile_peak_bytes for p in chosen)) + _HOARD_BYTES if chosen else 0
+            indices = [index for index, p in enumerate(passes) if p.stage == stage.index]
+            standing = fixed + max((held[index] for index in indices), default=0)
+            phases = [passes[index].phase for index in indices]
+            try:
+                chosen.append(self._sweeps(stage, phases, workers, kept, standing))
+            except BudgetError as error:
+                refusals.append(error)
+        if refusals:  # what does for the hungriest stage does for all
+            raise max(refusals, key=lambda error: error.needed_bytes)
+        seconds = self._costs.whole_seconds(backward=self._backward) + sum(sweeps.seconds for sweeps in chosen)
+        peak = max((sweeps.total_bytes for sweeps in chosen), default=fixed)
+        most_working = max((sweeps.working_bytes for sweeps in chosen), default=0)
+        largest = max((sweeps.plan.tile_peak_bytes for sweeps in chosen), default=0)
+        hoard = int(_HOARD_SHARE * workers * largest) + _HOARD_BYTES if chosen else 0
         if limits.budget_bytes is not None:
             hoard = max(0, min(hoard, limits.budget_bytes - peak))
         return Option(
             workers,
             kept,
-            tuple(chosen),
+            tuple(sweeps.plan for sweeps in chosen),
             passes,
             seconds,
             gradient_bytes + most_working,
             max(held, default=0),
-            most_ahead,
+            max((sweeps.waiting_bytes for sweeps in chosen), default=0),
             peak + hoard,
             hoard,
             tier_bytes,
         )
 
-    def _stage_seconds(self, stage: Stage, cost: TileCost, workers: int, kept: Kept, phases: list[str]) -> float:
-        """All sweeps of one stage. Files are read ahead and written behind: the slower of the two counts."""
-        speedup = self._machine.speedup(workers, cost.plan.tile_count)
+    def _sweeps(self, stage: Stage, phases: list[str], workers: int, kept: Kept, standing: int) -> _Sweeps:
+        """The fastest tile of one stage that fits beside `standing` bytes. Raises `BudgetError` if none does."""
+        graph, budget = self._graph, self._limits.budget_bytes
+        backward = any(phase != "forward" for phase in phases)
+        # Each worker's crop, two being read, and with several workers one more in the queue.
+        crops_ahead = workers + 2 + (workers > 1)
+        shares, sums = _working_bytes(graph, stage, workers, backward=backward)
+
+        def waiting(cost: TileCost) -> int:
+            behind = waiting_bytes(graph, stage, cost.crops, kept, backward=backward)
+            return crops_ahead * cost.crop_bytes + behind
+
+        def total(cost: TileCost) -> int:
+            tiles = int(workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK)
+            # The only tile is gone when what it gave is added to sums that did not exist before.
+            apart = min(tiles, sums) if cost.plan.tile_count == 1 else 0
+            return standing + shares + sums + waiting(cost) + tiles - apart
+
+        forced = self._tiles
+        shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(graph, stage)
+        costed = [self._costs.of(stage, shape, backward=backward) for shape in shapes]
+        fitting = [cost for cost in costed if budget is None or total(cost) <= budget]
+        if not fitting:
+            leanest = min(costed, key=total)
+            what = _what_does_not_fit(stage, leanest, standing + shares + sums)
+            raise self._limits.refusal(what, total(leanest))
+        rated = [(self._seconds(stage, cost, workers, kept, phases), cost) for cost in fitting]
+        seconds, best = min(rated, key=lambda pair: pair[0])
+        known = seconds if self._machine.model is not None else None
+        plan = dataclasses.replace(best.plan, index=stage.index, seconds=known)
+        return _Sweeps(plan, seconds, total(best), waiting(best), shares + sums)
+
+    def _seconds(self, stage: Stage, cost: TileCost, workers: int, kept: Kept, phases: list[str]) -> float:
+        """All sweeps of one stage. Tiers are read ahead and written behind: the slowest link counts, or the tiles."""
+        machine, count = self._machine, cost.plan.tile_count
         total = 0.0
         for phase in phases:
-            computing = (cost.forward_seconds if phase == "forward" else cost.seconds) / speedup
-            moved = traffic_bytes(self._graph, stage, cost.crops, kept, phase)
-            total += max(computing, cost.plan.tile_count * moved / self._machine.disk_bytes_per_second)
+            seconds = [(cost.forward_seconds if phase == "forward" else cost.seconds) / machine.speedup(workers, count)]
+            for tier, rate in ((DISK, machine.disk_bytes_per_second), (HOST, machine.copy_bytes_per_second)):
+                seconds.append(count * traffic_bytes(self._graph, stage, cost.crops, kept, phase, tier) / rate)
+            total += max(seconds)
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Sweeps:
+    """All sweeps of one stage with one tile shape."""
+
+    plan: StagePlan
+    seconds: float
+    total_bytes: int
+    """Of the process while they run."""
+    waiting_bytes: int
+    """Of crops read ahead or to be written."""
+    working_bytes: int
+    """Of working copies and sums of what the stage reads beside fields."""
 
 
 def _what_does_not_fit(stage: Stage, leanest: TileCost, standing: int) -> str:

@@ -17,12 +17,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from gigagrad.bricks import WRITES_BEHIND
 from gigagrad.errors import StoreError
 from gigagrad.units import format_bytes
 
 _PREFIX = "gigagrad-"
-WRITES_BEHIND = 2
-"""Crops that wait to be written or are being written, at most, before the computation waits for the disk."""
 
 
 class Scratch:
