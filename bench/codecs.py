@@ -157,7 +157,7 @@ def cases(image: Tensor, mask: Tensor) -> Iterator[Case]:
     paper = PaperUNet()
     yield capture("paper-unet down8", paper.down40, lambda: paper(Preprocess()(image)), mask)
     try:
-        import tests.conftest  # noqa: F401, I001  # torchvision's operators, which a CPU build of PyTorch lacks
+        import tests.torchvision_operators  # noqa: F401, I001
 
         import timm
     except ImportError:

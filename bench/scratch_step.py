@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,8 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from deep_unet import child, deep_unet
 
 
 def main() -> None:
@@ -36,7 +34,7 @@ def main() -> None:
     if args.run:
         print(json.dumps(plain(args) if args.run == "plain" else ours(args)))
         return
-    found = {run: child([*sys.argv[1:], "--run", run]) for run in ("plain", "gigagrad")}
+    found = {run: child(__file__, [*sys.argv[1:], "--run", run]) for run in ("plain", "gigagrad")}
     step, reference = found["gigagrad"], found["plain"]["seconds_per_megapixel"]
     line = {
         "network": f"Unet({args.encoder}), batch normalisation in training mode",
@@ -49,28 +47,19 @@ def main() -> None:
     print(json.dumps(line))
 
 
-def child(arguments: list[str]) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+class FromBytes(torch.nn.Module):
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(image.float() / 255)
+        return logits
 
 
 def network(encoder: str) -> torch.nn.Module:
-    import segmentation_models_pytorch as smp
-
-    import tests.conftest  # noqa: F401  (lets torchvision be imported beside a CPU PyTorch)
-
-    class FromBytes(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = smp.Unet(encoder, encoder_weights=None, classes=1)
-
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = self.net(image.float() / 255)
-            return logits
-
     torch.manual_seed(0)
-    return FromBytes().train()
+    return FromBytes(deep_unet(encoder)).train()
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from deep_unet import child, deep_unet
 
 
 def main() -> None:
@@ -37,10 +34,9 @@ def main() -> None:
     if args.run:
         print(json.dumps(compare_in_float64(args) if args.run == "exact" else measure(args)))
         return
-    common = [sys.executable, __file__, *sys.argv[1:]]
-    exact = child([*common, "--run", "exact"])
-    plain = child([*common, "--run", "plain"])
-    ours = child([*common, "--run", "gigagrad", "--above", str(int(plain["peak_above_bytes"] / args.share))])
+    exact, plain = (child(__file__, [*sys.argv[1:], "--run", run]) for run in ("exact", "plain"))
+    above = str(int(plain["peak_above_bytes"] / args.share))
+    ours = child(__file__, [*sys.argv[1:], "--run", "gigagrad", "--above", above])
     line = {
         "network": f"Unet({args.encoder}), batch normalisation in training mode",
         "height": args.height,
@@ -60,29 +56,13 @@ def main() -> None:
     print(json.dumps(line))
 
 
-def child(command: list[str]) -> dict[str, float]:
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    print(result, flush=True)
-    return result
-
-
-def network(encoder: str) -> torch.nn.Module:
-    import tests.conftest  # noqa: F401, I001  # torchvision's operators, which a CPU build of PyTorch lacks
-
-    import segmentation_models_pytorch as smp
-
-    model: torch.nn.Module = smp.Unet(encoder, encoder_weights=None).train()
-    return model
-
-
 def measure(args: argparse.Namespace) -> dict[str, float]:
     import gigagrad as gg
     from gigagrad.execution.process import peak_resident_bytes, resident_bytes
 
     torch.set_num_threads(2)
     torch.manual_seed(0)
-    model = network(args.encoder)
+    model = deep_unet(args.encoder)
     image = torch.rand(3, args.height, args.width)
     target = (torch.rand(1, args.height, args.width) > 0.5).float()
     result: dict[str, float] = {}
@@ -128,7 +108,7 @@ def compare_in_float64(args: argparse.Namespace) -> dict[str, float]:
     from tests.exactness.comparison import compare
 
     torch.manual_seed(0)
-    model = network(args.encoder).double()
+    model = deep_unet(args.encoder).double()
     image = torch.rand(3, 512, 512, dtype=torch.float64)
     target = (torch.rand(1, 512, 512) > 0.5).double()
     result = compare(model, F.binary_cross_entropy_with_logits, image, target, tile=(128, 128))

@@ -1,8 +1,7 @@
-"""What all tests share: slides, a saved network, marker skips, a stand-in for torchvision's operators."""
+"""What all tests share: slides, a saved network, marker skips."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from gigagrad.images import open_image, write_label
 from gigagrad.models import resolve, save_model
 from gigagrad.plans import machine
+from tests import torchvision_operators  # noqa: F401
 
 # Two test processes share two cores; small tensors gain nothing from a second thread.
 torch.set_num_threads(1)
@@ -23,32 +23,6 @@ torch.set_num_threads(1)
 # No test depends on time, and a slow machine is not a failure.
 settings.register_profile("gigagrad", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gigagrad")
-
-
-def _define_torchvision_operators() -> torch.library.Library | None:
-    """Let timm and segmentation-models-pytorch import beside a CPU PyTorch.
-
-    The torchvision that pip resolves there has a compiled part that needs CUDA; without it `import torchvision` fails
-    for want of two detection operators, which no network of ours calls. Nothing is defined where the real ones load.
-    """
-    package = importlib.util.find_spec("torchvision")
-    if package is None or package.origin is None:
-        return None
-    for compiled in Path(package.origin).parent.glob("_C*.so"):
-        try:
-            torch.ops.load_library(str(compiled))
-        except OSError:
-            continue
-    if hasattr(torch.ops.torchvision, "nms"):
-        return None
-    library = torch.library.Library("torchvision", "DEF")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
-# The definitions live as long as the object does.
-_torchvision_operators = _define_torchvision_operators()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
-import torch
+from gigagrad.threads import SideThreads, one_thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -25,8 +25,7 @@ def in_order(items: Iterable[Item], work: Callable[[Item], Result], workers: int
     if workers == 1:
         yield from map(work, items)
         return
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(workers, "gigagrad-tile", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with SideThreads(workers, "gigagrad-tile") as pool, one_thread():
         waiting: deque[Future[Result]] = deque()
         try:
             for item in items:
@@ -39,5 +38,3 @@ def in_order(items: Iterable[Item], work: Callable[[Item], Result], workers: int
         finally:
             for future in waiting:
                 future.cancel()
-            # What a worker sets is also the default of every thread that PyTorch meets later.
-            torch.set_num_threads(threads)

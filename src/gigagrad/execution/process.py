@@ -91,6 +91,11 @@ class Trimmer:
         self._pause = 1
         self._tiles_to_go = 1
 
+    def make_room(self, nbytes: int) -> None:
+        """Before so many bytes are taken from the system at once, and not from what tiles freed."""
+        if resident_bytes() + nbytes > self._limit_bytes:
+            return_freed_memory()
+
     def tile_done(self) -> None:
         self._tiles_to_go -= 1
         if self._tiles_to_go:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_unflatten
 from gigagrad.boxes import Box
 from gigagrad.events import Events, TileDone
 from gigagrad.execution.parallel import in_order
-from gigagrad.execution.process import UNNOTICED_BYTES, Trimmer, return_freed_memory
+from gigagrad.execution.process import UNNOTICED_BYTES, Trimmer
 from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.tape import Tape, Values, add
 from gigagrad.execution.tile import StageProgram, TileInputs
@@ -344,13 +344,11 @@ class Run:
         return [node.id for node in self._graph.nodes if node.op == GATHER and node.operands[0] == field]
 
     def _allocate(self, index: int) -> None:
-        """The stores that begin their life with this pass.
-
-        They take memory from the system at once, so what earlier tiles freed is given back before.
-        """
+        """The stores that begin their life with this pass."""
         beginning = [life for life in self._lifetimes if life.first == index]
-        if beginning and self._prepared.device.type == "cpu":
-            return_freed_memory()
+        if beginning and self._trimmer is not None:
+            in_memory = [life.field for life in beginning if self._tiers.get(life.field, MEMORY) == MEMORY]
+            self._trimmer.make_room(sum(self._graph[field].nbytes for field in in_memory))
         for life in beginning:
             stores = self._cotangents if life.cotangent else self._kept
             stores[life.field] = self._store(life)

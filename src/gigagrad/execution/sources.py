@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.graphs import InputSpec
 from gigagrad.images import Image, open_image
+from gigagrad.threads import SideThreads
 
 _AHEAD = 2
 """Crops read ahead of the one in use. The planner counts them."""
@@ -92,7 +93,7 @@ def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:
 
 def read_ahead(tiles: Iterable[Any], read: Callable[[Any], Read]) -> Iterator[tuple[Any, Read]]:
     """`(tile, read(tile))` for every tile in order; the next ones are read in a thread meanwhile."""
-    with ThreadPoolExecutor(1, thread_name_prefix="gigagrad-read") as pool:
+    with SideThreads(1, "gigagrad-read") as pool:
         waiting: deque[tuple[Any, Future[Read]]] = deque()
         try:
             for tile in tiles:

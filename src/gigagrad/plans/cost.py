@@ -134,7 +134,10 @@ class Costs:
 
 
 def candidates(graph: Graph, stage: Stage) -> list[tuple[int, int]]:
-    """Tile shapes worth costing: squares in steps of the lattice, cut to the field's own size."""
+    """Tile shapes worth costing: squares in steps of the lattice, cut to the field's own size.
+
+    They are multiples of 16 pixels: files hold bricks of 8 to 64, and a brick that two tiles share is written twice.
+    """
     grid = Grid(graph, stage, (1, 1))
     size = tuple(graph[grid.reference].size(axis) for axis in (0, 1))
     steps = lattice(graph, stage)
@@ -142,7 +145,7 @@ def candidates(graph: Graph, stage: Stage) -> list[tuple[int, int]]:
     side = _SMALLEST_SIDE_PX
     while side <= _LARGEST_SIDE_PX:
         shapes.append(tuple(min(_round_up(side, steps[axis]), size[axis]) for axis in (0, 1)))
-        side = max(side + 16, side * 5 // 4)
+        side = max(side + 16, side * 5 // 4 // 16 * 16)
     return [(h, w) for h, w in dict.fromkeys(shapes)]
 
 

@@ -7,11 +7,12 @@ What is read is compared with what was written: a file that changed in between i
 from __future__ import annotations
 
 import os
-import zlib
+from collections.abc import Iterator
 from math import prod
 
 import numpy as np
 import torch
+from imagecodecs import deflate_crc32
 
 from gigagrad.boxes import Box
 from gigagrad.bricks import Bricks
@@ -49,11 +50,8 @@ class DiskStore(Store):
     def read(self, box: Box) -> torch.Tensor:
         result = torch.empty((*box.shape, *self._rest), dtype=self.dtype)
         for row in self._rows(box):
-            pixels = self._pixels(self._load(row, box))
-            top = row * self._side
-            y0, y1 = max(box.y0, top), min(box.y1, top + self._side)
-            left = box.x0 // self._side * self._side
-            result[y0 - box.y0 : y1 - box.y0] = pixels[y0 - top : y1 - top, box.x0 - left : box.x1 - left]
+            for inside, part in self._overlaps(row, box, self._load(row, box)):
+                _crop(result, inside).copy_(part)
         return self._as_stored(result)
 
     def write(self, box: Box, crop: torch.Tensor) -> None:
@@ -80,17 +78,13 @@ class DiskStore(Store):
     def _update(self, box: Box, crop: torch.Tensor, *, add: bool) -> None:
         """Replace, or add to, the pixels of the box, brick row by brick row."""
         for row in self._rows(box):
-            top, left = row * self._side, box.x0 // self._side * self._side
-            y0, y1 = max(box.y0, top), min(box.y1, top + self._side)
             bricks = self._load(row, box) if add or not self._covers(box, row) else self._blank(box)
-            pixels = self._pixels(bricks)
-            part = pixels[y0 - top : y1 - top, box.x0 - left : box.x1 - left]
-            given = crop[y0 - box.y0 : y1 - box.y0]
-            if add:
-                part.add_(given)
-            else:
-                part.copy_(given)
-            self._save(row, box, bricks, pixels)
+            for inside, part in self._overlaps(row, box, bricks):
+                if add:
+                    part.add_(_crop(crop, inside))
+                else:
+                    part.copy_(_crop(crop, inside))
+            self._save(row, box, bricks)
 
     def _rows(self, box: Box) -> range:
         return range(box.y0 // self._side, -(-box.y1 // self._side))
@@ -108,11 +102,15 @@ class DiskStore(Store):
         columns = self._columns(box)
         return np.zeros((columns.stop - columns.start, self._slot_bytes), np.uint8)
 
-    def _pixels(self, bricks: Rows) -> torch.Tensor:
-        """One row of bricks as pixels `(side, n * side, ...)`: a copy."""
-        flat = torch.from_numpy(bricks[:, : self._brick_bytes]).view(self.dtype)
-        each = flat.reshape(len(bricks), self._side, self._side, *self._rest)
-        return each.transpose(0, 1).reshape(self._side, -1, *self._rest)
+    def _overlaps(self, row: int, box: Box, bricks: Rows) -> Iterator[tuple[Box, torch.Tensor]]:
+        """For each brick in a row of them: what it shares with the box, counted from the box's corner, as a view."""
+        side, columns = self._side, self._columns(box)
+        pixels = torch.from_numpy(bricks[:, : self._brick_bytes]).view(self.dtype)
+        top = row * side
+        each = pixels.reshape(-1, side, side, *self._rest)
+        for brick, left in zip(each, range(columns.start * side, columns.stop * side, side), strict=True):
+            shared = box.intersect(Box(top, left, top + side, left + side))
+            yield shared.shift(-box.y0, -box.x0), _crop(brick, shared.shift(-top, -left))
 
     def _load(self, row: int, box: Box) -> Rows:
         """The bricks that the box touches in one row of bricks, checked."""
@@ -130,19 +128,17 @@ class DiskStore(Store):
         for i, column in enumerate(range(columns.start, columns.stop)):
             if not written[i]:
                 bricks[i] = 0
-            elif zlib.crc32(bricks[i]) != self._checksums[row, column]:
+            elif deflate_crc32(bricks[i]) != self._checksums[row, column]:
                 raise StoreError(
                     f"'{self._path}' does not hold what was written to it (checksum of block {row}, {column}); "
                     "the disk may be failing, or something else writes to the scratch folder"
                 )
         return bricks
 
-    def _save(self, row: int, box: Box, bricks: Rows, pixels: torch.Tensor) -> None:
+    def _save(self, row: int, box: Box, bricks: Rows) -> None:
         columns = self._columns(box)
-        each = pixels.reshape(self._side, len(bricks), self._side, *self._rest).transpose(0, 1).flatten(1)
-        bricks[:, : self._brick_bytes] = each.view(torch.uint8).numpy()
         for i, column in enumerate(range(columns.start, columns.stop)):
-            self._checksums[row, column] = zlib.crc32(bricks[i])
+            self._checksums[row, column] = deflate_crc32(bricks[i])
         offset = (row * self._written.shape[1] + columns.start) * self._slot_bytes
         data = memoryview(bricks).cast("B")
         while data:
@@ -160,3 +156,7 @@ class DiskStore(Store):
         for position, axis in enumerate((*self.axes, *self._others)):
             order[axis + rank] = position
         return pixels.permute(order)
+
+
+def _crop(pixels: torch.Tensor, box: Box) -> torch.Tensor:
+    return pixels[box.y0 : box.y1, box.x0 : box.x1]

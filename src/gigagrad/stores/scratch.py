@@ -12,13 +12,14 @@ import shutil
 import uuid
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from gigagrad.bricks import WRITES_BEHIND
 from gigagrad.errors import StoreError
+from gigagrad.threads import SideThreads
 from gigagrad.units import format_bytes
 
 _PREFIX = "gigagrad-"
@@ -50,7 +51,7 @@ class Scratch:
         except OSError as error:
             self._lock.release()
             raise StoreError(f"cannot write to scratch folder '{folder}': {error.strerror or error}") from error
-        self._writer = ThreadPoolExecutor(1, "gigagrad-scratch")
+        self._writer = SideThreads(1, "gigagrad-scratch")
         self._pending: deque[Future[None]] = deque()
 
     def create(self, name: str, nbytes: int) -> int:

@@ -20,10 +20,11 @@ from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listen
 from gigagrad.execution.calibration.fit import Sample, achieved, fit
 from gigagrad.execution.calibration.networks import draw_network, flops, is_dense, loss
 from gigagrad.execution.calibration.tiers import DiskRates, codec_bytes_per_second, copy_bytes_per_second, disk_rates
-from gigagrad.execution.calibration.timing import Subject, make_subject, one_thread, pass_seconds, pass_work
+from gigagrad.execution.calibration.timing import Subject, make_subject, pass_seconds, pass_work
 from gigagrad.execution.process import return_freed_memory, share_one_arena
 from gigagrad.execution.run import Prepared
 from gigagrad.plans.machine import Machine, TimeModel, cache_bytes, profile_path, write_profile
+from gigagrad.threads import one_thread
 
 _JOB = "calibrate"
 _SIDES_PX = (48, 64, 96, 128, 192, 256, 384, 512)

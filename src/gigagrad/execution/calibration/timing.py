@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -97,14 +96,3 @@ def pass_work(prepared: Prepared, cache_bytes: int) -> list[Work]:
         tile = mean_tile(prepared.grid(stage))
         found.append(sweep_work(prepared.graph, stage, tile, cache_bytes, gradient=step.phase != "forward"))
     return found
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """PyTorch's operators run in the calling thread alone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
