@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-import conftest  # noqa: F401  (lets torchvision be imported beside a CPU PyTorch)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gigagrad as gg
+import tests.torchvision_operators  # noqa: F401
 from gigagrad.errors import BudgetError
 from gigagrad.training.losses import bce
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 import warnings
@@ -22,15 +21,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import conftest  # noqa: F401  (lets torchvision be imported beside a CPU PyTorch)
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gigagrad as gg
+import tests.torchvision_operators  # noqa: F401
 from gigagrad.events import Events
 from gigagrad.execution.calibration import FULL, QUICK
 from gigagrad.execution.calibration.fit import Sample, fit_rates, held_out_error
@@ -164,7 +163,6 @@ def main() -> None:
     parser.add_argument("--predictors", choices=("quick", "full"), help="compare predictors instead")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # the tests' conftest asks for one
     if args.predictors:
         print(json.dumps(compare_predictors(args.predictors)))
         return

@@ -43,10 +43,10 @@ def main() -> None:
 
 
 def measured(model: str, size: tuple[int, int], *, curve: bool) -> dict[str, Any]:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    import conftest  # noqa: F401  (lets torchvision be imported beside a CPU PyTorch)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import torch
 
+    import tests.torchvision_operators  # noqa: F401
     from gigagrad.execution.process import peak_resident_bytes
     from gigagrad.graphs import InputSpec, capture
     from gigagrad.models import resolve

@@ -29,11 +29,11 @@ CASES = [
 
 
 def one(model_name: str, side: int) -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    import conftest  # noqa: F401  (lets torchvision import beside a CPU build of PyTorch)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import numpy as np
 
     import gigagrad as gg
+    import tests.torchvision_operators  # noqa: F401
     from gigagrad.training.losses import bce
 
     model = gg.models.resolve(model_name).eval()

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import conftest  # noqa: F401  (lets torchvision be imported beside a CPU PyTorch)
+import tests.torchvision_operators  # noqa: F401
 
 CLASSES = 4
 SIZES = ((96, 128), (128, 128), (224, 224), (256, 256), (320, 320))

@@ -16,10 +16,10 @@ from gigagrad.images import open_image
 WORDS = {
     "demo": "--memory --out --quick --slides",
     "label": "--mpp --out --overwrite SLIDE",
-    "plan": "--channels --device --json --loss --memory --model --picture --predict --scratch --size",
+    "plan": "--channels --device --json --loss --memory --model --picture --predict --scratch --size --storage",
     "fit": (
         "--config --device --epochs --learning-rate --level --loss --memory --model --no-augment --out --overwrite "
-        "--scratch --seed --slides"
+        "--scratch --seed --slides --storage"
     ),
     "predict": (
         "--classes --device --level --memory --mpp --out --overwrite --run --scratch --slides --split "

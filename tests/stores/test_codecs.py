@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gigagrad.errors import StoreError
-from gigagrad.stores import Blosc, Raw, faster_codec
+from gigagrad.stores import Blosc, faster_codec
 
 ITEMSIZES = (1, 2, 4, 8)
 
@@ -20,7 +20,11 @@ def smooth(seed: int = 0, count: int = 20_000) -> np.ndarray:
     return np.maximum(field, 0).astype(np.float32).view(np.uint8)
 
 
-@pytest.mark.parametrize("codec", [Raw(), Blosc()], ids=lambda codec: type(codec).__name__)
+class Other(Blosc):
+    name = b"othr"
+
+
+@pytest.mark.parametrize("codec", [Blosc()], ids=lambda codec: type(codec).__name__)
 class TestEveryCodec:
     @given(data=st.binary(max_size=5000), repeats=st.integers(1, 20), itemsize=st.sampled_from(ITEMSIZES))
     def test_what_goes_in_comes_out(self, codec, data, repeats, itemsize):
@@ -75,9 +79,8 @@ class TestEveryCodec:
 
     def test_another_codec_s_bytes_are_an_error(self, codec):
         data = smooth()
-        other = Blosc() if isinstance(codec, Raw) else Raw()
         with pytest.raises(StoreError, match=r"encoded by b'.*' *, expected"):
-            codec.decode(other.encode(data, 4), np.empty_like(data))
+            codec.decode(Other().encode(data, 4), np.empty_like(data))
 
     def test_threads_share_one(self, codec):
         def there_and_back(seed: int) -> bool:
@@ -104,7 +107,7 @@ class TestBlosc:
 
     def test_what_blosc_itself_refuses_is_an_error(self):
         """A checksum that fits bytes that Blosc did not write: nothing but our own fault could make them."""
-        forged = Raw().encode(np.arange(200, dtype=np.uint8), 1)
+        forged = bytes(range(200))
         out = np.empty(200, np.uint8)
         with pytest.raises(StoreError, match="what Blosc refuses"):
             Blosc()._decode(memoryview(forged), out)
@@ -112,11 +115,12 @@ class TestBlosc:
 
 def test_a_codec_runs_where_it_is_faster_than_the_link():
     assert faster_codec(500e6, 2000e6, 3.0) == Blosc()  # 0.5 + 0.67 ns a byte against 2
-    assert faster_codec(3000e6, 2000e6, 3.0) == Raw()  # 0.5 + 0.11 ns a byte against 0.33
-    assert faster_codec(500e6, 2000e6, 1.0) == Raw()  # what does not shrink is only delayed
+    assert faster_codec(3000e6, 2000e6, 3.0) is None  # 0.5 + 0.11 ns a byte against 0.33
+    assert faster_codec(500e6, 2000e6, 1.0) is None  # what does not shrink is only delayed
+    assert faster_codec(500e6, 0.0, 3.0) is None  # nobody has measured it
 
 
 @given(link=st.floats(1e6, 1e11), rate=st.floats(1e6, 1e11), ratio=st.floats(0.5, 100))
 def test_a_faster_link_never_asks_for_a_codec_that_a_slower_one_did_without(link, rate, ratio):
-    if faster_codec(link, rate, ratio) == Raw():
-        assert faster_codec(link * 2, rate, ratio) == Raw()
+    if faster_codec(link, rate, ratio) is None:
+        assert faster_codec(link * 2, rate, ratio) is None

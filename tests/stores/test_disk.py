@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gigagrad.boxes import Box
 from gigagrad.bricks import Bricks
 from gigagrad.errors import StoreError
-from gigagrad.stores import DiskStore, Scratch
+from gigagrad.stores import Blosc, DiskStore, Scratch
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def scratch(tmp_path):
     scratch.close()
 
 
-def store(scratch, shape=(1, 3, 150, 170), dtype=torch.float32, name="field"):
-    return DiskStore(shape, dtype, (-2, -1), scratch=scratch, name=name)
+def store(scratch, shape=(1, 3, 150, 170), dtype=torch.float32, name="field", codec=None):
+    return DiskStore(shape, dtype, (-2, -1), scratch=scratch, name=name, codec=codec)
 
 
 @st.composite
@@ -34,13 +34,18 @@ def boxes(draw, height=150, width=170):
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.lists(st.tuples(boxes(), st.booleans()), max_size=6), boxes(), st.sampled_from([3, 70]))
-def test_any_boxes_written_and_added_give_what_a_tensor_would(tmp_path_factory, updates, read, channels):
+@given(
+    st.lists(st.tuples(boxes(), st.booleans()), max_size=6),
+    boxes(),
+    st.sampled_from([3, 70]),
+    st.sampled_from([None, Blosc()]),
+)
+def test_any_boxes_written_and_added_give_what_a_tensor_would(tmp_path_factory, updates, read, channels, codec):
     shape = (1, channels, 150, 170)
     expected = torch.zeros(shape, dtype=torch.float64)
     scratch = Scratch(tmp_path_factory.mktemp("scratch"), 0)
     try:
-        field = store(scratch, shape, torch.float64)
+        field = store(scratch, shape, torch.float64, codec=codec)
         for number, (box, adds) in enumerate(updates):
             crop = torch.full((1, channels, *box.shape), number + 0.5, dtype=torch.float64)
             view = expected[..., box.y0 : box.y1, box.x0 : box.x1]
@@ -63,6 +68,19 @@ def test_what_is_stored_may_live_in_any_layout(scratch):
     kept.write(Box.whole(150, 170), field)
     kept.flush()
     assert torch.equal(kept.whole(), field)
+
+
+def test_a_damaged_brick_that_was_encoded_is_noticed(scratch):
+    kept = store(scratch, shape=(1, 3, 128, 128), codec=Blosc())
+    kept.write(Box.whole(128, 128), torch.ones(1, 3, 128, 128))
+    kept.flush()
+    path = scratch.folder / "field"
+    content = bytearray(path.read_bytes())
+    assert content.count(0) > 0.9 * len(content)  # fewer bytes travel
+    content[30] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match="does not hold what was written"):
+        kept.whole()
 
 
 @pytest.mark.parametrize("position", [0, 40_000, -1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gigagrad.boxes import Box, tiles
-from gigagrad.stores import DiskStore, Half, HostStore, Quantised, RoundedStore, Scratch, Store
+from gigagrad.stores import Blosc, Codec, DiskStore, Half, HostStore, Quantised, RoundedStore, Scratch, Store
 
 
 class StoreConformance(ABC):
@@ -64,6 +64,8 @@ class TestHostStoreChannelsLast(StoreConformance):
 
 
 class TestDiskStore(StoreConformance):
+    codec: Codec | None = None
+
     @pytest.fixture(autouse=True)
     def scratch(self, tmp_path):
         self._scratch = Scratch(tmp_path, 0)
@@ -71,7 +73,11 @@ class TestDiskStore(StoreConformance):
         self._scratch.close()
 
     def make(self, shape, dtype, axes):
-        return DiskStore(shape, dtype, axes, scratch=self._scratch, name="field")
+        return DiskStore(shape, dtype, axes, scratch=self._scratch, name="field", codec=self.codec)
+
+
+class TestEncodedDiskStore(TestDiskStore):
+    codec = Blosc()
 
 
 class RoundedConformance(StoreConformance):

@@ -49,7 +49,7 @@ def plan(args: argparse.Namespace) -> None:
         check_picture(args.picture)
     model = resolve(args.model).train(not args.predict)
     loss = None if args.predict else named_loss(args.loss).function
-    engine = compile(model, loss, memory=args.memory, scratch=args.scratch, device=args.device)
+    engine = compile(model, loss, memory=args.memory, scratch=args.scratch, storage=args.storage, device=args.device)
     # One pixel, seen everywhere: a plan asks for the shape and the dtype of images, not for their memory.
     slide = np.broadcast_to(np.uint8(255), (args.channels, *args.size))
     target = None if args.predict else np.broadcast_to(np.uint8(0), (1, *args.size))
@@ -98,7 +98,7 @@ def _study(model: str, survey: Survey, made: Plan, *, backward: bool) -> PlanStu
 def fit(args: argparse.Namespace) -> None:
     from gigagrad import training
 
-    names = ("model", "memory", "epochs", "learning_rate", "loss", "seed", "level", "device")
+    names = ("model", "memory", "storage", "epochs", "learning_rate", "loss", "seed", "level", "device")
     settings: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     settings |= {name: str(path.absolute()) for name in ("slides", "out", "scratch") if (path := getattr(args, name))}
     if args.no_augment:

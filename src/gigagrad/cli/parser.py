@@ -108,6 +108,10 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "help": "folder on a fast disk for what does not fit in --memory; default: such fields are computed again",
     },
     "--slides": {"type": Path, "required": True},
+    "--storage": {
+        "metavar": "HOW",
+        "help": "store kept fields in fewer bits: float16, bfloat16, or 'error E' in --scratch; default: exact",
+    },
 }
 """The flags of more than one command: the same words mean the same everywhere."""
 
@@ -185,6 +189,7 @@ def _plan(found: _Commands) -> None:
     parser.add_argument("--channels", type=_positive, default=3, help="of the slide (default: 3)")
     _flag(parser, "--memory")
     _flag(parser, "--scratch")
+    _flag(parser, "--storage")
     _flag(parser, "--loss")
     parser.add_argument("--predict", action="store_true", help="plan a prediction instead of a training step")
     _flag(parser, "--device")
@@ -213,6 +218,7 @@ def _fit(found: _Commands) -> None:
     parser.add_argument("--model", help=f"{_MODEL} (default: paper-unet)")
     _flag(parser, "--memory")
     _flag(parser, "--scratch")
+    _flag(parser, "--storage")
     parser.add_argument("--epochs", type=int, help="passes over the training slides (default: 20)")
     parser.add_argument("--learning-rate", type=float, help="of Adam (default: 1e-3)")
     _flag(parser, "--loss", default=None)

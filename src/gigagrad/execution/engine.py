@@ -24,6 +24,7 @@ from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
 from gigagrad.graphs import Composite, Graph
 from gigagrad.plans import Plan
+from gigagrad.stores import Rounding, parse_storage
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -46,6 +47,7 @@ def compile(
     scratch: str | Path | None = None,
     scratch_bytes: str | int | None = None,
     host_memory: str | int | None = None,
+    storage: str | None = None,
     tile: tuple[int, int] | None = None,
     seed: int | None = None,
 ) -> Engine:
@@ -66,6 +68,10 @@ def compile(
             run's own, which goes when the run ends. Without it such fields are computed again.
         scratch_bytes: the most that these files may take; None: what is free.
         host_memory: the same for host memory beside a GPU; None: what is free.
+        storage: how fields that a plan keeps are stored; `"exact"` (None): bit for bit. Lossy, so never by itself:
+            `"bfloat16"`, `"float16"` (half the bytes of float32), or `"error 0.01"`: quantised, in files only, with
+            errors of at most that. The run goes on from what was stored, and its gradient is exact for that
+            (docs/math.md).
         tile: `(height, width)` in pixels of the last field, to force the tile's shape (tests, experiments).
         seed: of random operators (dropout, stochastic depth), which otherwise draw from PyTorch's own generator. With
             one, the n-th run of an engine draws the same numbers as the n-th run of another.
@@ -74,7 +80,10 @@ def compile(
         ConfigError: an argument cannot be used.
     """
     budgets = Budgets.parse(memory, host_memory, scratch, scratch_bytes)
-    return Engine(model, loss, budgets=budgets, device=device, precision=precision, tile=tile, seed=seed)
+    rounding = parse_storage(storage)
+    return Engine(
+        model, loss, budgets=budgets, device=device, precision=precision, rounding=rounding, tile=tile, seed=seed
+    )
 
 
 class Engine:
@@ -88,6 +97,7 @@ class Engine:
         budgets: Budgets,
         device: str | torch.device,
         precision: str | None,
+        rounding: Rounding | None,
         tile: tuple[int, int] | None,
         seed: int | None,
     ) -> None:
@@ -107,7 +117,9 @@ class Engine:
         self._seed = seed
         self._runs = 0
         self.events = Events()
-        self._planner = Planner(self._composite, self.events, budgets=budgets, device=self._device, tile=tile)
+        self._planner = Planner(
+            self._composite, self.events, budgets=budgets, device=self._device, tile=tile, rounding=rounding
+        )
         self.last_run: StepMeasured | None = None
 
     @property

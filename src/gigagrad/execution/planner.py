@@ -25,7 +25,9 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
 from gigagrad.graphs import Composite, Graph, capture
 from gigagrad.plans import Costs, Limits, Machine, Plan, PlanAt, make_plan, split_stages
+from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.stages import gathered
+from gigagrad.stores import Blosc, Codec, Half, Quantised, Rounding, faster_codec
 
 _RUNTIME_BYTES = 64 * 2**20
 """What the first step of a process adds beside its tensors: kernels' code, thread stacks, the reader's code."""
@@ -105,8 +107,11 @@ class Planner:
         budgets: Budgets,
         device: torch.device,
         tile: tuple[int, int] | None,
+        rounding: Rounding | None,
     ) -> None:
         self._composite = composite
+        self._rounding = rounding
+        self._packing = _packing_of(rounding)
         self._events = events
         self._budgets = budgets
         self._device = device
@@ -143,7 +148,7 @@ class Planner:
         kept = self._kept.get(self._key(sources, backward=backward))
         graph = kept[0].graph if kept is not None else self._capture(sources)
         limits, machine = self._limits(graph, sources, backward=backward), self._machine()
-        costs, image_shape = Costs(graph, machine), sources["image"].spec.shape
+        costs, image_shape = Costs(graph, machine, self._packing), sources["image"].spec.shape
 
         def plan_at(budget_bytes: int | None) -> Plan:
             limited = dataclasses.replace(limits, budget_bytes=budget_bytes)
@@ -206,7 +211,8 @@ class Planner:
 
     def _prepared(self, graph: Graph, plan: Plan) -> Prepared:
         stages = split_stages(graph, [field.node for field in plan.kept])
-        return Prepared(graph, plan, stages, self._device, self._budgets.scratch)
+        codec = self._codec() if plan.scratch_bytes else None
+        return Prepared(graph, plan, stages, self._device, self._budgets.scratch, self._rounding, codec)
 
     def _first(self, graph: Graph, sources: dict[str, Source], limits: Limits, *, backward: bool) -> Prepared:
         """A first plan; both memory layouts are tried where the run is long enough to pay for it."""
@@ -267,6 +273,7 @@ class Planner:
             memory_format=choice.memory_format if choice else _usual_layout(graph),
             tiles=choice.tiles if choice else (self._tile,) if self._tile else None,
             kept=dict(choice.kept) if choice else None,
+            packing=self._packing,
             costs=costs,
         )
 
@@ -275,6 +282,13 @@ class Planner:
         threads = torch.get_num_threads() if self._device.type == "cpu" else 1
         machine = Machine.detect(workers or threads, self._notice_once)
         return machine if self._device.type == "cpu" else dataclasses.replace(machine, model=None)
+
+    def _codec(self) -> Codec | None:
+        """Of files: what makes quantised values take fewer bytes, else one that is lossless where that is faster."""
+        if isinstance(self._rounding, Quantised):
+            return Blosc()
+        machine = self._machine()
+        return faster_codec(machine.disk_bytes_per_second, machine.codec_bytes_per_second, machine.codec_ratio)
 
     def _notice_once(self, text: str) -> None:
         if text not in self._noticed:
@@ -289,6 +303,12 @@ def _compiled_bytes(graph: Graph) -> int:
     convolutions = sum("conv" in node.op for node in graph.nodes)
     repeats = -(-len(split_stages(graph, gathered(graph))) // 2)
     return min(convolutions * repeats * _PRIMITIVES_EACH, _MOST_PRIMITIVES) * _PRIMITIVE_BYTES
+
+
+def _packing_of(rounding: Rounding | None) -> Packing:
+    if isinstance(rounding, Half):
+        return Packing(str(rounding), rounding.dtype.itemsize)
+    return AS_THEY_ARE if rounding is None else Packing(str(rounding), files_only=True)
 
 
 def _name(sources: dict[str, Source], *, backward: bool) -> str:

@@ -27,9 +27,9 @@ from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.tape import Tape, Values, add
 from gigagrad.execution.tile import StageProgram, TileInputs
 from gigagrad.graphs import FIELD_MAX, GATHER, SCATTER, Graph
-from gigagrad.plans import DISK, HOST, MEMORY, Grid, Lifetime, Plan, Stage, TileGeometry, lifetimes
+from gigagrad.plans import DISK, EXACT, HOST, MEMORY, Grid, Lifetime, Plan, Stage, TileGeometry, lifetimes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
-from gigagrad.stores import DiskStore, HostStore, Scratch, Store
+from gigagrad.stores import Codec, DiskStore, HostStore, RoundedStore, Rounding, Scratch, Store
 
 Totals = dict[int, torch.Tensor]
 
@@ -44,6 +44,10 @@ class Prepared:
     device: torch.device
     scratch: Path | None = None
     """The folder for the files of kept fields."""
+    rounding: Rounding | None = None
+    """What the plan's packed fields are rounded by."""
+    codec: Codec | None = None
+    """What makes fewer bytes of the files' bricks."""
 
     def grid(self, stage: Stage) -> Grid:
         return Grid(self.graph, stage, self.plan.stages[stage.index].tile)
@@ -72,6 +76,7 @@ class Run:
         self._events = events
         plan = prepared.plan
         self._tiers = {field.node: field.tier for field in plan.kept}
+        self._roundings = self._draw_roundings()
         self._scratch: Scratch | None = None
         self._lifetimes = lifetimes(prepared.graph, prepared.stages, plan.passes)
         self._kept: dict[int, Store] = {}
@@ -288,7 +293,17 @@ class Run:
             self._tape.give(node_id, totals.pop(node_id))
 
     def _program(self, stage: Stage) -> StageProgram:
-        return StageProgram(self._graph, stage, self._prepared.device)
+        roundings = {i: self._roundings[i] for i in stage.kept if i in self._roundings}
+        return StageProgram(self._graph, stage, self._prepared.device, roundings)
+
+    def _draw_roundings(self) -> dict[int, Rounding]:
+        """How each packed field is rounded in this run: errors are drawn anew for every field and run."""
+        rounding = self._prepared.rounding
+        packed = [field.node for field in self._prepared.plan.kept if field.storage != EXACT]
+        if rounding is None or not packed:
+            return {}
+        first = int(torch.randint(2**40, ()))
+        return {node: rounding.keyed(first + node) for node in packed}
 
     def _boundary(self, stage: Stage, *, gradients: bool) -> Values:
         """The globals a stage reads, cut off the tape: for a tile they are leaves."""
@@ -356,13 +371,18 @@ class Run:
     def _store(self, life: Lifetime) -> Store:
         node = self._graph[life.field]
         assert node.axes is not None
-        tier = self._tiers.get(life.field, MEMORY)
+        rounding = None if life.cotangent else self._roundings.get(life.field)
+        dtype = node.dtype if rounding is None else rounding.packed_dtype(node.dtype)
+        tier, prepared = self._tiers.get(life.field, MEMORY), self._prepared
+        store: Store
         if tier == DISK:
             assert self._scratch is not None
             name = f"{'cotangent' if life.cotangent else 'field'}-{life.field}"
-            return DiskStore(node.shape, node.dtype, node.axes, scratch=self._scratch, name=name)
-        device = torch.device("cpu") if tier == HOST else self._prepared.device
-        return HostStore(node.shape, node.dtype, node.axes, device=device, memory_format=self._prepared.layout)
+            store = DiskStore(node.shape, dtype, node.axes, scratch=self._scratch, name=name, codec=prepared.codec)
+        else:
+            device = torch.device("cpu") if tier == HOST else prepared.device
+            store = HostStore(node.shape, dtype, node.axes, device=device, memory_format=prepared.layout)
+        return store if rounding is None else RoundedStore(store, rounding, node.dtype)
 
     def _release(self, index: int) -> None:
         """The stores whose life ends with this pass; the images' own gradients are results and stay."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from gigagrad.boxes import Span
+from gigagrad.boxes import Box, Span
 from gigagrad.graphs import FIELD_BINS, Call, Graph, Row, Site, lookup
 from gigagrad.graphs.graph import fill
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Stage, TileGeometry
+from gigagrad.stores import Rounding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,10 +31,14 @@ class TileInputs:
 class StageProgram:
     """A stage made ready to run: calls, rows and the last reader of every crop."""
 
-    def __init__(self, graph: Graph, stage: Stage, device: torch.device) -> None:
+    def __init__(
+        self, graph: Graph, stage: Stage, device: torch.device, roundings: Mapping[int, Rounding] | None = None
+    ) -> None:
         self.graph = graph
         self.stage = stage
         self.device = device
+        self._roundings = roundings or {}
+        """Of kept fields: what is computed from them here is computed from what their stores will give back."""
         self.targets = stage.targets(graph)
         self._calls = [Call(graph[i], graph.operands(graph[i])) for i in stage.fields]
         self._silent = frozenset(i for i in stage.kept if _row(graph, i).backward_without_output)
@@ -58,6 +65,8 @@ class StageProgram:
             if tile.box(node_id) is None:
                 continue
             values[node_id] = self._evaluate(call, tile, values, globals_, asked=node_id not in silent)
+            if node_id in self._roundings and node_id not in silent:
+                values[node_id] = self._rounded(node_id, values[node_id], tile)
             for operand in self._operands[node_id]:
                 if last_reader.get(operand) == node_id and operand not in self.targets:
                     values.pop(operand, None)
@@ -118,6 +127,14 @@ class StageProgram:
         sums = {i: value.detach() for i, value in sums.items()}
         return sums, list(outputs.values()), list(seeds.values())
 
+    def _rounded(self, node_id: int, value: torch.Tensor, tile: TileGeometry) -> torch.Tensor:
+        box, axes = tile.box(node_id), self.graph[node_id].axes
+        assert box is not None
+        assert axes is not None
+        straight_through: Any = _StraightThrough.apply
+        rounded: torch.Tensor = straight_through(value, self._roundings[node_id], box, axes)
+        return rounded
+
     def _last_readers(self, tile: TileGeometry) -> dict[int, int]:
         readers = {}
         for call in self._calls:
@@ -151,6 +168,18 @@ class StageProgram:
         if arguments.get("device") is not None:
             arguments["device"] = self.device
         return _row(self.graph, call.node.id).run(call, arguments, Site(out, operands, asked))
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounded values; the cotangent passes as if they had not been (docs/math.md)."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, rounding: Rounding, box: Box, axes: tuple[int, int]) -> torch.Tensor:
+        return rounding.round(value, box, axes)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return cotangent, None, None, None
 
 
 def _row(graph: Graph, node_id: int) -> Row:

@@ -8,13 +8,15 @@ from gigagrad.plans.keeping import Lifetime, lifetimes
 from gigagrad.plans.limits import Limits
 from gigagrad.plans.machine import Machine
 from gigagrad.plans.order import PlanFault
-from gigagrad.plans.plan import DISK, HOST, MEMORY, KeptField, Pass, Plan, StagePlan, WholeField
+from gigagrad.plans.packing import Packing
+from gigagrad.plans.plan import DISK, EXACT, HOST, MEMORY, KeptField, Pass, Plan, StagePlan, WholeField
 from gigagrad.plans.simulate import Moment, Simulation, simulate
 from gigagrad.plans.stages import Stage, levels, split_stages
 from gigagrad.plans.tradeoff import PlanAt, Point, pass_seconds, smallest_budget, trade_off
 
 __all__ = [
     "DISK",
+    "EXACT",
     "HOST",
     "MEMORY",
     "Costs",
@@ -25,6 +27,7 @@ __all__ = [
     "Limits",
     "Machine",
     "Moment",
+    "Packing",
     "Pass",
     "Plan",
     "PlanAt",

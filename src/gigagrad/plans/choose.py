@@ -10,10 +10,12 @@ from gigagrad.graphs import GATHER, Graph
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.fit import Fitter, Kept, Option
+from gigagrad.plans.keeping import kept_bytes
 from gigagrad.plans.limits import Limits
 from gigagrad.plans.machine import Machine
 from gigagrad.plans.memory import whole_field_bytes
-from gigagrad.plans.plan import DISK, HOST, MEMORY, KeptField, Plan, WholeField
+from gigagrad.plans.packing import AS_THEY_ARE, Packing
+from gigagrad.plans.plan import DISK, EXACT, HOST, MEMORY, KeptField, Plan, WholeField
 from gigagrad.plans.stages import Stage, gathered, split_stages
 
 _GOOD_ENOUGH = 1.1
@@ -34,15 +36,18 @@ def make_plan(
     memory_format: str,
     tiles: tuple[tuple[int, int], ...] | None,
     kept: Mapping[int, str] | None = None,
+    packing: Packing = AS_THEY_ARE,
     costs: Costs | None = None,
 ) -> Plan:
     """The fastest plan that fits, or the one with these `tiles` (one shape for each stage; the last serves the rest)
-    that keeps these fields in these tiers. Several plans of one graph are made sooner with the same `costs`.
+    that keeps these fields in these tiers, stored as `packing` says. Several plans of one graph are
+    made sooner with the same `costs`, made for the same packing.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
     """
-    chooser = _Chooser(graph, limits, machine, tiles, costs or Costs(graph, machine), backward=backward)
+    costs = costs or Costs(graph, machine, packing)
+    chooser = _Chooser(graph, limits, machine, tiles, costs, packing, backward=backward)
     best = chooser.best() if kept is None else chooser.again(kept)
     whole = [node for node in graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
     return Plan(
@@ -52,10 +57,7 @@ def make_plan(
         workers=best.workers,
         stages=best.stages,
         passes=best.passes,
-        kept=tuple(
-            KeptField(i, best.kept[i], graph[i].op, graph[i].origin.module_path, graph[i].shape, graph[i].nbytes)
-            for i in sorted(best.kept)
-        ),
+        kept=tuple(_kept_field(graph, i, best.kept[i], packing) for i in sorted(best.kept)),
         whole_field=tuple(WholeField(node.op, node.origin.module_path, node.nbytes) for node in whole),
         budget_bytes=limits.budget_bytes,
         base_bytes=limits.base_bytes,
@@ -71,6 +73,12 @@ def make_plan(
     )
 
 
+def _kept_field(graph: Graph, node_id: int, tier: str, packing: Packing) -> KeptField:
+    node, storage = graph[node_id], packing.name if packing.applies(graph, node_id, tier) else EXACT
+    nbytes = kept_bytes(graph, node_id, tier, packing)
+    return KeptField(node_id, tier, node.op, node.origin.module_path, node.shape, nbytes, storage)
+
+
 class _Chooser:
     """Looks for the fastest option that fits."""
 
@@ -81,11 +89,12 @@ class _Chooser:
         machine: Machine,
         tiles: tuple[tuple[int, int], ...] | None,
         costs: Costs,
+        packing: Packing,
         *,
         backward: bool,
     ) -> None:
         self._graph, self._limits, self._costs, self._backward = graph, limits, costs, backward
-        self._fitter = Fitter(graph, limits, machine, costs, tiles, backward=backward)
+        self._fitter = Fitter(graph, limits, machine, costs, tiles, packing, backward=backward)
         self._refusals: list[BudgetError] = []
 
     def best(self) -> Option:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid, TileGeometry, lattice
-from gigagrad.plans.keeping import convolution_flops
 from gigagrad.plans.machine import Machine
 from gigagrad.plans.memory import crop_bytes, tile_peak_bytes, worst_tile
-from gigagrad.plans.plan import StagePlan
+from gigagrad.plans.packing import AS_THEY_ARE, Packing
+from gigagrad.plans.plan import EXACT, StagePlan
 from gigagrad.plans.stages import Stage
 from gigagrad.plans.work import MeanTile, mean_tile, sweep_work, whole_work
 
@@ -42,9 +43,10 @@ class TileCost:
 class Costs:
     """Costs of the stages of one graph, each computed once: plans that keep other fields share most of their stages."""
 
-    def __init__(self, graph: Graph, machine: Machine) -> None:
+    def __init__(self, graph: Graph, machine: Machine, packing: Packing = AS_THEY_ARE) -> None:
         self._graph = graph
         self._machine = machine
+        self._packing = packing
         self._judged: dict[tuple[object, ...], float] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
 
@@ -95,7 +97,7 @@ class Costs:
             tiles=grid.shape,
             crop=crop,
             computed_ratio=crop[0] * crop[1] / (useful * scale),
-            tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward),
+            tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward, rounds=self._packing.name != EXACT),
         )
         read = sum(crop_bytes(graph, tile, i) for i in stage.reads)
         # The kept fields' shares come along with their cotangents.
@@ -128,7 +130,7 @@ class Costs:
             cached = traffic <= machine.cache_bytes // 2
             rate = machine.cached_bytes_per_second if cached else machine.memory_bytes_per_second
             share = own / graph[node_id].nbytes
-            seconds += traffic / rate + share * convolution_flops(graph, node_id) / machine.flops_per_second
+            seconds += traffic / rate + share * _convolution_flops(graph, node_id) / machine.flops_per_second
             seconds += machine.seconds_per_operator
         return sweeps * seconds
 
@@ -155,3 +157,12 @@ def _round_up(value: int, step: int) -> int:
 
 def _largest_read_px(graph: Graph, stage: Stage) -> int:
     return max((graph[i].size(0) * graph[i].size(1) for i in stage.reads), default=1)
+
+
+def _convolution_flops(graph: Graph, node_id: int) -> float:
+    """Multiplications and additions of a convolution or a linear layer over its whole field; 0 for anything else."""
+    node = graph[node_id]
+    if not node.op.startswith(("aten.conv", "aten.linear")):
+        return 0.0
+    field, weight = graph[node.operands[0]], graph[node.operands[1]]
+    return 2.0 * prod(field.shape if "transpose" in node.op else node.shape) * prod(weight.shape[1:])

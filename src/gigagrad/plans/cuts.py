@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gigagrad.graphs import GATHER, Graph
-from gigagrad.plans.keeping import is_pixelwise
+from gigagrad.graphs import GATHER, Graph, lookup
 from gigagrad.plans.schedule import Cotangents, last_cotangents
 from gigagrad.plans.stages import Stage, gathered, is_read, levels, stage_for
 
@@ -148,7 +147,7 @@ def _candidates(graph: Graph, required: frozenset[int]) -> list[int]:
             behind[node.id] = frozenset({node.id})
             continue
         sources = frozenset[int]().union(*(behind[i] for i in node.operands if graph[i].is_field))
-        if is_pixelwise(graph, node.id) and len(sources) <= _LONGEST_CHAIN:
+        if _is_pixelwise(graph, node.id) and len(sources) <= _LONGEST_CHAIN:
             behind[node.id] = sources
         else:
             found.append(node.id)
@@ -172,3 +171,8 @@ def _last_uses(graph: Graph, candidates: list[int]) -> dict[int, int]:
         for i in reaches:
             last[i] = node.id
     return last
+
+
+def _is_pixelwise(graph: Graph, node_id: int) -> bool:
+    row = lookup(graph[node_id].op)
+    return row is not None and row.pixelwise

@@ -14,6 +14,7 @@ from gigagrad.plans.keeping import bytes_by_pass
 from gigagrad.plans.limits import Limits
 from gigagrad.plans.machine import Machine
 from gigagrad.plans.memory import whole_field_bytes
+from gigagrad.plans.packing import Packing
 from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, StagePlan
 from gigagrad.plans.schedule import make_passes
 from gigagrad.plans.stages import Stage, split_stages
@@ -62,23 +63,27 @@ class Fitter:
         machine: Machine,
         costs: Costs,
         tiles: tuple[tuple[int, int], ...] | None,
+        packing: Packing,
         *,
         backward: bool,
     ) -> None:
         self._graph, self._limits, self._machine, self._costs = graph, limits, machine, costs
-        self._tiles, self._backward = tiles, backward
+        self._tiles, self._packing, self._backward = tiles, packing, backward
 
     def unbounded(self) -> Fitter:
         """The same for a machine with all the memory it needs."""
         limits = dataclasses.replace(self._limits, budget_bytes=None)
-        return Fitter(self._graph, limits, self._machine, self._costs, self._tiles, backward=self._backward)
+        return Fitter(
+            self._graph, limits, self._machine, self._costs, self._tiles, self._packing, backward=self._backward
+        )
 
     def fit(self, kept: Kept) -> Option:
         """The fastest option that keeps these fields in these tiers. Raises `BudgetError` if there is none."""
         stages = split_stages(self._graph, kept)
         passes = make_passes(self._graph, stages, backward=self._backward)
         tier_bytes = {
-            tier: max(bytes_by_pass(self._graph, stages, passes, kept, tier), default=0) for tier in (HOST, DISK)
+            tier: max(bytes_by_pass(self._graph, stages, passes, kept, tier, self._packing), default=0)
+            for tier in (HOST, DISK)
         }
         self._check_tiers(kept, tier_bytes)
         options = []
@@ -121,7 +126,7 @@ class Fitter:
                 f"{fixed - whole_bytes:,} bytes for the process, the parameters and the readers"
             )
             raise limits.refusal(what, fixed)
-        held = bytes_by_pass(graph, stages, passes, kept, MEMORY)
+        held = bytes_by_pass(graph, stages, passes, kept, MEMORY, self._packing)
         chosen = list[_Sweeps]()
         refusals = list[BudgetError]()
         for stage in stages:
@@ -194,7 +199,8 @@ class Fitter:
         for phase in phases:
             seconds = [(cost.forward_seconds if phase == "forward" else cost.seconds) / machine.speedup(workers, count)]
             for tier, rate in ((DISK, machine.disk_bytes_per_second), (HOST, machine.copy_bytes_per_second)):
-                seconds.append(count * traffic_bytes(self._graph, stage, cost.crops, kept, phase, tier) / rate)
+                moved = traffic_bytes(self._graph, stage, cost.crops, kept, phase, tier, self._packing)
+                seconds.append(count * moved / rate)
             total += max(seconds)
         return total
 

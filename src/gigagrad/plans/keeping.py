@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from gigagrad.bricks import Bricks
-from gigagrad.graphs import SCATTER, Graph, lookup
+from gigagrad.graphs import SCATTER, Graph
+from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import DISK, MEMORY, Pass
 from gigagrad.plans.stages import Stage, is_read
-
-
-def is_pixelwise(graph: Graph, node_id: int) -> bool:
-    row = lookup(graph[node_id].op)
-    return row is not None and row.pixelwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +50,26 @@ def _backward_of(passes: tuple[Pass, ...], stage: int) -> int | None:
 
 
 def bytes_by_pass(
-    graph: Graph, stages: tuple[Stage, ...], passes: tuple[Pass, ...], kept: Mapping[int, str], tier: str
+    graph: Graph,
+    stages: tuple[Stage, ...],
+    passes: tuple[Pass, ...],
+    kept: Mapping[int, str],
+    tier: str,
+    packing: Packing = AS_THEY_ARE,
 ) -> list[int]:
     """Bytes of kept fields and cotangent fields in one tier during every pass."""
     held = [0] * len(passes)
     for life in lifetimes(graph, stages, passes):
         if kept.get(life.field, MEMORY) == tier:
             node = graph[life.field]
-            on_disk = Bricks(node.size(0), node.size(1), node.bytes_per_pixel).file_bytes
+            pixel = node.bytes_per_pixel if life.cotangent else packing.bytes_per_pixel(graph, life.field, tier)
+            pixels = node.nbytes // node.bytes_per_pixel
+            size = Bricks(node.size(0), node.size(1), pixel).file_bytes if tier == DISK else pixels * pixel
             for index in range(life.first, life.last + 1):
-                held[index] += on_disk if tier == DISK else node.nbytes
+                held[index] += size
     return held
 
 
-def convolution_flops(graph: Graph, node_id: int) -> float:
-    """Multiplications and additions of a convolution or a linear layer over its whole field; 0 for anything else."""
-    node = graph[node_id]
-    if not node.op.startswith(("aten.conv", "aten.linear")):
-        return 0.0
-    field, weight = graph[node.operands[0]], graph[node.operands[1]]
-    return 2.0 * prod(field.shape if "transpose" in node.op else node.shape) * prod(weight.shape[1:])
+def kept_bytes(graph: Graph, node_id: int, tier: str, packing: Packing) -> int:
+    """Bytes of a kept field as it is stored, without what pads its file."""
+    return graph[node_id].nbytes // graph[node_id].bytes_per_pixel * packing.bytes_per_pixel(graph, node_id, tier)

@@ -25,7 +25,7 @@ from gigagrad.errors import GigagradError
 from gigagrad.files import write_json
 from gigagrad.plans.work import Work
 
-_FORMAT = "gigagrad machine profile 1"
+_FORMAT = "gigagrad machine profile 2"
 """Changes with the meaning of the kinds of work, so that an older profile is measured again."""
 
 _RATES = (
@@ -35,6 +35,7 @@ _RATES = (
     "disk_write_bytes_per_second",
     "disk_read_bytes_per_second",
     "codec_bytes_per_second",
+    "codec_ratio",
 )
 """The fields of `Machine` that a profile holds beside the model of time."""
 
@@ -85,7 +86,9 @@ class Machine:
     disk_write_bytes_per_second: float = 500e6
     disk_read_bytes_per_second: float = 1e9
     codec_bytes_per_second: float = 0.0
-    """Of a lossless codec, in bytes that go in; 0 where none has been measured."""
+    """Of the lossless codec, in bytes of the field, the slower of both directions; 0 where it was not measured."""
+    codec_ratio: float = 1.0
+    """Bytes of a field before a norm per byte that the lossless codec leaves of it."""
     model: TimeModel | None = None
     """The fitted model of time; None where `gigagrad calibrate` has not been run."""
 

@@ -20,14 +20,18 @@ def crop_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
     return box.area * graph[node_id].bytes_per_pixel if box is not None else 0
 
 
-def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward: bool) -> int:
-    """Peak bytes of all crops, saved tensors, cotangents and workspaces of one tile."""
+def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward: bool, rounds: bool = False) -> int:
+    """Peak bytes of all crops, saved tensors, cotangents and workspaces of one tile; `rounds`: kept fields, on the way
+    to their stores.
+    """
     size = {i: crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)}
     run = [i for i in stage.fields if size[i]]
     pending = _reader_counts(graph, run)
     first_saver = _first_savers(graph, run) if backward else {}
     saved = set(first_saver)
     workspace = {i: _workspace(graph, tile, i) for i in run}
+    if rounds:  # beside the values, packed ones and what comes back of them
+        workspace |= {i: max(workspace[i], 2 * size[i]) for i in run if i in stage.kept}
 
     live = sum(size[i] for i in stage.reads)
     peak = live

@@ -42,6 +42,9 @@ class Pass:
     phase: str
 
 
+EXACT = "exact"
+"""The storage of a field that is kept bit for bit."""
+
 MEMORY, HOST, DISK = "memory", "host", "disk"
 """The tiers: what `memory` bounds, on a GPU the host's memory, files in the scratch folder."""
 
@@ -56,6 +59,9 @@ class KeptField:
     module: str
     shape: tuple[int, ...]
     size_bytes: int
+    """As it is stored; its cotangents take what its own dtype does."""
+    storage: str = EXACT
+    """What its values are rounded to, as `storage` of `compile` says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +192,16 @@ class Plan:
             total = format_bytes(sum(field.size_bytes for field in self.kept))
             lines = [f"Fields kept between stages: {len(self.kept)}, {total} in all"]
             largest = sorted(self.kept, key=lambda field: -field.size_bytes)
-            lines += _most([(f"{f.tier:<6}  {f.operator} {list(f.shape)}", f.module, f.size_bytes) for f in largest])
+            lines += _most([(f"{_place(f)}  {f.operator} {list(f.shape)}", f.module, f.size_bytes) for f in largest])
         if self.whole_field:
             lines += ["", f"Operators that run on whole fields: {len(self.whole_field)}"]
             largest_operators = sorted(self.whole_field, key=lambda operator: -operator.size_bytes)
             lines += _most([(o.operator, o.module, o.size_bytes) for o in largest_operators])
         return lines
+
+
+def _place(field: KeptField) -> str:
+    return f"{field.tier:<6}" + ("" if field.storage == EXACT else f"  {field.storage}")
 
 
 _SHOWN = 6

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from gigagrad.boxes import Span
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid
-from gigagrad.plans.keeping import Lifetime, bytes_by_pass, lifetimes
+from gigagrad.plans.keeping import Lifetime, bytes_by_pass, kept_bytes, lifetimes
 from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
 from gigagrad.plans.order import PlanFault, Walk
+from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, Plan, StagePlan
 from gigagrad.plans.stages import Stage, gathered, is_read, split_stages
 
@@ -63,8 +64,8 @@ class Simulation:
         return not self.faults
 
 
-def simulate(graph: Graph, plan: Plan, *, backward: bool) -> Simulation:
-    """Walk a plan of `graph`; `backward` says whether it is meant to give gradients.
+def simulate(graph: Graph, plan: Plan, *, backward: bool, packing: Packing = AS_THEY_ARE) -> Simulation:
+    """Walk a plan of `graph`; `backward` says whether it is meant to give gradients, `packing` what it was made for.
 
     Checked: the stages are those of the fields kept; tiles partition every target, and what they read lies inside the
     fields; what a pass reads is complete and in memory; reductions and whole fields are finished before they are used;
@@ -72,7 +73,7 @@ def simulate(graph: Graph, plan: Plan, *, backward: bool) -> Simulation:
     within what the plan says, and its peak within the budget.
     """
     stages = split_stages(graph, [field.node for field in plan.kept])
-    faults = list(_stage_faults(graph, plan, stages))
+    faults = list(_stage_faults(graph, plan, stages, packing))
     if faults:
         return Simulation(tuple(faults), ())
     for described, stage in zip(plan.stages, stages, strict=True):
@@ -83,7 +84,7 @@ def simulate(graph: Graph, plan: Plan, *, backward: bool) -> Simulation:
     faults += _memory_faults(graph, plan, moments, backward=backward)
     tiers = {field.node: field.tier for field in plan.kept}
     for tier, said in ((HOST, plan.host_bytes), (DISK, plan.scratch_bytes)):
-        most = max(bytes_by_pass(graph, stages, plan.passes, tiers, tier), default=0)
+        most = max(bytes_by_pass(graph, stages, plan.passes, tiers, tier, packing), default=0)
         if most > said:
             faults.append(PlanFault("bytes", None, f"{most} bytes are kept on '{tier}', not {said}"))
     return Simulation(tuple(faults), moments)
@@ -93,7 +94,7 @@ def _differentiated(passes: tuple[Pass, ...], stage: Stage) -> bool:
     return any(p.stage == stage.index and p.phase != "forward" for p in passes)
 
 
-def _stage_faults(graph: Graph, plan: Plan, stages: tuple[Stage, ...]) -> Iterator[PlanFault]:
+def _stage_faults(graph: Graph, plan: Plan, stages: tuple[Stage, ...], packing: Packing) -> Iterator[PlanFault]:
     """Whether the plan describes the stages that its kept fields make. Without that nothing else can be asked."""
     for i in sorted(gathered(graph) - {field.node for field in plan.kept}):
         yield PlanFault("kept", None, f"field {i} is read whole, but not kept")
@@ -101,8 +102,8 @@ def _stage_faults(graph: Graph, plan: Plan, stages: tuple[Stage, ...]) -> Iterat
         node = graph[field.node]
         if not node.is_field or is_read(graph, field.node):
             yield PlanFault("kept", None, f"node {field.node} is no field that a stage computes")
-        elif (field.shape, field.size_bytes) != (node.shape, node.nbytes):
-            yield PlanFault("kept", None, f"field {field.node} is {node.shape}, {node.nbytes} bytes, in the graph")
+        elif (field.shape, field.size_bytes) != (node.shape, size := kept_bytes(graph, node.id, field.tier, packing)):
+            yield PlanFault("kept", None, f"field {field.node} is {node.shape}, {size} bytes, in the graph")
     if len(plan.stages) != len(stages):
         yield PlanFault("stages", None, f"{len(plan.stages)} described, {len(stages)} by the fields kept")
     for described, stage in zip(plan.stages, stages, strict=False):
@@ -159,11 +160,12 @@ def _box_faults(graph: Graph, grid: Grid, axis: int, where: str) -> Iterator[Pla
 def _moments(graph: Graph, plan: Plan, lives: tuple[Lifetime, ...]) -> tuple[Moment, ...]:
     moments = []
     tiers = {field.node: field.tier for field in plan.kept}
+    stored = {field.node: field.size_bytes for field in plan.kept}
     for index, p in enumerate(plan.passes):
         held = {True: 0, False: 0}
         for life in lives:
             if life.first <= index <= life.last and tiers.get(life.field, MEMORY) == MEMORY:
-                held[life.cotangent] += graph[life.field].nbytes
+                held[life.cotangent] += graph[life.field].nbytes if life.cotangent else stored[life.field]
         moments.append(
             Moment(
                 stage=p.stage,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from gigagrad.bricks import WRITES_BEHIND, Bricks
 from gigagrad.graphs import Graph
+from gigagrad.plans.packing import Packing
 from gigagrad.plans.plan import DISK, MEMORY
 from gigagrad.plans.stages import Stage
 
@@ -13,17 +14,22 @@ Shapes = Mapping[int, tuple[int, int]]
 """Height and width in pixels of one tile's crop of each field that its stage reads or keeps."""
 
 
-def traffic_bytes(graph: Graph, stage: Stage, crops: Shapes, kept: Mapping[int, str], phase: str, tier: str) -> float:
+def traffic_bytes(
+    graph: Graph, stage: Stage, crops: Shapes, kept: Mapping[int, str], phase: str, tier: str, packing: Packing
+) -> float:
     """Bytes that one tile of a sweep reads from and writes to a tier."""
 
-    def moved(fields: Iterable[int]) -> float:
-        return sum(_touched(graph, i, crops, tier) for i in fields if kept.get(i) == tier)
+    def moved(fields: Iterable[int], *, cotangents: bool = False) -> float:
+        there = [i for i in fields if kept.get(i) == tier]
+        sizes = [graph[i].bytes_per_pixel if cotangents else packing.bytes_per_pixel(graph, i, tier) for i in there]
+        return sum(_touched(graph, i, crops, tier, size) for i, size in zip(there, sizes, strict=True))
 
+    values = moved(stage.reads) + moved(stage.kept)
     if phase == "forward":
-        return moved(stage.reads) + moved(stage.kept)
-    # What the reductions need of a share, and its cotangent; a cotangent is added to what is there.
+        return values
+    # What the reductions need of a share comes with its cotangent; a cotangent is added to what is there.
     added = [i for i in stage.reads if graph[i].differentiable]
-    return moved(stage.reads) + 2 * moved(stage.kept) + 2 * moved(added)
+    return values + moved(stage.kept, cotangents=True) + 2 * moved(added, cotangents=True)
 
 
 def waiting_bytes(graph: Graph, stage: Stage, crops: Shapes, kept: Mapping[int, str], *, backward: bool) -> int:
@@ -43,11 +49,11 @@ def _crop_bytes(graph: Graph, node_id: int, crops: Shapes) -> int:
     return height * width * graph[node_id].bytes_per_pixel
 
 
-def _touched(graph: Graph, node_id: int, crops: Shapes, tier: str) -> float:
+def _touched(graph: Graph, node_id: int, crops: Shapes, tier: str, pixel_bytes: int) -> float:
     """Bytes of a crop, in a file of the bricks that it touches."""
     node = graph[node_id]
-    nbytes = _crop_bytes(graph, node_id, crops)
+    height, width = crops.get(node_id, (0, 0))
+    nbytes = height * width * pixel_bytes
     if tier != DISK or not nbytes:
         return nbytes
-    ratio = Bricks(node.size(0), node.size(1), node.bytes_per_pixel).read_ratio(*crops[node_id])
-    return ratio * nbytes
+    return Bricks(node.size(0), node.size(1), pixel_bytes).read_ratio(height, width) * nbytes

@@ -55,10 +55,8 @@ def rates_table(calibration: Calibration) -> Table:
     table.add_row("copies in memory", f"{machine.copy_bytes_per_second / 1e9:,.1f} GB/s", "")
     table.add_row(f"disk, write ({way})", f"{disk.write / 1e9:,.2f} GB/s", "")
     table.add_row(f"disk, read ({way})", f"{disk.read / 1e9:,.2f} GB/s", "")
-    codec = machine.codec_bytes_per_second
-    table.add_row(
-        "lossless codec", f"{codec / 1e9:,.2f} GB/s" if codec else "blosc2 is not installed", "", end_section=True
-    )
+    rate, ratio = machine.codec_bytes_per_second, machine.codec_ratio
+    table.add_row("lossless codec", f"{rate / 1e9:,.2f} GB/s, {ratio:.2f} : 1", "", end_section=True)
     table.add_row("a further thread, a tile each", f"{machine.side_by_side_efficiency:.0%}", "")
     table.add_row("a further thread, the same tile", f"{machine.shared_efficiency:.0%}", "")
     table.add_row("mean error on unseen networks", f"{machine.model.error:.0%}", "")

@@ -1,6 +1,6 @@
 """Where kept fields live: one abstract store, in memory or in files under a scratch folder."""
 
-from gigagrad.stores.codecs import Blosc, Codec, Raw, faster_codec
+from gigagrad.stores.codecs import Blosc, Codec, faster_codec
 from gigagrad.stores.disk import DiskStore
 from gigagrad.stores.host import HostStore
 from gigagrad.stores.rounded import RoundedStore
@@ -15,7 +15,6 @@ __all__ = [
     "Half",
     "HostStore",
     "Quantised",
-    "Raw",
     "RoundedStore",
     "Rounding",
     "Scratch",

@@ -70,22 +70,6 @@ class Codec(ABC):
 
 
 @dataclass(frozen=True)
-class Raw(Codec):
-    """The bytes as they are, with a checksum."""
-
-    name: ClassVar[bytes] = b"raw "
-
-    def _encode(self, data: Bytes, itemsize: int) -> Bytes:
-        return data
-
-    def _decode(self, payload: memoryview, out: Bytes) -> None:
-        out[:] = np.frombuffer(payload, np.uint8)
-
-    def _max_payload_bytes(self, nbytes: int) -> int:
-        return nbytes
-
-
-@dataclass(frozen=True)
 class Blosc(Codec):
     """Blosc2: the bits of like significance side by side (bitshuffle), then Zstandard at its fastest level.
 
@@ -116,15 +100,17 @@ class Blosc(Codec):
         return nbytes + self._OVERHEAD
 
 
-def faster_codec(link_bytes_per_second: float, codec_bytes_per_second: float, ratio: float) -> Codec:
-    """`Blosc` where it moves a field sooner than the bare link does, else `Raw`.
+def faster_codec(link_bytes_per_second: float, codec_bytes_per_second: float, ratio: float) -> Codec | None:
+    """`Blosc` where it moves a field sooner than the bare link does.
 
-    `codec_bytes_per_second` counts decoded bytes, the slower of both directions; `ratio` is decoded over encoded bytes.
-    The two times are added: while it encodes, the processor is not computing tiles, so nothing hides that time.
+    `codec_bytes_per_second` counts decoded bytes, the slower of both directions, 0 where it is not known; `ratio` is
+    decoded over encoded bytes. The two times are added: while it encodes, the processor is not computing tiles, so
+    nothing hides that time.
     """
-    assert min(link_bytes_per_second, codec_bytes_per_second, ratio) > 0
+    if not codec_bytes_per_second:
+        return None
     seconds_per_byte = 1 / codec_bytes_per_second + 1 / (ratio * link_bytes_per_second)
-    return Blosc() if seconds_per_byte < 1 / link_bytes_per_second else Raw()
+    return Blosc() if seconds_per_byte < 1 / link_bytes_per_second else None
 
 
 def _checksum(header: bytes, payload: Bytes | Encoded) -> int:

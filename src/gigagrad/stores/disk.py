@@ -9,16 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from math import prod
+from typing import Any
 
+import imagecodecs
 import numpy as np
 import torch
-from imagecodecs import deflate_crc32
 
 from gigagrad.boxes import Box
 from gigagrad.bricks import Bricks
 from gigagrad.errors import StoreError
+from gigagrad.stores.codecs import Codec
 from gigagrad.stores.scratch import Scratch
 from gigagrad.stores.store import Store
+
+_crc32: Any = imagecodecs.deflate_crc32  # takes any buffer; its type stubs name only three kinds
 
 Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """Bricks as they lie in the file: one a row, its slot's bytes along it."""
@@ -27,12 +31,21 @@ Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 class DiskStore(Store):
     """One preallocated file in a run's scratch folder. Writing happens behind; read what another pass wrote, only.
 
+    Every brick has room for all its bytes: a `codec` makes fewer of them travel, not the file smaller.
+
     Raises:
         StoreError: there is no space, the disk fails, or what is read is not what was written.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, int], *, scratch: Scratch, name: str
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        axes: tuple[int, int],
+        *,
+        scratch: Scratch,
+        name: str,
+        codec: Codec | None = None,
     ) -> None:
         super().__init__(shape, dtype, axes)
         self._height, self._width = (shape[axis] for axis in axes)
@@ -41,8 +54,9 @@ class DiskStore(Store):
         bricks = Bricks(self._height, self._width, prod(self._rest) * dtype.itemsize)
         self._side, self._slot_bytes, self._brick_bytes = bricks.side, bricks.slot_bytes, bricks.brick_bytes
         self._checksums = np.zeros(bricks.shape, np.uint32)
-        self._written = np.zeros(bricks.shape, bool)
-        """Bricks that have been written; all others hold zeros."""
+        self._lengths = np.zeros(bricks.shape, np.uint32)
+        """Bytes of each brick in its slot; bricks that have not been written hold zeros and have none."""
+        self._codec = codec
         self._scratch = scratch
         self._path = scratch.folder / name
         self._file = scratch.create(name, bricks.file_bytes)
@@ -113,41 +127,60 @@ class DiskStore(Store):
             yield shared.shift(-box.y0, -box.x0), _crop(brick, shared.shift(-top, -left))
 
     def _load(self, row: int, box: Box) -> Rows:
-        """The bricks that the box touches in one row of bricks, checked."""
+        """The bricks that the box touches in one row of bricks, checked and decoded."""
         columns = self._columns(box)
         bricks = self._blank(box)
-        written = self._written[row, columns]
-        if written.any():
-            offset = (row * self._written.shape[1] + columns.start) * self._slot_bytes
-            try:
-                count = os.preadv(self._file, [memoryview(bricks).cast("B")], offset)
-            except OSError as error:
-                raise StoreError(f"cannot read '{self._path}': {error.strerror or error}") from error
-            if count != bricks.nbytes:
-                raise StoreError(f"'{self._path}' ended early: it has been changed since it was written")
-        for i, column in enumerate(range(columns.start, columns.stop)):
-            if not written[i]:
+        lengths = self._lengths[row, columns]
+        if lengths.any() and self._codec is None:
+            self._read_into(bricks, self._offset(row, columns.start))
+        for i, (column, length) in enumerate(zip(range(columns.start, columns.stop), lengths.tolist(), strict=True)):
+            if not length:
                 bricks[i] = 0
-            elif deflate_crc32(bricks[i]) != self._checksums[row, column]:
+                continue
+            stored = bricks[i, :length]
+            if self._codec is not None:
+                stored = np.empty(length, np.uint8) if length < self._brick_bytes else stored
+                self._read_into(stored, self._offset(row, column))
+            if _crc32(stored) != self._checksums[row, column]:
                 raise StoreError(
                     f"'{self._path}' does not hold what was written to it (checksum of block {row}, {column}); "
                     "the disk may be failing, or something else writes to the scratch folder"
                 )
+            if self._codec is not None and length < self._brick_bytes:
+                self._codec.decode(stored.data, bricks[i, : self._brick_bytes])
         return bricks
 
     def _save(self, row: int, box: Box, bricks: Rows) -> None:
         columns = self._columns(box)
         for i, column in enumerate(range(columns.start, columns.stop)):
-            self._checksums[row, column] = deflate_crc32(bricks[i])
-        offset = (row * self._written.shape[1] + columns.start) * self._slot_bytes
-        data = memoryview(bricks).cast("B")
+            stored: Rows | bytes = bricks[i, : self._brick_bytes]
+            if self._codec is not None:
+                encoded = self._codec.encode(bricks[i, : self._brick_bytes], self.dtype.itemsize)
+                stored = encoded if len(encoded) < self._brick_bytes else stored
+                self._write(memoryview(stored), self._offset(row, column))
+            self._checksums[row, column] = _crc32(stored)
+            self._lengths[row, column] = len(stored)
+        if self._codec is None:
+            self._write(memoryview(bricks).cast("B"), self._offset(row, columns.start))
+
+    def _offset(self, row: int, column: int) -> int:
+        return (row * self._lengths.shape[1] + column) * self._slot_bytes
+
+    def _read_into(self, target: Rows, offset: int) -> None:
+        try:
+            count = os.preadv(self._file, [memoryview(target).cast("B")], offset)
+        except OSError as error:
+            raise StoreError(f"cannot read '{self._path}': {error.strerror or error}") from error
+        if count != target.nbytes:
+            raise StoreError(f"'{self._path}' ended early: it has been changed since it was written")
+
+    def _write(self, data: memoryview, offset: int) -> None:
         while data:
             try:
                 count = os.pwrite(self._file, data, offset)
             except OSError as error:
                 raise StoreError(f"cannot write '{self._path}': {error.strerror or error}") from error
             data, offset = data[count:], offset + count
-        self._written[row, columns] = True
 
     def _as_stored(self, pixels: torch.Tensor) -> torch.Tensor:
         """From `(height, width, others...)` to the field's own order of axes: a view."""

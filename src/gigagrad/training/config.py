@@ -16,6 +16,7 @@ import yaml
 
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_text
+from gigagrad.stores import parse_storage
 from gigagrad.units import parse_bytes
 
 _LIMITS: dict[str, tuple[float, float]] = {
@@ -38,6 +39,7 @@ class FitConfig:
         loss: a name in `losses`, or `package.module:callable`.
         memory: the budget, like `"2 GiB"`; None lets the engine choose.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
+        storage: how training steps store the fields they keep, as `gigagrad.compile` has it; None: bit for bit.
         device: `"cpu"` or `"cuda"`.
         epochs: passes over the training slides.
         learning_rate: of Adam.
@@ -53,6 +55,7 @@ class FitConfig:
     loss: str = "bce"
     memory: str | None = None
     scratch: str | None = None
+    storage: str | None = None
     device: str = "cpu"
     epochs: int = 20
     learning_rate: float = 1e-3
@@ -72,6 +75,7 @@ class FitConfig:
                 raise ConfigError(f"{name} must be {_range(low, high)}, got {value}")
         if self.learning_rate == 0:
             raise ConfigError("learning_rate must be above 0, got 0")
+        parse_storage(self.storage)
         if self.memory is not None:
             try:
                 parse_bytes(self.memory)

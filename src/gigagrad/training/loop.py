@@ -125,7 +125,12 @@ class _Run:
             self.optimizer.load_state_dict(self.resumed.optimizer)
             torch.set_rng_state(self.resumed.random)
         self.engine = compile_engine(
-            self.model, self.loss.function, memory=config.memory, scratch=config.scratch, device=config.device
+            self.model,
+            self.loss.function,
+            memory=config.memory,
+            scratch=config.scratch,
+            storage=config.storage,
+            device=config.device,
         )
         if self.resumed is not None:
             self.engine.load_state_dict(self.resumed.engine)

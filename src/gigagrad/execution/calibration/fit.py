@@ -45,14 +45,21 @@ def fit(samples: Sequence[Sample]) -> TimeModel:
     return TimeModel(fit_rates(samples), held_out_error(samples, lambda seen: TimeModel(fit_rates(seen), 0.0).seconds))
 
 
-def fit_rates(samples: Sequence[Sample]) -> dict[str, float]:
-    """Seconds per unit of every kind of work that the samples contain."""
+def require_scikit_learn() -> None:
+    """Raises `ConfigError` without it: better before minutes of measuring than after."""
     try:
-        from sklearn.linear_model import LinearRegression
+        import sklearn.linear_model  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             "calibration needs scikit-learn, which is not installed; run: pip install 'gigagrad[calibrate]'"
         ) from error
+
+
+def fit_rates(samples: Sequence[Sample]) -> dict[str, float]:
+    """Seconds per unit of every kind of work that the samples contain. Raises `ConfigError` without scikit-learn."""
+    require_scikit_learn()
+    from sklearn.linear_model import LinearRegression
+
     kinds = sorted({kind for sample in samples for kind in sample.work})
     typical = np.array([typical_rate(kind) for kind in kinds])
     seconds = np.array([sample.seconds for sample in samples])

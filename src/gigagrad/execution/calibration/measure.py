@@ -17,9 +17,9 @@ import psutil
 import torch
 
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
-from gigagrad.execution.calibration.fit import Sample, achieved, fit
+from gigagrad.execution.calibration.fit import Sample, achieved, fit, require_scikit_learn
 from gigagrad.execution.calibration.networks import draw_network, flops, is_dense, loss
-from gigagrad.execution.calibration.tiers import DiskRates, codec_bytes_per_second, copy_bytes_per_second, disk_rates
+from gigagrad.execution.calibration.tiers import DiskRates, codec_rates, copy_bytes_per_second, disk_rates
 from gigagrad.execution.calibration.timing import Subject, make_subject, pass_seconds, pass_work
 from gigagrad.execution.process import return_freed_memory, share_one_arena
 from gigagrad.execution.run import Prepared
@@ -78,13 +78,15 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
         ConfigError: scikit-learn is missing, or `scratch` cannot be used.
         WriteError: the profile, or the file that measures the disk, cannot be written.
     """
+    require_scikit_learn()
     start = time.perf_counter()
     events = Events(listeners)
     events.emit(JobStarted(_JOB, effort.networks + 2, "rates of this machine"))
     share_one_arena()
     threads, cache = torch.get_num_threads(), cache_bytes()
     disk = disk_rates(scratch, effort.disk_bytes)
-    copying, codec = copy_bytes_per_second(effort.copy_bytes), codec_bytes_per_second(effort.copy_bytes // 4)
+    copying = copy_bytes_per_second(effort.copy_bytes)
+    codec, ratio = codec_rates(effort.copy_bytes // 4)
     return_freed_memory()
     events.emit(JobAdvanced(_JOB, 1, effort.networks + 2, "memory and disk"))
     samples = time_networks(effort, cache, events)
@@ -105,6 +107,7 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
         disk_write_bytes_per_second=disk.write,
         disk_read_bytes_per_second=disk.read,
         codec_bytes_per_second=codec,
+        codec_ratio=ratio,
         model=model,
     )
     path = profile_path()
