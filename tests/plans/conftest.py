@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gigagrad.graphs import Graph, InputSpec, capture
-from gigagrad.plans import Limits, Machine, Plan, make_plan
+from gigagrad.plans import Plan
+from tests.plans.networks import plan_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -92,24 +93,7 @@ def gate(graph_of: Any) -> Graph:
 @pytest.fixture(scope="session")
 def plan_for() -> Callable[..., Plan]:
     """Plans a graph with a budget (above an idle process of 1 MiB) and optional tiles."""
-
-    def make(
-        graph: Graph, budget: int | None = None, *, backward: bool = True, tiles: Any = None, base: int = 2**20
-    ) -> Plan:
-        limits = Limits(budget_bytes=budget, base_bytes=base, reader_cache_bytes=0, runtime_bytes=0)
-        shape = graph.source("image").shape
-        return make_plan(
-            graph,
-            limits,
-            Machine(),
-            image_shape=shape,
-            backward=backward,
-            device="cpu",
-            memory_format="contiguous",
-            tiles=tiles,
-        )
-
-    return make
+    return plan_of
 
 
 @pytest.fixture(scope="session")

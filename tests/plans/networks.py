@@ -5,11 +5,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from gigagrad.graphs import InputSpec, capture
-from gigagrad.plans import Machine
+from gigagrad.plans import MEMORY, Limits, Machine, make_plan
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 
 SIZE = 256
+MIB = 2**20
 
 
 def graph_of(model, loss=F.mse_loss, size=SIZE):
@@ -61,3 +62,18 @@ def chain_of(graph, backward=True):
 def kept_at_best(graph):
     """Fields kept where memory is no matter."""
     return sorted(chain_of(graph).selections()[0].kept)
+
+
+def plan_of(graph, budget=None, *, backward=True, tiles=None, kept=None, base=MIB, machine=None):
+    """A plan within a budget, beside an idle process of `base` bytes."""
+    return make_plan(
+        graph,
+        Limits(budget_bytes=budget, base_bytes=base, reader_cache_bytes=0, runtime_bytes=0),
+        machine or Machine(),
+        image_shape=graph.source("image").shape,
+        backward=backward,
+        device="cpu",
+        memory_format="contiguous",
+        tiles=tiles,
+        kept=None if kept is None else dict.fromkeys(kept, MEMORY),
+    )

@@ -8,12 +8,10 @@ from torch import nn
 
 from gigagrad.bricks import Bricks
 from gigagrad.errors import BudgetError
-from gigagrad.plans import DISK, MEMORY, Limits, Machine, lifetimes, make_plan, split_stages
+from gigagrad.plans import DISK, MEMORY, lifetimes, split_stages
 from gigagrad.plans.keeping import bytes_by_pass
 from gigagrad.plans.schedule import make_passes
-from tests.plans.networks import SIZE, graph_of, kept_at_best, residual
-
-MIB = 2**20
+from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, residual
 
 
 @pytest.mark.parametrize("share", [0, 1, 2, 3])
@@ -46,38 +44,30 @@ def _file_bytes(field):
     return Bricks(field.size(0), field.size(1), field.bytes_per_pixel).file_bytes
 
 
-def plan_with(graph, budget):
-    limits = Limits(budget_bytes=budget, base_bytes=0, reader_cache_bytes=0, runtime_bytes=0)
-    return make_plan(
-        graph, limits, Machine(), image_shape=(1, 3, SIZE, SIZE), backward=True, device="cpu",
-        memory_format="contiguous", tiles=None,
-    )  # fmt: skip
-
-
 def test_a_tight_budget_gives_up_kept_fields_and_a_tighter_one_is_refused():
     graph = graph_of(residual(4, width=16))
-    roomy = plan_with(graph, None)
+    roomy = plan_of(graph, None)
     assert len(roomy.kept) > 6
-    lean = plan_with(graph, roomy.kept_bytes * 2 // 3)
+    lean = plan_of(graph, roomy.kept_bytes * 2 // 3)
     assert lean.predicted_peak_bytes <= roomy.kept_bytes * 2 // 3
     assert 0 < len(lean.kept) < len(roomy.kept)
     assert {field.node for field in lean.kept} < {field.node for field in roomy.kept}
     with pytest.raises(BudgetError) as caught:
-        plan_with(graph, MIB)
-    assert plan_with(graph, caught.value.smallest_bytes).predicted_peak_bytes <= caught.value.smallest_bytes
+        plan_of(graph, MIB)
+    assert plan_of(graph, caught.value.smallest_bytes).predicted_peak_bytes <= caught.value.smallest_bytes
 
 
 def test_single_fields_are_given_up_where_whole_cuts_do_not_fit():
     smp = pytest.importorskip("segmentation_models_pytorch")
     graph = graph_of(smp.Unet("resnet18", encoder_weights=None), size=1024)
-    roomy = plan_with(graph, None)
+    roomy = plan_of(graph, None)
     budget = roomy.kept_bytes * 6 // 10
-    lean = plan_with(graph, budget)
+    lean = plan_of(graph, budget)
     assert lean.predicted_peak_bytes <= budget
     assert 10 < len(lean.kept) < len(roomy.kept)
     with pytest.raises(BudgetError) as caught:
-        plan_with(graph, budget // 2)
-    assert plan_with(graph, caught.value.smallest_bytes).predicted_peak_bytes <= caught.value.smallest_bytes
+        plan_of(graph, budget // 2)
+    assert plan_of(graph, caught.value.smallest_bytes).predicted_peak_bytes <= caught.value.smallest_bytes
 
 
 def test_the_plan_names_what_it_keeps_and_what_runs_whole():
@@ -89,7 +79,7 @@ def test_the_plan_names_what_it_keeps_and_what_runs_whole():
         def forward(self, x):
             return self.head(torch.fft.fft2(self.norm(self.stem(x))).abs())
 
-    plan = plan_with(graph_of(Gate()), None)
+    plan = plan_of(graph_of(Gate()), None)
     assert "norm" in {field.module for field in plan.kept}
     assert {entry.operator for entry in plan.whole_field} >= {"aten.fft_fft2.default", "aten.abs.default"}
     text = str(plan)

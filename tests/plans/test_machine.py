@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gigagrad.plans import Limits, Machine, make_plan
+from gigagrad.plans import Machine
 from gigagrad.plans.machine import (
     ProfileError,
     TimeModel,
@@ -19,6 +19,7 @@ from gigagrad.plans.machine import (
     typical_rate,
     write_profile,
 )
+from tests.plans.networks import plan_of
 
 MODEL = TimeModel({"dense.f.flops": 1e-11, "tile.calls": 3e-4}, 0.12)
 CALIBRATED = Machine(
@@ -137,21 +138,13 @@ def test_threads_share_out_whole_tiles_by_rounds():
     assert slower.speedup(1, 8) == pytest.approx(1.1)
 
 
-def planned(graph, machine, *, backward=True, tiles=None):
-    limits = Limits(budget_bytes=None, base_bytes=0, reader_cache_bytes=0, runtime_bytes=0)
-    return make_plan(
-        graph, limits, machine, image_shape=graph.source("image").shape, backward=backward, device="cpu",
-        memory_format="channels_last", tiles=tiles,
-    )  # fmt: skip
-
-
 def test_only_a_calibrated_machine_promises_seconds(unet, gate):
     for graph in (unet, gate):
-        bare = planned(graph, Machine())
+        bare = plan_of(graph, machine=Machine())
         assert bare.predicted_seconds is None
         assert [stage.seconds for stage in bare.stages] == [None] * len(bare.stages)
         for backward in (True, False):
-            plan = planned(graph, dataclasses.replace(Machine(), model=MODEL), backward=backward)
+            plan = plan_of(graph, machine=dataclasses.replace(Machine(), model=MODEL), backward=backward)
             assert plan.predicted_seconds == pytest.approx(sum(stage.seconds for stage in plan.stages))
             assert plan.predicted_seconds > 0
 
@@ -159,14 +152,14 @@ def test_only_a_calibrated_machine_promises_seconds(unet, gate):
 def test_a_backward_takes_longer_and_two_threads_less(unet):
     one = dataclasses.replace(Machine(), model=MODEL)
     tiles = ((40, 40),)
-    full = planned(unet, one, tiles=tiles).predicted_seconds
-    assert planned(unet, one, backward=False, tiles=tiles).predicted_seconds < full
-    assert planned(unet, dataclasses.replace(one, threads=2), tiles=tiles).predicted_seconds < full
+    full = plan_of(unet, machine=one, tiles=tiles).predicted_seconds
+    assert plan_of(unet, machine=one, backward=False, tiles=tiles).predicted_seconds < full
+    assert plan_of(unet, machine=dataclasses.replace(one, threads=2), tiles=tiles).predicted_seconds < full
 
 
 def test_dearer_tiles_are_larger(unet):
     """What the model says decides: where every tile costs a fortune, there are few of them."""
-    cheap = planned(unet, dataclasses.replace(Machine(), model=TimeModel({"tile.calls": 0.0}, 0.1)))
-    dear = planned(unet, dataclasses.replace(Machine(), model=TimeModel({"tile.calls": 10.0}, 0.1)))
+    cheap = plan_of(unet, machine=dataclasses.replace(Machine(), model=TimeModel({"tile.calls": 0.0}, 0.1)))
+    dear = plan_of(unet, machine=dataclasses.replace(Machine(), model=TimeModel({"tile.calls": 10.0}, 0.1)))
     assert dear.tile_count <= cheap.tile_count
     assert dear.tile_count == 1

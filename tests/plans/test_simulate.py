@@ -16,26 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
 from networks import draw_recipe, make_case
 
 from gigagrad.graphs import InputSpec, capture
-from gigagrad.plans import Limits, Machine, Pass, lifetimes, make_plan, simulate, split_stages
+from gigagrad.plans import Pass, lifetimes, simulate, split_stages
 from gigagrad.plans.stages import gathered, is_read
+from tests.plans.networks import plan_of
 
-MIB = 2**20
 recipes = st.composite(lambda draw: draw_recipe(lambda low, high: draw(st.integers(low, high))))
-
-
-def planned(graph, *, budget=None, backward=True, tiles=None, kept=None, shape=(1, 1, 1)):
-    limits = Limits(budget_bytes=budget, base_bytes=MIB, reader_cache_bytes=0, runtime_bytes=0)
-    return make_plan(
-        graph,
-        limits,
-        Machine(),
-        image_shape=shape,
-        backward=backward,
-        device="cpu",
-        memory_format="contiguous",
-        tiles=tiles,
-        kept=None if kept is None else dict.fromkeys(kept, "memory"),
-    )
 
 
 def rules(graph, plan, *, backward=True):
@@ -59,7 +44,7 @@ def test_any_plan_of_any_network_is_consistent(recipe, data):
     kept = None if chosen is None else chosen | gathered(graph)
     for backward in (True, False):
         for tiles in (None, (tile,)):
-            plan = planned(graph, backward=backward, tiles=tiles, kept=kept)
+            plan = plan_of(graph, backward=backward, tiles=tiles, kept=kept)
             simulation = simulate(graph, plan, backward=backward)
             assert simulation.consistent, list(map(str, simulation.faults))
             assert [(m.stage, m.phase) for m in simulation.moments] == [(p.stage, p.phase) for p in plan.passes]
@@ -89,7 +74,7 @@ def normed(graph_of):
 
 @pytest.fixture(scope="module")
 def sound(normed):
-    plan = planned(normed, tiles=((8, 9),), budget=2**40)
+    plan = plan_of(normed, tiles=((8, 9),), budget=2**40)
     assert len(plan.stages) == 4
     assert len(plan.passes) == 7
     assert len(plan.kept) == 2
@@ -136,13 +121,13 @@ def test_forward_and_backward_at_once_needs_a_loss_that_allows_it(graph_of):
         return (o * t).sum() / (o.sum() + t.sum())
 
     graph = graph_of(nn.Conv2d(1, 1, 3, padding=1), dice, (20, 20))
-    plan = planned(graph, kept=())
+    plan = plan_of(graph, kept=())
     assert [p.phase for p in plan.passes] == ["forward", "backward"]
     assert rules(graph, dataclasses.replace(plan, passes=(Pass(0, "one pass"),))) == {"order"}
 
 
 def test_a_plan_for_gradients_has_a_backward(normed, sound):
-    forward = planned(normed, backward=False)
+    forward = plan_of(normed, backward=False)
     assert rules(normed, forward, backward=False) == set()
     assert rules(normed, forward) == {"passes"}
     assert "passes" in rules(normed, sound, backward=False)
@@ -174,7 +159,7 @@ def test_a_whole_field_that_is_not_kept_is_found(graph_of):
             return torch.roll(self.conv(x), 3, -1)
 
     graph = graph_of(Turned(), F.mse_loss, (16, 16))
-    plan = planned(graph)
+    plan = plan_of(graph)
     assert rules(graph, plan) == set()
     assert rules(graph, dataclasses.replace(plan, kept=())) == {"kept"}
     assert "bytes" in rules(graph, dataclasses.replace(plan, whole_field_bytes=0))
@@ -285,7 +270,7 @@ def test_a_terapixel_is_planned_and_checked():
 
     side = 1_000_000
     graph = whole_graph(resolve("paper-unet"), named_loss("bce").function, (side, side))
-    plan = planned(graph, budget=2**30, shape=(3, side, side))
+    plan = plan_of(graph, budget=2**30)
     simulation = simulate(graph, plan, backward=True)
     assert simulation.consistent, list(map(str, simulation.faults))
     assert plan.predicted_peak_bytes <= 2**30
@@ -319,10 +304,10 @@ def test_300_million_parameters_are_planned_and_checked_without_being_there(tigh
     image = InputSpec((1, 3, *size), torch.uint8, field=True)
     target = InputSpec((1, 1, size[0] // 8, size[1] // 8), torch.uint8, field=True)
     graph = capture(model, lambda o, t: F.binary_cross_entropy_with_logits(o, t.float()), image, target)
-    loose = planned(graph, shape=(3, *size))
-    plan = planned(graph, shape=(3, *size), kept=()) if tight else loose
+    loose = plan_of(graph)
+    plan = plan_of(graph, kept=()) if tight else loose
     simulation = simulate(graph, plan, backward=True)
     assert simulation.consistent, list(map(str, simulation.faults))
     assert plan.parameter_bytes > 4 * 300e6
-    assert tight == (len(plan.kept) < len(planned(graph).kept))
+    assert tight == (len(plan.kept) < len(plan_of(graph).kept))
     assert len(split_stages(graph, [field.node for field in plan.kept])) == len(plan.stages)

@@ -38,8 +38,10 @@ _LONGEST_STEP = 0.5
 """Typical seconds of a step above which it is not timed: many small ones tell more."""
 _BUSY = 0.1
 """Share of the threads' time that other programs may take while threads are compared."""
-_PARALLEL_TILES = 8
-"""Tiles that each worker gets where threads are compared: enough that the last one's waiting hardly counts."""
+_PARALLEL = ((8, 512), (32, 256), (64, 192))
+"""Channels of a network and side of its tiles in pixels where threads are compared: tiles as plans choose them."""
+_PARALLEL_TILES = 6
+"""Tiles that each worker gets there: enough that the last one's waiting hardly counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +171,10 @@ def thread_efficiencies(threads: int, rounds: int) -> tuple[float, float] | None
         return None
     start, others = time.perf_counter(), _others_seconds()
     shared, side_by_side = list[float](), list[float]()
-    for seed, channels in enumerate((8, 32, 96)):
+    for seed, (channels, side) in enumerate(_PARALLEL):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = _plain(channels)
-        side = 128 if channels <= 32 else 64
         subject = make_subject(network, loss, (side * threads, side * _PARALLEL_TILES), dense=True)
         with one_thread():
             alone = sum(pass_seconds(subject, subject.prepare((side, side), workers=1), rounds))

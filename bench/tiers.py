@@ -1,0 +1,197 @@
+"""Files of fields: their bandwidth beside the disk's own, and how much of the transfer hides behind the computation.
+
+    python bench/tiers.py --scratch DIR [--gibibytes 8] [--side 3072] [--rounds 3]
+
+Bandwidth: a field of 64 channels is written crop by crop and flushed to the disk, forgotten by the page cache, and read
+crop by crop; the disk's own is that of large blocks, by-passing the cache, in a file of the same size. Overlap: a step
+of a small network with batch normalisation in training mode, by one thread, with all fields in files; beside it the
+same tiles with the fields in memory, which is the computation alone, and the same crops read and written with nothing
+computed, which is the transfer alone. Rounds are interleaved, medians are compared. Prints one JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gigagrad as gg
+from gigagrad.boxes import Box, tiles
+from gigagrad.execution.calibration.tiers import disk_rates
+from gigagrad.stores import DiskStore, Scratch
+
+CHANNELS = 64
+Call = tuple[str, int, tuple[int, ...], Box | None]
+"""What was called, of which store (by number) of which shape, for which crop."""
+CROP_PX = 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--gibibytes", type=float, default=8)
+    parser.add_argument("--side", type=int, default=3072, help="of the image, in pixels")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    bandwidths, overlaps = [], []
+    for _ in range(args.rounds):
+        bandwidths.append(bandwidth(args.scratch, int(args.gibibytes * 2**30)))
+        print(bandwidths[-1], flush=True)
+        overlaps.append(overlap(args.scratch, args.side))
+        print(overlaps[-1], flush=True)
+    line = {
+        "gibibytes": args.gibibytes,
+        "bandwidth": {name: median(found[name] for found in bandwidths) for name in bandwidths[0]},
+        "side": args.side,
+        "overlap": {name: median(found[name] for found in overlaps) for name in overlaps[0]},
+    }
+    print(json.dumps(line))
+
+
+def bandwidth(folder: Path, nbytes: int) -> dict[str, float]:
+    side = int((nbytes / 4 / CHANNELS) ** 0.5) // CROP_PX * CROP_PX
+    crop = torch.randn(1, CHANNELS, CROP_PX, CROP_PX).contiguous(memory_format=torch.channels_last)
+    own = disk_rates(folder, nbytes)
+    scratch = Scratch(folder, nbytes)
+    try:
+        store = DiskStore((1, CHANNELS, side, side), torch.float32, (-2, -1), scratch=scratch, name="field")
+        size = side * side * CHANNELS * 4
+        start = time.perf_counter()
+        for box in tiles(side, side, CROP_PX, CROP_PX):
+            store.write(box, crop)
+        store.flush()
+        os.fsync(store._file)
+        written = size / (time.perf_counter() - start)
+        os.posix_fadvise(store._file, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        for box in tiles(side, side, CROP_PX, CROP_PX):
+            store.read(box)
+        read = size / (time.perf_counter() - start)
+        store.close()
+    finally:
+        scratch.close()
+    return {
+        "disk_write_gb_per_second": round(own.write / 1e9, 2),
+        "disk_read_gb_per_second": round(own.read / 1e9, 2),
+        "write_gb_per_second": round(written / 1e9, 2),
+        "read_gb_per_second": round(read / 1e9, 2),
+        "write_share": round(written / own.write, 2),
+        "read_share": round(read / own.read, 2),
+    }
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for before, after in ((3, 32), (32, 32), (32, 32)):
+        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv2d(32, 1, 1)).train()
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output, target)
+
+
+def overlap(folder: Path, side: int) -> dict[str, float]:
+    image, target = torch.rand(3, side, side), torch.rand(1, side, side).round()
+    model = network()
+    engine = gg.compile(model, loss, tile=(256, 256))
+    engine.plan(image, target)
+    state = engine.state_dict()
+    in_files = json.loads(json.dumps(state))
+    for choice in in_files["choices"].values():
+        choice["kept"] = [[node, "disk"] for node, _ in choice["kept"]]
+    computing = step(model, image, target, state)
+    calls: list[Call] = []
+    both = step(model, image, target, in_files, folder, record=None)
+    step(model, image, target, in_files, folder, record=calls)
+    transfer = replay(calls, folder)
+    return {
+        "compute_seconds": round(computing, 2),
+        "transfer_seconds": round(transfer, 2),
+        "seconds": round(both, 2),
+        "overlap": round(max(computing, transfer) / both, 2),
+    }
+
+
+def step(
+    model: nn.Module,
+    image: Tensor,
+    target: Tensor,
+    state: dict[str, Any],
+    folder: Path | None = None,
+    record: list[Call] | None = None,
+) -> float:
+    """Seconds of the second step; `record` gets `(what, store, box)` of every crop that is moved, stores by number."""
+    engine = gg.compile(model, loss, tile=(256, 256), scratch=folder)
+    engine.load_state_dict(state)
+    engine.forward(image[:, :512, :512], target[:, :512, :512])
+    engine.plan(image, target)
+    if record is None:
+        start = time.perf_counter()
+        engine.backward(image, target)
+        return time.perf_counter() - start
+    original = {name: getattr(DiskStore, name) for name in ("read", "write", "add", "close")}
+    known: dict[int, int] = {}
+    numbers = count()
+
+    def noting(name: str) -> Any:
+        def call(self: DiskStore, *arguments: Any) -> Any:
+            if id(self) not in known:
+                known[id(self)] = next(numbers)
+            number = known.pop(id(self)) if name == "close" else known[id(self)]
+            record.append((name, number, self.shape, arguments[0] if arguments else None))
+            return original[name](self, *arguments)
+
+        return call
+
+    try:
+        for name in original:
+            setattr(DiskStore, name, noting(name))
+        engine.backward(image, target)
+    finally:
+        for name, method in original.items():
+            setattr(DiskStore, name, method)
+    return 0.0
+
+
+def replay(calls: list[Call], folder: Path) -> float:
+    """Seconds of moving the same crops in the same order, written behind as in a run."""
+    scratch = Scratch(folder, 0)
+    stores: dict[int, DiskStore] = {}
+    crops: dict[Any, Tensor] = {}
+    seconds = 0.0
+    try:
+        for index, (name, number, shape, box) in enumerate(calls):
+            if number not in stores and name != "close":
+                scratch.flush()
+                stores[number] = DiskStore(shape, torch.float32, (-2, -1), scratch=scratch, name=f"field-{index}")
+            start = time.perf_counter()
+            if name == "close":
+                if number in stores:
+                    stores.pop(number).close()
+            elif name == "read":
+                stores[number].read(box)
+            else:
+                key = (shape[1], *box.shape)
+                if key not in crops:
+                    crops[key] = torch.randn(1, *key).contiguous(memory_format=torch.channels_last)
+                getattr(stores[number], name)(box, crops[key])
+            seconds += time.perf_counter() - start
+    finally:
+        scratch.close()
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
