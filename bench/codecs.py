@@ -1,6 +1,6 @@
 """Kept fields of real slides through codecs and roundings: ratio, rate, gradient error against its prediction, Dice.
 
-    python bench/codecs.py [--slides DIR] [--side 2048] [--errors 0.01 0.1] [--draws 8] [--train [--steps 60]]
+    python bench/codecs.py [--slides DIR] [--side 2048] [--errors 0.01 0.1] [--draws 8] [--train [--steps 200]]
 
 DIR holds `slides/` and `masks/` with files of the same stem; without it the script says so and measures nothing. From
 every slide it takes one square, about half tissue and half glass. Fields are those that a convolution reads and a plan
@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -97,8 +98,10 @@ def main() -> None:
     parser.add_argument("--errors", type=float, nargs="+", default=[0.01, 0.1])
     parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--train", action="store_true")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--storage", default="error 0.01", help="what --train compares with exact storage")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--storage", nargs="+", default=["bfloat16", "error 0.01"], help="what --train compares with exact storage"
+    )
     args = parser.parse_args()
     if args.draws < 2:
         parser.error(f"--draws must be at least 2, got {args.draws}")
@@ -287,29 +290,51 @@ class Normed(nn.Module):
         return F.interpolate(logits, scale_factor=8.0, mode="bilinear", align_corners=False)
 
 
-def compare_training(crops: list[tuple[str, Tensor, Tensor]], steps: int, storage: str) -> dict[str, Any]:
-    """Train on the left half of every crop, score on the right half."""
+def compare_training(crops: list[tuple[str, Tensor, Tensor]], steps: int, storages: list[str]) -> dict[str, Any]:
+    """Train on the left half of every crop, score on the right half; all kept fields in files."""
     torch.set_num_threads(2)
     half = crops[0][1].shape[-1] // 2 // 8 * 8
     seen = [(image[0, ..., :half], mask[0, ..., :half]) for _, image, mask in crops]
     unseen = [(image[..., half : 2 * half], mask[..., half : 2 * half]) for _, image, mask in crops]
-    scores: dict[str, list[float]] = {"exact": [], storage: []}
+    scores: dict[str, list[float]] = {kind: [] for kind in ("exact", *storages)}
+    rounded: dict[str, int] = {}
     for seed in SEEDS:
         for kind, collected in scores.items():
             torch.manual_seed(seed)
             model = Normed().train()
-            extra = {} if kind == "exact" else {"storage": kind}
-            engine = gg.compile(model, F.binary_cross_entropy_with_logits, **extra)
-            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-            for step in range(steps):
-                image, mask = seen[step % len(seen)]
-                optimizer.zero_grad()
-                engine.backward(image, mask)
-                optimizer.step()
+            with tempfile.TemporaryDirectory() as scratch:
+                engine = gg.compile(model, F.binary_cross_entropy_with_logits, storage=kind, scratch=scratch)
+                engine.load_state_dict(in_files(model, seen[0]))
+                rounded[kind] = sum(field.storage == kind != "exact" for field in engine.plan(*seen[0]).kept)
+                optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+                schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
+                for step in range(steps):
+                    optimizer.zero_grad()
+                    engine.backward(*seen[step % len(seen)])
+                    optimizer.step()
+                    schedule.step()
             collected.append(dice(model.eval(), unseen))
-            print({"seed": seed, "storage": kind, "dice": collected[-1]}, flush=True)
+            print({"seed": seed, "storage": kind, "fields": rounded[kind], "dice": collected[-1]}, flush=True)
     means = {kind: sum(values) / len(values) for kind, values in scores.items()}
-    return {"steps": steps, "dice": scores, "mean_difference": abs(means[storage] - means["exact"])}
+    return {
+        "steps": steps,
+        "dice": scores,
+        "fields_rounded": rounded,
+        "mean_difference": {kind: abs(means[kind] - means["exact"]) for kind in storages},
+        "largest_difference": {
+            kind: max(abs(a - b) for a, b in zip(scores[kind], scores["exact"], strict=True)) for kind in storages
+        },
+    }
+
+
+def in_files(model: nn.Module, pair: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """An engine's own choice of what to keep, with all of it in files."""
+    engine = gg.compile(model, F.binary_cross_entropy_with_logits)
+    engine.plan(*pair)
+    state = engine.state_dict()
+    for choice in state["choices"].values():
+        choice["kept"] = [[node, "disk"] for node, _ in choice["kept"]]
+    return state
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ _crc32: Any = imagecodecs.deflate_crc32  # takes any buffer; its type stubs name
 
 Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """Bricks as they lie in the file: one a row, its slot's bytes along it."""
+Columns = np.ndarray[tuple[int], np.dtype[np.bool_]]
+"""Yes or no for each brick of a row that a box touches."""
 
 
 class DiskStore(Store):
@@ -64,8 +66,8 @@ class DiskStore(Store):
     def read(self, box: Box) -> torch.Tensor:
         result = torch.empty((*box.shape, *self._rest), dtype=self.dtype)
         for row in self._rows(box):
-            for inside, part in self._overlaps(row, box, self._load(row, box)):
-                _crop(result, inside).copy_(part)
+            for part, stored in self._matching(row, box, self._load(row, box), result):
+                part.copy_(stored)
         return self._as_stored(result)
 
     def write(self, box: Box, crop: torch.Tensor) -> None:
@@ -92,12 +94,12 @@ class DiskStore(Store):
     def _update(self, box: Box, crop: torch.Tensor, *, add: bool) -> None:
         """Replace, or add to, the pixels of the box, brick row by brick row."""
         for row in self._rows(box):
-            bricks = self._load(row, box) if add or not self._covers(box, row) else self._blank(box)
-            for inside, part in self._overlaps(row, box, bricks):
+            bricks = self._load(row, box, ~self._covered(row, box) if not add else None)
+            for part, stored in self._matching(row, box, bricks, crop):
                 if add:
-                    part.add_(_crop(crop, inside))
+                    stored.add_(part)
                 else:
-                    part.copy_(_crop(crop, inside))
+                    stored.copy_(part)
             self._save(row, box, bricks)
 
     def _rows(self, box: Box) -> range:
@@ -106,37 +108,55 @@ class DiskStore(Store):
     def _columns(self, box: Box) -> slice:
         return slice(box.x0 // self._side, -(-box.x1 // self._side))
 
-    def _covers(self, box: Box, row: int) -> bool:
-        """Whether the box holds every pixel of the bricks that it touches in this row of bricks."""
-        side = self._side
-        y_inside = box.y0 <= row * side and box.y1 >= min((row + 1) * side, self._height)
-        return y_inside and box.x0 % side == 0 and (box.x1 % side == 0 or box.x1 == self._width)
-
-    def _blank(self, box: Box) -> Rows:
-        columns = self._columns(box)
-        return np.zeros((columns.stop - columns.start, self._slot_bytes), np.uint8)
-
-    def _overlaps(self, row: int, box: Box, bricks: Rows) -> Iterator[tuple[Box, torch.Tensor]]:
-        """For each brick in a row of them: what it shares with the box, counted from the box's corner, as a view."""
+    def _covered(self, row: int, box: Box) -> Columns:
+        """Of the bricks that the box touches in one row of bricks, those of which it holds every pixel."""
         side, columns = self._side, self._columns(box)
-        pixels = torch.from_numpy(bricks[:, : self._brick_bytes]).view(self.dtype)
-        top = row * side
-        each = pixels.reshape(-1, side, side, *self._rest)
-        for brick, left in zip(each, range(columns.start * side, columns.stop * side, side), strict=True):
-            shared = box.intersect(Box(top, left, top + side, left + side))
-            yield shared.shift(-box.y0, -box.x0), _crop(brick, shared.shift(-top, -left))
+        covered = np.zeros(columns.stop - columns.start, bool)
+        if box.y0 <= row * side and box.y1 >= min((row + 1) * side, self._height):
+            last = columns.stop if box.x1 == self._width else box.x1 // side
+            covered[-(-box.x0 // side) - columns.start : max(0, last - columns.start)] = True
+        return covered
 
-    def _load(self, row: int, box: Box) -> Rows:
-        """The bricks that the box touches in one row of bricks, checked and decoded."""
+    def _matching(
+        self, row: int, box: Box, bricks: Rows, pixels: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the same pixels: in a crop on `box`, and in the bricks of one row. Whole bricks come at once."""
+        side, columns = self._side, self._columns(box)
+        top, left = row * side, columns.start * side
+        y0, y1 = max(box.y0, top), min(box.y1, top + side)
+        strip = pixels[y0 - box.y0 : y1 - box.y0]
+        each = torch.from_numpy(bricks[:, : self._brick_bytes]).view(self.dtype)
+        each = each.reshape(-1, side, side, *self._rest)[:, y0 - top : y1 - top]
+        first, last = -(-box.x0 // side), box.x1 // side  # columns of whole bricks
+        if first > last:
+            yield strip, each[0, :, box.x0 - left : box.x1 - left]
+            return
+        if first < last:
+            part = strip[:, first * side - box.x0 : last * side - box.x0]
+            whole = each[first - columns.start : last - columns.start].transpose(0, 1)
+            yield part.view(y1 - y0, last - first, side, *self._rest), whole
+        if box.x0 < first * side:
+            yield strip[:, : first * side - box.x0], each[0, :, box.x0 - left :]
+        if last * side < box.x1:
+            yield strip[:, last * side - box.x0 :], each[-1, :, : box.x1 - last * side]
+
+    def _load(self, row: int, box: Box, wanted: Columns | None = None) -> Rows:
+        """The bricks that the box touches in one row of bricks, checked and decoded; with `wanted`, only those of them,
+        and the others hold anything.
+        """
         columns = self._columns(box)
-        bricks = self._blank(box)
         lengths = self._lengths[row, columns]
-        if lengths.any() and self._codec is None:
-            self._read_into(bricks, self._offset(row, columns.start))
-        for i, (column, length) in enumerate(zip(range(columns.start, columns.stop), lengths.tolist(), strict=True)):
-            if not length:
-                bricks[i] = 0
-                continue
+        bricks = np.empty((len(lengths), self._slot_bytes), np.uint8)
+        bricks[:, self._brick_bytes :] = 0
+        there = lengths > 0
+        wanted = np.ones_like(there) if wanted is None else wanted
+        bricks[wanted & ~there] = 0
+        found = np.flatnonzero(wanted & there)
+        if self._codec is None and len(found):
+            for run in np.split(found, np.flatnonzero(np.diff(found) > 1) + 1):
+                self._read_into(bricks[run[0] : run[-1] + 1], self._offset(row, columns.start + int(run[0])))
+        for i in found.tolist():
+            column, length = columns.start + i, int(lengths[i])
             stored = bricks[i, :length]
             if self._codec is not None:
                 stored = np.empty(length, np.uint8) if length < self._brick_bytes else stored
@@ -189,7 +209,3 @@ class DiskStore(Store):
         for position, axis in enumerate((*self.axes, *self._others)):
             order[axis + rank] = position
         return pixels.permute(order)
-
-
-def _crop(pixels: torch.Tensor, box: Box) -> torch.Tensor:
-    return pixels[box.y0 : box.y1, box.x0 : box.x1]
