@@ -141,6 +141,25 @@ def test_plan_draws_a_picture_and_names_the_budget_that_works(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["predicted_peak_bytes"] > 0
 
 
+def test_plan_says_which_fields_are_rounded(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n"
+        "def normed():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1)).double()\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.net = normed()\n"
+        "    def forward(self, x):\n"
+        "        return self.net(x.double())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["plan", "--model", "nets:Net", "--size", "900x800", "--storage", "bfloat16"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "kept in memory as bfloat16" in text
+    assert max(map(len, lines(text))) <= 100
+
+
 @pytest.mark.parametrize("size", ["1x1", "3x5", "7x200"])
 def test_plan_for_an_image_smaller_than_the_network_s_stride(size, capsys):
     assert main(["plan", "--model", "paper-unet", "--size", size]) in (0, 2)

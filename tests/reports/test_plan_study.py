@@ -67,6 +67,7 @@ def study_of(stages=3, fields=4, **changes):
             shape,
             GIB,
             None if i % 2 else "memory",
+            "exact",
             (i,),
             tuple(range(i + 1, i + 6)),
             2 + i,

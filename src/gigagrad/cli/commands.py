@@ -77,7 +77,7 @@ def _study(model: str, survey: Survey, made: Plan, *, backward: bool) -> PlanStu
     from gigagrad.reports.plan_study import PlanStudy
 
     graph, machine, costs = survey.graph, survey.machine, survey.costs
-    simulation = plans.simulate(graph, made, backward=backward)
+    simulation = plans.simulate(graph, made, backward=backward, packing=costs.packing)
     assert simulation.consistent, "; ".join(map(str, simulation.faults))
     seconds = plans.pass_seconds(graph, machine, made, costs)
     # Where tiles of this plan have been timed, the whole curve is scaled to them.

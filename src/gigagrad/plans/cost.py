@@ -46,7 +46,7 @@ class Costs:
     def __init__(self, graph: Graph, machine: Machine, packing: Packing = AS_THEY_ARE) -> None:
         self._graph = graph
         self._machine = machine
-        self._packing = packing
+        self.packing = packing
         self._judged: dict[tuple[object, ...], float] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
 
@@ -97,7 +97,7 @@ class Costs:
             tiles=grid.shape,
             crop=crop,
             computed_ratio=crop[0] * crop[1] / (useful * scale),
-            tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward, rounds=self._packing.name != EXACT),
+            tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward, rounds=self.packing.name != EXACT),
         )
         read = sum(crop_bytes(graph, tile, i) for i in stage.reads)
         # The kept fields' shares come along with their cotangents.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gigagrad.graphs import Graph
-from gigagrad.plans.plan import Plan
+from gigagrad.plans.plan import EXACT, Plan
 from gigagrad.plans.stages import split_stages
 
 
@@ -18,9 +18,11 @@ class Fate:
     module: str
     shape: tuple[int, ...]
     size_bytes: int
-    """Of the whole field, which is in memory only if it is kept."""
+    """Of the whole field; where it is kept, as it is stored."""
     tier: str | None
     """Where the field is kept, if it is."""
+    storage: str
+    """What its values are rounded to there."""
     stages: tuple[int, ...]
     """The stages that compute it."""
     readers: tuple[int, ...]
@@ -35,7 +37,7 @@ class Fate:
 
 def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
     """Every field that the plan's stages compute, the largest first."""
-    kept = {field.node: field.tier for field in plan.kept}
+    kept = {field.node: field for field in plan.kept}
     stages = split_stages(graph, kept)
     sweeps = [sum(p.stage == stage.index for p in plan.passes) for stage in stages]
     computing: dict[int, list[int]] = {}
@@ -51,8 +53,9 @@ def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
             operator=graph[i].op,
             module=graph[i].origin.module_path,
             shape=graph[i].shape,
-            size_bytes=graph[i].nbytes,
-            tier=kept.get(i),
+            size_bytes=kept[i].size_bytes if i in kept else graph[i].nbytes,
+            tier=kept[i].tier if i in kept else None,
+            storage=kept[i].storage if i in kept else EXACT,
             stages=tuple(where),
             readers=tuple(reading.get(i, ())),
             sweeps=sum(sweeps[index] for index in where),

@@ -186,23 +186,34 @@ class Fitter:
             leanest = min(costed, key=total)
             what = _what_does_not_fit(stage, leanest, standing + shares + sums)
             raise self._limits.refusal(what, total(leanest))
-        rated = [(self._seconds(stage, cost, workers, kept, phases), cost) for cost in fitting]
+
+        def seconds_of(cost: TileCost) -> float:
+            each = (graph, self._machine, stage, cost, kept)
+            return sum(sweep_seconds(*each, phase, workers, self._packing) for phase in phases)
+
+        rated = [(seconds_of(cost), cost) for cost in fitting]
         seconds, best = min(rated, key=lambda pair: pair[0])
         known = seconds if self._machine.model is not None else None
         plan = dataclasses.replace(best.plan, index=stage.index, seconds=known)
         return _Sweeps(plan, seconds, total(best), waiting(best), shares + sums)
 
-    def _seconds(self, stage: Stage, cost: TileCost, workers: int, kept: Kept, phases: list[str]) -> float:
-        """All sweeps of one stage. Tiers are read ahead and written behind: the slowest link counts, or the tiles."""
-        machine, count = self._machine, cost.plan.tile_count
-        total = 0.0
-        for phase in phases:
-            seconds = [(cost.forward_seconds if phase == "forward" else cost.seconds) / machine.speedup(workers, count)]
-            for tier, rate in ((DISK, machine.disk_bytes_per_second), (HOST, machine.copy_bytes_per_second)):
-                moved = traffic_bytes(self._graph, stage, cost.crops, kept, phase, tier, self._packing)
-                seconds.append(count * moved / rate)
-            total += max(seconds)
-        return total
+
+def sweep_seconds(
+    graph: Graph,
+    machine: Machine,
+    stage: Stage,
+    cost: TileCost,
+    kept: Kept,
+    phase: str,
+    workers: int,
+    packing: Packing,
+) -> float:
+    """One sweep of a stage. Tiers are read ahead and written behind: the slowest link counts, or the tiles."""
+    count = cost.plan.tile_count
+    seconds = [(cost.forward_seconds if phase == "forward" else cost.seconds) / machine.speedup(workers, count)]
+    for tier, rate in ((DISK, machine.disk_bytes_per_second), (HOST, machine.copy_bytes_per_second)):
+        seconds.append(count * traffic_bytes(graph, stage, cost.crops, kept, phase, tier, packing) / rate)
+    return max(seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph
 from gigagrad.plans.cost import Costs
+from gigagrad.plans.fit import sweep_seconds
 from gigagrad.plans.limits import roomy
 from gigagrad.plans.machine import Machine
 from gigagrad.plans.plan import Plan
@@ -111,13 +112,13 @@ def pass_seconds(graph: Graph, machine: Machine, plan: Plan, costs: Costs | None
     """What the cost model expects each pass of a plan to take."""
     costs = costs or Costs(graph, machine)
     differentiated = {p.stage for p in plan.passes if p.phase != "forward"}
-    stages = split_stages(graph, [field.node for field in plan.kept])
+    kept = {field.node: field.tier for field in plan.kept}
+    stages = split_stages(graph, kept)
     cost = {
         stage.index: costs.of(stage, described.tile, backward=stage.index in differentiated)
         for stage, described in zip(stages, plan.stages, strict=True)
     }
     return tuple(
-        (cost[p.stage].forward_seconds if p.phase == "forward" else cost[p.stage].seconds)
-        / machine.speedup(plan.workers, plan.stages[p.stage].tile_count)
+        sweep_seconds(graph, machine, stages[p.stage], cost[p.stage], kept, p.phase, plan.workers, costs.packing)
         for p in plan.passes
     )

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from gigagrad.plans import DISK, HOST, MEMORY, Fate, Moment, Plan, Point
+from gigagrad.plans import DISK, EXACT, HOST, MEMORY, Fate, Moment, Plan, Point
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ def _fate(fate: Fate) -> str:
     """At most 45 characters."""
     if fate.tier is not None:
         readers = ", ".join(map(str, fate.readers[:2])) + (" ..." if len(fate.readers) > 2 else "")
-        return f"kept {_WHERE[fate.tier]} from stage {fate.stages[0]} for {readers}"
+        stored = "" if fate.storage == EXACT else f" as {fate.storage}"
+        return f"kept {_WHERE[fate.tier]}{stored} from stage {fate.stages[0]} for {readers}"
     if fate.sweeps == 1:
         return "made once"
     stages = f", {len(fate.stages)} stages" if len(fate.stages) > 1 else ""
