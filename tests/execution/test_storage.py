@@ -9,28 +9,10 @@ import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, StoreError
 from gigagrad.stores import parse_storage
+from tests.execution.normed import Net, dice
 
 AXES = (-2, -1)
 MIB = 2**20
-
-
-class Net(nn.Module):
-    """Norms, a stride, a skip and a pooled branch that a whole-field operator reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 12, 5, stride=2, padding=2)
-        self.up, self.head = nn.ConvTranspose2d(12, 8, 2, stride=2), nn.Conv2d(8, 1, 3, padding=1)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(12), nn.GroupNorm(2, 8)])
-
-    def forward(self, x):
-        x = self.norms[0](self.stem(x)).relu()
-        return self.head(self.norms[2](self.up(self.norms[1](self.down(x)).relu())) + x)
-
-
-def dice(output, target):
-    p = output.sigmoid()
-    return 1 - (2 * (p * target).sum() + 1) / (p.sum() + target.sum() + 1)
 
 
 class Rounded(torch.autograd.Function):
