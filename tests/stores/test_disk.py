@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,6 +61,20 @@ def test_any_boxes_written_and_added_give_what_a_tensor_would(tmp_path_factory, 
         field.close()
     finally:
         scratch.close()
+
+
+@pytest.mark.parametrize("box", [Box(0, 5, 150, 170), Box(0, 0, 150, 77), Box(3, 0, 150, 170), Box(40, 40, 50, 50)])
+def test_bricks_that_are_written_in_part_keep_the_rest(scratch, monkeypatch, box):
+    kept = store(scratch)
+    kept.write(Box.whole(150, 170), torch.ones(1, 3, 150, 170))
+    kept.flush()
+    # What memory held before must not matter.
+    monkeypatch.setattr(np, "empty", lambda shape, dtype: np.full(shape, 0xAA, dtype))
+    kept.write(box, torch.full((1, 3, *box.shape), 2.0))
+    kept.flush()
+    expected = torch.ones(1, 3, 150, 170)
+    expected[..., box.y0 : box.y1, box.x0 : box.x1] = 2.0
+    assert torch.equal(kept.whole(), expected)
 
 
 def test_what_is_stored_may_live_in_any_layout(scratch):
