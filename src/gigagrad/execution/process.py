@@ -13,8 +13,13 @@ import torch
 UNNOTICED_BYTES = 16 * 2**20
 """Allowed for in every plan: what a process may grow by before the planner looks at it again, and what other threads
 allocate while the trimmer looks."""
-_M_ARENA_MAX = -8
-"""The number of this setting in glibc's malloc.h."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""The numbers of these settings in glibc's malloc.h."""
+_MAPPED_BYTES = 8 * 2**20
+"""Blocks as large as this are mapped one by one, and given back when they are freed: in the heap, a smaller block in the
+place of a larger one that was freed makes the next large one grow it."""
+_KEPT_BYTES = 64 * 2**20
+"""What the top of the heap may keep of smaller ones."""
 
 
 def resident_bytes() -> int:
@@ -59,6 +64,8 @@ def share_one_arena() -> None:
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)
         if set_option is not None:
             set_option(_M_ARENA_MAX, 1)
+            set_option(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+            set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def held_bytes(device: torch.device) -> int:
