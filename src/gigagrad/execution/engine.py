@@ -19,7 +19,7 @@ from gigagrad.events import Events, StepMeasured
 from gigagrad.execution.assemble import assemble
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.planner import Planner, Survey
-from gigagrad.execution.process import peak_bytes, share_one_arena
+from gigagrad.execution.process import peak_bytes, settle_allocator
 from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
 from gigagrad.graphs import Composite, Graph
@@ -112,7 +112,7 @@ class Engine:
         self._budgets = budgets
         self._device = _usable_device(device)
         if self._device.type == "cpu":
-            share_one_arena()
+            settle_allocator()
         self._composite = Composite(model, loss, _PRECISIONS[precision])
         self._seed = seed
         self._runs = 0

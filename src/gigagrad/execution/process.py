@@ -16,8 +16,8 @@ allocate while the trimmer looks."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """The numbers of these settings in glibc's malloc.h."""
 _MAPPED_BYTES = 8 * 2**20
-"""Blocks as large as this are mapped one by one, and given back when they are freed: in the heap, a smaller block in the
-place of a larger one that was freed makes the next large one grow it."""
+"""Blocks as large as this are mapped one by one, and given back when they are freed: in the heap, a smaller block in
+the place of a larger one that was freed makes the next large one grow it."""
 _KEPT_BYTES = 64 * 2**20
 """What the top of the heap may keep of smaller ones."""
 
@@ -54,11 +54,12 @@ def return_freed_memory() -> None:
             trim(0)
 
 
-def share_one_arena() -> None:
-    """Have all threads allocate from one arena (glibc), for the rest of the process.
+def settle_allocator() -> None:
+    """One arena for all threads, and large blocks mapped one by one (glibc), for the rest of the process.
 
     Arenas of their own hoard what their tiles freed, and give large blocks back only to fault them in again: with two
-    workers that cost 80 MiB and a quarter of the time (docs/decisions/0005-tiles-side-by-side.md).
+    workers that cost 80 MiB and a quarter of the time (docs/decisions/0005-tiles-side-by-side.md). What large blocks do
+    to a heap is in docs/decisions/0013-whole-process-accounting.md.
     """
     if sys.platform.startswith("linux"):
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -21,7 +21,7 @@ from gigagrad.execution.calibration.fit import Sample, achieved, fit, require_sc
 from gigagrad.execution.calibration.networks import draw_network, flops, is_dense, loss
 from gigagrad.execution.calibration.tiers import DiskRates, codec_rates, copy_bytes_per_second, disk_rates
 from gigagrad.execution.calibration.timing import Subject, make_subject, pass_seconds, pass_work
-from gigagrad.execution.process import return_freed_memory, share_one_arena
+from gigagrad.execution.process import return_freed_memory, settle_allocator
 from gigagrad.execution.run import Prepared
 from gigagrad.plans.machine import Machine, TimeModel, cache_bytes, profile_path, write_profile
 from gigagrad.threads import one_thread
@@ -84,7 +84,7 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
     start = time.perf_counter()
     events = Events(listeners)
     events.emit(JobStarted(_JOB, effort.networks + 2, "rates of this machine"))
-    share_one_arena()
+    settle_allocator()
     threads, cache = torch.get_num_threads(), cache_bytes()
     disk = disk_rates(scratch, effort.disk_bytes)
     copying = copy_bytes_per_second(effort.copy_bytes)
