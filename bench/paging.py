@@ -135,20 +135,12 @@ class MappedStore(HostStore):
 
     folder: Path
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        axes: tuple[int, int],
-        *,
-        device: torch.device,
-        memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, int], **layout: Any) -> None:
         super(HostStore, self).__init__(shape, dtype, axes)
         path = self.folder / f"mapped-{os.getpid()}-{id(self)}"
         flat = torch.from_file(str(path), shared=True, size=prod(shape), dtype=dtype)
         path.unlink()
-        last = memory_format == torch.channels_last and len(shape) == 4
+        last = layout.get("memory_format") == torch.channels_last and len(shape) == 4
         order = (shape[0], shape[2], shape[3], shape[1]) if last else shape
         self._tensor = flat.view(order).permute(0, 3, 1, 2) if last else flat.view(order)
 

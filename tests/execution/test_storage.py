@@ -8,7 +8,7 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, StoreError
-from gigagrad.stores import parse_storage
+from gigagrad.stores import Blosc, DiskStore, parse_storage
 from tests.execution.normed import Net, dice
 
 AXES = (-2, -1)
@@ -79,6 +79,23 @@ def test_the_gradient_is_that_of_the_network_that_ran(pair, tmp_path, storage, t
     for ours, theirs in zip([p.grad for p in model.parameters()], gradients, strict=True):
         assert (ours - theirs).norm() <= 1e-11 * theirs.norm() + 1e-15
     assert not list(tmp_path.iterdir())
+
+
+def test_only_codes_go_through_the_codec(pair, tmp_path, monkeypatch):
+    """What is exact in files, the cotangents above all, shrinks by a tenth and would only be delayed."""
+    model, made = net(), {}
+    original = DiskStore.__init__
+
+    def noting(self, *arguments, name, codec, **options):
+        made[name] = codec
+        original(self, *arguments, name=name, codec=codec, **options)
+
+    monkeypatch.setattr(DiskStore, "__init__", noting)
+    state = in_files(gg.compile(model, dice, tile=(24, 20)), pair)
+    engine = gg.compile(model, dice, tile=(24, 20), storage="error 0.05", scratch=tmp_path)
+    engine.load_state_dict(state)
+    engine.backward(*pair)
+    assert {name.partition("-")[0]: codec for name, codec in made.items()} == {"field": Blosc(), "cotangent": None}
 
 
 def test_half_the_bytes_are_planned_for_and_named(pair, tmp_path):

@@ -27,7 +27,7 @@ from gigagrad.graphs import Composite, Graph, capture
 from gigagrad.plans import Costs, Limits, Machine, Plan, PlanAt, make_plan, split_stages
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.stages import gathered
-from gigagrad.stores import Blosc, Codec, Half, Quantised, Rounding, faster_codec
+from gigagrad.stores import Codec, Half, Rounding, faster_codec
 
 _RUNTIME_BYTES = 64 * 2**20
 """What the first step of a process adds beside its tensors: kernels' code, thread stacks, the reader's code."""
@@ -284,9 +284,7 @@ class Planner:
         return machine if self._device.type == "cpu" else dataclasses.replace(machine, model=None)
 
     def _codec(self) -> Codec | None:
-        """Of files: what makes quantised values take fewer bytes, else one that is lossless where that is faster."""
-        if isinstance(self._rounding, Quantised):
-            return Blosc()
+        """A lossless codec for files, where calibration says that it is faster than the disk."""
         machine = self._machine()
         return faster_codec(machine.disk_bytes_per_second, machine.codec_bytes_per_second, machine.codec_ratio)
 

@@ -29,7 +29,7 @@ from gigagrad.execution.tile import StageProgram, TileInputs
 from gigagrad.graphs import FIELD_MAX, GATHER, SCATTER, Graph
 from gigagrad.plans import DISK, EXACT, HOST, MEMORY, Grid, Lifetime, Plan, Stage, TileGeometry, lifetimes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
-from gigagrad.stores import Codec, DiskStore, HostStore, RoundedStore, Rounding, Scratch, Store
+from gigagrad.stores import Blosc, Codec, DiskStore, HostStore, Quantised, RoundedStore, Rounding, Scratch, Store
 
 Totals = dict[int, torch.Tensor]
 
@@ -47,7 +47,7 @@ class Prepared:
     rounding: Rounding | None = None
     """What the plan's packed fields are rounded by."""
     codec: Codec | None = None
-    """What makes fewer bytes of the files' bricks."""
+    """What makes fewer bytes of bricks whose values are exact, where that is faster than the disk."""
 
     def grid(self, stage: Stage) -> Grid:
         return Grid(self.graph, stage, self.plan.stages[stage.index].tile)
@@ -378,7 +378,8 @@ class Run:
         if tier == DISK:
             assert self._scratch is not None
             name = f"{'cotangent' if life.cotangent else 'field'}-{life.field}"
-            store = DiskStore(node.shape, dtype, node.axes, scratch=self._scratch, name=name, codec=prepared.codec)
+            codec = Blosc() if isinstance(rounding, Quantised) else prepared.codec  # codes take fewer bytes only so
+            store = DiskStore(node.shape, dtype, node.axes, scratch=self._scratch, name=name, codec=codec)
         else:
             device = torch.device("cpu") if tier == HOST else prepared.device
             store = HostStore(node.shape, dtype, node.axes, device=device, memory_format=prepared.layout)
