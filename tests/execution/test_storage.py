@@ -156,3 +156,8 @@ def test_what_whole_field_operators_read_is_never_rounded():
 def test_an_unknown_storage_is_refused():
     with pytest.raises(ConfigError, match="expected 'exact', 'float16'"):
         gg.compile(net(), F.mse_loss, storage="int8")
+
+
+def test_quantised_files_need_a_folder():
+    with pytest.raises(ConfigError, match="name a folder for them with scratch="):
+        gg.compile(net(), F.mse_loss, storage="error 0.01")

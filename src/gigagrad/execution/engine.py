@@ -24,7 +24,7 @@ from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
 from gigagrad.graphs import Composite, Graph
 from gigagrad.plans import Plan
-from gigagrad.stores import Rounding, parse_storage
+from gigagrad.stores import Quantised, Rounding, parse_storage
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -81,6 +81,8 @@ def compile(
     """
     budgets = Budgets.parse(memory, host_memory, scratch, scratch_bytes)
     rounding = parse_storage(storage)
+    if isinstance(rounding, Quantised) and scratch is None:
+        raise ConfigError(f"storage={storage!r} makes fields in files smaller; name a folder for them with scratch=")
     return Engine(
         model, loss, budgets=budgets, device=device, precision=precision, rounding=rounding, tile=tile, seed=seed
     )
