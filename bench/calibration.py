@@ -3,9 +3,10 @@
     gigagrad calibrate && python bench/calibration.py [--only NAME] [--rounds 3]
 
 Every network takes a few training steps, in training and in evaluation mode, on noise of 512 to 2048 px; the fastest
-counts. Compared are the plan's seconds by the model of time (not by the trial of layouts) with the clock and, because
-other programs disturb the clock, the work of one thread with the process's processor time where tiles run one thread
-each. Prints one JSON line last. With `--predictors` no network is run: three predictors are compared on the networks
+counts. Compared are the plan's seconds by the model of time (not by the trial of layouts) with the clock; processor
+time stands beside it, for other programs disturb the clock. With `OMP_NUM_THREADS=1` one thread's work is judged alone,
+which takes a profile of its own (`OMP_NUM_THREADS=1 gigagrad calibrate`). Prints one JSON line last. With
+`--predictors` no network is run: three predictors are compared on the networks
 of the calibration itself, each network held out in its turn.
 """
 
@@ -50,7 +51,7 @@ _CASES = (
 )
 
 
-class _Bytes(nn.Module):
+class Bytes(nn.Module):
     """A network for images of bytes."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -72,7 +73,7 @@ def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int) -> d
     """Predicted and measured seconds of a step of one network."""
     torch.manual_seed(0)
     made = gg.models.resolve(name)
-    network = (made if name == "paper-unet" else _Bytes(made)).train(train)
+    network = (made if name == "paper-unet" else Bytes(made)).train(train)
     rng = np.random.default_rng(0)
     image = rng.integers(0, 255, (3, *size), dtype=np.uint8)
     classifies = name.startswith("timm:")
@@ -82,9 +83,7 @@ def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int) -> d
     plan = engine.plan(image, target)
     planning = time.perf_counter() - start
     assert all(stage.seconds is not None for stage in plan.stages), "no profile; run 'gigagrad calibrate' first"
-    machine = Machine.detect(torch.get_num_threads())
     predicted = sum(stage.seconds or 0.0 for stage in plan.stages)
-    work = sum((stage.seconds or 0.0) * machine.speedup(plan.workers, stage.tile_count) for stage in plan.stages)
     wall = processor = float("inf")
     for _ in range(rounds + 1):
         before = time.process_time()
@@ -104,9 +103,7 @@ def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int) -> d
         "predicted": round(predicted, 3),
         "measured": round(wall, 3),
         "error": round(predicted / wall - 1, 3),
-        "processor_predicted": round(work, 3),
-        "processor_measured": round(processor, 3) if plan.workers > 1 or torch.get_num_threads() == 1 else None,
-        "processor_error": round(work / processor - 1, 3) if plan.workers > 1 else None,
+        "processor": round(processor, 3),
     }
 
 
@@ -172,12 +169,10 @@ def main() -> None:
             for train in (True, False):
                 records.append(try_case(name, size, train=train, rounds=args.rounds))
                 print(json.dumps(records[-1]), flush=True)
-    processor = [abs(r["processor_error"]) for r in records if r["processor_error"] is not None]
     result = {
         "cases": len(records),
         "mean_error": round(fmean(abs(r["error"]) for r in records), 3),
         "worst_error": max((r["error"] for r in records), key=abs),
-        "mean_processor_error": round(fmean(processor), 3) if processor else None,
         "threads": torch.get_num_threads(),
     }
     print(json.dumps(result))

@@ -39,7 +39,7 @@ import gigagrad as gg
 from gigagrad.boxes import Box, tiles
 from gigagrad.models import PaperUNet, Preprocess
 from gigagrad.stores import Blosc, Codec, Half, Quantised, Rounding
-from gigagrad.stores.bounds import Norms, half_gradient_error
+from gigagrad.stores.bounds import Norms, half_gradient_error, noisy_shares
 
 AXES = (-2, -1)
 BRICK_PX = 128
@@ -86,7 +86,7 @@ class Case:
         total, gain, read = Norms((0.0,) * self.cotangent.shape[1]), self.gain(), self.read(self.field)
         for box in tiles(height, width, 32, 32):
             crop = read[..., box.y0 * stride : box.y1 * stride, box.x0 * stride : box.x1 * stride]
-            total += Norms.of(crop, self.cotangent[..., box.y0 : box.y1, box.x0 : box.x1], gain)
+            total += Norms.of(noisy_shares(crop, gain), self.cotangent[..., box.y0 : box.y1, box.x0 : box.x1])
         return total
 
 

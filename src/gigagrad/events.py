@@ -54,7 +54,11 @@ class TileDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepMeasured(Event):
-    """One whole forward or backward ended: its cost beside what the plan said; `budget_bytes` is 0 without a budget."""
+    """One whole forward or backward ended: its cost beside what the plan said; `budget_bytes` is 0 without a budget.
+
+    `gradient_error` is what quantised storage is expected to have added to the gradients of convolutions, relative to
+    them; 0 where nothing is quantised.
+    """
 
     phase: str
     pixels: int
@@ -62,6 +66,7 @@ class StepMeasured(Event):
     peak_bytes: int
     predicted_peak_bytes: int
     budget_bytes: int
+    gradient_error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ class SideThreads(ThreadPoolExecutor):
 
     def __init__(self, count: int, name: str) -> None:
         super().__init__(count, name, initializer=torch.set_num_threads, initargs=(1,))
+        self.count = count
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait, cancel_futures=cancel_futures)

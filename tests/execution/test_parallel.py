@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import gigagrad as gg
 from gigagrad.execution.parallel import in_order
+from gigagrad.threads import SideThreads
 
 
 @pytest.fixture
@@ -31,13 +32,17 @@ def test_results_come_in_the_order_of_the_items() -> None:
             gate.set()
         return item * item
 
-    assert list(in_order(range(9), work, 3)) == [i * i for i in range(9)]
+    with SideThreads(3, "test") as pool:
+        assert list(in_order(range(9), work, pool)) == [i * i for i in range(9)]
 
 
 def test_each_worker_has_one_thread_and_the_callers_setting_stays(two_threads: None) -> None:
-    assert set(in_order(range(8), lambda _: torch.get_num_threads(), 2)) == {1}
+    with SideThreads(2, "test") as pool:
+        for _ in range(2):  # one sweep after the other
+            assert set(in_order(range(8), lambda _: torch.get_num_threads(), pool)) == {1}
+            assert torch.get_num_threads() == 2
+            assert list(in_order(range(2), lambda _: torch.get_num_threads(), None)) == [2, 2]
     assert torch.get_num_threads() == 2
-    assert list(in_order(range(2), lambda _: torch.get_num_threads(), 1)) == [2, 2]
 
 
 def test_an_error_in_a_worker_reaches_the_caller_and_ends_the_work(two_threads: None) -> None:
@@ -49,9 +54,13 @@ def test_an_error_in_a_worker_reaches_the_caller_and_ends_the_work(two_threads: 
             raise ValueError("tile 1")
         return item
 
-    with pytest.raises(ValueError, match="tile 1"):
-        list(in_order(range(1000), work, 2))
-    assert len(started) < 10
+    with SideThreads(2, "test") as pool:
+        with pytest.raises(ValueError, match="tile 1"):
+            list(in_order(range(1000), work, pool))
+        assert len(started) < 10
+        ended = len(started)
+        assert list(in_order([5], work, pool)) == [5]  # nobody is still busy, and the pool serves the next sweep
+        assert len(started) == ended + 1
     assert torch.get_num_threads() == 2
 
 

@@ -20,6 +20,7 @@ def job(monkeypatch):
     """An engine with a budget of 1000 MiB whose process holds as much as the test says: `held["bytes"]`."""
     held = {"bytes": 400 * MIB}
     monkeypatch.setattr(planner, "held_bytes", lambda device: held["bytes"])
+    monkeypatch.setattr(planner, "allocated_bytes", lambda: held["bytes"])
     monkeypatch.setattr(planner, "cold_bytes", lambda device: 400 * MIB)
     torch.manual_seed(0)
     engine = gg.compile(gg.models.resolve("paper-unet"), bce, memory=1000 * MIB)
@@ -47,6 +48,23 @@ def test_a_process_that_grew_within_the_allowance_changes_nothing(job):
     before = plan()
     held["bytes"] += 40 * MIB
     assert plan() is before
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_freed_memory_is_given_back_only_where_the_process_may_have_grown(job, monkeypatch, told):
+    """It is what the next step would take: giving it back before every step costs a page fault for every page."""
+    _, plan, held, _ = job
+    given_back = []
+    monkeypatch.setattr(planner, "return_freed_memory", lambda: given_back.append(held["bytes"]))
+    if not told:
+        monkeypatch.setattr(planner, "allocated_bytes", lambda: None)
+    plan()
+    given_back.clear()
+    plan()
+    assert given_back == ([] if told else [400 * MIB])
+    held["bytes"] += 250 * MIB
+    plan()
+    assert given_back[-1] == 650 * MIB
 
 
 def test_tiles_that_no_longer_fit_are_chosen_again_with_a_notice(job):

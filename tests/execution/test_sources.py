@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.execution.sources import image_source, read_ahead, target_source
 from gigagrad.graphs import InputSpec
 from gigagrad.images import open_image
+from gigagrad.threads import SideThreads
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.float64, torch.bool])
@@ -78,7 +80,13 @@ def test_only_what_was_opened_here_is_closed():
         source.read(Box(0, 0, 1, 1))
 
 
-def test_reading_ahead_keeps_the_order_and_stays_little_ahead():
+@pytest.fixture
+def pool():
+    with SideThreads(1, "test-read") as made:
+        yield made
+
+
+def test_reading_ahead_keeps_the_order_and_stays_little_ahead(pool):
     read, lead = [], []
 
     def reader(tile):
@@ -86,15 +94,14 @@ def test_reading_ahead_keeps_the_order_and_stays_little_ahead():
         read.append(tile)
         return {0: torch.tensor(tile)}
 
-    for expected, (tile, crops) in enumerate(read_ahead(range(50), reader)):
+    for expected, (tile, crops) in enumerate(read_ahead(range(50), reader, pool)):
         assert tile == expected == crops[0].item()
         lead.append(len(read) - expected)
     assert read == list(range(50))
     assert max(lead) <= 3
-    assert not [t for t in threading.enumerate() if t.name.startswith("gigagrad-read")]
 
 
-def test_an_error_in_the_reader_arrives_at_its_tile():
+def test_an_error_in_the_reader_arrives_at_its_tile(pool):
     def reader(tile):
         if tile == 5:
             raise ImageError("tile 5 is corrupt")
@@ -102,18 +109,39 @@ def test_an_error_in_the_reader_arrives_at_its_tile():
 
     done = []
     with pytest.raises(ImageError, match="tile 5"):
-        done.extend(tile for tile, _ in read_ahead(range(50), reader))
-    assert not [t for t in threading.enumerate() if t.name.startswith("gigagrad-read")]
+        done.extend(tile for tile, _ in read_ahead(range(50), reader, pool))
+    assert done == list(range(5))
 
 
-def test_leaving_early_stops_the_reader():
+def test_leaving_early_stops_the_reader(pool):
     read = []
-    ahead = read_ahead(range(1000), lambda tile: read.append(tile) or {})
+    ahead = read_ahead(range(1000), lambda tile: read.append(tile) or {}, pool)
     next(ahead)
     ahead.close()
     assert len(read) <= 4
-    assert not [t for t in threading.enumerate() if t.name.startswith("gigagrad-read")]
+    seen = len(read)
+    assert [tile for tile, _ in read_ahead(range(2), lambda tile: read.append(tile) or {}, pool)] == [0, 1]
+    assert len(read) == seen + 2
 
 
-def test_nothing_to_read():
-    assert list(read_ahead([], lambda tile: {})) == []
+def test_nothing_to_read(pool):
+    assert list(read_ahead([], lambda tile: {}, pool)) == []
+
+
+@pytest.mark.parametrize("leaving_early", [False, True])
+def test_a_run_leaves_no_threads_behind(leaving_early):
+    """The threads are one run's own, however it ends."""
+
+    class Doubled(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    image = torch.rand(1, 40, 40)
+    engine = gg.compile(Doubled(), tile=(8, 8))
+    stream = engine.stream(image)
+    if leaving_early:
+        next(stream)
+        stream.close()
+    else:
+        assert len(list(stream)) == 25
+    assert not [t for t in threading.enumerate() if t.name.startswith("gigagrad-")]

@@ -9,9 +9,16 @@ from torch import nn
 from gigagrad.bricks import Bricks
 from gigagrad.errors import BudgetError
 from gigagrad.plans import DISK, MEMORY, lifetimes, split_stages
-from gigagrad.plans.keeping import bytes_by_pass
+from gigagrad.plans.keeping import bytes_by_pass, whole_pages
 from gigagrad.plans.schedule import make_passes
 from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, residual
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "pages"), [(0, 0), (5, 5), (2 * MIB - 1, 2 * MIB - 1), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)]
+)
+def test_large_blocks_take_whole_huge_pages(nbytes, pages):
+    assert whole_pages(nbytes) == pages
 
 
 @pytest.mark.parametrize("share", [0, 1, 2, 3])
@@ -37,7 +44,8 @@ def test_kept_fields_are_in_memory_whenever_they_are_read(share):
         held = bytes_by_pass(graph, stages, passes, tiers, tier)
         assert len(held) == len(passes)
         fields = [graph[i] for i in kept if tiers[i] == tier]
-        assert max(held, default=0) <= 2 * sum(_file_bytes(field) if tier == DISK else field.nbytes for field in fields)
+        sizes = [_file_bytes(field) if tier == DISK else whole_pages(field.nbytes) for field in fields]
+        assert max(held, default=0) <= 2 * sum(sizes)
 
 
 def _file_bytes(field):

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from gigagrad.plans import Machine
 from gigagrad.plans.machine import (
+    LOCK_COST,
     ProfileError,
+    Seconds,
     TimeModel,
     machine_key,
     profile_path,
@@ -129,13 +131,23 @@ def test_a_model_is_a_sum_and_what_it_has_not_met_is_typical():
 
 
 def test_threads_share_out_whole_tiles_by_rounds():
-    plain = Machine(threads=2)
-    assert plain.speedup(2, 8) == 2
-    assert plain.speedup(2, 3) == 1.5
-    assert plain.speedup(1, 8) == 1.5
+    plain, seconds = Machine(threads=2), Seconds(12.0)
+    assert plain.wall_seconds(seconds, 2, 8) == 6
+    assert plain.wall_seconds(seconds, 2, 3) == 8
+    assert plain.wall_seconds(seconds, 1, 8) == 8
     slower = dataclasses.replace(plain, side_by_side_efficiency=0.8, shared_efficiency=0.1)
-    assert slower.speedup(2, 8) == pytest.approx(1.8)
-    assert slower.speedup(1, 8) == pytest.approx(1.1)
+    assert slower.wall_seconds(seconds, 2, 8) == pytest.approx(12 / 1.8)
+    assert slower.wall_seconds(seconds, 1, 8) == pytest.approx(12 / 1.1)
+
+
+def test_no_thread_shares_the_calls_of_another():
+    plain = Machine(threads=2)
+    assert plain.wall_seconds(Seconds(12.0, 3.0), 1, 8) == 8 + 3
+    assert plain.wall_seconds(Seconds(12.0, 3.0), 2, 8) == 6 + LOCK_COST * 3
+    parts = MODEL.split({"dense.f.flops": 2e9, "tile.calls": 10.0, "dense.f.calls": 5.0})
+    assert parts.kernels == pytest.approx(2e-2)
+    assert parts.calls == pytest.approx(3e-3 + 5 * typical_rate("dense.f.calls"))
+    assert parts.total == MODEL.seconds({"dense.f.flops": 2e9, "tile.calls": 10.0, "dense.f.calls": 5.0})
 
 
 def test_only_a_calibrated_machine_promises_seconds(unet, gate):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gigagrad.plans import Grid, split_stages
-from gigagrad.plans.work import layer_kind, mean_tile, sweep_work, whole_work
+from gigagrad.plans.work import MAPPED_BYTES, layer_kind, mean_tile, sweep_work, whole_work
 
 CACHE = 2**30
 
@@ -90,6 +90,48 @@ def test_what_leaves_the_cache_is_counted_apart(unet):
     assert sum(v for k, v in roomy.items() if k.endswith(".hot")) == pytest.approx(
         sum(v for k, v in tiny.items() if k.endswith(".cold"))
     )
+
+
+def test_large_results_are_fresh_memory(graph_of):
+    """Forward an 8 MiB field and its sigmoid; backward the cotangent of the field; the sum and the image are small."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Conv2d(1, 32, 3, padding=1)
+
+        def forward(self, x):
+            return self.first(x).sigmoid().sum(1, keepdim=True)
+
+    side = 256
+    assert 4 * 32 * side * side == MAPPED_BYTES
+    graph = graph_of(Net(), F.mse_loss, (side, side))
+    (stage,) = split_stages(graph)
+    forward, back = (
+        sweep_work(graph, stage, mean_tile(Grid(graph, stage, (side, side))), CACHE, gradient=g) for g in (False, True)
+    )
+    assert forward["fresh.bytes"] == 2 * MAPPED_BYTES
+    assert back["fresh.bytes"] == 4 * MAPPED_BYTES
+    small = sweep_work(graph, stage, mean_tile(Grid(graph, stage, (side, side // 2))), CACHE, gradient=True)
+    assert "fresh.bytes" not in small
+
+
+def test_a_large_field_and_its_cotangents_are_fresh_once(graph_of):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32)
+            self.last = nn.Conv2d(32, 1, 1)
+
+        def forward(self, x):
+            return self.last(self.norm(self.first(x)))
+
+    graph = graph_of(Net(), F.mse_loss, (256, 256))
+    kept = next(node.id for node in graph.nodes if node.op.startswith("aten.conv"))
+    first = split_stages(graph, [kept])[0]
+    for gradient in (False, True):
+        work = sweep_work(graph, first, mean_tile(Grid(graph, first, (64, 64))), CACHE, gradient=gradient)
+        assert work["fresh.bytes"] == MAPPED_BYTES
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Every check reports; a broken one is a finding, never an exception."""
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -33,6 +36,37 @@ def test_little_memory_and_disk_are_noted(monkeypatch, tmp_path):
     checks = {check.name: check for check in diagnose(tmp_path)}
     assert checks["Memory"].status == checks["Disk"].status == "warning"
     assert "capped at 512 MiB" in checks["Memory"].detail
+
+
+@pytest.mark.parametrize(
+    ("modes", "asked", "status", "text"),
+    [
+        ("always [madvise] never", "1", "ok", "used"),
+        ("[always] madvise never", "1", "ok", "used"),
+        ("always madvise [never]", "1", "warning", "in the kernel"),
+        ("always [madvise] never", "0", "warning", "THP_MEM_ALLOC_ENABLE"),
+        (None, "1", "ok", "not on this system"),
+    ],
+)
+def test_huge_pages(monkeypatch, tmp_path, modes, asked, status, text):
+    file = tmp_path / "enabled"
+    if modes is not None:
+        file.write_text(f"{modes}\n")
+    monkeypatch.setattr(doctor, "_HUGE_PAGES", file)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asked)
+    (check,) = (check for check in diagnose(tmp_path) if check.name == "Huge pages")
+    assert check.status == status
+    assert text in check.detail
+    assert bool(check.remedy) == (status == "warning")
+
+
+def test_importing_the_package_asks_for_huge_pages_unless_told_otherwise():
+    code = "import gigagrad, os; print(os.environ['THP_MEM_ALLOC_ENABLE'])"
+    for given, expected in ((None, "1"), ("0", "0")):
+        environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+        environment |= {} if given is None else {"THP_MEM_ALLOC_ENABLE": given}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.strip() == expected
 
 
 def test_optional_packages(monkeypatch):

@@ -1,16 +1,12 @@
 """The predicted error of a weight's gradient against the error that rounding causes."""
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.grad import conv2d_weight
 
 from gigagrad.boxes import Box, tiles
 from gigagrad.stores import Half, Quantised
-from gigagrad.stores.bounds import Norms, gradient_error, half_gradient_error
+from gigagrad.stores.bounds import Norms, gradient_error, half_gradient_error, noisy_shares
 
 BOUND = 0.02
 SEEDS = 8
@@ -62,7 +58,7 @@ class TestQuantised:
     def test_zeros_add_nothing(self):
         field = torch.zeros(1, 2, 20, 20)
         assert not weight_errors(field, torch.randn(1, 3, 18, 18), Quantised(BOUND)).any()
-        assert Norms.of(field, torch.randn(1, 3, 18, 18)).gradient_errors(BOUND, 18) == (0, 0, 0)
+        assert Norms.of(noisy_shares(field), torch.randn(1, 3, 18, 18)).gradient_errors(BOUND, 18) == (0, 0, 0)
 
 
 class TestHalf:
@@ -85,8 +81,8 @@ class TestNorms:
         total = Norms((0.0, 0.0, 0.0))
         for box in tiles(20, 30, 7, 8):
             index = (..., slice(box.y0, box.y1), slice(box.x0, box.x1))
-            total += Norms.of(field[index], cotangent[index])
-        assert total.noisy_squares == pytest.approx(Norms.of(field, cotangent).noisy_squares)
+            total += Norms.of(noisy_shares(field[index]), cotangent[index])
+        assert total.noisy_squares == pytest.approx(Norms.of(noisy_shares(field), cotangent).noisy_squares)
         expected = [gradient_error(0.1, 0.5, cotangent[0, channel].norm().item(), 36) for channel in range(3)]
         assert total.gradient_errors(0.1, 36) == pytest.approx(expected)
 
@@ -95,16 +91,21 @@ class TestNorms:
         field, cotangent = torch.ones(1, 1, 8, 16), torch.zeros(1, 1, 8, 16)
         field[..., 8:] = 0
         cotangent[..., 8:] = 1
-        tiled = Norms.of(field[..., :8], cotangent[..., :8]) + Norms.of(field[..., 8:], cotangent[..., 8:])
+        halves = [Norms.of(noisy_shares(field[..., part]), cotangent[..., part]) for part in (slice(8), slice(8, 16))]
+        tiled = halves[0] + halves[1]
         assert tiled.noisy_squares == (0,)
-        assert Norms.of(field, cotangent).noisy_squares == (32,)
+        assert Norms.of(noisy_shares(field), cotangent).noisy_squares == (32,)
 
-    @given(steps=st.lists(st.floats(0, 1e6), min_size=1, max_size=30), weight=st.floats(0.01, 1))
-    def test_the_average_follows_the_steps(self, steps, weight):
-        average = Norms((steps[0],))
-        for step in steps:
-            average = average.refreshed(Norms((step,)), weight)
-        assert min(steps) * (1 - 1e-9) <= average.noisy_squares[0] <= max(steps) * (1 + 1e-9)
-        for _ in range(int(20 / weight)):
-            average = average.refreshed(Norms((7.0,)), weight)
-        assert math.isclose(average.noisy_squares[0], 7.0, abs_tol=1e-2)
+    def test_every_group_sees_its_own_channels(self):
+        field, cotangent = torch.ones(1, 4, 8, 8), torch.ones(1, 6, 8, 8)
+        field[:, 2:] = 0
+        assert Norms.of(noisy_shares(field), cotangent, groups=2).noisy_squares == (64, 64, 64, 0, 0, 0)
+
+    def test_a_gain_counts_squared(self):
+        field, cotangent = torch.ones(1, 2, 8, 8), torch.ones(1, 1, 8, 8)
+        shares = noisy_shares(field, torch.tensor([1.0, 3.0]))
+        assert Norms.of(shares, cotangent).noisy_squares == (64 * 5,)
+
+    def test_scaling_the_cotangents_scales_the_errors(self):
+        norms = Norms((4.0, 9.0))
+        assert norms.scaled(-2.0) == Norms((16.0, 36.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from gigagrad.execution.assemble import assemble
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.planner import Planner, Survey
 from gigagrad.execution.process import peak_bytes, settle_allocator
+from gigagrad.execution.rounding_error import RunningErrors
 from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
 from gigagrad.graphs import Composite, Graph
@@ -123,6 +125,7 @@ class Engine:
             self._composite, self.events, budgets=budgets, device=self._device, tile=tile, rounding=rounding
         )
         self.last_run: StepMeasured | None = None
+        self._errors = RunningErrors()
 
     @property
     def model(self) -> nn.Module:
@@ -131,6 +134,18 @@ class Engine:
     @property
     def loss(self) -> Loss | None:
         return self._composite.loss
+
+    @property
+    def gradient_errors(self) -> dict[str, float]:
+        """What `storage="error E"` adds to gradients: the expected 2-norm of the error, by the name of a parameter.
+
+        Predicted from norms averaged over this engine's runs, the newest counting a tenth (docs/math.md), for the
+        weights of convolutions that read quantised fields, directly or behind norms, ReLU, sums, max pooling and
+        upsampling. `last_run.gradient_error` sets the same beside the gradients of the last run.
+        """
+        prefix = "model."
+        found = self._errors.errors()
+        return {name.removeprefix(prefix): error for name, error in found.items() if name.startswith(prefix)}
 
     def plan(self, image: Any, target: Any = None) -> Plan:
         """The plan for an image (and target) of this size: of a backward if the engine has a loss, else a forward.
@@ -205,7 +220,7 @@ class Engine:
         """
         if self.loss is not None:
             raise ConfigError("stream needs an engine without a loss: compile(model)")
-        with self._sources(image, None) as sources, self._measured("forward", sources) as prepared:
+        with self._sources(image, None) as sources, self._measured("forward", sources) as (prepared, _):
             if not _delivers_image(prepared.graph):
                 raise ConfigError("stream needs a model whose output is an image")
             with self._random():
@@ -215,15 +230,17 @@ class Engine:
         self._update_buffers(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tile shapes and memory layouts by size, which depend on the machine and on the memory at hand.
+        """Tile shapes and memory layouts by size, which depend on the machine and on the memory at hand, and the norms
+        behind `gradient_errors`.
 
         An engine that loads them before its first run repeats this one's arithmetic bit for bit.
         """
-        return self._planner.state_dict()
+        return {**self._planner.state_dict(), "gradient_errors": self._errors.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt the choices of another engine's `state_dict`."""
         self._planner.load_state_dict(state)
+        self._errors = RunningErrors(state.get("gradient_errors"))
 
     def _write(self, image: Any, path: Path, graph: Graph) -> Path:
         from gigagrad.images.write import write_pyramid
@@ -247,11 +264,12 @@ class Engine:
     def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run, Graph]:
         """A finished run of a graph whose output is no image."""
         with (
-            self._measured(phase, sources) as prepared,
+            self._measured(phase, sources) as (prepared, more),
             self._random(),
             Run(prepared, sources, self._stored, self.events, backward=phase == "backward") as run,
         ):
             run.run()
+            more["gradient_error"] = self._gradient_error(run, prepared.graph)
         self._update_buffers(run)
         return run, prepared.graph
 
@@ -299,13 +317,25 @@ class Engine:
             for source in sources.values():
                 source.close()
 
+    def _gradient_error(self, run: Run, graph: Graph) -> float:
+        """Take in what this run knows about rounding errors; what it is expected to have added, in all weights at once,
+        relative to their gradients."""
+        self._errors.refresh(run.rounding_errors)
+        expected = self._errors.errors()
+        names = {i: graph[i].arguments["name"] for i in run.gradients}
+        pairs = [(expected[names[i]], gradient) for i, gradient in run.gradients.items() if names[i] in expected]
+        size = math.hypot(*(gradient.norm().item() for _, gradient in pairs))
+        return math.hypot(*(error for error, _ in pairs)) / size if size else 0.0
+
     @contextmanager
-    def _measured(self, phase: str, sources: dict[str, Source]) -> Iterator[Prepared]:
+    def _measured(self, phase: str, sources: dict[str, Source]) -> Iterator[tuple[Prepared, dict[str, float]]]:
+        """The plan, and a place for what else the run is to tell in `last_run`."""
         prepared = self._planner.prepare(sources, backward=phase == "backward")
         # The peak is the process's own since it started, whoever set it.
         predicted = max(prepared.plan.predicted_peak_bytes, peak_bytes(self._device))
         start = time.perf_counter()
-        yield prepared
+        more: dict[str, float] = {}
+        yield prepared, more
         height, width = sources["image"].spec.shape[-2:]
         self.last_run = StepMeasured(
             phase=phase,
@@ -314,6 +344,7 @@ class Engine:
             peak_bytes=peak_bytes(self._device),
             predicted_peak_bytes=predicted,
             budget_bytes=self._budgets.memory_bytes or 0,
+            **more,
         )
         self.events.emit(self.last_run)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from gigagrad.threads import SideThreads, one_thread
@@ -17,24 +17,25 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_order(items: Iterable[Item], work: Callable[[Item], Result], workers: int) -> Iterator[Result]:
-    """`work(item)` for every item, in the order of the items; `workers` of them at a time, one PyTorch thread each.
+def in_order(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThreads | None) -> Iterator[Result]:
+    """`work(item)` for every item, in the order of the items; as many at a time as the pool has threads.
 
-    With one worker everything runs in the caller's thread, and PyTorch's operators share their own threads.
+    Without a pool everything runs in the caller's thread, and PyTorch's operators share their own threads.
     """
-    if workers == 1:
+    if pool is None:
         yield from map(work, items)
         return
-    with SideThreads(workers, "gigagrad-tile") as pool, one_thread():
+    with one_thread():
         waiting: deque[Future[Result]] = deque()
         try:
             for item in items:
                 waiting.append(pool.submit(work, item))
                 del item
-                if len(waiting) > workers:  # one in the queue, so that nobody waits for the reader
+                if len(waiting) > pool.count:  # one in the queue, so that nobody waits for the reader
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         finally:
             for future in waiting:
                 future.cancel()
+            wait(waiting)

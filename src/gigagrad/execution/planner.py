@@ -19,7 +19,13 @@ from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.fingerprint import fingerprint
-from gigagrad.execution.process import UNNOTICED_BYTES, cold_bytes, held_bytes, return_freed_memory
+from gigagrad.execution.process import (
+    UNNOTICED_BYTES,
+    allocated_bytes,
+    cold_bytes,
+    held_bytes,
+    return_freed_memory,
+)
 from gigagrad.execution.run import Prepared
 from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
@@ -116,7 +122,8 @@ class Planner:
         self._budgets = budgets
         self._device = device
         self._tile = tile
-        self._kept: OrderedDict[tuple[Any, ...], tuple[Prepared, Limits]] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], tuple[Prepared, Limits, int]] = OrderedDict()
+        """Plans, what they could count on, and what was allocated when they were made."""
         self._choices: dict[str, Choice] = {}
         self._adopted: dict[str, Choice] = {}
         self._versions: int | None = None
@@ -127,7 +134,11 @@ class Planner:
     def prepare(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
         """A graph and a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
         key = self._key(sources, backward=backward)
-        kept = self._kept.get(key)
+        kept, allocated = self._kept.get(key), self._allocated()
+        if kept is not None and allocated is not None and allocated <= kept[2] + UNNOTICED_BYTES // 2:
+            # The process has not grown: what it holds beside that is what the last run freed, and the next one uses.
+            self._kept.move_to_end(key)
+            return kept[0]
         graph = kept[0].graph if kept is not None else self._capture(sources)
         limits = self._limits(graph, sources, backward=backward)
         if kept is None:
@@ -135,8 +146,8 @@ class Planner:
         elif limits.fixed_bytes > kept[1].fixed_bytes + UNNOTICED_BYTES // 2:
             made = self._refit(kept[0], limits, backward=backward)
         else:
-            made, limits = kept
-        self._kept[key] = made, limits
+            made, limits, _ = kept
+        self._kept[key] = made, limits, self._allocated() or 0
         self._kept.move_to_end(key)
         if len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)
@@ -182,6 +193,9 @@ class Planner:
             host_bytes=self._budgets.host_room() if self._device.type == "cuda" else 0,
             scratch_bytes=self._budgets.scratch_room(),
         )
+
+    def _allocated(self) -> int | None:
+        return allocated_bytes() if self._device.type == "cpu" else None
 
     def _optimizer_bytes(self) -> int:
         """What an optimizer will hold after its first step; nothing once that is part of what the process holds."""

@@ -10,14 +10,13 @@ from functools import cache
 
 import torch
 
+from gigagrad.plans.work import MAPPED_BYTES
+
 UNNOTICED_BYTES = 16 * 2**20
 """Allowed for in every plan: what a process may grow by before the planner looks at it again, and what other threads
 allocate while the trimmer looks."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """The numbers of these settings in glibc's malloc.h."""
-_MAPPED_BYTES = 8 * 2**20
-"""Blocks as large as this are mapped one by one, and given back when they are freed: in the heap, a smaller block in
-the place of a larger one that was freed makes the next large one grow it."""
 _KEPT_BYTES = 64 * 2**20
 """What the top of the heap may keep of smaller ones."""
 
@@ -46,6 +45,27 @@ def peak_resident_bytes() -> int:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
+class _MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def allocated_bytes() -> int | None:
+    """What the process has allocated and not freed, without what its allocator hoards; None where that is not told."""
+    if not sys.platform.startswith("linux"):
+        return None
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return None
+    ask.restype = _MallocInfo
+    found = ask()
+    return int(found.uordblks + found.hblkhd)
+
+
 def return_freed_memory() -> None:
     """Ask the C library to give freed memory back to the system, where it can (glibc)."""
     if sys.platform.startswith("linux"):
@@ -65,7 +85,8 @@ def settle_allocator() -> None:
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)
         if set_option is not None:
             set_option(_M_ARENA_MAX, 1)
-            set_option(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+            # In the heap, a smaller block in the place of a larger one that was freed makes the next large one grow it.
+            set_option(_M_MMAP_THRESHOLD, MAPPED_BYTES)
             set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 

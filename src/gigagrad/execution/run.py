@@ -23,6 +23,7 @@ from gigagrad.boxes import Box
 from gigagrad.events import Events, TileDone
 from gigagrad.execution.parallel import in_order
 from gigagrad.execution.process import UNNOTICED_BYTES, Trimmer
+from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.tape import Tape, Values, add
 from gigagrad.execution.tile import StageProgram, TileInputs
@@ -30,6 +31,7 @@ from gigagrad.graphs import FIELD_MAX, GATHER, SCATTER, Graph
 from gigagrad.plans import DISK, EXACT, HOST, MEMORY, Grid, Lifetime, Plan, Stage, TileGeometry, lifetimes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.stores import Blosc, Codec, DiskStore, HostStore, Quantised, RoundedStore, Rounding, Scratch, Store
+from gigagrad.threads import SideThreads
 
 Totals = dict[int, torch.Tensor]
 
@@ -77,7 +79,12 @@ class Run:
         plan = prepared.plan
         self._tiers = {field.node: field.tier for field in plan.kept}
         self._roundings = self._draw_roundings()
+        self._quantised = frozenset(i for i, rounding in self._roundings.items() if isinstance(rounding, Quantised))
+        self._rounding_errors = RoundingErrors(prepared.graph)
         self._scratch: Scratch | None = None
+        # Kept from sweep to sweep: what a new thread's first operators set up takes longer than a small tile.
+        self._reader = SideThreads(1, "gigagrad-read")
+        self._workers = SideThreads(plan.workers, "gigagrad-tile") if plan.workers > 1 else None
         self._lifetimes = lifetimes(prepared.graph, prepared.stages, plan.passes)
         self._kept: dict[int, Store] = {}
         self._cotangents: dict[int, Store] = {}
@@ -114,6 +121,9 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._reader.shutdown()
+        if self._workers is not None:
+            self._workers.shutdown()
         if self._scratch is not None:
             self._scratch.close()
 
@@ -149,6 +159,12 @@ class Run:
                 if gradient is not None:
                     found[node.arguments["name"]] = gradient
         return found
+
+    @property
+    def rounding_errors(self) -> dict[str, float]:
+        """What quantised storage is expected to have added to gradients: see `RoundingErrors.by_weight`."""
+        rounding = self._prepared.rounding
+        return self._rounding_errors.by_weight(rounding.error_bound) if isinstance(rounding, Quantised) else {}
 
     @property
     def updates(self) -> dict[str, torch.Tensor]:
@@ -201,7 +217,7 @@ class Run:
                 return tile, sums, {i: shares[i] for i in wanted if i in shares}
 
         tiles = self._tiles(stage, backward=False)
-        for tile, sums, fields in in_order(tiles, work, self._prepared.plan.workers):
+        for tile, sums, fields in in_order(tiles, work, self._workers):
             self._merge(sums)
             for i in stage.kept:
                 if i in fields:
@@ -226,9 +242,11 @@ class Run:
         self._tape.start()
         if rule is Cotangents.SCALED:
             self._tape.pull(self._tape.level_of(stage))
-            scale = self._tape.cotangent(varying[0])
+            found = self._tape.cotangent(varying[0])
+            scale = 0.0 if found is None else found.item()
             for total in totals.values():
-                total.mul_(0.0 if scale is None else scale.to(torch.float64).reshape(()))
+                total.mul_(scale)
+            self._rounding_errors.scale(stage.fields, scale)
         self._give(totals)
 
     def _sweep_backward(self, stage: Stage) -> None:
@@ -252,13 +270,15 @@ class Run:
         boundary = self._boundary(stage, gradients=True)
         leaves = [i for i in stage.globals if self._graph[i].differentiable]
         fields = [i for i in stage.reads if i in self._cotangents]
+        gains = error_gains(self._graph, stage, self._quantised, boundary)
 
-        def work(item: tuple[TileGeometry, TileInputs]) -> tuple[TileGeometry, Values, Values, Values]:
+        def work(item: tuple[TileGeometry, TileInputs]) -> tuple[TileGeometry, Values, Values, Values, Watch]:
             tile, inputs = item
+            watch = Watch(self._graph, gains)
             crops = {i: inputs.crops[i] for i in fields if i in inputs.crops}
             for crop in crops.values():
                 crop.requires_grad_()
-            sums, outputs, seeds = program.run_for_gradient(tile, inputs, boundary, cotangents)
+            sums, outputs, seeds = program.run_for_gradient(tile, inputs, boundary, cotangents, watch)
             gradients: Values = {}
             wanted = {**{i: boundary[i] for i in leaves}, **crops}
             if outputs and wanted:
@@ -269,11 +289,13 @@ class Run:
                 sums,
                 {i: g for i, g in gradients.items() if i in boundary},
                 {i: g for i, g in gradients.items() if i in crops},
+                watch,
             )
 
         totals: Totals = {}
         tiles = self._tiles(stage, backward=True)
-        for tile, sums, shares, crops in in_order(tiles, work, self._prepared.plan.workers):
+        for tile, sums, shares, crops, watch in in_order(tiles, work, self._workers):
+            self._rounding_errors.add(watch.norms)
             for leaf, gradient in shares.items():
                 add(totals, leaf, gradient)
             for field, gradient in crops.items():
@@ -319,7 +341,8 @@ class Run:
 
     def _tiles(self, stage: Stage, *, backward: bool) -> Iterator[tuple[TileGeometry, TileInputs]]:
         grid = self._prepared.grid(stage)
-        return read_ahead((grid[i] for i in grid.order()), lambda tile: self._read(stage, tile, backward=backward))
+        tiles = (grid[i] for i in grid.order())
+        return read_ahead(tiles, lambda tile: self._read(stage, tile, backward=backward), self._reader)
 
     def _read(self, stage: Stage, tile: TileGeometry, *, backward: bool) -> TileInputs:
         crops, cotangents, stored = {}, {}, {}

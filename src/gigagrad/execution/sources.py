@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -91,19 +91,19 @@ def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-def read_ahead(tiles: Iterable[Any], read: Callable[[Any], Read]) -> Iterator[tuple[Any, Read]]:
-    """`(tile, read(tile))` for every tile in order; the next ones are read in a thread meanwhile."""
-    with SideThreads(1, "gigagrad-read") as pool:
-        waiting: deque[tuple[Any, Future[Read]]] = deque()
-        try:
-            for tile in tiles:
-                waiting.append((tile, pool.submit(read, tile)))
-                if len(waiting) > _AHEAD:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            while waiting:
+def read_ahead(tiles: Iterable[Any], read: Callable[[Any], Read], pool: SideThreads) -> Iterator[tuple[Any, Read]]:
+    """`(tile, read(tile))` for every tile in order; the next ones are read in the pool's only thread meanwhile."""
+    waiting: deque[tuple[Any, Future[Read]]] = deque()
+    try:
+        for tile in tiles:
+            waiting.append((tile, pool.submit(read, tile)))
+            if len(waiting) > _AHEAD:
                 first, future = waiting.popleft()
                 yield first, future.result()
-        finally:
-            for _, future in waiting:
-                future.cancel()
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+    finally:
+        for _, future in waiting:
+            future.cancel()
+        wait([future for _, future in waiting])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gigagrad.boxes import Box, Span
+from gigagrad.execution.rounding_error import Watch
 from gigagrad.graphs import FIELD_BINS, Call, Graph, Row, Site, lookup
 from gigagrad.graphs.graph import fill
 from gigagrad.graphs.operators import call as call_operator
@@ -51,6 +52,7 @@ class StageProgram:
         globals_: dict[int, torch.Tensor],
         *,
         silent: frozenset[int] = frozenset(),
+        watch: Watch | None = None,
     ) -> dict[int, torch.Tensor]:
         """The tile's share of every target that has one, by node id. `crops` of the fields read is emptied.
 
@@ -64,7 +66,13 @@ class StageProgram:
             node_id = call.node.id
             if tile.box(node_id) is None:
                 continue
-            values[node_id] = self._evaluate(call, tile, values, globals_, asked=node_id not in silent)
+            inputs = self._inputs(call, tile, values, globals_)
+            values[node_id] = self._evaluate(call, tile, inputs, asked=node_id not in silent)
+            if watch is not None and node_id in watch:
+                read = inputs[0]
+                assert read is not None
+                watch.attach(node_id, read, values[node_id])
+            del inputs
             if node_id in self._roundings and node_id not in silent:
                 values[node_id] = self._rounded(node_id, values[node_id], tile)
             for operand in self._operands[node_id]:
@@ -98,6 +106,7 @@ class StageProgram:
         inputs: TileInputs,
         globals_: dict[int, torch.Tensor],
         cotangents: dict[int, torch.Tensor],
+        watch: Watch | None = None,
     ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Partial sums (off the tape), and the tensors to pull back with their cotangents.
 
@@ -105,7 +114,7 @@ class StageProgram:
         no output for its gradient, the share is not computed again: what the reductions need of it is stored.
         """
         with torch.enable_grad():
-            shares = self.run(tile, inputs.crops, globals_, silent=self._silent & inputs.stored.keys())
+            shares = self.run(tile, inputs.crops, globals_, silent=self._silent & inputs.stored.keys(), watch=watch)
             stored = {i: share.requires_grad_() for i, share in inputs.stored.items() if i in self._silent}
             sums = self.partial_sums(tile, {**shares, **stored})
         outputs = {i: shares[i] for i in inputs.cotangents if i in shares and shares[i].requires_grad}
@@ -143,28 +152,26 @@ class StageProgram:
                     readers[operand] = call.node.id
         return readers
 
+    def _inputs(
+        self, call: Call, tile: TileGeometry, values: dict[int, torch.Tensor], globals_: dict[int, torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """By position, not by id: an operator may read the same field twice with different spans. None: not read."""
+        _, operands = tile.site(call.node.id)
+        return [
+            globals_[operand.id]
+            if not operand.is_field
+            else None
+            if spans is None
+            else _crop(self.graph, operand.id, values[operand.id], tile, *spans)
+            for operand, spans in zip(call.operands, operands, strict=True)
+        ]
+
     def _evaluate(
-        self,
-        call: Call,
-        tile: TileGeometry,
-        values: dict[int, torch.Tensor],
-        globals_: dict[int, torch.Tensor],
-        *,
-        asked: bool,
+        self, call: Call, tile: TileGeometry, inputs: list[torch.Tensor | None], *, asked: bool
     ) -> torch.Tensor:
         out, operands = tile.site(call.node.id)
-        # By position, not by id: an operator may read the same field twice with different spans.
-        inputs = iter(
-            [
-                globals_[operand.id]
-                if not operand.is_field
-                else None
-                if spans is None
-                else _crop(self.graph, operand.id, values[operand.id], tile, *spans)
-                for operand, spans in zip(call.operands, operands, strict=True)
-            ]
-        )
-        arguments = {name: fill(value, inputs) for name, value in call.node.arguments.items()}
+        remaining = iter(inputs)
+        arguments = {name: fill(value, remaining) for name, value in call.node.arguments.items()}
         if arguments.get("device") is not None:
             arguments["device"] = self.device
         return _row(self.graph, call.node.id).run(call, arguments, Site(out, operands, asked))

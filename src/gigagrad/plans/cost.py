@@ -14,7 +14,7 @@ from math import prod
 
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid, TileGeometry, lattice
-from gigagrad.plans.machine import Machine
+from gigagrad.plans.machine import Machine, Seconds
 from gigagrad.plans.memory import crop_bytes, tile_peak_bytes, worst_tile
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import EXACT, StagePlan
@@ -30,9 +30,9 @@ class TileCost:
     """One stage with one tile shape. Seconds are one thread's, for one sweep over the whole stage."""
 
     plan: StagePlan
-    seconds: float
+    seconds: Seconds
     """With gradients if they were asked for."""
-    forward_seconds: float
+    forward_seconds: Seconds
     """Without gradients."""
     crop_bytes: int
     """What is read ahead for each tile."""
@@ -76,8 +76,8 @@ class Costs:
         machine = self._machine
         if machine.model is None:
             return 0.0
-        seconds = machine.model.seconds(whole_work(self._graph, machine.cache_bytes, backward=backward))
-        return seconds / machine.speedup(1, 1)  # all threads share each of them
+        seconds = machine.model.split(whole_work(self._graph, machine.cache_bytes, backward=backward))
+        return machine.wall_seconds(seconds, 1, 1)  # all threads share each of them
 
     def _cost(self, stage: Stage, shape: tuple[int, int], *, backward: bool) -> TileCost:
         graph = self._graph
@@ -104,8 +104,8 @@ class Costs:
         cotangents = 2 * sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
         if self._machine.model is None:
             pixels = reference.size(0) * reference.size(1)
-            seconds = self._tile_seconds(stage, tile, backward) * pixels / useful
-            forward = self._tile_seconds(stage, tile, backward=False) * pixels / useful
+            seconds = Seconds(self._tile_seconds(stage, tile, backward) * pixels / useful)
+            forward = Seconds(self._tile_seconds(stage, tile, backward=False) * pixels / useful)
         else:
             mean = mean_tile(grid)
             forward = self._sweep_seconds(stage, mean, gradient=False)
@@ -114,10 +114,10 @@ class Costs:
         crops = {i: box.shape for i in stage.reads if (box := tile.box(i)) is not None} | own
         return TileCost(plan, seconds, forward, read + cotangents, crops)
 
-    def _sweep_seconds(self, stage: Stage, tile: MeanTile, *, gradient: bool) -> float:
+    def _sweep_seconds(self, stage: Stage, tile: MeanTile, *, gradient: bool) -> Seconds:
         assert self._machine.model is not None
         work = sweep_work(self._graph, stage, tile, self._machine.cache_bytes, gradient=gradient)
-        return self._machine.model.seconds(work)
+        return self._machine.model.split(work)
 
     def _tile_seconds(self, stage: Stage, tile: TileGeometry, backward: bool) -> float:
         graph, machine = self._graph, self._machine

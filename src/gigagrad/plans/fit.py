@@ -210,7 +210,8 @@ def sweep_seconds(
 ) -> float:
     """One sweep of a stage. Tiers are read ahead and written behind: the slowest link counts, or the tiles."""
     count = cost.plan.tile_count
-    seconds = [(cost.forward_seconds if phase == "forward" else cost.seconds) / machine.speedup(workers, count)]
+    computing = cost.forward_seconds if phase == "forward" else cost.seconds
+    seconds = [machine.wall_seconds(computing, workers, count)]
     for tier, rate in ((DISK, machine.disk_bytes_per_second), (HOST, machine.copy_bytes_per_second)):
         seconds.append(count * traffic_bytes(graph, stage, cost.crops, kept, phase, tier, packing) / rate)
     return max(seconds)

@@ -11,6 +11,8 @@ from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import DISK, MEMORY, Pass
 from gigagrad.plans.stages import Stage, is_read
 
+HUGE_PAGE_BYTES = 2**21
+
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
@@ -64,10 +66,16 @@ def bytes_by_pass(
             node = graph[life.field]
             pixel = node.bytes_per_pixel if life.cotangent else packing.bytes_per_pixel(graph, life.field, tier)
             pixels = node.nbytes // node.bytes_per_pixel
-            size = Bricks(node.size(0), node.size(1), pixel).file_bytes if tier == DISK else pixels * pixel
+            on_disk = tier == DISK
+            size = Bricks(node.size(0), node.size(1), pixel).file_bytes if on_disk else whole_pages(pixels * pixel)
             for index in range(life.first, life.last + 1):
                 held[index] += size
     return held
+
+
+def whole_pages(nbytes: int) -> int:
+    """What a block takes in memory: a large one is made of huge pages (docs/decisions/0016-huge-pages.md)."""
+    return -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else nbytes
 
 
 def kept_bytes(graph: Graph, node_id: int, tier: str, packing: Packing) -> int:

@@ -44,6 +44,25 @@ class ProfileError(GigagradError):
     """A saved machine profile cannot be used (damaged, or of another machine); `gigagrad calibrate` makes a new one."""
 
 
+LOCK_COST = 2.0
+"""What calls take when several workers make them, in units of what they take alone: all wait for Python's lock, and get
+it late (docs/decisions/0012-time-model.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of one thread, in two parts."""
+
+    kernels: float
+    """What operators compute, which threads can share."""
+    calls: float = 0.0
+    """Python, and what every call of an operator costs."""
+
+    @property
+    def total(self) -> float:
+        return self.kernels + self.calls
+
+
 @dataclass(frozen=True, slots=True)
 class TimeModel:
     """Seconds of one thread per unit of work, for float32 on the CPU."""
@@ -54,8 +73,15 @@ class TimeModel:
     """Mean relative error on networks that the fit had not seen."""
 
     def seconds(self, work: Work) -> float:
-        rates = self.rates
-        return sum((rates[kind] if kind in rates else typical_rate(kind)) * amount for kind, amount in work.items())
+        return self.split(work).total
+
+    def split(self, work: Work) -> Seconds:
+        """The same in two parts: every operator is called by Python, which one thread does at a time."""
+        rates, seconds = self.rates, {True: 0.0, False: 0.0}
+        for kind, amount in work.items():
+            rate = rates[kind] if kind in rates else typical_rate(kind)
+            seconds[kind.endswith(".calls")] += rate * amount
+        return Seconds(seconds[False], seconds[True])
 
 
 _TYPICAL_RATES = {"flops": 1 / 100e9, "hot": 1 / 40e9, "calls": 20e-6, "taps": 1 / 10e9}
@@ -116,12 +142,16 @@ class Machine:
         """Of as much reading as writing."""
         return 2 / (1 / self.disk_read_bytes_per_second + 1 / self.disk_write_bytes_per_second)
 
-    def speedup(self, workers: int, tile_count: int) -> float:
-        """How much faster than one thread: whole tiles share out well unless they are few, single operators less so."""
+    def wall_seconds(self, seconds: Seconds, workers: int, tile_count: int) -> float:
+        """By the clock, what takes one thread so long.
+
+        Whole tiles share out well unless they are few, single operators less so; Python's part not at all.
+        """
         if workers == 1:
-            return 1 + self.shared_efficiency * (self.threads - 1)
+            return seconds.calls + seconds.kernels / (1 + self.shared_efficiency * (self.threads - 1))
         rounds = -(-tile_count // workers)
-        return (1 + self.side_by_side_efficiency * (workers - 1)) / workers * tile_count / rounds
+        speedup = (1 + self.side_by_side_efficiency * (workers - 1)) / workers * tile_count / rounds
+        return LOCK_COST * seconds.calls + seconds.kernels / speedup
 
 
 def cache_bytes() -> int:

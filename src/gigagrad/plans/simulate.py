@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gigagrad.boxes import Span
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid
-from gigagrad.plans.keeping import Lifetime, bytes_by_pass, kept_bytes, lifetimes
+from gigagrad.plans.keeping import Lifetime, bytes_by_pass, kept_bytes, lifetimes, whole_pages
 from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
 from gigagrad.plans.order import PlanFault, Walk
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
@@ -165,7 +165,7 @@ def _moments(graph: Graph, plan: Plan, lives: tuple[Lifetime, ...]) -> tuple[Mom
         held = {True: 0, False: 0}
         for life in lives:
             if life.first <= index <= life.last and tiers.get(life.field, MEMORY) == MEMORY:
-                held[life.cotangent] += graph[life.field].nbytes if life.cotangent else stored[life.field]
+                held[life.cotangent] += whole_pages(graph[life.field].nbytes if life.cotangent else stored[life.field])
         moments.append(
             Moment(
                 stage=p.stage,

@@ -6,6 +6,7 @@ one choice: traffic that stays inside the cache ("hot") and traffic that does no
 
 Names read `kind.direction.quantity`. Directions: `f` forward, `b` backward, and for layers with weights `x` and `w`,
 the gradients of the input and of the weights. Quantities: `calls`, `flops`, `hot`, `cold` (bytes in and out).
+`fresh.bytes` are those of large results of any kind, whose memory is new.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from gigagrad.plans.stages import Stage
 
 Work = dict[str, float]
 """Amounts by name."""
+
+MAPPED_BYTES = 8 * 2**20
+"""Blocks as large as this are taken from the system one by one, and their pages cost time when first touched."""
 
 _LANES = 16
 """Channels that a vector register holds; kernels pad to them."""
@@ -112,6 +116,8 @@ def sweep_work(graph: Graph, stage: Stage, tile: MeanTile, cache_bytes: int, *, 
             counter.add("store.write", size)
         elif graph[i].differentiable:
             counter.add("store.read", 2 * size)
+        if graph[i].nbytes >= MAPPED_BYTES and (not gradient or graph[i].differentiable):
+            counter.add("fresh.bytes", size)  # of the field, then of its cotangents
     counter.add("tile.calls", 1)
     leaves = [graph[i] for i in stage.globals if graph[i].differentiable] if gradient else []
     counter.add("leaf.calls", len(leaves))
@@ -140,7 +146,7 @@ def whole_work(graph: Graph, cache_bytes: int, *, backward: bool) -> Work:
             continue
         directions = ("f", *(("x", "w") if flops else ("b",))) if pulled else ("f",)
         for direction in directions:
-            counter.traffic(f"{kind}.{direction}", moved)
+            counter.traffic(f"{kind}.{direction}", moved, node.nbytes)
             counter.add(f"{kind}.{direction}.flops", flops)
     return counter.work
 
@@ -172,18 +178,21 @@ class _Counter:
         if amount:
             self.work[name] = self.work.get(name, 0.0) + amount
 
-    def traffic(self, name: str, size: float) -> None:
-        """One call that moves `size` bytes in and out."""
+    def traffic(self, name: str, moved: float, *made: float) -> None:
+        """One call that moves so many bytes in and out; `made` are the sizes of its results."""
         self.add(f"{name}.calls", 1)
-        self.add(f"{name}.{'hot' if size <= self._cache_bytes // 2 else 'cold'}", size)
+        self.add(f"{name}.{'hot' if moved <= self._cache_bytes // 2 else 'cold'}", moved)
+        self.add("fresh.bytes", sum(size for size in made if size >= MAPPED_BYTES))
 
     def node(self, node: Node, *, forward: bool, backward: bool) -> None:
         """One operator on the mean tile."""
         own = self._areas[node.id] * node.bytes_per_pixel
         fields = {i for i in node.operands if self._graph[i].is_field}
-        moved = own + sum(self._areas.get(i, 0.0) * self._graph[i].bytes_per_pixel for i in fields)
+        read = {i: self._areas.get(i, 0.0) * self._graph[i].bytes_per_pixel for i in fields}
+        moved = own + sum(read.values())
+        gradients = [size for i, size in read.items() if self._graph[i].differentiable]
         if node.op.startswith(("aten.conv", "aten.linear")):
-            self._layer(node, moved, forward=forward, backward=backward)
+            self._layer(node, own, sum(read.values()), forward=forward, backward=backward)
             return
         kind = kind_of(node)
         if kind == "view":
@@ -191,13 +200,13 @@ class _Counter:
             self.add("view.b.calls", float(backward))
             return
         if forward:
-            self.traffic(f"{kind}.f", moved)
+            self.traffic(f"{kind}.f", moved, own)
             if kind == "pool":
                 self.add("pool.f.taps", self._areas[node.id] * _channels(node) * _taps(node))
         if backward:
-            self.traffic(f"{kind}.b", moved)
+            self.traffic(f"{kind}.b", moved, *gradients)
 
-    def _layer(self, node: Node, moved: float, *, forward: bool, backward: bool) -> None:
+    def _layer(self, node: Node, own: float, read: float, *, forward: bool, backward: bool) -> None:
         field, weight = (self._graph[i] for i in node.operands[:2])
         kind, flops_per_pixel = layer_kind(self._graph, node)
         area = self._areas[field.id] if "transpose" in node.op else self._areas[node.id]
@@ -206,7 +215,7 @@ class _Counter:
         directions = ["f"] if forward else []
         directions += [name for name, wanted in gradients.items() if wanted and backward]
         for direction in directions:
-            self.traffic(f"{kind}.{direction}", moved)
+            self.traffic(f"{kind}.{direction}", own + read, {"f": own, "x": read, "w": 0.0}[direction])
             self.add(f"{kind}.{direction}.flops", flops)
         self.add("weights.bytes", len(directions) * weight.nbytes)
 

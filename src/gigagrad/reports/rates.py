@@ -30,6 +30,8 @@ _MOVING = {
     "nearest": "resizing, nearest",
     "copy": "joining, padding",
 }
+_INCREDIBLE = 1e12
+"""Operations or bytes a second above which the fit has given a kind's time to its neighbours."""
 
 
 def rates_table(calibration: Calibration) -> Table:
@@ -39,7 +41,7 @@ def rates_table(calibration: Calibration) -> Table:
 
     def per_second(kind: str, unit: str) -> str:
         found = calibration.achieved.get(kind)
-        return "too fast to tell" if found is None else f"{found / 1e9:,.1f} {unit}"
+        return "too fast to tell" if found is None or found > _INCREDIBLE else f"{found / 1e9:,.1f} {unit}"
 
     table = Table(header_style="bold")
     for column, side in (("What", "left"), ("Forward", "right"), ("Backward", "right")):

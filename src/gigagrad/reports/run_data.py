@@ -132,6 +132,7 @@ def _step(record: Mapping[str, Any]) -> StepMeasured:
         peak_bytes=int(number(record, "peak_bytes")),
         predicted_peak_bytes=int(number(record, "predicted_peak_bytes")),
         budget_bytes=int(number(record, "budget_bytes")),
+        gradient_error=number(record, "gradient_error"),
     )
 
 

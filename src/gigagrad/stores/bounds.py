@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_STRIP_ROWS = 32
+
 
 def gradient_error(error_bound: float, share_nonzero: float, cotangent_norm: float, taps: int = 1) -> float:
     """The expected 2-norm of the error of a weight's gradient, for one output channel.
@@ -33,9 +35,23 @@ def half_gradient_error(dtype: torch.dtype, field_norm: float, cotangent_norm: f
     return torch.finfo(dtype).eps / 2 * field_norm * cotangent_norm
 
 
+def noisy_shares(field: Tensor, gain: Tensor | None = None) -> Tensor:
+    """`(C,)`: the share of a convolution's input `(N, C, h, w)` that carries an error, times `gain (C,)` squared.
+
+    `gain` is for a norm and a ReLU between the stored field and the convolution: the factor of the norm per channel,
+    `weight / sqrt(variance + eps)`. `field` is then what came out of the ReLU, and the prediction is that of the
+    errors' scatter; docs/math.md says what comes on top.
+    """
+    count_C = torch.zeros(field.shape[1], dtype=torch.float64)
+    for strip in torch.split(field, _STRIP_ROWS, dim=2):  # a comparison of all values at once would take memory
+        count_C += torch.count_nonzero(strip, dim=(0, 2, 3)).to(count_C)
+    share_C = count_C * field.shape[1] / field.numel()
+    return share_C if gain is None else share_C * gain.to(share_C).square()
+
+
 @dataclass(frozen=True)
 class Norms:
-    """The sums that `gradient_error` needs, per output channel, over tiles and then over steps.
+    """The sums that `gradient_error` needs, per output channel, over tiles.
 
     `noisy_squares` adds up `R |d|^2` tile by tile: where tissue is, a field has other shares of zeros and other
     cotangents than on glass, and the product of two averages over the whole image would miss that.
@@ -44,25 +60,22 @@ class Norms:
     noisy_squares: tuple[float, ...]
 
     @classmethod
-    def of(cls, field: Tensor, cotangent: Tensor, gain: Tensor | None = None) -> Norms:
-        """Of one tile: the crop `(N, C, h, w)` that the convolution reads, the cotangent `(N, O, h, w)` of its output.
+    def of(cls, shares: Tensor, cotangent: Tensor, groups: int = 1) -> Norms:
+        """Of one tile: `noisy_shares (C,)` of what the convolution reads, the cotangent `(N, O, h, w)` of its output.
 
-        `gain (C,)` is for a norm and a ReLU between the stored field and the convolution: the factor of the norm per
-        channel, `weight / sqrt(variance + eps)`. The crop is then what came out of the ReLU, and the prediction is that
-        of the errors' scatter; docs/math.md says what comes on top.
+        Each of the convolution's `groups` sees its own channels only.
         """
-        share_C = torch.count_nonzero(field, dim=(0, 2, 3)).double() * field.shape[1] / field.numel()
-        noisy = share_C.mean() if gain is None else (share_C * gain.double().square()).mean()
-        return cls(tuple((cotangent.double().square().sum((0, 2, 3)) * noisy).tolist()))
+        noisy_O = shares.reshape(groups, -1).mean(1).repeat_interleave(cotangent.shape[1] // groups)
+        norms_O = torch.linalg.vector_norm(cotangent, dim=(0, 2, 3)).double()
+        return cls(tuple((norms_O.square() * noisy_O.to(norms_O)).tolist()))
 
     def __add__(self, other: Norms) -> Norms:
         pairs = zip(self.noisy_squares, other.noisy_squares, strict=True)
         return Norms(tuple(a + b for a, b in pairs))
 
-    def refreshed(self, newest: Norms, weight: float = 0.1) -> Norms:
-        """The exponential average over steps: `weight` is the newest step's."""
-        pairs = zip(self.noisy_squares, newest.noisy_squares, strict=True)
-        return Norms(tuple((1 - weight) * old + weight * new for old, new in pairs))
+    def scaled(self, factor: float) -> Norms:
+        """Of cotangents `factor` times as large."""
+        return Norms(tuple(factor * factor * square for square in self.noisy_squares))
 
     def gradient_errors(self, error_bound: float, taps: int) -> tuple[float, ...]:
         """`gradient_error` of every output channel."""

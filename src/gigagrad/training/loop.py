@@ -223,6 +223,8 @@ class _Run:
         if self.engine.last_run is not None:
             values["seconds"] = self.engine.last_run.seconds
             values["peak_bytes"] = float(self.engine.last_run.peak_bytes)
+            if self.engine.last_run.gradient_error:
+                values["gradient_error"] = self.engine.last_run.gradient_error
         self.events.emit(MetricsLogged("train", progress.epoch + 1, self.progress.step, values))
         return value
 

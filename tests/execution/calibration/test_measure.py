@@ -15,7 +15,7 @@ from gigagrad.execution.calibration import Effort, calibrate
 from gigagrad.execution.calibration.measure import thread_efficiencies
 from gigagrad.execution.calibration.networks import draw_network, flops, is_dense, loss
 from gigagrad.execution.calibration.timing import make_subject, pass_seconds, pass_work
-from gigagrad.plans.machine import TimeModel
+from gigagrad.plans.machine import Seconds, TimeModel
 from gigagrad.reports.rates import rates_table
 from gigagrad.training.losses import bce
 
@@ -130,15 +130,27 @@ def two_threads(monkeypatch):
 @pytest.mark.usefixtures("two_threads")
 def test_what_further_threads_add(monkeypatch):
     monkeypatch.setattr("gigagrad.execution.calibration.measure._others_seconds", lambda: 0.0)
-    assert thread_efficiencies(2, 1) == pytest.approx((0.25, 1.0))
-    assert thread_efficiencies(1, 1) is None
+    monkeypatch.setattr(TimeModel, "split", lambda self, work: Seconds(1.0))
+    model = TimeModel({}, 0.0)
+    assert thread_efficiencies(2, 1, model, 2**25) == pytest.approx((0.25, 1.0))
+    assert thread_efficiencies(1, 1, model, 2**25) is None
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_calls_take_no_further_thread_shares(monkeypatch):
+    """Half of the second is Python's: threads made 0.3 of the other half, not 0.8 of the whole."""
+    monkeypatch.setattr("gigagrad.execution.calibration.measure._others_seconds", lambda: 0.0)
+    monkeypatch.setattr(TimeModel, "split", lambda self, work: Seconds(1.0, 1.0))
+    shared, side_by_side = thread_efficiencies(2, 1, TimeModel({}, 0.0), 2**25)
+    assert shared == pytest.approx(0.5 / 0.3 - 1)
+    assert side_by_side == 1.0  # the locks alone would take as long as the clock said
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_beside_other_programs_threads_are_not_judged(monkeypatch):
     used = iter((0.0, 1e9))
     monkeypatch.setattr("gigagrad.execution.calibration.measure._others_seconds", lambda: next(used))
-    assert thread_efficiencies(2, 1) is None
+    assert thread_efficiencies(2, 1, TimeModel({}, 0.0), 2**25) is None
 
 
 def test_the_command(profile, monkeypatch, tmp_path, capsys):

@@ -6,6 +6,7 @@ threads work beside each other has to be taken from the clock.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Mapping
@@ -23,25 +24,28 @@ from gigagrad.execution.calibration.tiers import DiskRates, codec_rates, copy_by
 from gigagrad.execution.calibration.timing import Subject, make_subject, pass_seconds, pass_work
 from gigagrad.execution.process import return_freed_memory, settle_allocator
 from gigagrad.execution.run import Prepared
-from gigagrad.plans.machine import Machine, TimeModel, cache_bytes, profile_path, write_profile
+from gigagrad.plans.machine import LOCK_COST, Machine, TimeModel, cache_bytes, profile_path, write_profile
 from gigagrad.threads import one_thread
 
 _JOB = "calibrate"
-_SIDES_PX = (48, 64, 96, 128, 192, 256, 384, 512)
+_SIDES_PX = (64, 96, 128, 192, 256, 320, 384, 512)
 _TILINGS = 3
 """Tile shapes that each network is timed with."""
-_MOST_PIXELS = 300_000
+_MOST_PIXELS = 1_000_000
 _SHORTEST_PX = 96
 """Side of the smallest image: deep networks divide it by up to 40."""
 _MOST_TILES = 200
-_LONGEST_STEP = 0.5
+_LONGEST_STEP = 1.2
 """Typical seconds of a step above which it is not timed: many small ones tell more."""
 _BUSY = 0.1
 """Share of the threads' time that other programs may take while threads are compared."""
-_PARALLEL = ((8, 512), (32, 256), (64, 192))
-"""Channels of a network and side of its tiles in pixels where threads are compared: tiles as plans choose them."""
-_PARALLEL_TILES = 6
-"""Tiles that each worker gets there: enough that the last one's waiting hardly counts."""
+_COMPARED = 10
+"""Networks on which threads are compared: how well they do depends on the network, and the median counts."""
+_COMPARED_PX, _COMPARED_LEAST_PX = 256, 16
+"""Side of their tiles, in pixels of a stage's last field: as plans choose them, and the least."""
+_COMPARED_TILES = 4
+"""The fewest tiles, for each thread and stage, of a network that is compared: with few, waiting for the last would
+count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,7 @@ class Effort:
     copy_bytes: int
 
 
-FULL = Effort(networks=80, seconds=130, rounds=2, disk_bytes=2**30, copy_bytes=2**28)
+FULL = Effort(networks=100, seconds=200, rounds=2, disk_bytes=2**30, copy_bytes=2**28)
 QUICK = Effort(networks=25, seconds=30, rounds=1, disk_bytes=2**28, copy_bytes=2**26)
 
 
@@ -93,7 +97,7 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
     events.emit(JobAdvanced(_JOB, 1, effort.networks + 2, "memory and disk"))
     samples = time_networks(effort, cache, events)
     model = fit(samples)
-    efficiencies = thread_efficiencies(threads, effort.rounds + 1)
+    efficiencies = thread_efficiencies(threads, effort.rounds + 1, model, cache)
     if efficiencies is None and threads > 1:
         events.emit(
             Notice("other programs use the processor; how well threads share it was not measured", warning=True)
@@ -144,7 +148,7 @@ def _subject(number: int, draw: random.Random) -> Subject:
     """A random network with an image of a size that suits its cost."""
     network = draw_network(number)
     per_pixel = flops(network, (256, 256)) / 256**2
-    pixels = min(10 ** draw.uniform(8.7, 9.8) / per_pixel, _MOST_PIXELS)
+    pixels = min(10 ** draw.uniform(8.7, 10.3) / per_pixel, _MOST_PIXELS)
     width = max(_SHORTEST_PX, int((pixels * draw.uniform(0.6, 1.6)) ** 0.5))
     return make_subject(network, loss, (max(_SHORTEST_PX, int(pixels / width)), width), dense=is_dense(network))
 
@@ -162,7 +166,7 @@ def _tilings(subject: Subject, draw: random.Random, cache: int) -> list[Prepared
     return list(found.values())
 
 
-def thread_efficiencies(threads: int, rounds: int) -> tuple[float, float] | None:
+def thread_efficiencies(threads: int, rounds: int, model: TimeModel, cache: int) -> tuple[float, float] | None:
     """What each further thread adds: sharing the operators of one tile, and computing tiles side by side.
 
     None where that cannot be told: with a single thread, and beside programs that take the other ones' time.
@@ -171,20 +175,36 @@ def thread_efficiencies(threads: int, rounds: int) -> tuple[float, float] | None
         return None
     start, others = time.perf_counter(), _others_seconds()
     shared, side_by_side = list[float](), list[float]()
-    for seed, (channels, side) in enumerate(_PARALLEL):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network = _plain(channels)
-        subject = make_subject(network, loss, (side * threads, side * _PARALLEL_TILES), dense=True)
+    for seed in range(_COMPARED):
+        subject = _subject(seed, random.Random(seed))  # noqa: S311  (no secret depends on it)
+        prepared = _side_by_side(subject, threads)
+        if prepared is None:
+            continue
+        one_by_one = dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, workers=1))
+        work = [model.split(work) for work in pass_work(prepared, cache)]
         with one_thread():
-            alone = sum(pass_seconds(subject, subject.prepare((side, side), workers=1), rounds))
-        for workers, found in ((1, shared), (threads, side_by_side)):
-            prepared = subject.prepare((side, side), workers=workers)
-            wall = sum(pass_seconds(subject, prepared, rounds, time.perf_counter))
-            found.append(min(1.0, max(0.0, (alone / wall - 1) / (threads - 1))))
+            alone = sum(pass_seconds(subject, one_by_one, rounds))
+        calls = alone * sum(part.calls for part in work) / max(sum(part.total for part in work), 1e-9)
+        for plan, lock_cost, found in ((one_by_one, 1.0, shared), (prepared, LOCK_COST, side_by_side)):
+            wall = sum(pass_seconds(subject, plan, rounds, time.perf_counter))
+            waiting = calls * lock_cost
+            speedup = (alone - calls) / max(wall - waiting, 1e-9)
+            found.append(min(1.0, max(0.0, (speedup - 1) / (threads - 1))))
     if _others_seconds() - others > _BUSY * threads * (time.perf_counter() - start):
         return None
     return median(shared), median(side_by_side)
+
+
+def _side_by_side(subject: Subject, threads: int) -> Prepared | None:
+    """A plan with the largest tiles of which every thread gets some; None where even small ones are too few."""
+    side = _COMPARED_PX
+    while side >= _COMPARED_LEAST_PX:
+        prepared = subject.prepare((side, side), workers=threads)
+        plan = prepared.plan
+        if plan.workers == threads and plan.tile_count >= _COMPARED_TILES * threads * len(plan.stages):
+            return prepared
+        side //= 2
+    return None
 
 
 def _others_seconds() -> float:
@@ -195,21 +215,3 @@ def _others_seconds() -> float:
     return float(
         sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0) - time.process_time()
     )
-
-
-def _plain(channels: int) -> torch.nn.Module:
-    from torch import nn
-
-    return nn.Sequential(
-        _Scaled(),
-        nn.Conv2d(3, channels, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(channels, channels, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(channels, 1, 3, padding=1),
-    )
-
-
-class _Scaled(torch.nn.Module):
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return image.float() / 255

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gigagrad.events import Event, Events, TileDone
+from gigagrad.execution.process import held_bytes
 from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
 from gigagrad.graphs import Composite, Graph, capture
@@ -19,6 +20,8 @@ from gigagrad.plans import Limits, Machine, make_plan, split_stages
 from gigagrad.plans.work import Work, mean_tile, sweep_work
 
 Clock = Callable[[], float]
+
+_SLACK_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +34,9 @@ class Subject:
 
     def prepare(self, tile: tuple[int, int], *, workers: int) -> Prepared:
         """A plan with tiles of one shape for every stage, `workers` at a time (or fewer, where there are fewer)."""
-        limits = Limits(budget_bytes=None, base_bytes=0, reader_cache_bytes=0, runtime_bytes=0)
+        # What the process holds, and slack: a run that seems to exceed its plan would trim the heap all the time.
+        held = held_bytes(torch.device("cpu"))
+        limits = Limits(budget_bytes=None, base_bytes=held, reader_cache_bytes=0, runtime_bytes=_SLACK_BYTES)
         plan = make_plan(
             self.graph,
             limits,
@@ -47,7 +52,8 @@ class Subject:
 
     def step(self, prepared: Prepared, events: Events) -> None:
         """One forward and backward; the gradients are thrown away."""
-        Run(prepared, self.sources, self._stored, events, backward=True).run()
+        with Run(prepared, self.sources, self._stored, events, backward=True) as run:
+            run.run()
 
     def _stored(self, kind: str, name: str) -> torch.Tensor:
         owner = self.composite

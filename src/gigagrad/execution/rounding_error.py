@@ -1,0 +1,188 @@
+"""How much quantised storage moves the gradients of convolutions, predicted while the gradients are computed.
+
+A stored error reaches a convolution directly, or through operators that pass it on value by value: a norm multiplies
+it, ReLU passes it or stops it. `error_gains` follows it there; a `Watch` sees the cotangents of the convolution's
+output in one tile, `RoundingErrors` adds up the norms of a run, `RunningErrors` averages over runs (docs/math.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping
+
+import torch
+
+from gigagrad.graphs import Graph, Node
+from gigagrad.graphs.graph import Ref
+from gigagrad.plans import Stage
+from gigagrad.stores.bounds import Norms, noisy_shares
+
+_CONVOLUTIONS = frozenset({"aten.conv2d.default", "aten.conv2d.padding"})
+_PASSED_ON = frozenset(
+    f"aten.{name}.default" for name in ("relu", "leaky_relu", "hardtanh", "_to_copy", "clone", "contiguous")
+)
+"""Their slopes are at most 1; where they are 0, so is mostly the value, and zeros are counted."""
+_FIXED_NORMS = frozenset({"aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default"})
+_REPEATED = frozenset(
+    {"aten.max_pool2d.default", "aten.upsample_nearest2d.vec", "aten._upsample_nearest_exact2d.vec"}
+    | {"aten.upsample_bilinear2d.vec"}
+)
+
+
+def error_gains(
+    graph: Graph, stage: Stage, quantised: Container[int], values: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """By convolution of the stage: the factor `(C,)` on the stored errors in each channel that it reads.
+
+    Where an operator repeats values, errors are no longer independent, and the factor is that of the worst case.
+    Convolutions that read nothing quantised are left out, and those behind operators that errors pass in other ways.
+    `values` are the global values that the stage reads.
+    """
+    squares: dict[int, torch.Tensor | None] = {}
+    for i in (*stage.reads, *stage.fields):
+        node = graph[i]
+        if len(node.shape) != 4 or node.axes != (-2, -1):
+            squares[i] = None
+        elif i in quantised:
+            squares[i] = torch.ones(node.shape[1], dtype=torch.float64)
+        elif i in stage.reads:
+            squares[i] = torch.zeros(node.shape[1], dtype=torch.float64)
+        else:
+            squares[i] = _passed_on(graph, node, squares, values)
+    gains = {}
+    for i in stage.fields:
+        if graph[i].op in _CONVOLUTIONS:
+            found = squares[graph[i].operands[0]]
+            if found is not None and found.any():
+                gains[i] = found.sqrt()
+    return gains
+
+
+def _passed_on(
+    graph: Graph, node: Node, squares: Mapping[int, torch.Tensor | None], values: Mapping[int, torch.Tensor]
+) -> torch.Tensor | None:
+    """Of the output, from those of the operands: the squares of independent errors add up. None: not known."""
+    operands = [squares[i] for i in node.operands if graph[i].is_field]
+    known = [square for square in operands if square is not None]
+    if len(known) < len(operands):
+        return None
+    if not any(square.any() for square in known):
+        return torch.zeros(node.shape[1], dtype=torch.float64)
+    if node.op == "aten.add.Tensor" and node.arguments["alpha"] == 1:
+        same = all(graph[i].shape == node.shape for i in node.operands if graph[i].is_field)
+        return torch.stack(known).sum(0) if same else None
+    if node.op == "aten.cat.default" and node.arguments["dim"] % 4 == 1:
+        return torch.cat(known)
+    factor = _factor(graph, node, values)
+    return None if factor is None else known[0] * factor
+
+
+def _factor(graph: Graph, node: Node, values: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """What an operator on one field multiplies the squares of errors by; None: not known."""
+    arguments = node.arguments
+    if node.op == "gigagrad.normalise":
+        return _value(values, arguments["scale"]).square()
+    if node.op in _FIXED_NORMS:
+        scale: torch.Tensor = (_value(values, arguments["running_var"]) + arguments["eps"]).rsqrt()
+        weight = arguments["weight"]
+        return (scale if weight is None else scale * _value(values, weight)).square()
+    if node.op in _PASSED_ON:
+        return torch.ones((), dtype=torch.float64)
+    if node.op in _REPEATED:
+        return torch.tensor(_repeats(graph[node.operands[0]], node), dtype=torch.float64)
+    return None
+
+
+def _value(values: Mapping[int, torch.Tensor], ref: Ref) -> torch.Tensor:
+    return values[ref.id].detach().double().cpu()
+
+
+def _repeats(read: Node, made: Node) -> float:
+    """How often one value appears in what is made of it, at most: `(sum over copies)^2 <= copies * sum of squares`."""
+    if made.op == "aten.max_pool2d.default":
+        kernel = made.arguments["kernel_size"]
+        stride = made.arguments["stride"] or kernel
+        return float(math.ceil(kernel[0] / stride[0]) * math.ceil(kernel[-1] / stride[-1]))
+    return max(1.0, made.size(0) / read.size(0)) * max(1.0, made.size(1) / read.size(1))
+
+
+class Watch:
+    """One tile's backward pass: the norms of the convolutions that read rounded fields, once cotangents have come."""
+
+    def __init__(self, graph: Graph, gains: Mapping[int, torch.Tensor]) -> None:
+        self._graph = graph
+        self._gains = gains
+        self.norms: dict[int, Norms] = {}
+        """By convolution."""
+
+    def __contains__(self, node_id: int) -> bool:
+        return node_id in self._gains
+
+    def attach(self, convolution: int, read: torch.Tensor, output: torch.Tensor) -> None:
+        """`read` is the crop that the convolution was given; it is not kept."""
+        if not output.requires_grad:
+            return
+        shares = noisy_shares(read.detach(), self._gains[convolution])
+        groups = self._graph[convolution].arguments["groups"]
+
+        def seen(cotangent: torch.Tensor) -> None:
+            self.norms[convolution] = Norms.of(shares, cotangent, groups)
+
+        output.register_hook(seen)  # type: ignore[no-untyped-call]
+
+
+class RoundingErrors:
+    """One run: the norms of its convolutions, summed over tiles."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._norms: dict[int, Norms] = {}
+
+    def add(self, norms: Mapping[int, Norms]) -> None:
+        """Of one tile, by convolution."""
+        for convolution, found in norms.items():
+            known = self._norms.get(convolution)
+            self._norms[convolution] = found if known is None else known + found
+
+    def scale(self, convolutions: Container[int], factor: float) -> None:
+        """The cotangents turned out to be `factor` times as large."""
+        self._norms = {i: norms.scaled(factor) if i in convolutions else norms for i, norms in self._norms.items()}
+
+    def by_weight(self, error_bound: float) -> dict[str, float]:
+        """By the name of a weight: the square of the expected 2-norm of its gradient's error.
+
+        Left out are weights that are computed from parameters.
+        """
+        squares: dict[str, float] = {}
+        for convolution, norms in self._norms.items():
+            weight = self._graph[self._graph[convolution].operands[1]]
+            while weight.op == "aten._to_copy.default":
+                weight = self._graph[weight.operands[0]]
+            if weight.op == "parameter":
+                name = weight.arguments["name"]
+                errors = norms.gradient_errors(error_bound, math.prod(weight.shape[1:]))
+                squares[name] = squares.get(name, 0.0) + sum(error * error for error in errors)
+        return squares
+
+
+class RunningErrors:
+    """Exponential averages over runs: the norms drift slowly, and those of one image are not those of the next."""
+
+    NEWEST = 0.1
+    """The weight of the newest run."""
+
+    def __init__(self, squares: Mapping[str, float] | None = None) -> None:
+        self._squares = dict(squares or {})
+
+    def refresh(self, squares: Mapping[str, float]) -> None:
+        """Take in one more run, `RoundingErrors.by_weight`."""
+        for name, square in squares.items():
+            known = self._squares.get(name, square)
+            self._squares[name] = known + self.NEWEST * (square - known)
+
+    def errors(self) -> dict[str, float]:
+        """The expected 2-norm of the error of each weight's gradient, by the weight's name."""
+        return {name: math.sqrt(square) for name, square in self._squares.items()}
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(self._squares)

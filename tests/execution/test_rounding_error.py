@@ -1,0 +1,191 @@
+"""What quantised storage is predicted to add to gradients, against what it adds."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import gigagrad as gg
+from gigagrad.execution.rounding_error import RunningErrors
+from gigagrad.plans import split_stages
+from tests.execution.normed import Net, dice
+
+BOUND = 1e-3
+DRAWS = 16
+
+
+class Chain(nn.Module):
+    """A kept field, something in between, and the convolution whose gradient is looked at."""
+
+    def __init__(self, between, channels=6, groups=1):
+        super().__init__()
+        self.stem, self.between = nn.Conv2d(3, 6, 3, padding=1), between
+        self.head = nn.Conv2d(channels, 4, 3, padding=1, groups=groups)
+
+    def forward(self, x):
+        return self.head(self.between(self.stem(x)))
+
+
+class Joined(nn.Module):
+    """Two kept fields, summed or side by side."""
+
+    def __init__(self, join, channels):
+        super().__init__()
+        self.stem, self.other, self.join = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(3, 6, 5, padding=2), join
+        self.head = nn.Conv2d(channels, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.head(self.join(self.stem(x), self.other(x)))
+
+
+def norm(training):
+    layer = nn.BatchNorm2d(6)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(0.5, 3, 6))
+        layer.running_var.copy_(torch.linspace(0.1, 2, 6))
+    return layer.train(training)
+
+
+# What stands between, the most that the prediction may be above what is measured (1: it is meant to be met).
+MET = {
+    "nothing": (lambda: Chain(nn.Identity()), 1.2),
+    "groups": (lambda: Chain(nn.Identity(), groups=2), 1.2),
+    "norm and ReLU": (lambda: Chain(nn.Sequential(norm(False), nn.ReLU())), 1.2),
+    "norm in training mode": (lambda: Chain(nn.Sequential(norm(True), nn.ReLU())), 1.5),
+    "separate pooling": (lambda: Chain(nn.MaxPool2d(2)), 1.2),
+    "sum": (lambda: Joined(torch.add, 6), 1.2),
+    "channels": (lambda: Joined(lambda a, b: torch.cat([a, b], 1), 12), 1.2),
+    "overlapping pooling": (lambda: Chain(nn.MaxPool2d(3, 2, 1)), 4),
+    "nearest": (lambda: Chain(nn.Upsample(scale_factor=2)), 2.5),
+    "bilinear": (lambda: Chain(nn.Upsample(scale_factor=2, mode="bilinear")), 4),
+}
+
+
+def made(build):
+    torch.manual_seed(0)
+    return build().double()
+
+
+def loss(output, target):
+    """Linear, so that cotangents know nothing of rounded values; of mean 0, which a norm would not pass on."""
+    weights = target[..., : output.shape[-2], : output.shape[-1]].mean(1, keepdim=True) - 0.5
+    return (output * weights).sum()
+
+
+def keeping(model, loss, pair, modules, scratch, **options):
+    """An engine that keeps the outputs of these convolutions in files."""
+    graph = gg.compile(model, loss).survey(*pair).graph
+    fields = [n.id for n in graph.nodes if n.is_field and "conv" in n.op and n.origin.module_path in modules]
+    assert len(fields) == len(modules)
+    stages = len(split_stages(graph, fields))
+    choice = {
+        "memory_format": "contiguous",
+        "workers": 1,
+        "tiles": [[24, 20]] * stages,
+        "kept": [[i, "disk"] for i in fields],
+    }
+    engine = gg.compile(model, loss, scratch=scratch, **options)
+    engine.load_state_dict({"choices": {"backward " + "x".join(map(str, (1, *pair[0].shape))): choice}})
+    return engine
+
+
+@pytest.fixture
+def pair():
+    torch.manual_seed(1)
+    smooth = nn.functional.interpolate(torch.rand(1, 4, 12, 14), size=(140, 168), mode="bicubic")[0].double()
+    return torch.rand(3, 70, 84, dtype=torch.float64), smooth
+
+
+@pytest.mark.parametrize("between", MET)
+def test_the_prediction_is_met_or_is_a_bound(pair, tmp_path, between):
+    build, most = MET[between]
+    modules = [name for name in ("stem", "other") if hasattr(made(build), name)]
+
+    def gradients(storage, count):
+        model = made(build)
+        engine = keeping(model, loss, pair, modules, tmp_path, storage=storage, seed=0)
+        found = []
+        for _ in range(count):
+            model.zero_grad()
+            engine.backward(*pair)
+            found.append(model.head.weight.grad.clone())
+        assert {field.storage for field in engine.plan(*pair).kept} == {storage}
+        return found, engine
+
+    (exact,), engine = gradients("exact", 1)
+    assert engine.gradient_errors == {}
+    assert engine.last_run.gradient_error == 0
+    found, engine = gradients(f"error {BOUND}", DRAWS)
+    mean = sum(found) / DRAWS
+    scatter = math.sqrt(sum((one - mean).square().sum().item() for one in found) / (DRAWS - 1))
+    assert set(engine.gradient_errors) == {"head.weight"}
+    predicted = engine.gradient_errors["head.weight"]
+    assert 1 / 1.2 < predicted / scatter < most
+    assert engine.last_run.gradient_error == pytest.approx(predicted / exact.norm().item(), rel=1e-2)
+
+
+def test_what_is_not_known_is_left_out(pair, tmp_path):
+    model = made(lambda: Chain(nn.SiLU()))
+    engine = keeping(model, loss, pair, ["stem"], tmp_path, storage=f"error {BOUND}")
+    engine.backward(*pair)
+    assert engine.gradient_errors == {}
+    assert engine.last_run.gradient_error == 0
+
+
+def test_a_mean_over_pixels_scales_the_errors_with_the_gradient(pair, tmp_path):
+    """The last stage's cotangents are known only when its sum is: what one pass gathered is scaled afterwards."""
+
+    def relative(loss):
+        engine = keeping(made(MET["nothing"][0]), loss, pair, ["stem"], tmp_path, storage=f"error {BOUND}", seed=0)
+        engine.backward(*pair)
+        return engine.gradient_errors["head.weight"], engine.last_run.gradient_error
+
+    plain, halved = relative(loss), relative(lambda o, t: (loss(o, t) ** 2).sqrt() / 2)
+    assert halved[0] == pytest.approx(plain[0] / 2)
+    assert halved[1] == pytest.approx(plain[1])
+
+
+def test_watching_changes_nothing(pair, tmp_path, monkeypatch):
+    image, mask = pair[0], (pair[1][:1, :70, :84] > 0.5).double()
+
+    def step():
+        torch.manual_seed(0)
+        model = Net().double().train()
+        engine = keeping(model, dice, (image, mask), ["stem", "down"], tmp_path, storage="error 0.05", seed=0)
+        engine.backward(image, mask)
+        return [p.grad for p in model.parameters()], engine
+
+    watched, engine = step()
+    assert engine.last_run.gradient_error > 0
+    monkeypatch.setattr("gigagrad.execution.run.error_gains", lambda *_: {})
+    unwatched, engine = step()
+    assert engine.last_run.gradient_error == 0
+    assert all(torch.equal(a, b) for a, b in zip(watched, unwatched, strict=True))
+
+
+def test_the_average_goes_on_in_another_engine(pair, tmp_path):
+    def engine(seed):
+        return keeping(made(MET["nothing"][0]), loss, pair, ["stem"], tmp_path, storage=f"error {BOUND}", seed=seed)
+
+    first = engine(0)
+    for _ in range(2):
+        first.backward(pair[0], 2 * pair[1] - 0.5)  # twice the cotangents
+    second = engine(0)
+    second.load_state_dict(first.state_dict())
+    assert second.gradient_errors == first.gradient_errors
+    second.backward(*pair)
+    before = first.gradient_errors["head.weight"]
+    assert second.gradient_errors["head.weight"] == pytest.approx(before * math.sqrt(0.9 + 0.1 / 4), rel=1e-6)
+
+
+class TestRunningErrors:
+    def test_begins_with_the_first_run(self):
+        errors = RunningErrors()
+        errors.refresh({"a": 4.0})
+        assert errors.errors() == {"a": 2.0}
+
+    def test_follows_the_newest(self):
+        errors = RunningErrors({"a": 4.0, "b": 1.0})
+        errors.refresh({"a": 14.0})
+        assert errors.state_dict() == pytest.approx({"a": 5.0, "b": 1.0})
