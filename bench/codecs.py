@@ -10,8 +10,9 @@ one thread and processor time, encoding (rounding included) and decoding. The er
 mean square over `--draws` keys of the dither, divided by the prediction of stores/bounds.py. Its scatter is the same
 about the mean of the draws: behind a norm and a ReLU errors have a mean, which is of second order and not predicted.
 
-`--train` trains a small network with batch normalisation, whose fields are kept, once without and once with lossy
-storage for each of three seeds, and compares Dice on pixels that it has not seen. Prints one JSON line last.
+`--train` measures no fields: it trains a small network with batch normalisation, whose fields are kept, once without
+and once with lossy storage for each of three seeds, and compares Dice on pixels that it has not seen; of weights
+averaged over the last steps, with statistics of all training images. Prints one JSON line last.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -44,6 +46,8 @@ from gigagrad.stores.bounds import Norms, half_gradient_error, noisy_shares
 AXES = (-2, -1)
 BRICK_PX = 128
 SEEDS = (0, 1, 2)
+_AVERAGED = 0.98
+"""Weights are averaged over the last 50 steps or so."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,9 @@ def main() -> None:
     if not crops:
         print(json.dumps({"skipped": f"no slides with masks in {args.slides}"}))
         return
+    if args.train:
+        print(json.dumps({"side": args.side, **compare_training(crops, args.steps, args.storage)}))
+        return
     roundings: list[Rounding | None] = [None, Half(torch.float16), Half(torch.bfloat16)]
     roundings += [Quantised(bound) for bound in args.errors]
     fields = []
@@ -132,8 +139,6 @@ def main() -> None:
         "scatter_over_predicted": [min(scatter), max(scatter)],
         "fields": fields,
     }
-    if args.train:
-        result["training"] = compare_training(crops, args.steps, args.storage)
     print(json.dumps(result))
 
 
@@ -313,12 +318,14 @@ def compare_training(crops: list[tuple[str, Tensor, Tensor]], steps: int, storag
                 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
                 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
                 order = torch.Generator().manual_seed(seed)
+                average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(_AVERAGED))
                 for _ in range(steps):
                     optimizer.zero_grad()
                     engine.backward(*seen[int(torch.randint(len(seen), (), generator=order))])
                     optimizer.step()
                     schedule.step()
-            collected.append(dice(model.eval(), unseen))
+                    average.update_parameters(model)
+            collected.append(dice(settled(average.module, seen), unseen))
             print({"seed": seed, "storage": kind, "fields": rounded[kind], "dice": collected[-1]}, flush=True)
     means = {kind: sum(values) / len(values) for kind, values in scores.items()}
     return {
@@ -330,6 +337,19 @@ def compare_training(crops: list[tuple[str, Tensor, Tensor]], steps: int, storag
             kind: max(abs(a - b) for a, b in zip(scores[kind], scores["exact"], strict=True)) for kind in storages
         },
     }
+
+
+@torch.no_grad()
+def settled(model: nn.Module, seen: list[tuple[Tensor, Tensor]]) -> nn.Module:
+    """With statistics of all training images, not of the last few: what is compared is weights, not luck."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_running_stats()
+            module.momentum = None  # a mean over all that follow
+    model.train()
+    for image, _ in seen:
+        model(image[None])
+    return model.eval()
 
 
 def in_files(model: nn.Module, pair: tuple[Tensor, Tensor]) -> dict[str, Any]:

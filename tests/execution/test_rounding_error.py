@@ -133,11 +133,14 @@ def test_what_is_not_known_is_left_out(pair, tmp_path):
     assert engine.last_run.gradient_error == 0
 
 
-def test_a_mean_over_pixels_scales_the_errors_with_the_gradient(pair, tmp_path):
-    """The last stage's cotangents are known only when its sum is: what one pass gathered is scaled afterwards."""
+def test_errors_are_scaled_with_the_gradient(pair, tmp_path):
+    """Where one pass does, the cotangent of the last sum is known only when it ends, and scales what was gathered."""
 
     def relative(loss):
-        engine = keeping(made(MET["nothing"][0]), loss, pair, ["stem"], tmp_path, storage=f"error {BOUND}", seed=0)
+        model = made(MET["nothing"][0])
+        model.stem.requires_grad_(False)
+        engine = keeping(model, loss, pair, ["stem"], tmp_path, storage=f"error {BOUND}", seed=0)
+        assert [step.phase for step in engine.plan(*pair).passes] == ["forward", "one pass"]
         engine.backward(*pair)
         return engine.gradient_errors["head.weight"], engine.last_run.gradient_error
 

@@ -1,0 +1,70 @@
+"""What the process holds, and when freed memory is given back."""
+
+import sys
+
+import pytest
+import torch
+
+from gigagrad.execution import process
+from gigagrad.execution.process import Trimmer, allocated_bytes, peak_resident_bytes, resident_bytes
+
+MIB = 2**20
+
+
+def test_what_is_allocated_is_counted_and_what_is_freed_is_not():
+    if (before := allocated_bytes()) is None:
+        pytest.skip("the C library does not tell")
+    small = [torch.empty(2**18) for _ in range(40)]  # 40 MiB in the heap
+    large = torch.empty(25 * 2**18)  # mapped, never touched
+    grown = allocated_bytes() - before
+    assert 64 * MIB < grown < 72 * MIB
+    del small, large
+    assert abs(allocated_bytes() - before) < 4 * MIB
+
+
+def test_elsewhere_nobody_tells(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert allocated_bytes() is None
+
+
+def test_the_peak_is_no_less_than_what_is_held():
+    assert 0 < resident_bytes() <= peak_resident_bytes()
+
+
+class TestTrimmer:
+    @pytest.fixture
+    def held(self, monkeypatch):
+        """What is resident, in MiB, and what giving memory back leaves of it."""
+        held = {"now": 50, "left": 40, "given_back": 0}
+
+        def give_back():
+            held["given_back"] += 1
+            held["now"] = held["left"]
+
+        monkeypatch.setattr(process, "resident_bytes", lambda: held["now"] * MIB)
+        monkeypatch.setattr(process, "return_freed_memory", give_back)
+        return held
+
+    def test_gives_nothing_back_within_its_limit(self, held):
+        trimmer = Trimmer(100 * MIB)
+        for _ in range(10):
+            trimmer.tile_done()
+        trimmer.make_room(50 * MIB)
+        assert held["given_back"] == 0
+
+    def test_gives_back_above_it(self, held):
+        trimmer = Trimmer(100 * MIB)
+        for times in (1, 2):
+            held["now"] = 101
+            trimmer.tile_done()
+            assert held["given_back"] == times
+        held["now"] = 90
+        trimmer.make_room(11 * MIB)
+        assert held["given_back"] == 3
+
+    def test_where_it_does_not_help_it_looks_ever_more_rarely(self, held):
+        held["now"] = held["left"] = 200
+        trimmer = Trimmer(100 * MIB)
+        for _ in range(1000):
+            trimmer.tile_done()
+        assert 15 < held["given_back"] < 25
