@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 _CASES = (
     ("paper-unet", 2048),
     ("paper-unet", 8192),
-    ("unet-batch?8", 1024),
     ("smp:Unet?encoder_name=resnet18", 1024),
     ("timm:mobilenetv3_small_100", 2048),
 )

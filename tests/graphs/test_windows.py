@@ -6,7 +6,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.rows.windows import Window, inside_or_nearest
+from gigagrad.graphs import Call
+from gigagrad.graphs.rows.windows import Window, inside_or_nearest, padded_groups_bytes
 from gigagrad.graphs.table import Refused
 
 small = st.integers(0, 3)
@@ -113,3 +114,40 @@ def test_predicted_workspace_grows_with_the_crop(bench, noise):
     small_crop = row.workspace_bytes(call, 64, ((Span(0, 10), Span(0, 10)), None))
     assert 0 < small_crop < row.workspace_bytes(call, 900, ((Span(0, 32), Span(0, 32)), None))
     assert torch.float64.itemsize * 9 * 64 <= small_crop
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "kernel", "dilation", "size", "measured_mib"),
+    [
+        (torch.bfloat16, 1152, 5, 1, (20, 28), 84),
+        (torch.bfloat16, 1152, 9, 1, (20, 28), 180),
+        (torch.bfloat16, 240, 5, 1, (64, 64), 68),
+        (torch.bfloat16, 240, 3, 2, (64, 64), 64),
+        (torch.bfloat16, 1152, 3, 1, (20, 28), 0),
+        (torch.float32, 1632, 5, 1, (20, 20), 40),
+        (torch.float32, 1024, 7, 1, (20, 20), 49),
+        (torch.float32, 1152, 3, 1, (40, 40), 0),
+    ],
+    ids=str,
+)
+def test_depthwise_gradients_pad_their_groups(bench, noise, dtype, channels, kernel, dilation, size, measured_mib):
+    """Measured on two cores with AVX-512 (docs/decisions/0013-whole-process-accounting.md)."""
+    b = bench()
+    x, w = (
+        b.field(torch.zeros(1, channels, *size, dtype=dtype)),
+        b.weight(torch.zeros(channels, 1, kernel, kernel, dtype=dtype)),
+    )
+    pad = [dilation * (kernel // 2)] * 2
+    node = b.node(b.aten("conv2d.default", x, w, None, [1, 1], pad, [dilation] * 2, channels))
+    call = Call(node, (b.node(x), b.node(w)))
+    predicted = padded_groups_bytes(call, size[0] * size[1], size[0] * size[1]) / 2**20
+    assert measured_mib * 0.97 <= predicted <= measured_mib * 1.25
+
+
+def test_convolutions_that_pad_no_groups(bench):
+    b = bench()
+    x = b.field(torch.zeros(1, 32, 20, 20))
+    for groups in (1, 4):
+        w = b.weight(torch.zeros(32, 32 // groups, 5, 5))
+        node = b.node(b.aten("conv2d.default", x, w, None, [1, 1], [2, 2], [1, 1], groups))
+        assert padded_groups_bytes(Call(node, (b.node(x), b.node(w))), 400, 400) == 0

@@ -48,7 +48,8 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
     cotangents: dict[int, int] = {i: size[i] for i in run if i not in pending and graph[i].differentiable}
     # A moment's gradient is made of a few passes over its field, before anything else is pulled back.
     moments = [graph[r].operands[0] for r in stage.reductions if graph[r].op == MOMENTS and graph[r].differentiable]
-    peak = max(peak, live + sum(cotangents.values()) + 3 * max((size.get(i, 0) for i in moments), default=0))
+    passes = [3 * size.get(i, 0) * max(1, 4 // graph[i].dtype.itemsize) for i in moments]
+    peak = max(peak, live + sum(cotangents.values()) + max(passes, default=0))
     released: set[int] = set()
     for node_id in reversed(run):
         if not graph[node_id].differentiable:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ import torch.nn.functional as F
 from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, per_operand, register, single_field
+
+_LANES = 16
+"""Channels that a vector register holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,24 @@ def reordered_bytes(call: Call, out_pixels: int, operands: tuple[tuple[Span, Spa
     return 4 * (channels_in * pixels + channels_out * out_pixels)
 
 
+def padded_groups_bytes(call: Call, out_pixels: int, in_pixels: int) -> int:
+    """What the backward pass of a depthwise convolution allocates where the library has no kernel of its own for it.
+
+    For large or dilated kernels it runs as a grouped one, whose groups are padded to vectors: weights to blocks of 16 x
+    16 and, in half precisions, both fields to 16 channels a group (oneDNN; docs/decisions/0013-whole-process-
+    accounting.md).
+    """
+    weight = call.operands[1].shape
+    usual = max(weight[2:]) <= 3 and max(pair(call["dilation"])) == 1
+    if weight[1] != 1 or call["groups"] == 1 or usual:
+        return 0
+    blocks = prod(weight[2:]) * weight[0] * _LANES * _LANES
+    if call.node.dtype.itemsize >= 4:
+        return 4 * blocks
+    channels_in, channels_out = call.operands[0].shape[1], call.node.shape[1]
+    return (2 + 4) * blocks + 2 * _LANES * (channels_in * in_pixels + channels_out * out_pixels)
+
+
 class _BackwardOnly(torch.autograd.Function):
     """A convolution of which only the vector-Jacobian product is wanted: that needs its input, not its output."""
 
@@ -166,7 +188,10 @@ class Convolution(WindowRow):
         return Window(kernel, pair(call["stride"])[axis], before, dilation)
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
-        return reordered_bytes(call, out_pixels, operands)
+        inside = operands[0]
+        assert inside is not None
+        padded = padded_groups_bytes(call, out_pixels, inside[0].length * inside[1].length)
+        return reordered_bytes(call, out_pixels, operands) + padded
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         x_NCHW = arguments["input"]
