@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "GigagradError", "Image", "compile", "fit", "losses", "models", "open_image", "predict"]
 __version__ = "0.1.0"
 
-# Large blocks of memory in huge pages (docs/decisions/0016-huge-pages.md). PyTorch asks once, before its first tensor.
+# Large blocks of memory in huge pages (docs/decisions/0015-huge-pages.md). PyTorch asks once, before its first tensor.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _ROOMS = {"losses": "gigagrad.training.losses", "models": "gigagrad.models"}

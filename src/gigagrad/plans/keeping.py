@@ -74,7 +74,7 @@ def bytes_by_pass(
 
 
 def whole_pages(nbytes: int) -> int:
-    """What a block takes in memory: a large one is made of huge pages (docs/decisions/0016-huge-pages.md)."""
+    """What a block takes in memory: a large one is made of huge pages (docs/decisions/0015-huge-pages.md)."""
     return -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else nbytes
 
 
