@@ -144,3 +144,19 @@ def test_a_choice_is_for_the_sizes_of_all_images():
     for size in (20, 30):
         engine.forward((torch.zeros(1, 16, 16), torch.zeros(1, size, size)))
     assert list(engine.state_dict()["choices"]) == ["forward 1x1x16x16 1x1x20x20", "forward 1x1x16x16 1x1x30x30"]
+
+
+@pytest.mark.parametrize(
+    ("dilation", "precision", "layout"), [(2, "bfloat16", "contiguous"), (2, None, "channels_last")]
+)
+def test_dilated_convolutions_in_bfloat16_run_contiguous(dilation, precision, layout):
+    """Channels last, the gradient of this one is a segmentation fault in PyTorch 2.13."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 24, 1), torch.nn.Conv2d(24, 4, 3, padding=dilation, dilation=dilation)
+    )
+    engine = gg.compile(model, torch.nn.functional.mse_loss, precision=precision)
+    image, target = torch.rand(3, 60, 50), torch.rand(4, 60, 50)
+    assert engine.plan(image, target).memory_format == layout
+    engine.backward(image, target)
+    assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -30,6 +30,7 @@ from gigagrad.execution.run import Prepared
 from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
 from gigagrad.graphs import Composite, Graph, capture
+from gigagrad.graphs.rows.windows import pair
 from gigagrad.plans import Costs, Limits, Machine, Plan, PlanAt, make_plan, split_stages
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.stages import gathered
@@ -329,6 +330,9 @@ def _name(sources: dict[str, Source], *, backward: bool) -> str:
 
 
 def _usual_layout(graph: Graph) -> str:
-    """Double precision runs on kernels that know only the contiguous layout."""
+    """Double precision runs on kernels that know only the contiguous layout, and channels last in bfloat16 the gradient
+    of a dilated convolution can end the process (24 channels in, PyTorch 2.13: a segmentation fault inside oneDNN).
+    """
     convolutions = [node for node in graph.nodes if "conv" in node.op]
-    return "contiguous" if any(n.dtype == torch.float64 for n in convolutions) else "channels_last"
+    unsafe = any(n.dtype == torch.bfloat16 and max(pair(n.arguments.get("dilation", 1))) > 1 for n in convolutions)
+    return "contiguous" if unsafe or any(n.dtype == torch.float64 for n in convolutions) else "channels_last"
