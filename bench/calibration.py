@@ -69,16 +69,20 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
 
 
-def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int) -> dict[str, Any]:
-    """Predicted and measured seconds of a step of one network."""
+def subject(name: str, size: tuple[int, int]) -> tuple[nn.Module, np.ndarray[Any, Any], Any]:
+    """A published network, and noise and targets for it and `loss`."""
     torch.manual_seed(0)
     made = gg.models.resolve(name)
-    network = (made if name == "paper-unet" else Bytes(made)).train(train)
     rng = np.random.default_rng(0)
     image = rng.integers(0, 255, (3, *size), dtype=np.uint8)
-    classifies = name.startswith("timm:")
-    target = torch.tensor([1]) if classifies else rng.integers(0, 2, (1, *size), dtype=np.uint8)
-    engine = gg.compile(network, loss)
+    target = torch.tensor([1]) if name.startswith("timm:") else rng.integers(0, 2, (1, *size), dtype=np.uint8)
+    return made if name == "paper-unet" else Bytes(made), image, target
+
+
+def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int) -> dict[str, Any]:
+    """Predicted and measured seconds of a step of one network."""
+    network, image, target = subject(name, size)
+    engine = gg.compile(network.train(train), loss)
     start = time.perf_counter()
     plan = engine.plan(image, target)
     planning = time.perf_counter() - start

@@ -31,28 +31,11 @@ _STEPS = 3
 
 def run(name: str, side: int) -> dict[str, float]:
     """Some steps of one network, in this process."""
-    import numpy as np
-    import torch
-    import torch.nn.functional as F
-
     import gigagrad as gg
-    import tests.torchvision_operators  # noqa: F401
-    from bench.calibration import Bytes
+    from bench.calibration import loss, subject
 
-    torch.manual_seed(0)
-    made = gg.models.resolve(name)
-    network = made if name == "paper-unet" else Bytes(made).train()
-    rng = np.random.default_rng(0)
-    image = rng.integers(0, 255, (3, side, side), dtype=np.uint8)
-    classifies = name.startswith("timm:")
-    target = torch.tensor([1]) if classifies else rng.integers(0, 2, (1, side, side), dtype=np.uint8)
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if classifies:
-            return F.cross_entropy(output, target)
-        return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
-
-    engine = gg.compile(network, loss, memory="4GiB")
+    network, image, target = subject(name, (side, side))
+    engine = gg.compile(network.train(), loss, memory="4GiB")
     engine.plan(image, target)
     found = []
     for _ in range(_STEPS):

@@ -1,12 +1,22 @@
 """What the process holds, and when freed memory is given back."""
 
+import ctypes
+import mmap
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from gigagrad.execution import process
-from gigagrad.execution.process import Trimmer, allocated_bytes, peak_resident_bytes, resident_bytes
+from gigagrad.execution.process import (
+    Trimmer,
+    allocated_bytes,
+    peak_resident_bytes,
+    resident_bytes,
+    return_freed_memory,
+    settle_allocator,
+)
 
 MIB = 2**20
 
@@ -20,6 +30,34 @@ def test_what_is_allocated_is_counted_and_what_is_freed_is_not():
     assert 64 * MIB < grown < 72 * MIB
     del small, large
     assert abs(allocated_bytes() - before) < 4 * MIB
+
+
+def test_what_is_given_back_stays_so():
+    """Parts of the heap that were once asked to be huge pages would be filled up again by the system."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists() or allocated_bytes() is None:
+        pytest.skip("the system has no transparent huge pages, or the C library is not glibc")
+    settle_allocator()
+    blocks = [torch.empty(2**20 - 2**10) for _ in range(8)]  # 4 MiB each, in the heap
+    for block in blocks:
+        start = -(-block.data_ptr() // 2**21) * 2**21
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(2**21), mmap.MADV_HUGEPAGE)
+    assert "hg" in heap_flags()
+    del blocks, block
+    return_freed_memory()
+    assert "hg" not in heap_flags()
+    assert "nh" in heap_flags()
+
+
+def heap_flags() -> set[str]:
+    """The flags of all mappings of the heap (proc_pid_smaps(5))."""
+    flags, inside = set[str](), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            inside = line.endswith("[heap]")
+        elif name == "VmFlags:" and inside:
+            flags.update(values)
+    return flags
 
 
 def test_elsewhere_nobody_tells(monkeypatch):

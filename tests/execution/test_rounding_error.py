@@ -27,6 +27,13 @@ class Chain(nn.Module):
         return self.head(self.between(self.stem(x)))
 
 
+class Twice(nn.Module):
+    """The same error in both terms."""
+
+    def forward(self, x):
+        return x + nn.functional.hardtanh(x, -100, 100)
+
+
 class Joined(nn.Module):
     """Two kept fields, summed or side by side."""
 
@@ -55,6 +62,8 @@ MET = {
     "norm in training mode": (lambda: Chain(nn.Sequential(norm(True), nn.ReLU())), 1.5),
     "separate pooling": (lambda: Chain(nn.MaxPool2d(2)), 1.2),
     "sum": (lambda: Joined(torch.add, 6), 1.2),
+    "difference": (lambda: Joined(torch.sub, 6), 1.2),
+    "sum with itself": (lambda: Chain(Twice()), 1.2),
     "channels": (lambda: Joined(lambda a, b: torch.cat([a, b], 1), 12), 1.2),
     "overlapping pooling": (lambda: Chain(nn.MaxPool2d(3, 2, 1)), 4),
     "nearest": (lambda: Chain(nn.Upsample(scale_factor=2)), 2.5),
@@ -147,6 +156,17 @@ def test_errors_are_scaled_with_the_gradient(pair, tmp_path):
     plain, halved = relative(loss), relative(lambda o, t: (loss(o, t) ** 2).sqrt() / 2)
     assert halved[0] == pytest.approx(plain[0] / 2)
     assert halved[1] == pytest.approx(plain[1])
+
+
+def test_a_run_that_quantises_nothing_has_no_error(pair, tmp_path):
+    """Though the engine's average remembers another one that did."""
+    first = keeping(made(MET["nothing"][0]), loss, pair, ["stem"], tmp_path, storage=f"error {BOUND}", seed=0)
+    first.backward(*pair)
+    second = gg.compile(made(MET["nothing"][0]), loss)
+    second.load_state_dict({"choices": {}, "gradient_errors": first.state_dict()["gradient_errors"]})
+    second.backward(*pair)
+    assert second.gradient_errors == first.gradient_errors
+    assert second.last_run.gradient_error == 0
 
 
 def test_watching_changes_nothing(pair, tmp_path, monkeypatch):

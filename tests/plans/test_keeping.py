@@ -9,16 +9,10 @@ from torch import nn
 from gigagrad.bricks import Bricks
 from gigagrad.errors import BudgetError
 from gigagrad.plans import DISK, MEMORY, lifetimes, split_stages
-from gigagrad.plans.keeping import bytes_by_pass, whole_pages
+from gigagrad.plans.keeping import bytes_by_pass
+from gigagrad.plans.memory import whole_pages
 from gigagrad.plans.schedule import make_passes
 from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, residual
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "pages"), [(0, 0), (5, 5), (2 * MIB - 1, 2 * MIB - 1), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)]
-)
-def test_large_blocks_take_whole_huge_pages(nbytes, pages):
-    assert whole_pages(nbytes) == pages
 
 
 @pytest.mark.parametrize("share", [0, 1, 2, 3])

@@ -18,8 +18,9 @@ from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import StageProgram
 from gigagrad.graphs import GATHER
 from gigagrad.plans import Grid, split_stages
-from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
+from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, whole_pages, worst_tile
 
+MIB = 2**20
 SMALL = 16 * 2**10
 """Scalars, counts and rearranged weights are not worth predicting."""
 
@@ -252,3 +253,10 @@ def test_whole_fields_take_what_was_predicted(graph_of, backward):
     parameters = sum(node.nbytes for node in graph.nodes if node.op == "parameter")
     predicted = whole_field_bytes(graph, backward=backward)
     assert alive.peak - parameters * (2 if backward else 1) - SMALL <= predicted <= 2 * alive.peak
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "pages"), [(0, 0), (5, 5), (2 * MIB - 1, 2 * MIB - 1), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)]
+)
+def test_large_blocks_take_whole_huge_pages(nbytes, pages):
+    assert whole_pages(nbytes) == pages

@@ -12,6 +12,11 @@ from gigagrad.plans.work import MAPPED_BYTES, layer_kind, mean_tile, sweep_work,
 CACHE = 2**30
 
 
+def normed(channels):
+    """A convolution, a norm, and one channel of what they give."""
+    return nn.Sequential(nn.Conv2d(1, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.Conv2d(channels, 1, 1))
+
+
 @given(st.integers(1, 400), st.integers(1, 600))
 def test_mean_areas_add_up_to_the_areas_of_all_tiles(unet, height, width):
     (stage,) = split_stages(unet)
@@ -59,16 +64,7 @@ def test_halos_are_work(unet):
 
 
 def test_a_kept_convolution_is_not_computed_again_for_its_gradient(graph_of):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm = nn.Conv2d(1, 20, 3, padding=1), nn.BatchNorm2d(20)
-            self.last = nn.Conv2d(20, 1, 1)
-
-        def forward(self, x):
-            return self.last(self.norm(self.first(x)))
-
-    graph = graph_of(Net(), F.mse_loss, (40, 40))
+    graph = graph_of(normed(20), F.mse_loss, (40, 40))
     kept = next(node.id for node in graph.nodes if node.op.startswith("aten.conv"))
     first = split_stages(graph, [kept])[0]
     forward, back = (
@@ -117,16 +113,7 @@ def test_large_results_are_fresh_memory(graph_of):
 
 
 def test_a_large_field_and_its_cotangents_are_fresh_once(graph_of):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm = nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32)
-            self.last = nn.Conv2d(32, 1, 1)
-
-        def forward(self, x):
-            return self.last(self.norm(self.first(x)))
-
-    graph = graph_of(Net(), F.mse_loss, (256, 256))
+    graph = graph_of(normed(32), F.mse_loss, (256, 256))
     kept = next(node.id for node in graph.nodes if node.op.startswith("aten.conv"))
     first = split_stages(graph, [kept])[0]
     for gradient in (False, True):

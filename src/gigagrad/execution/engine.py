@@ -140,8 +140,8 @@ class Engine:
         """What `storage="error E"` adds to gradients: the expected 2-norm of the error, by the name of a parameter.
 
         Predicted from norms averaged over this engine's runs, the newest counting a tenth (docs/math.md), for the
-        weights of convolutions that read quantised fields, directly or behind norms, ReLU, sums, max pooling and
-        upsampling. `last_run.gradient_error` sets the same beside the gradients of the last run.
+        weights of convolutions that read quantised fields, directly or behind norms, ReLU, sums, joined channels,
+        max pooling and upsampling. `last_run.gradient_error` sets the same beside the gradients of the last run.
         """
         prefix = "model."
         found = self._errors.errors()
@@ -320,8 +320,9 @@ class Engine:
     def _gradient_error(self, run: Run, graph: Graph) -> float:
         """Take in what this run knows about rounding errors; what it is expected to have added, in all weights at once,
         relative to their gradients."""
-        self._errors.refresh(run.rounding_errors)
-        expected = self._errors.errors()
+        found = run.rounding_errors
+        self._errors.refresh(found)
+        expected = {name: error for name, error in self._errors.errors().items() if name in found}
         names = {i: graph[i].arguments["name"] for i in run.gradients}
         pairs = [(expected[names[i]], gradient) for i, gradient in run.gradients.items() if names[i] in expected]
         size = math.hypot(*(gradient.norm().item() for _, gradient in pairs))

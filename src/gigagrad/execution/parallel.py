@@ -26,16 +26,25 @@ def in_order(items: Iterable[Item], work: Callable[[Item], Result], pool: SideTh
         yield from map(work, items)
         return
     with one_thread():
-        waiting: deque[Future[Result]] = deque()
-        try:
-            for item in items:
-                waiting.append(pool.submit(work, item))
-                del item
-                if len(waiting) > pool.count:  # one in the queue, so that nobody waits for the reader
-                    yield waiting.popleft().result()
-            while waiting:
+        # One in the queue, so that nobody waits for whoever delivers the items.
+        yield from ahead(items, work, pool, pool.count)
+
+
+def ahead(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThreads, most: int) -> Iterator[Result]:
+    """`work(item)` for every item, in the order of the items: up to `most` of them beyond the one that is waited for.
+
+    Leaving early, by an error too, cancels what has not begun and waits for what has.
+    """
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            del item
+            if len(waiting) > most:
                 yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
-            wait(waiting)
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+        wait(waiting)

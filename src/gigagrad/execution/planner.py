@@ -29,8 +29,7 @@ from gigagrad.execution.process import (
 from gigagrad.execution.run import Prepared
 from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
-from gigagrad.graphs import Composite, Graph, capture
-from gigagrad.graphs.rows.windows import pair
+from gigagrad.graphs import Call, Composite, Graph, capture, lookup
 from gigagrad.plans import Costs, Limits, Machine, Plan, PlanAt, make_plan, split_stages
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.stages import gathered
@@ -50,6 +49,8 @@ _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""
 _MOST_TRIED = 4
 """With more stages than this the trial would take longer than it saves."""
+_UNSEEN_BYTES = UNNOTICED_BYTES // 2
+"""By how much a process may grow in either of two ways, allocated and held, before it is planned for anew."""
 _MOST_KEPT = 32
 """Sizes whose graph and plan are kept; the one unused for longest goes first."""
 
@@ -103,6 +104,15 @@ class Survey:
     plan_at: PlanAt
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """A plan, what it could count on, and what the process had allocated when it was made (None: not told)."""
+
+    prepared: Prepared
+    limits: Limits
+    allocated_bytes: int | None
+
+
 class Planner:
     """Makes and keeps what an engine runs. `tile` forces the shape of every stage's tiles."""
 
@@ -123,8 +133,7 @@ class Planner:
         self._budgets = budgets
         self._device = device
         self._tile = tile
-        self._kept: OrderedDict[tuple[Any, ...], tuple[Prepared, Limits, int]] = OrderedDict()
-        """Plans, what they could count on, and what was allocated when they were made."""
+        self._kept: OrderedDict[tuple[Any, ...], _Kept] = OrderedDict()
         self._choices: dict[str, Choice] = {}
         self._adopted: dict[str, Choice] = {}
         self._versions: int | None = None
@@ -135,30 +144,39 @@ class Planner:
     def prepare(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
         """A graph and a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
         key = self._key(sources, backward=backward)
-        kept, allocated = self._kept.get(key), self._allocated()
-        if kept is not None and allocated is not None and allocated <= kept[2] + UNNOTICED_BYTES // 2:
-            # The process has not grown: what it holds beside that is what the last run freed, and the next one uses.
-            self._kept.move_to_end(key)
-            return kept[0]
-        graph = kept[0].graph if kept is not None else self._capture(sources)
-        limits = self._limits(graph, sources, backward=backward)
-        if kept is None:
-            made = self._first(graph, sources, limits, backward=backward)
-        elif limits.fixed_bytes > kept[1].fixed_bytes + UNNOTICED_BYTES // 2:
-            made = self._refit(kept[0], limits, backward=backward)
-        else:
-            made, limits, _ = kept
-        self._kept[key] = made, limits, self._allocated() or 0
+        kept = self._kept.get(key)
+        if kept is None or self._may_have_grown(kept):
+            kept = self._under_todays_limits(kept, sources, backward=backward)
+        self._kept[key] = kept
         self._kept.move_to_end(key)
         if len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)
-        self._choices[_name(sources, backward=backward)] = Choice.of(made.plan)
-        return made
+        self._choices[_name(sources, backward=backward)] = Choice.of(kept.prepared.plan)
+        return kept.prepared
+
+    def _may_have_grown(self, kept: _Kept) -> bool:
+        """Whether the process has allocated more than when this was made. What it holds beside that is what the last
+        run freed: the next one uses it, and to give it back in order to look would cost a page fault for every page.
+        """
+        allocated = self._allocated()
+        return allocated is None or kept.allocated_bytes is None or allocated > kept.allocated_bytes + _UNSEEN_BYTES
+
+    def _under_todays_limits(self, kept: _Kept | None, sources: dict[str, Source], *, backward: bool) -> _Kept:
+        """A plan that fits beside what the process holds now: the kept one wherever it still does."""
+        graph = kept.prepared.graph if kept is not None else self._capture(sources)
+        limits = self._limits(graph, sources, backward=backward)
+        if kept is None:
+            made = self._first(graph, sources, limits, backward=backward)
+        elif limits.fixed_bytes > kept.limits.fixed_bytes + _UNSEEN_BYTES:
+            made = self._refit(kept.prepared, limits, backward=backward)
+        else:
+            made, limits = kept.prepared, kept.limits
+        return _Kept(made, limits, self._allocated())
 
     def survey(self, sources: dict[str, Source], *, backward: bool) -> Survey:
         """What other budgets would give the process as it is now. Raises as `Engine.plan`, but for `BudgetError`."""
         kept = self._kept.get(self._key(sources, backward=backward))
-        graph = kept[0].graph if kept is not None else self._capture(sources)
+        graph = kept.prepared.graph if kept is not None else self._capture(sources)
         limits, machine = self._limits(graph, sources, backward=backward), self._machine()
         costs, image_shape = Costs(graph, machine, self._packing), sources["image"].spec.shape
 
@@ -330,9 +348,6 @@ def _name(sources: dict[str, Source], *, backward: bool) -> str:
 
 
 def _usual_layout(graph: Graph) -> str:
-    """Double precision runs on kernels that know only the contiguous layout, and channels last in bfloat16 the gradient
-    of a dilated convolution can end the process (24 channels in, PyTorch 2.13: a segmentation fault inside oneDNN).
-    """
-    convolutions = [node for node in graph.nodes if "conv" in node.op]
-    unsafe = any(n.dtype == torch.bfloat16 and max(pair(n.arguments.get("dilation", 1))) > 1 for n in convolutions)
-    return "contiguous" if unsafe or any(n.dtype == torch.float64 for n in convolutions) else "channels_last"
+    """Channels last, unless an operator of the graph should not run so."""
+    calls = [(row, Call(node, graph.operands(node))) for node in graph.nodes if (row := lookup(node.op)) is not None]
+    return "contiguous" if any(row.contiguous_only(call) for row, call in calls) else "channels_last"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 import sys
@@ -10,7 +11,7 @@ from functools import cache
 
 import torch
 
-from gigagrad.plans.work import MAPPED_BYTES
+from gigagrad.plans.memory import MAPPED_BYTES
 
 UNNOTICED_BYTES = 16 * 2**20
 """Allowed for in every plan: what a process may grow by before the planner looks at it again, and what other threads
@@ -67,11 +68,30 @@ def allocated_bytes() -> int | None:
 
 
 def return_freed_memory() -> None:
-    """Ask the C library to give freed memory back to the system, where it can (glibc)."""
+    """Ask the C library to give freed memory back to the system, where it can (glibc), and the system to leave it so.
+
+    Where huge pages were asked for once, Linux makes whole ones again in the background (khugepaged), be the range all
+    but empty: what was just given back would be resident again (docs/decisions/0015-huge-pages.md). New tensors ask for
+    theirs anew.
+    """
     if sys.platform.startswith("linux"):
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        libc = ctypes.CDLL(None)
+        trim = getattr(libc, "malloc_trim", None)
         if trim is not None:
             trim(0)
+        heap = _heap()
+        if heap is not None:
+            libc.madvise(ctypes.c_void_p(heap[0]), ctypes.c_size_t(heap[1] - heap[0]), mmap.MADV_NOHUGEPAGE)
+
+
+def _heap() -> tuple[int, int] | None:
+    """The addresses between which the C library's heap lies, the upper one excluded."""
+    try:
+        with open("/proc/self/maps") as maps:
+            ranges = [line.split(maxsplit=1)[0].split("-") for line in maps if line.endswith("[heap]\n")]
+    except OSError:
+        return None
+    return (int(ranges[0][0], 16), int(ranges[-1][1], 16)) if ranges else None
 
 
 def settle_allocator() -> None:

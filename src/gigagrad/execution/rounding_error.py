@@ -8,9 +8,11 @@ output in one tile, `RoundingErrors` adds up the norms of a run, `RunningErrors`
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 
 from gigagrad.graphs import Graph, Node
 from gigagrad.graphs.graph import Ref
@@ -22,6 +24,7 @@ _PASSED_ON = frozenset(
     f"aten.{name}.default" for name in ("relu", "leaky_relu", "hardtanh", "_to_copy", "clone", "contiguous")
 )
 """Their slopes are at most 1; where they are 0, so is mostly the value, and zeros are counted."""
+_SUMS = frozenset({"aten.add.Tensor", "aten.sub.Tensor"})
 _FIXED_NORMS = frozenset({"aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default"})
 _REPEATED = frozenset(
     {"aten.max_pool2d.default", "aten.upsample_nearest2d.vec", "aten._upsample_nearest_exact2d.vec"}
@@ -29,67 +32,79 @@ _REPEATED = frozenset(
 )
 
 
+Gains = dict[int, torch.Tensor]
+"""By quantised field: the factors `(C,)` on the errors that each channel has from it."""
+
+
 def error_gains(
     graph: Graph, stage: Stage, quantised: Container[int], values: Mapping[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
     """By convolution of the stage: the factor `(C,)` on the stored errors in each channel that it reads.
 
-    Where an operator repeats values, errors are no longer independent, and the factor is that of the worst case.
-    Convolutions that read nothing quantised are left out, and those behind operators that errors pass in other ways.
-    `values` are the global values that the stage reads.
+    Errors of different fields are independent, and their squares add up. Where values of one field come together, or an
+    operator repeats them, the factor is that of the worst case. Convolutions that read nothing quantised are left out,
+    and those behind operators that errors pass in other ways. `values` are the global values that the stage reads.
     """
-    squares: dict[int, torch.Tensor | None] = {}
+    gains: dict[int, Gains | None] = {}
     for i in (*stage.reads, *stage.fields):
         node = graph[i]
         if len(node.shape) != 4 or node.axes != (-2, -1):
-            squares[i] = None
+            gains[i] = None
         elif i in quantised:
-            squares[i] = torch.ones(node.shape[1], dtype=torch.float64)
+            gains[i] = {i: torch.ones(node.shape[1], dtype=torch.float64)}
         elif i in stage.reads:
-            squares[i] = torch.zeros(node.shape[1], dtype=torch.float64)
+            gains[i] = {}
         else:
-            squares[i] = _passed_on(graph, node, squares, values)
-    gains = {}
+            gains[i] = _passed_on(graph, node, gains, values)
+    found = {}
     for i in stage.fields:
-        if graph[i].op in _CONVOLUTIONS:
-            found = squares[graph[i].operands[0]]
-            if found is not None and found.any():
-                gains[i] = found.sqrt()
-    return gains
+        read = gains[graph[i].operands[0]] if graph[i].op in _CONVOLUTIONS else None
+        if read:
+            found[i] = torch.stack(list(read.values())).square().sum(0).sqrt()
+    return found
 
 
 def _passed_on(
-    graph: Graph, node: Node, squares: Mapping[int, torch.Tensor | None], values: Mapping[int, torch.Tensor]
-) -> torch.Tensor | None:
-    """Of the output, from those of the operands: the squares of independent errors add up. None: not known."""
-    operands = [squares[i] for i in node.operands if graph[i].is_field]
-    known = [square for square in operands if square is not None]
-    if len(known) < len(operands):
+    graph: Graph, node: Node, gains: Mapping[int, Gains | None], values: Mapping[int, torch.Tensor]
+) -> Gains | None:
+    """Of the output, from those of the operands. None: not known."""
+    fields = [i for i in node.operands if graph[i].is_field]
+    known = [gain for i in fields if (gain := gains[i]) is not None]
+    if len(known) < len(fields):
         return None
-    if not any(square.any() for square in known):
-        return torch.zeros(node.shape[1], dtype=torch.float64)
-    if node.op == "aten.add.Tensor" and node.arguments["alpha"] == 1:
-        same = all(graph[i].shape == node.shape for i in node.operands if graph[i].is_field)
-        return torch.stack(known).sum(0) if same else None
+    if not any(known):
+        return {}
+    if node.op in _SUMS and node.arguments["alpha"] == 1:
+        return _added(known) if all(graph[i].shape == node.shape for i in fields) else None
     if node.op == "aten.cat.default" and node.arguments["dim"] % 4 == 1:
-        return torch.cat(known)
+        before = list(accumulate((graph[i].shape[1] for i in fields), initial=0))
+        ends = [(start, node.shape[1] - start - graph[i].shape[1]) for i, start in zip(fields, before, strict=False)]
+        return _added([{i: F.pad(g, e) for i, g in gain.items()} for gain, e in zip(known, ends, strict=True)])
     factor = _factor(graph, node, values)
-    return None if factor is None else known[0] * factor
+    return None if factor is None else {i: gain * factor for i, gain in known[0].items()}
+
+
+def _added(terms: Sequence[Gains]) -> Gains:
+    total: Gains = {}
+    for term in terms:
+        for i, gain in term.items():
+            total[i] = total[i] + gain if i in total else gain
+    return total
 
 
 def _factor(graph: Graph, node: Node, values: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """What an operator on one field multiplies the squares of errors by; None: not known."""
+    """What an operator on one field multiplies errors by; None: not known."""
     arguments = node.arguments
     if node.op == "gigagrad.normalise":
-        return _value(values, arguments["scale"]).square()
+        return _value(values, arguments["scale"]).abs()
     if node.op in _FIXED_NORMS:
         scale: torch.Tensor = (_value(values, arguments["running_var"]) + arguments["eps"]).rsqrt()
         weight = arguments["weight"]
-        return (scale if weight is None else scale * _value(values, weight)).square()
+        return scale if weight is None else (scale * _value(values, weight)).abs()
     if node.op in _PASSED_ON:
         return torch.ones((), dtype=torch.float64)
     if node.op in _REPEATED:
-        return torch.tensor(_repeats(graph[node.operands[0]], node), dtype=torch.float64)
+        return torch.tensor(_repeats(graph[node.operands[0]], node), dtype=torch.float64).sqrt()
     return None
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +11,7 @@ import torch
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
+from gigagrad.execution.parallel import ahead
 from gigagrad.graphs import InputSpec
 from gigagrad.images import Image, open_image
 from gigagrad.threads import SideThreads
@@ -93,17 +92,4 @@ def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:
 
 def read_ahead(tiles: Iterable[Any], read: Callable[[Any], Read], pool: SideThreads) -> Iterator[tuple[Any, Read]]:
     """`(tile, read(tile))` for every tile in order; the next ones are read in the pool's only thread meanwhile."""
-    waiting: deque[tuple[Any, Future[Read]]] = deque()
-    try:
-        for tile in tiles:
-            waiting.append((tile, pool.submit(read, tile)))
-            if len(waiting) > _AHEAD:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    finally:
-        for _, future in waiting:
-            future.cancel()
-        wait([future for _, future in waiting])
+    return ahead(tiles, lambda tile: (tile, read(tile)), pool, _AHEAD)

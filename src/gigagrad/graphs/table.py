@@ -88,6 +88,10 @@ class Row(ABC):
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         """The output on `site.out`, from arguments whose fields are crops of exactly `site.operands`."""
 
+    def contiguous_only(self, call: Call) -> bool:
+        """Whether this use should not run on channels-last crops: no kernel for them, or one that fails."""
+        return False
+
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         """Bytes the operator allocates besides its output, in either direction, for a crop of `out_pixels`."""
         return 0

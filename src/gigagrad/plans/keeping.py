@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from gigagrad.bricks import Bricks
 from gigagrad.graphs import SCATTER, Graph
+from gigagrad.plans.memory import whole_pages
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import DISK, MEMORY, Pass
 from gigagrad.plans.stages import Stage, is_read
-
-HUGE_PAGE_BYTES = 2**21
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,6 @@ def bytes_by_pass(
             for index in range(life.first, life.last + 1):
                 held[index] += size
     return held
-
-
-def whole_pages(nbytes: int) -> int:
-    """What a block takes in memory: a large one is made of huge pages (docs/decisions/0015-huge-pages.md)."""
-    return -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else nbytes
 
 
 def kept_bytes(graph: Graph, node_id: int, tier: str, packing: Packing) -> int:

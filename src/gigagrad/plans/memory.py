@@ -14,6 +14,15 @@ from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Node, Saved, 
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.stages import Stage
 
+MAPPED_BYTES = 8 * 2**20
+"""Blocks as large as this are taken from the system one by one, and their pages cost time when first touched."""
+_HUGE_PAGE_BYTES = 2 * 2**20
+
+
+def whole_pages(nbytes: int) -> int:
+    """What a block takes in memory: a large one is made of huge pages (docs/decisions/0015-huge-pages.md)."""
+    return -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else nbytes
+
 
 def crop_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
     box = tile.box(node_id)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from gigagrad.boxes import Span
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid
-from gigagrad.plans.keeping import Lifetime, bytes_by_pass, kept_bytes, lifetimes, whole_pages
-from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
+from gigagrad.plans.keeping import Lifetime, bytes_by_pass, kept_bytes, lifetimes
+from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, whole_pages, worst_tile
 from gigagrad.plans.order import PlanFault, Walk
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, Plan, StagePlan

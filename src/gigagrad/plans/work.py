@@ -17,17 +17,13 @@ from math import prod
 
 from gigagrad.graphs import GATHER, SCATTER, Call, Graph, Node, lookup
 from gigagrad.graphs.rows.transposed import TransposedConvolution
+from gigagrad.graphs.rows.windows import LANES
 from gigagrad.plans.geometry import Grid
+from gigagrad.plans.memory import MAPPED_BYTES
 from gigagrad.plans.stages import Stage
 
 Work = dict[str, float]
 """Amounts by name."""
-
-MAPPED_BYTES = 8 * 2**20
-"""Blocks as large as this are taken from the system one by one, and their pages cost time when first touched."""
-
-_LANES = 16
-"""Channels that a vector register holds; kernels pad to them."""
 
 _SAMPLED = 6
 """Rows and columns at either border that are looked at one by one; halos are cut there."""
@@ -251,22 +247,22 @@ def layer_kind(graph: Graph, node: Node) -> tuple[str, float]:
         into, out = weight[0] // groups, weight[1]
         if TransposedConvolution.suits_blocks(Call(node, graph.operands(node))):
             return "transposed.blocks", 2.0 * taps * into * out
-        thin = max(into, out) < _LANES
+        thin = max(into, out) < LANES
         return "transposed.thin" if thin else "transposed", 2.0 * groups * taps * into * _filled(out)
     into, out = weight[1], weight[0] // groups
     if groups > 1:
         if into == 1:
             return "depthwise", 2.0 * taps * _filled(groups * out)
         return "grouped", 2.0 * groups * taps * into * _filled(out)
-    if taps == 1 and into >= _LANES:
+    if taps == 1 and into >= LANES:
         return "pointwise", 2.0 * _filled(into) * _filled(out)
-    if into < _LANES:
-        return ("thin" if out < _LANES else "thin_in"), 2.0 * taps * into * _filled(out)
-    return ("thin_out" if out < _LANES else "dense"), 2.0 * taps * _filled(into) * _filled(out)
+    if into < LANES:
+        return ("thin" if out < LANES else "thin_in"), 2.0 * taps * into * _filled(out)
+    return ("thin_out" if out < LANES else "dense"), 2.0 * taps * _filled(into) * _filled(out)
 
 
 def _filled(channels: int) -> int:
-    return -(-channels // _LANES) * _LANES
+    return -(-channels // LANES) * LANES
 
 
 def _channels(node: Node) -> int:

@@ -153,6 +153,12 @@ def test_beside_other_programs_threads_are_not_judged(monkeypatch):
     assert thread_efficiencies(2, 1, TimeModel({}, 0.0), 2**25) is None
 
 
+@pytest.mark.usefixtures("two_threads")
+def test_with_too_few_tiles_threads_are_not_judged(monkeypatch):
+    monkeypatch.setattr("gigagrad.execution.calibration.measure._COMPARED_TILES", 10**6)
+    assert thread_efficiencies(2, 1, TimeModel({}, 0.0), 2**25) is None
+
+
 def test_the_command(profile, monkeypatch, tmp_path, capsys):
     pytest.importorskip("sklearn")
     monkeypatch.setattr(calibration, "QUICK", EFFORT)

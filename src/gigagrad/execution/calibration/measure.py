@@ -100,7 +100,11 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
     efficiencies = thread_efficiencies(threads, effort.rounds + 1, model, cache)
     if efficiencies is None and threads > 1:
         events.emit(
-            Notice("other programs use the processor; how well threads share it was not measured", warning=True)
+            Notice(
+                f"how well {threads} threads share the processor was not measured: other programs use it, or there are "
+                "too few tiles for so many",
+                warning=True,
+            )
         )
     usual = Machine()
     shared, side_by_side = efficiencies or (usual.shared_efficiency, usual.side_by_side_efficiency)
@@ -169,7 +173,8 @@ def _tilings(subject: Subject, draw: random.Random, cache: int) -> list[Prepared
 def thread_efficiencies(threads: int, rounds: int, model: TimeModel, cache: int) -> tuple[float, float] | None:
     """What each further thread adds: sharing the operators of one tile, and computing tiles side by side.
 
-    None where that cannot be told: with a single thread, and beside programs that take the other ones' time.
+    None where that cannot be told: with a single thread, beside programs that take the other ones' time, and where no
+    network has enough tiles for so many threads.
     """
     if threads == 1:
         return None
@@ -190,7 +195,7 @@ def thread_efficiencies(threads: int, rounds: int, model: TimeModel, cache: int)
             waiting = calls * lock_cost
             speedup = (alone - calls) / max(wall - waiting, 1e-9)
             found.append(min(1.0, max(0.0, (speedup - 1) / (threads - 1))))
-    if _others_seconds() - others > _BUSY * threads * (time.perf_counter() - start):
+    if not shared or _others_seconds() - others > _BUSY * threads * (time.perf_counter() - start):
         return None
     return median(shared), median(side_by_side)
 

@@ -22,6 +22,7 @@ from gigagrad.plans.work import Work, mean_tile, sweep_work
 Clock = Callable[[], float]
 
 _SLACK_BYTES = 2**30
+"""By how much a timed run may exceed what its plan counts before freed memory is given back."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,6 +36,9 @@ class TransposedConvolution(WindowRow):
         window = self.window(call, axis)
         return per_operand(call, lambda field: inside_or_nearest(window.writers(out), field.size(axis)))
 
+    def contiguous_only(self, call: Call) -> bool:
+        return call.node.dtype == torch.float64
+
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return reordered_bytes(call, out_pixels, operands)
 

@@ -19,8 +19,8 @@ from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, per_operand, register, single_field
 
-_LANES = 16
-"""Channels that a vector register holds."""
+LANES = 16
+"""Channels that a vector register holds; kernels pad to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,11 @@ def padded_groups_bytes(call: Call, out_pixels: int, in_pixels: int) -> int:
     usual = max(weight[2:]) <= 3 and max(pair(call["dilation"])) == 1
     if weight[1] != 1 or call["groups"] == 1 or usual:
         return 0
-    blocks = prod(weight[2:]) * weight[0] * _LANES * _LANES
+    blocks = prod(weight[2:]) * weight[0] * LANES * LANES
     if call.node.dtype.itemsize >= 4:
         return 4 * blocks
     channels_in, channels_out = call.operands[0].shape[1], call.node.shape[1]
-    return (2 + 4) * blocks + 2 * _LANES * (channels_in * in_pixels + channels_out * out_pixels)
+    return (2 + 4) * blocks + 2 * LANES * (channels_in * in_pixels + channels_out * out_pixels)
 
 
 class _BackwardOnly(torch.autograd.Function):
@@ -186,6 +186,13 @@ class Convolution(WindowRow):
         else:
             before = pair(padding)[axis]
         return Window(kernel, pair(call["stride"])[axis], before, dilation)
+
+    def contiguous_only(self, call: Call) -> bool:
+        """In double precision; and in bfloat16 with dilation, where oneDNN's gradient can end the process (24 channels
+        in, PyTorch 2.13: a segmentation fault).
+        """
+        dilated = max(pair(call["dilation"])) > 1
+        return call.node.dtype == torch.float64 or (call.node.dtype == torch.bfloat16 and dilated)
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         inside = operands[0]
