@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ import torch.nn.functional as F
 
 import gigagrad as gg
 from gigagrad.execution.parallel import in_order
+from gigagrad.execution.run import Run
+from gigagrad.execution.tile import TileInputs
 from gigagrad.threads import SideThreads
 
 
@@ -92,3 +97,33 @@ def test_a_stream_with_workers_is_in_order(two_threads: None) -> None:
     assert boxes == sorted(boxes)
     with torch.no_grad():
         torch.testing.assert_close(gg.compile(model, tile=(16, 16)).forward(image), model(image[None]))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_more_crops_are_alive_than_planned(two_threads: None, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """Those at work, two that are read, and with several workers one in the queue (`plans/fit.py`)."""
+    torch.set_num_threads(workers)
+    alive, most, read = 0, 0, Run._read
+
+    def gone() -> None:
+        nonlocal alive
+        alive -= 1
+
+    def counted(*args: Any, **options: Any) -> TileInputs:
+        nonlocal alive, most
+        inputs = read(*args, **options)
+        for crop in inputs.crops.values():
+            alive += 1
+            weakref.finalize(crop, gone)
+        most = max(most, alive)
+        time.sleep(0.002)
+        return inputs
+
+    monkeypatch.setattr(Run, "_read", counted)
+    model = torch.nn.Conv2d(1, 2, 3, padding=1)
+    engine = gg.compile(model, lambda o, t: (o - t).square().mean(), tile=(16, 16))
+    image, target = torch.rand(1, 200, 160), torch.rand(2, 200, 160)
+    assert engine.plan(image, target).workers == workers
+    engine.backward(image, target)
+    per_tile = 2  # the image's and the target's
+    assert per_tile < most <= per_tile * (workers + 2 + (workers > 1))

@@ -69,6 +69,13 @@ def test_the_peak_is_no_less_than_what_is_held():
     assert 0 < resident_bytes() <= peak_resident_bytes()
 
 
+def trimmer_at(limit, tiles=30):
+    """Whose limit, beside tiles of so many MiB, is this."""
+    trimmer = Trimmer((limit + tiles) * MIB + process.UNNOTICED_BYTES)
+    trimmer.begin_pass(tiles * MIB)
+    return trimmer
+
+
 class TestTrimmer:
     @pytest.fixture
     def held(self, monkeypatch):
@@ -84,14 +91,14 @@ class TestTrimmer:
         return held
 
     def test_gives_nothing_back_within_its_limit(self, held):
-        trimmer = Trimmer(100 * MIB)
+        trimmer = trimmer_at(100)
         for _ in range(10):
             trimmer.tile_done()
         trimmer.make_room(50 * MIB)
         assert held["given_back"] == 0
 
     def test_gives_back_above_it(self, held):
-        trimmer = Trimmer(100 * MIB)
+        trimmer = trimmer_at(100)
         for times in (1, 2):
             held["now"] = 101
             trimmer.tile_done()
@@ -102,7 +109,27 @@ class TestTrimmer:
 
     def test_where_it_does_not_help_it_looks_ever_more_rarely(self, held):
         held["now"] = held["left"] = 200
-        trimmer = Trimmer(100 * MIB)
+        trimmer = trimmer_at(100)
         for _ in range(1000):
             trimmer.tile_done()
         assert 15 < held["given_back"] < 25
+
+    def test_every_pass_has_a_limit_of_its_own(self, held):
+        trimmer = trimmer_at(100, tiles=30)
+        trimmer.begin_pass(10 * MIB)
+        held["now"] = 120
+        trimmer.tile_done()
+        assert held["given_back"] == 0
+        trimmer.begin_pass(11 * MIB)
+        trimmer.tile_done()
+        assert held["given_back"] == 1
+
+    def test_a_new_pass_is_looked_at_from_its_first_tile(self, held):
+        held["now"] = held["left"] = 200
+        trimmer = trimmer_at(100)
+        for _ in range(1000):
+            trimmer.tile_done()
+        before = held["given_back"]
+        trimmer.begin_pass(30 * MIB)
+        trimmer.tile_done()
+        assert held["given_back"] == before + 1

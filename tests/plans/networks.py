@@ -65,10 +65,10 @@ def kept_at_best(graph):
 
 
 def plan_of(graph, budget=None, *, backward=True, tiles=None, kept=None, base=MIB, machine=None):
-    """A plan within a budget, beside an idle process of `base` bytes."""
+    """A plan within a budget, beside a process of `base` bytes that has compiled its kernels."""
     return make_plan(
         graph,
-        Limits(budget_bytes=budget, base_bytes=base, reader_cache_bytes=0, runtime_bytes=0),
+        Limits(budget_bytes=budget, base_bytes=base, reader_cache_bytes=0, runtime_bytes=-(2**30)),
         machine or Machine(),
         image_shape=graph.source("image").shape,
         backward=backward,

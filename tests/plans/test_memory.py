@@ -18,7 +18,7 @@ from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import StageProgram
 from gigagrad.graphs import GATHER
 from gigagrad.plans import Grid, split_stages
-from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, whole_pages, worst_tile
+from gigagrad.plans.memory import compiled_bytes, tile_peak_bytes, whole_field_bytes, whole_pages, worst_tile
 
 MIB = 2**20
 SMALL = 16 * 2**10
@@ -260,3 +260,21 @@ def test_whole_fields_take_what_was_predicted(graph_of, backward):
 )
 def test_large_blocks_take_whole_huge_pages(nbytes, pages):
     assert whole_pages(nbytes) == pages
+
+
+@pytest.mark.parametrize(
+    ("tiles", "backward", "count"),
+    [(None, True, 9 * 2 * 3), ((1, 1), True, 2 * 3), ((2, 5), True, 6 * 2 * 3), ((40, 30), False, 9 * 2)],
+)
+def test_every_convolution_is_compiled_for_every_shape_of_its_crop(graph_of, tiles, backward, count):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1))
+    graph = graph_of(model, F.mse_loss, (20, 20))
+    stages = split_stages(graph)
+    found = compiled_bytes(graph, stages, None if tiles is None else [tiles], backward=backward)
+    assert found == count * 72 * 2**10
+
+
+def test_the_cache_of_compiled_convolutions_is_limited(graph_of):
+    layers = [nn.Conv2d(1, 1, 3, padding=1) for _ in range(60)]
+    graph = graph_of(nn.Sequential(*layers), F.mse_loss, (20, 20))
+    assert compiled_bytes(graph, split_stages(graph), backward=True) == 72 * MIB

@@ -31,18 +31,14 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
 from gigagrad.graphs import Call, Composite, Graph, capture, lookup
 from gigagrad.plans import Costs, Limits, Machine, Plan, PlanAt, make_plan, split_stages
+from gigagrad.plans.memory import compiled_bytes
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
-from gigagrad.plans.stages import gathered
 from gigagrad.stores import Codec, Half, Rounding, faster_codec
 
 _RUNTIME_BYTES = 64 * 2**20
 """What the first step of a process adds beside its tensors: kernels' code, thread stacks, the reader's code."""
 _LATER_RUNTIME_BYTES = 24 * 2**20
 """What a later step may still add: kernels for shapes that have not been seen."""
-_PRIMITIVE_BYTES, _MOST_PRIMITIVES = 72 * 2**10, 1024
-"""A compiled convolution in oneDNN's cache, and how many it keeps; docs/decisions/0013-whole-process-accounting.md."""
-_PRIMITIVES_EACH = 3 * 9
-"""For a convolution: forward and two backward, for tiles at every border, corner and in the middle."""
 _OPTIMIZER_COPIES = 2
 """Of the trainable parameters, until a first step shows what an optimizer really holds: Adam's two moments."""
 _WORTH_A_TRIAL = 32
@@ -106,10 +102,10 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """A plan, what it could count on, and what the process had allocated when it was made (None: not told)."""
+    """A plan, what the process was to hold beside its tiles, and what it had allocated then (None: not told)."""
 
     prepared: Prepared
-    limits: Limits
+    fixed_bytes: int
     allocated_bytes: int | None
 
 
@@ -164,20 +160,20 @@ class Planner:
     def _under_todays_limits(self, kept: _Kept | None, sources: dict[str, Source], *, backward: bool) -> _Kept:
         """A plan that fits beside what the process holds now: the kept one wherever it still does."""
         graph = kept.prepared.graph if kept is not None else self._capture(sources)
-        limits = self._limits(graph, sources, backward=backward)
+        limits = self._limits(sources, backward=backward)
         if kept is None:
             made = self._first(graph, sources, limits, backward=backward)
-        elif limits.fixed_bytes > kept.limits.fixed_bytes + _UNSEEN_BYTES:
-            made = self._refit(kept.prepared, limits, backward=backward)
+        elif _fixed_bytes(kept.prepared, limits, backward=backward) <= kept.fixed_bytes + _UNSEEN_BYTES:
+            return dataclasses.replace(kept, allocated_bytes=self._allocated())
         else:
-            made, limits = kept.prepared, kept.limits
-        return _Kept(made, limits, self._allocated())
+            made = self._refit(kept.prepared, limits, backward=backward)
+        return _Kept(made, _fixed_bytes(made, limits, backward=backward), self._allocated())
 
     def survey(self, sources: dict[str, Source], *, backward: bool) -> Survey:
         """What other budgets would give the process as it is now. Raises as `Engine.plan`, but for `BudgetError`."""
         kept = self._kept.get(self._key(sources, backward=backward))
         graph = kept.prepared.graph if kept is not None else self._capture(sources)
-        limits, machine = self._limits(graph, sources, backward=backward), self._machine()
+        limits, machine = self._limits(sources, backward=backward), self._machine()
         costs, image_shape = Costs(graph, machine, self._packing), sources["image"].spec.shape
 
         def plan_at(budget_bytes: int | None) -> Plan:
@@ -196,18 +192,18 @@ class Planner:
     def _key(self, sources: dict[str, Source], *, backward: bool) -> tuple[Any, ...]:
         return (backward, fingerprint(self._composite), *((name, source.spec) for name, source in sources.items()))
 
-    def _limits(self, graph: Graph, sources: dict[str, Source], *, backward: bool) -> Limits:
+    def _limits(self, sources: dict[str, Source], *, backward: bool) -> Limits:
         """What the process holds and may come to hold whatever the plan; asked after capture, which loads much."""
         cold = cold_bytes(self._device)
         if self._device.type == "cpu":
             return_freed_memory()  # what an earlier run freed is there for this one
         base = held_bytes(self._device)
-        first = cold + _RUNTIME_BYTES + _compiled_bytes(graph)
         return Limits(
             budget_bytes=self._budgets.memory_bytes,
             base_bytes=base,
             reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
-            runtime_bytes=max(first - base, _LATER_RUNTIME_BYTES) + UNNOTICED_BYTES,
+            runtime_bytes=cold + _RUNTIME_BYTES - base + UNNOTICED_BYTES,
+            least_runtime_bytes=_LATER_RUNTIME_BYTES + UNNOTICED_BYTES,
             optimizer_bytes=self._optimizer_bytes() if backward else 0,
             host_bytes=self._budgets.host_room() if self._device.type == "cuda" else 0,
             scratch_bytes=self._budgets.scratch_room(),
@@ -327,13 +323,11 @@ class Planner:
             self._events.emit(Notice(text, warning=True))
 
 
-def _compiled_bytes(graph: Graph) -> int:
-    """What the graph's convolutions may come to hold in oneDNN's cache: where stages compute from the image, each
-    repeats the convolutions before it for crops of its own, on average half of them.
-    """
-    convolutions = sum("conv" in node.op for node in graph.nodes)
-    repeats = -(-len(split_stages(graph, gathered(graph))) // 2)
-    return min(convolutions * repeats * _PRIMITIVES_EACH, _MOST_PRIMITIVES) * _PRIMITIVE_BYTES
+def _fixed_bytes(prepared: Prepared, limits: Limits, *, backward: bool) -> int:
+    """What the process holds beside the tiles of this plan, with what kernels still add."""
+    tiles = [stage.tiles for stage in prepared.plan.stages]
+    compiled = compiled_bytes(prepared.graph, prepared.stages, tiles, backward=backward)
+    return limits.fixed_bytes + limits.added_bytes(compiled)
 
 
 def _packing_of(rounding: Rounding | None) -> Packing:

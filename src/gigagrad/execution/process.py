@@ -127,16 +127,22 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class Trimmer:
-    """Keeps the allocator's hoard inside the plan: between tiles, gives freed memory back when too much is resident.
+    """Keeps the allocator's hoard inside the plan: between tiles, gives freed memory back where the next ones would
+    exceed `peak_bytes` beside it.
 
-    Giving back costs page faults in the next tile, so it happens only above `limit_bytes`, and ever more rarely where
-    it does not help.
+    Giving back costs page faults in the next tile, so it happens only there, and ever more rarely where it does not
+    help.
     """
 
     _LONGEST_PAUSE = 64
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, peak_bytes: int) -> None:
+        self._peak_bytes = peak_bytes
+        self.begin_pass(0)
+
+    def begin_pass(self, tile_bytes: int) -> None:
+        """The tiles computed at a time take so much from now on."""
+        self._limit_bytes = self._peak_bytes - tile_bytes - UNNOTICED_BYTES
         self._pause = 1
         self._tiles_to_go = 1
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_unflatten
 from gigagrad.boxes import Box
 from gigagrad.events import Events, TileDone
 from gigagrad.execution.parallel import in_order
-from gigagrad.execution.process import UNNOTICED_BYTES, Trimmer
+from gigagrad.execution.process import Trimmer
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.tape import Tape, Values, add
@@ -89,12 +89,7 @@ class Run:
         self._kept: dict[int, Store] = {}
         self._cotangents: dict[int, Store] = {}
         self._sums: Totals = {}
-        largest = max((stage.tile_peak_bytes for stage in plan.stages), default=0)
-        self._trimmer = (
-            Trimmer(plan.predicted_peak_bytes - plan.workers * largest - UNNOTICED_BYTES)
-            if prepared.device.type == "cpu"
-            else None
-        )
+        self._trimmer = Trimmer(plan.predicted_peak_bytes) if prepared.device.type == "cpu" else None
         self._done = 0
         self._total = plan.tile_count
         self._tape = Tape(prepared.graph, set(self._tiers), prepared.device, backward=backward)
@@ -384,7 +379,9 @@ class Run:
     def _allocate(self, index: int) -> None:
         """The stores that begin their life with this pass."""
         beginning = [life for life in self._lifetimes if life.first == index]
-        if beginning and self._trimmer is not None:
+        if self._trimmer is not None:
+            plan = self._prepared.plan
+            self._trimmer.begin_pass(plan.workers * plan.stages[plan.passes[index].stage].tile_peak_bytes)
             in_memory = [life.field for life in beginning if self._tiers.get(life.field, MEMORY) == MEMORY]
             self._trimmer.make_room(sum(self._graph[field].nbytes for field in in_memory))
         for life in beginning:

@@ -65,7 +65,7 @@ def make_plan(
         kept_bytes=best.kept_bytes,
         whole_field_bytes=whole_field_bytes(graph, backward=backward),
         reader_bytes=limits.reader_cache_bytes + best.ahead_bytes,
-        runtime_bytes=limits.runtime_bytes + best.hoard_bytes,
+        runtime_bytes=best.runtime_bytes,
         predicted_peak_bytes=best.peak_bytes,
         host_bytes=best.tier_bytes[HOST],
         scratch_bytes=best.tier_bytes[DISK],

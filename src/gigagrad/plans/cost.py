@@ -36,6 +36,8 @@ class TileCost:
     """Without gradients."""
     crop_bytes: int
     """What is read ahead for each tile."""
+    own_crop_bytes: int
+    """Of that, what is beside the tile's own memory while it is at work: kept shares, where they are computed again."""
     crops: Mapping[int, tuple[int, int]]
     """Height and width of a tile's crop of each field that the stage reads or keeps."""
 
@@ -100,8 +102,8 @@ class Costs:
             tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward, rounds=self.packing.name != EXACT),
         )
         read = sum(crop_bytes(graph, tile, i) for i in stage.reads)
-        # The kept fields' shares come along with their cotangents.
-        cotangents = 2 * sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
+        # They come along with their cotangents.
+        kept_shares = sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
         if self._machine.model is None:
             pixels = reference.size(0) * reference.size(1)
             seconds = Seconds(self._tile_seconds(stage, tile, backward) * pixels / useful)
@@ -112,7 +114,7 @@ class Costs:
             seconds = self._sweep_seconds(stage, mean, gradient=True) if backward else forward
         own = {i: tile.wanted(i).shape for i in stage.kept}
         crops = {i: box.shape for i in stage.reads if (box := tile.box(i)) is not None} | own
-        return TileCost(plan, seconds, forward, read + cotangents, crops)
+        return TileCost(plan, seconds, forward, read + 2 * kept_shares, kept_shares, crops)
 
     def _sweep_seconds(self, stage: Stage, tile: MeanTile, *, gradient: bool) -> Seconds:
         assert self._machine.model is not None

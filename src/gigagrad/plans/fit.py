@@ -13,7 +13,7 @@ from gigagrad.plans.cost import Costs, TileCost, candidates
 from gigagrad.plans.keeping import bytes_by_pass
 from gigagrad.plans.limits import Limits
 from gigagrad.plans.machine import Machine
-from gigagrad.plans.memory import whole_field_bytes
+from gigagrad.plans.memory import compiled_bytes, whole_field_bytes
 from gigagrad.plans.packing import Packing
 from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, StagePlan
 from gigagrad.plans.schedule import make_passes
@@ -26,9 +26,9 @@ _ALLOCATOR_SLACK = 1.5
 _TAPE_SLACK = 1.25
 """The same for whole fields and the parameters' gradients, beside which nothing is given back while they are made."""
 
-_HOARD_SHARE, _HOARD_BYTES = 0.5, 16 * 2**20
-"""What the allocator may keep between tiles where the budget has room for it, as a share of the tiles' own bytes and
-beside it: giving it back and faulting it in again takes time (docs/decisions/0013-whole-process-accounting.md)."""
+_HOARD_BYTES = 16 * 2**20
+"""What the allocator may keep between tiles beside that, where the budget has room for it: giving it back and faulting
+it in again takes time (docs/decisions/0013-whole-process-accounting.md)."""
 
 Kept = Mapping[int, str]
 """The fields kept, and the tier of each."""
@@ -47,8 +47,8 @@ class Option:
     kept_bytes: int
     ahead_bytes: int
     peak_bytes: int
-    hoard_bytes: int
-    """What the allocator may keep between tiles, within the budget; part of the peak."""
+    runtime_bytes: int
+    """What kernels, threads and readers add, and the allocator may keep between tiles; part of the peak."""
     tier_bytes: Mapping[str, int]
     """Peak bytes of the fields in each of the other tiers."""
 
@@ -119,7 +119,8 @@ class Fitter:
         gradient_bytes = _gradient_bytes(graph, backward=self._backward)
         whole_bytes = whole_field_bytes(graph, backward=self._backward)
         on_tape = int(_TAPE_SLACK * (gradient_bytes + whole_bytes)) if whole_bytes else gradient_bytes
-        fixed = limits.fixed_bytes + on_tape
+        most_added = limits.added_bytes(compiled_bytes(graph, stages, backward=self._backward))
+        fixed = limits.fixed_bytes + most_added + on_tape
         if not stages and limits.budget_bytes is not None and fixed > limits.budget_bytes:
             what = (
                 f"operators that run on whole fields do not fit: they make {whole_bytes:,} bytes beside "
@@ -140,10 +141,11 @@ class Fitter:
         if refusals:  # what does for the hungriest stage does for all
             raise max(refusals, key=lambda error: error.needed_bytes)
         seconds = self._costs.whole_seconds(backward=self._backward) + sum(sweeps.seconds for sweeps in chosen)
-        peak = max((sweeps.total_bytes for sweeps in chosen), default=fixed)
+        tiles = [sweeps.plan.tiles for sweeps in chosen]
+        added = limits.added_bytes(compiled_bytes(graph, stages, tiles, backward=self._backward))
+        peak = max((sweeps.total_bytes for sweeps in chosen), default=fixed) - (most_added - added)
         most_working = max((sweeps.working_bytes for sweeps in chosen), default=0)
-        largest = max((sweeps.plan.tile_peak_bytes for sweeps in chosen), default=0)
-        hoard = int(_HOARD_SHARE * workers * largest) + _HOARD_BYTES if chosen else 0
+        hoard = _HOARD_BYTES if chosen else 0
         if limits.budget_bytes is not None:
             hoard = max(0, min(hoard, limits.budget_bytes - peak))
         return Option(
@@ -156,7 +158,7 @@ class Fitter:
             max(held, default=0),
             max((sweeps.waiting_bytes for sweeps in chosen), default=0),
             peak + hoard,
-            hoard,
+            added + hoard,
             tier_bytes,
         )
 
@@ -164,13 +166,13 @@ class Fitter:
         """The fastest tile of one stage that fits beside `standing` bytes. Raises `BudgetError` if none does."""
         graph, budget = self._graph, self._limits.budget_bytes
         backward = any(phase != "forward" for phase in phases)
-        # Each worker's crop, two being read, and with several workers one more in the queue.
-        crops_ahead = workers + 2 + (workers > 1)
         shares, sums = _working_bytes(graph, stage, workers, backward=backward)
 
         def waiting(cost: TileCost) -> int:
+            # Two being read, and with several workers one more in the queue, where there are as many.
+            ahead = min(2 + (workers > 1), max(0, cost.plan.tile_count - workers))
             behind = waiting_bytes(graph, stage, cost.crops, kept, backward=backward)
-            return crops_ahead * cost.crop_bytes + behind
+            return ahead * cost.crop_bytes + workers * cost.own_crop_bytes + behind
 
         def total(cost: TileCost) -> int:
             tiles = int(workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK)

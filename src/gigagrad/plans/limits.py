@@ -18,6 +18,9 @@ class Limits:
     base_bytes: int
     reader_cache_bytes: int
     runtime_bytes: int
+    """What a first step adds beside tensors and compiled convolutions, less what the process has added already."""
+    least_runtime_bytes: int = 0
+    """What a step may still add however much the process has added already."""
     optimizer_bytes: int = 0
     """What an optimizer will hold from its first step on, as long as it does not yet."""
     host_bytes: int = 0
@@ -25,10 +28,14 @@ class Limits:
     scratch_bytes: int = 0
     """Room for kept fields in files."""
 
+    def added_bytes(self, compiled_bytes: int) -> int:
+        """What kernels, threads and readers still add, with convolutions compiled to so many bytes."""
+        return max(self.runtime_bytes + compiled_bytes, self.least_runtime_bytes)
+
     @property
     def fixed_bytes(self) -> int:
-        """What the process holds whatever the tiles: itself, the readers' caches and what kernels still add."""
-        return self.base_bytes + self.runtime_bytes + self.reader_cache_bytes + self.optimizer_bytes
+        """What is held whatever the plan: the process itself, the readers' caches and what an optimizer will hold."""
+        return self.base_bytes + self.reader_cache_bytes + self.optimizer_bytes
 
     def refusal(self, what: str, needed_bytes: int) -> BudgetError:
         """What does not fit in the budget, and a budget that would do."""

@@ -8,6 +8,7 @@ cleverer implementation would need.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Node, Saved, is_view, lookup
@@ -17,6 +18,8 @@ from gigagrad.plans.stages import Stage
 MAPPED_BYTES = 8 * 2**20
 """Blocks as large as this are taken from the system one by one, and their pages cost time when first touched."""
 _HUGE_PAGE_BYTES = 2 * 2**20
+_COMPILED_BYTES, _MOST_COMPILED = 72 * 2**10, 1024
+"""A compiled convolution in oneDNN's cache, and how many it keeps; docs/decisions/0013-whole-process-accounting.md."""
 
 
 def whole_pages(nbytes: int) -> int:
@@ -130,6 +133,19 @@ def worst_tile(grid: Grid) -> TileGeometry:
         lengths = {i: sum(s.length for s in grid.axis_geometry(axis, i).spans.values()) for i in sample}
         chosen.append(max(lengths, key=lengths.__getitem__))
     return grid[chosen[0] * grid.shape[1] + chosen[1]]
+
+
+def compiled_bytes(
+    graph: Graph, stages: Sequence[Stage], tiles: Sequence[tuple[int, int]] | None = None, *, backward: bool
+) -> int:
+    """What oneDNN's cache comes to hold: code for every convolution of every stage, forward and twice backward, in
+    every shape of its crop, which is another at each border and corner. `tiles`: how many each stage has down and
+    across; None: not known yet.
+    """
+    shapes = [9 if tiles is None else min(3, tiles[s.index][0]) * min(3, tiles[s.index][1]) for s in stages]
+    convolutions = sum(n * sum("conv" in graph[i].op for i in s.fields) for n, s in zip(shapes, stages, strict=True))
+    convolutions += sum("conv" in node.op for node in graph.nodes if node.whole)
+    return min(convolutions * (3 if backward else 1), _MOST_COMPILED) * _COMPILED_BYTES
 
 
 def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:
