@@ -27,11 +27,14 @@ class SideThreads(ThreadPoolExecutor):
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """In this thread, too, operators run alone: a team that waits for work takes a core from threads that have some."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def operator_threads(count: int) -> Iterator[None]:
+    """In this thread, operators are shared by so many.
+
+    By 1 while other threads work: a team that waits for work takes a core from those that have some.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)

@@ -93,8 +93,10 @@ def test_workers_give_the_exact_gradient_and_the_same_bits_every_time(two_thread
 def test_a_stream_with_workers_is_in_order(two_threads: None) -> None:
     model = torch.nn.Conv2d(1, 1, 3, padding=1)
     image = torch.rand(1, 50, 70)
-    boxes = [box for box, _ in gg.compile(model, tile=(16, 16)).stream(image)]
+    found = [(box, torch.get_num_threads()) for box, _ in gg.compile(model, tile=(16, 16)).stream(image)]
+    boxes = [box for box, _ in found]
     assert boxes == sorted(boxes)
+    assert {threads for _, threads in found} == {2}  # between the tiles it is the caller's turn
     with torch.no_grad():
         torch.testing.assert_close(gg.compile(model, tile=(16, 16)).forward(image), model(image[None]))
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.events import StepMeasured, TileDone
+from gigagrad.execution.run import Run
 
 
 def events_of(engine):
@@ -141,3 +142,22 @@ def test_float32_sums_do_not_drift(bce):
     exact = bce(model.double()(image[None].double()), target[None].double())
     assert value.dtype == torch.float32
     assert value.item() == pytest.approx(exact.item(), rel=2e-7)
+
+
+def test_cotangents_of_weights_in_fewer_bits_do_not_wait_for_the_end(monkeypatch):
+    """They arrive at the cast of a weight, not at the weight; in float64 they take four times its bytes."""
+    waiting, hand_over = [], Run._hand_over
+
+    def counted(self, index):
+        waiting.append(max((value.numel() for value in self._tape._pending.values()), default=0))
+        hand_over(self, index)
+
+    monkeypatch.setattr(Run, "_hand_over", counted)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for i in (2, 8) for layer in (nn.Conv2d(i, 8, 3, padding=1), nn.BatchNorm2d(8))))
+    image = torch.rand(2, 60, 70)
+    engine = gg.compile(model, lambda o, t: (o - t).square().mean(), precision="bfloat16", tile=(20, 30))
+    engine.backward(image, torch.rand(8, 60, 70))
+    assert len(waiting) > 3
+    assert max(waiting) == 8  # of what norms make of their sums, which waits for them; a convolution's weight has 576
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())

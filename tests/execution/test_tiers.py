@@ -12,6 +12,7 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.errors import BudgetError, ConfigError, StoreError
 from gigagrad.execution import planner
+from gigagrad.execution.process import Residue
 from gigagrad.execution.run import Run
 from gigagrad.stores import DiskStore
 from tests.execution.normed import Net, dice
@@ -109,7 +110,7 @@ def test_a_missing_folder_and_a_budget_without_one_are_refused(pair, tmp_path):
 def tight(monkeypatch):
     """A process of 400 MiB, to the planner's eyes."""
     monkeypatch.setattr(planner, "held_bytes", lambda device: 400 * MIB)
-    monkeypatch.setattr(planner, "cold_bytes", lambda device: 400 * MIB)
+    monkeypatch.setattr(planner, "RESIDUE", Residue())
 
 
 def chain(norms):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from gigagrad.threads import SideThreads, one_thread
+from gigagrad.threads import SideThreads, operator_threads
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -25,7 +25,7 @@ def in_order(items: Iterable[Item], work: Callable[[Item], Result], pool: SideTh
     if pool is None:
         yield from map(work, items)
         return
-    with one_thread():
+    with operator_threads(1):
         # One in the queue, so that nobody waits for whoever delivers the items.
         yield from ahead(items, work, pool, pool.count)
 

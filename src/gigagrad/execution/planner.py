@@ -20,9 +20,9 @@ from gigagrad.events import Events, Notice
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.fingerprint import fingerprint
 from gigagrad.execution.process import (
+    RESIDUE,
     UNNOTICED_BYTES,
     allocated_bytes,
-    cold_bytes,
     held_bytes,
     return_freed_memory,
 )
@@ -31,7 +31,7 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
 from gigagrad.graphs import Call, Composite, Graph, capture, lookup
 from gigagrad.plans import Costs, Limits, Machine, Plan, PlanAt, make_plan, split_stages
-from gigagrad.plans.memory import compiled_bytes
+from gigagrad.plans.memory import MOST_COMPILED_BYTES, compiled_bytes
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.stores import Codec, Half, Rounding, faster_codec
 
@@ -102,11 +102,14 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """A plan, what the process was to hold beside its tiles, and what it had allocated then (None: not told)."""
+    """A plan, what the process was to hold beside its tiles, what it had allocated then (None: not told), and whether
+    it has run.
+    """
 
     prepared: Prepared
     fixed_bytes: int
     allocated_bytes: int | None
+    ran: bool = False
 
 
 class Planner:
@@ -150,6 +153,15 @@ class Planner:
         self._choices[_name(sources, backward=backward)] = Choice.of(kept.prepared.plan)
         return kept.prepared
 
+    def finished(self, prepared: Prepared, *, backward: bool) -> None:
+        """It has run: what it added to the process beside tensors is there."""
+        RESIDUE.warm = True
+        for key, kept in self._kept.items():
+            if kept.prepared is prepared and not kept.ran:
+                self._kept[key] = dataclasses.replace(kept, ran=True)
+                left = RESIDUE.compiled_bytes + _compiled_bytes(prepared, backward=backward)
+                RESIDUE.compiled_bytes = min(left, MOST_COMPILED_BYTES)
+
     def _may_have_grown(self, kept: _Kept) -> bool:
         """Whether the process has allocated more than when this was made. What it holds beside that is what the last
         run freed: the next one uses it, and to give it back in order to look would cost a page fault for every page.
@@ -163,11 +175,14 @@ class Planner:
         limits = self._limits(sources, backward=backward)
         if kept is None:
             made = self._first(graph, sources, limits, backward=backward)
-        elif _fixed_bytes(kept.prepared, limits, backward=backward) <= kept.fixed_bytes + _UNSEEN_BYTES:
+            return _Kept(made, _fixed_bytes(made, limits, backward=backward), self._allocated())
+        if kept.ran:  # and has compiled what it needs
+            limits = dataclasses.replace(limits, compiled_room_bytes=0)
+        if _fixed_bytes(kept.prepared, limits, backward=backward) <= kept.fixed_bytes + _UNSEEN_BYTES:
             return dataclasses.replace(kept, allocated_bytes=self._allocated())
-        else:
-            made = self._refit(kept.prepared, limits, backward=backward)
-        return _Kept(made, _fixed_bytes(made, limits, backward=backward), self._allocated())
+        made = self._refit(kept.prepared, limits, backward=backward)
+        ran = kept.ran and Choice.of(made.plan) == Choice.of(kept.prepared.plan)
+        return _Kept(made, _fixed_bytes(made, limits, backward=backward), self._allocated(), ran)
 
     def survey(self, sources: dict[str, Source], *, backward: bool) -> Survey:
         """What other budgets would give the process as it is now. Raises as `Engine.plan`, but for `BudgetError`."""
@@ -194,16 +209,14 @@ class Planner:
 
     def _limits(self, sources: dict[str, Source], *, backward: bool) -> Limits:
         """What the process holds and may come to hold whatever the plan; asked after capture, which loads much."""
-        cold = cold_bytes(self._device)
         if self._device.type == "cpu":
             return_freed_memory()  # what an earlier run freed is there for this one
-        base = held_bytes(self._device)
         return Limits(
             budget_bytes=self._budgets.memory_bytes,
-            base_bytes=base,
+            base_bytes=held_bytes(self._device),
             reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
-            runtime_bytes=cold + _RUNTIME_BYTES - base + UNNOTICED_BYTES,
-            least_runtime_bytes=_LATER_RUNTIME_BYTES + UNNOTICED_BYTES,
+            runtime_bytes=(_LATER_RUNTIME_BYTES if RESIDUE.warm else _RUNTIME_BYTES) + UNNOTICED_BYTES,
+            compiled_room_bytes=MOST_COMPILED_BYTES - RESIDUE.compiled_bytes,
             optimizer_bytes=self._optimizer_bytes() if backward else 0,
             host_bytes=self._budgets.host_room() if self._device.type == "cuda" else 0,
             scratch_bytes=self._budgets.scratch_room(),
@@ -323,11 +336,14 @@ class Planner:
             self._events.emit(Notice(text, warning=True))
 
 
+def _compiled_bytes(prepared: Prepared, *, backward: bool) -> int:
+    tiles = [stage.tiles for stage in prepared.plan.stages]
+    return compiled_bytes(prepared.graph, prepared.stages, tiles, backward=backward)
+
+
 def _fixed_bytes(prepared: Prepared, limits: Limits, *, backward: bool) -> int:
     """What the process holds beside the tiles of this plan, with what kernels still add."""
-    tiles = [stage.tiles for stage in prepared.plan.stages]
-    compiled = compiled_bytes(prepared.graph, prepared.stages, tiles, backward=backward)
-    return limits.fixed_bytes + limits.added_bytes(compiled)
+    return limits.fixed_bytes + limits.added_bytes(_compiled_bytes(prepared, backward=backward))
 
 
 def _packing_of(rounding: Rounding | None) -> Packing:

@@ -7,7 +7,7 @@ import mmap
 import os
 import resource
 import sys
-from functools import cache
+from dataclasses import dataclass
 
 import torch
 
@@ -94,6 +94,19 @@ def _heap() -> tuple[int, int] | None:
     return (int(ranges[0][0], 16), int(ranges[-1][1], 16)) if ranges else None
 
 
+@dataclass(slots=True)
+class Residue:
+    """What runs leave in the process beside tensors: a later run does not add it again."""
+
+    warm: bool = False
+    """The code of kernels and the stacks of threads are there."""
+    compiled_bytes: int = 0
+    """Of convolutions in oneDNN's cache."""
+
+
+RESIDUE = Residue()
+
+
 def settle_allocator() -> None:
     """One arena for all threads, and large blocks mapped one by one (glibc), for the rest of the process.
 
@@ -113,12 +126,6 @@ def settle_allocator() -> None:
 def held_bytes(device: torch.device) -> int:
     """Memory held now on the tier that `memory` bounds: the process on the CPU, the allocator's pool on a GPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
-
-
-@cache
-def cold_bytes(device: torch.device) -> int:
-    """`held_bytes` at this function's first call: of a process that has its libraries, but has run no kernel yet."""
-    return held_bytes(device)
 
 
 def peak_bytes(device: torch.device) -> int:

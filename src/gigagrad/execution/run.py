@@ -31,7 +31,7 @@ from gigagrad.graphs import FIELD_MAX, GATHER, SCATTER, Graph
 from gigagrad.plans import DISK, EXACT, HOST, MEMORY, Grid, Lifetime, Plan, Stage, TileGeometry, lifetimes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.stores import Blosc, Codec, DiskStore, HostStore, Quantised, RoundedStore, Rounding, Scratch, Store
-from gigagrad.threads import SideThreads
+from gigagrad.threads import SideThreads, operator_threads
 
 Totals = dict[int, torch.Tensor]
 
@@ -192,9 +192,12 @@ class Run:
 
     def stream(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """The boxes and crops of the output field, tile by tile in row-major order."""
+        threads = torch.get_num_threads()
         for index, step in enumerate(self._prepared.plan.passes):
             self._allocate(index)
-            yield from self._sweep_forward(self._prepared.stages[step.stage])
+            for piece in self._sweep_forward(self._prepared.stages[step.stage]):
+                with operator_threads(threads):  # what is done with it is the caller's
+                    yield piece
             self._release(index)
 
     # Sweeps
@@ -308,6 +311,7 @@ class Run:
     def _give(self, totals: Totals) -> None:
         for node_id in tuple(totals):
             self._tape.give(node_id, totals.pop(node_id))
+        self._tape.pull_parameters()
 
     def _program(self, stage: Stage) -> StageProgram:
         roundings = {i: self._roundings[i] for i in stage.kept if i in self._roundings}

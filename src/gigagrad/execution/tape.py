@@ -76,7 +76,15 @@ class Tape:
 
     def pull(self, level: int) -> None:
         """Pull back what has arrived at values that are known only after `level` sweeps or more."""
-        arrived = [i for i in self._pending if self._level[i] >= level]
+        self._pull([i for i in self._pending if self._level[i] >= level])
+
+    def pull_parameters(self) -> None:
+        """Pull back what has arrived at values that are made of parameters alone: nothing else leads to it, and until
+        the end it would wait in float64.
+        """
+        self._pull([i for i in self._pending if self._level[i] == 0])
+
+    def _pull(self, arrived: list[int]) -> None:
         if not arrived:
             return
         outputs = [self.values[i] for i in arrived]

@@ -14,6 +14,7 @@ from gigagrad.execution.tile import StageProgram, TileInputs
 from gigagrad.graphs import Node
 from gigagrad.plans import Grid, Stage
 from gigagrad.plans.schedule import differentiable_reductions
+from gigagrad.threads import operator_threads
 
 _ROUNDS = 5
 _WINS_NEEDED = 4
@@ -25,14 +26,11 @@ single timings are off by large factors, and the choice should not flicker."""
 def trial_seconds(prepared: Prepared, memory_format: str) -> float:
     """Seconds one step would take in this layout, by one run of a middle tile of each pass."""
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
-    plan, total, threads = prepared.plan, 0.0, torch.get_num_threads()
-    torch.set_num_threads(1 if plan.workers > 1 else threads)
-    try:
+    plan, total = prepared.plan, 0.0
+    with operator_threads(1 if plan.workers > 1 else torch.get_num_threads()):
         for step in plan.passes:
             seconds = _tile_seconds(prepared, prepared.stages[step.stage], step.phase != "forward", layout)
             total += seconds * plan.stages[step.stage].tile_count / plan.workers
-    finally:
-        torch.set_num_threads(threads)
     return total
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gigagrad.errors import BudgetError
+from gigagrad.plans.memory import MOST_COMPILED_BYTES
 
 _ROOM_BYTES = 40 * 2**20
 """By how much a process differs from the one that was refused: its first allocations, its garbage."""
@@ -18,9 +19,9 @@ class Limits:
     base_bytes: int
     reader_cache_bytes: int
     runtime_bytes: int
-    """What a first step adds beside tensors and compiled convolutions, less what the process has added already."""
-    least_runtime_bytes: int = 0
-    """What a step may still add however much the process has added already."""
+    """What a step adds beside tensors and compiled convolutions."""
+    compiled_room_bytes: int = MOST_COMPILED_BYTES
+    """What oneDNN's cache of compiled convolutions may still grow by."""
     optimizer_bytes: int = 0
     """What an optimizer will hold from its first step on, as long as it does not yet."""
     host_bytes: int = 0
@@ -30,7 +31,7 @@ class Limits:
 
     def added_bytes(self, compiled_bytes: int) -> int:
         """What kernels, threads and readers still add, with convolutions compiled to so many bytes."""
-        return max(self.runtime_bytes + compiled_bytes, self.least_runtime_bytes)
+        return self.runtime_bytes + min(compiled_bytes, self.compiled_room_bytes)
 
     @property
     def fixed_bytes(self) -> int:

@@ -18,8 +18,10 @@ from gigagrad.plans.stages import Stage
 MAPPED_BYTES = 8 * 2**20
 """Blocks as large as this are taken from the system one by one, and their pages cost time when first touched."""
 _HUGE_PAGE_BYTES = 2 * 2**20
-_COMPILED_BYTES, _MOST_COMPILED = 72 * 2**10, 1024
-"""A compiled convolution in oneDNN's cache, and how many it keeps; docs/decisions/0013-whole-process-accounting.md."""
+_COMPILED_BYTES = 72 * 2**10
+"""A compiled convolution in oneDNN's cache (docs/decisions/0013-whole-process-accounting.md)."""
+MOST_COMPILED_BYTES = 1024 * _COMPILED_BYTES
+"""All that it keeps."""
 
 
 def whole_pages(nbytes: int) -> int:
@@ -145,7 +147,7 @@ def compiled_bytes(
     shapes = [9 if tiles is None else min(3, tiles[s.index][0]) * min(3, tiles[s.index][1]) for s in stages]
     convolutions = sum(n * sum("conv" in graph[i].op for i in s.fields) for n, s in zip(shapes, stages, strict=True))
     convolutions += sum("conv" in node.op for node in graph.nodes if node.whole)
-    return min(convolutions * (3 if backward else 1), _MOST_COMPILED) * _COMPILED_BYTES
+    return min(convolutions * (3 if backward else 1) * _COMPILED_BYTES, MOST_COMPILED_BYTES)
 
 
 def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:

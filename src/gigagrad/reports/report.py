@@ -143,6 +143,9 @@ def _cards(run: RunData) -> Iterator[Card]:
         peak = max(run.steps, key=lambda s: s.peak_bytes)
         budget = f"budget {format_bytes(peak.budget_bytes)}" if peak.budget_bytes else "no budget set"
         yield Card("Peak memory", format_bytes(peak.peak_bytes), budget)
+    errors = sorted(s.gradient_error for s in run.steps if s.gradient_error)
+    if errors:
+        yield Card("Gradient error", f"{errors[len(errors) // 2]:.2%}", "expected, of lossy storage; median")
 
 
 def _step_cards(step: Mapping[str, Any]) -> Iterator[Card]:

@@ -25,7 +25,7 @@ from gigagrad.execution.calibration.timing import Subject, make_subject, pass_se
 from gigagrad.execution.process import return_freed_memory, settle_allocator
 from gigagrad.execution.run import Prepared
 from gigagrad.plans.machine import LOCK_COST, Machine, TimeModel, cache_bytes, profile_path, write_profile
-from gigagrad.threads import one_thread
+from gigagrad.threads import operator_threads
 
 _JOB = "calibrate"
 _SIDES_PX = (64, 96, 128, 192, 256, 320, 384, 512)
@@ -133,7 +133,7 @@ def time_networks(effort: Effort, cache: int, events: Events) -> list[Sample]:
     """Time the passes of random networks, each with a few tile shapes, until they or the time are used up."""
     samples: list[Sample] = []
     step, start = 0, time.perf_counter()
-    with one_thread():
+    with operator_threads(1):
         for number in range(effort.networks):
             if time.perf_counter() - start > effort.seconds and samples:
                 break
@@ -187,7 +187,7 @@ def thread_efficiencies(threads: int, rounds: int, model: TimeModel, cache: int)
             continue
         one_by_one = dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, workers=1))
         work = [model.split(work) for work in pass_work(prepared, cache)]
-        with one_thread():
+        with operator_threads(1):
             alone = sum(pass_seconds(subject, one_by_one, rounds))
         calls = alone * sum(part.calls for part in work) / max(sum(part.total for part in work), 1e-9)
         for plan, lock_cost, found in ((one_by_one, 1.0, shared), (prepared, LOCK_COST, side_by_side)):
