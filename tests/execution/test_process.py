@@ -11,30 +11,36 @@ import torch
 from gigagrad.execution import process
 from gigagrad.execution.process import (
     Trimmer,
-    allocated_bytes,
     peak_resident_bytes,
     resident_bytes,
     return_freed_memory,
     settle_allocator,
+    used_bytes,
 )
 
 MIB = 2**20
 
 
-def test_what_is_allocated_is_counted_and_what_is_freed_is_not():
-    if (before := allocated_bytes()) is None:
+def test_what_is_used_is_counted_and_what_is_freed_is_not():
+    settle_allocator()
+    return_freed_memory()
+    if (before := used_bytes()) is None:
         pytest.skip("the C library does not tell")
-    small = [torch.empty(2**18) for _ in range(40)]  # 40 MiB in the heap
+    small = [torch.zeros(2**18 - 64) for _ in range(40)]  # 40 MiB in the heap
+    last = torch.zeros(64)  # above them, so that the heap cannot shrink
     large = torch.empty(25 * 2**18)  # mapped, never touched
-    grown = allocated_bytes() - before
-    assert 64 * MIB < grown < 72 * MIB
+    elsewhere = mmap.mmap(-1, 20 * MIB)
+    elsewhere.write(bytes(20 * MIB))
+    assert 56 * MIB < used_bytes() - before < 68 * MIB
     del small, large
-    assert abs(allocated_bytes() - before) < 4 * MIB
+    elsewhere.close()
+    assert abs(used_bytes() - before) < 6 * MIB
+    assert last.numel() == 64
 
 
 def test_what_is_given_back_stays_so():
     """Parts of the heap that were once asked to be huge pages would be filled up again by the system."""
-    if not Path("/sys/kernel/mm/transparent_hugepage").exists() or allocated_bytes() is None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists() or used_bytes() is None:
         pytest.skip("the system has no transparent huge pages, or the C library is not glibc")
     settle_allocator()
     blocks = [torch.empty(2**20 - 2**10) for _ in range(8)]  # 4 MiB each, in the heap
@@ -62,7 +68,7 @@ def heap_flags() -> set[str]:
 
 def test_elsewhere_nobody_tells(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert allocated_bytes() is None
+    assert used_bytes() is None
 
 
 def test_the_peak_is_no_less_than_what_is_held():

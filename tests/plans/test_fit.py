@@ -28,16 +28,16 @@ def plan(graph, given, tile):
     )
 
 
-@pytest.mark.parametrize(("added", "least", "expected"), [(50, 0, 57), (-3, 0, 4), (-30, 5, 5), (-30, 0, 0)])
-def test_what_a_process_has_added_is_not_added_again(added, least, expected):
-    assert limits(runtime_bytes=added, least_runtime_bytes=least).added_bytes(7) == expected
+@pytest.mark.parametrize(("room", "expected"), [(100, 57), (3, 53), (0, 50)])
+def test_no_more_is_compiled_than_the_cache_has_room_for(room, expected):
+    assert limits(runtime_bytes=50, compiled_room_bytes=room).added_bytes(7) == expected
 
 
 @pytest.mark.parametrize("tile", [(1024, 1024), (512, 1024), (256, 256)])
 def test_a_prediction_counts_the_convolutions_of_the_tiles_chosen(tile):
     """Shapes of crops that do not occur are not compiled."""
     graph = graph_of(nn.Conv2d(3, 4, 3, padding=1), size=1024)
-    warm, cold = (plan(graph, limits(runtime_bytes=r), tile) for r in (-(2**30), 0))
+    warm, cold = (plan(graph, limits(compiled_room_bytes=room), tile) for room in (0, 2**30))
     compiled = compiled_bytes(graph, split_stages(graph), [s.tiles for s in cold.stages], backward=True)
     assert 0 < compiled <= compiled_bytes(graph, split_stages(graph), backward=True)
     assert cold.predicted_peak_bytes - warm.predicted_peak_bytes == compiled

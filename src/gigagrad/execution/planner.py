@@ -22,9 +22,9 @@ from gigagrad.execution.fingerprint import fingerprint
 from gigagrad.execution.process import (
     RESIDUE,
     UNNOTICED_BYTES,
-    allocated_bytes,
     held_bytes,
     return_freed_memory,
+    used_bytes,
 )
 from gigagrad.execution.run import Prepared
 from gigagrad.execution.sources import Source
@@ -102,13 +102,10 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """A plan, what the process was to hold beside its tiles, what it had allocated then (None: not told), and whether
-    it has run.
-    """
+    """A plan, what the process was to hold beside its tiles with what a run adds, and whether it has run."""
 
     prepared: Prepared
     fixed_bytes: int
-    allocated_bytes: int | None
     ran: bool = False
 
 
@@ -163,11 +160,12 @@ class Planner:
                 RESIDUE.compiled_bytes = min(left, MOST_COMPILED_BYTES)
 
     def _may_have_grown(self, kept: _Kept) -> bool:
-        """Whether the process has allocated more than when this was made. What it holds beside that is what the last
-        run freed: the next one uses it, and to give it back in order to look would cost a page fault for every page.
+        """Whether the process uses more than the plan counts on. What it holds beside that is what the last run freed:
+        the next one takes it, and to give it back in order to look would cost a page fault for every page.
         """
-        allocated = self._allocated()
-        return allocated is None or kept.allocated_bytes is None or allocated > kept.allocated_bytes + _UNSEEN_BYTES
+        used = used_bytes() if self._device.type == "cpu" else None
+        expected = kept.fixed_bytes if kept.ran else kept.prepared.plan.base_bytes
+        return used is None or used > expected + _UNSEEN_BYTES
 
     def _under_todays_limits(self, kept: _Kept | None, sources: dict[str, Source], *, backward: bool) -> _Kept:
         """A plan that fits beside what the process holds now: the kept one wherever it still does."""
@@ -175,14 +173,14 @@ class Planner:
         limits = self._limits(sources, backward=backward)
         if kept is None:
             made = self._first(graph, sources, limits, backward=backward)
-            return _Kept(made, _fixed_bytes(made, limits, backward=backward), self._allocated())
+            return _Kept(made, _fixed_bytes(made, limits, backward=backward))
         if kept.ran:  # and has compiled what it needs
             limits = dataclasses.replace(limits, compiled_room_bytes=0)
         if _fixed_bytes(kept.prepared, limits, backward=backward) <= kept.fixed_bytes + _UNSEEN_BYTES:
-            return dataclasses.replace(kept, allocated_bytes=self._allocated())
+            return kept
         made = self._refit(kept.prepared, limits, backward=backward)
         ran = kept.ran and Choice.of(made.plan) == Choice.of(kept.prepared.plan)
-        return _Kept(made, _fixed_bytes(made, limits, backward=backward), self._allocated(), ran)
+        return _Kept(made, _fixed_bytes(made, limits, backward=backward), ran)
 
     def survey(self, sources: dict[str, Source], *, backward: bool) -> Survey:
         """What other budgets would give the process as it is now. Raises as `Engine.plan`, but for `BudgetError`."""
@@ -221,9 +219,6 @@ class Planner:
             host_bytes=self._budgets.host_room() if self._device.type == "cuda" else 0,
             scratch_bytes=self._budgets.scratch_room(),
         )
-
-    def _allocated(self) -> int | None:
-        return allocated_bytes() if self._device.type == "cpu" else None
 
     def _optimizer_bytes(self) -> int:
         """What an optimizer will hold after its first step; nothing once that is part of what the process holds."""

@@ -55,16 +55,33 @@ class _MallocInfo(ctypes.Structure):
     ]
 
 
-def allocated_bytes() -> int | None:
-    """What the process has allocated and not freed, without what its allocator hoards; None where that is not told."""
+def used_bytes() -> int | None:
+    """Resident memory less the freed blocks that the C library keeps in its heap; None where that is not told."""
     if not sys.platform.startswith("linux"):
         return None
     ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if ask is None:
         return None
     ask.restype = _MallocInfo
-    found = ask()
-    return int(found.uordblks + found.hblkhd)
+    allocated = int(ask().uordblks)
+    return resident_bytes() - max(0, _resident_heap_bytes() - allocated)
+
+
+def _resident_heap_bytes() -> int:
+    """Of the C library's heap, which may be several mappings in a row."""
+    found, inside = 0, False
+    try:
+        with open("/proc/self/smaps") as smaps:
+            for line in smaps:
+                if line[0] in "0123456789abcdef":  # the head of a mapping; what follows begins with capitals
+                    if inside and not line.endswith("[heap]\n"):
+                        break
+                    inside = line.endswith("[heap]\n")
+                elif inside and line.startswith("Rss:"):
+                    found += int(line.split()[1]) * 1024
+    except OSError:
+        return 0
+    return found
 
 
 def return_freed_memory() -> None:
