@@ -337,7 +337,7 @@ class Engine:
         start = time.perf_counter()
         more: dict[str, float] = {}
         yield prepared, more
-        self._planner.finished(prepared, backward=phase == "backward")
+        self._planner.finished(prepared)
         height, width = sources["image"].spec.shape[-2:]
         self.last_run = StepMeasured(
             phase=phase,

@@ -46,7 +46,7 @@ _WORTH_A_TRIAL = 32
 _MOST_TRIED = 4
 """With more stages than this the trial would take longer than it saves."""
 _UNSEEN_BYTES = UNNOTICED_BYTES // 2
-"""By how much a process may grow in either of two ways, allocated and held, before it is planned for anew."""
+"""By how much a process may use more than a plan counts on before it is planned for anew."""
 _MOST_KEPT = 32
 """Sizes whose graph and plan are kept; the one unused for longest goes first."""
 
@@ -102,11 +102,17 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """A plan, what the process was to hold beside its tiles with what a run adds, and whether it has run."""
+    """A plan, what it could count on, what its convolutions compile to, and whether it has run."""
 
     prepared: Prepared
-    fixed_bytes: int
+    limits: Limits
+    compiled_bytes: int
     ran: bool = False
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What the process holds beside the tiles, with what kernels add."""
+        return self.limits.fixed_bytes + self.limits.added_bytes(self.compiled_bytes)
 
 
 class Planner:
@@ -141,7 +147,9 @@ class Planner:
         """A graph and a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
         key = self._key(sources, backward=backward)
         kept = self._kept.get(key)
-        if kept is None or self._may_have_grown(kept):
+        if kept is None:
+            kept = self._first(sources, backward=backward)
+        elif self._may_have_grown(kept):
             kept = self._under_todays_limits(kept, sources, backward=backward)
         self._kept[key] = kept
         self._kept.move_to_end(key)
@@ -150,14 +158,13 @@ class Planner:
         self._choices[_name(sources, backward=backward)] = Choice.of(kept.prepared.plan)
         return kept.prepared
 
-    def finished(self, prepared: Prepared, *, backward: bool) -> None:
+    def finished(self, prepared: Prepared) -> None:
         """It has run: what it added to the process beside tensors is there."""
         RESIDUE.warm = True
         for key, kept in self._kept.items():
             if kept.prepared is prepared and not kept.ran:
                 self._kept[key] = dataclasses.replace(kept, ran=True)
-                left = RESIDUE.compiled_bytes + _compiled_bytes(prepared, backward=backward)
-                RESIDUE.compiled_bytes = min(left, MOST_COMPILED_BYTES)
+                RESIDUE.compiled_bytes = min(RESIDUE.compiled_bytes + kept.compiled_bytes, MOST_COMPILED_BYTES)
 
     def _may_have_grown(self, kept: _Kept) -> bool:
         """Whether the process uses more than the plan counts on. What it holds beside that is what the last run freed:
@@ -167,20 +174,16 @@ class Planner:
         expected = kept.fixed_bytes if kept.ran else kept.prepared.plan.base_bytes
         return used is None or used > expected + _UNSEEN_BYTES
 
-    def _under_todays_limits(self, kept: _Kept | None, sources: dict[str, Source], *, backward: bool) -> _Kept:
-        """A plan that fits beside what the process holds now: the kept one wherever it still does."""
-        graph = kept.prepared.graph if kept is not None else self._capture(sources)
+    def _under_todays_limits(self, kept: _Kept, sources: dict[str, Source], *, backward: bool) -> _Kept:
+        """The plan itself where it still fits beside what the process holds now, else its tiles with other numbers."""
         limits = self._limits(sources, backward=backward)
-        if kept is None:
-            made = self._first(graph, sources, limits, backward=backward)
-            return _Kept(made, _fixed_bytes(made, limits, backward=backward))
         if kept.ran:  # and has compiled what it needs
             limits = dataclasses.replace(limits, compiled_room_bytes=0)
-        if _fixed_bytes(kept.prepared, limits, backward=backward) <= kept.fixed_bytes + _UNSEEN_BYTES:
+        if dataclasses.replace(kept, limits=limits).fixed_bytes <= kept.fixed_bytes + _UNSEEN_BYTES:
             return kept
         made = self._refit(kept.prepared, limits, backward=backward)
         ran = kept.ran and Choice.of(made.plan) == Choice.of(kept.prepared.plan)
-        return _Kept(made, _fixed_bytes(made, limits, backward=backward), ran)
+        return _Kept(made, limits, _compiled_bytes(made, backward=backward), ran)
 
     def survey(self, sources: dict[str, Source], *, backward: bool) -> Survey:
         """What other budgets would give the process as it is now. Raises as `Engine.plan`, but for `BudgetError`."""
@@ -251,8 +254,10 @@ class Planner:
         codec = self._codec() if plan.scratch_bytes else None
         return Prepared(graph, plan, stages, self._device, self._budgets.scratch, self._rounding, codec)
 
-    def _first(self, graph: Graph, sources: dict[str, Source], limits: Limits, *, backward: bool) -> Prepared:
+    def _first(self, sources: dict[str, Source], *, backward: bool) -> _Kept:
         """A first plan; both memory layouts are tried where the run is long enough to pay for it."""
+        graph = self._capture(sources)
+        limits = self._limits(sources, backward=backward)
         image_shape = sources["image"].spec.shape
         # A changed model is planned anew, so a choice is adopted once.
         adopted = self._adopted.pop(_name(sources, backward=backward), None)
@@ -269,7 +274,7 @@ class Planner:
             return_freed_memory()  # what the slower layout left behind would lie under the run's own peak
             plan = dataclasses.replace(plan, memory_format=layout, predicted_seconds=seconds)
             prepared = dataclasses.replace(prepared, plan=plan)
-        return prepared
+        return _Kept(prepared, limits, _compiled_bytes(prepared, backward=backward))
 
     def _again(
         self, graph: Graph, image_shape: tuple[int, ...], limits: Limits, choice: Choice, *, backward: bool
@@ -334,11 +339,6 @@ class Planner:
 def _compiled_bytes(prepared: Prepared, *, backward: bool) -> int:
     tiles = [stage.tiles for stage in prepared.plan.stages]
     return compiled_bytes(prepared.graph, prepared.stages, tiles, backward=backward)
-
-
-def _fixed_bytes(prepared: Prepared, limits: Limits, *, backward: bool) -> int:
-    """What the process holds beside the tiles of this plan, with what kernels still add."""
-    return limits.fixed_bytes + limits.added_bytes(_compiled_bytes(prepared, backward=backward))
 
 
 def _packing_of(rounding: Rounding | None) -> Packing:
