@@ -86,7 +86,9 @@ def plain(args: argparse.Namespace) -> dict[str, Any]:
 def ours(args: argparse.Namespace) -> dict[str, Any]:
     import gigagrad as gg
 
-    engine = gg.compile(network(args.encoder), loss, memory=args.memory, scratch=args.scratch)
+    model = network(args.encoder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # as plain autograd: nothing beside the gradients
+    engine = gg.compile(model, loss, memory=args.memory, scratch=args.scratch, optimizer=optimizer)
     image, target = pair(args.height, args.width)
     start = time.perf_counter()
     plan = engine.plan(image, target)

@@ -56,6 +56,7 @@ def test_state_repeats_the_same_plan(net, bce, pair):
         ({"device": "tpu9000"}, "unknown device"),
         ({"device": "meta"}, "not supported"),
         ({"loss": 3}, "loss must be a callable"),
+        ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer"),
     ],
 )
 def test_arguments_that_cannot_be_used(net, arguments, text):

@@ -129,6 +129,28 @@ def test_an_optimizer_is_counted_until_a_step_shows_what_it_holds():
     assert other.plan(image, target).parameter_bytes - engine.plan(image, target).parameter_bytes == moments
 
 
+def test_of_a_named_optimizer_its_own_state_is_counted_until_it_is_there():
+    model = torch.nn.Conv2d(1, 512, 16, stride=16)
+    image, target = torch.zeros(1, 64, 64), torch.zeros(512, 4, 4)
+    adam = torch.optim.Adam(model.parameters())
+    engines = {
+        name: gg.compile(model, torch.nn.functional.mse_loss, memory=4 * 2**30, optimizer=optimizer)
+        for name, optimizer in (
+            ("none", torch.optim.SGD(model.parameters(), lr=0.1)),
+            ("one", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
+            ("two", adam),
+        )
+    }
+    none, one, two = (engine.plan(image, target).parameter_bytes for engine in engines.values())
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert one - none == held
+    assert two - one == pytest.approx(held, abs=100)  # and how often it has stepped
+    engines["two"].backward(image, target)
+    adam.step()
+    image, target = torch.zeros(1, 64, 80), torch.zeros(512, 4, 5)  # a size that is planned anew
+    assert engines["two"].plan(image, target).parameter_bytes == engines["none"].plan(image, target).parameter_bytes
+
+
 def test_only_so_many_sizes_are_kept(monkeypatch):
     monkeypatch.setattr(planner, "_MOST_KEPT", 2)
     engine = gg.compile(torch.nn.Conv2d(1, 1, 3))

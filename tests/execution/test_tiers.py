@@ -144,6 +144,6 @@ def test_what_does_not_fit_in_memory_goes_to_files_within_their_budget(tight, tm
 
 def test_a_budget_too_small_names_one_that_works_with_files_too(tight, tmp_path):
     with pytest.raises(BudgetError) as refused:
-        planned(500, scratch=tmp_path)
+        planned(450, scratch=tmp_path)
     smallest = refused.value.smallest_bytes
     assert planned(smallest // MIB, scratch=tmp_path).predicted_peak_bytes <= smallest

@@ -3,7 +3,8 @@
 import pytest
 from torch import nn
 
-from gigagrad.plans import Limits, Machine, make_plan
+from gigagrad.errors import BudgetError
+from gigagrad.plans import Grid, Limits, Machine, make_plan
 from gigagrad.plans.memory import compiled_bytes
 from gigagrad.plans.stages import split_stages
 from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, residual
@@ -24,24 +25,40 @@ def plan(graph, given, tile):
         backward=True,
         device="cpu",
         memory_format="contiguous",
-        tiles=(tile,),
+        tiles=None if tile is None else (tile,),
     )
 
 
-@pytest.mark.parametrize(("room", "expected"), [(100, 57), (3, 53), (0, 50)])
-def test_no_more_is_compiled_than_the_cache_has_room_for(room, expected):
-    assert limits(runtime_bytes=50, compiled_room_bytes=room).added_bytes(7) == expected
+def compiled_to(graph, made):
+    stages = split_stages(graph, [field.node for field in made.kept])
+    grids = [Grid(graph, stage, made.stages[stage.index].tile) for stage in stages]
+    return sum(compiled_bytes(grid, backward=True) for grid in grids)
 
 
-@pytest.mark.parametrize("tile", [(1024, 1024), (512, 1024), (256, 256)])
+@pytest.mark.parametrize("tile", [(1024, 1024), (512, 1000), (256, 256)])
 def test_a_prediction_counts_the_convolutions_of_the_tiles_chosen(tile):
-    """Shapes of crops that do not occur are not compiled."""
+    """Shapes of crops that do not occur are not compiled, and no more than the cache has room for."""
     graph = graph_of(nn.Conv2d(3, 4, 3, padding=1), size=1024)
-    warm, cold = (plan(graph, limits(compiled_room_bytes=room), tile) for room in (0, 2**30))
-    compiled = compiled_bytes(graph, split_stages(graph), [s.tiles for s in cold.stages], backward=True)
-    assert 0 < compiled <= compiled_bytes(graph, split_stages(graph), backward=True)
+    warm, cold, little = (plan(graph, limits(compiled_room_bytes=room), tile) for room in (0, 2**30, 1000))
+    compiled = compiled_to(graph, cold)
+    assert compiled == 3 * 72 * 2**10 * (2 if tile[1] == 1000 else 1)
     assert cold.predicted_peak_bytes - warm.predicted_peak_bytes == compiled
     assert cold.runtime_bytes - warm.runtime_bytes == compiled
+    assert little.predicted_peak_bytes - warm.predicted_peak_bytes == 1000
+
+
+def test_where_memory_is_short_tiles_are_chosen_that_compile_to_little():
+    """What is set aside for compiled convolutions is what the chosen tiles need, not the most that any would."""
+    graph = graph_of(residual(3), size=100)
+    small = plan(graph, limits(), (16, 16))
+    with pytest.raises(BudgetError) as refused:
+        plan(graph, limits(budget_bytes=100 * MIB), None)
+    needed = refused.value.needed_bytes
+    tight = plan(graph, limits(budget_bytes=needed), None)
+    assert tight.predicted_peak_bytes <= needed
+    assert compiled_to(graph, tight) < compiled_to(graph, small) / 2
+    with pytest.raises(BudgetError):
+        plan(graph, limits(budget_bytes=needed - 1), None)
 
 
 def test_no_more_crops_are_read_ahead_than_there_are_tiles():

@@ -50,6 +50,7 @@ def compile(
     scratch_bytes: str | int | None = None,
     host_memory: str | int | None = None,
     storage: str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     tile: tuple[int, int] | None = None,
     seed: int | None = None,
 ) -> Engine:
@@ -74,6 +75,8 @@ def compile(
             `"bfloat16"`, `"float16"` (half the bytes of float32), or `"error 0.01"`: quantised, in files only, with
             errors of at most that. The run goes on from what was stored, and its gradient is exact for that
             (docs/math.md).
+        optimizer: the one that will step these parameters: plans keep room for the state that its first step makes.
+            None: room for Adam's, twice the trainable parameters.
         tile: `(height, width)` in pixels of the last field, to force the tile's shape (tests, experiments).
         seed: of random operators (dropout, stochastic depth), which otherwise draw from PyTorch's own generator. With
             one, the n-th run of an engine draws the same numbers as the n-th run of another.
@@ -86,7 +89,15 @@ def compile(
     if isinstance(rounding, Quantised) and scratch is None:
         raise ConfigError(f"storage={storage!r} makes fields in files smaller; name a folder for them with scratch=")
     return Engine(
-        model, loss, budgets=budgets, device=device, precision=precision, rounding=rounding, tile=tile, seed=seed
+        model,
+        loss,
+        budgets=budgets,
+        device=device,
+        precision=precision,
+        rounding=rounding,
+        optimizer=optimizer,
+        tile=tile,
+        seed=seed,
     )
 
 
@@ -102,6 +113,7 @@ class Engine:
         device: str | torch.device,
         precision: str | None,
         rounding: Rounding | None,
+        optimizer: torch.optim.Optimizer | None,
         tile: tuple[int, int] | None,
         seed: int | None,
     ) -> None:
@@ -109,6 +121,8 @@ class Engine:
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if loss is not None and not callable(loss):
             raise ConfigError(f"loss must be a callable loss(output, target), got {type(loss).__name__}")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if tile is not None and (len(tile) != 2 or min(tile) < 1):
             raise ConfigError(f"tile must be (height, width) in pixels, both at least 1, got {tile!r}")
         if precision not in _PRECISIONS:
@@ -122,7 +136,13 @@ class Engine:
         self._runs = 0
         self.events = Events()
         self._planner = Planner(
-            self._composite, self.events, budgets=budgets, device=self._device, tile=tile, rounding=rounding
+            self._composite,
+            self.events,
+            budgets=budgets,
+            device=self._device,
+            tile=tile,
+            rounding=rounding,
+            optimizer=optimizer,
         )
         self.last_run: StepMeasured | None = None
         self._errors = RunningErrors()

@@ -19,6 +19,7 @@ from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.fingerprint import fingerprint
+from gigagrad.execution.optimizer_state import coming_state_bytes, usual_state_bytes
 from gigagrad.execution.process import (
     RESIDUE,
     UNNOTICED_BYTES,
@@ -31,7 +32,7 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
 from gigagrad.graphs import Call, Composite, Graph, capture, lookup
 from gigagrad.plans import Costs, Limits, Machine, Plan, PlanAt, make_plan, split_stages
-from gigagrad.plans.memory import MOST_COMPILED_BYTES, compiled_bytes
+from gigagrad.plans.memory import MOST_COMPILED_BYTES, compiled_bytes, whole_compiled_bytes
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.stores import Codec, Half, Rounding, faster_codec
 
@@ -39,8 +40,6 @@ _RUNTIME_BYTES = 64 * 2**20
 """What the first step of a process adds beside its tensors: kernels' code, thread stacks, the reader's code."""
 _LATER_RUNTIME_BYTES = 24 * 2**20
 """What a later step may still add: kernels for shapes that have not been seen."""
-_OPTIMIZER_COPIES = 2
-"""Of the trainable parameters, until a first step shows what an optimizer really holds: Adam's two moments."""
 _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""
 _MOST_TRIED = 4
@@ -112,7 +111,8 @@ class _Kept:
     @property
     def fixed_bytes(self) -> int:
         """What the process holds beside the tiles, with what kernels add."""
-        return self.limits.fixed_bytes + self.limits.added_bytes(self.compiled_bytes)
+        limits = self.limits
+        return limits.fixed_bytes + limits.runtime_bytes + min(self.compiled_bytes, limits.compiled_room_bytes)
 
 
 class Planner:
@@ -127,8 +127,10 @@ class Planner:
         device: torch.device,
         tile: tuple[int, int] | None,
         rounding: Rounding | None,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self._composite = composite
+        self._optimizer = optimizer
         self._rounding = rounding
         self._packing = _packing_of(rounding)
         self._events = events
@@ -224,13 +226,17 @@ class Planner:
         )
 
     def _optimizer_bytes(self) -> int:
-        """What an optimizer will hold after its first step; nothing once that is part of what the process holds."""
+        """What an optimizer will hold after its first step; nothing once that is part of what the process holds. One
+        that nobody named is taken for Adam, until a write to the parameters shows that it has stepped.
+        """
+        if self._optimizer is not None:
+            return coming_state_bytes(self._optimizer)
         trained = [parameter for parameter in self._composite.model.parameters() if parameter.requires_grad]
         versions = sum(parameter._version for parameter in trained)
         if self._versions is None:
             self._versions = versions
         self._stepped = self._stepped or versions != self._versions
-        return 0 if self._stepped else _OPTIMIZER_COPIES * sum(parameter.nbytes for parameter in trained)
+        return 0 if self._stepped else usual_state_bytes(trained)
 
     def _capture(self, sources: dict[str, Source]) -> Graph:
         composite = self._composite
@@ -337,8 +343,9 @@ class Planner:
 
 
 def _compiled_bytes(prepared: Prepared, *, backward: bool) -> int:
-    tiles = [stage.tiles for stage in prepared.plan.stages]
-    return compiled_bytes(prepared.graph, prepared.stages, tiles, backward=backward)
+    """What its convolutions are compiled to."""
+    on_tiles = sum(compiled_bytes(prepared.grid(stage), backward=backward) for stage in prepared.stages)
+    return on_tiles + whole_compiled_bytes(prepared.graph, backward=backward)
 
 
 def _packing_of(rounding: Rounding | None) -> Packing:

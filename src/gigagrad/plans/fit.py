@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from gigagrad.errors import BudgetError
@@ -13,7 +14,7 @@ from gigagrad.plans.cost import Costs, TileCost, candidates
 from gigagrad.plans.keeping import bytes_by_pass
 from gigagrad.plans.limits import Limits
 from gigagrad.plans.machine import Machine
-from gigagrad.plans.memory import compiled_bytes, whole_field_bytes
+from gigagrad.plans.memory import whole_compiled_bytes, whole_field_bytes
 from gigagrad.plans.packing import Packing
 from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, StagePlan
 from gigagrad.plans.schedule import make_passes
@@ -119,31 +120,16 @@ class Fitter:
         gradient_bytes = _gradient_bytes(graph, backward=self._backward)
         whole_bytes = whole_field_bytes(graph, backward=self._backward)
         on_tape = int(_TAPE_SLACK * (gradient_bytes + whole_bytes)) if whole_bytes else gradient_bytes
-        most_added = limits.added_bytes(compiled_bytes(graph, stages, backward=self._backward))
-        fixed = limits.fixed_bytes + most_added + on_tape
-        if not stages and limits.budget_bytes is not None and fixed > limits.budget_bytes:
-            what = (
-                f"operators that run on whole fields do not fit: they make {whole_bytes:,} bytes beside "
-                f"{fixed - whole_bytes:,} bytes for the process, the parameters and the readers"
-            )
-            raise limits.refusal(what, fixed)
+        fixed = limits.fixed_bytes + limits.runtime_bytes + on_tape
         held = bytes_by_pass(graph, stages, passes, kept, MEMORY, self._packing)
-        chosen = list[_Sweeps]()
-        refusals = list[BudgetError]()
+        tilings = []
         for stage in stages:
             indices = [index for index, p in enumerate(passes) if p.stage == stage.index]
             standing = fixed + max((held[index] for index in indices), default=0)
-            phases = [passes[index].phase for index in indices]
-            try:
-                chosen.append(self._sweeps(stage, phases, workers, kept, standing))
-            except BudgetError as error:
-                refusals.append(error)
-        if refusals:  # what does for the hungriest stage does for all
-            raise max(refusals, key=lambda error: error.needed_bytes)
+            tilings.append(self._tilings(stage, [passes[index].phase for index in indices], workers, kept, standing))
+        chosen, compiled = self._choose(tilings, fixed, whole_bytes)
         seconds = self._costs.whole_seconds(backward=self._backward) + sum(sweeps.seconds for sweeps in chosen)
-        tiles = [sweeps.plan.tiles for sweeps in chosen]
-        added = limits.added_bytes(compiled_bytes(graph, stages, tiles, backward=self._backward))
-        peak = max((sweeps.total_bytes for sweeps in chosen), default=fixed) - (most_added - added)
+        peak = max((sweeps.total_bytes for sweeps in chosen), default=fixed) + compiled
         most_working = max((sweeps.working_bytes for sweeps in chosen), default=0)
         hoard = _HOARD_BYTES if chosen else 0
         if limits.budget_bytes is not None:
@@ -158,46 +144,66 @@ class Fitter:
             max(held, default=0),
             max((sweeps.waiting_bytes for sweeps in chosen), default=0),
             peak + hoard,
-            added + hoard,
+            limits.runtime_bytes + compiled + hoard,
             tier_bytes,
         )
 
-    def _sweeps(self, stage: Stage, phases: list[str], workers: int, kept: Kept, standing: int) -> _Sweeps:
-        """The fastest tile of one stage that fits beside `standing` bytes. Raises `BudgetError` if none does."""
-        graph, budget = self._graph, self._limits.budget_bytes
+    def _tilings(self, stage: Stage, phases: list[str], workers: int, kept: Kept, standing: int) -> _Tilings:
+        """The tile shapes that may serve one stage, whose sweeps have `standing` bytes beside them."""
+        graph, forced = self._graph, self._tiles
         backward = any(phase != "forward" for phase in phases)
-        shares, sums = _working_bytes(graph, stage, workers, backward=backward)
-
-        def waiting(cost: TileCost) -> int:
-            # Two being read, and with several workers one more in the queue, where there are as many.
-            ahead = min(2 + (workers > 1), max(0, cost.plan.tile_count - workers))
-            behind = waiting_bytes(graph, stage, cost.crops, kept, backward=backward)
-            return ahead * cost.crop_bytes + workers * cost.own_crop_bytes + behind
-
-        def total(cost: TileCost) -> int:
-            tiles = int(workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK)
-            # The only tile is gone when what it gave is added to sums that did not exist before.
-            apart = min(tiles, sums) if cost.plan.tile_count == 1 else 0
-            return standing + shares + sums + waiting(cost) + tiles - apart
-
-        forced = self._tiles
         shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(graph, stage)
-        costed = [self._costs.of(stage, shape, backward=backward) for shape in shapes]
-        fitting = [cost for cost in costed if budget is None or total(cost) <= budget]
-        if not fitting:
-            leanest = min(costed, key=total)
-            what = _what_does_not_fit(stage, leanest, standing + shares + sums)
-            raise self._limits.refusal(what, total(leanest))
+        costs = tuple(self._costs.of(stage, shape, backward=backward) for shape in shapes)
+        return _Tilings(graph, self._machine, self._packing, stage, phases, workers, kept, standing, costs)
 
-        def seconds_of(cost: TileCost) -> float:
-            each = (graph, self._machine, stage, cost, kept)
-            return sum(sweep_seconds(*each, phase, workers, self._packing) for phase in phases)
+    def _choose(self, tilings: list[_Tilings], fixed: int, whole_bytes: int) -> tuple[list[_Sweeps], int]:
+        """Tiles for every stage, and the bytes that all their convolutions are compiled to, beside every stage.
 
-        rated = [(seconds_of(cost), cost) for cost in fitting]
-        seconds, best = min(rated, key=lambda pair: pair[0])
-        known = seconds if self._machine.model is not None else None
-        plan = dataclasses.replace(best.plan, index=stage.index, seconds=known)
-        return _Sweeps(plan, seconds, total(best), waiting(best), shares + sums)
+        Either the fastest tiles beside the most that any choice compiles to, or the fastest of those that compile to no
+        more than the leanest ones. Raises `BudgetError` if the leanest do not fit.
+        """
+        limits = self._limits
+        on_whole_fields = whole_compiled_bytes(self._graph, backward=self._backward)
+
+        def compiled(bytes_by_stage: Iterable[int]) -> int:
+            return min(on_whole_fields + sum(bytes_by_stage), limits.compiled_room_bytes)
+
+        most = [max(cost.compiled_bytes for cost in tiling.costs) for tiling in tilings]
+        budget = limits.budget_bytes
+        if budget is None:
+            choices = [[tiling.fastest(None, cap) for tiling, cap in zip(tilings, most, strict=True)]]
+        else:
+            needed, least = _leanest(tilings, compiled) if tilings else (fixed + compiled(()), [])
+            if needed > budget:
+                raise limits.refusal(_what_does_not_fit(tilings, fixed, whole_bytes), needed)
+            choices = [
+                [tiling.fastest(budget - compiled(caps), cap) for tiling, cap in zip(tilings, caps, strict=True)]
+                for caps in (most, least)
+            ]
+        options = [[sweeps for sweeps in choice if sweeps is not None] for choice in choices]
+        whole = [option for option in options if len(option) == len(tilings)]
+        best = min(whole, key=lambda option: sum(sweeps.seconds for sweeps in option))
+        return best, compiled(sweeps.compiled_bytes for sweeps in best)
+
+
+def _leanest(tilings: list[_Tilings], compiled: Callable[[Iterable[int]], int]) -> tuple[int, list[int]]:
+    """The least memory that will do, and what each stage's convolutions may then be compiled to.
+
+    All stages share what is compiled, so with smaller tiles for one of them, in more shapes, all of them need more.
+    """
+    smallest: tuple[int, list[int]] | None = None
+    caps: dict[int, int] = {}
+    tiles = [(tiling.total(cost), cost.compiled_bytes, i) for i, tiling in enumerate(tilings) for cost in tiling.costs]
+    for total, nbytes, i in sorted(tiles):
+        if nbytes >= caps.get(i, nbytes + 1):
+            continue
+        caps[i] = nbytes
+        if len(caps) == len(tilings):
+            needed = total + compiled(caps.values())
+            if smallest is None or needed < smallest[0]:
+                smallest = needed, [caps[j] for j in range(len(tilings))]
+    assert smallest is not None
+    return smallest
 
 
 def sweep_seconds(
@@ -226,19 +232,82 @@ class _Sweeps:
     plan: StagePlan
     seconds: float
     total_bytes: int
-    """Of the process while they run."""
+    """Of the process while they run, less what convolutions are compiled to."""
     waiting_bytes: int
     """Of crops read ahead or to be written."""
     working_bytes: int
     """Of working copies and sums of what the stage reads beside fields."""
+    compiled_bytes: int
 
 
-def _what_does_not_fit(stage: Stage, leanest: TileCost, standing: int) -> str:
-    plan = leanest.plan
+@dataclass(frozen=True, eq=False)
+class _Tilings:
+    """The tile shapes that may serve one stage."""
+
+    graph: Graph
+    machine: Machine
+    packing: Packing
+    stage: Stage
+    phases: list[str]
+    workers: int
+    kept: Kept
+    standing: int
+    """Bytes beside its sweeps that do not depend on its tiles."""
+    costs: tuple[TileCost, ...]
+
+    def fastest(self, room: int | None, compiled_bytes: int) -> _Sweeps | None:
+        """With the fastest of the tiles that fit in `room` bytes and compile to at most `compiled_bytes`."""
+        fitting = [cost for cost in self.costs if room is None or self.total(cost) <= room]
+        rated = [(self._seconds(cost), cost) for cost in fitting if cost.compiled_bytes <= compiled_bytes]
+        if not rated:
+            return None
+        seconds, best = min(rated, key=lambda pair: pair[0])
+        known = seconds if self.machine.model is not None else None
+        plan = dataclasses.replace(best.plan, index=self.stage.index, seconds=known)
+        working = sum(self.working_bytes)
+        return _Sweeps(plan, seconds, self.total(best), self._waiting(best), working, best.compiled_bytes)
+
+    def total(self, cost: TileCost) -> int:
+        """Bytes of the process while the stage's sweeps run, less what convolutions are compiled to."""
+        shares, sums = self.working_bytes
+        tiles = int(self.workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK)
+        # The only tile is gone when what it gave is added to sums that did not exist before.
+        apart = min(tiles, sums) if cost.plan.tile_count == 1 else 0
+        return self.standing + shares + sums + self._waiting(cost) + tiles - apart
+
+    @cached_property
+    def _backward(self) -> bool:
+        return any(phase != "forward" for phase in self.phases)
+
+    @cached_property
+    def working_bytes(self) -> tuple[int, int]:
+        return _working_bytes(self.graph, self.stage, self.workers, backward=self._backward)
+
+    def _waiting(self, cost: TileCost) -> int:
+        # Two being read, and with several workers one more in the queue, where there are as many.
+        ahead = min(2 + (self.workers > 1), max(0, cost.plan.tile_count - self.workers))
+        behind = waiting_bytes(self.graph, self.stage, cost.crops, self.kept, backward=self._backward)
+        return ahead * cost.crop_bytes + self.workers * cost.own_crop_bytes + behind
+
+    def _seconds(self, cost: TileCost) -> float:
+        each = (self.graph, self.machine, self.stage, cost, self.kept)
+        return sum(sweep_seconds(*each, phase, self.workers, self.packing) for phase in self.phases)
+
+
+def _what_does_not_fit(tilings: list[_Tilings], fixed: int, whole_bytes: int) -> str:
+    if not tilings:
+        return (
+            f"operators that run on whole fields do not fit: they make {whole_bytes:,} bytes beside "
+            f"{fixed - whole_bytes:,} bytes for the process, the parameters and the readers"
+        )
+    # What does for the hungriest stage does for all.
+    needed, hungriest = max(((min(map(t.total, t.costs)), t) for t in tilings), key=lambda pair: pair[0])
+    leanest = next(cost.plan for cost in hungriest.costs if hungriest.total(cost) == needed)
     return (
-        f"stage {stage.index} does not fit: its leanest tile, {plan.tile[0]} x {plan.tile[1]} px with a "
-        f"crop of {plan.crop[0]} x {plan.crop[1]} px, works on {plan.tile_peak_bytes:,} bytes beside "
-        f"{standing:,} bytes for the process, the parameters, the readers and the fields that are kept"
+        f"stage {hungriest.stage.index} does not fit: its leanest tile, {leanest.tile[0]} x {leanest.tile[1]} px with "
+        f"a crop of {leanest.crop[0]} x {leanest.crop[1]} px, works on {leanest.tile_peak_bytes:,} bytes beside "
+        f"{hungriest.standing + sum(hungriest.working_bytes):,} bytes for the process, the parameters, the readers and "
+        "the fields that are kept"
     )
 
 

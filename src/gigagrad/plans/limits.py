@@ -29,10 +29,6 @@ class Limits:
     scratch_bytes: int = 0
     """Room for kept fields in files."""
 
-    def added_bytes(self, compiled_bytes: int) -> int:
-        """What kernels, threads and readers still add, with convolutions compiled to so many bytes."""
-        return self.runtime_bytes + min(compiled_bytes, self.compiled_room_bytes)
-
     @property
     def fixed_bytes(self) -> int:
         """What is held whatever the plan: the process itself, the readers' caches and what an optimizer will hold."""

@@ -8,7 +8,7 @@ cleverer implementation would need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Node, Saved, is_view, lookup
@@ -128,26 +128,37 @@ def worst_tile(grid: Grid) -> TileGeometry:
     """The tile with the largest crops: per axis, the index whose spans are longest in total."""
     chosen = []
     for axis in (0, 1):
-        count = grid.shape[axis]
-        sample = (
-            range(count) if count <= 24 else sorted({*range(6), count // 2, count // 2 + 1, *range(count - 6, count)})
-        )
-        lengths = {i: sum(s.length for s in grid.axis_geometry(axis, i).spans.values()) for i in sample}
+        lengths = {
+            i: sum(s.length for s in grid.axis_geometry(axis, i).spans.values()) for i in _sample(grid.shape[axis])
+        }
         chosen.append(max(lengths, key=lengths.__getitem__))
     return grid[chosen[0] * grid.shape[1] + chosen[1]]
 
 
-def compiled_bytes(
-    graph: Graph, stages: Sequence[Stage], tiles: Sequence[tuple[int, int]] | None = None, *, backward: bool
-) -> int:
-    """What oneDNN's cache comes to hold: code for every convolution of every stage, forward and twice backward, in
-    every shape of its crop, which is another at each border and corner. `tiles`: how many each stage has down and
-    across; None: not known yet.
+def compiled_bytes(grid: Grid, *, backward: bool) -> int:
+    """What oneDNN's cache comes to hold of a stage: code for every convolution, forward and twice backward, in every
+    shape that tiles ask of it. At the image's border crops are padded to the shape they have elsewhere.
     """
-    shapes = [9 if tiles is None else min(3, tiles[s.index][0]) * min(3, tiles[s.index][1]) for s in stages]
-    convolutions = sum(n * sum("conv" in graph[i].op for i in s.fields) for n, s in zip(shapes, stages, strict=True))
-    convolutions += sum("conv" in node.op for node in graph.nodes if node.whole)
-    return min(convolutions * (3 if backward else 1) * _COMPILED_BYTES, MOST_COMPILED_BYTES)
+    axes = [[grid.axis_geometry(axis, i).spans for i in _sample(grid.shape[axis])] for axis in (0, 1)]
+    shapes = 0
+    for node_id in _convolutions(grid.graph[i] for i in grid.stage.fields):
+        rows, columns = ({spans[node_id].length for spans in axis if node_id in spans} for axis in axes)
+        shapes += len(rows) * len(columns)
+    return shapes * (3 if backward else 1) * _COMPILED_BYTES
+
+
+def whole_compiled_bytes(graph: Graph, *, backward: bool) -> int:
+    """The same of convolutions that run on whole fields."""
+    return len(_convolutions(n for n in graph.nodes if n.whole)) * (3 if backward else 1) * _COMPILED_BYTES
+
+
+def _convolutions(nodes: Iterable[Node]) -> list[int]:
+    return [node.id for node in nodes if "conv" in node.op]
+
+
+def _sample(count: int) -> Sequence[int]:
+    """Indices along an axis of a grid: all, or those at both ends and in the middle."""
+    return range(count) if count <= 24 else sorted({*range(6), count // 2, count // 2 + 1, *range(count - 6, count)})
 
 
 def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:

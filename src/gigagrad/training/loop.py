@@ -131,6 +131,7 @@ class _Run:
             scratch=config.scratch,
             storage=config.storage,
             device=config.device,
+            optimizer=self.optimizer,
         )
         if self.resumed is not None:
             self.engine.load_state_dict(self.resumed.engine)

@@ -203,12 +203,11 @@ class Convolution(WindowRow):
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         x_NCHW = arguments["input"]
         pads = self.missing(call, site)
-        padding = (0, 0)
-        if any(pads):
-            if pads[0] == pads[1] and pads[2] == pads[3] and min(pads) >= 0:
-                padding = (pads[2], pads[0])
-            else:
-                x_NCHW = fit(x_NCHW, pads)
+        # Along an axis where both borders cut alike the operator pads by itself.
+        x_pad, y_pad = (low if low == high and low > 0 else 0 for low, high in (pads[:2], pads[2:]))
+        padding, rest = (y_pad, x_pad), [pads[0] - x_pad, pads[1] - x_pad, pads[2] - y_pad, pads[3] - y_pad]
+        if any(rest):
+            x_NCHW = fit(x_NCHW, rest)
         if not site.values:
             settings = pair(call["stride"]), padding, pair(call["dilation"]), call["groups"]
             shape = (*call.node.shape[:2], site.out[0].length, site.out[1].length)
