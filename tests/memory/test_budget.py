@@ -26,11 +26,16 @@ layers = {
         gg.models.Normalise(), *(layer for i, o in ((3, 16), (16, 16), (16, 16), (16, 16)) for layer in (
             torch.nn.Conv2d(i, o, 3, padding=1), torch.nn.BatchNorm2d(o), torch.nn.ReLU())),
         torch.nn.Conv2d(16, 1, 1)),
+    "heavy": lambda: torch.nn.Sequential(  # weights of 9 MiB beside small tiles
+        gg.models.Normalise(), torch.nn.Conv2d(3, 512, 8, 8), torch.nn.BatchNorm2d(512), torch.nn.ReLU(),
+        *(layer for _ in range(4) for layer in (
+            torch.nn.Conv2d(512, 512, 3, padding=1), torch.nn.BatchNorm2d(512), torch.nn.ReLU())),
+        torch.nn.ConvTranspose2d(512, 1, 8, 8)),
 }
 model = layers[name]()
 image = np.broadcast_to(np.random.default_rng(0).integers(0, 255, (3, 1, width), dtype=np.uint8), (3, height, width))
 mask = np.broadcast_to(np.uint8(1), (1, height, width))
-engine = gg.compile(model, bce, memory=memory)
+engine = gg.compile(model, bce, memory=memory, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 plan = engine.plan(image, mask)
 for _ in range(2):
     engine.backward(image, mask)
@@ -60,6 +65,7 @@ def run_step(name: str, height: int, width: int, memory: str) -> dict[str, int]:
         ("wide", 1502, 2004, "800 MiB"),
         ("normed", 1203, 1401, "1 GiB"),
         ("normed", 1203, 1401, "760 MiB"),
+        ("heavy", 768, 1024, "640 MiB"),
     ],
 )
 def test_a_step_stays_below_prediction_and_budget(name: str, height: int, width: int, memory: str) -> None:

@@ -69,6 +69,17 @@ def test_no_more_crops_are_read_ahead_than_there_are_tiles():
     assert plan_of(graph, tiles=((128, 1024),)).reader_bytes == 2 * (130 * 1024 * 3 * 4 + 128 * 1024 * 4)
 
 
+def test_what_comes_and_goes_beside_tiles_is_told_stage_by_stage():
+    """Crops that wait, and copies and contributions of the weights that a stage reads."""
+    graph = graph_of(nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.Conv2d(64, 1, 1)))
+    made = plan_of(graph, tiles=((64, 64),))
+    stages = split_stages(graph, [field.node for field in made.kept])
+    for stage, told in zip(stages, made.stages, strict=True):
+        weights = sum(graph[i].nbytes for i in stage.globals if graph[i].differentiable)
+        assert 2 * weights < told.beside_bytes
+    assert max(told.beside_bytes for told in made.stages) > made.reader_bytes
+
+
 def test_kept_shares_lie_beside_the_tiles_that_compute_them_again():
     graph = graph_of(residual(3))
     kept = kept_at_best(graph)

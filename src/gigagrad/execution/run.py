@@ -11,6 +11,7 @@ Tiles run in a fixed order and sums are in float64, so that two runs of one plan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -384,10 +385,14 @@ class Run:
         """The stores that begin their life with this pass."""
         beginning = [life for life in self._lifetimes if life.first == index]
         if self._trimmer is not None:
-            plan = self._prepared.plan
-            self._trimmer.begin_pass(plan.workers * plan.stages[plan.passes[index].stage].tile_peak_bytes)
+            plan, graph = self._prepared.plan, self._graph
+            step = plan.passes[index]
+            planned, stage = plan.stages[step.stage], self._prepared.stages[step.stage]
+            self._trimmer.begin_pass(plan.workers * planned.tile_peak_bytes + planned.beside_bytes)
             in_memory = [life.field for life in beginning if self._tiers.get(life.field, MEMORY) == MEMORY]
-            self._trimmer.make_room(sum(self._graph[field].nbytes for field in in_memory))
+            summed = [] if step.phase == "forward" else [graph[i] for i in stage.globals if graph[i].differentiable]
+            sums = sum(8 * math.prod(node.shape) for node in summed)
+            self._trimmer.make_room(sums + sum(graph[field].nbytes for field in in_memory))
         for life in beginning:
             stores = self._cotangents if life.cotangent else self._kept
             stores[life.field] = self._store(life)

@@ -263,9 +263,10 @@ class _Tilings:
             return None
         seconds, best = min(rated, key=lambda pair: pair[0])
         known = seconds if self.machine.model is not None else None
-        plan = dataclasses.replace(best.plan, index=self.stage.index, seconds=known)
-        working = sum(self.working_bytes)
-        return _Sweeps(plan, seconds, self.total(best), self._waiting(best), working, best.compiled_bytes)
+        shares, sums = self.working_bytes
+        waiting = self._waiting(best)
+        plan = dataclasses.replace(best.plan, index=self.stage.index, beside_bytes=waiting + shares, seconds=known)
+        return _Sweeps(plan, seconds, self.total(best), waiting, shares + sums, best.compiled_bytes)
 
     def total(self, cost: TileCost) -> int:
         """Bytes of the process while the stage's sweeps run, less what convolutions are compiled to."""

@@ -26,6 +26,8 @@ class StagePlan:
     computed_ratio: float
     """Pixels read per pixel of the image: 1 means that nothing is computed twice."""
     tile_peak_bytes: int
+    beside_bytes: int = 0
+    """What comes and goes with its tiles beside them: crops read ahead or to be written, contributions to gradients."""
     seconds: float | None = None
     """All sweeps of this stage together, by the fitted model of time; None on a machine that is not calibrated."""
 
