@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gigagrad.plans import Machine
 from gigagrad.plans.machine import (
-    LOCK_COST,
     ProfileError,
     Seconds,
+    Sharing,
     TimeModel,
     machine_key,
     profile_path,
@@ -25,7 +25,11 @@ from tests.plans.networks import plan_of
 
 MODEL = TimeModel({"dense.f.flops": 1e-11, "tile.calls": 3e-4}, 0.12)
 CALIBRATED = Machine(
-    threads=2, shared_efficiency=0.4, side_by_side_efficiency=0.9, disk_write_bytes_per_second=4e8, model=MODEL
+    threads=2,
+    spinning=Sharing(0.4, 0.9, 0.3),
+    passive=Sharing(0.2, 0.8, 0.6),
+    disk_write_bytes_per_second=4e8,
+    model=MODEL,
 )
 
 
@@ -68,8 +72,12 @@ def broken(path, damage):
         (lambda c: c["machine"].update(threads=4096), "belongs to"),
         (lambda c: c.pop("rates"), "damaged"),
         (lambda c: c["rates"].pop("copy_bytes_per_second"), "damaged"),
-        (lambda c: c["rates"].update(shared_efficiency="fast"), "damaged"),
-        (lambda c: c["rates"].update(shared_efficiency=True), "damaged"),
+        (lambda c: c["rates"].update(copy_bytes_per_second="fast"), "damaged"),
+        (lambda c: c["sharing"]["passive"].update(shared_efficiency="fast"), "damaged"),
+        (lambda c: c["sharing"]["spinning"].update(shared_efficiency=True), "damaged"),
+        (lambda c: c["sharing"]["spinning"].update(locks=1.0), "damaged"),
+        (lambda c: c["sharing"].pop("passive"), "damaged"),
+        (lambda c: c.pop("sharing"), "damaged"),
         (lambda c: c.update(seconds_per_unit=[1, 2]), "damaged"),
         (lambda c: c["seconds_per_unit"].update({"dense.f.flops": -1.0}), "damaged"),
         (lambda c: c["seconds_per_unit"].update({"dense.f.flops": float("nan")}), "damaged"),
@@ -130,20 +138,32 @@ def test_a_model_is_a_sum_and_what_it_has_not_met_is_typical():
     assert MODEL.seconds(work) == pytest.approx(2e-2 + 3e-3 + 1e6 * typical_rate("norm.f.cold"))
 
 
-def test_threads_share_out_whole_tiles_by_rounds():
-    plain, seconds = Machine(threads=2), Seconds(12.0)
-    assert plain.wall_seconds(seconds, 2, 8) == 6
-    assert plain.wall_seconds(seconds, 2, 3) == 8
+@pytest.fixture(autouse=True)
+def usual_waiting(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+
+
+def test_threads_share_out_whole_tiles_and_wait_for_the_first_and_the_last():
+    plain, seconds = Machine(threads=2, spinning=Sharing(0.5, 1.0, 0.5)), Seconds(12.0)
+    assert plain.wall_seconds(seconds, 2, 8) == 6 + 0.5 * 12 / 8
+    assert plain.wall_seconds(seconds, 2, 1) == 12  # one of them has nothing to do
+    assert plain.wall_seconds(seconds, 2, 3) == 8  # two rounds
     assert plain.wall_seconds(seconds, 1, 8) == 8
-    slower = dataclasses.replace(plain, side_by_side_efficiency=0.8, shared_efficiency=0.1)
-    assert slower.wall_seconds(seconds, 2, 8) == pytest.approx(12 / 1.8)
+    slower = dataclasses.replace(plain, spinning=Sharing(0.1, 0.8, 0.5))
+    assert slower.wall_seconds(seconds, 2, 8) == pytest.approx(12 / 1.8 + 0.75)
     assert slower.wall_seconds(seconds, 1, 8) == pytest.approx(12 / 1.1)
 
 
-def test_no_thread_shares_the_calls_of_another():
+@pytest.mark.parametrize(("policy", "expected"), [("passive", 10), ("PASSIVE", 10), ("active", 6), ("", 6)])
+def test_planning_takes_how_threads_wait_in_its_process(monkeypatch, policy, expected):
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    machine = Machine(threads=2, spinning=Sharing(1.0, 1.0, 0.0), passive=Sharing(0.2, 0.2, 0.0))
+    assert machine.wall_seconds(Seconds(12.0), 1, 8) == machine.wall_seconds(Seconds(12.0), 2, 8) == expected
+
+
+def test_threads_that_share_operators_do_not_share_the_calls():
     plain = Machine(threads=2)
     assert plain.wall_seconds(Seconds(12.0, 3.0), 1, 8) == 8 + 3
-    assert plain.wall_seconds(Seconds(12.0, 3.0), 2, 8) == 6 + LOCK_COST * 3
     parts = MODEL.split({"dense.f.flops": 2e9, "tile.calls": 10.0, "dense.f.calls": 5.0})
     assert parts.kernels == pytest.approx(2e-2)
     assert parts.calls == pytest.approx(3e-3 + 5 * typical_rate("dense.f.calls"))

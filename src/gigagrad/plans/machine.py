@@ -25,12 +25,10 @@ from gigagrad.errors import GigagradError
 from gigagrad.files import write_json
 from gigagrad.plans.work import Work
 
-_FORMAT = "gigagrad machine profile 2"
+_FORMAT = "gigagrad machine profile 3"
 """Changes with the meaning of the kinds of work, so that an older profile is measured again."""
 
 _RATES = (
-    "shared_efficiency",
-    "side_by_side_efficiency",
     "copy_bytes_per_second",
     "disk_write_bytes_per_second",
     "disk_read_bytes_per_second",
@@ -38,15 +36,12 @@ _RATES = (
     "codec_ratio",
 )
 """The fields of `Machine` that a profile holds beside the model of time."""
+_WAYS_TO_WAIT = ("spinning", "passive")
+_SHARING = frozenset(("shared_efficiency", "side_by_side_efficiency", "waiting_tiles"))
 
 
 class ProfileError(GigagradError):
     """A saved machine profile cannot be used (damaged, or of another machine); `gigagrad calibrate` makes a new one."""
-
-
-LOCK_COST = 2.0
-"""What calls take when several workers make them, in units of what they take alone: all wait for Python's lock, and get
-it late (docs/decisions/0012-time-model.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +56,28 @@ class Seconds:
     @property
     def total(self) -> float:
         return self.kernels + self.calls
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How well threads work beside each other (docs/decisions/0012-time-model.md)."""
+
+    shared_efficiency: float = 0.5
+    """What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
+    side_by_side_efficiency: float = 1.0
+    """What each further thread adds when every thread computes a tile of its own."""
+    waiting_tiles: float = 0.5
+    """What a pass takes longer then, in tiles' seconds: the first one is read, and the last one added up, by one
+    thread."""
+
+    def wall_seconds(self, seconds: Seconds, threads: int, workers: int, tile_count: int) -> float:
+        """Threads that share operators share all but Python's part. Whole tiles share out well unless they are few."""
+        if workers == 1:
+            return seconds.calls + seconds.kernels / (1 + self.shared_efficiency * (threads - 1))
+        tile = seconds.total / tile_count
+        rounds = -(-tile_count // workers)
+        side_by_side = seconds.total / (1 + self.side_by_side_efficiency * (workers - 1))
+        return max(rounds * tile, side_by_side + self.waiting_tiles * tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +120,10 @@ class Machine:
     memory_bytes_per_second: float = 12e9
     flops_per_second: float = 100e9
     seconds_per_operator: float = 60e-6
-    shared_efficiency: float = 0.5
-    """What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
-    side_by_side_efficiency: float = 1.0
-    """What each further thread adds when every thread computes a tile of its own."""
+    spinning: Sharing = Sharing()
+    """How threads share, as OpenMP's usually wait for each other."""
+    passive: Sharing = Sharing()
+    """The same where they sleep meanwhile (`OMP_WAIT_POLICY=passive`, as under the command line)."""
     copy_bytes_per_second: float = 10e9
     """Of copies in memory: bytes of the copy, not of both sides."""
     disk_write_bytes_per_second: float = 500e6
@@ -135,7 +152,8 @@ class Machine:
     def with_profile(self, profile: Mapping[str, Any]) -> Machine:
         """This machine with the rates and the model of a profile (as `read_profile` returns it)."""
         model = TimeModel(profile["seconds_per_unit"], profile["error"])
-        return dataclasses.replace(self, model=model, **profile["rates"])
+        spinning, passive = (Sharing(**profile["sharing"][way]) for way in _WAYS_TO_WAIT)
+        return dataclasses.replace(self, model=model, spinning=spinning, passive=passive, **profile["rates"])
 
     @property
     def disk_bytes_per_second(self) -> float:
@@ -143,15 +161,10 @@ class Machine:
         return 2 / (1 / self.disk_read_bytes_per_second + 1 / self.disk_write_bytes_per_second)
 
     def wall_seconds(self, seconds: Seconds, workers: int, tile_count: int) -> float:
-        """By the clock, what takes one thread so long.
-
-        Whole tiles share out well unless they are few, single operators less so; Python's part not at all.
-        """
-        if workers == 1:
-            return seconds.calls + seconds.kernels / (1 + self.shared_efficiency * (self.threads - 1))
-        rounds = -(-tile_count // workers)
-        speedup = (1 + self.side_by_side_efficiency * (workers - 1)) / workers * tile_count / rounds
-        return LOCK_COST * seconds.calls + seconds.kernels / speedup
+        """By the clock, a pass that takes one thread so long."""
+        passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+        sharing = self.passive if passive else self.spinning
+        return sharing.wall_seconds(seconds, self.threads, workers, tile_count)
 
 
 def cache_bytes() -> int:
@@ -185,6 +198,7 @@ def write_profile(path: Path, machine: Machine) -> None:
             "format": _FORMAT,
             "machine": machine_key(),
             "rates": {name: getattr(machine, name) for name in _RATES},
+            "sharing": {way: dataclasses.asdict(getattr(machine, way)) for way in _WAYS_TO_WAIT},
             "seconds_per_unit": dict(machine.model.rates),
             "error": machine.model.error,
         },
@@ -201,11 +215,14 @@ def read_profile(path: Path) -> dict[str, Any]:
         raise ProfileError(f"the machine profile {path} is not in the format of this version ('{_FORMAT}')")
     if content.get("machine") != machine_key():
         raise ProfileError(f"the machine profile {path} belongs to {content.get('machine')}, this is {machine_key()}")
-    rates, units = content.get("rates"), content.get("seconds_per_unit")
+    rates, units, sharing = content.get("rates"), content.get("seconds_per_unit"), content.get("sharing")
+    ways = [sharing.get(way) for way in _WAYS_TO_WAIT] if isinstance(sharing, dict) else [None]
     numbers = [content.get("error")]
-    for table in (rates, units):
+    for table in (rates, units, *ways):
         numbers += table.values() if isinstance(table, dict) else [None]
-    if not isinstance(rates, dict) or rates.keys() != set(_RATES) or not all(map(_is_rate, numbers)):
+    complete = isinstance(rates, dict) and rates.keys() == set(_RATES)
+    complete = complete and all(isinstance(way, dict) and way.keys() == _SHARING for way in ways)
+    if not complete or not all(map(_is_rate, numbers)):
         raise ProfileError(f"the machine profile {path} is damaged: it lacks a rate, or holds one that is no number")
     return content
 

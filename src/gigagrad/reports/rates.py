@@ -59,8 +59,9 @@ def rates_table(calibration: Calibration) -> Table:
     table.add_row(f"disk, read ({way})", f"{disk.read / 1e9:,.2f} GB/s", "")
     rate, ratio = machine.codec_bytes_per_second, machine.codec_ratio
     table.add_row("lossless codec", f"{rate / 1e9:,.2f} GB/s, {ratio:.2f} : 1", "", end_section=True)
-    table.add_row("a further thread, a tile each", f"{machine.side_by_side_efficiency:.0%}", "")
-    table.add_row("a further thread, the same tile", f"{machine.shared_efficiency:.0%}", "")
+    for way, sharing in (("spinning", machine.spinning), ("sleeping", machine.passive)):
+        table.add_row(f"a further thread, a tile each ({way})", f"{sharing.side_by_side_efficiency:.0%}", "")
+        table.add_row(f"a further thread, the same tile ({way})", f"{sharing.shared_efficiency:.0%}", "")
     table.add_row("mean error on unseen networks", f"{machine.model.error:.0%}", "")
     table.caption = f"{calibration.samples} passes of {calibration.networks} networks in {calibration.seconds:.0f} s"
     return table

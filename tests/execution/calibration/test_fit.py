@@ -6,8 +6,8 @@ import pytest
 
 from gigagrad.errors import ConfigError
 from gigagrad.execution.calibration import fit as fitting
-from gigagrad.execution.calibration.fit import Sample, achieved, fit, fit_rates, held_out_error
-from gigagrad.plans.machine import TimeModel, typical_rate
+from gigagrad.execution.calibration.fit import Compared, Sample, achieved, fit, fit_rates, fit_sharing, held_out_error
+from gigagrad.plans.machine import Sharing, TimeModel, typical_rate
 
 TRUE = {"dense.f.flops": 2e-11, "norm.f.hot": 3e-10, "tile.calls": 4e-4}
 
@@ -73,3 +73,19 @@ def test_without_scikit_learn_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sklearn.linear_model", None)
     with pytest.raises(ConfigError, match=r"pip install 'gigagrad\[calibrate\]'"):
         fitting.fit_rates([Sample(0, 0, {"tile.calls": 1.0}, 1.0)])
+
+
+@pytest.mark.parametrize(("shared", "side_by_side", "waiting"), [(0.4, 0.7, 0.3), (1.0, 1.0, 0.0), (0.0, 0.1, 2.0)])
+def test_how_threads_share_is_found_again(shared, side_by_side, waiting):
+    """From steps of many and few tiles whose times follow the formulas of the machine."""
+    model = TimeModel({"dense.f.flops": 1e-9, "dense.f.calls": 1e-3}, 0.0)
+    sharing = Sharing(shared, side_by_side, waiting)
+    draw, steps = random.Random(0), []
+    for _ in range(12):
+        passes = [({"dense.f.flops": draw.uniform(1e8, 1e9), "dense.f.calls": 20.0}, draw.choice((16, 20, 40)))] * 3
+        walls = (sum(sharing.wall_seconds(model.split(w), 4, n, count) for w, count in passes) for n in (1, 4))
+        steps.append(Compared(tuple(passes), *walls))
+    found = fit_sharing(steps, model, 4)
+    assert found.shared_efficiency == pytest.approx(shared, abs=1e-6)
+    assert found.side_by_side_efficiency == pytest.approx(side_by_side, abs=1e-6)
+    assert found.waiting_tiles == pytest.approx(waiting, abs=1e-6)

@@ -12,14 +12,13 @@ from gigagrad.cli import main
 from gigagrad.events import Events, JobFinished
 from gigagrad.execution import calibration
 from gigagrad.execution.calibration import Effort, calibrate
-from gigagrad.execution.calibration.measure import thread_efficiencies
 from gigagrad.execution.calibration.networks import draw_network, flops, is_dense, loss
 from gigagrad.execution.calibration.timing import make_subject, pass_seconds, pass_work
-from gigagrad.plans.machine import Seconds, TimeModel
+from gigagrad.plans.machine import TimeModel
 from gigagrad.reports.rates import rates_table
 from gigagrad.training.losses import bce
 
-EFFORT = Effort(networks=6, seconds=1e9, rounds=1, disk_bytes=2**23, copy_bytes=2**20)
+EFFORT = Effort(networks=6, compared=2, seconds=1e9, rounds=1, disk_bytes=2**23, copy_bytes=2**20)
 
 
 @pytest.fixture
@@ -50,6 +49,7 @@ def profile(monkeypatch, tmp_path):
         return [TimeModel({}, 0.0).seconds(work) for work in pass_work(prepared, 2**25)]
 
     monkeypatch.setattr("gigagrad.execution.calibration.measure.pass_seconds", made_up)
+    monkeypatch.setattr("gigagrad.execution.calibration.measure.compare_in_a_process", lambda *_, passive: [])
     monkeypatch.setattr("gigagrad.execution.calibration.measure.cache_bytes", lambda: 2**25)
     return path
 
@@ -108,55 +108,6 @@ def test_calibration_is_saved_and_planning_uses_it(profile, tmp_path):
     shown = console.file.getvalue()
     for text in ("convolution, many channels", "GFLOP/s", "disk, write", "mean error on unseen networks"):
         assert text in shown
-
-
-@pytest.fixture
-def two_threads(monkeypatch):
-    """Alone 1 s; two threads on one tile 0.8 s, on a tile each 0.5 s."""
-
-    def made_up(subject, prepared, rounds, clock=None):
-        if torch.get_num_threads() == 1:
-            return [1.0]
-        return [0.5 if prepared.plan.workers == 2 else 0.8]
-
-    monkeypatch.setattr("gigagrad.execution.calibration.measure.pass_seconds", made_up)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_what_further_threads_add(monkeypatch):
-    monkeypatch.setattr("gigagrad.execution.calibration.measure._others_seconds", lambda: 0.0)
-    monkeypatch.setattr(TimeModel, "split", lambda self, work: Seconds(1.0))
-    model = TimeModel({}, 0.0)
-    assert thread_efficiencies(2, 1, model, 2**25) == pytest.approx((0.25, 1.0))
-    assert thread_efficiencies(1, 1, model, 2**25) is None
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_what_calls_take_no_further_thread_shares(monkeypatch):
-    """Half of the second is Python's: threads made 0.3 of the other half, not 0.8 of the whole."""
-    monkeypatch.setattr("gigagrad.execution.calibration.measure._others_seconds", lambda: 0.0)
-    monkeypatch.setattr(TimeModel, "split", lambda self, work: Seconds(1.0, 1.0))
-    shared, side_by_side = thread_efficiencies(2, 1, TimeModel({}, 0.0), 2**25)
-    assert shared == pytest.approx(0.5 / 0.3 - 1)
-    assert side_by_side == 1.0  # the locks alone would take as long as the clock said
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_beside_other_programs_threads_are_not_judged(monkeypatch):
-    used = iter((0.0, 1e9))
-    monkeypatch.setattr("gigagrad.execution.calibration.measure._others_seconds", lambda: next(used))
-    assert thread_efficiencies(2, 1, TimeModel({}, 0.0), 2**25) is None
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_with_too_few_tiles_threads_are_not_judged(monkeypatch):
-    monkeypatch.setattr("gigagrad.execution.calibration.measure._COMPARED_TILES", 10**6)
-    assert thread_efficiencies(2, 1, TimeModel({}, 0.0), 2**25) is None
 
 
 def test_the_command(profile, monkeypatch, tmp_path, capsys):

@@ -8,14 +8,15 @@ few networks contain stays sensible. Alternatives and their errors are in docs/d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
 from gigagrad.errors import ConfigError
-from gigagrad.plans.machine import TimeModel, typical_rate
+from gigagrad.plans.machine import Sharing, TimeModel, typical_rate
 from gigagrad.plans.work import Work
 
 _LEANING = 0.03
@@ -38,6 +39,7 @@ class Sample:
 
 
 Predictor = Callable[[Work], float]
+Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 def fit(samples: Sequence[Sample]) -> TimeModel:
@@ -72,6 +74,45 @@ def fit_rates(samples: Sequence[Sample]) -> dict[str, float]:
     wanted = np.concatenate([np.full(count, weight) for weight, count in weights])
     found = LinearRegression(positive=True, fit_intercept=False).fit(rows, wanted).coef_
     return {kind: float(rate) for kind, rate in zip(kinds, found * typical, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One step with several threads, by the clock."""
+
+    passes: tuple[tuple[Work, int], ...]
+    """What each pass has to do, and its number of tiles."""
+    shared: float
+    """Seconds, all threads sharing the operators of one tile."""
+    side_by_side: float
+    """Seconds, every thread computing tiles of its own."""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Compared:
+        passes = tuple((dict(work), int(count)) for work, count in data["passes"])
+        return cls(passes, float(data["shared"]), float(data["side_by_side"]))
+
+
+def fit_sharing(steps: Sequence[Compared], model: TimeModel, threads: int) -> Sharing:
+    """Least squares on relative errors of whole steps, for the formulas of `Sharing.wall_seconds`."""
+    one_thread = [[(model.split(work), count) for work, count in step.passes] for step in steps]
+    kernels = [sum(seconds.kernels for seconds, _ in passes) for passes in one_thread]
+    calls = [sum(seconds.calls for seconds, _ in passes) for passes in one_thread]
+    totals = [sum(seconds.total for seconds, _ in passes) for passes in one_thread]
+    tiles = [sum(seconds.total / count for seconds, count in passes) for passes in one_thread]
+    shared, side_by_side = (np.array([getattr(step, way) for step in steps]) for way in ("shared", "side_by_side"))
+    share = _slope(kernels / shared, 1 - calls / shared)
+    both = np.stack([totals / side_by_side, tiles / side_by_side], 1)
+    share_of_tiles = float(np.linalg.lstsq(both, np.ones(len(steps)))[0][0])
+    fastest, slowest = 1 / threads, 1.0
+    share, share_of_tiles = (min(max(found, fastest), slowest) for found in (share, share_of_tiles))
+    waiting = max(0.0, _slope(both[:, 1], 1 - share_of_tiles * both[:, 0]))
+    return Sharing((1 / share - 1) / (threads - 1), (1 / share_of_tiles - 1) / (threads - 1), waiting)
+
+
+def _slope(given: Vector, wanted: Vector) -> float:
+    """The factor that comes closest."""
+    return float(given @ wanted / (given @ given))
 
 
 def achieved(samples: Sequence[Sample], model: TimeModel) -> dict[str, float]:

@@ -6,46 +6,37 @@ threads work beside each other has to be taken from the clock.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
-import psutil
 import torch
 
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
-from gigagrad.execution.calibration.fit import Sample, achieved, fit, require_scikit_learn
-from gigagrad.execution.calibration.networks import draw_network, flops, is_dense, loss
+from gigagrad.execution.calibration.fit import (
+    Sample,
+    achieved,
+    fit,
+    fit_sharing,
+    require_scikit_learn,
+)
+from gigagrad.execution.calibration.threads import compare_in_a_process
 from gigagrad.execution.calibration.tiers import DiskRates, codec_rates, copy_bytes_per_second, disk_rates
-from gigagrad.execution.calibration.timing import Subject, make_subject, pass_seconds, pass_work
+from gigagrad.execution.calibration.timing import Subject, draw_subject, pass_seconds, pass_work
 from gigagrad.execution.process import return_freed_memory, settle_allocator
 from gigagrad.execution.run import Prepared
-from gigagrad.plans.machine import LOCK_COST, Machine, TimeModel, cache_bytes, profile_path, write_profile
+from gigagrad.plans.machine import Machine, Sharing, TimeModel, cache_bytes, profile_path, write_profile
 from gigagrad.threads import operator_threads
 
 _JOB = "calibrate"
-_SIDES_PX = (64, 96, 128, 192, 256, 320, 384, 512)
+_SIDES_PX = (64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
 _TILINGS = 3
 """Tile shapes that each network is timed with."""
-_MOST_PIXELS = 1_000_000
-_SHORTEST_PX = 96
-"""Side of the smallest image: deep networks divide it by up to 40."""
 _MOST_TILES = 200
 _LONGEST_STEP = 1.2
 """Typical seconds of a step above which it is not timed: many small ones tell more."""
-_BUSY = 0.1
-"""Share of the threads' time that other programs may take while threads are compared."""
-_COMPARED = 10
-"""Networks on which threads are compared: how well they do depends on the network, and the median counts."""
-_COMPARED_PX, _COMPARED_LEAST_PX = 256, 16
-"""Side of their tiles, in pixels of a stage's last field: as plans choose them, and the least."""
-_COMPARED_TILES = 4
-"""The fewest tiles, for each thread and stage, of a network that is compared: with few, waiting for the last would
-count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +44,16 @@ class Effort:
     """How much is measured. `seconds` bounds the time spent on networks; fewer are timed on a slow machine."""
 
     networks: int
+    compared: int
+    """Networks on which threads are compared: how well they do depends on the network."""
     seconds: float
     rounds: int
     disk_bytes: int
     copy_bytes: int
 
 
-FULL = Effort(networks=100, seconds=200, rounds=2, disk_bytes=2**30, copy_bytes=2**28)
-QUICK = Effort(networks=25, seconds=30, rounds=1, disk_bytes=2**28, copy_bytes=2**26)
+FULL = Effort(networks=100, compared=20, seconds=200, rounds=2, disk_bytes=2**30, copy_bytes=2**28)
+QUICK = Effort(networks=25, compared=6, seconds=30, rounds=1, disk_bytes=2**28, copy_bytes=2**26)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,38 +80,38 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
     require_scikit_learn()
     start = time.perf_counter()
     events = Events(listeners)
-    events.emit(JobStarted(_JOB, effort.networks + 2, "rates of this machine"))
+    events.emit(JobStarted(_JOB, effort.networks + 3, "rates of this machine"))
     settle_allocator()
     threads, cache = torch.get_num_threads(), cache_bytes()
     disk = disk_rates(scratch, effort.disk_bytes)
     copying = copy_bytes_per_second(effort.copy_bytes)
     codec, ratio = codec_rates(effort.copy_bytes // 4)
     return_freed_memory()
-    events.emit(JobAdvanced(_JOB, 1, effort.networks + 2, "memory and disk"))
-    samples = time_networks(effort, cache, events)
-    model = fit(samples)
-    efficiencies = thread_efficiencies(threads, effort.rounds + 1, model, cache)
-    if efficiencies is None and threads > 1:
+    events.emit(JobAdvanced(_JOB, 1, effort.networks + 3, "memory and disk"))
+    spinning, passive = (
+        compare_in_a_process(threads, effort.compared, effort.rounds, passive=sleeping) if threads > 1 else []
+        for sleeping in (False, True)
+    )
+    events.emit(JobAdvanced(_JOB, 2, effort.networks + 3, "threads"))
+    if threads > 1 and not (spinning and passive):
         events.emit(
             Notice(
-                f"how well {threads} threads share the processor was not measured: other programs use it, or there are "
-                "too few tiles for so many",
-                warning=True,
+                f"how well {threads} threads share the processor was not measured: other programs use it", warning=True
             )
         )
-    usual = Machine()
-    shared, side_by_side = efficiencies or (usual.shared_efficiency, usual.side_by_side_efficiency)
+    samples = time_networks(effort, cache, events)
+    model = fit(samples)
     machine = Machine(
         threads=threads,
         cache_bytes=cache,
-        shared_efficiency=shared,
-        side_by_side_efficiency=side_by_side,
         copy_bytes_per_second=copying,
         disk_write_bytes_per_second=disk.write,
         disk_read_bytes_per_second=disk.read,
         codec_bytes_per_second=codec,
         codec_ratio=ratio,
         model=model,
+        spinning=fit_sharing(spinning, model, threads) if spinning else Sharing(),
+        passive=fit_sharing(passive, model, threads) if passive else Sharing(),
     )
     path = profile_path()
     write_profile(path, machine)
@@ -138,23 +131,14 @@ def time_networks(effort: Effort, cache: int, events: Events) -> list[Sample]:
             if time.perf_counter() - start > effort.seconds and samples:
                 break
             draw = random.Random(number)  # noqa: S311  (no secret depends on it)
-            subject = _subject(number, draw)
+            subject = draw_subject(number, draw)
             for prepared in _tilings(subject, draw, cache):
                 seconds = pass_seconds(subject, prepared, effort.rounds)
                 work = pass_work(prepared, cache)
                 samples += [Sample(number, step, w, s) for w, s in zip(work, seconds, strict=True)]
                 step += 1
-            events.emit(JobAdvanced(_JOB, number + 2, effort.networks + 2, f"network {number + 1}"))
+            events.emit(JobAdvanced(_JOB, number + 3, effort.networks + 3, f"network {number + 1}"))
     return samples
-
-
-def _subject(number: int, draw: random.Random) -> Subject:
-    """A random network with an image of a size that suits its cost."""
-    network = draw_network(number)
-    per_pixel = flops(network, (256, 256)) / 256**2
-    pixels = min(10 ** draw.uniform(8.7, 10.3) / per_pixel, _MOST_PIXELS)
-    width = max(_SHORTEST_PX, int((pixels * draw.uniform(0.6, 1.6)) ** 0.5))
-    return make_subject(network, loss, (max(_SHORTEST_PX, int(pixels / width)), width), dense=is_dense(network))
 
 
 def _tilings(subject: Subject, draw: random.Random, cache: int) -> list[Prepared]:
@@ -168,55 +152,3 @@ def _tilings(subject: Subject, draw: random.Random, cache: int) -> list[Prepared
         if len(found) == _TILINGS:
             break
     return list(found.values())
-
-
-def thread_efficiencies(threads: int, rounds: int, model: TimeModel, cache: int) -> tuple[float, float] | None:
-    """What each further thread adds: sharing the operators of one tile, and computing tiles side by side.
-
-    None where that cannot be told: with a single thread, beside programs that take the other ones' time, and where no
-    network has enough tiles for so many threads.
-    """
-    if threads == 1:
-        return None
-    start, others = time.perf_counter(), _others_seconds()
-    shared, side_by_side = list[float](), list[float]()
-    for seed in range(_COMPARED):
-        subject = _subject(seed, random.Random(seed))  # noqa: S311  (no secret depends on it)
-        prepared = _side_by_side(subject, threads)
-        if prepared is None:
-            continue
-        one_by_one = dataclasses.replace(prepared, plan=dataclasses.replace(prepared.plan, workers=1))
-        work = [model.split(work) for work in pass_work(prepared, cache)]
-        with operator_threads(1):
-            alone = sum(pass_seconds(subject, one_by_one, rounds))
-        calls = alone * sum(part.calls for part in work) / max(sum(part.total for part in work), 1e-9)
-        for plan, lock_cost, found in ((one_by_one, 1.0, shared), (prepared, LOCK_COST, side_by_side)):
-            wall = sum(pass_seconds(subject, plan, rounds, time.perf_counter))
-            waiting = calls * lock_cost
-            speedup = (alone - calls) / max(wall - waiting, 1e-9)
-            found.append(min(1.0, max(0.0, (speedup - 1) / (threads - 1))))
-    if not shared or _others_seconds() - others > _BUSY * threads * (time.perf_counter() - start):
-        return None
-    return median(shared), median(side_by_side)
-
-
-def _side_by_side(subject: Subject, threads: int) -> Prepared | None:
-    """A plan with the largest tiles of which every thread gets some; None where even small ones are too few."""
-    side = _COMPARED_PX
-    while side >= _COMPARED_LEAST_PX:
-        prepared = subject.prepare((side, side), workers=threads)
-        plan = prepared.plan
-        if plan.workers == threads and plan.tile_count >= _COMPARED_TILES * threads * len(plan.stages):
-            return prepared
-        side //= 2
-    return None
-
-
-def _others_seconds() -> float:
-    """Processor seconds that everything but this process has used."""
-    times = psutil.cpu_times()
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    # Guests are counted among users, too.
-    return float(
-        sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0) - time.process_time()
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from gigagrad.events import Event, Events, TileDone
+from gigagrad.execution.calibration.networks import draw_network, flops, is_dense, loss
 from gigagrad.execution.process import held_bytes
 from gigagrad.execution.run import Prepared, Run
 from gigagrad.execution.sources import Source, image_source, target_source
@@ -20,6 +22,10 @@ from gigagrad.plans import Limits, Machine, make_plan, split_stages
 from gigagrad.plans.work import Work, mean_tile, sweep_work
 
 Clock = Callable[[], float]
+
+_MOST_PIXELS = 1_000_000
+_SHORTEST_PX = 96
+"""Side of the smallest drawn image: deep networks divide it by up to 40."""
 
 _SLACK_BYTES = 2**30
 """By how much a timed run may exceed what its plan counts before freed memory is given back."""
@@ -61,14 +67,25 @@ class Subject:
         return (owner.get_parameter(name) if kind == "parameter" else owner.get_buffer(name)).detach()
 
 
-def make_subject(model: nn.Module, loss: Callable[..., torch.Tensor], size: tuple[int, int], *, dense: bool) -> Subject:
+def make_subject(
+    model: nn.Module, criterion: Callable[..., torch.Tensor], size: tuple[int, int], *, dense: bool
+) -> Subject:
     """Capture a model and a loss for a noise image `(3, *size)` and a mask of that size, or a class label."""
     rng = np.random.default_rng(0)
     image = image_source(rng.integers(0, 255, (3, *size), dtype=np.uint8))
     truth = rng.integers(0, 2, (1, *size), dtype=np.uint8) if dense else torch.tensor([1])
     target = target_source(truth, image)
-    graph = capture(model, loss, image.spec, target.spec)
-    return Subject(Composite(model, loss, None), graph, {"image": image, "target": target})
+    graph = capture(model, criterion, image.spec, target.spec)
+    return Subject(Composite(model, criterion, None), graph, {"image": image, "target": target})
+
+
+def draw_subject(number: int, draw: random.Random) -> Subject:
+    """A random network with an image of a size that suits its cost."""
+    network = draw_network(number)
+    per_pixel = flops(network, (256, 256)) / 256**2
+    pixels = min(10 ** draw.uniform(8.7, 10.3) / per_pixel, _MOST_PIXELS)
+    width = max(_SHORTEST_PX, int((pixels * draw.uniform(0.6, 1.6)) ** 0.5))
+    return make_subject(network, loss, (max(_SHORTEST_PX, int(pixels / width)), width), dense=is_dense(network))
 
 
 def pass_seconds(subject: Subject, prepared: Prepared, rounds: int, clock: Clock = time.process_time) -> list[float]:
