@@ -69,15 +69,18 @@ def test_no_more_crops_are_read_ahead_than_there_are_tiles():
     assert plan_of(graph, tiles=((128, 1024),)).reader_bytes == 2 * (130 * 1024 * 3 * 4 + 128 * 1024 * 4)
 
 
-def test_what_comes_and_goes_beside_tiles_is_told_stage_by_stage():
-    """Crops that wait, and copies and contributions of the weights that a stage reads."""
-    graph = graph_of(nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.Conv2d(64, 1, 1)))
-    made = plan_of(graph, tiles=((64, 64),))
-    stages = split_stages(graph, [field.node for field in made.kept])
-    for stage, told in zip(stages, made.stages, strict=True):
-        weights = sum(graph[i].nbytes for i in stage.globals if graph[i].differentiable)
-        assert 2 * weights < told.beside_bytes
-    assert max(told.beside_bytes for told in made.stages) > made.reader_bytes
+def test_blocks_that_freed_memory_does_not_serve_are_told_stage_by_stage():
+    """Contributions to large weights, and large crops that wait."""
+    graph = graph_of(
+        nn.Sequential(nn.Conv2d(3, 512, 1), nn.Conv2d(512, 512, 3), nn.BatchNorm2d(512), nn.Conv2d(512, 1, 1))
+    )
+    beside = {side: plan_of(graph, tiles=((side, side),)).stages for side in (16, 128)}
+    weights = 512 * 512 * 9 * 4
+    assert [stage.beside_bytes for stage in beside[16]] == [weights, 0]
+    waiting = beside[128][1].beside_bytes
+    assert waiting > 2 * 128 * 128 * 512 * 4  # two crops of the field before the norm, and their cotangents
+    light = graph_of(residual(3))
+    assert {stage.beside_bytes for stage in plan_of(light, tiles=((64, 64),)).stages} == {0}
 
 
 def test_kept_shares_lie_beside_the_tiles_that_compute_them_again():

@@ -299,7 +299,7 @@ def _calibrate(found: _Commands) -> None:
         commands.calibrate,
         "measure this machine once, so that plans can promise seconds",
         "Times random small networks, copies in memory and the disk, fits a model of time and saves it in the user's "
-        "cache folder. Takes about three minutes; let nothing else run meanwhile. Slides' decoding is not measured.",
+        "cache folder. Takes about five minutes; let nothing else run meanwhile. Slides' decoding is not measured.",
     )
     parser.add_argument("--quick", action="store_true", help="a minute's version, less exact")
     parser.add_argument(

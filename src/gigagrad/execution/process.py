@@ -165,7 +165,7 @@ class Trimmer:
         self.begin_pass(0)
 
     def begin_pass(self, tile_bytes: int) -> None:
-        """The tiles computed at a time take so much from now on, with what comes and goes beside them."""
+        """The tiles computed at a time take so much from now on, with what is mapped and freed beside them."""
         self._limit_bytes = self._peak_bytes - tile_bytes - UNNOTICED_BYTES
         self._pause = 1
         self._tiles_to_go = 1

@@ -14,7 +14,7 @@ from gigagrad.plans.cost import Costs, TileCost, candidates
 from gigagrad.plans.keeping import bytes_by_pass
 from gigagrad.plans.limits import Limits
 from gigagrad.plans.machine import Machine
-from gigagrad.plans.memory import whole_compiled_bytes, whole_field_bytes
+from gigagrad.plans.memory import MAPPED_BYTES, whole_compiled_bytes, whole_field_bytes
 from gigagrad.plans.packing import Packing
 from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, StagePlan
 from gigagrad.plans.schedule import make_passes
@@ -263,10 +263,11 @@ class _Tilings:
             return None
         seconds, best = min(rated, key=lambda pair: pair[0])
         known = seconds if self.machine.model is not None else None
-        shares, sums = self.working_bytes
-        waiting = self._waiting(best)
-        plan = dataclasses.replace(best.plan, index=self.stage.index, beside_bytes=waiting + shares, seconds=known)
-        return _Sweeps(plan, seconds, self.total(best), waiting, shares + sums, best.compiled_bytes)
+        plan = dataclasses.replace(
+            best.plan, index=self.stage.index, beside_bytes=self._mapped_beside(best), seconds=known
+        )
+        working = sum(self.working_bytes)
+        return _Sweeps(plan, seconds, self.total(best), self._waiting(best), working, best.compiled_bytes)
 
     def total(self, cost: TileCost) -> int:
         """Bytes of the process while the stage's sweeps run, less what convolutions are compiled to."""
@@ -289,6 +290,14 @@ class _Tilings:
         ahead = min(2 + (self.workers > 1), max(0, cost.plan.tile_count - self.workers))
         behind = waiting_bytes(self.graph, self.stage, cost.crops, self.kept, backward=self._backward)
         return ahead * cost.crop_bytes + self.workers * cost.own_crop_bytes + behind
+
+    def _mapped_beside(self, cost: TileCost) -> int:
+        """Of what comes and goes beside the tiles, what is taken from the system block by block."""
+        crops = [height * width * self.graph[i].bytes_per_pixel for i, (height, width) in cost.crops.items()]
+        waiting = self._waiting(cost) if max(crops, default=0) >= MAPPED_BYTES else 0
+        weights = [self.graph[i].nbytes for i in self.stage.globals if self._backward and self.graph[i].differentiable]
+        contributions = self.workers + (self.workers > 1)
+        return waiting + contributions * sum(nbytes for nbytes in weights if nbytes >= MAPPED_BYTES)
 
     def _seconds(self, cost: TileCost) -> float:
         each = (self.graph, self.machine, self.stage, cost, self.kept)

@@ -27,7 +27,8 @@ class StagePlan:
     """Pixels read per pixel of the image: 1 means that nothing is computed twice."""
     tile_peak_bytes: int
     beside_bytes: int = 0
-    """What comes and goes with its tiles beside them: crops read ahead or to be written, contributions to gradients."""
+    """Of what comes and goes beside its tiles (crops that wait, contributions to gradients) those blocks that the
+    allocator takes from the system one by one: freed memory does not serve them."""
     seconds: float | None = None
     """All sweeps of this stage together, by the fitted model of time; None on a machine that is not calibrated."""
 
