@@ -72,7 +72,9 @@ def test_no_more_crops_are_read_ahead_than_there_are_tiles():
 def test_blocks_that_freed_memory_does_not_serve_are_told_stage_by_stage():
     """Contributions to large weights, and large crops that wait."""
     graph = graph_of(
-        nn.Sequential(nn.Conv2d(3, 512, 1), nn.Conv2d(512, 512, 3), nn.BatchNorm2d(512), nn.Conv2d(512, 1, 1))
+        nn.Sequential(
+            nn.Conv2d(3, 512, 1), nn.Conv2d(512, 512, 3, padding=1), nn.BatchNorm2d(512), nn.Conv2d(512, 1, 1)
+        )
     )
     beside = {side: plan_of(graph, tiles=((side, side),)).stages for side in (16, 128)}
     weights = 512 * 512 * 9 * 4
