@@ -161,3 +161,34 @@ def test_cotangents_of_weights_in_fewer_bits_do_not_wait_for_the_end(monkeypatch
     assert len(waiting) > 3
     assert max(waiting) == 8  # of what norms make of their sums, which waits for them; a convolution's weight has 576
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_memory_is_given_back_for_what_each_pass_will_take(monkeypatch):
+    """Its tiles, large blocks beside them, and the sums of its gradients, which are new."""
+    told = []
+
+    class Recorder:
+        def __init__(self, peak_bytes):
+            told.clear()
+
+        def begin_pass(self, tile_bytes):
+            told.append([tile_bytes])
+
+        def make_room(self, nbytes):
+            told[-1].append(nbytes)
+
+        def tile_done(self):
+            pass
+
+    monkeypatch.setattr("gigagrad.execution.run.Trimmer", Recorder)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 512, 1), torch.nn.Conv2d(512, 512, 3), torch.nn.BatchNorm2d(512))
+    engine = gg.compile(model, lambda output, target: (output * target).mean(), tile=(8, 8))
+    pair = torch.rand(1, 18, 18), torch.rand(1, 16, 16)
+    plan = engine.plan(*pair)
+    engine.backward(*pair)
+    assert max(stage.beside_bytes for stage in plan.stages) >= 512 * 512 * 9 * 4
+    stages = [plan.stages[step.stage] for step in plan.passes]
+    assert [tiles for tiles, _ in told] == [plan.workers * s.tile_peak_bytes + s.beside_bytes for s in stages]
+    weights = 8 * (512 * 512 * 9 + 512 + 512 + 512)
+    backward = [room for (_, room), step in zip(told, plan.passes, strict=True) if step.phase == "backward"]
+    assert backward[-1] >= weights
