@@ -11,7 +11,6 @@ Tiles run in a fixed order and sums are in float64, so that two runs of one plan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from gigagrad.execution.tape import Tape, Values, add
 from gigagrad.execution.tile import StageProgram, TileInputs
 from gigagrad.graphs import FIELD_MAX, GATHER, SCATTER, Graph
 from gigagrad.plans import DISK, EXACT, HOST, MEMORY, Grid, Lifetime, Plan, Stage, TileGeometry, lifetimes
+from gigagrad.plans.memory import gradient_sum_bytes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.stores import Blosc, Codec, DiskStore, HostStore, Quantised, RoundedStore, Rounding, Scratch, Store
 from gigagrad.threads import SideThreads, operator_threads
@@ -390,8 +390,7 @@ class Run:
             planned, stage = plan.stages[step.stage], self._prepared.stages[step.stage]
             self._trimmer.begin_pass(plan.workers * planned.tile_peak_bytes + planned.beside_bytes)
             in_memory = [life.field for life in beginning if self._tiers.get(life.field, MEMORY) == MEMORY]
-            summed = [] if step.phase == "forward" else [graph[i] for i in stage.globals if graph[i].differentiable]
-            sums = sum(8 * math.prod(node.shape) for node in summed)
+            sums = 0 if step.phase == "forward" else gradient_sum_bytes(graph, stage)
             self._trimmer.make_room(sums + sum(graph[field].nbytes for field in in_memory))
         for life in beginning:
             stores = self._cotangents if life.cotangent else self._kept

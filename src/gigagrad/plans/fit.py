@@ -14,7 +14,7 @@ from gigagrad.plans.cost import Costs, TileCost, candidates
 from gigagrad.plans.keeping import bytes_by_pass
 from gigagrad.plans.limits import Limits
 from gigagrad.plans.machine import Machine
-from gigagrad.plans.memory import MAPPED_BYTES, whole_compiled_bytes, whole_field_bytes
+from gigagrad.plans.memory import MAPPED_BYTES, gradient_sum_bytes, whole_compiled_bytes, whole_field_bytes
 from gigagrad.plans.packing import Packing
 from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, StagePlan
 from gigagrad.plans.schedule import make_passes
@@ -296,8 +296,7 @@ class _Tilings:
         crops = [height * width * self.graph[i].bytes_per_pixel for i, (height, width) in cost.crops.items()]
         waiting = self._waiting(cost) if max(crops, default=0) >= MAPPED_BYTES else 0
         weights = [self.graph[i].nbytes for i in self.stage.globals if self._backward and self.graph[i].differentiable]
-        contributions = self.workers + (self.workers > 1)
-        return waiting + contributions * sum(nbytes for nbytes in weights if nbytes >= MAPPED_BYTES)
+        return waiting + _contributions(self.workers) * sum(n for n in weights if n >= MAPPED_BYTES)
 
     def _seconds(self, cost: TileCost) -> float:
         each = (self.graph, self.machine, self.stage, cost, self.kept)
@@ -336,12 +335,14 @@ def _working_bytes(graph: Graph, stage: Stage, workers: int, *, backward: bool) 
     """Of every global that a stage reads, for its sweep: its copy in working layout and the contributions to its
     gradient of the tiles at work and of one that is done; and the float64 sums of its gradient.
     """
-    contributions = workers + (workers > 1)
-    shares = sums = 0
-    for i in stage.globals:
-        node = graph[i]
-        shares += node.nbytes if len(node.shape) == 4 else 0
-        if backward and node.differentiable:
-            shares += contributions * node.nbytes
-            sums += 8 * prod(node.shape)
+    shares = sum(graph[i].nbytes for i in stage.globals if len(graph[i].shape) == 4)
+    sums = 0
+    if backward:
+        shares += _contributions(workers) * sum(graph[i].nbytes for i in stage.globals if graph[i].differentiable)
+        sums = gradient_sum_bytes(graph, stage)
     return shares, sums
+
+
+def _contributions(workers: int) -> int:
+    """How many tiles' shares of a gradient there are at a time: of those at work, and of one that is being added."""
+    return workers + (workers > 1)

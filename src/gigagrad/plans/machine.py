@@ -37,7 +37,6 @@ _RATES = (
 )
 """The fields of `Machine` that a profile holds beside the model of time."""
 _WAYS_TO_WAIT = ("spinning", "passive")
-_SHARING = frozenset(("shared_efficiency", "side_by_side_efficiency", "waiting_tiles"))
 
 
 class ProfileError(GigagradError):
@@ -221,7 +220,9 @@ def read_profile(path: Path) -> dict[str, Any]:
     for table in (rates, units, *ways):
         numbers += table.values() if isinstance(table, dict) else [None]
     complete = isinstance(rates, dict) and rates.keys() == set(_RATES)
-    complete = complete and all(isinstance(way, dict) and way.keys() == _SHARING for way in ways)
+    complete = complete and all(
+        isinstance(way, dict) and way.keys() == {field.name for field in dataclasses.fields(Sharing)} for way in ways
+    )
     if not complete or not all(map(_is_rate, numbers)):
         raise ProfileError(f"the machine profile {path} is damaged: it lacks a rate, or holds one that is no number")
     return content

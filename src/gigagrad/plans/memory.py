@@ -152,6 +152,11 @@ def whole_compiled_bytes(graph: Graph, *, backward: bool) -> int:
     return len(_convolutions(n for n in graph.nodes if n.whole)) * (3 if backward else 1) * _COMPILED_BYTES
 
 
+def gradient_sum_bytes(graph: Graph, stage: Stage) -> int:
+    """The float64 sums of the gradients of what a stage reads beside fields, while it is swept backward."""
+    return sum(8 * prod(graph[i].shape) for i in stage.globals if graph[i].differentiable)
+
+
 def _convolutions(nodes: Iterable[Node]) -> list[int]:
     return [node.id for node in nodes if "conv" in node.op]
 

@@ -15,13 +15,7 @@ from pathlib import Path
 import torch
 
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
-from gigagrad.execution.calibration.fit import (
-    Sample,
-    achieved,
-    fit,
-    fit_sharing,
-    require_scikit_learn,
-)
+from gigagrad.execution.calibration.fit import Sample, achieved, fit, fit_sharing, require_scikit_learn
 from gigagrad.execution.calibration.threads import compare_in_a_process
 from gigagrad.execution.calibration.tiers import DiskRates, codec_rates, copy_bytes_per_second, disk_rates
 from gigagrad.execution.calibration.timing import Subject, draw_subject, pass_seconds, pass_work
