@@ -20,9 +20,10 @@ from gigagrad.events import Events, StepMeasured
 from gigagrad.execution.assemble import assemble
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.planner import Planner, Survey
+from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.process import peak_bytes, settle_allocator
 from gigagrad.execution.rounding_error import RunningErrors
-from gigagrad.execution.run import Prepared, Run
+from gigagrad.execution.run import Run
 from gigagrad.execution.sources import Source, image_source, target_source
 from gigagrad.graphs import Composite, Graph
 from gigagrad.plans import Plan

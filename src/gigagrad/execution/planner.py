@@ -20,6 +20,7 @@ from gigagrad.events import Events, Notice
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.fingerprint import fingerprint
 from gigagrad.execution.optimizer_state import coming_state_bytes, usual_state_bytes
+from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.process import (
     RESIDUE,
     UNNOTICED_BYTES,
@@ -27,7 +28,6 @@ from gigagrad.execution.process import (
     return_freed_memory,
     used_bytes,
 )
-from gigagrad.execution.run import Prepared
 from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
 from gigagrad.graphs import Call, Composite, Graph, capture, lookup

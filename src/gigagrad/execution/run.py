@@ -12,8 +12,6 @@ Tiles run in a fixed order and sums are in float64, so that two runs of one plan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,43 +20,20 @@ from torch.utils._pytree import tree_unflatten
 from gigagrad.boxes import Box
 from gigagrad.events import Events, TileDone
 from gigagrad.execution.parallel import in_order
+from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.process import Trimmer
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.tape import Tape, Values, add
 from gigagrad.execution.tile import StageProgram, TileInputs
-from gigagrad.graphs import FIELD_MAX, GATHER, SCATTER, Graph
-from gigagrad.plans import DISK, EXACT, HOST, MEMORY, Grid, Lifetime, Plan, Stage, TileGeometry, lifetimes
+from gigagrad.graphs import FIELD_MAX, GATHER, SCATTER
+from gigagrad.plans import DISK, EXACT, HOST, MEMORY, Lifetime, Stage, TileGeometry, lifetimes
 from gigagrad.plans.memory import gradient_sum_bytes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
-from gigagrad.stores import Blosc, Codec, DiskStore, HostStore, Quantised, RoundedStore, Rounding, Scratch, Store
+from gigagrad.stores import Blosc, DiskStore, HostStore, Quantised, RoundedStore, Rounding, Scratch, Store
 from gigagrad.threads import SideThreads, operator_threads
 
 Totals = dict[int, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A captured graph with its plan, ready to run on any image of the same size."""
-
-    graph: Graph
-    plan: Plan
-    stages: tuple[Stage, ...]
-    device: torch.device
-    scratch: Path | None = None
-    """The folder for the files of kept fields."""
-    rounding: Rounding | None = None
-    """What the plan's packed fields are rounded by."""
-    codec: Codec | None = None
-    """What makes fewer bytes of bricks whose values are exact, where that is faster than the disk."""
-
-    def grid(self, stage: Stage) -> Grid:
-        return Grid(self.graph, stage, self.plan.stages[stage.index].tile)
-
-    @property
-    def layout(self) -> torch.memory_format:
-        last = self.plan.memory_format == "channels_last"
-        return torch.channels_last if last else torch.contiguous_format
 
 
 class Run:

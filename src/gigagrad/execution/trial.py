@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from gigagrad.boxes import Box
-from gigagrad.execution.run import Prepared
+from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.tile import StageProgram, TileInputs
 from gigagrad.graphs import Node
 from gigagrad.plans import Grid, Stage

@@ -96,6 +96,10 @@ class Row(ABC):
         """Bytes the operator allocates besides its output, in either direction, for a crop of `out_pixels`."""
         return 0
 
+    def compiled_for(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> tuple[int, ...]:
+        """What of a crop's extent along `axis` code is compiled for, and kept; nothing where none is compiled."""
+        return ()
+
 
 _TABLE: dict[str, Row] = {}
 

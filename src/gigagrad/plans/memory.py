@@ -8,7 +8,7 @@ cleverer implementation would need.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Node, Saved, is_view, lookup
@@ -137,28 +137,32 @@ def worst_tile(grid: Grid) -> TileGeometry:
 
 def compiled_bytes(grid: Grid, *, backward: bool) -> int:
     """What oneDNN's cache comes to hold of a stage: code for every convolution, forward and twice backward, in every
-    shape that tiles ask of it. At the image's border crops are padded to the shape they have elsewhere.
+    shape that tiles ask of it.
     """
-    axes = [[grid.axis_geometry(axis, i).spans for i in _sample(grid.shape[axis])] for axis in (0, 1)]
+    axes = [[grid.axis_geometry(axis, i) for i in _sample(grid.shape[axis])] for axis in (0, 1)]
     shapes = 0
-    for node_id in _convolutions(grid.graph[i] for i in grid.stage.fields):
-        rows, columns = ({spans[node_id].length for spans in axis if node_id in spans} for axis in axes)
-        shapes += len(rows) * len(columns)
+    for node_id in grid.stage.fields:
+        call = Call(grid.graph[node_id], grid.graph.operands(grid.graph[node_id]))
+        row = lookup(call.node.op)
+        assert row is not None
+        asked: tuple[set[tuple[int, ...]], ...] = (set(), set())
+        for axis, tiles in enumerate(axes):
+            for tile in tiles:
+                if node_id in tile.spans:
+                    asked[axis].add(row.compiled_for(call, axis, tile.spans[node_id], tile.operand_spans[node_id]))
+        shapes += prod(len(extents - {()}) for extents in asked)
     return shapes * (3 if backward else 1) * _COMPILED_BYTES
 
 
 def whole_compiled_bytes(graph: Graph, *, backward: bool) -> int:
     """The same of convolutions that run on whole fields."""
-    return len(_convolutions(n for n in graph.nodes if n.whole)) * (3 if backward else 1) * _COMPILED_BYTES
+    convolutions = [node for node in graph.nodes if node.whole and "conv" in node.op]
+    return len(convolutions) * (3 if backward else 1) * _COMPILED_BYTES
 
 
 def gradient_sum_bytes(graph: Graph, stage: Stage) -> int:
     """The float64 sums of the gradients of what a stage reads beside fields, while it is swept backward."""
     return sum(8 * prod(graph[i].shape) for i in stage.globals if graph[i].differentiable)
-
-
-def _convolutions(nodes: Iterable[Node]) -> list[int]:
-    return [node.id for node in nodes if "conv" in node.op]
 
 
 def _sample(count: int) -> Sequence[int]:

@@ -19,8 +19,8 @@ from gigagrad.execution.calibration.fit import Sample, achieved, fit, fit_sharin
 from gigagrad.execution.calibration.threads import compare_in_a_process
 from gigagrad.execution.calibration.tiers import DiskRates, codec_rates, copy_bytes_per_second, disk_rates
 from gigagrad.execution.calibration.timing import Subject, draw_subject, pass_seconds, pass_work
+from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.process import return_freed_memory, settle_allocator
-from gigagrad.execution.run import Prepared
 from gigagrad.plans.machine import Machine, Sharing, TimeModel, cache_bytes, profile_path, write_profile
 from gigagrad.threads import operator_threads
 

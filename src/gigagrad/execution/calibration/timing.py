@@ -14,8 +14,9 @@ from torch import nn
 
 from gigagrad.events import Event, Events, TileDone
 from gigagrad.execution.calibration.networks import draw_network, flops, is_dense, loss
+from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.process import held_bytes
-from gigagrad.execution.run import Prepared, Run
+from gigagrad.execution.run import Run
 from gigagrad.execution.sources import Source, image_source, target_source
 from gigagrad.graphs import Composite, Graph, capture
 from gigagrad.plans import Limits, Machine, make_plan, split_stages

@@ -8,6 +8,7 @@ run about twice as fast as the direct kernel, whose vectors are mostly padding t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,31 @@ from gigagrad.graphs.table import Call, Site, per_operand, register
 
 _BLOCK_CHANNELS = 8
 _BLOCK_STRIDE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How the output of a crop comes to be exactly a tile's, along one axis, in pixels of the output.
+
+    The operator itself can cut `padding` pixels at both ends and give back up to stride - 1 at the far end; only what
+    is left over has to be sliced (`crop`, negative: filled) or filled (`extend`), which costs a copy in the backward
+    pass.
+    """
+
+    padding: int
+    output_padding: int
+    crop: int
+    extend: int
+
+    @classmethod
+    def of(cls, window: Window, out: Span, inside: Span) -> _Cut:
+        first = inside.start * window.stride - window.padding
+        last = (inside.stop - 1) * window.stride - window.padding + window.reach
+        before, after = out.start - first, last - out.stop
+        trim = max(0, min(before, after + window.stride - 1))
+        back = max(0, min(window.stride - 1, trim - after))
+        crop = before - trim
+        return cls(trim, back, crop, max(0, out.length - (last - first - 2 * trim + back - crop)))
 
 
 class TransposedConvolution(WindowRow):
@@ -41,6 +67,14 @@ class TransposedConvolution(WindowRow):
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return reordered_bytes(call, out_pixels, operands)
+
+    def compiled_for(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> tuple[int, ...]:
+        if self.suits_blocks(call):
+            return ()
+        inside = operands[0]
+        assert inside is not None
+        cut = _Cut.of(self.window(call, axis), out, inside)
+        return inside.length, cut.padding, cut.output_padding
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         if self.suits_blocks(call):
@@ -92,41 +126,26 @@ class TransposedConvolution(WindowRow):
     def _by_kernel(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         inside = site.operands[0]
         assert inside is not None
-        padding, output_padding, crop, extend = [], [], [], []
-        for axis in (0, 1):
-            window = self.window(call, axis)
-            first = inside[axis].start * window.stride - window.padding
-            last = (inside[axis].stop - 1) * window.stride - window.padding + window.reach
-            before = site.out[axis].start - first
-            after = last - site.out[axis].stop
-            # The operator itself can cut `trim` pixels at both ends and give back up to stride - 1 at the far end;
-            # only what is left over has to be sliced or filled, which costs a copy in the backward pass.
-            trim = max(0, min(before, after + window.stride - 1))
-            back = max(0, min(window.stride - 1, trim - after))
-            padding.append(trim)
-            output_padding.append(back)
-            crop.append(before - trim)
-            extend.append(max(0, site.out[axis].length - (last - first - 2 * trim + back - (before - trim))))
+        cuts = [_Cut.of(self.window(call, axis), site.out[axis], inside[axis]) for axis in (0, 1)]
         # Where no input reaches, the output is the bias alone: fill with zeros first, add the bias to everything last.
-        filled = any(extend) or any(before < 0 for before in crop)
+        filled = any(cut.extend or cut.crop < 0 for cut in cuts)
         y_NCHW = torch.conv_transpose2d(
             arguments["input"],
             arguments["weight"],
             None if filled else arguments["bias"],
             stride=arguments["stride"],
-            padding=padding,
-            output_padding=output_padding,
+            padding=[cut.padding for cut in cuts],
+            output_padding=[cut.output_padding for cut in cuts],
             groups=arguments["groups"],
             dilation=arguments["dilation"],
         )
         if filled:
-            fill = [max(0, -crop[1]), extend[1], max(0, -crop[0]), extend[0]]
-            y_NCHW = F.pad(y_NCHW, fill)
-            crop = [max(0, before) for before in crop]
+            y, x = cuts
+            y_NCHW = F.pad(y_NCHW, [max(0, -x.crop), x.extend, max(0, -y.crop), y.extend])
         for axis in (0, 1):
-            length = site.out[axis].length
-            if crop[axis] or y_NCHW.shape[2 + axis] != length:
-                y_NCHW = y_NCHW.narrow(2 + axis, crop[axis], length)
+            start, length = max(0, cuts[axis].crop), site.out[axis].length
+            if start or y_NCHW.shape[2 + axis] != length:
+                y_NCHW = y_NCHW.narrow(2 + axis, start, length)
         if filled and arguments["bias"] is not None:
             y_NCHW = y_NCHW + arguments["bias"].reshape(1, -1, 1, 1)
         return y_NCHW
