@@ -126,7 +126,7 @@ def main() -> None:
     for slide, image, mask in crops:
         for case in cases(image, mask):
             for rounding in roundings:
-                row = {"slide": slide, "field": case.name, "storage": str(rounding or "exact")}
+                row: dict[str, Any] = {"slide": slide, "field": case.name, "storage": str(rounding or "exact")}
                 row |= measure(case, rounding, args.draws)
                 fields.append(row)
                 print(row, flush=True)
@@ -259,7 +259,7 @@ def throughput(field: Tensor, rounding: Rounding | None, codec: Codec | None) ->
         packed = rounding.pack(crop, box, AXES) if rounding else crop
         stored = packed.permute(0, 2, 3, 1).contiguous()
         data = stored.view(torch.uint8).numpy().reshape(-1)
-        encoded = codec.encode(data, stored.itemsize) if codec else data
+        encoded: Any = codec.encode(data, stored.itemsize) if codec else data
         encode_seconds += time.thread_time() - start
         out = torch.empty_like(stored)
         start = time.thread_time()

@@ -15,10 +15,10 @@ import time
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "exactness"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from comparison import compare
-from generated import make_case
+from tests.exactness.comparison import compare
+from tests.exactness.generated import make_case
 
 TOLERANCE = 1e-11
 

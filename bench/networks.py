@@ -20,10 +20,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "exactness"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from networks import compare_forward, compare_step, draw_recipe, ill_conditioned
+
+from tests.exactness.networks import compare_forward, compare_step, draw_recipe, ill_conditioned
 
 TOLERANCE = 1e-9
 

@@ -67,7 +67,7 @@ class Normed(nn.Module):
         return normed
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     torch.manual_seed(0)
     net = PaperUNet()
     for name, layer in list(net.named_children()):

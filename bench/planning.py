@@ -73,9 +73,7 @@ def measured(model: str, size: tuple[int, int], *, curve: bool) -> dict[str, Any
     machine = Machine.detect(torch.get_num_threads())
     costs = Costs(graph, machine)
     process = 512 * 2**20
-    limits = Limits(
-        budget_bytes=None, base_bytes=process, peak_bytes=process, reader_cache_bytes=0, runtime_bytes=160 * 2**20
-    )
+    limits = Limits(budget_bytes=None, base_bytes=process, reader_cache_bytes=0, runtime_bytes=160 * 2**20)
 
     def plan_at(budget_bytes: int | None) -> Any:
         return make_plan(

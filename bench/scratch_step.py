@@ -18,8 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch.nn.functional as F
-from deep_unet import child, deep_unet
+
+from bench.deep_unet import child, deep_unet
 
 
 def main() -> None:
@@ -73,7 +77,7 @@ def pair(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain(args: argparse.Namespace) -> dict[str, Any]:
-    model = network(args.encoder).to(memory_format=torch.channels_last)
+    model = network(args.encoder).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     image, target = (value[None] for value in pair(512, 512))
     seconds = []
     for _ in range(6):

@@ -180,9 +180,9 @@ def replay(calls: list[Call], folder: Path) -> float:
             if name == "close":
                 if number in stores:
                     stores.pop(number).close()
-            elif name == "read":
+            elif box is not None and name == "read":
                 stores[number].read(box)
-            else:
+            elif box is not None:
                 key = (shape[1], *box.shape)
                 if key not in crops:
                     crops[key] = torch.randn(1, *key).contiguous(memory_format=torch.channels_last)

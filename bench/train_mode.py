@@ -20,8 +20,12 @@ import time
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch.nn.functional as F
-from deep_unet import child, deep_unet
+
+from bench.deep_unet import child, deep_unet
 
 
 def main() -> None:
@@ -74,7 +78,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     if args.run == "plain":
         before = resident_bytes()
         model, image = (
-            model.to(memory_format=torch.channels_last),
+            model.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
             image[None].contiguous(memory_format=torch.channels_last),
         )
         start = time.perf_counter()

@@ -37,9 +37,12 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from typing import Any
 
-from zoo_models import QUICK, SUITES, subjects
+from bench.zoo_models import QUICK, SUITES, subjects
 
 
 def run_child(task: str, name: str, args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:

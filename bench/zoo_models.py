@@ -142,7 +142,9 @@ def _timm() -> list[Subject]:
         names = [name for name in timm.list_models(module=family) if timm.is_model(name)]
         variant = next((chosen[name] for name in names if name in chosen), None) or min(names, key=_parameters)
         name, _, query = variant.partition("?")
-        settings = {key: int(value) for key, value in (pair.split("=") for pair in query.split("&") if pair)}
+        settings: dict[str, Any] = {
+            key: int(value) for key, value in (pair.split("=") for pair in query.split("&") if pair)
+        }
         if family == "vision_transformer_sam":
             settings |= {"global_attn_indexes": (1,)}  # of the two blocks that are left
         published = timm.get_pretrained_cfg(name)

@@ -26,14 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
-from zoo_models import Subject, subjects
 
 import gigagrad as gg
 from gigagrad.execution.process import peak_resident_bytes, resident_bytes, return_freed_memory
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "exactness"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from comparison import order_cotangents
+from bench.zoo_models import Subject, subjects
+from tests.exactness.comparison import order_cotangents
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 FLOOR = 1e-4
@@ -244,7 +244,7 @@ def nudged_step(before: nn.Module, image: Tensor, target: Tensor) -> Step:
     model = copy.deepcopy(before)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += parameter * last_bit * torch.randn_like(parameter).sign()
+            parameter.add_(parameter * last_bit * torch.randn_like(parameter).sign())
     nudge = image * last_bit * torch.randn_like(image).sign()
     return Step.of(model, before, plain_step(model, image + nudge, target))
 

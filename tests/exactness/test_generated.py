@@ -5,15 +5,10 @@ Even seeds run in the memory layout that the engine chooses, which in float64 is
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from comparison import compare
-from generated import make_case
+from tests.exactness.comparison import compare
+from tests.exactness.generated import make_case
 
 # The plain reference warns where it pads unevenly; that is one of the cases.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

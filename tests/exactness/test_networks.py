@@ -7,17 +7,21 @@ Loss, every parameter's gradient and every buffer after the step. A failing reci
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from networks import Node, Recipe, compare_forward, compare_step, draw_recipe, ill_conditioned, make_case
+from tests.exactness.networks import (
+    Node,
+    Recipe,
+    compare_forward,
+    compare_step,
+    draw_recipe,
+    ill_conditioned,
+    make_case,
+)
 
 # The plain reference warns where it pads unevenly; that is one of the cases.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from comparison import compare
-
 import gigagrad as gg
+from tests.exactness.comparison import compare
 
 TOLERANCE = 1e-11
 smp = pytest.importorskip("segmentation_models_pytorch")

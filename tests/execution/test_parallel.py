@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import gigagrad as gg
+from gigagrad.execution.fields import Fields
 from gigagrad.execution.parallel import in_order
-from gigagrad.execution.run import Run
 from gigagrad.execution.tile import TileInputs
 from gigagrad.threads import SideThreads
 
@@ -105,7 +105,7 @@ def test_a_stream_with_workers_is_in_order(two_threads: None) -> None:
 def test_no_more_crops_are_alive_than_planned(two_threads: None, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     """Those at work, two that are read, and with several workers one in the queue (`plans/fit.py`)."""
     torch.set_num_threads(workers)
-    alive, most, read = 0, 0, Run._read
+    alive, most, read = 0, 0, Fields.inputs
 
     def gone() -> None:
         nonlocal alive
@@ -121,7 +121,7 @@ def test_no_more_crops_are_alive_than_planned(two_threads: None, monkeypatch: py
         time.sleep(0.002)
         return inputs
 
-    monkeypatch.setattr(Run, "_read", counted)
+    monkeypatch.setattr(Fields, "inputs", counted)
     model = torch.nn.Conv2d(1, 2, 3, padding=1)
     engine = gg.compile(model, lambda o, t: (o - t).square().mean(), tile=(16, 16))
     image, target = torch.rand(1, 200, 160), torch.rand(2, 200, 160)

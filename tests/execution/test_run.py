@@ -9,7 +9,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.events import StepMeasured, TileDone
-from gigagrad.execution.run import Run
+from gigagrad.execution.fields import Fields
 
 
 def events_of(engine):
@@ -146,13 +146,13 @@ def test_float32_sums_do_not_drift(bce):
 
 def test_cotangents_of_weights_in_fewer_bits_do_not_wait_for_the_end(monkeypatch):
     """They arrive at the cast of a weight, not at the weight; in float64 they take four times its bytes."""
-    waiting, hand_over = [], Run._hand_over
+    waiting, end = [], Fields.end
 
     def counted(self, index):
         waiting.append(max((value.numel() for value in self._tape._pending.values()), default=0))
-        hand_over(self, index)
+        end(self, index)
 
-    monkeypatch.setattr(Run, "_hand_over", counted)
+    monkeypatch.setattr(Fields, "end", counted)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for i in (2, 8) for layer in (nn.Conv2d(i, 8, 3, padding=1), nn.BatchNorm2d(8))))
     image = torch.rand(2, 60, 70)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "exactness"))
-
-from networks import draw_recipe, make_case
-
 from gigagrad.graphs import InputSpec, capture
 from gigagrad.plans import Pass, lifetimes, simulate, split_stages
 from gigagrad.plans.stages import gathered, is_read
+from tests.exactness.networks import draw_recipe, make_case
 from tests.plans.networks import plan_of
 
 recipes = st.composite(lambda draw: draw_recipe(lambda low, high: draw(st.integers(low, high))))

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from comparison import compiled, order_cotangents
 from torch import Tensor, nn
 
 import gigagrad as gg
+from tests.exactness.comparison import compiled, order_cotangents
 
 from .cases import buffers, gradients, make_case, step
 from .recipe import Recipe

@@ -1,0 +1,133 @@
+"""The fields that a run keeps from sweep to sweep and their cotangents: where each lies, from which pass to which.
+
+A tile's inputs are read here, whatever tier or image they come from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from gigagrad.boxes import Box
+from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.sources import Source
+from gigagrad.execution.tape import Tape
+from gigagrad.execution.tile import TileInputs
+from gigagrad.graphs import SCATTER
+from gigagrad.plans import DISK, EXACT, HOST, MEMORY, Lifetime, Stage, TileGeometry, lifetimes
+from gigagrad.stores import Blosc, DiskStore, HostStore, Quantised, RoundedStore, Rounding, Scratch, Store
+
+
+class Fields:
+    """The stores of one run, by field. Values of kept fields are in `kept`, sums of cotangents in `cotangents`."""
+
+    def __init__(self, prepared: Prepared, sources: dict[str, Source], tape: Tape) -> None:
+        self.kept: dict[int, Store] = {}
+        self.cotangents: dict[int, Store] = {}
+        self.roundings = self._draw_roundings(prepared)
+        self._prepared = prepared
+        self._graph = prepared.graph
+        self._sources = sources
+        self._tape = tape
+        self._tiers = {field.node: field.tier for field in prepared.plan.kept}
+        self._lifetimes = lifetimes(prepared.graph, prepared.stages, prepared.plan.passes)
+        self._scratch: Scratch | None = None
+
+    def open(self) -> None:
+        """Raises StoreError if the scratch folder has no room for what the plan keeps there."""
+        plan, folder = self._prepared.plan, self._prepared.scratch
+        if plan.scratch_bytes:
+            assert isinstance(folder, Path)
+            self._scratch = Scratch(folder, plan.scratch_bytes)
+
+    def close(self) -> None:
+        if self._scratch is not None:
+            self._scratch.close()
+
+    # From pass to pass
+
+    def bytes_from(self, index: int) -> int:
+        """What the stores that begin their life with this pass take of the memory that tiles are computed in."""
+        beginning = (life.field for life in self._lifetimes if life.first == index)
+        return sum(self._graph[i].nbytes for i in beginning if self._tiers.get(i, MEMORY) == MEMORY)
+
+    def begin(self, index: int) -> None:
+        """The stores that begin their life with this pass. Raises StoreError."""
+        for life in self._lifetimes:
+            if life.first == index:
+                (self.cotangents if life.cotangent else self.kept)[life.field] = self._store(life)
+
+    def end(self, index: int) -> None:
+        """The stores whose life ends with this pass; the images' own gradients are results and stay.
+
+        The cotangents of global values laid out like images are handed to the tape: their last reader is through.
+        """
+        for life in self._lifetimes:
+            node = self._graph[life.field]
+            if life.last != index or node.is_source:
+                continue
+            store = (self.cotangents if life.cotangent else self.kept).pop(life.field)
+            if life.cotangent and node.op == SCATTER:
+                self._tape.give(node.operands[0], store.whole())
+            store.close()
+
+    def _store(self, life: Lifetime) -> Store:
+        node = self._graph[life.field]
+        assert node.axes is not None
+        rounding = None if life.cotangent else self.roundings.get(life.field)
+        dtype = node.dtype if rounding is None else rounding.packed_dtype(node.dtype)
+        tier, prepared = self._tiers.get(life.field, MEMORY), self._prepared
+        store: Store
+        if tier == DISK:
+            assert self._scratch is not None
+            name = f"{'cotangent' if life.cotangent else 'field'}-{life.field}"
+            codec = Blosc() if isinstance(rounding, Quantised) else prepared.codec  # codes take fewer bytes only so
+            store = DiskStore(node.shape, dtype, node.axes, scratch=self._scratch, name=name, codec=codec)
+        else:
+            device = torch.device("cpu") if tier == HOST else prepared.device
+            store = HostStore(node.shape, dtype, node.axes, device=device, memory_format=prepared.layout)
+        return store if rounding is None else RoundedStore(store, rounding, node.dtype)
+
+    @staticmethod
+    def _draw_roundings(prepared: Prepared) -> dict[int, Rounding]:
+        """How each packed field is rounded in this run: errors are drawn anew for every field and run."""
+        packed = [field.node for field in prepared.plan.kept if field.storage != EXACT]
+        if prepared.rounding is None or not packed:
+            return {}
+        first = int(torch.randint(2**40, ()))
+        return {node: prepared.rounding.keyed(first + node) for node in packed}
+
+    # From tile to tile
+
+    def inputs(self, stage: Stage, tile: TileGeometry, *, backward: bool) -> TileInputs:
+        """What a tile reads, on the device; for a backward sweep the cotangents of what it kept, and that again."""
+        crops, cotangents, stored = {}, {}, {}
+        for i in stage.reads:
+            box = tile.box(i)
+            if box is not None:
+                crops[i] = self._ordered(self._crop(i, box))
+        if backward:
+            for i in stage.kept:
+                box = tile.wanted(i)
+                if i in self.cotangents and not box.empty:
+                    cotangents[i] = self._ordered(self.cotangents[i].read(box))
+                    stored[i] = self._ordered(self.kept[i].read(box))
+        return TileInputs(crops, cotangents, stored)
+
+    def _crop(self, node_id: int, box: Box) -> torch.Tensor:
+        """Of a field that is there: an image, a global value laid out like one, or a kept field."""
+        node = self._graph[node_id]
+        if node.is_source:
+            return self._sources[node.arguments["name"]].read(box)
+        if node.op == SCATTER:
+            view = self._tape.values[node.operands[0]].detach()
+            assert node.axes is not None
+            for axis, span in zip(node.axes, (box.y, box.x), strict=True):
+                view = view.narrow(axis, span.start, span.length)
+            return view
+        return self.kept[node_id].read(box)
+
+    def _ordered(self, crop: torch.Tensor) -> torch.Tensor:
+        crop = crop.detach().to(self._prepared.device)
+        return crop.contiguous(memory_format=self._prepared.layout if crop.ndim == 4 else torch.contiguous_format)
