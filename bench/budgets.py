@@ -45,9 +45,9 @@ class Network:
     fixed: int | None = None
     """The only side it takes, in pixels."""
     step: int = 1
+    """Sides are multiples of this."""
     trainable: bool = True
     """Whether its norms can be in training mode: one that sees a single pixel cannot."""
-    """Sides are multiples of this."""
 
 
 NETWORKS = (

@@ -1,19 +1,21 @@
 """How well does a calibrated machine foretell the time of a step? Published networks that calibration has not seen.
 
-    gigagrad calibrate && python bench/calibration.py [--only NAME] [--rounds 3]
+    gigagrad calibrate && python bench/calibration.py [--only NAME] [--rounds 3] [--passes 2]
 
-Every network takes a few training steps, in training and in evaluation mode, on noise of 512 to 2048 px; the fastest
-counts. Compared are the plan's seconds by the model of time (not by the trial of layouts) with the clock; processor
-time stands beside it, for other programs disturb the clock. With `OMP_NUM_THREADS=1` one thread's work is judged alone,
-which takes a profile of its own (`OMP_NUM_THREADS=1 gigagrad calibrate`). Prints one JSON line last. With
-`--predictors` no network is run: three predictors are compared on the networks
-of the calibration itself, each network held out in its turn.
+Every network takes a few training steps, in training and in evaluation mode, on noise of 512 to 2048 px, each size in a
+process of its own; the fastest counts. Compared are the plan's seconds by the model of time (not by the trial of
+layouts) with the clock; processor time stands beside it, for other programs disturb the clock. All is done once more in
+every further pass: `repeats_to` is by how much the first two differ on average where the plan was the same, which no
+prediction can better. With `OMP_NUM_THREADS=1` one thread's work is judged alone, which takes a profile of its own
+(`OMP_NUM_THREADS=1 gigagrad calibrate`). Prints one JSON line last. With `--predictors` no network is run: three
+predictors are compared on the networks of the calibration itself, each network held out in its turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 import warnings
@@ -161,25 +163,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--case", nargs=3, metavar=("NAME", "HEIGHT", "WIDTH"), help=argparse.SUPPRESS)
     parser.add_argument("--predictors", choices=("quick", "full"), help="compare predictors instead")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.predictors:
         print(json.dumps(compare_predictors(args.predictors)))
         return
-    records = []
-    for name, sizes in _CASES:
-        for size in sizes if args.only in name else ():
-            for train in (True, False):
-                records.append(try_case(name, size, train=train, rounds=args.rounds))
-                print(json.dumps(records[-1]), flush=True)
+    if args.case:
+        name, height, width = args.case
+        for train in (True, False):
+            print(json.dumps(try_case(name, (int(height), int(width)), train=train, rounds=args.rounds)), flush=True)
+        return
+    passes: list[list[dict[str, Any]]] = []
+    for _ in range(args.passes):
+        passes.append([])
+        for name, sizes in _CASES:
+            for size in sizes if args.only in name else ():
+                case = ["--case", name, *map(str, size), "--rounds", str(args.rounds)]
+                done = subprocess.run([sys.executable, __file__, *case], stdout=subprocess.PIPE, text=True, check=True)
+                print(done.stdout, end="", flush=True)
+                passes[-1] += [json.loads(line) for line in done.stdout.splitlines()]
     result = {
-        "cases": len(records),
-        "mean_error": round(fmean(abs(r["error"]) for r in records), 3),
-        "worst_error": max((r["error"] for r in records), key=abs),
+        "cases": len(passes[0]),
+        "mean_error": [round(fmean(abs(record["error"]) for record in records), 3) for records in passes],
+        "mean_signed_error": [round(fmean(record["error"] for record in records), 3) for records in passes],
+        "worst_error": [max((record["error"] for record in records), key=abs) for records in passes],
+        "repeats_to": repeatability(*passes[:2]) if args.passes > 1 else None,
         "threads": torch.get_num_threads(),
     }
     print(json.dumps(result))
+
+
+def repeatability(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> float:
+    """By how much the seconds of the same plans differ, relative to the mean of both."""
+    plan = ("stages", "tiles", "tile", "workers")
+    pairs = zip(first, second, strict=True)
+    same = [(a["measured"], b["measured"]) for a, b in pairs if all(a[key] == b[key] for key in plan)]
+    return round(fmean(2 * abs(a - b) / (a + b) for a, b in same), 3)
 
 
 if __name__ == "__main__":

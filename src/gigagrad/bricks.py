@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_MOST_BYTES = 64 * 2**10
+MOST_BYTES = 64 * 2**10
+"""Of a brick, unless eight pixels a side are more."""
 _SIDES_PX = (8, 16, 32, 64)
 _PAGE_BYTES = 4096
 
@@ -27,7 +28,7 @@ class Bricks:
     @property
     def side(self) -> int:
         """Pixels along a brick's side: as many as keep it within 64 KiB, but between 8 and 64."""
-        fitting = [side for side in _SIDES_PX if side * side * self.bytes_per_pixel <= _MOST_BYTES]
+        fitting = [side for side in _SIDES_PX if side * side * self.bytes_per_pixel <= MOST_BYTES]
         return max(fitting, default=_SIDES_PX[0])
 
     @property

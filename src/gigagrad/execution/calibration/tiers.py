@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gigagrad.bricks import MOST_BYTES
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_error
 from gigagrad.stores import Blosc
@@ -103,7 +104,7 @@ def codec_rates(size: int) -> tuple[float, float]:
     """The lossless codec on what a convolution makes, in bricks, by one thread: bytes of the field per second, the
     slower of both directions, and bytes of the field per byte encoded.
     """
-    codec, brick = Blosc(), 64 * 2**10
+    codec, brick = Blosc(), MOST_BYTES
     field = np.random.default_rng(0).standard_normal(size // 4, dtype=np.float32).view(np.uint8)
     bricks = [field[start : start + brick] for start in range(0, field.nbytes, brick)]
     encoded = [codec.encode(data, 4) for data in bricks]
