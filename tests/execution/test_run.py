@@ -10,6 +10,8 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.events import StepMeasured, TileDone
 from gigagrad.execution.fields import Fields
+from gigagrad.execution.tape import Tape
+from gigagrad.graphs import InputSpec, capture
 
 
 def events_of(engine):
@@ -163,6 +165,20 @@ def test_cotangents_of_weights_in_fewer_bits_do_not_wait_for_the_end(monkeypatch
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
+def test_gradients_of_what_whole_field_operators_read_come_all_at_once():
+    """Not those of the convolution before them, which come tile by tile, nor what has come already."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 6, 5, 4), nn.Flatten(), nn.Linear(6 * 15 * 15, 8), nn.Linear(8, 1))
+    image, target = InputSpec((1, 1, 64, 64), torch.float32, field=True), InputSpec((1, 1), torch.float32, field=False)
+    graph = capture(model, F.mse_loss, image, target, torch.bfloat16)
+    tape = Tape(graph, set(), torch.device("cpu"), backward=True)
+    assert tape.coming_bytes == 4 * sum(p.numel() for layer in model[2:] for p in layer.parameters())
+    for node in graph.nodes:
+        if node.op == "parameter":
+            tape.gradients[node.id] = torch.zeros(node.shape)
+    assert tape.coming_bytes == 0
+
+
 def test_memory_is_given_back_for_what_each_pass_will_take(monkeypatch):
     """Its tiles, large blocks beside them, and the sums of its gradients, which are new."""
     told = []
@@ -188,7 +204,8 @@ def test_memory_is_given_back_for_what_each_pass_will_take(monkeypatch):
     engine.backward(*pair)
     assert max(stage.beside_bytes for stage in plan.stages) >= 512 * 512 * 9 * 4
     stages = [plan.stages[step.stage] for step in plan.passes]
-    assert [tiles for tiles, _ in told] == [plan.workers * s.tile_peak_bytes + s.beside_bytes for s in stages]
+    assert [tiles for tiles, *_ in told] == [plan.workers * s.tile_peak_bytes + s.beside_bytes for s in stages]
     weights = 8 * (512 * 512 * 9 + 512 + 512 + 512)
-    backward = [room for (_, room), step in zip(told, plan.passes, strict=True) if step.phase == "backward"]
+    backward = [room for (_, room, *_), step in zip(told, plan.passes, strict=True) if step.phase == "backward"]
     assert backward[-1] >= weights
+    assert len(told[-1]) > 2  # and again before what is on the tape is pulled back

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import StageProgram
-from gigagrad.graphs import GATHER
+from gigagrad.graphs import GATHER, InputSpec, capture
 from gigagrad.plans import Grid, split_stages
 from gigagrad.plans.memory import (
+    _cast_bytes,
     compiled_bytes,
     tile_peak_bytes,
     whole_compiled_bytes,
@@ -260,6 +261,18 @@ def test_whole_fields_take_what_was_predicted(graph_of, backward):
     parameters = sum(node.nbytes for node in graph.nodes if node.op == "parameter")
     predicted = whole_field_bytes(graph, backward=backward)
     assert alive.peak - parameters * (2 if backward else 1) - SMALL <= predicted <= 2 * alive.peak
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_cotangents_of_weights_that_were_cast_wait_for_one_another(precision):
+    """Those of whole-field operators; those of convolutions arrive stage by stage."""
+    image = InputSpec((1, 1, 64, 96), torch.float32, field=True)
+    model = Attention()
+    graph = capture(model, lambda y, t: (y.float() - t).mean(), image, image, precision)
+    whole = [node for node in graph.nodes if node.whole]
+    parts = nn.ModuleList((model.qkv, model.mlp)), model.head
+    block, head = (sum(parameter.numel() for parameter in part.parameters()) for part in parts)
+    assert _cast_bytes(graph, whole) == (2 * (8 * block + head) if precision else 0)  # the block is cast at every use
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ class Run:
         if self._tape.backward:
             if not started:
                 self._tape.start()
-            self._tape.pull(0)
+            self._pull(0)
 
     def stream(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """The boxes and crops of the output field, tile by tile in row-major order."""
@@ -207,7 +207,7 @@ class Run:
         self._finish(stage)
         self._tape.start()
         if rule is Cotangents.SCALED:
-            self._tape.pull(self._tape.level_of(stage))
+            self._pull(self._tape.level_of(stage))
             found = self._tape.cotangent(varying[0])
             scale = 0.0 if found is None else found.item()
             for total in totals.values():
@@ -216,7 +216,7 @@ class Run:
         self._give(totals)
 
     def _sweep_backward(self, stage: Stage) -> None:
-        self._tape.pull(self._tape.level_of(stage))
+        self._pull(self._tape.level_of(stage))
         cotangents = {}
         for reduction in differentiable_reductions(self._graph, stage):
             found = self._tape.cotangent(reduction)
@@ -275,6 +275,12 @@ class Run:
         for field in fields:
             self._fields.cotangents[field].flush()
         return totals
+
+    def _pull(self, level: int) -> None:
+        """Pull back on the tape; the gradients of what whole-field operators read are new, all at once."""
+        if self._trimmer is not None:
+            self._trimmer.make_room(self._tape.coming_bytes)
+        self._tape.pull(level)
 
     def _give(self, totals: Totals) -> None:
         for node_id in tuple(totals):

@@ -107,7 +107,25 @@ def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
             del live[node.id]
     # Handed over by the stages that read it tile by tile: a sum in float64 beside its rounded copy.
     handed = max((12 * prod(n.shape) for n in graph.nodes if n.op == SCATTER and n.differentiable), default=0)
-    return values + max(peak, handed)
+    return values + max(peak, handed) + _cast_bytes(graph, whole)
+
+
+def _cast_bytes(graph: Graph, whole: list[Node]) -> int:
+    """The cotangents of what whole-field operators read of parameters in another precision.
+
+    The casts were computed first, so autograd pulls them back last: their cotangents wait for one another.
+    """
+    waiting = [i for node in whole for i in node.operands]
+    casts = set[int]()
+    while waiting:
+        node = graph[waiting.pop()]
+        if node.is_field or node.is_source or node.whole or node.is_reduction or not node.differentiable:
+            continue
+        if _makes_memory(graph, node):
+            casts.add(node.id)
+        else:
+            waiting += node.operands
+    return sum(graph[i].nbytes for i in casts)
 
 
 def _makes_memory(graph: Graph, node: Node) -> bool:
