@@ -6,9 +6,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gigagrad.boxes import Span
-from gigagrad.graphs import Call
+from gigagrad.graphs import Call, lookup
+from gigagrad.graphs.graph import Ref
 from gigagrad.graphs.rows.windows import Window, inside_or_nearest, padded_groups_bytes
-from gigagrad.graphs.table import Refused
+from gigagrad.graphs.table import Refused, Site
+from gigagrad.threads import operator_threads
 
 small = st.integers(0, 3)
 pairs = st.tuples(small, small)
@@ -27,6 +29,35 @@ def test_convolution(bench, some_box, noise, size, kernel, stride, padding, dila
     bias = b.weight(noise(4)) if data.draw(st.booleans()) else None
     y = b.aten("conv2d.default", x, w, bias, list(stride), list(padding), list(dilation), groups)
     b.check(y, some_box(data, b.node(y)))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch is built without oneDNN")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_one_thread_gives_kernels_of_one_pixel_to_onednn(bench, noise, layout):
+    """Which plain PyTorch does with several threads only; the result is the same."""
+    x = noise(1, 12, 45, 46).float().contiguous(memory_format=layout).requires_grad_()
+    weight, bias = noise(20, 12, 1, 1).float().requires_grad_(), noise(20).float().requires_grad_()
+    b = bench()
+    y = b.node(b.aten("conv2d.default", b.field(x.detach()), b.weight(weight.detach()), b.weight(bias.detach())))
+    call = Call(y, tuple(b.node(Ref(i)) for i in y.operands))
+    arguments = {**y.arguments, "input": x, "weight": weight, "bias": bias}
+    spans = Span(0, 45), Span(0, 46)
+    found = {}
+    with operator_threads(1):
+        for values in (True, False):
+            site = Site(spans, (spans, None, None), values)
+            with torch.profiler.profile() as profile:
+                made = lookup(y.op).run(call, arguments, site)
+                found[values] = torch.autograd.grad(made, [x, weight, bias], torch.ones_like(made))
+            names = {event.name for event in profile.events()}
+            assert ("aten::mkldnn_convolution" in names) is values
+            assert "aten::convolution_backward" in names
+            assert not any("slow" in name for name in names)
+            if values:
+                torch.testing.assert_close(made, torch.conv2d(x, weight, bias))
+    plain = torch.autograd.grad(torch.conv2d(x, weight, bias).sum(), [x, weight, bias])
+    for gradients in found.values():
+        torch.testing.assert_close(gradients, plain, rtol=1e-5, atol=1e-4)
 
 
 @given(sides, st.tuples(st.integers(1, 4), st.integers(1, 4)), st.sampled_from(["same", "valid"]), st.data())

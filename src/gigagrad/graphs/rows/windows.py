@@ -19,6 +19,9 @@ from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, per_operand, register, single_field
 
+_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+_SMALL_CROP = 20480
+"""Numbers up to which PyTorch keeps a convolution for itself."""
 LANES = 16
 """Channels that a vector register holds; kernels pad to them."""
 
@@ -212,8 +215,9 @@ class Convolution(WindowRow):
         padding, rest = (y_pad, x_pad), [pads[0] - x_pad, pads[1] - x_pad, pads[2] - y_pad, pads[3] - y_pad]
         if any(rest):
             x_NCHW = fit(x_NCHW, rest)
+        dilation = self._dilation(call, x_NCHW)
         if not site.values:
-            settings = pair(call["stride"]), padding, pair(call["dilation"]), call["groups"]
+            settings = pair(call["stride"]), padding, dilation, call["groups"]
             shape = (*call.node.shape[:2], site.out[0].length, site.out[1].length)
             silent: torch.Tensor = _BackwardOnly.apply(  # type: ignore[no-untyped-call]
                 x_NCHW, arguments["weight"], arguments["bias"], shape, settings
@@ -225,9 +229,22 @@ class Convolution(WindowRow):
             arguments["bias"],
             stride=arguments["stride"],
             padding=padding,
-            dilation=arguments["dilation"],
+            dilation=dilation,
             groups=arguments["groups"],
         )
+
+    @staticmethod
+    def _dilation(call: Call, x_NCHW: torch.Tensor) -> tuple[int, int]:
+        """The call's own; for a kernel of one pixel, to which it makes no difference, one that is always fast.
+
+        With one thread PyTorch gives such convolutions to oneDNN only if they are strided or dilated, and else takes a
+        kernel of half the speed (docs/decisions/0016-one-pixel-kernels.md).
+        """
+        dense = call.operands[1].shape[2:] == (1, 1) and call["groups"] == 1
+        fast = _ONEDNN and x_NCHW.device.type == "cpu" and x_NCHW.dtype == torch.float32
+        if dense and fast and x_NCHW.numel() > _SMALL_CROP:
+            return 2, 2
+        return pair(call["dilation"])
 
 
 class Pooling(WindowRow):
