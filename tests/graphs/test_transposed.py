@@ -5,7 +5,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gigagrad.graphs import lookup
+from gigagrad.boxes import Span
+from gigagrad.graphs import Call, lookup
 
 ROW = "aten.conv_transpose2d.input"
 
@@ -63,10 +64,22 @@ def test_by_blocks(bench, some_box, noise, size, kernel, stride, padding, data):
     ],
 )
 def test_where_blocks_are_used(bench, dtype, stride, groups, channels, blocks):
-    from gigagrad.graphs import Call
-
     b = bench()
     x = b.field(torch.ones(1, channels, 3, 3, dtype=dtype))
     w = b.weight(torch.ones(channels, channels // groups, 9, 9, dtype=dtype))
     y = b.aten("conv_transpose2d.input", x, w, None, list(stride), [0, 0], [0, 0], groups)
     assert lookup(ROW).suits_blocks(Call(b.node(y), (b.node(x), b.node(w)))) is blocks
+
+
+def test_outputs_of_one_length_are_compiled_for_where_they_begin(bench):
+    """A stride of 2 begins with one tap or another, and the operator pads accordingly; blocks compile nothing."""
+    b = bench()
+    x, w = b.field(torch.ones(1, 2, 40, 40)), b.weight(torch.ones(2, 2, 3, 3))
+    y = b.node(b.aten("conv_transpose2d.input", x, w, None, [2, 2], [1, 1]))
+    call = Call(y, (b.node(x), b.node(w)))
+    row = lookup(ROW)
+    found = [row.compiled_for(call, 0, out, row.needs(call, 0, out)) for out in (Span(i, i + 8) for i in range(10, 14))]
+    assert found[0] == found[2] != found[1] == found[3]
+    wide = b.node(b.aten("conv_transpose2d.input", x, b.weight(torch.ones(2, 2, 8, 8)), None, [8, 8]))
+    call = Call(wide, (b.node(x), b.node(w)))
+    assert row.compiled_for(call, 0, Span(0, 8), row.needs(call, 0, Span(0, 8))) == ()
