@@ -1,6 +1,6 @@
 """Kept fields of real slides through codecs and roundings: ratio, rate, gradient error against its prediction, Dice.
 
-    python bench/codecs.py [--slides DIR] [--side 2048] [--errors 0.01 0.1] [--draws 8] [--train [--steps 400]]
+    python bench/codecs.py [--slides DIR] [--side 2048] [--errors 0.01 0.1] [--draws 8] [--train [--steps 800]]
 
 DIR holds `slides/` and `masks/` with files of the same stem; without it the script says so and measures nothing. From
 every slide it takes one square, about half tissue and half glass. Fields are those that a convolution reads and a plan
@@ -47,8 +47,8 @@ from gigagrad.stores.bounds import Norms, half_gradient_error, noisy_shares
 AXES = (-2, -1)
 BRICK_PX = 128
 SEEDS = (0, 1, 2)
-_AVERAGED = 0.98
-"""Weights are averaged over the last 50 steps or so."""
+_AVERAGED = 0.995
+"""Weights are averaged over the last 200 steps or so."""
 _DISTURBED = "exact, disturbed"
 """The same training from weights that differ by a millionth in one layer: what chance alone does."""
 
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--errors", type=float, nargs="+", default=[0.01, 0.1])
     parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--train", action="store_true")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument(
         "--storage", nargs="+", default=["bfloat16", "error 0.01"], help="what --train compares with exact storage"
     )
@@ -323,7 +323,7 @@ def compare_training(crops: list[tuple[str, Tensor, Tensor]], steps: int, storag
                 engine = gg.compile(model, F.binary_cross_entropy_with_logits, storage=storage, scratch=scratch)
                 engine.load_state_dict(in_files(model, seen[0]))
                 rounded[kind] = sum(field.storage == storage != "exact" for field in engine.plan(*seen[0]).kept)
-                optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+                optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
                 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
                 order = torch.Generator().manual_seed(seed)
                 average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(_AVERAGED))

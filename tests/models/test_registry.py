@@ -93,6 +93,15 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(name, extra, monkeypa
         resolve(name)
 
 
+def test_a_package_that_fails_to_import_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match=r"fails to import: RuntimeError.* install the torchvision") as caught:
+        resolve("timm:resnet18")
+    assert "pip install" not in str(caught.value)
+
+
 def test_a_module_that_fails_to_import_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "broken_module_of_this_test.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)

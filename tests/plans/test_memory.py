@@ -269,10 +269,9 @@ def test_cotangents_of_weights_that_were_cast_wait_for_one_another(precision):
     image = InputSpec((1, 1, 64, 96), torch.float32, field=True)
     model = Attention()
     graph = capture(model, lambda y, t: (y.float() - t).mean(), image, image, precision)
-    whole = [node for node in graph.nodes if node.whole]
     parts = nn.ModuleList((model.qkv, model.mlp)), model.head
     block, head = (sum(parameter.numel() for parameter in part.parameters()) for part in parts)
-    assert _cast_bytes(graph, whole) == (2 * (8 * block + head) if precision else 0)  # the block is cast at every use
+    assert _cast_bytes(graph) == (2 * (8 * block + head) if precision else 0)  # the block is cast at every use
 
 
 @pytest.mark.parametrize(

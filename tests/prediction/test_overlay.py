@@ -58,6 +58,19 @@ def test_classes_have_a_colour_each_and_long_legends_break():
     assert picture.shape[0] > one_line.shape[0]
 
 
+def test_a_mask_full_of_holes_does_not_hide_the_slide():
+    plane = np.zeros((200, 300), np.uint8)
+    plane[20:180, 20:280] = 1
+    plane[30:170:8, 30:270:8] = 0
+    slide = open_image(np.full((3, 200, 300), 200, np.uint8))
+    (predicted,) = layers(open_image(plane), mask_classes(1))
+    picture = draw_overlay(slide, [predicted])
+    inside = picture[28:172, 28:272]
+    assert (inside == 200).all(axis=2).mean() > 0.8
+    assert len(marked(inside, predicted.color)) > 18 * 30, "a hole is missing"
+    assert (picture[18:22, 100] == np.array(predicted.color)).all(axis=1).any(), "the outer line stays"
+
+
 def test_a_slide_is_no_mask():
     slide = open_image(np.zeros((3, 20, 20), np.uint8))
     with pytest.raises(ImageError, match="no mask"):

@@ -38,7 +38,7 @@ class Tape:
         self.gradients: Values = {}
         """The parameters' gradients by node: sums over a stage's tiles, which are in float64, rounded and added up."""
         self._level = levels(graph, kept)
-        self._late = _parameters_read_late(graph, self._level) if backward else frozenset[int]()
+        self._late = {i for i in graph.ancestors(tuple(graph.read_late())) if graph[i].op == "parameter"}
         self._leaves: dict[int, None] = {}
         self._pending: Values = {}
         self._cotangents: Values = {}
@@ -105,7 +105,8 @@ class Tape:
     @property
     def coming_bytes(self) -> int:
         """Of the gradients that pulling back has still to make, all at once: of what whole-field operators read."""
-        return sum(self.graph[i].nbytes for i in self._late - self.gradients.keys())
+        waiting = self._late - self.gradients.keys()
+        return sum(self.graph[i].nbytes for i in waiting if self.graph[i].differentiable)
 
     def level_of(self, stage: Stage) -> int:
         """Sweeps that must have ended before what a stage delivers is known."""
@@ -151,19 +152,3 @@ class Tape:
             arguments["device"] = self.device
         result: torch.Tensor = call_operator(node.op, arguments)
         return result
-
-
-def _parameters_read_late(graph: Graph, level: list[int]) -> frozenset[int]:
-    """Parameters whose gradient comes of values that only sweeps make known, not of a tile."""
-    found = set()
-    waiting = [i for node in graph.nodes if level[node.id] and not node.is_field for i in node.operands]
-    seen = set[int]()
-    while waiting:
-        node = graph[waiting.pop()]
-        if node.id in seen or level[node.id] or node.is_field:
-            continue
-        seen.add(node.id)
-        waiting += node.operands
-        if node.op == "parameter" and node.differentiable:
-            found.add(node.id)
-    return frozenset(found)

@@ -132,6 +132,22 @@ class Graph:
         """The `image` or `target` node, or None if the graph never reads it."""
         return next((node for node in self.nodes if node.op == op), None)
 
+    def read_late(self) -> set[int]:
+        """The globals made of parameters and constants alone that are read by globals which need the pixels, too.
+
+        Pulling gradients back arrives at them late, from the tape and not from tiles.
+        """
+        early = set[int]()
+        found = set[int]()
+        for node in self.nodes:
+            if node.is_field or node.is_reduction or node.op == GATHER:
+                continue
+            if early.issuperset(node.operands):
+                early.add(node.id)
+            else:
+                found |= early.intersection(node.operands)
+        return found
+
     def ancestors(self, targets: Iterator[int] | tuple[int, ...]) -> set[int]:
         """The targets and every node they depend on."""
         seen: set[int] = set()

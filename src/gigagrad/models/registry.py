@@ -132,10 +132,17 @@ _LIBRARIES: dict[str, Callable[[str, str, dict[str, Literal]], nn.Module]] = {
 def _import(module: str, name: str, *, extra: str) -> Any:
     try:
         return importlib.import_module(module)
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision built for another PyTorch
+    except ModuleNotFoundError as error:
         raise ModelError(
             f"model {name!r} needs the package {module.partition('.')[0]} ({error}); "
             f"install it with: pip install 'gigagrad[{extra}]'"
+        ) from error
+    except Exception as error:  # a torchvision built for another PyTorch raises RuntimeError, for one
+        reason = " ".join(str(error).split())[:300]
+        advice = "; install the torchvision that was built for this PyTorch" if "torchvision" in reason else ""
+        raise ModelError(
+            f"model {name!r} needs the package {module.partition('.')[0]}, which is installed but fails to import: "
+            f"{type(error).__name__}: {reason}{advice}"
         ) from error
 
 

@@ -107,24 +107,21 @@ def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
             del live[node.id]
     # Handed over by the stages that read it tile by tile: a sum in float64 beside its rounded copy.
     handed = max((12 * prod(n.shape) for n in graph.nodes if n.op == SCATTER and n.differentiable), default=0)
-    return values + max(peak, handed) + _cast_bytes(graph, whole)
+    return values + max(peak, handed) + _cast_bytes(graph)
 
 
-def _cast_bytes(graph: Graph, whole: list[Node]) -> int:
+def _cast_bytes(graph: Graph) -> int:
     """The cotangents of what whole-field operators read of parameters in another precision.
 
     The casts were computed first, so autograd pulls them back last: their cotangents wait for one another.
     """
-    waiting = [i for node in whole for i in node.operands]
     casts = set[int]()
-    while waiting:
-        node = graph[waiting.pop()]
-        if node.is_field or node.is_source or node.whole or node.is_reduction or not node.differentiable:
-            continue
-        if _makes_memory(graph, node):
+    for i in graph.read_late():
+        node = graph[i]
+        while not (node.is_source or _makes_memory(graph, node)):
+            node = graph[node.operands[0]]
+        if node.differentiable and not node.is_source:
             casts.add(node.id)
-        else:
-            waiting += node.operands
     return sum(graph[i].nbytes for i in casts)
 
 
