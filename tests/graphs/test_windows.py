@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gigagrad.boxes import Span
 from gigagrad.graphs import Call, lookup
 from gigagrad.graphs.graph import Ref
-from gigagrad.graphs.rows.windows import Window, inside_or_nearest, padded_groups_bytes
+from gigagrad.graphs.rows.windows import Window, inside_or_nearest, padded_groups_bytes, select
 from gigagrad.graphs.table import Refused, Site
 from gigagrad.threads import operator_threads
 
@@ -182,3 +182,21 @@ def test_convolutions_that_pad_no_groups(bench):
         w = b.weight(torch.zeros(32, 32 // groups, 5, 5))
         node = b.node(b.aten("conv2d.default", x, w, None, [1, 1], [2, 2], [1, 1], groups))
         assert padded_groups_bytes(Call(node, (b.node(x), b.node(w))), 400, 400) == 0
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "a view"])
+@given(st.lists(st.integers(1, 4), min_size=3, max_size=5), st.sampled_from([-3, -2, -1]), st.data())
+def test_selected_pixels_and_their_gradients_are_those_of_index_select(layout, shape, dim, data):
+    shape = (shape * 2)[:4] if layout == "channels last" else shape
+    crop = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    if layout == "channels last":
+        crop = crop.contiguous(memory_format=torch.channels_last)
+    elif layout == "a view":
+        crop = crop.movedim(0, -1)
+    crop = crop.detach().requires_grad_()
+    index = torch.tensor(data.draw(st.lists(st.integers(0, crop.shape[dim] - 1), min_size=1, max_size=6)))
+    found, expected = select(crop, dim, index), crop.index_select(dim, index)
+    assert torch.equal(found, expected)
+    cotangent = torch.arange(1.0, found.numel() + 1).reshape(found.shape)
+    gradients = [torch.autograd.grad(value, crop, cotangent)[0] for value in (found, expected)]
+    assert torch.equal(*gradients)

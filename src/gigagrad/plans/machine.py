@@ -25,7 +25,7 @@ from gigagrad.errors import GigagradError
 from gigagrad.files import write_json
 from gigagrad.plans.work import Work
 
-_FORMAT = "gigagrad machine profile 4"
+_FORMAT = "gigagrad machine profile 5"
 """Changes with the meaning of the kinds of work, so that an older profile is measured again."""
 
 _RATES = (

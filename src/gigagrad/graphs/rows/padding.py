@@ -13,7 +13,7 @@ import torch
 
 from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes, Node
-from gigagrad.graphs.rows.windows import fit, inside_or_nearest
+from gigagrad.graphs.rows.windows import fit, inside_or_nearest, select
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, common_axes, per_operand, register
 
 
@@ -85,7 +85,7 @@ class Padding(Row):
                 crop = fit(crop, pads, value=call["value"] or 0)
             else:
                 indices = [_fold(i, size, mode) - inside[axis].start for i in range(raw.start, raw.stop)]
-                crop = crop.index_select(dim, torch.tensor(indices, device=crop.device))
+                crop = select(crop, dim, torch.tensor(indices, device=crop.device))
         return crop
 
 

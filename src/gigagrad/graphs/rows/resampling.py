@@ -2,8 +2,9 @@
 
 Along one axis every output is a weighted sum of a few input pixels. Which pixels and which weights depends on the whole
 field's size and on the rounding inside PyTorch, so nearest neighbours are read off PyTorch itself (it resizes a ramp of
-indices), and the weights follow its source coordinate `(o + 1/2) scale - 1/2`, or `o scale` with align_corners. Where a
-field grows by a whole factor, a crop resized by PyTorch's own kernel is the same numbers, and faster.
+indices), and the weights follow its source coordinate `(o + 1/2) scale - 1/2`, or `o scale` with align_corners. A tile
+that is the whole field is resized by PyTorch's own kernel, and so is any crop whose pixels are copied a whole number of
+times: the same numbers, and faster.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 
 from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes
-from gigagrad.graphs.rows.windows import require_nchw
+from gigagrad.graphs.operators import call as call_operator
+from gigagrad.graphs.rows.windows import require_nchw, select
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, per_operand, register
 
 RESIZING = {
@@ -108,6 +110,11 @@ def _cubic(distance: torch.Tensor) -> torch.Tensor:
     return torch.where(d <= 1, near, torch.where(d < 2, far, torch.zeros_like(d)))
 
 
+def _copies(resizes: tuple[Resize, Resize]) -> bool:
+    """Whether every pixel is copied, the same number of times along each axis."""
+    return resizes[0].mode.startswith("nearest") and all(resize.whole_factor for resize in resizes)
+
+
 class Resampling(Row):
     saved = Saved.NOTHING
 
@@ -143,44 +150,63 @@ class Resampling(Row):
         return per_operand(call, lambda _: need)
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
-        """With explicit weights: one copy for each tap, a product and two sums; of one axis, then of the other."""
-        if all(self.resize(call, axis).whole_factor for axis in (0, 1)) and "bicubic" not in call.node.op:
+        """With explicit weights: a copy for each tap and sums, of one axis, then of the other; in float32 at least."""
+        resizes = self._resizes(call)
+        bilinear = resizes[0].mode == "bilinear"
+        whole = bilinear and out_pixels == call.node.size(0) * call.node.size(1)
+        if whole or _copies(resizes):
             return 0
-        taps = {"nearest": 1, "nearest-exact": 1, "bilinear": 2, "bicubic": 4}[RESIZING[call.node.op]]
+        taps = {"nearest": 1, "nearest-exact": 1, "bilinear": 2, "bicubic": 4}[resizes[0].mode]
         inside = operands[0]
         assert inside is not None
         pixels = max(out_pixels, inside[0].length * inside[1].length)
-        return (taps + 3) * call.node.bytes_per_pixel * pixels
+        wider = max(1, 4 // call.node.dtype.itemsize) if taps > 1 else 1
+        return (taps + (2 if bilinear else 3)) * wider * call.node.bytes_per_pixel * pixels
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        resizes = [self.resize(call, axis) for axis in (0, 1)]
+        resizes = self._resizes(call)
         inside = site.operands[0]
         assert inside is not None
-        mode = resizes[0].mode
-        if mode != "bicubic" and all(resize.whole_factor for resize in resizes):
-            return self._by_whole_factor(arguments["input"], mode, resizes, inside, site.out)
         crop_NCHW: torch.Tensor = arguments["input"]
+        if _copies(resizes):
+            return self._by_whole_factor(crop_NCHW, resizes, inside, site.out)
+        sizes = [Span(0, resize.size) for resize in resizes], [Span(0, resize.out_size) for resize in resizes]
+        if resizes[0].mode == "bilinear" and (list(inside), list(site.out)) == sizes:
+            resized: torch.Tensor = call_operator(call.node.op, arguments)
+            return resized
+        # Shorter types are interpolated in float32, as PyTorch does, and rounded once at the end.
+        if not resizes[0].mode.startswith("nearest"):
+            crop_NCHW = crop_NCHW.to(resizes[0].dtype)
         for axis in (0, 1):
-            index, weights = _taps(resizes[axis], site.out[axis])
-            index = (index - inside[axis].start).to(crop_NCHW.device)
-            parts = [crop_NCHW.index_select(2 + axis, tap) for tap in index]
-            if len(parts) == 1:
-                crop_NCHW = parts[0]
-                continue
-            # Shorter types are interpolated in float32, as PyTorch does, and rounded once at the end.
-            shaped = weights.to(crop_NCHW.device).reshape(len(parts), *((-1, 1) if axis == 0 else (-1,)))
-            crop_NCHW = parts[0] * shaped[0]
-            for part, weight in zip(parts[1:], shaped[1:], strict=True):
-                crop_NCHW = crop_NCHW + part * weight
+            crop_NCHW = self._by_weights(crop_NCHW, axis, resizes[axis], inside[axis], site.out[axis])
         return crop_NCHW.to(call.node.dtype)
+
+    @classmethod
+    def _resizes(cls, call: Call) -> tuple[Resize, Resize]:
+        return cls.resize(call, 0), cls.resize(call, 1)
+
+    @staticmethod
+    def _by_weights(crop_NCHW: torch.Tensor, axis: int, resize: Resize, inside: Span, out: Span) -> torch.Tensor:
+        index, weights = _taps(resize, out)
+        index = (index - inside.start).to(crop_NCHW.device)
+        weights = weights.to(crop_NCHW.device).reshape(len(index), *((-1, 1) if axis == 0 else (-1,)))
+        parts = [select(crop_NCHW, axis - 2, tap) for tap in index]
+        if len(parts) == 1:
+            return parts[0]
+        if len(parts) == 2:
+            return torch.lerp(parts[0], parts[1], weights[1])
+        total = parts[0] * weights[0]
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            total = torch.addcmul(total, part, weight)
+        return total
 
     @staticmethod
     def _by_whole_factor(
-        crop_NCHW: torch.Tensor, mode: str, resizes: list[Resize], inside: tuple[Span, Span], out: tuple[Span, Span]
+        crop_NCHW: torch.Tensor, resizes: tuple[Resize, Resize], inside: tuple[Span, Span], out: tuple[Span, Span]
     ) -> torch.Tensor:
         factors = [resize.whole_factor for resize in resizes]
         size = [factor * length for factor, length in zip(factors, crop_NCHW.shape[-2:], strict=True)]
-        resized = F.interpolate(crop_NCHW, size=size, mode=mode)
+        resized = F.interpolate(crop_NCHW, size=size, mode=resizes[0].mode)
         for axis in (0, 1):
             start = out[axis].start - inside[axis].start * factors[axis]
             if start or resized.shape[2 + axis] != out[axis].length:

@@ -69,6 +69,20 @@ def fit(crop: torch.Tensor, pads: list[int], value: float = 0.0) -> torch.Tensor
     return F.pad(grown, [min(0, amount) for amount in pads]) if min(pads) < 0 else grown
 
 
+def select(crop: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """Rows or columns by their indices: `crop.index_select(dim, index)` for `dim` -1 or -2 of NCHW, -2 or -3 of NHWC.
+
+    Along the middle of three axes, as they lie in memory, PyTorch is up to five times as fast as along one of four
+    (bench/select_pixels.py).
+    """
+    last = crop.ndim == 4 and dim > -3 and crop.is_contiguous(memory_format=torch.channels_last)
+    laid, axis = (crop.permute(0, 2, 3, 1), dim - 1) if last else (crop, dim)
+    before, after = laid.shape[:axis], laid.shape[axis:][1:]
+    flat = laid.reshape(prod(before), -1, prod(after)) if after else laid.reshape(prod(before), -1)
+    found = flat.index_select(1, index).reshape(*before, len(index), *after)
+    return found.permute(0, 3, 1, 2) if last else found
+
+
 def pair(value: Any) -> tuple[int, int]:
     """An operator's per-axis argument as `(y, x)`; ATen allows one number for both."""
     values = [value] if isinstance(value, int) else list(value)
