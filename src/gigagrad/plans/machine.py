@@ -25,6 +25,7 @@ from gigagrad.errors import GigagradError
 from gigagrad.files import write_json
 from gigagrad.plans.work import Work
 
+_LARGEST_CACHE_BYTES = 32 * 2**20
 _FORMAT = "gigagrad machine profile 5"
 """Changes with the meaning of the kinds of work, so that an older profile is measured again."""
 
@@ -114,7 +115,7 @@ class Machine:
     """What the cost model knows of the machine. Rates are of one thread unless they say otherwise."""
 
     threads: int = 1
-    cache_bytes: int = 32 * 2**20
+    cache_bytes: int = _LARGEST_CACHE_BYTES
     cached_bytes_per_second: float = 40e9
     memory_bytes_per_second: float = 12e9
     flops_per_second: float = 100e9
@@ -167,12 +168,15 @@ class Machine:
 
 
 def cache_bytes() -> int:
-    """The last-level cache as the kernel reports it, or the default."""
+    """The last-level cache as the kernel reports it, but no more than 32 MiB, and that where it reports none.
+
+    A guest on a large server is told of a cache of hundreds of MiB that all its neighbours use.
+    """
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
         sizes.append(int(text[:-1]) * {"K": 2**10, "M": 2**20}.get(text[-1], 1))
-    return max(sizes) if sizes else 32 * 2**20
+    return min(max(sizes, default=_LARGEST_CACHE_BYTES), _LARGEST_CACHE_BYTES)
 
 
 def machine_key() -> dict[str, str | int]:
