@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,21 +22,34 @@ from gigagrad.execution.process import (
 MIB = 2**20
 
 
-def test_what_is_used_is_counted_and_what_is_freed_is_not():
-    settle_allocator()
-    return_freed_memory()
-    if (before := used_bytes()) is None:
-        pytest.skip("the C library does not tell")
+_TAKE_AND_FREE = """
+import mmap, torch
+from gigagrad.execution.process import return_freed_memory, settle_allocator, used_bytes
+
+settle_allocator()
+return_freed_memory()
+before = used_bytes()
+if before is not None:
     small = [torch.zeros(2**18 - 64) for _ in range(40)]  # 40 MiB in the heap
     last = torch.zeros(64)  # above them, so that the heap cannot shrink
     large = torch.empty(25 * 2**18)  # mapped, never touched
-    elsewhere = mmap.mmap(-1, 20 * MIB)
-    elsewhere.write(bytes(20 * MIB))
-    assert 56 * MIB < used_bytes() - before < 68 * MIB
+    elsewhere = mmap.mmap(-1, 20 * 2**20)
+    elsewhere.write(bytes(20 * 2**20))
+    print(used_bytes() - before)
     del small, large
     elsewhere.close()
-    assert abs(used_bytes() - before) < 6 * MIB
-    assert last.numel() == 64
+    print(used_bytes() - before)
+"""
+
+
+def test_what_is_used_is_counted_and_what_is_freed_is_not():
+    """In a process of its own: blocks that others took and never touched count as soon as they are touched."""
+    done = subprocess.run([sys.executable, "-c", _TAKE_AND_FREE], capture_output=True, text=True, check=True)
+    if not done.stdout:
+        pytest.skip("the C library does not tell")
+    taken, left = map(int, done.stdout.split())
+    assert 56 * MIB < taken < 68 * MIB
+    assert abs(left) < 6 * MIB
 
 
 def test_what_is_given_back_stays_so():

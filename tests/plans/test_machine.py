@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gigagrad.plans import Machine
+from gigagrad.plans import Machine, machine
 from gigagrad.plans.machine import (
     ProfileError,
     Seconds,
@@ -195,3 +195,14 @@ def test_dearer_tiles_are_larger(unet):
     dear = plan_of(unet, machine=dataclasses.replace(Machine(), model=TimeModel({"tile.calls": 10.0}, 0.1)))
     assert dear.tile_count <= cheap.tile_count
     assert dear.tile_count == 1
+
+
+@pytest.mark.parametrize(
+    ("reported", "mebibytes"), [(["48K", "2048K", "491520K"], 32), (["48K", "1M", "16384K"], 16), ([], 32)]
+)
+def test_a_cache_that_a_whole_server_shares_is_not_counted_on(reported, mebibytes, monkeypatch, tmp_path):
+    for index, size in enumerate(reported):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    monkeypatch.setattr(machine, "_CACHES", tmp_path)
+    assert machine.cache_bytes() == mebibytes * 2**20

@@ -26,6 +26,7 @@ from gigagrad.files import write_json
 from gigagrad.plans.work import Work
 
 _LARGEST_CACHE_BYTES = 32 * 2**20
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _FORMAT = "gigagrad machine profile 5"
 """Changes with the meaning of the kinds of work, so that an older profile is measured again."""
 
@@ -173,7 +174,7 @@ def cache_bytes() -> int:
     A guest on a large server is told of a cache of hundreds of MiB that all its neighbours use.
     """
     sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+    for path in _CACHES.glob("index*/size"):
         text = path.read_text().strip()
         sizes.append(int(text[:-1]) * {"K": 2**10, "M": 2**20}.get(text[-1], 1))
     return min(max(sizes, default=_LARGEST_CACHE_BYTES), _LARGEST_CACHE_BYTES)
