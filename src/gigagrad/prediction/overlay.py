@@ -63,12 +63,12 @@ def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> 
         # A background border of 1 px lets contours at the picture's edge close there.
         framed = np.pad(inside.astype(np.uint8), 1)
         contours, _ = cv2.findContours(framed, cv2.RETR_LIST, cv2.CHAIN_APPROX_SIMPLE, offset=(-1, -1))
-        narrow = [min(cv2.boundingRect(contour)[2:]) < _NARROW * layer.width_px for contour in contours]
-        broad = [contour for contour, is_narrow in zip(contours, narrow, strict=True) if not is_narrow]
+        broad, narrow = [], []
+        for contour in contours:
+            (narrow if min(cv2.boundingRect(contour)[2:]) < _NARROW * layer.width_px else broad).append(contour)
         for width_px, color in ((layer.width_px + 2, _CASING), (layer.width_px, layer.color)):
             cv2.polylines(picture, broad, isClosed=True, color=color, thickness=width_px, lineType=cv2.LINE_AA)
-        specks = [contour for contour, is_narrow in zip(contours, narrow, strict=True) if is_narrow]
-        cv2.polylines(picture, specks, isClosed=True, color=layer.color, thickness=1)
+        cv2.polylines(picture, narrow, isClosed=True, color=layer.color, thickness=1)
     return np.concatenate([picture, _legend(drawn, picture.shape[1])])
 
 
