@@ -63,7 +63,7 @@ def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> 
         # A background border of 1 px lets contours at the picture's edge close there.
         framed = np.pad(inside.astype(np.uint8), 1)
         contours, _ = cv2.findContours(framed, cv2.RETR_LIST, cv2.CHAIN_APPROX_SIMPLE, offset=(-1, -1))
-        broad, narrow = [], []
+        broad, narrow = list[Any](), list[Any]()
         for contour in contours:
             (narrow if min(cv2.boundingRect(contour)[2:]) < _NARROW * layer.width_px else broad).append(contour)
         for width_px, color in ((layer.width_px + 2, _CASING), (layer.width_px, layer.color)):
