@@ -95,6 +95,7 @@ class Events:
 
     def __init__(self, listeners: tuple[Listener, ...] = ()) -> None:
         self._listeners = list(listeners)
+        self._told: set[Notice] = set()
 
     def subscribe(self, listener: Listener) -> None:
         self._listeners.append(listener)
@@ -102,3 +103,9 @@ class Events:
     def emit(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
+
+    def emit_once(self, notice: Notice) -> None:
+        """`emit`, unless the same was said so before: what would be repeated in every step."""
+        if notice not in self._told:
+            self._told.add(notice)
+            self.emit(notice)

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 
 import gigagrad as gg
+from gigagrad.events import Notice
 from gigagrad.execution.fields import Fields
-from gigagrad.execution.parallel import in_order
+from gigagrad.execution.parallel import TileThreads, in_order
+from gigagrad.execution.process import Trimmer
 from gigagrad.execution.tile import TileInputs
-from gigagrad.threads import SideThreads
 
 
 @pytest.fixture
@@ -37,17 +38,82 @@ def test_results_come_in_the_order_of_the_items() -> None:
             gate.set()
         return item * item
 
-    with SideThreads(3, "test") as pool:
+    with TileThreads(3) as pool:
         assert list(in_order(range(9), work, pool)) == [i * i for i in range(9)]
 
 
 def test_each_worker_has_one_thread_and_the_callers_setting_stays(two_threads: None) -> None:
-    with SideThreads(2, "test") as pool:
+    with TileThreads(2) as pool:
         for _ in range(2):  # one sweep after the other
             assert set(in_order(range(8), lambda _: torch.get_num_threads(), pool)) == {1}
             assert torch.get_num_threads() == 2
             assert list(in_order(range(2), lambda _: torch.get_num_threads(), None)) == [2, 2]
     assert torch.get_num_threads() == 2
+
+
+class Crowd:
+    """How many are at work at a time."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.002)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.now -= 1
+
+
+def test_fewer_are_at_work_while_one_is_held() -> None:
+    crowd = Crowd()
+
+    def work(item: int) -> int:
+        with crowd:
+            return item
+
+    with TileThreads(3) as pool:
+        for item in in_order(range(30), work, pool):
+            if item in (5, 15):
+                pool.hold_one()
+                assert crowd.now <= pool.at_a_time
+                crowd.most = 0
+        assert pool.at_a_time == crowd.most == 1
+        pool.let_go()
+        assert list(in_order(range(30), work, pool)) == list(range(30))
+        assert pool.at_a_time == crowd.most == 3
+
+
+def test_where_memory_is_short_tiles_go_one_at_a_time_and_give_the_same_bits(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 1, 3))
+    image, target = torch.rand(1, 90, 90), torch.rand(1, 86, 86)
+    told: list[str] = []
+    asked: list[int] = []
+    found = []
+    for short in (False, True):
+        engine = gg.compile(model, F.binary_cross_entropy_with_logits, tile=(20, 20), memory="64 GiB")
+        engine.events.subscribe(lambda event: told.append(event.text) if isinstance(event, Notice) else None)
+        for _ in range(2):
+            asked.clear()
+            monkeypatch.setattr(Trimmer, "is_short", lambda *given, short=short: asked.append(given[2]) or short)
+            model.zero_grad()
+            engine.backward(image, target)
+            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        assert engine.plan(image, target).workers == 2
+        passes = len(engine.plan(image, target).passes)
+        # Asked after every tile; once it was short, not again before the next pass, where all may work again.
+        assert len(asked) == (passes if short else engine.plan(image, target).tile_count)
+        assert set(asked) == {2}
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert len(told) == 1
+    assert "fewer tiles" in told[0]
 
 
 def test_an_error_in_a_worker_reaches_the_caller_and_ends_the_work(two_threads: None) -> None:
@@ -59,7 +125,7 @@ def test_an_error_in_a_worker_reaches_the_caller_and_ends_the_work(two_threads: 
             raise ValueError("tile 1")
         return item
 
-    with SideThreads(2, "test") as pool:
+    with TileThreads(2) as pool:
         with pytest.raises(ValueError, match="tile 1"):
             list(in_order(range(1000), work, pool))
         assert len(started) < 10

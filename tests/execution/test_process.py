@@ -89,9 +89,9 @@ def test_the_peak_is_no_less_than_what_is_held():
     assert 0 < resident_bytes() <= peak_resident_bytes()
 
 
-def trimmer_at(limit, tiles=30):
+def trimmer_at(limit, tiles=30, budget=None):
     """Whose limit, beside tiles of so many MiB, is this."""
-    trimmer = Trimmer((limit + tiles) * MIB + process.UNNOTICED_BYTES)
+    trimmer = Trimmer((limit + tiles) * MIB + process.UNNOTICED_BYTES, budget * MIB if budget else None)
     trimmer.begin_pass(tiles * MIB)
     return trimmer
 
@@ -147,3 +147,19 @@ class TestTrimmer:
         trimmer.begin_pass(11 * MIB)
         trimmer.tile_done()
         assert held["given_back"] == 1
+
+    def test_another_tile_fits_where_there_is_room_for_it_after_giving_back(self, held):
+        trimmer = trimmer_at(100, budget=150)
+        held["now"] = 130
+        assert not trimmer.is_short(10 * MIB, 2)  # room for both: not even looked at what could be given back
+        assert held["given_back"] == 0
+        held["now"], held["left"] = 131, 140
+        assert not trimmer.is_short(10 * MIB, 2)
+        assert held["given_back"] == 1
+        held["now"], held["left"] = 150, 141
+        assert trimmer.is_short(10 * MIB, 2)
+
+    def test_without_a_budget_nothing_is_short(self, held):
+        held["now"] = held["left"] = 10**6
+        assert not trimmer_at(100).is_short(10 * MIB, 2)
+        assert held["given_back"] == 0

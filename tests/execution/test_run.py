@@ -184,7 +184,7 @@ def test_memory_is_given_back_for_what_each_pass_will_take(monkeypatch):
     told = []
 
     class Recorder:
-        def __init__(self, peak_bytes):
+        def __init__(self, peak_bytes, budget_bytes):
             told.clear()
 
         def begin_pass(self, tile_bytes):
@@ -195,6 +195,9 @@ def test_memory_is_given_back_for_what_each_pass_will_take(monkeypatch):
 
         def tile_done(self):
             pass
+
+        def is_short(self, tile_bytes, at_a_time):
+            return False
 
     monkeypatch.setattr("gigagrad.execution.run.Trimmer", Recorder)
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 512, 1), torch.nn.Conv2d(512, 512, 3), torch.nn.BatchNorm2d(512))

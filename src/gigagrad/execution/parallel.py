@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from threading import Semaphore
 from typing import TypeVar
 
 from gigagrad.threads import SideThreads, operator_threads
@@ -17,7 +18,42 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_order(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThreads | None) -> Iterator[Result]:
+class TileThreads(SideThreads):
+    """Threads that compute one tile each; fewer of them at a time where memory is short."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count, "gigagrad-tile")
+        self._places = Semaphore(count)
+        self._held = 0
+
+    @property
+    def at_a_time(self) -> int:
+        """How many tiles may be computed beside each other now."""
+        return self.count - self._held
+
+    def hold_one(self) -> None:
+        """From now on one tile fewer at a time; returns when no more than that are at work."""
+        assert self.at_a_time > 1
+        self._places.acquire()
+        self._held += 1
+
+    def let_go(self) -> None:
+        """As many at a time as there are threads again."""
+        while self._held:
+            self._places.release()
+            self._held -= 1
+
+    def in_its_place(self, work: Callable[[Item], Result]) -> Callable[[Item], Result]:
+        """The same work, begun only when a place is free."""
+
+        def placed(item: Item) -> Result:
+            with self._places:
+                return work(item)
+
+        return placed
+
+
+def in_order(items: Iterable[Item], work: Callable[[Item], Result], pool: TileThreads | None) -> Iterator[Result]:
     """`work(item)` for every item, in the order of the items; as many at a time as the pool has threads.
 
     Without a pool everything runs in the caller's thread, and PyTorch's operators share their own threads.
@@ -27,7 +63,7 @@ def in_order(items: Iterable[Item], work: Callable[[Item], Result], pool: SideTh
         return
     with operator_threads(1):
         # One in the queue, so that nobody waits for whoever delivers the items.
-        yield from ahead(items, work, pool, pool.count)
+        yield from ahead(items, pool.in_its_place(work), pool, pool.count)
 
 
 def ahead(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThreads, most: int) -> Iterator[Result]:

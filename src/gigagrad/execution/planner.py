@@ -143,7 +143,6 @@ class Planner:
         self._versions: int | None = None
         """Of the trainable parameters when a backward was first prepared: any write to one counts up."""
         self._stepped = False
-        self._noticed: set[str] = set()
 
     def prepare(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
         """A graph and a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
@@ -328,18 +327,13 @@ class Planner:
     def _machine(self, workers: int | None = None) -> Machine:
         """The machine, with its saved profile if there is one; a GPU's times are not what that predicts."""
         threads = torch.get_num_threads() if self._device.type == "cpu" else 1
-        machine = Machine.detect(workers or threads, self._notice_once)
+        machine = Machine.detect(workers or threads, lambda text: self._events.emit_once(Notice(text, warning=True)))
         return machine if self._device.type == "cpu" else dataclasses.replace(machine, model=None)
 
     def _codec(self) -> Codec | None:
         """A lossless codec for files, where calibration says that it is faster than the disk."""
         machine = self._machine()
         return faster_codec(machine.disk_bytes_per_second, machine.codec_bytes_per_second, machine.codec_ratio)
-
-    def _notice_once(self, text: str) -> None:
-        if text not in self._noticed:
-            self._noticed.add(text)
-            self._events.emit(Notice(text, warning=True))
 
 
 def _compiled_bytes(prepared: Prepared, *, backward: bool) -> int:

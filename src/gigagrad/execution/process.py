@@ -152,7 +152,7 @@ def peak_bytes(device: torch.device) -> int:
 
 class Trimmer:
     """Keeps the allocator's hoard inside the plan: between tiles, gives freed memory back where the next ones would
-    exceed `peak_bytes` beside it.
+    exceed the plan's `peak_bytes` beside it.
 
     Giving back costs page faults in the next tile, so it happens only there, and ever more rarely where it does not
     help.
@@ -160,8 +160,8 @@ class Trimmer:
 
     _LONGEST_PAUSE = 64
 
-    def __init__(self, peak_bytes: int) -> None:
-        self._peak_bytes = peak_bytes
+    def __init__(self, peak_bytes: int, budget_bytes: int | None) -> None:
+        self._peak_bytes, self._budget_bytes = peak_bytes, budget_bytes
         self.begin_pass(0)
 
     def begin_pass(self, tile_bytes: int) -> None:
@@ -184,3 +184,12 @@ class Trimmer:
             helped = resident_bytes() <= self._limit_bytes
             self._pause = 1 if helped else min(2 * self._pause, self._LONGEST_PAUSE)
         self._tiles_to_go = self._pause
+
+    def is_short(self, tile_bytes: int, at_a_time: int) -> bool:
+        """Whether the budget has no room for another tile, with all given back that can be: the process holds more than
+        the plan foresaw. Nothing is given back where there is room for all that may be computed at a time.
+        """
+        if self._budget_bytes is None or resident_bytes() + at_a_time * tile_bytes <= self._budget_bytes:
+            return False
+        return_freed_memory()
+        return resident_bytes() + tile_bytes > self._budget_bytes

@@ -18,9 +18,9 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from gigagrad.boxes import Box
-from gigagrad.events import Events, TileDone
+from gigagrad.events import Events, Notice, TileDone
 from gigagrad.execution.fields import Fields
-from gigagrad.execution.parallel import in_order
+from gigagrad.execution.parallel import TileThreads, in_order
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.process import Trimmer
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
@@ -61,9 +61,11 @@ class Run:
         self._rounding_errors = RoundingErrors(prepared.graph)
         # Kept from sweep to sweep: what a new thread's first operators set up takes longer than a small tile.
         self._reader = SideThreads(1, "gigagrad-read")
-        self._workers = SideThreads(plan.workers, "gigagrad-tile") if plan.workers > 1 else None
+        self._workers = TileThreads(plan.workers) if plan.workers > 1 else None
         self._sums: Totals = {}
-        self._trimmer = Trimmer(plan.predicted_peak_bytes) if prepared.device.type == "cpu" else None
+        on_cpu = prepared.device.type == "cpu"
+        self._trimmer = Trimmer(plan.predicted_peak_bytes, plan.budget_bytes) if on_cpu else None
+        self._tile_bytes = 0
         self._done = 0
         self._total = plan.tile_count
         for node in self._graph.nodes:
@@ -310,7 +312,10 @@ class Run:
             plan = self._prepared.plan
             step = plan.passes[index]
             planned, stage = plan.stages[step.stage], self._prepared.stages[step.stage]
-            self._trimmer.begin_pass(plan.workers * planned.tile_peak_bytes + planned.beside_bytes)
+            self._tile_bytes = planned.tile_peak_bytes
+            self._trimmer.begin_pass(plan.workers * self._tile_bytes + planned.beside_bytes)
+            if self._workers is not None:
+                self._workers.let_go()
             sums = 0 if step.phase == "forward" else gradient_sum_bytes(self._graph, stage)
             self._trimmer.make_room(sums + self._fields.bytes_from(index))
         self._fields.begin(index)
@@ -324,7 +329,18 @@ class Run:
         self._done += 1
         if self._trimmer is not None:
             self._trimmer.tile_done()
+            self._hold_back(self._trimmer)
         self._events.emit(TileDone(phase, self._done, self._total))
+
+    def _hold_back(self, trimmer: Trimmer) -> None:
+        """Fewer tiles at a time, for the rest of the pass, where another one might not fit in the budget."""
+        workers = self._workers
+        if workers is not None and workers.at_a_time > 1 and trimmer.is_short(self._tile_bytes, workers.at_a_time):
+            workers.hold_one()
+            told = (
+                "the process holds more than was planned; to stay within the budget, fewer tiles are computed at a time"
+            )
+            self._events.emit_once(Notice(told))
 
     # Reductions
 
