@@ -4,17 +4,19 @@
 
 Every network takes a few training steps, in training and in evaluation mode, on noise of 512 to 2048 px, each size in a
 process of its own; the fastest counts. Compared are the plan's seconds by the model of time (not by the trial of
-layouts) with the clock; processor time stands beside it, for other programs disturb the clock. All is done once more in
-every further pass: `repeats_to` is by how much the first two differ on average where the plan was the same, which no
-prediction can better. With `OMP_NUM_THREADS=1` one thread's work is judged alone, which takes a profile of its own
-(`OMP_NUM_THREADS=1 gigagrad calibrate`). Prints one JSON line last. With `--predictors` no network is run: three
-predictors are compared on the networks of the calibration itself, each network held out in its turn.
+layouts) with the clock; processor time stands beside it, for other programs disturb the clock, and the system's part of
+it, most of which is what new memory costs. All is done once more in every further pass: `repeats_to` is by how much the
+first two differ on average where the plan was the same, which no prediction can better. With `OMP_NUM_THREADS=1` one
+thread's work is judged alone, which takes a profile of its own (`OMP_NUM_THREADS=1 gigagrad calibrate`). Prints one
+JSON line last. With `--predictors` no network is run: three predictors are compared on the networks of the calibration
+itself, each network held out in its turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -90,11 +92,13 @@ def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int) -> d
     planning = time.perf_counter() - start
     assert all(stage.seconds is not None for stage in plan.stages), "no profile; run 'gigagrad calibrate' first"
     predicted = sum(stage.seconds or 0.0 for stage in plan.stages)
-    wall = processor = float("inf")
+    wall = processor = system = float("inf")
     for _ in range(rounds + 1):
-        before = time.process_time()
+        before = os.times()
         engine.backward(image, target)
-        processor = min(processor, time.process_time() - before)
+        after = os.times()
+        processor = min(processor, after.user + after.system - before.user - before.system)
+        system = min(system, after.system - before.system)
         assert engine.last_run is not None
         wall = min(wall, engine.last_run.seconds)
     return {
@@ -110,6 +114,7 @@ def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int) -> d
         "measured": round(wall, 3),
         "error": round(predicted / wall - 1, 3),
         "processor": round(processor, 3),
+        "system": round(system, 2),
     }
 
 

@@ -3,8 +3,7 @@
     python bench/tiers.py --scratch DIR [--gibibytes 8] [--side 3072] [--rounds 3]
 
 Bandwidth: a field of 64 channels is written crop by crop and flushed to the disk, forgotten by the page cache, and read
-crop by crop; the disk's own is that of large blocks, by-passing the cache, in a file of the same size, and beside it
-stands what a plain file written through the page cache in such blocks gets, with nothing computed. Overlap: a step
+crop by crop; the disk's own is that of large blocks, by-passing the cache, in a file of the same size. Overlap: a step
 of a small network with batch normalisation in training mode, by one thread, with all fields in files; beside it the
 same tiles with the fields in memory, which is the computation alone, and the same crops read and written with nothing
 computed, which is the transfer alone. Rounds are interleaved, medians are compared. Prints one JSON line last.
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 import time
 from itertools import count
 from pathlib import Path
@@ -60,22 +58,10 @@ def main() -> None:
     print(json.dumps(line))
 
 
-def written_through_the_cache(folder: Path, nbytes: int) -> float:
-    """Bytes per second of one thread that writes large blocks to a reserved file and waits until the disk has them."""
-    block = memoryview(torch.randint(0, 256, (2**22,), dtype=torch.uint8).numpy())
-    with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, nbytes)
-        start = time.perf_counter()
-        for offset in range(0, nbytes, len(block)):
-            os.pwrite(file.fileno(), block, offset)
-        os.fsync(file.fileno())
-        return nbytes / (time.perf_counter() - start)
-
-
 def bandwidth(folder: Path, nbytes: int) -> dict[str, float]:
     side = int((nbytes / 4 / CHANNELS) ** 0.5) // CROP_PX * CROP_PX
     crop = torch.randn(1, CHANNELS, CROP_PX, CROP_PX).contiguous(memory_format=torch.channels_last)
-    own, cached = disk_rates(folder, nbytes), written_through_the_cache(folder, nbytes)
+    own = disk_rates(folder, nbytes)
     scratch = Scratch(folder, nbytes)
     try:
         store = DiskStore((1, CHANNELS, side, side), torch.float32, (-2, -1), scratch=scratch, name="field")
@@ -97,11 +83,9 @@ def bandwidth(folder: Path, nbytes: int) -> dict[str, float]:
     return {
         "disk_write_gb_per_second": round(own.write / 1e9, 2),
         "disk_read_gb_per_second": round(own.read / 1e9, 2),
-        "plain_file_write_gb_per_second": round(cached / 1e9, 2),
         "write_gb_per_second": round(written / 1e9, 2),
         "read_gb_per_second": round(read / 1e9, 2),
         "write_share": round(written / own.write, 2),
-        "write_share_of_a_plain_file": round(written / cached, 2),
         "read_share": round(read / own.read, 2),
     }
 
