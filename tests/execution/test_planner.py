@@ -67,6 +67,28 @@ def test_what_a_run_added_is_not_added_again(job):
     assert other.plan(image, image[:1]).runtime_bytes == after.runtime_bytes
 
 
+def test_what_a_trial_of_layouts_brought_is_not_added_again(job, monkeypatch):
+    """Its kernels are those that the first run needs: the plan that was announced is the one that runs."""
+    engine, _, held, _ = job
+    small = gg.compile(torch.nn.Conv2d(3, 1, 3, padding=1), engine.loss, memory=1000 * MIB, tile=(256, 256))
+    image = np.zeros((3, 3000, 3000), np.float32)
+
+    def trial(prepared):
+        held["bytes"] += 30 * MIB
+        return "channels_last", 1.0
+
+    monkeypatch.setattr(planner, "faster_layout", trial)
+    before = small.plan(image, image[:1])
+    assert held["bytes"] == 430 * MIB
+    assert small.plan(image, image[:1]) is before
+    held["bytes"] += 20 * MIB
+    after = small.plan(image, image[:1])
+    assert after.predicted_peak_bytes == before.predicted_peak_bytes + 20 * MIB
+    planner.RESIDUE.tried_bytes = 500 * MIB
+    held["bytes"] += 200 * MIB
+    assert small.plan(image, image[:1]).runtime_bytes > 24 * MIB  # threads, readers and the optimizer's kernels
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_freed_memory_is_given_back_only_where_the_process_may_have_grown(job, monkeypatch, told):
     """It is what the next step would take: giving it back before every step costs a page fault for every page."""

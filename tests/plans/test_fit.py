@@ -1,5 +1,7 @@
 """Fitting tiles beside what else a process holds."""
 
+import math
+
 import pytest
 from torch import nn
 
@@ -83,6 +85,30 @@ def test_blocks_that_freed_memory_does_not_serve_are_told_stage_by_stage():
     assert waiting > 2 * 128 * 128 * 512 * 4  # two crops of the field before the norm, and their cotangents
     light = graph_of(residual(3))
     assert {stage.beside_bytes for stage in plan_of(light, tiles=((64, 64),)).stages} == {0}
+
+
+@pytest.mark.parametrize(
+    ("tile", "threads", "doublings"), [(128, 2, 0), (64, 2, math.log2(2.56)), (8, 2, 5), (64, 1, 0)]
+)
+def test_very_many_tiles_side_by_side_have_room_for_the_worst_of_their_orders(tile, threads, doublings):
+    """In the prediction, and kept free between tiles: what is freed does not serve there."""
+    graph = graph_of(nn.Conv2d(3, 4, 3, padding=1), size=1024)
+    made = make_plan(
+        graph,
+        limits(),
+        Machine(threads=threads),
+        image_shape=graph.source("image").shape,
+        backward=True,
+        device="cpu",
+        memory_format="contiguous",
+        tiles=((tile, tile),),
+    )
+    (stage,) = made.stages
+    assert made.workers == threads
+    tiles = made.workers * stage.tile_peak_bytes
+    assert stage.beside_bytes == pytest.approx(0.05 * doublings * tiles, abs=1)
+    counted = sum(size for _, size in made.memory_parts())
+    assert made.predicted_peak_bytes - counted == pytest.approx((0.5 + 0.05 * doublings) * tiles, abs=2)
 
 
 def test_kept_shares_lie_beside_the_tiles_that_compute_them_again():

@@ -217,7 +217,7 @@ class Planner:
             budget_bytes=self._budgets.memory_bytes,
             base_bytes=held_bytes(self._device),
             reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
-            runtime_bytes=(_LATER_RUNTIME_BYTES if RESIDUE.warm else _RUNTIME_BYTES) + UNNOTICED_BYTES,
+            runtime_bytes=_runtime_bytes() + UNNOTICED_BYTES,
             compiled_room_bytes=MOST_COMPILED_BYTES - RESIDUE.compiled_bytes,
             optimizer_bytes=self._optimizer_bytes() if backward else 0,
             host_bytes=self._budgets.host_room() if self._device.type == "cuda" else 0,
@@ -277,6 +277,7 @@ class Planner:
         if adopted is None and many and plan.memory_format == "channels_last":
             layout, seconds = faster_layout(prepared)
             return_freed_memory()  # what the slower layout left behind would lie under the run's own peak
+            RESIDUE.tried_bytes += max(0, held_bytes(self._device) - limits.base_bytes)
             plan = dataclasses.replace(plan, memory_format=layout, predicted_seconds=seconds)
             prepared = dataclasses.replace(prepared, plan=plan)
         return _Kept(prepared, limits, _compiled_bytes(prepared, backward=backward))
@@ -340,6 +341,11 @@ def _compiled_bytes(prepared: Prepared, *, backward: bool) -> int:
     """What its convolutions are compiled to."""
     on_tiles = sum(compiled_bytes(prepared.grid(stage), backward=backward) for stage in prepared.stages)
     return on_tiles + whole_compiled_bytes(prepared.graph, backward=backward)
+
+
+def _runtime_bytes() -> int:
+    """What kernels, threads and readers will add to the process as it is."""
+    return _LATER_RUNTIME_BYTES if RESIDUE.warm else max(_LATER_RUNTIME_BYTES, _RUNTIME_BYTES - RESIDUE.tried_bytes)
 
 
 def _packing_of(rounding: Rounding | None) -> Packing:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph
@@ -23,6 +23,12 @@ from gigagrad.plans.traffic import traffic_bytes, waiting_bytes
 
 _ALLOCATOR_SLACK = 1.5
 """Resident bytes per byte that tiles allocate: freed blocks that the allocator has not given back."""
+
+_FEW_TILES = 100
+_SLACK_OF_DOUBLING = 0.05
+_MOST_FURTHER_SLACK = 0.25
+"""Tiles side by side take and free blocks in ever another order, and the worst of many orders is worse: beyond a few
+tiles each doubling adds some slack, up to five doublings (docs/decisions/0013-whole-process-accounting.md)."""
 
 _TAPE_SLACK = 1.25
 """The same for whole fields and the parameters' gradients, beside which nothing is given back while they are made."""
@@ -263,16 +269,14 @@ class _Tilings:
             return None
         seconds, best = min(rated, key=lambda pair: pair[0])
         known = seconds if self.machine.model is not None else None
-        plan = dataclasses.replace(
-            best.plan, index=self.stage.index, beside_bytes=self._mapped_beside(best), seconds=known
-        )
+        plan = dataclasses.replace(best.plan, index=self.stage.index, beside_bytes=self._kept_free(best), seconds=known)
         working = sum(self.working_bytes)
         return _Sweeps(plan, seconds, self.total(best), self._waiting(best), working, best.compiled_bytes)
 
     def total(self, cost: TileCost) -> int:
         """Bytes of the process while the stage's sweeps run, less what convolutions are compiled to."""
         shares, sums = self.working_bytes
-        tiles = int(self.workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK)
+        tiles = int(self.workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK) + self._further_slack(cost)
         # The only tile is gone when what it gave is added to sums that did not exist before.
         apart = min(tiles, sums) if cost.plan.tile_count == 1 else 0
         return self.standing + shares + sums + self._waiting(cost) + tiles - apart
@@ -291,12 +295,22 @@ class _Tilings:
         behind = waiting_bytes(self.graph, self.stage, cost.crops, self.kept, backward=self._backward)
         return ahead * cost.crop_bytes + self.workers * cost.own_crop_bytes + behind
 
-    def _mapped_beside(self, cost: TileCost) -> int:
-        """Of what comes and goes beside the tiles, what is taken from the system block by block."""
+    def _further_slack(self, cost: TileCost) -> int:
+        """What many tiles side by side need beyond `_ALLOCATOR_SLACK`."""
+        if self.workers == 1 or cost.plan.tile_count <= _FEW_TILES:
+            return 0
+        further = _SLACK_OF_DOUBLING * math.log2(cost.plan.tile_count / _FEW_TILES)
+        return int(self.workers * cost.plan.tile_peak_bytes * min(further, _MOST_FURTHER_SLACK))
+
+    def _kept_free(self, cost: TileCost) -> int:
+        """What freed memory does not serve: of what comes and goes beside the tiles, what is taken from the system
+        block by block, and what tiles need beyond any order of freed blocks.
+        """
         crops = [height * width * self.graph[i].bytes_per_pixel for i, (height, width) in cost.crops.items()]
         waiting = self._waiting(cost) if max(crops, default=0) >= MAPPED_BYTES else 0
         weights = [self.graph[i].nbytes for i in self.stage.globals if self._backward and self.graph[i].differentiable]
-        return waiting + _contributions(self.workers) * sum(n for n in weights if n >= MAPPED_BYTES)
+        mapped = waiting + _contributions(self.workers) * sum(n for n in weights if n >= MAPPED_BYTES)
+        return mapped + self._further_slack(cost)
 
     def _seconds(self, cost: TileCost) -> float:
         each = (self.graph, self.machine, self.stage, cost, self.kept)
@@ -325,7 +339,7 @@ def _gradient_bytes(graph: Graph, *, backward: bool) -> int:
     total = 0
     for node in graph.nodes:
         if node.op == "parameter":
-            total += max(node.nbytes, 4 * prod(node.shape)) if backward and node.differentiable else 0
+            total += max(node.nbytes, 4 * math.prod(node.shape)) if backward and node.differentiable else 0
         elif not (node.is_field or node.is_source or node.whole):
             total += node.nbytes
     return total

@@ -27,8 +27,9 @@ class StagePlan:
     """Pixels read per pixel of the image: 1 means that nothing is computed twice."""
     tile_peak_bytes: int
     beside_bytes: int = 0
-    """Of what comes and goes beside its tiles (crops that wait, contributions to gradients) those blocks that the
-    allocator takes from the system one by one: freed memory does not serve them."""
+    """What freed memory does not serve. Of what comes and goes beside its tiles (crops that wait, contributions to
+    gradients) those blocks that the allocator takes from the system one by one; and where very many tiles are computed
+    side by side, what their blocks may need beyond any order of freed ones."""
     seconds: float | None = None
     """All sweeps of this stage together, by the fitted model of time; None on a machine that is not calibrated."""
 
