@@ -1,9 +1,10 @@
 """Files of fields: their bandwidth beside the disk's own, and how much of the transfer hides behind the computation.
 
-    python bench/tiers.py --scratch DIR [--gibibytes 8] [--side 3072] [--rounds 3]
+    python bench/tiers.py --scratch DIR [--gibibytes N] [--side 3072] [--rounds 3]
 
 Bandwidth: a field of 64 channels is written crop by crop and flushed to the disk, forgotten by the page cache, and read
-crop by crop; the disk's own is that of large blocks, by-passing the cache, in a file of the same size. Overlap: a step
+crop by crop; the disk's own is that of large blocks, by-passing the cache, in a file of the same size. Files that are
+more than memory go past the cache: that is the size unless `--gibibytes` says otherwise. Overlap: a step
 of a small network with batch normalisation in training mode, by one thread, with all fields in files; beside it the
 same tiles with the fields in memory, which is the computation alone, and the same crops read and written with nothing
 computed, which is the transfer alone. Rounds are interleaved, medians are compared. Prints one JSON line last.
@@ -28,6 +29,7 @@ import gigagrad as gg
 from gigagrad.boxes import Box, tiles
 from gigagrad.execution.calibration.tiers import disk_rates
 from gigagrad.stores import DiskStore, Scratch
+from gigagrad.stores.scratch import cacheable_bytes
 
 CHANNELS = 64
 Call = tuple[str, int, tuple[int, ...], Box | None]
@@ -38,7 +40,7 @@ CROP_PX = 256
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--gibibytes", type=float, default=8)
+    parser.add_argument("--gibibytes", type=float, default=1.05 * cacheable_bytes() / 2**30)
     parser.add_argument("--side", type=int, default=3072, help="of the image, in pixels")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -50,7 +52,7 @@ def main() -> None:
         overlaps.append(overlap(args.scratch, args.side))
         print(overlaps[-1], flush=True)
     line = {
-        "gibibytes": args.gibibytes,
+        "gibibytes": round(args.gibibytes, 2),
         "bandwidth": {name: median(found[name] for found in bandwidths) for name in bandwidths[0]},
         "side": args.side,
         "overlap": {name: median(found[name] for found in overlaps) for name in overlaps[0]},
@@ -70,9 +72,9 @@ def bandwidth(folder: Path, nbytes: int) -> dict[str, float]:
         for box in tiles(side, side, CROP_PX, CROP_PX):
             store.write(box, crop)
         store.flush()
-        os.fsync(store._file)
+        store._file.sync()
         written = size / (time.perf_counter() - start)
-        os.posix_fadvise(store._file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(store._file._cached, 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
         for box in tiles(side, side, CROP_PX, CROP_PX):
             store.read(box)

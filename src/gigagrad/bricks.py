@@ -11,7 +11,7 @@ from dataclasses import dataclass
 MOST_BYTES = 64 * 2**10
 """Of a brick, unless eight pixels a side are more."""
 _SIDES_PX = (8, 16, 32, 64)
-_PAGE_BYTES = 4096
+PAGE_BYTES = 4096
 
 WRITES_BEHIND = 2
 """Crops that wait to be written, at most, before the computation waits for the disk; plans count them."""
@@ -43,7 +43,7 @@ class Bricks:
     @property
     def slot_bytes(self) -> int:
         """A brick's place in the file."""
-        return -(-self.brick_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        return -(-self.brick_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def file_bytes(self) -> int:

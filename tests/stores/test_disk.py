@@ -16,8 +16,15 @@ from gigagrad.errors import StoreError
 from gigagrad.stores import Blosc, DiskStore, Scratch
 
 
-@pytest.fixture
-def scratch(tmp_path):
+def past_the_cache(monkeypatch):
+    """As if the system could keep nothing of files in memory."""
+    monkeypatch.setattr("gigagrad.stores.scratch.cacheable_bytes", lambda: -1)
+
+
+@pytest.fixture(params=["through the cache", "past it"])
+def scratch(request, tmp_path, monkeypatch):
+    if request.param == "past it":
+        past_the_cache(monkeypatch)
     scratch = Scratch(tmp_path, 0)
     yield scratch
     scratch.close()
@@ -40,11 +47,15 @@ def boxes(draw, height=150, width=170):
     boxes(),
     st.sampled_from([3, 70]),
     st.sampled_from([None, Blosc()]),
+    st.booleans(),
 )
-def test_any_boxes_written_and_added_give_what_a_tensor_would(tmp_path_factory, updates, read, channels, codec):
+def test_any_boxes_written_and_added_give_what_a_tensor_would(tmp_path_factory, updates, read, channels, codec, past):
     shape = (1, channels, 150, 170)
     expected = torch.zeros(shape, dtype=torch.float64)
-    scratch = Scratch(tmp_path_factory.mktemp("scratch"), 0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if past:
+            past_the_cache(monkeypatch)
+        scratch = Scratch(tmp_path_factory.mktemp("scratch"), 0)
     try:
         field = store(scratch, shape, torch.float64, codec=codec)
         for number, (box, adds) in enumerate(updates):
@@ -120,10 +131,65 @@ def test_a_file_that_was_cut_short_is_noticed(scratch):
         kept.whole()
 
 
-def test_a_failure_behind_is_raised_by_the_next_call(scratch):
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no way past its page cache")
+def test_only_what_memory_cannot_cache_goes_past_the_cache(tmp_path, monkeypatch):
+    """Whole pages of it. What a codec made of them goes through."""
+    import fcntl
+
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system does not let files past its cache")
+    written = []
+    original = os.pwrite
+
+    def noting(descriptor, data, offset):
+        written.append((fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT != 0, data.nbytes))
+        return original(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", noting)
+    for cacheable, codec in ((4096, None), (4095, None), (4095, Blosc())):
+        monkeypatch.setattr("gigagrad.stores.scratch.cacheable_bytes", lambda cacheable=cacheable: cacheable)
+        scratch = Scratch(tmp_path, 4096)
+        kept = store(scratch, codec=codec)
+        crop = torch.randint(0, 9, (1, 3, 150, 170)).float()
+        kept.write(Box.whole(150, 170), crop)
+        kept.flush()
+        assert torch.equal(kept.whole(), crop)
+        scratch.close()
+    plain, direct, encoded = written[:3], written[3:6], written[6:]
+    assert {past for past, _ in plain} == {False}
+    assert {past for past, _ in direct} == {True}
+    assert sum(n for _, n in plain) == sum(n for _, n in direct) == 9 * 64 * 64 * 12
+    assert {past for past, n in encoded if n % 4096} == {False}
+
+
+def test_where_the_file_system_has_no_way_past_its_cache_files_go_through_it(tmp_path, monkeypatch):
+    original = os.open
+
+    def refuse(path, flags, *mode):
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(22, "Invalid argument")
+        return original(path, flags, *mode)
+
+    past_the_cache(monkeypatch)
+    monkeypatch.setattr(os, "open", refuse)
+    scratch = Scratch(tmp_path, 0)
     kept = store(scratch)
-    os.close(kept._file)
-    kept._file = os.open(scratch.folder / "field", os.O_RDONLY)
+    crop = torch.randn(1, 3, 150, 170)
+    kept.write(Box.whole(150, 170), crop)
+    kept.flush()
+    assert torch.equal(kept.whole(), crop)
+    scratch.close()
+
+
+def test_a_failure_behind_is_raised_by_the_next_call(scratch, monkeypatch):
+    kept = store(scratch)
+
+    def refuse(*args):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
     kept.write(Box.whole(150, 170), torch.ones(1, 3, 150, 170))
     with pytest.raises(StoreError, match="cannot write"):
         kept.flush()

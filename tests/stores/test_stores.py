@@ -80,6 +80,19 @@ class TestEncodedDiskStore(TestDiskStore):
     codec = Blosc()
 
 
+class TestDiskStorePastTheCache(TestDiskStore):
+    @pytest.fixture(autouse=True)
+    def scratch(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("gigagrad.stores.scratch.cacheable_bytes", lambda: -1)
+        self._scratch = Scratch(tmp_path, 0)
+        yield
+        self._scratch.close()
+
+
+class TestEncodedDiskStorePastTheCache(TestDiskStorePastTheCache):
+    codec = Blosc()
+
+
 class RoundedConformance(StoreConformance):
     """The same suite for values that the rounding holds exactly; sums are refused."""
 

@@ -6,7 +6,6 @@ What is read is compared with what was written: a file that changed in between i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -20,12 +19,11 @@ from gigagrad.bricks import Bricks
 from gigagrad.errors import StoreError
 from gigagrad.stores.codecs import Codec
 from gigagrad.stores.scratch import Scratch
+from gigagrad.stores.scratch_file import Rows, page_aligned
 from gigagrad.stores.store import Store
 
 _crc32: Any = imagecodecs.deflate_crc32  # takes any buffer; its type stubs name only three kinds
 
-Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
-"""Bricks as they lie in the file: one a row, its slot's bytes along it."""
 Columns = np.ndarray[tuple[int], np.dtype[np.bool_]]
 """Yes or no for each brick of a row that a box touches."""
 
@@ -65,9 +63,12 @@ class DiskStore(Store):
 
     def read(self, box: Box) -> torch.Tensor:
         result = torch.empty((*box.shape, *self._rest), dtype=self.dtype)
-        for row in self._rows(box):
+
+        def fill(row: int) -> None:
             for part, stored in self._matching(row, box, self._load(row, box), result):
                 part.copy_(stored)
+
+        self._scratch.each(fill, self._rows(box))
         return self._as_stored(result)
 
     def write(self, box: Box, crop: torch.Tensor) -> None:
@@ -81,8 +82,7 @@ class DiskStore(Store):
 
     def close(self) -> None:
         self._scratch.flush()
-        os.close(self._file)
-        self._path.unlink(missing_ok=True)
+        self._file.close()
 
     def _update_behind(self, box: Box, crop: torch.Tensor, *, add: bool) -> None:
         pixels = crop.detach().to("cpu", self.dtype)
@@ -93,7 +93,8 @@ class DiskStore(Store):
 
     def _update(self, box: Box, crop: torch.Tensor, *, add: bool) -> None:
         """Replace, or add to, the pixels of the box, brick row by brick row."""
-        for row in self._rows(box):
+
+        def change(row: int) -> None:
             bricks = self._load(row, box, ~self._covered(row, box) if not add else None)
             for part, stored in self._matching(row, box, bricks, crop):
                 if add:
@@ -101,6 +102,8 @@ class DiskStore(Store):
                 else:
                     stored.copy_(part)
             self._save(row, box, bricks)
+
+        self._scratch.each(change, self._rows(box))
 
     def _rows(self, box: Box) -> range:
         return range(box.y0 // self._side, -(-box.y1 // self._side))
@@ -146,7 +149,7 @@ class DiskStore(Store):
         """
         columns = self._columns(box)
         lengths = self._lengths[row, columns]
-        bricks = np.empty((len(lengths), self._slot_bytes), np.uint8)
+        bricks = page_aligned(len(lengths), self._slot_bytes)
         bricks[:, self._brick_bytes :] = 0
         there = lengths > 0
         wanted = np.ones_like(there) if wanted is None else wanted
@@ -154,13 +157,13 @@ class DiskStore(Store):
         found = np.flatnonzero(wanted & there)
         if self._codec is None and len(found):
             for run in np.split(found, np.flatnonzero(np.diff(found) > 1) + 1):
-                self._read_into(bricks[run[0] : run[-1] + 1], self._offset(row, columns.start + int(run[0])))
+                self._file.read_into(bricks[run[0] : run[-1] + 1], self._offset(row, columns.start + int(run[0])))
         for i in found.tolist():
             column, length = columns.start + i, int(lengths[i])
             stored = bricks[i, :length]
             if self._codec is not None:
                 stored = np.empty(length, np.uint8) if length < self._brick_bytes else stored
-                self._read_into(stored, self._offset(row, column))
+                self._file.read_into(stored, self._offset(row, column))
             if _crc32(stored) != self._checksums[row, column]:
                 raise StoreError(
                     f"'{self._path}' does not hold what was written to it (checksum of block {row}, {column}); "
@@ -177,30 +180,14 @@ class DiskStore(Store):
             if self._codec is not None:
                 encoded = self._codec.encode(bricks[i, : self._brick_bytes], self.dtype.itemsize)
                 stored = encoded if len(encoded) < self._brick_bytes else stored
-                self._write(memoryview(stored), self._offset(row, column))
+                self._file.write(memoryview(stored), self._offset(row, column))
             self._checksums[row, column] = _crc32(stored)
             self._lengths[row, column] = len(stored)
         if self._codec is None:
-            self._write(memoryview(bricks).cast("B"), self._offset(row, columns.start))
+            self._file.write(memoryview(bricks).cast("B"), self._offset(row, columns.start))
 
     def _offset(self, row: int, column: int) -> int:
         return (row * self._lengths.shape[1] + column) * self._slot_bytes
-
-    def _read_into(self, target: Rows, offset: int) -> None:
-        try:
-            count = os.preadv(self._file, [memoryview(target).cast("B")], offset)
-        except OSError as error:
-            raise StoreError(f"cannot read '{self._path}': {error.strerror or error}") from error
-        if count != target.nbytes:
-            raise StoreError(f"'{self._path}' ended early: it has been changed since it was written")
-
-    def _write(self, data: memoryview, offset: int) -> None:
-        while data:
-            try:
-                count = os.pwrite(self._file, data, offset)
-            except OSError as error:
-                raise StoreError(f"cannot write '{self._path}': {error.strerror or error}") from error
-            data, offset = data[count:], offset + count
 
     def _as_stored(self, pixels: torch.Tensor) -> torch.Tensor:
         """From `(height, width, others...)` to the field's own order of axes: a view."""

@@ -6,19 +6,20 @@ removes its folder; what a killed process left behind is removed by the next run
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
+import psutil
 from filelock import FileLock, Timeout
 
 from gigagrad.bricks import WRITES_BEHIND
 from gigagrad.errors import StoreError
+from gigagrad.stores.scratch_file import ScratchFile
 from gigagrad.threads import SideThreads
 from gigagrad.units import format_bytes
 
@@ -53,26 +54,16 @@ class Scratch:
             raise StoreError(f"cannot write to scratch folder '{folder}': {error.strerror or error}") from error
         self._writer = SideThreads(1, "gigagrad-scratch")
         self._pending: deque[Future[None]] = deque()
+        self._beside = SideThreads(2, "gigagrad-disk") if needed_bytes > cacheable_bytes() else None
 
-    def create(self, name: str, nbytes: int) -> int:
-        """A new file of this size, all of it reserved; returns its descriptor.
+    def create(self, name: str, nbytes: int) -> ScratchFile:
+        """A new file of this size, all of it reserved. Raises StoreError if there is no room."""
+        return ScratchFile(self.folder / name, nbytes, past_cache=self._beside is not None)
 
-        Raises: StoreError if there is no room.
-        """
-        path = self.folder / name
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise _write_error(path, nbytes, error) from error
-        try:
-            if hasattr(os, "posix_fallocate") and nbytes:
-                os.posix_fallocate(descriptor, 0, nbytes)
-            else:
-                os.truncate(descriptor, nbytes)
-        except OSError as error:
-            os.close(descriptor)
-            raise _write_error(path, nbytes, error) from error
-        return descriptor
+    def each(self, work: Callable[[int], None], rows: Iterable[int]) -> None:
+        """`work` for each of these: two at a time where every one of them waits for the disk."""
+        for _ in map(work, rows) if self._beside is None else self._beside.map(work, rows):
+            pass
 
     def behind(self, work: Callable[[], None]) -> None:
         """Run `work` after everything given earlier. Raises what earlier work raised."""
@@ -89,16 +80,17 @@ class Scratch:
         """Remove the files. What is still to be written is not."""
         self._writer.shutdown(wait=True, cancel_futures=True)
         self._pending.clear()
+        if self._beside is not None:
+            self._beside.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         _give_up(self._lock)
 
 
-def _write_error(path: Path, nbytes: int, error: OSError) -> StoreError:
-    if error.errno == errno.ENOSPC:
-        return StoreError(
-            f"no space left for '{path}', which takes {format_bytes(nbytes)}; make room or name another scratch folder"
-        )
-    return StoreError(f"cannot write '{path}': {error.strerror or error}")
+def cacheable_bytes() -> int:
+    """What the system could keep of files in memory now. More than that goes past its page cache, which would only pass
+    it on (docs/decisions/0014-tiers.md).
+    """
+    return int(psutil.virtual_memory().available)
 
 
 def _lock_of(folder: Path) -> FileLock:

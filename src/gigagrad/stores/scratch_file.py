@@ -1,0 +1,110 @@
+"""A file of a run's scratch folder: bytes at offsets, through the page cache or past it.
+
+Past the cache (`O_DIRECT`) go whole pages from page-aligned memory; everything else goes through it. The kernel keeps
+the two in agreement.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+
+from gigagrad.bricks import PAGE_BYTES
+from gigagrad.errors import StoreError
+from gigagrad.units import format_bytes
+
+Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+"""Bricks as they lie in the file: one a row, its slot's bytes along it."""
+
+
+def page_aligned(count: int, nbytes: int) -> Rows:
+    """Uninitialised memory for so many bricks, as direct access wants it."""
+    memory = np.empty(count * nbytes + PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES
+    return memory[start : start + count * nbytes].reshape(count, nbytes)
+
+
+class ScratchFile:
+    """A new file of `nbytes`, all of it reserved. Several threads may read and write different parts of it.
+
+    Raises:
+        StoreError: there is no room, the disk fails, or the file is shorter than it was.
+    """
+
+    def __init__(self, path: Path, nbytes: int, *, past_cache: bool) -> None:
+        self._path = path
+        try:
+            self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise _no_room(path, nbytes, error) from error
+        try:
+            if hasattr(os, "posix_fallocate") and nbytes:
+                os.posix_fallocate(self._cached, 0, nbytes)
+            else:
+                os.truncate(self._cached, nbytes)
+        except OSError as error:
+            os.close(self._cached)
+            raise _no_room(path, nbytes, error) from error
+        self._direct = _open_direct(path) if past_cache else None
+
+    def read_into(self, target: Rows, offset: int) -> None:
+        data = memoryview(target).cast("B")
+        try:
+            count = os.preadv(self._descriptor(data, offset), [data], offset)
+        except OSError as error:
+            raise StoreError(f"cannot read '{self._path}': {error.strerror or error}") from error
+        if count != target.nbytes:
+            raise StoreError(f"'{self._path}' ended early: it has been changed since it was written")
+
+    def write(self, data: memoryview, offset: int) -> None:
+        while data:
+            try:
+                count = os.pwrite(self._descriptor(data, offset), data, offset)
+            except OSError as error:
+                raise StoreError(f"cannot write '{self._path}': {error.strerror or error}") from error
+            data, offset = data[count:], offset + count
+
+    def sync(self) -> None:
+        """Wait until the disk has everything."""
+        os.fsync(self._cached)
+
+    def close(self) -> None:
+        """Closed, and removed."""
+        os.close(self._cached)
+        if self._direct is not None:
+            os.close(self._direct)
+        self._path.unlink(missing_ok=True)
+
+    def _descriptor(self, data: memoryview, offset: int) -> int:
+        if self._direct is None:
+            return self._cached
+        whole_pages = not (np.frombuffer(data, np.uint8).ctypes.data | data.nbytes | offset) % PAGE_BYTES
+        return self._direct if whole_pages else self._cached
+
+
+def _open_direct(path: Path) -> int | None:
+    """None where the file system, or its disk's block size, does not allow it."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDWR | flag)
+    except OSError:
+        return None
+    try:
+        os.preadv(descriptor, [memoryview(page_aligned(1, PAGE_BYTES)).cast("B")], 0)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _no_room(path: Path, nbytes: int, error: OSError) -> StoreError:
+    if error.errno == errno.ENOSPC:
+        return StoreError(
+            f"no space left for '{path}', which takes {format_bytes(nbytes)}; make room or name another scratch folder"
+        )
+    return StoreError(f"cannot write '{path}': {error.strerror or error}")
