@@ -89,3 +89,16 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     save_model(folder / "best.pt", "paper-unet", resolve("paper-unet"))
     return folder
+
+
+@pytest.fixture
+def no_direct_access(monkeypatch):
+    """A file system that has no way past the page cache."""
+    opened = os.open
+
+    def refuse(path, flags, *rest, **options):
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(22, "Invalid argument")
+        return opened(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)

@@ -164,16 +164,9 @@ def test_only_what_memory_cannot_cache_goes_past_the_cache(tmp_path, monkeypatch
     assert {past for past, n in encoded if n % 4096} == {False}
 
 
+@pytest.mark.usefixtures("no_direct_access")
 def test_where_the_file_system_has_no_way_past_its_cache_files_go_through_it(tmp_path, monkeypatch):
-    original = os.open
-
-    def refuse(path, flags, *mode):
-        if flags & getattr(os, "O_DIRECT", 0):
-            raise OSError(22, "Invalid argument")
-        return original(path, flags, *mode)
-
     past_the_cache(monkeypatch)
-    monkeypatch.setattr(os, "open", refuse)
     scratch = Scratch(tmp_path, 0)
     kept = store(scratch)
     crop = torch.randn(1, 3, 150, 170)

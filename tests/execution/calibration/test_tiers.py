@@ -1,7 +1,5 @@
 """Rates of memory and disk: numbers above zero, and nothing left behind."""
 
-import os
-
 import pytest
 
 from gigagrad.errors import ConfigError, WriteError
@@ -22,15 +20,8 @@ def test_rates_are_positive_and_the_file_is_gone(tmp_path):
     assert 1 < ratio < 2  # mantissas of noise do not shrink, exponents do
 
 
-def test_where_the_cache_cannot_be_bypassed_it_is_used(monkeypatch, tmp_path):
-    opened = os.open
-
-    def refusing(path, flags, *rest):
-        if flags & getattr(os, "O_DIRECT", 0):
-            raise OSError(22, "Invalid argument")
-        return opened(path, flags, *rest)
-
-    monkeypatch.setattr(tiers.os, "open", refusing)
+@pytest.mark.usefixtures("no_direct_access")
+def test_where_the_cache_cannot_be_bypassed_it_is_used(tmp_path):
     rates = disk_rates(tmp_path, SIZE)
     assert not rates.direct
     assert rates.write > 0
