@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import bench.budgets as budgets
 import bench.budgets_case as budgets_case
-from gigagrad.execution.process import Trimmer
+from gigagrad.execution.allocator import Trimmer
 from gigagrad.execution.run import Run
 
 _MIB = 2**20

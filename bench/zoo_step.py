@@ -28,7 +28,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 import gigagrad as gg
-from gigagrad.execution.process import peak_resident_bytes, resident_bytes, return_freed_memory
+from gigagrad.execution.allocator import return_freed_memory
+from gigagrad.execution.process import peak_resident_bytes, resident_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 import gigagrad as gg
 from gigagrad.events import Notice
+from gigagrad.execution.allocator import Trimmer
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.parallel import TileThreads, in_order
-from gigagrad.execution.process import Trimmer
 from gigagrad.execution.tile import TileInputs
 
 

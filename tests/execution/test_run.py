@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.events import StepMeasured, TileDone
+from gigagrad.execution import allocator
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.tape import Tape
 from gigagrad.graphs import InputSpec, capture
@@ -179,6 +182,31 @@ def test_gradients_of_what_whole_field_operators_read_come_all_at_once():
     assert tape.coming_bytes == 0
 
 
+def test_tiles_of_large_blocks_take_them_from_the_heap_and_look_before_each(monkeypatch):
+    """384 x 384 px in 16 channels are 9 MiB, 288 x 288 px are 5."""
+    mapped, kept, looks, told = [], [], [], []
+
+    def set_options(options):
+        if allocator._M_MMAP_MAX in options:
+            mapped.append(options[allocator._M_MMAP_MAX])
+            kept.append(options[allocator._M_TRIM_THRESHOLD])
+
+    monkeypatch.setattr(allocator, "_set_options", set_options)
+    monkeypatch.setattr(allocator.Trimmer, "block_coming", lambda self, nbytes: looks.append(nbytes))
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.Sigmoid(), nn.Conv2d(16, 1, 1))
+    for side in (288, 384):
+        image = torch.rand(1, 400, 400)
+        engine = gg.compile(model, F.binary_cross_entropy_with_logits, tile=(side, side))
+        engine.events.subscribe(
+            lambda event: told.append(mapped[-1]) if isinstance(event, TileDone) and mapped else None
+        )
+        mapped.clear()
+        engine.backward(image, image)
+        assert bool(mapped) == bool(looks) == (side == 384)
+    assert set(told) == {0}  # in every tile; and when the run was over:
+    assert (mapped[-1], kept[-1]) == (allocator._MOST_MAPPED, allocator._KEPT_BYTES)
+
+
 def test_memory_is_given_back_for_what_each_pass_will_take(monkeypatch):
     """Its tiles, large blocks beside them, and the sums of its gradients, which are new."""
     told = []
@@ -187,8 +215,17 @@ def test_memory_is_given_back_for_what_each_pass_will_take(monkeypatch):
         def __init__(self, peak_bytes, budget_bytes):
             told.clear()
 
-        def begin_pass(self, tile_bytes):
-            told.append([tile_bytes])
+        def begin_pass(self, tile_bytes, beside_bytes, largest_bytes):
+            told.append([(tile_bytes, beside_bytes, largest_bytes)])
+
+        def block_coming(self, nbytes):
+            pass
+
+        def tiles_at_work(self):
+            return contextlib.nullcontext()
+
+        def close(self):
+            pass
 
         def make_room(self, nbytes):
             told[-1].append(nbytes)
@@ -207,7 +244,8 @@ def test_memory_is_given_back_for_what_each_pass_will_take(monkeypatch):
     engine.backward(*pair)
     assert max(stage.beside_bytes for stage in plan.stages) >= 512 * 512 * 9 * 4
     stages = [plan.stages[step.stage] for step in plan.passes]
-    assert [tiles for tiles, *_ in told] == [plan.workers * s.tile_peak_bytes + s.beside_bytes for s in stages]
+    assert [tiles[:2] for tiles, *_ in told] == [(plan.workers * s.tile_peak_bytes, s.beside_bytes) for s in stages]
+    assert {tiles[2] for tiles, *_ in told} == {4 * 512 * 10 * 10, 4 * 512 * 8 * 8}
     weights = 8 * (512 * 512 * 9 + 512 + 512 + 512)
     backward = [room for (_, room, *_), step in zip(told, plan.passes, strict=True) if step.phase == "backward"]
     assert backward[-1] >= weights

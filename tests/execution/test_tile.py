@@ -94,3 +94,34 @@ def test_a_tile_reads_no_more_than_it_says(case):
     program = StageProgram(graph, stage, torch.device("cpu"))
     with torch.no_grad(), pytest.raises((RuntimeError, IndexError, AssertionError)):
         program.run(geometry, {source: image[..., box.y0 : box.y1 - 1, box.x0 : box.x1]}, values)
+
+
+def test_large_blocks_are_announced_before_they_are_taken():
+    """Forward the results, backward the gradients: 16 channels of 384 x 384 px are 9 MiB, one of them is not large."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(1, 16, 1), nn.Conv2d(16, 1, 1)
+
+        def forward(self, x):
+            return self.last(self.first(x).sigmoid())
+
+    size = (384, 384)
+    specs = (InputSpec((1, 1, *size), torch.float32, field=True) for _ in range(2))
+    graph = capture(Net(), F.mse_loss, *specs)
+    (stage,) = split_stages(graph)
+    geometry = Grid(graph, stage, size)[0]
+    told = []
+    program = StageProgram(graph, stage, torch.device("cpu"), make_room=told.append)
+    values = {i: torch.rand(graph[i].shape).requires_grad_() for i in stage.globals}
+    crops = {i: torch.rand(graph[i].shape) for i in stage.reads}
+    large = 4 * 16 * 384 * 384
+    with torch.no_grad():
+        program.run(geometry, dict(crops), values)
+    assert told == [large] * 2
+    told.clear()
+    shares = program.run(geometry, crops, values)
+    assert told == [large] * 2
+    torch.autograd.grad(shares[stage.targets(graph)[0]].sum(), list(values.values()), allow_unused=True)
+    assert told == [large] * 4  # for what goes into the last convolution, and into the sigmoid

@@ -88,30 +88,6 @@ def test_what_leaves_the_cache_is_counted_apart(unet):
     )
 
 
-def test_large_results_are_fresh_memory(graph_of):
-    """Forward an 8 MiB field and its sigmoid; backward the cotangent of the field; the sum and the image are small."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Conv2d(1, 32, 3, padding=1)
-
-        def forward(self, x):
-            return self.first(x).sigmoid().sum(1, keepdim=True)
-
-    side = 256
-    assert 4 * 32 * side * side == MAPPED_BYTES
-    graph = graph_of(Net(), F.mse_loss, (side, side))
-    (stage,) = split_stages(graph)
-    forward, back = (
-        sweep_work(graph, stage, mean_tile(Grid(graph, stage, (side, side))), CACHE, gradient=g) for g in (False, True)
-    )
-    assert forward["fresh.bytes"] == 2 * MAPPED_BYTES
-    assert back["fresh.bytes"] == 4 * MAPPED_BYTES
-    small = sweep_work(graph, stage, mean_tile(Grid(graph, stage, (side, side // 2))), CACHE, gradient=True)
-    assert "fresh.bytes" not in small
-
-
 def test_a_large_field_and_its_cotangents_are_fresh_once(graph_of):
     graph = graph_of(normed(32), F.mse_loss, (256, 256))
     kept = next(node.id for node in graph.nodes if node.op.startswith("aten.conv"))

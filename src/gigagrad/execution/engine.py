@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_unflatten
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.events import Events, StepMeasured
+from gigagrad.execution.allocator import settle_allocator
 from gigagrad.execution.assemble import assemble
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.planner import Planner, Survey
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.process import peak_bytes, settle_allocator
+from gigagrad.execution.process import peak_bytes
 from gigagrad.execution.rounding_error import RunningErrors
 from gigagrad.execution.run import Run
 from gigagrad.execution.sources import Source, image_source, target_source

@@ -17,6 +17,7 @@ import torch
 
 from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
+from gigagrad.execution.allocator import return_freed_memory
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.fingerprint import fingerprint
 from gigagrad.execution.optimizer_state import coming_state_bytes, usual_state_bytes
@@ -25,7 +26,6 @@ from gigagrad.execution.process import (
     RESIDUE,
     UNNOTICED_BYTES,
     held_bytes,
-    return_freed_memory,
     used_bytes,
 )
 from gigagrad.execution.sources import Source

@@ -12,29 +12,31 @@ Tiles run in a fixed order and sums are in float64, so that two runs of one plan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_unflatten
 
 from gigagrad.boxes import Box
 from gigagrad.events import Events, Notice, TileDone
+from gigagrad.execution.allocator import Trimmer
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.parallel import TileThreads, in_order
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.process import Trimmer
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.tape import Tape, Values, add
 from gigagrad.execution.tile import StageProgram, TileInputs
 from gigagrad.graphs import FIELD_MAX, GATHER
 from gigagrad.plans import Stage, TileGeometry
-from gigagrad.plans.memory import gradient_sum_bytes
+from gigagrad.plans.memory import gradient_sum_bytes, largest_block_bytes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads, operator_threads
 
 Totals = dict[int, torch.Tensor]
+Swept = TypeVar("Swept")
 
 
 class Run:
@@ -92,6 +94,8 @@ class Run:
         if self._workers is not None:
             self._workers.shutdown()
         self._fields.close()
+        if self._trimmer is not None:
+            self._trimmer.close()
 
     @property
     def output(self) -> torch.Tensor:
@@ -184,8 +188,7 @@ class Run:
                 wanted = (*stage.kept, *([stage.output] if stage.output is not None else []))
                 return tile, sums, {i: shares[i] for i in wanted if i in shares}
 
-        tiles = self._tiles(stage, backward=False)
-        for tile, sums, fields in in_order(tiles, work, self._workers):
+        for tile, sums, fields in self._swept(stage, work, backward=False):
             self._merge(sums)
             for i in stage.kept:
                 if i in fields:
@@ -261,8 +264,7 @@ class Run:
             )
 
         totals: Totals = {}
-        tiles = self._tiles(stage, backward=True)
-        for tile, sums, shares, crops, watch in in_order(tiles, work, self._workers):
+        for tile, sums, shares, crops, watch in self._swept(stage, work, backward=True):
             self._rounding_errors.add(watch.norms)
             for leaf, gradient in shares.items():
                 add(totals, leaf, gradient)
@@ -291,7 +293,8 @@ class Run:
 
     def _program(self, stage: Stage) -> StageProgram:
         roundings = {i: self._fields.roundings[i] for i in stage.kept if i in self._fields.roundings}
-        return StageProgram(self._graph, stage, self._prepared.device, roundings)
+        make_room = self._trimmer.block_coming if self._trimmer is not None else None
+        return StageProgram(self._graph, stage, self._prepared.device, roundings, make_room)
 
     def _boundary(self, stage: Stage, *, gradients: bool) -> Values:
         """The globals a stage reads, cut off the tape: for a tile they are leaves."""
@@ -313,17 +316,23 @@ class Run:
             step = plan.passes[index]
             planned, stage = plan.stages[step.stage], self._prepared.stages[step.stage]
             self._tile_bytes = planned.tile_peak_bytes
-            self._trimmer.begin_pass(plan.workers * self._tile_bytes + planned.beside_bytes)
+            largest = largest_block_bytes(self._prepared.grid(stage))
+            self._trimmer.begin_pass(plan.workers * self._tile_bytes, planned.beside_bytes, largest)
             if self._workers is not None:
                 self._workers.let_go()
             sums = 0 if step.phase == "forward" else gradient_sum_bytes(self._graph, stage)
             self._trimmer.make_room(sums + self._fields.bytes_from(index))
         self._fields.begin(index)
 
-    def _tiles(self, stage: Stage, *, backward: bool) -> Iterator[tuple[TileGeometry, TileInputs]]:
+    def _swept(
+        self, stage: Stage, work: Callable[[tuple[TileGeometry, TileInputs]], Swept], *, backward: bool
+    ) -> Iterator[Swept]:
+        """What `work` makes of every tile and what it reads, in the grid's order."""
         grid = self._prepared.grid(stage)
         tiles = (grid[i] for i in grid.order())
-        return read_ahead(tiles, lambda tile: self._fields.inputs(stage, tile, backward=backward), self._reader)
+        read = read_ahead(tiles, lambda tile: self._fields.inputs(stage, tile, backward=backward), self._reader)
+        with self._trimmer.tiles_at_work() if self._trimmer is not None else nullcontext():
+            yield from in_order(read, work, self._workers)
 
     def _report(self, phase: str) -> None:
         self._done += 1

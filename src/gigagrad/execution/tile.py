@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from gigagrad.graphs import FIELD_BINS, Call, Graph, Row, Site, lookup
 from gigagrad.graphs.graph import fill
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Stage, TileGeometry
+from gigagrad.plans.memory import MAPPED_BYTES, crop_bytes
 from gigagrad.stores import Rounding
 
 
@@ -33,13 +34,20 @@ class StageProgram:
     """A stage made ready to run: calls, rows and the last reader of every crop."""
 
     def __init__(
-        self, graph: Graph, stage: Stage, device: torch.device, roundings: Mapping[int, Rounding] | None = None
+        self,
+        graph: Graph,
+        stage: Stage,
+        device: torch.device,
+        roundings: Mapping[int, Rounding] | None = None,
+        make_room: Callable[[int], None] | None = None,
     ) -> None:
         self.graph = graph
         self.stage = stage
         self.device = device
         self._roundings = roundings or {}
         """Of kept fields: what is computed from them here is computed from what their stores will give back."""
+        self._make_room = make_room
+        """Called with the bytes of every large block before it is taken."""
         self.targets = stage.targets(graph)
         self._calls = [Call(graph[i], graph.operands(graph[i])) for i in stage.fields]
         self._silent = frozenset(i for i in stage.kept if _row(graph, i).backward_without_output)
@@ -67,7 +75,9 @@ class StageProgram:
             if tile.box(node_id) is None:
                 continue
             inputs = self._inputs(call, tile, values, globals_)
+            self._announce(crop_bytes(self.graph, tile, node_id))
             values[node_id] = self._evaluate(call, tile, inputs, asked=node_id not in silent)
+            self._announce_gradients(values[node_id], max((x.nbytes for x in inputs if x is not None), default=0))
             if watch is not None and node_id in watch:
                 read = inputs[0]
                 assert read is not None
@@ -135,6 +145,16 @@ class StageProgram:
                 seeds[field] = seeds[field] + found
         sums = {i: value.detach() for i, value in sums.items()}
         return sums, list(outputs.values()), list(seeds.values())
+
+    def _announce(self, nbytes: int) -> None:
+        if self._make_room is not None and nbytes >= MAPPED_BYTES:
+            self._make_room(nbytes)
+
+    def _announce_gradients(self, value: torch.Tensor, nbytes: int) -> None:
+        """Once it is pulled back, gradients of up to so many bytes are made."""
+        if self._make_room is not None and nbytes >= MAPPED_BYTES and value.grad_fn is not None:
+            make_room = self._make_room
+            value.grad_fn.register_prehook(lambda _: make_room(nbytes))
 
     def _rounded(self, node_id: int, value: torch.Tensor, tile: TileGeometry) -> torch.Tensor:
         box, axes = tile.box(node_id), self.graph[node_id].axes

@@ -27,7 +27,7 @@ from gigagrad.plans.work import Work
 
 _LARGEST_CACHE_BYTES = 32 * 2**20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_FORMAT = "gigagrad machine profile 5"
+_FORMAT = "gigagrad machine profile 6"
 """Changes with the meaning of the kinds of work, so that an older profile is measured again."""
 
 _RATES = (

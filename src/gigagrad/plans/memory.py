@@ -150,6 +150,12 @@ def worst_tile(grid: Grid) -> TileGeometry:
     return grid[chosen[0] * grid.shape[1] + chosen[1]]
 
 
+def largest_block_bytes(grid: Grid) -> int:
+    """Of the crops of the largest tile."""
+    tile = worst_tile(grid)
+    return max((crop_bytes(grid.graph, tile, i) for i in (*grid.stage.reads, *grid.stage.fields)), default=0)
+
+
 def compiled_bytes(grid: Grid, *, backward: bool) -> int:
     """What oneDNN's cache comes to hold of a stage: code for every convolution, forward and twice backward, in every
     shape that tiles ask of it.

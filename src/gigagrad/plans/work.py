@@ -6,7 +6,7 @@ one choice: traffic that stays inside the cache ("hot") and traffic that does no
 
 Names read `kind.direction.quantity`. Directions: `f` forward, `b` backward, and for layers with weights `x` and `w`,
 the gradients of the input and of the weights. Quantities: `calls`, `flops`, `hot`, `cold` (bytes in and out).
-`fresh.bytes` are those of large results of any kind, whose memory is new.
+`fresh.bytes` are those of large fields that are kept, whose memory is new in every step.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def whole_work(graph: Graph, cache_bytes: int, *, backward: bool) -> Work:
             continue
         directions = ("f", *(("x", "w") if flops else ("b",))) if pulled else ("f",)
         for direction in directions:
-            counter.traffic(f"{kind}.{direction}", moved, node.nbytes)
+            counter.traffic(f"{kind}.{direction}", moved)
             counter.add(f"{kind}.{direction}.flops", flops)
     return counter.work
 
@@ -174,11 +174,10 @@ class _Counter:
         if amount:
             self.work[name] = self.work.get(name, 0.0) + amount
 
-    def traffic(self, name: str, moved: float, *made: float) -> None:
-        """One call that moves so many bytes in and out; `made` are the sizes of its results."""
+    def traffic(self, name: str, moved: float) -> None:
+        """One call that moves so many bytes in and out."""
         self.add(f"{name}.calls", 1)
         self.add(f"{name}.{'hot' if moved <= self._cache_bytes // 2 else 'cold'}", moved)
-        self.add("fresh.bytes", sum(size for size in made if size >= MAPPED_BYTES))
 
     def node(self, node: Node, *, forward: bool, backward: bool) -> None:
         """One operator on the mean tile."""
@@ -186,7 +185,6 @@ class _Counter:
         fields = {i for i in node.operands if self._graph[i].is_field}
         read = {i: self._areas.get(i, 0.0) * self._graph[i].bytes_per_pixel for i in fields}
         moved = own + sum(read.values())
-        gradients = [size for i, size in read.items() if self._graph[i].differentiable]
         if node.op.startswith(("aten.conv", "aten.linear")):
             self._layer(node, own, sum(read.values()), forward=forward, backward=backward)
             return
@@ -196,11 +194,11 @@ class _Counter:
             self.add("view.b.calls", float(backward))
             return
         if forward:
-            self.traffic(f"{kind}.f", moved, own)
+            self.traffic(f"{kind}.f", moved)
             if kind == "pool":
                 self.add("pool.f.taps", self._areas[node.id] * _channels(node) * _taps(node))
         if backward:
-            self.traffic(f"{kind}.b", moved, *gradients)
+            self.traffic(f"{kind}.b", moved)
 
     def _layer(self, node: Node, own: float, read: float, *, forward: bool, backward: bool) -> None:
         field, weight = (self._graph[i] for i in node.operands[:2])
@@ -211,7 +209,7 @@ class _Counter:
         directions = ["f"] if forward else []
         directions += [name for name, wanted in gradients.items() if wanted and backward]
         for direction in directions:
-            self.traffic(f"{kind}.{direction}", own + read, {"f": own, "x": read, "w": 0.0}[direction])
+            self.traffic(f"{kind}.{direction}", own + read)
             self.add(f"{kind}.{direction}.flops", flops)
         self.add("weights.bytes", len(directions) * weight.nbytes)
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
+from gigagrad.execution.allocator import return_freed_memory, settle_allocator
 from gigagrad.execution.calibration.fit import Sample, achieved, fit, fit_sharing, require_scikit_learn
 from gigagrad.execution.calibration.threads import compare_in_a_process
 from gigagrad.execution.calibration.tiers import DiskRates, codec_rates, copy_bytes_per_second, disk_rates
 from gigagrad.execution.calibration.timing import Subject, draw_subject, pass_seconds, pass_work
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.process import return_freed_memory, settle_allocator
 from gigagrad.plans.machine import Machine, Sharing, TimeModel, cache_bytes, profile_path, write_profile
 from gigagrad.threads import operator_threads
 

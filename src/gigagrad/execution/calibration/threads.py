@@ -18,9 +18,9 @@ import time
 import psutil
 import torch
 
+from gigagrad.execution.allocator import settle_allocator
 from gigagrad.execution.calibration.fit import Compared
 from gigagrad.execution.calibration.timing import draw_subject, pass_seconds, pass_work
-from gigagrad.execution.process import settle_allocator
 from gigagrad.plans.machine import cache_bytes
 
 _SIDES_PX = (512, 192)

@@ -1,0 +1,271 @@
+"""When freed memory is given back, and where large blocks come from."""
+
+import ctypes
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gigagrad.execution import allocator, process
+from gigagrad.execution.allocator import Trimmer, return_freed_memory, settle_allocator
+from gigagrad.execution.process import used_bytes
+
+MIB = 2**20
+
+
+def test_what_is_given_back_stays_so():
+    """Parts of the heap that were once asked to be huge pages would be filled up again by the system."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists() or used_bytes() is None:
+        pytest.skip("the system has no transparent huge pages, or the C library is not glibc")
+    settle_allocator()
+    blocks = [torch.empty(2**20 - 2**10) for _ in range(8)]  # 4 MiB each, in the heap
+    for block in blocks:
+        start = -(-block.data_ptr() // 2**21) * 2**21
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(2**21), mmap.MADV_HUGEPAGE)
+    assert "hg" in heap_flags()
+    del blocks, block
+    return_freed_memory()
+    assert "hg" not in heap_flags()
+    assert "nh" in heap_flags()
+
+
+def heap_flags() -> set[str]:
+    """The flags of all mappings of the heap (proc_pid_smaps(5))."""
+    flags, inside = set[str](), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            inside = line.endswith("[heap]")
+        elif name == "VmFlags:" and inside:
+            flags.update(values)
+    return flags
+
+
+def trimmer_at(limit, tiles=30, budget=None):
+    """Whose limit, beside tiles of so many MiB, is this."""
+    trimmer = Trimmer((limit + tiles) * MIB + process.UNNOTICED_BYTES, budget * MIB if budget else None)
+    trimmer.begin_pass(tiles * MIB, 0)
+    return trimmer
+
+
+class TestTrimmer:
+    @pytest.fixture
+    def held(self, monkeypatch):
+        """What is resident, in MiB, and what giving memory back leaves of it."""
+        held = {"now": 50, "left": 40, "given_back": 0}
+
+        def give_back():
+            held["given_back"] += 1
+            held["now"] = held["left"]
+
+        monkeypatch.setattr(allocator, "resident_bytes", lambda: held["now"] * MIB)
+        monkeypatch.setattr(allocator, "return_freed_memory", give_back)
+        return held
+
+    def test_gives_nothing_back_within_its_limit(self, held):
+        trimmer = trimmer_at(100)
+        for _ in range(10):
+            trimmer.tile_done()
+        trimmer.make_room(50 * MIB)
+        assert held["given_back"] == 0
+
+    def test_gives_back_above_it(self, held):
+        trimmer = trimmer_at(100)
+        for times in (1, 2):
+            held["now"] = 101
+            trimmer.tile_done()
+            assert held["given_back"] == times
+        held["now"] = 90
+        trimmer.make_room(11 * MIB)
+        assert held["given_back"] == 3
+
+    def test_where_it_does_not_help_it_looks_ever_more_rarely_until_the_next_pass(self, held):
+        held["now"] = held["left"] = 200
+        trimmer = trimmer_at(100)
+        for _ in range(1000):
+            trimmer.tile_done()
+        given_back = held["given_back"]
+        assert 15 < given_back < 25
+        trimmer.begin_pass(30 * MIB, 0)
+        trimmer.tile_done()
+        assert held["given_back"] == given_back + 1
+
+    def test_every_pass_has_a_limit_of_its_own(self, held):
+        trimmer = trimmer_at(100, tiles=30)
+        trimmer.begin_pass(4 * MIB, 6 * MIB)
+        held["now"] = 120
+        trimmer.tile_done()
+        assert held["given_back"] == 0
+        trimmer.begin_pass(5 * MIB, 6 * MIB)
+        trimmer.tile_done()
+        assert held["given_back"] == 1
+
+    def test_another_tile_fits_where_there_is_room_for_it_after_giving_back(self, held):
+        trimmer = trimmer_at(100, budget=150)
+        held["now"] = 130
+        assert not trimmer.is_short(10 * MIB, 2)  # room for both: not even looked at what could be given back
+        assert held["given_back"] == 0
+        held["now"], held["left"] = 131, 140
+        assert not trimmer.is_short(10 * MIB, 2)
+        assert held["given_back"] == 1
+        held["now"], held["left"] = 150, 141
+        assert trimmer.is_short(10 * MIB, 2)
+
+    def test_without_a_budget_nothing_is_short(self, held):
+        held["now"] = held["left"] = 10**6
+        assert not trimmer_at(100).is_short(10 * MIB, 2)
+        assert held["given_back"] == 0
+
+
+class TestLargeBlocks:
+    """Under a roof of 100 MiB, tiles of 30."""
+
+    @pytest.fixture
+    def held(self, monkeypatch):
+        """As for the trimmer; and what the C library was told last: whether blocks may be mapped, and what it keeps."""
+        held = {"now": 50, "left": 40, "given_back": 0}
+
+        def give_back():
+            held["given_back"] += 1
+            held["now"] = held["left"]
+
+        def set_options(options):
+            held["mapped"], held["kept"] = options[allocator._M_MMAP_MAX], options[allocator._M_TRIM_THRESHOLD]
+
+        monkeypatch.setattr(allocator, "resident_bytes", lambda: held["now"] * MIB)
+        monkeypatch.setattr(allocator, "return_freed_memory", give_back)
+        monkeypatch.setattr(allocator, "_set_options", set_options)
+        return held
+
+    @pytest.fixture
+    def trimmer(self, held):
+        trimmer = Trimmer(105 * MIB + process.UNNOTICED_BYTES, 200 * MIB)
+        trimmer.begin_pass(30 * MIB, 5 * MIB, 8 * MIB)
+        with trimmer.tiles_at_work():
+            yield trimmer
+
+    def test_small_ones_change_nothing(self, held):
+        trimmer = Trimmer(100 * MIB, None)
+        trimmer.begin_pass(30 * MIB, 0, 8 * MIB - 1)
+        with trimmer.tiles_at_work():
+            assert "mapped" not in held
+        trimmer.close()
+        assert "mapped" not in held
+        assert held["given_back"] == 0
+
+    def test_come_from_the_heap_while_tiles_are_at_work(self, held):
+        trimmer = Trimmer(200 * MIB, None)
+        trimmer.begin_pass(30 * MIB, 0, 8 * MIB)
+        assert (held["mapped"], held["kept"]) == (65536, -1)
+        with trimmer.tiles_at_work():
+            assert (held["mapped"], held["kept"]) == (0, -1)
+        assert (held["mapped"], held["kept"]) == (65536, -1)
+        trimmer.close()
+        assert (held["mapped"], held["kept"]) == (65536, 64 * MIB)
+        assert held["given_back"] == 0
+
+    def test_after_the_run_no_more_stays_than_the_next_tile_may_find(self, held, trimmer):
+        held["now"] = 70
+        trimmer.close()
+        assert held["given_back"] == 0
+        held["now"] = 71
+        trimmer.close()
+        assert held["given_back"] == 1
+
+    def test_below_the_roof_freed_blocks_stay(self, held, trimmer):
+        held["now"] = 92
+        trimmer.block_coming(8 * MIB)
+        trimmer.tile_done()
+        trimmer.make_room(8 * MIB)
+        assert held["given_back"] == 0
+        assert not held["mapped"]
+        held["now"] = 101
+        trimmer.tile_done()
+        assert held["given_back"] == 1
+        assert not held["mapped"]
+
+    def test_above_it_they_are_given_back_and_the_rest_of_the_tile_is_mapped(self, held, trimmer):
+        held["now"] = 93
+        trimmer.block_coming(8 * MIB)
+        assert held["given_back"] == 1
+        assert (held["mapped"], held["kept"]) == (65536, 64 * MIB)
+        held["now"] = 71  # above what may be held where the next tile's blocks are mapped
+        trimmer.make_room(0)
+        assert held["given_back"] == 2
+        trimmer.tile_done()
+        assert (held["mapped"], held["kept"]) == (0, -1)
+
+    def test_the_pause_grows_until_the_next_pass(self, held, trimmer):
+        for tiles in (1, 2, 4):
+            held["now"] = 93
+            trimmer.block_coming(8 * MIB)
+            for _ in range(tiles):
+                assert held["mapped"]
+                trimmer.tile_done()
+            assert not held["mapped"]
+        trimmer.begin_pass(30 * MIB, 5 * MIB, 8 * MIB)
+        held["now"] = 93
+        trimmer.block_coming(8 * MIB)
+        trimmer.tile_done()
+        assert not held["mapped"]
+
+    def test_where_giving_back_does_not_help_it_looks_ever_more_rarely_until_the_tile_is_done(self, held, trimmer):
+        held["now"] = held["left"] = 99
+        for _ in range(100):
+            trimmer.block_coming(8 * MIB)
+        assert 5 <= held["given_back"] <= 8
+        given_back = held["given_back"]
+        trimmer.tile_done()
+        trimmer.block_coming(8 * MIB)
+        assert held["given_back"] > given_back
+
+    def test_where_it_does_help_it_goes_on(self, held, trimmer):
+        for times in range(1, 10):
+            held["now"] = 93
+            trimmer.block_coming(8 * MIB)
+            assert held["given_back"] == times
+
+    def test_what_the_next_tile_is_computed_in_does_not_make_it_short(self, held, trimmer):
+        held["now"] = 99
+        assert not trimmer.is_short(120 * MIB, 1)
+        assert held["given_back"] == 0
+        held["now"] = held["left"] = 101  # above the roof: something else has grown
+        assert trimmer.is_short(120 * MIB, 1)
+
+
+_TAKE_LARGE_BLOCKS = """
+import torch
+from gigagrad.execution.allocator import Trimmer, settle_allocator
+from gigagrad.execution.process import resident_bytes
+
+settle_allocator()
+taken, below = torch.ones(2**20), resident_bytes()
+trimmer = Trimmer(below + 200 * 2**20, None)
+trimmer.begin_pass(180 * 2**20, 0, 2**30)
+
+def step():
+    trimmer.block_coming(24 * 2**20)
+    torch.ones(6 * 2**20)
+    last.append(torch.ones(64))  # above it, so that the heap cannot shrink
+
+last = []
+for work in (step, step):
+    with trimmer.tiles_at_work():
+        work()
+    print(resident_bytes() - below)
+trimmer.close()
+print(resident_bytes() - below)
+"""
+
+
+def test_the_heap_keeps_freed_large_blocks_until_the_run_is_over():
+    done = subprocess.run([sys.executable, "-c", _TAKE_LARGE_BLOCKS], capture_output=True, text=True, check=True)
+    if used_bytes() is None:
+        pytest.skip("the C library is not glibc")
+    first, second, end = map(int, done.stdout.split())
+    assert 20 * MIB < first < 34 * MIB
+    assert 20 * MIB < second < 34 * MIB
+    assert end < 8 * MIB
