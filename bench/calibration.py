@@ -6,10 +6,12 @@ Every network takes a few training steps, in training and in evaluation mode, on
 process of its own; the fastest counts. Compared are the plan's seconds by the model of time (not by the trial of
 layouts) with the clock; processor time stands beside it, for other programs disturb the clock, and the system's part of
 it, most of which is what new memory costs. All is done once more in every further pass: `repeats_to` is by how much the
-first two differ on average where the plan was the same, which no prediction can better. With `OMP_NUM_THREADS=1` one
-thread's work is judged alone, which takes a profile of its own (`OMP_NUM_THREADS=1 gigagrad calibrate`). Prints one
-JSON line last. With `--predictors` no network is run: three predictors are compared on the networks of the calibration
-itself, each network held out in its turn.
+first two differ on average where the plan was the same, which no prediction can better. Before every size some of the
+calibration's own networks are timed again: `reference` is what the profile predicts for them over what they take now,
+so the machine's speed of the moment, and `error_beside_reference` is a case's error with that taken out. With
+`OMP_NUM_THREADS=1` one thread's work is judged alone, which takes a profile of its own (`OMP_NUM_THREADS=1 gigagrad
+calibrate`). Prints one JSON line last. With `--predictors` no network is run: three predictors are compared on the
+networks of the calibration itself, each network held out in its turn.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,12 +39,17 @@ from torch import Tensor, nn
 import gigagrad as gg
 import tests.torchvision_operators  # noqa: F401
 from gigagrad.events import Events
+from gigagrad.execution.allocator import settle_allocator
 from gigagrad.execution.calibration import FULL, QUICK
 from gigagrad.execution.calibration.fit import Sample, fit_rates, held_out_error
 from gigagrad.execution.calibration.measure import time_networks
+from gigagrad.execution.calibration.timing import draw_subject, pass_seconds, pass_work
 from gigagrad.plans.machine import Machine, TimeModel
 from gigagrad.plans.work import Work
 
+_REFERENCE = (0, 3, 6, 9, 12, 15)
+"""Networks of the calibration, by seed; their tiles in pixels."""
+_REFERENCE_TILE = (256, 256)
 _CASES = (
     ("paper-unet", ((1024, 2048), (2048, 2048))),
     ("smp:Unet?encoder_name=resnet18", ((512, 512), (1024, 1024))),
@@ -83,7 +91,25 @@ def subject(name: str, size: tuple[int, int]) -> tuple[nn.Module, np.ndarray[Any
     return made if name == "paper-unet" else Bytes(made), image, target
 
 
-def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int) -> dict[str, Any]:
+def reference_ratio() -> float:
+    """By the clock, seconds that the profile predicts for some of the calibration's own networks over what they take
+    now, with all threads sharing each tile; the median.
+    """
+    threads = torch.get_num_threads()
+    machine, ratios = Machine.detect(threads), []
+    assert machine.model is not None
+    for number in _REFERENCE:
+        drawn = draw_subject(number, random.Random(number))
+        prepared = drawn.prepare(_REFERENCE_TILE, workers=1)
+        predicted = sum(
+            machine.wall_seconds(machine.model.split(work), 1, prepared.plan.stages[step.stage].tile_count)
+            for step, work in zip(prepared.plan.passes, pass_work(prepared, machine.cache_bytes), strict=True)
+        )
+        ratios.append(predicted / sum(pass_seconds(drawn, prepared, 2, time.perf_counter)))
+    return median(ratios)
+
+
+def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int, reference: float) -> dict[str, Any]:
     """Predicted and measured seconds of a step of one network."""
     network, image, target = subject(name, size)
     engine = gg.compile(network.train(train), loss)
@@ -113,6 +139,8 @@ def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int) -> d
         "predicted": round(predicted, 3),
         "measured": round(wall, 3),
         "error": round(predicted / wall - 1, 3),
+        "reference": round(reference, 3),
+        "error_beside_reference": round(predicted / wall / reference - 1, 3),
         "processor": round(processor, 3),
         "system": round(system, 2),
     }
@@ -178,8 +206,11 @@ def main() -> None:
         return
     if args.case:
         name, height, width = args.case
+        settle_allocator()
+        size, reference = (int(height), int(width)), reference_ratio()
         for train in (True, False):
-            print(json.dumps(try_case(name, (int(height), int(width)), train=train, rounds=args.rounds)), flush=True)
+            found = try_case(name, size, train=train, rounds=args.rounds, reference=reference)
+            print(json.dumps(found), flush=True)
         return
     passes: list[list[dict[str, Any]]] = []
     for _ in range(args.passes):
@@ -193,6 +224,10 @@ def main() -> None:
     result = {
         "cases": len(passes[0]),
         "mean_error": [round(fmean(abs(record["error"]) for record in records), 3) for records in passes],
+        "mean_error_beside_reference": [
+            round(fmean(abs(record["error_beside_reference"]) for record in records), 3) for records in passes
+        ],
+        "mean_reference": [round(fmean(record["reference"] for record in records), 3) for records in passes],
         "mean_signed_error": [round(fmean(record["error"] for record in records), 3) for records in passes],
         "worst_error": [max((record["error"] for record in records), key=abs) for records in passes],
         "repeats_to": repeatability(*passes[:2]) if args.passes > 1 else None,

@@ -22,6 +22,7 @@ _KEPT_BYTES = 64 * 2**20
 _MOST_MAPPED = 65536
 """Blocks that are mapped one by one may be so many, as the library has it."""
 _NEVER = -1
+"""A bound above which the top of the heap would be given back."""
 
 
 def settle_allocator() -> None:

@@ -16,7 +16,8 @@ from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.stages import Stage
 
 MAPPED_BYTES = 8 * 2**20
-"""Blocks as large as this are taken from the system one by one, and their pages cost time when first touched."""
+"""Blocks as large as this are taken from the system one by one, but for those of tiles where the plan has room; their
+pages cost time when first touched."""
 _HUGE_PAGE_BYTES = 2 * 2**20
 _COMPILED_BYTES = 72 * 2**10
 """A compiled convolution in oneDNN's cache (docs/decisions/0013-whole-process-accounting.md)."""
