@@ -121,7 +121,7 @@ class TestTrimmer:
 
 
 class TestLargeBlocks:
-    """Under a roof of 100 MiB, tiles of 30."""
+    """Under a roof of 100 MiB: a plan of 129, less 5 beside tiles, 16 unnoticed and 8 for the largest block."""
 
     @pytest.fixture
     def held(self, monkeypatch):
@@ -142,8 +142,8 @@ class TestLargeBlocks:
 
     @pytest.fixture
     def trimmer(self, held):
-        trimmer = Trimmer(105 * MIB + process.UNNOTICED_BYTES, 200 * MIB)
-        trimmer.begin_pass(30 * MIB, 5 * MIB, 8 * MIB)
+        trimmer = Trimmer(113 * MIB + process.UNNOTICED_BYTES, 200 * MIB)
+        trimmer.begin_pass(38 * MIB, 5 * MIB, 8 * MIB)
         with trimmer.tiles_at_work():
             yield trimmer
 
@@ -206,25 +206,15 @@ class TestLargeBlocks:
                 assert held["mapped"]
                 trimmer.tile_done()
             assert not held["mapped"]
-        trimmer.begin_pass(30 * MIB, 5 * MIB, 8 * MIB)
+        trimmer.begin_pass(38 * MIB, 5 * MIB, 8 * MIB)
         held["now"] = 93
         trimmer.block_coming(8 * MIB)
         trimmer.tile_done()
         assert not held["mapped"]
 
-    def test_where_giving_back_does_not_help_it_looks_ever_more_rarely_until_the_tile_is_done(self, held, trimmer):
+    def test_it_looks_before_every_block_whatever_the_last_look_gave(self, held, trimmer):
         held["now"] = held["left"] = 99
-        for _ in range(100):
-            trimmer.block_coming(8 * MIB)
-        assert 5 <= held["given_back"] <= 8
-        given_back = held["given_back"]
-        trimmer.tile_done()
-        trimmer.block_coming(8 * MIB)
-        assert held["given_back"] > given_back
-
-    def test_where_it_does_help_it_goes_on(self, held, trimmer):
         for times in range(1, 10):
-            held["now"] = 93
             trimmer.block_coming(8 * MIB)
             assert held["given_back"] == times
 
@@ -244,7 +234,7 @@ from gigagrad.execution.process import resident_bytes
 settle_allocator()
 taken, below = torch.ones(2**20), resident_bytes()
 trimmer = Trimmer(below + 200 * 2**20, None)
-trimmer.begin_pass(180 * 2**20, 0, 2**30)
+trimmer.begin_pass(180 * 2**20, 0, 24 * 2**20)
 
 def step():
     trimmer.block_coming(24 * 2**20)

@@ -13,6 +13,7 @@ from gigagrad.boxes import Box
 from gigagrad.execution.tile import StageProgram
 from gigagrad.graphs import InputSpec, capture
 from gigagrad.plans import Grid, split_stages
+from gigagrad.plans.memory import workspace_bytes
 
 SIZE = (21, 26)
 
@@ -97,7 +98,9 @@ def test_a_tile_reads_no_more_than_it_says(case):
 
 
 def test_large_blocks_are_announced_before_they_are_taken():
-    """Forward the results, backward the gradients: 16 channels of 384 x 384 px are 9 MiB, one of them is not large."""
+    """Forward the results, backward the gradients, with what operators take for themselves: 16 channels of 384 x 384 px
+    are 9 MiB, one of them is not large.
+    """
 
     class Net(nn.Module):
         def __init__(self):
@@ -117,11 +120,16 @@ def test_large_blocks_are_announced_before_they_are_taken():
     values = {i: torch.rand(graph[i].shape).requires_grad_() for i in stage.globals}
     crops = {i: torch.rand(graph[i].shape) for i in stage.reads}
     large = 4 * 16 * 384 * 384
+    taken = [large + workspace_bytes(graph, geometry, i) for i in stage.fields if graph[i].nbytes == large]
+    first, sigmoid = taken
+    assert first > large == sigmoid
     with torch.no_grad():
         program.run(geometry, dict(crops), values)
-    assert told == [large] * 2
+    assert told == taken
     told.clear()
     shares = program.run(geometry, crops, values)
-    assert told == [large] * 2
+    assert told == taken
     torch.autograd.grad(shares[stage.targets(graph)[0]].sum(), list(values.values()), allow_unused=True)
-    assert told == [large] * 4  # for what goes into the last convolution, and into the sigmoid
+    last = max(i for i in stage.fields if graph[i].op.startswith("aten.conv"))
+    weights = 4 * (16 + 1)
+    assert told == [*taken, large + weights + workspace_bytes(graph, geometry, last), large]

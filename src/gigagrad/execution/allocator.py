@@ -95,11 +95,11 @@ class Trimmer:
         """The tiles computed at a time take `tile_bytes` from now on, in blocks of up to `largest_bytes`; beside them
         `beside_bytes` are mapped and freed.
         """
-        self._roof_bytes = self._peak_bytes - beside_bytes - UNNOTICED_BYTES
-        self._limit_bytes = self._roof_bytes - tile_bytes
+        for_tiles = self._peak_bytes - beside_bytes - UNNOTICED_BYTES
+        self._limit_bytes = for_tiles - tile_bytes
+        self._roof_bytes = for_tiles - largest_bytes  # one more may come that nobody announces
         self._pause = self._tiles_to_go = 1
         self._mapped_pause, self._mapped_tiles = 1, 0
-        self._look_pause, self._looks_to_go = 1, 0
         self._serve(in_heap=largest_bytes >= MAPPED_BYTES)
 
     @contextmanager
@@ -126,24 +126,16 @@ class Trimmer:
     def block_coming(self, nbytes: int) -> None:
         """Before a tile takes a large block, in whatever thread."""
         with self._lock:
-            if self._looks_to_go:
-                self._looks_to_go -= 1
-                return
-            before = resident_bytes()
-            if before + nbytes <= self._roof_bytes:
+            if resident_bytes() + nbytes <= self._roof_bytes:
                 return
             if self._in_heap:
                 self._serve(in_heap=False)
                 self._mapped_tiles = self._mapped_pause
                 self._mapped_pause = min(2 * self._mapped_pause, self._LONGEST_PAUSE)
-            return_freed_memory()
-            if before - resident_bytes() < nbytes:
-                self._looks_to_go = self._look_pause
-                self._look_pause *= 2
+            return_freed_memory()  # again and again: blocks that it holds from before are freed one by one
 
     def tile_done(self) -> None:
         with self._lock:
-            self._look_pause, self._looks_to_go = 1, 0
             if self._mapped_tiles:
                 self._mapped_tiles -= 1
                 self._serve(in_heap=not self._mapped_tiles)

@@ -14,7 +14,7 @@ from gigagrad.graphs import FIELD_BINS, Call, Graph, Row, Site, lookup
 from gigagrad.graphs.graph import fill
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Stage, TileGeometry
-from gigagrad.plans.memory import MAPPED_BYTES, crop_bytes
+from gigagrad.plans.memory import MAPPED_BYTES, crop_bytes, workspace_bytes
 from gigagrad.stores import Rounding
 
 
@@ -75,9 +75,9 @@ class StageProgram:
             if tile.box(node_id) is None:
                 continue
             inputs = self._inputs(call, tile, values, globals_)
-            self._announce(crop_bytes(self.graph, tile, node_id))
+            self._announce(tile, node_id, crop_bytes(self.graph, tile, node_id))
             values[node_id] = self._evaluate(call, tile, inputs, asked=node_id not in silent)
-            self._announce_gradients(values[node_id], max((x.nbytes for x in inputs if x is not None), default=0))
+            self._announce_gradients(tile, node_id, values[node_id], inputs)
             if watch is not None and node_id in watch:
                 read = inputs[0]
                 assert read is not None
@@ -146,15 +146,19 @@ class StageProgram:
         sums = {i: value.detach() for i, value in sums.items()}
         return sums, list(outputs.values()), list(seeds.values())
 
-    def _announce(self, nbytes: int) -> None:
+    def _announce(self, tile: TileGeometry, node_id: int, nbytes: int) -> None:
+        """Results of so many bytes, and what the operator takes for itself."""
         if self._make_room is not None and nbytes >= MAPPED_BYTES:
-            self._make_room(nbytes)
+            self._make_room(nbytes + workspace_bytes(self.graph, tile, node_id))
 
-    def _announce_gradients(self, value: torch.Tensor, nbytes: int) -> None:
-        """Once it is pulled back, gradients of up to so many bytes are made."""
-        if self._make_room is not None and nbytes >= MAPPED_BYTES and value.grad_fn is not None:
-            make_room = self._make_room
-            value.grad_fn.register_prehook(lambda _: make_room(nbytes))
+    def _announce_gradients(
+        self, tile: TileGeometry, node_id: int, value: torch.Tensor, inputs: list[torch.Tensor | None]
+    ) -> None:
+        """The same of the gradients that are made once the value is pulled back."""
+        if self._make_room is not None and value.grad_fn is not None:
+            nbytes = sum(x.nbytes for x in inputs if x is not None and x.requires_grad)
+            if nbytes >= MAPPED_BYTES:
+                value.grad_fn.register_prehook(lambda _: self._announce(tile, node_id, nbytes))
 
     def _rounded(self, node_id: int, value: torch.Tensor, tile: TileGeometry) -> torch.Tensor:
         box, axes = tile.box(node_id), self.graph[node_id].axes

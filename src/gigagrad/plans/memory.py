@@ -44,7 +44,7 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
     pending = _reader_counts(graph, run)
     first_saver = _first_savers(graph, run) if backward else {}
     saved = set(first_saver)
-    workspace = {i: _workspace(graph, tile, i) for i in run}
+    workspace = {i: workspace_bytes(graph, tile, i) for i in run}
     if rounds:  # beside the values, packed ones and what comes back of them
         workspace |= {i: max(workspace[i], 2 * size[i]) for i in run if i in stage.kept}
 
@@ -224,7 +224,8 @@ def _first_savers(graph: Graph, run: list[int]) -> dict[int, int]:
     return {crop: node_id for node_id in reversed(run) for crop in _savers(graph, node_id)}
 
 
-def _workspace(graph: Graph, tile: TileGeometry, node_id: int) -> int:
+def workspace_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
+    """What an operator takes for itself on a tile while it runs, forward or backward."""
     node = graph[node_id]
     row = lookup(node.op)
     assert row is not None
