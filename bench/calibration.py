@@ -1,6 +1,6 @@
 """How well does a calibrated machine foretell the time of a step? Published networks that calibration has not seen.
 
-    gigagrad calibrate && python bench/calibration.py [--only NAME] [--rounds 3] [--passes 2]
+    gigagrad calibrate && python bench/calibration.py [--only NAME] [--rounds 3] [--passes 2] [--scratch DIR]
 
 Every network takes a few training steps, in training and in evaluation mode, on noise of 512 to 2048 px, each size in a
 process of its own; the fastest counts. Compared are the plan's seconds by the model of time (not by the trial of
@@ -10,8 +10,10 @@ first two differ on average where the plan was the same, which no prediction can
 calibration's own networks are timed again: `reference` is what the profile predicts for them over what they take now,
 so the machine's speed of the moment, and `error_beside_reference` is a case's error with that taken out. With
 `OMP_NUM_THREADS=1` one thread's work is judged alone, which takes a profile of its own (`OMP_NUM_THREADS=1 gigagrad
-calibrate`). Prints one JSON line last. With `--predictors` no network is run: three predictors are compared on the
-networks of the calibration itself, each network held out in its turn.
+calibrate`). With `--scratch` it is training steps in little memory instead, a quarter of the way from the smallest
+budget that works to what the step takes without one, with fields in files. Prints one JSON line last. With
+`--predictors` no network is run: three predictors are compared on the networks of the calibration itself, each network
+held out in its turn.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from torch import Tensor, nn
 
 import gigagrad as gg
 import tests.torchvision_operators  # noqa: F401
+from gigagrad.errors import BudgetError
 from gigagrad.events import Events
 from gigagrad.execution.allocator import settle_allocator
 from gigagrad.execution.calibration import FULL, QUICK
@@ -109,10 +112,24 @@ def reference_ratio() -> float:
     return median(ratios)
 
 
-def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int, reference: float) -> dict[str, Any]:
-    """Predicted and measured seconds of a step of one network."""
+def little_memory(network: nn.Module, image: Any, target: Any, scratch: str) -> int:
+    """A quarter of the way from the smallest budget that works to what a step takes without one."""
+    plenty = gg.compile(network, loss).plan(image, target)
+    try:
+        gg.compile(network, loss, memory=plenty.base_bytes, scratch=scratch).plan(image, target)
+    except BudgetError as error:
+        smallest = error.smallest_bytes
+    return smallest + (plenty.predicted_peak_bytes - smallest) // 4
+
+
+def try_case(
+    name: str, size: tuple[int, int], *, train: bool, rounds: int, reference: float, scratch: str | None
+) -> dict[str, Any]:
+    """Predicted and measured seconds of a step of one network; in little memory if there is a folder for files."""
     network, image, target = subject(name, size)
-    engine = gg.compile(network.train(train), loss)
+    network.train(train)
+    memory = little_memory(network, image, target, scratch) if scratch else None
+    engine = gg.compile(network, loss, memory=memory, scratch=scratch)
     start = time.perf_counter()
     plan = engine.plan(image, target)
     planning = time.perf_counter() - start
@@ -134,6 +151,8 @@ def try_case(name: str, size: tuple[int, int], *, train: bool, rounds: int, refe
         "tiles": plan.tile_count,
         "tile": list(plan.tile),
         "workers": plan.workers,
+        "budget": memory,
+        "file_bytes": plan.scratch_bytes,
         "planning_seconds": round(planning, 2),
         "predicted": round(predicted, 3),
         "measured": round(wall, 3),
@@ -196,6 +215,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--scratch", help="folder for files: training steps in little memory")
     parser.add_argument("--case", nargs=3, metavar=("NAME", "HEIGHT", "WIDTH"), help=argparse.SUPPRESS)
     parser.add_argument("--predictors", choices=("quick", "full"), help="compare predictors instead")
     args = parser.parse_args()
@@ -207,8 +227,8 @@ def main() -> None:
         name, height, width = args.case
         settle_allocator()
         size, reference = (int(height), int(width)), reference_ratio()
-        for train in (True, False):
-            found = try_case(name, size, train=train, rounds=args.rounds, reference=reference)
+        for train in (True,) if args.scratch else (True, False):
+            found = try_case(name, size, train=train, rounds=args.rounds, reference=reference, scratch=args.scratch)
             print(json.dumps(found), flush=True)
         return
     passes: list[list[dict[str, Any]]] = []
@@ -217,6 +237,7 @@ def main() -> None:
         for name, sizes in _CASES:
             for size in sizes if args.only in name else ():
                 case = ["--case", name, *map(str, size), "--rounds", str(args.rounds)]
+                case += ["--scratch", args.scratch] if args.scratch else []
                 done = subprocess.run([sys.executable, __file__, *case], stdout=subprocess.PIPE, text=True, check=True)
                 print(done.stdout, end="", flush=True)
                 passes[-1] += [json.loads(line) for line in done.stdout.splitlines()]

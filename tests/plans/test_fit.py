@@ -6,9 +6,13 @@ import pytest
 from torch import nn
 
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Grid, Limits, Machine, make_plan
+from gigagrad.plans import DISK, MEMORY, Grid, Limits, Machine, make_plan
+from gigagrad.plans.cost import Costs
+from gigagrad.plans.fit import sweep_seconds
 from gigagrad.plans.memory import compiled_bytes
+from gigagrad.plans.packing import AS_THEY_ARE
 from gigagrad.plans.stages import split_stages
+from gigagrad.plans.traffic import traffic_bytes
 from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, residual
 
 
@@ -117,3 +121,25 @@ def test_kept_shares_lie_beside_the_tiles_that_compute_them_again():
     alone = plan_of(graph, tiles=((10**4, 10**4),), kept=kept)
     assert all(stage.tile_count == 1 for stage in alone.stages)
     assert alone.reader_bytes == max(sum(graph[i].nbytes for i in stage.kept) for stage in split_stages(graph, kept))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_files_cost_processors_beside_tiles_and_a_slow_disk_hides_both(phase):
+    graph, threads = graph_of(residual(3)), 2
+    kept = kept_at_best(graph)
+    stage = split_stages(graph, kept)[2]
+    there = dict.fromkeys(kept, DISK)
+
+    def seconds(tiers, **rates):
+        machine = Machine(threads=threads, **rates)
+        cost = Costs(graph, machine).of(stage, (64, 64), backward=True)
+        moved = cost.plan.tile_count * traffic_bytes(graph, stage, cost.crops, tiers, phase, DISK, AS_THEY_ARE)
+        return sweep_seconds(graph, machine, stage, cost, tiers, phase, threads, AS_THEY_ARE), moved
+
+    in_memory, _ = seconds(dict.fromkeys(kept, MEMORY))
+    fast = {"disk_write_bytes_per_second": 1e15, "disk_read_bytes_per_second": 1e15}
+    on_disk, moved = seconds(there, **fast, file_bytes_per_second=1e8)
+    assert moved > 2 * graph[kept[2]].nbytes
+    assert on_disk == pytest.approx(in_memory + moved / 1e8 / threads)
+    slow = {"disk_write_bytes_per_second": 1e6, "disk_read_bytes_per_second": 1e6}
+    assert seconds(there, **slow)[0] == pytest.approx(moved / 1e6)

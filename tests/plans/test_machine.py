@@ -28,7 +28,12 @@ CALIBRATED = Machine(
     threads=2,
     spinning=Sharing(0.4, 0.9, 0.3),
     passive=Sharing(0.2, 0.8, 0.6),
+    copy_bytes_per_second=9e9,
     disk_write_bytes_per_second=4e8,
+    disk_read_bytes_per_second=2e9,
+    file_bytes_per_second=1.2e9,
+    codec_bytes_per_second=3e8,
+    codec_ratio=1.1,
     model=MODEL,
 )
 

@@ -222,13 +222,14 @@ def sweep_seconds(
     workers: int,
     packing: Packing,
 ) -> float:
-    """One sweep of a stage. Tiers are read ahead and written behind: the slowest link counts, or the tiles."""
+    """One sweep of a stage. Tiers are read ahead and written behind: the slowest link counts, or the processor, which
+    has to copy and check what goes to files beside computing tiles.
+    """
     count = cost.plan.tile_count
+    disk, host = (count * traffic_bytes(graph, stage, cost.crops, kept, phase, tier, packing) for tier in (DISK, HOST))
     computing = cost.forward_seconds if phase == "forward" else cost.seconds
-    seconds = [machine.wall_seconds(computing, workers, count)]
-    for tier, rate in ((DISK, machine.disk_bytes_per_second), (HOST, machine.copy_bytes_per_second)):
-        seconds.append(count * traffic_bytes(graph, stage, cost.crops, kept, phase, tier, packing) / rate)
-    return max(seconds)
+    processing = machine.wall_seconds(computing, workers, count) + machine.file_seconds(disk)
+    return max(processing, disk / machine.disk_bytes_per_second, host / machine.copy_bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,14 @@ from gigagrad.plans.work import Work
 
 _LARGEST_CACHE_BYTES = 32 * 2**20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_FORMAT = "gigagrad machine profile 6"
+_FORMAT = "gigagrad machine profile 7"
 """Changes with the meaning of the kinds of work, so that an older profile is measured again."""
 
 _RATES = (
     "copy_bytes_per_second",
     "disk_write_bytes_per_second",
     "disk_read_bytes_per_second",
+    "file_bytes_per_second",
     "codec_bytes_per_second",
     "codec_ratio",
 )
@@ -129,6 +130,9 @@ class Machine:
     """Of copies in memory: bytes of the copy, not of both sides."""
     disk_write_bytes_per_second: float = 500e6
     disk_read_bytes_per_second: float = 1e9
+    file_bytes_per_second: float = 1e9
+    """What one thread's work for fields in files comes to: copies between tiles and files, checksums and the system's
+    part, in bytes of as much reading as writing."""
     codec_bytes_per_second: float = 0.0
     """Of the lossless codec, in bytes of the field, the slower of both directions; 0 where it was not measured."""
     codec_ratio: float = 1.0
@@ -166,6 +170,12 @@ class Machine:
         passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
         sharing = self.passive if passive else self.spinning
         return sharing.wall_seconds(seconds, self.threads, workers, tile_count)
+
+    def file_seconds(self, nbytes: float) -> float:
+        """By the clock, what moving so many bytes between tiles and files keeps from computing tiles: threads of their
+        own do it, on the same cores.
+        """
+        return nbytes / self.file_bytes_per_second / self.threads
 
 
 def cache_bytes() -> int:

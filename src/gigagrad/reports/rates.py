@@ -57,6 +57,7 @@ def rates_table(calibration: Calibration) -> Table:
     table.add_row("copies in memory", f"{machine.copy_bytes_per_second / 1e9:,.1f} GB/s", "")
     table.add_row(f"disk, write ({way})", f"{disk.write / 1e9:,.2f} GB/s", "")
     table.add_row(f"disk, read ({way})", f"{disk.read / 1e9:,.2f} GB/s", "")
+    table.add_row("fields in files, one thread's work", f"{machine.file_bytes_per_second / 1e9:,.2f} GB/s", "")
     rate, ratio = machine.codec_bytes_per_second, machine.codec_ratio
     table.add_row("lossless codec", f"{rate / 1e9:,.2f} GB/s, {ratio:.2f} : 1", "", end_section=True)
     for way, sharing in (("spinning", machine.spinning), ("sleeping", machine.passive)):

@@ -106,7 +106,13 @@ def test_calibration_is_saved_and_planning_uses_it(profile, tmp_path):
     console = Console(file=io.StringIO(), width=100)
     console.print(rates_table(found))
     shown = console.file.getvalue()
-    for text in ("convolution, many channels", "GFLOP/s", "disk, write", "mean error on unseen networks"):
+    for text in (
+        "convolution, many channels",
+        "GFLOP/s",
+        "disk, write",
+        "fields in files",
+        "mean error on unseen networks",
+    ):
         assert text in shown
 
 

@@ -4,7 +4,12 @@ import pytest
 
 from gigagrad.errors import ConfigError, WriteError
 from gigagrad.execution.calibration import tiers
-from gigagrad.execution.calibration.tiers import codec_rates, copy_bytes_per_second, disk_rates
+from gigagrad.execution.calibration.tiers import (
+    codec_rates,
+    copy_bytes_per_second,
+    disk_rates,
+    file_bytes_per_second,
+)
 
 SIZE = 16 * 2**20
 
@@ -13,6 +18,7 @@ def test_rates_are_positive_and_the_file_is_gone(tmp_path):
     rates = disk_rates(tmp_path, SIZE)
     assert rates.write > 0
     assert rates.read > 0
+    assert file_bytes_per_second(tmp_path, SIZE) > 0
     assert list(tmp_path.iterdir()) == []
     assert copy_bytes_per_second(2**20) > 0
     rate, ratio = codec_rates(2**20)
@@ -30,6 +36,12 @@ def test_where_the_cache_cannot_be_bypassed_it_is_used(tmp_path):
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     with pytest.raises(ConfigError, match="--scratch"):
         disk_rates(tmp_path / "missing", SIZE)
+
+
+def test_what_processors_do_for_files_counts_both_ways(monkeypatch, tmp_path):
+    size = 4 * 32 * 512 * 512  # four tiles
+    monkeypatch.setattr(tiers, "_fastest", lambda work, clock: (work(), 0.5)[1])
+    assert file_bytes_per_second(tmp_path, size) == 2 * size / 0.5
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(monkeypatch, tmp_path):

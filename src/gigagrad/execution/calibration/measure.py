@@ -18,7 +18,13 @@ from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listen
 from gigagrad.execution.allocator import return_freed_memory, settle_allocator
 from gigagrad.execution.calibration.fit import Sample, achieved, fit, fit_sharing, require_scikit_learn
 from gigagrad.execution.calibration.threads import compare_in_a_process
-from gigagrad.execution.calibration.tiers import DiskRates, codec_rates, copy_bytes_per_second, disk_rates
+from gigagrad.execution.calibration.tiers import (
+    DiskRates,
+    codec_rates,
+    copy_bytes_per_second,
+    disk_rates,
+    file_bytes_per_second,
+)
 from gigagrad.execution.calibration.timing import Subject, draw_subject, pass_seconds, pass_work
 from gigagrad.execution.prepared import Prepared
 from gigagrad.plans.machine import Machine, Sharing, TimeModel, cache_bytes, profile_path, write_profile
@@ -69,6 +75,7 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
 
     Raises:
         ConfigError: scikit-learn is missing, or `scratch` cannot be used.
+        StoreError: `scratch` has no room for the files that measure it.
         WriteError: the profile, or the file that measures the disk, cannot be written.
     """
     require_scikit_learn()
@@ -78,6 +85,7 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
     settle_allocator()
     threads, cache = torch.get_num_threads(), cache_bytes()
     disk = disk_rates(scratch, effort.disk_bytes)
+    file_rate = file_bytes_per_second(scratch, effort.copy_bytes)
     copying = copy_bytes_per_second(effort.copy_bytes)
     codec, ratio = codec_rates(effort.copy_bytes // 4)
     return_freed_memory()
@@ -101,6 +109,7 @@ def calibrate(effort: Effort = FULL, *, scratch: Path = Path(), listeners: tuple
         copy_bytes_per_second=copying,
         disk_write_bytes_per_second=disk.write,
         disk_read_bytes_per_second=disk.read,
+        file_bytes_per_second=file_rate,
         codec_bytes_per_second=codec,
         codec_ratio=ratio,
         model=model,

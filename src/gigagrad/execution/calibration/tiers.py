@@ -1,4 +1,6 @@
-"""Rates of the tiers below the caches: copies in memory, the disk under a scratch folder, a lossless codec."""
+"""Rates of the tiers below the caches: copies in memory, the disk under a scratch folder and what processors do for
+fields in its files, a lossless codec.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,25 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from gigagrad.boxes import Box
 from gigagrad.bricks import MOST_BYTES
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_error
-from gigagrad.stores import Blosc
+from gigagrad.stores import Blosc, DiskStore, Scratch
+from gigagrad.threads import operator_threads
 
 _BLOCK_BYTES = 8 * 2**20
 _ROUNDS = 3
+_CHANNELS, _TILE_PX = 32, 256
+"""Of a field as deep networks keep them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,34 @@ def _file_rates(path: Path, size: int, flags: int) -> DiskRates:
     return DiskRates(blocks * _BLOCK_BYTES / written, blocks * _BLOCK_BYTES / read, bool(flags))
 
 
+def file_bytes_per_second(folder: Path, size: int) -> float:
+    """Of a field of about `size` bytes that is written to a file in `folder` and read again, tile by tile: bytes of
+    both per second of processor time, whichever threads spend it.
+
+    Raises `StoreError` if the folder cannot be used or the disk is full.
+    """
+    side = max(1, isqrt(size // (4 * _CHANNELS)) // _TILE_PX) * _TILE_PX
+    starts = range(0, side, _TILE_PX)
+    boxes = [Box(y, x, y + _TILE_PX, x + _TILE_PX) for y in starts for x in starts]
+    tile = torch.ones(1, _CHANNELS, _TILE_PX, _TILE_PX)
+    scratch = Scratch(folder, _CHANNELS * side * side * 4)
+    try:
+        shape = (1, _CHANNELS, side, side)
+        store = DiskStore(shape, tile.dtype, (-2, -1), scratch=scratch, name="rate")
+        with closing(store), operator_threads(1):
+
+            def write_and_read() -> None:
+                for box in boxes:
+                    store.write(box, tile.clone())  # what a run hands over is new, too
+                store.flush()
+                for box in boxes:
+                    store.read(box)
+
+            return 2 * tile.nbytes * len(boxes) / _fastest(write_and_read, time.process_time)
+    finally:
+        scratch.close()
+
+
 @contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
     file = os.open(path, flags, 0o600)
@@ -118,12 +153,12 @@ def codec_rates(size: int) -> tuple[float, float]:
     return field.nbytes / max(encoding, decoding), field.nbytes / sum(map(len, encoded))
 
 
-def _fastest(work: Callable[[], object]) -> float:
+def _fastest(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of the fastest of a few runs, after one that warms up."""
     work()
     best = float("inf")
     for _ in range(_ROUNDS):
-        start = time.perf_counter()
+        start = clock()
         work()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, clock() - start)
     return best
