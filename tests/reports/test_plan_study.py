@@ -11,6 +11,7 @@ from rich.console import Console
 
 from gigagrad.errors import ConfigError, WriteError
 from gigagrad.plans import Fate, KeptField, Moment, Pass, Plan, Point, StagePlan
+from gigagrad.reports import plan_picture
 from gigagrad.reports.plan_picture import check_picture, draw_plan
 from gigagrad.reports.plan_study import PlanStudy, plan_page
 
@@ -155,6 +156,20 @@ def test_the_picture(tmp_path, stages):
     assert ElementTree.fromstring(first).tag.endswith("svg")
     draw_plan(study, tmp_path / "plan.svg")
     assert (tmp_path / "plan.svg").read_bytes() == first
+
+
+def test_no_line_crosses_the_legend_wherever_the_budget_is(tmp_path, monkeypatch):
+    drawn, draw = [], plan_picture._draw_curve
+
+    def draw_curve(ax, study):
+        drawn.append(ax)
+        draw(ax, study)
+
+    monkeypatch.setattr(plan_picture, "_draw_curve", draw_curve)
+    draw_plan(study_of(), tmp_path / "plan.png")
+    (ax,) = drawn
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["this plan", "budget 8 GiB"]
+    assert ax.get_legend().get_window_extent().y1 < ax.get_window_extent().y0
 
 
 def test_a_picture_of_another_kind_is_refused(tmp_path):

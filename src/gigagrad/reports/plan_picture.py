@@ -81,7 +81,7 @@ def _draw_curve(ax: Axes, study: PlanStudy) -> None:
     ax.margins(0.08)
     ax.set_xlabel("peak memory")
     ax.set_ylabel("time of a step")
-    ax.legend(loc="lower left")  # the curve falls, and no budget is to the left of it
+    ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.14), ncols=2)  # below, where no line crosses it
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
