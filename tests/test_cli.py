@@ -105,6 +105,15 @@ def test_label_needs_no_pytorch_and_help_needs_nothing(jpeg_slide, tmp_path):
     assert (tmp_path / "masks" / "small.tif").exists()
 
 
+def test_the_package_itself_can_be_run_and_its_exit_code_is_the_command_s():
+    run = [sys.executable, "-m", "gigagrad"]
+    told = subprocess.run([*run, "plan", "--help"], check=True, capture_output=True)
+    assert told.stdout.startswith(b"usage: gigagrad plan")
+    wrong = subprocess.run([*run, "plan", "--size", "0x5"], check=False, capture_output=True)
+    assert wrong.returncode == 2
+    assert b"Traceback" not in wrong.stderr
+
+
 def test_label_keeps_what_is_there_unless_told_otherwise(jpeg_slide, tmp_path, capsys):
     command = ["label", str(jpeg_slide), "--out", str(tmp_path / "masks"), "--mpp", "0.25"]
     assert main(command) == 0
