@@ -11,7 +11,7 @@ from gigagrad.errors import BudgetError
 from gigagrad.events import Notice
 from gigagrad.execution import planner
 from gigagrad.execution.process import Residue
-from gigagrad.plans.memory import MOST_COMPILED_BYTES
+from gigagrad.plans.limits import MOST_COMPILED
 from gigagrad.training.losses import bce
 
 MIB = 2**20
@@ -55,14 +55,14 @@ def test_what_a_run_added_is_not_added_again(job):
     after = plan()
     assert 0 < after.predicted_peak_bytes - before.predicted_peak_bytes < 60 * MIB
     assert plan() is after
-    compiled = planner.RESIDUE.compiled_bytes
-    assert 0 < compiled < MOST_COMPILED_BYTES
+    compiled = planner.RESIDUE.compiled
+    assert 0 < compiled < MOST_COMPILED
     engine.backward(*pair)
-    assert planner.RESIDUE.compiled_bytes == compiled
+    assert planner.RESIDUE.compiled == compiled
     other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
     image = np.zeros((3, 3000, 3016), np.uint8)
     assert other.plan(image, image[:1]).runtime_bytes > after.runtime_bytes  # other shapes are compiled anew
-    planner.RESIDUE.compiled_bytes = MOST_COMPILED_BYTES
+    planner.RESIDUE.compiled = MOST_COMPILED
     other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
     assert other.plan(image, image[:1]).runtime_bytes == after.runtime_bytes
 

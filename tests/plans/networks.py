@@ -68,7 +68,7 @@ def plan_of(graph, budget=None, *, backward=True, tiles=None, kept=None, base=MI
     """A plan within a budget, beside a process of `base` bytes that has compiled its kernels."""
     return make_plan(
         graph,
-        Limits(budget_bytes=budget, base_bytes=base, reader_cache_bytes=0, runtime_bytes=0, compiled_room_bytes=0),
+        Limits(budget_bytes=budget, base_bytes=base, reader_cache_bytes=0, runtime_bytes=0, compiled_room=0),
         machine or Machine(),
         image_shape=graph.source("image").shape,
         backward=backward,

@@ -9,7 +9,7 @@ from gigagrad.errors import BudgetError
 from gigagrad.plans import DISK, MEMORY, Grid, Limits, Machine, make_plan
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.fit import sweep_seconds
-from gigagrad.plans.memory import compiled_bytes
+from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.packing import AS_THEY_ARE
 from gigagrad.plans.stages import split_stages
 from gigagrad.plans.traffic import traffic_bytes
@@ -38,19 +38,21 @@ def plan(graph, given, tile):
 def compiled_to(graph, made):
     stages = split_stages(graph, [field.node for field in made.kept])
     grids = [Grid(graph, stage, made.stages[stage.index].tile) for stage in stages]
-    return sum(compiled_bytes(grid, backward=True) for grid in grids)
+    return sum(compiled_convolutions(grid, backward=True) for grid in grids)
 
 
 @pytest.mark.parametrize("tile", [(1024, 1024), (512, 1000), (256, 256)])
 def test_a_prediction_counts_the_convolutions_of_the_tiles_chosen(tile):
-    """Shapes of crops that do not occur are not compiled, and no more than the cache has room for."""
+    """Shapes of crops that do not occur are not compiled, and no more than the cache has room for; each takes what it
+    takes on this processor.
+    """
     graph = graph_of(nn.Conv2d(3, 4, 3, padding=1), size=1024)
-    warm, cold, little = (plan(graph, limits(compiled_room_bytes=room), tile) for room in (0, 2**30, 1000))
+    warm, cold, little = (plan(graph, limits(compiled_room=room, kernel_bytes=5000), tile) for room in (0, 1024, 1))
     compiled = compiled_to(graph, cold)
-    assert compiled == 3 * 72 * 2**10 * (2 if tile[1] == 1000 else 1)
-    assert cold.predicted_peak_bytes - warm.predicted_peak_bytes == compiled
-    assert cold.runtime_bytes - warm.runtime_bytes == compiled
-    assert little.predicted_peak_bytes - warm.predicted_peak_bytes == 1000
+    assert compiled == 3 * (2 if tile[1] == 1000 else 1)
+    assert cold.predicted_peak_bytes - warm.predicted_peak_bytes == compiled * 5000
+    assert cold.runtime_bytes - warm.runtime_bytes == compiled * 5000
+    assert little.predicted_peak_bytes - warm.predicted_peak_bytes == 5000
 
 
 def test_where_memory_is_short_tiles_are_chosen_that_compile_to_little():

@@ -20,9 +20,9 @@ from gigagrad.graphs import GATHER, InputSpec, capture
 from gigagrad.plans import Grid, split_stages
 from gigagrad.plans.memory import (
     _cast_bytes,
-    compiled_bytes,
+    compiled_convolutions,
     tile_peak_bytes,
-    whole_compiled_bytes,
+    whole_compiled_convolutions,
     whole_field_bytes,
     whole_pages,
     worst_tile,
@@ -313,8 +313,8 @@ def test_every_convolution_is_compiled_for_every_shape_of_its_crop(graphs, name,
                     if (box := grid[index].box(i)) is not None:
                         crops[i] = torch.zeros((*graph[i].shape[:-2], *box.shape), dtype=graph[i].dtype)
                 program.run(grid[index], crops, boundary)
-        assert compiled_bytes(grid, backward=False) == len(shapes.seen) * 72 * 2**10
-        assert compiled_bytes(grid, backward=True) == 3 * compiled_bytes(grid, backward=False)
+        assert compiled_convolutions(grid, backward=False) == len(shapes.seen)
+        assert compiled_convolutions(grid, backward=True) == 3 * len(shapes.seen)
 
 
 def test_convolutions_of_whole_fields_are_compiled_once(graph_of):
@@ -327,5 +327,5 @@ def test_convolutions_of_whole_fields_are_compiled_once(graph_of):
             return self.conv(x.flatten(2)).reshape(x.shape)
 
     graph = graph_of(Whole(), F.mse_loss, (20, 20))
-    assert whole_compiled_bytes(graph, backward=True) == 3 * 72 * 2**10
-    assert whole_compiled_bytes(graph, backward=False) == 72 * 2**10
+    assert whole_compiled_convolutions(graph, backward=True) == 3
+    assert whole_compiled_convolutions(graph, backward=False) == 1

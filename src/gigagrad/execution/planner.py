@@ -20,6 +20,7 @@ from gigagrad.events import Events, Notice
 from gigagrad.execution.allocator import return_freed_memory
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.fingerprint import fingerprint
+from gigagrad.execution.kernels import kernel_bytes
 from gigagrad.execution.optimizer_state import coming_state_bytes, usual_state_bytes
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.process import (
@@ -32,7 +33,8 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
 from gigagrad.graphs import Call, Composite, Graph, capture, lookup
 from gigagrad.plans import Costs, Limits, Machine, Plan, PlanAt, make_plan, split_stages
-from gigagrad.plans.memory import MOST_COMPILED_BYTES, compiled_bytes, whole_compiled_bytes
+from gigagrad.plans.limits import MOST_COMPILED
+from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.stores import Codec, Half, Rounding, faster_codec
 
@@ -101,18 +103,18 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """A plan, what it could count on, what its convolutions compile to, and whether it has run."""
+    """A plan, what it could count on, how many kernels its convolutions compile to, and whether it has run."""
 
     prepared: Prepared
     limits: Limits
-    compiled_bytes: int
+    compiled: int
     ran: bool = False
 
     @property
     def fixed_bytes(self) -> int:
         """What the process holds beside the tiles, with what kernels add."""
         limits = self.limits
-        return limits.fixed_bytes + limits.runtime_bytes + min(self.compiled_bytes, limits.compiled_room_bytes)
+        return limits.fixed_bytes + limits.runtime_bytes + limits.compiled_bytes(self.compiled)
 
 
 class Planner:
@@ -165,7 +167,7 @@ class Planner:
         for key, kept in self._kept.items():
             if kept.prepared is prepared and not kept.ran:
                 self._kept[key] = dataclasses.replace(kept, ran=True)
-                RESIDUE.compiled_bytes = min(RESIDUE.compiled_bytes + kept.compiled_bytes, MOST_COMPILED_BYTES)
+                RESIDUE.compiled = min(RESIDUE.compiled + kept.compiled, MOST_COMPILED)
 
     def _may_have_grown(self, kept: _Kept) -> bool:
         """Whether the process uses more than the plan counts on. What it holds beside that is what the last run freed:
@@ -177,20 +179,20 @@ class Planner:
 
     def _under_todays_limits(self, kept: _Kept, sources: dict[str, Source], *, backward: bool) -> _Kept:
         """The plan itself where it still fits beside what the process holds now, else its tiles with other numbers."""
-        limits = self._limits(sources, backward=backward)
+        limits = self._limits(kept.prepared.graph, sources, backward=backward)
         if kept.ran:  # and has compiled what it needs
-            limits = dataclasses.replace(limits, compiled_room_bytes=0)
+            limits = dataclasses.replace(limits, compiled_room=0)
         if dataclasses.replace(kept, limits=limits).fixed_bytes <= kept.fixed_bytes + _UNSEEN_BYTES:
             return kept
         made = self._refit(kept.prepared, limits, backward=backward)
         ran = kept.ran and Choice.of(made.plan) == Choice.of(kept.prepared.plan)
-        return _Kept(made, limits, _compiled_bytes(made, backward=backward), ran)
+        return _Kept(made, limits, _compiled(made, backward=backward), ran)
 
     def survey(self, sources: dict[str, Source], *, backward: bool) -> Survey:
         """What other budgets would give the process as it is now. Raises as `Engine.plan`, but for `BudgetError`."""
         kept = self._kept.get(self._key(sources, backward=backward))
         graph = kept.prepared.graph if kept is not None else self._capture(sources)
-        limits, machine = self._limits(sources, backward=backward), self._machine()
+        limits, machine = self._limits(graph, sources, backward=backward), self._machine()
         costs, image_shape = Costs(graph, machine, self._packing), sources["image"].spec.shape
 
         def plan_at(budget_bytes: int | None) -> Plan:
@@ -209,7 +211,7 @@ class Planner:
     def _key(self, sources: dict[str, Source], *, backward: bool) -> tuple[Any, ...]:
         return (backward, fingerprint(self._composite), *((name, source.spec) for name, source in sources.items()))
 
-    def _limits(self, sources: dict[str, Source], *, backward: bool) -> Limits:
+    def _limits(self, graph: Graph, sources: dict[str, Source], *, backward: bool) -> Limits:
         """What the process holds and may come to hold whatever the plan; asked after capture, which loads much."""
         if self._device.type == "cpu":
             return_freed_memory()  # what an earlier run freed is there for this one
@@ -218,7 +220,8 @@ class Planner:
             base_bytes=held_bytes(self._device),
             reader_cache_bytes=sum(source.cache_bytes for source in sources.values()),
             runtime_bytes=_runtime_bytes() + UNNOTICED_BYTES,
-            compiled_room_bytes=MOST_COMPILED_BYTES - RESIDUE.compiled_bytes,
+            compiled_room=MOST_COMPILED - RESIDUE.compiled,
+            kernel_bytes=kernel_bytes(graph, self._device),
             optimizer_bytes=self._optimizer_bytes() if backward else 0,
             host_bytes=self._budgets.host_room() if self._device.type == "cuda" else 0,
             scratch_bytes=self._budgets.scratch_room(),
@@ -262,7 +265,7 @@ class Planner:
     def _first(self, sources: dict[str, Source], *, backward: bool) -> _Kept:
         """A first plan; both memory layouts are tried where the run is long enough to pay for it."""
         graph = self._capture(sources)
-        limits = self._limits(sources, backward=backward)
+        limits = self._limits(graph, sources, backward=backward)
         image_shape = sources["image"].spec.shape
         # A changed model is planned anew, so a choice is adopted once.
         adopted = self._adopted.pop(_name(sources, backward=backward), None)
@@ -280,7 +283,7 @@ class Planner:
             RESIDUE.tried_bytes += max(0, held_bytes(self._device) - limits.base_bytes)
             plan = dataclasses.replace(plan, memory_format=layout, predicted_seconds=seconds)
             prepared = dataclasses.replace(prepared, plan=plan)
-        return _Kept(prepared, limits, _compiled_bytes(prepared, backward=backward))
+        return _Kept(prepared, limits, _compiled(prepared, backward=backward))
 
     def _again(
         self, graph: Graph, image_shape: tuple[int, ...], limits: Limits, choice: Choice, *, backward: bool
@@ -337,10 +340,10 @@ class Planner:
         return faster_codec(machine.disk_bytes_per_second, machine.codec_bytes_per_second, machine.codec_ratio)
 
 
-def _compiled_bytes(prepared: Prepared, *, backward: bool) -> int:
-    """What its convolutions are compiled to."""
-    on_tiles = sum(compiled_bytes(prepared.grid(stage), backward=backward) for stage in prepared.stages)
-    return on_tiles + whole_compiled_bytes(prepared.graph, backward=backward)
+def _compiled(prepared: Prepared, *, backward: bool) -> int:
+    """How many kernels its convolutions are compiled to."""
+    on_tiles = sum(compiled_convolutions(prepared.grid(stage), backward=backward) for stage in prepared.stages)
+    return on_tiles + whole_compiled_convolutions(prepared.graph, backward=backward)
 
 
 def _runtime_bytes() -> int:

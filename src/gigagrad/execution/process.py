@@ -83,8 +83,8 @@ class Residue:
 
     warm: bool = False
     """The code of kernels and the stacks of threads are there."""
-    compiled_bytes: int = 0
-    """Of convolutions in oneDNN's cache."""
+    compiled: int = 0
+    """Convolutions in oneDNN's cache."""
     tried_bytes: int = 0
     """What trials of memory layouts have grown it by: kernels that the first run will not add again."""
 

@@ -15,7 +15,7 @@ from math import prod
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid, TileGeometry, lattice
 from gigagrad.plans.machine import Machine, Seconds
-from gigagrad.plans.memory import compiled_bytes, crop_bytes, tile_peak_bytes, worst_tile
+from gigagrad.plans.memory import compiled_convolutions, crop_bytes, tile_peak_bytes, worst_tile
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import EXACT, StagePlan
 from gigagrad.plans.stages import Stage
@@ -38,8 +38,8 @@ class TileCost:
     """What is read ahead for each tile."""
     own_crop_bytes: int
     """Of that, what is beside the tile's own memory while it is at work: kept shares, where they are computed again."""
-    compiled_bytes: int
-    """What its convolutions are compiled to."""
+    compiled: int
+    """How many kernels its convolutions are compiled to."""
     crops: Mapping[int, tuple[int, int]]
     """Height and width of a tile's crop of each field that the stage reads or keeps."""
 
@@ -116,7 +116,7 @@ class Costs:
             seconds = self._sweep_seconds(stage, mean, gradient=True) if backward else forward
         own = {i: tile.wanted(i).shape for i in stage.kept}
         crops = {i: box.shape for i in stage.reads if (box := tile.box(i)) is not None} | own
-        compiled = compiled_bytes(grid, backward=backward)
+        compiled = compiled_convolutions(grid, backward=backward)
         return TileCost(plan, seconds, forward, read + 2 * kept_shares, kept_shares, compiled, crops)
 
     def _sweep_seconds(self, stage: Stage, tile: MeanTile, *, gradient: bool) -> Seconds:

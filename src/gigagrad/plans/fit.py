@@ -14,7 +14,7 @@ from gigagrad.plans.cost import Costs, TileCost, candidates
 from gigagrad.plans.keeping import bytes_by_pass
 from gigagrad.plans.limits import Limits
 from gigagrad.plans.machine import Machine
-from gigagrad.plans.memory import MAPPED_BYTES, gradient_sum_bytes, whole_compiled_bytes, whole_field_bytes
+from gigagrad.plans.memory import MAPPED_BYTES, gradient_sum_bytes, whole_compiled_convolutions, whole_field_bytes
 from gigagrad.plans.packing import Packing
 from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, StagePlan
 from gigagrad.plans.schedule import make_passes
@@ -169,43 +169,43 @@ class Fitter:
         more than the leanest ones. Raises `BudgetError` if the leanest do not fit.
         """
         limits = self._limits
-        on_whole_fields = whole_compiled_bytes(self._graph, backward=self._backward)
+        on_whole_fields = whole_compiled_convolutions(self._graph, backward=self._backward)
 
-        def compiled(bytes_by_stage: Iterable[int]) -> int:
-            return min(on_whole_fields + sum(bytes_by_stage), limits.compiled_room_bytes)
+        def compiled_bytes(by_stage: Iterable[int]) -> int:
+            return limits.compiled_bytes(on_whole_fields + sum(by_stage))
 
-        most = [max(cost.compiled_bytes for cost in tiling.costs) for tiling in tilings]
+        most = [max(cost.compiled for cost in tiling.costs) for tiling in tilings]
         budget = limits.budget_bytes
         if budget is None:
             choices = [[tiling.fastest(None, cap) for tiling, cap in zip(tilings, most, strict=True)]]
         else:
-            needed, least = _leanest(tilings, compiled) if tilings else (fixed + compiled(()), [])
+            needed, least = _leanest(tilings, compiled_bytes) if tilings else (fixed + compiled_bytes(()), [])
             if needed > budget:
                 raise limits.refusal(_what_does_not_fit(tilings, fixed, whole_bytes), needed)
             choices = [
-                [tiling.fastest(budget - compiled(caps), cap) for tiling, cap in zip(tilings, caps, strict=True)]
+                [tiling.fastest(budget - compiled_bytes(caps), cap) for tiling, cap in zip(tilings, caps, strict=True)]
                 for caps in (most, least)
             ]
         options = [[sweeps for sweeps in choice if sweeps is not None] for choice in choices]
         whole = [option for option in options if len(option) == len(tilings)]
         best = min(whole, key=lambda option: sum(sweeps.seconds for sweeps in option))
-        return best, compiled(sweeps.compiled_bytes for sweeps in best)
+        return best, compiled_bytes(sweeps.compiled for sweeps in best)
 
 
-def _leanest(tilings: list[_Tilings], compiled: Callable[[Iterable[int]], int]) -> tuple[int, list[int]]:
-    """The least memory that will do, and what each stage's convolutions may then be compiled to.
+def _leanest(tilings: list[_Tilings], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, list[int]]:
+    """The least memory that will do, and how many kernels each stage's convolutions may then be compiled to.
 
     All stages share what is compiled, so with smaller tiles for one of them, in more shapes, all of them need more.
     """
     smallest: tuple[int, list[int]] | None = None
     caps: dict[int, int] = {}
-    tiles = [(tiling.total(cost), cost.compiled_bytes, i) for i, tiling in enumerate(tilings) for cost in tiling.costs]
-    for total, nbytes, i in sorted(tiles):
-        if nbytes >= caps.get(i, nbytes + 1):
+    tiles = [(tiling.total(cost), cost.compiled, i) for i, tiling in enumerate(tilings) for cost in tiling.costs]
+    for total, compiled, i in sorted(tiles):
+        if compiled >= caps.get(i, compiled + 1):
             continue
-        caps[i] = nbytes
+        caps[i] = compiled
         if len(caps) == len(tilings):
-            needed = total + compiled(caps.values())
+            needed = total + compiled_bytes(caps.values())
             if smallest is None or needed < smallest[0]:
                 smallest = needed, [caps[j] for j in range(len(tilings))]
     assert smallest is not None
@@ -244,7 +244,8 @@ class _Sweeps:
     """Of crops read ahead or to be written."""
     working_bytes: int
     """Of working copies and sums of what the stage reads beside fields."""
-    compiled_bytes: int
+    compiled: int
+    """How many kernels convolutions are compiled to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,17 +263,17 @@ class _Tilings:
     """Bytes beside its sweeps that do not depend on its tiles."""
     costs: tuple[TileCost, ...]
 
-    def fastest(self, room: int | None, compiled_bytes: int) -> _Sweeps | None:
-        """With the fastest of the tiles that fit in `room` bytes and compile to at most `compiled_bytes`."""
+    def fastest(self, room: int | None, most_compiled: int) -> _Sweeps | None:
+        """With the fastest of the tiles that fit in `room` bytes and compile to at most so many kernels."""
         fitting = [cost for cost in self.costs if room is None or self.total(cost) <= room]
-        rated = [(self._seconds(cost), cost) for cost in fitting if cost.compiled_bytes <= compiled_bytes]
+        rated = [(self._seconds(cost), cost) for cost in fitting if cost.compiled <= most_compiled]
         if not rated:
             return None
         seconds, best = min(rated, key=lambda pair: pair[0])
         known = seconds if self.machine.model is not None else None
         plan = dataclasses.replace(best.plan, index=self.stage.index, beside_bytes=self._kept_free(best), seconds=known)
         working = sum(self.working_bytes)
-        return _Sweeps(plan, seconds, self.total(best), self._waiting(best), working, best.compiled_bytes)
+        return _Sweeps(plan, seconds, self.total(best), self._waiting(best), working, best.compiled)
 
     def total(self, cost: TileCost) -> int:
         """Bytes of the process while the stage's sweeps run, less what convolutions are compiled to."""

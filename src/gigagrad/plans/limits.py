@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gigagrad.errors import BudgetError
-from gigagrad.plans.memory import MOST_COMPILED_BYTES
 
+MOST_COMPILED = 1024
+"""How many compiled kernels oneDNN's cache keeps."""
+KERNEL_BYTES = 72 * 2**10
+"""What the kernel of one convolution takes there (docs/decisions/0013-whole-process-accounting.md)."""
 _ROOM_BYTES = 40 * 2**20
 """By how much a process differs from the one that was refused: its first allocations, its garbage."""
 
@@ -20,8 +23,10 @@ class Limits:
     reader_cache_bytes: int
     runtime_bytes: int
     """What a step adds beside tensors and compiled convolutions."""
-    compiled_room_bytes: int = MOST_COMPILED_BYTES
-    """What oneDNN's cache of compiled convolutions may still grow by."""
+    compiled_room: int = MOST_COMPILED
+    """How many compiled convolutions oneDNN's cache may still grow by."""
+    kernel_bytes: int = KERNEL_BYTES
+    """What each of them takes on this processor."""
     optimizer_bytes: int = 0
     """What an optimizer will hold from its first step on, as long as it does not yet."""
     host_bytes: int = 0
@@ -33,6 +38,10 @@ class Limits:
     def fixed_bytes(self) -> int:
         """What is held whatever the plan: the process itself, the readers' caches and what an optimizer will hold."""
         return self.base_bytes + self.reader_cache_bytes + self.optimizer_bytes
+
+    def compiled_bytes(self, count: int) -> int:
+        """What so many compiled convolutions add to the process."""
+        return min(count, self.compiled_room) * self.kernel_bytes
 
     def refusal(self, what: str, needed_bytes: int) -> BudgetError:
         """What does not fit in the budget, and a budget that would do."""

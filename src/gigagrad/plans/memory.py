@@ -19,10 +19,6 @@ MAPPED_BYTES = 8 * 2**20
 """Blocks as large as this are taken from the system one by one, but for those of tiles where the plan has room; their
 pages cost time when first touched."""
 _HUGE_PAGE_BYTES = 2 * 2**20
-_COMPILED_BYTES = 72 * 2**10
-"""A compiled convolution in oneDNN's cache (docs/decisions/0013-whole-process-accounting.md)."""
-MOST_COMPILED_BYTES = 1024 * _COMPILED_BYTES
-"""All that it keeps."""
 
 
 def whole_pages(nbytes: int) -> int:
@@ -157,9 +153,9 @@ def largest_block_bytes(grid: Grid) -> int:
     return max((crop_bytes(grid.graph, tile, i) for i in (*grid.stage.reads, *grid.stage.fields)), default=0)
 
 
-def compiled_bytes(grid: Grid, *, backward: bool) -> int:
-    """What oneDNN's cache comes to hold of a stage: code for every convolution, forward and twice backward, in every
-    shape that tiles ask of it.
+def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
+    """How many kernels oneDNN's cache comes to hold of a stage: one for every convolution, forward and twice backward,
+    in every shape that tiles ask of it.
     """
     axes = [[grid.axis_geometry(axis, i) for i in _sample(grid.shape[axis])] for axis in (0, 1)]
     shapes = 0
@@ -173,13 +169,13 @@ def compiled_bytes(grid: Grid, *, backward: bool) -> int:
                 if node_id in tile.spans:
                     asked[axis].add(row.compiled_for(call, axis, tile.spans[node_id], tile.operand_spans[node_id]))
         shapes += prod(len(extents - {()}) for extents in asked)
-    return shapes * (3 if backward else 1) * _COMPILED_BYTES
+    return shapes * (3 if backward else 1)
 
 
-def whole_compiled_bytes(graph: Graph, *, backward: bool) -> int:
+def whole_compiled_convolutions(graph: Graph, *, backward: bool) -> int:
     """The same of convolutions that run on whole fields."""
     convolutions = [node for node in graph.nodes if node.whole and "conv" in node.op]
-    return len(convolutions) * (3 if backward else 1) * _COMPILED_BYTES
+    return len(convolutions) * (3 if backward else 1)
 
 
 def gradient_sum_bytes(graph: Graph, stage: Stage) -> int:
