@@ -3,8 +3,9 @@
     python bench/tiers.py --scratch DIR [--gibibytes N] [--side 3072] [--rounds 3]
 
 Bandwidth: a field of 64 channels is written crop by crop and flushed to the disk, forgotten by the page cache, and read
-crop by crop; the disk's own is that of large blocks, by-passing the cache, in a file of the same size. Files that are
-more than memory go past the cache: that is the size unless `--gibibytes` says otherwise. Overlap: a step
+crop by crop; the disk's own is that of large blocks, by-passing the cache, in a file of its own, before every row of
+crops: a disk whose rate changes within seconds changes it for both. Files that are more than memory go past the cache:
+that is the size unless `--gibibytes` says otherwise. Overlap: a step
 of a small network with batch normalisation in training mode, by one thread, with all fields in files; beside it the
 same tiles with the fields in memory, which is the computation alone, and the same crops read and written with nothing
 computed, which is the transfer alone. Rounds are interleaved, medians are compared. Prints one JSON line last.
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gigagrad as gg
-from gigagrad.boxes import Box, tiles
+from gigagrad.boxes import Box
 from gigagrad.execution.calibration.tiers import disk_rates
 from gigagrad.stores import DiskStore, Scratch
 from gigagrad.stores.scratch import cacheable_bytes
@@ -63,32 +64,39 @@ def main() -> None:
 def bandwidth(folder: Path, nbytes: int) -> dict[str, float]:
     side = int((nbytes / 4 / CHANNELS) ** 0.5) // CROP_PX * CROP_PX
     crop = torch.randn(1, CHANNELS, CROP_PX, CROP_PX).contiguous(memory_format=torch.channels_last)
-    own = disk_rates(folder, nbytes)
+    rows = [[Box(y, x, y + CROP_PX, x + CROP_PX) for x in range(0, side, CROP_PX)] for y in range(0, side, CROP_PX)]
+    own_writing, own_reading, writing, reading = [], [], [], []
     scratch = Scratch(folder, nbytes)
     try:
         store = DiskStore((1, CHANNELS, side, side), torch.float32, (-2, -1), scratch=scratch, name="field")
-        size = side * side * CHANNELS * 4
-        start = time.perf_counter()
-        for box in tiles(side, side, CROP_PX, CROP_PX):
-            store.write(box, crop)
-        store.flush()
-        store._file.sync()
-        written = size / (time.perf_counter() - start)
+        size = side * CROP_PX * CHANNELS * 4
+        for row in rows:
+            own_writing.append(size / disk_rates(folder, size).write)
+            start = time.perf_counter()
+            for box in row:
+                store.write(box, crop)
+            store.flush()
+            store._file.sync()
+            writing.append(time.perf_counter() - start)
         os.posix_fadvise(store._file._cached, 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
-        for box in tiles(side, side, CROP_PX, CROP_PX):
-            store.read(box)
-        read = size / (time.perf_counter() - start)
+        for row in rows:
+            own_reading.append(size / disk_rates(folder, size).read)
+            start = time.perf_counter()
+            for box in row:
+                store.read(box)
+            reading.append(time.perf_counter() - start)
         store.close()
     finally:
         scratch.close()
+    rates = [len(rows) * size / sum(seconds) / 1e9 for seconds in (own_writing, own_reading, writing, reading)]
+    own_write, own_read, write, read = rates
     return {
-        "disk_write_gb_per_second": round(own.write / 1e9, 2),
-        "disk_read_gb_per_second": round(own.read / 1e9, 2),
-        "write_gb_per_second": round(written / 1e9, 2),
-        "read_gb_per_second": round(read / 1e9, 2),
-        "write_share": round(written / own.write, 2),
-        "read_share": round(read / own.read, 2),
+        "disk_write_gb_per_second": round(own_write, 2),
+        "disk_read_gb_per_second": round(own_read, 2),
+        "write_gb_per_second": round(write, 2),
+        "read_gb_per_second": round(read, 2),
+        "write_share": round(write / own_write, 2),
+        "read_share": round(read / own_read, 2),
     }
 
 

@@ -15,6 +15,8 @@ PAGE_BYTES = 4096
 
 WRITES_BEHIND = 2
 """Crops that wait to be written, at most, before the computation waits for the disk; plans count them."""
+ROWS_AT_ONCE = 4
+"""Rows of bricks on their way between crops and the disk at once, at most; plans count them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ class Bricks:
     @property
     def file_bytes(self) -> int:
         return self.shape[0] * self.shape[1] * self.slot_bytes
+
+    def row_bytes(self, width: int) -> int:
+        """Of the bricks in one row that a box of this width touches, at most."""
+        columns = min((width + self.side - 2) // self.side + 1, self.shape[1])
+        return columns * self.slot_bytes
 
     def read_ratio(self, height: int, width: int) -> float:
         """Pixels of bricks touched per pixel of a box of this size, on average over where it may lie."""

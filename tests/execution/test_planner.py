@@ -11,7 +11,7 @@ from gigagrad.errors import BudgetError
 from gigagrad.events import Notice
 from gigagrad.execution import planner
 from gigagrad.execution.process import Residue
-from gigagrad.plans.limits import MOST_COMPILED
+from gigagrad.plans.limits import KERNEL_BYTES, MOST_COMPILED
 from gigagrad.training.losses import bce
 
 MIB = 2**20
@@ -65,6 +65,17 @@ def test_what_a_run_added_is_not_added_again(job):
     planner.RESIDUE.compiled = MOST_COMPILED
     other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
     assert other.plan(image, image[:1]).runtime_bytes == after.runtime_bytes
+
+
+def test_kernels_count_as_what_they_take_on_this_processor(job, monkeypatch):
+    engine, plan, _, _ = job
+    before = plan().runtime_bytes
+    monkeypatch.setattr(planner, "kernel_bytes", lambda graph, device: KERNEL_BYTES + 1000)
+    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
+    image = np.zeros((3, 3000, 3000), np.uint8)
+    more = other.plan(image, image[:1]).runtime_bytes - before
+    assert more > 0
+    assert more % 3000 == 0  # a thousand for each kernel, forward and twice backward
 
 
 def test_what_a_trial_of_layouts_brought_is_not_added_again(job, monkeypatch):

@@ -5,14 +5,15 @@ import math
 import pytest
 from torch import nn
 
+from gigagrad.bricks import ROWS_AT_ONCE, Bricks
 from gigagrad.errors import BudgetError
-from gigagrad.plans import DISK, MEMORY, Grid, Limits, Machine, make_plan
+from gigagrad.plans import DISK, HOST, MEMORY, Grid, Limits, Machine, make_plan
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.fit import sweep_seconds
 from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.packing import AS_THEY_ARE
 from gigagrad.plans.stages import split_stages
-from gigagrad.plans.traffic import traffic_bytes
+from gigagrad.plans.traffic import traffic_bytes, waiting_bytes
 from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, residual
 
 
@@ -123,6 +124,23 @@ def test_kept_shares_lie_beside_the_tiles_that_compute_them_again():
     alone = plan_of(graph, tiles=((10**4, 10**4),), kept=kept)
     assert all(stage.tile_count == 1 for stage in alone.stages)
     assert alone.reader_bytes == max(sum(graph[i].nbytes for i in stage.kept) for stage in split_stages(graph, kept))
+
+
+def test_bricks_on_their_way_to_files_are_counted():
+    """Rows of them, beside the crops that wait."""
+    graph = graph_of(residual(3))
+    kept = kept_at_best(graph)
+    stage = split_stages(graph, kept)[2]
+    cost = Costs(graph, Machine()).of(stage, (64, 64), backward=True)
+    in_files, elsewhere = (
+        waiting_bytes(graph, stage, cost.crops, dict.fromkeys(kept, tier), backward=True) for tier in (DISK, HOST)
+    )
+    fields = [graph[i] for i in (*stage.reads, *stage.kept) if i in kept]
+    rows = [
+        Bricks(field.size(0), field.size(1), field.bytes_per_pixel).row_bytes(cost.crops[field.id][1])
+        for field in fields
+    ]
+    assert in_files - elsewhere == ROWS_AT_ONCE * max(rows) > 0
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

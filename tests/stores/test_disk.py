@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gigagrad.boxes import Box
-from gigagrad.bricks import Bricks
+from gigagrad.bricks import ROWS_AT_ONCE, Bricks
 from gigagrad.errors import StoreError
 from gigagrad.stores import Blosc, DiskStore, Scratch
 
@@ -247,3 +248,26 @@ def test_bricks_cover_the_field(height, width, bytes_per_pixel):
     assert (rows - 1) * bricks.side < height <= rows * bricks.side
     assert (columns - 1) * bricks.side < width <= columns * bricks.side
     assert bricks.brick_bytes <= bricks.slot_bytes < bricks.brick_bytes + 4096
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 5000), st.data())
+def test_no_box_touches_more_of_a_row_than_is_counted(height, width, bytes_per_pixel, data):
+    bricks = Bricks(height, width, bytes_per_pixel)
+    span = data.draw(st.integers(1, width))
+    touched = [
+        (-(-(start + span) // bricks.side) - start // bricks.side) * bricks.slot_bytes
+        for start in range(width - span + 1)
+    ]
+    assert max(touched) <= bricks.row_bytes(span)
+    if len(touched) >= bricks.side:
+        assert max(touched) == bricks.row_bytes(span)
+
+
+def test_rows_past_the_cache_wait_for_the_disk_together(tmp_path, monkeypatch):
+    """As many as plans count: each of these waits for the others, and would wait in vain for one more."""
+    past_the_cache(monkeypatch)
+    scratch = Scratch(tmp_path, 0)
+    together = threading.Barrier(ROWS_AT_ONCE)
+    scratch.each(lambda row: together.wait(60), range(3 * ROWS_AT_ONCE))
+    scratch.close()
+    assert not together.broken

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from gigagrad.bricks import WRITES_BEHIND, Bricks
+from gigagrad.bricks import ROWS_AT_ONCE, WRITES_BEHIND, Bricks
 from gigagrad.graphs import Graph
 from gigagrad.plans.packing import Packing
 from gigagrad.plans.plan import DISK, MEMORY
@@ -33,7 +33,7 @@ def traffic_bytes(
 
 
 def waiting_bytes(graph: Graph, stage: Stage, crops: Shapes, kept: Mapping[int, str], *, backward: bool) -> int:
-    """Bytes of results that wait to be written, at most."""
+    """Bytes of results that wait to be written, and of bricks on their way to or from files, at most."""
 
     def behind(fields: Iterable[int]) -> int:
         return sum(_crop_bytes(graph, i, crops) for i in fields if kept.get(i, MEMORY) != MEMORY)
@@ -41,12 +41,19 @@ def waiting_bytes(graph: Graph, stage: Stage, crops: Shapes, kept: Mapping[int, 
     most = behind(stage.kept)
     if backward:
         most = max(most, behind(i for i in stage.reads if graph[i].differentiable))
-    return (WRITES_BEHIND + 1) * most  # and the one on its way
+    in_files = [i for i in (*stage.reads, *stage.kept) if kept.get(i) == DISK]
+    row = max((_bricks(graph, i).row_bytes(crops.get(i, (0, 0))[1]) for i in in_files), default=0)
+    return (WRITES_BEHIND + 1) * most + ROWS_AT_ONCE * row  # and the one on its way
 
 
 def _crop_bytes(graph: Graph, node_id: int, crops: Shapes) -> int:
     height, width = crops.get(node_id, (0, 0))
     return height * width * graph[node_id].bytes_per_pixel
+
+
+def _bricks(graph: Graph, node_id: int) -> Bricks:
+    node = graph[node_id]
+    return Bricks(node.size(0), node.size(1), node.bytes_per_pixel)
 
 
 def _touched(graph: Graph, node_id: int, crops: Shapes, tier: str, pixel_bytes: int) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from gigagrad.bricks import WRITES_BEHIND
+from gigagrad.bricks import ROWS_AT_ONCE, WRITES_BEHIND
 from gigagrad.errors import StoreError
 from gigagrad.stores.scratch_file import ScratchFile
 from gigagrad.threads import SideThreads
@@ -54,14 +54,14 @@ class Scratch:
             raise StoreError(f"cannot write to scratch folder '{folder}': {error.strerror or error}") from error
         self._writer = SideThreads(1, "gigagrad-scratch")
         self._pending: deque[Future[None]] = deque()
-        self._beside = SideThreads(2, "gigagrad-disk") if needed_bytes > cacheable_bytes() else None
+        self._beside = SideThreads(ROWS_AT_ONCE, "gigagrad-disk") if needed_bytes > cacheable_bytes() else None
 
     def create(self, name: str, nbytes: int) -> ScratchFile:
         """A new file of this size, all of it reserved. Raises StoreError if there is no room."""
         return ScratchFile(self.folder / name, nbytes, past_cache=self._beside is not None)
 
     def each(self, work: Callable[[int], None], rows: Iterable[int]) -> None:
-        """`work` for each of these: two at a time where every one of them waits for the disk."""
+        """`work` for each of these: several at a time where every one of them waits for the disk."""
         for _ in map(work, rows) if self._beside is None else self._beside.map(work, rows):
             pass
 
