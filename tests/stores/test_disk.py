@@ -264,7 +264,7 @@ def test_no_box_touches_more_of_a_row_than_is_counted(height, width, bytes_per_p
 
 
 def test_rows_past_the_cache_wait_for_the_disk_together(tmp_path, monkeypatch):
-    """As many as plans count: each of these waits for the others, and would wait in vain for one more."""
+    """As many as plans count: with fewer at once, each of these would wait for the others in vain."""
     past_the_cache(monkeypatch)
     scratch = Scratch(tmp_path, 0)
     together = threading.Barrier(ROWS_AT_ONCE)

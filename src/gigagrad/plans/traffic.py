@@ -42,8 +42,9 @@ def waiting_bytes(graph: Graph, stage: Stage, crops: Shapes, kept: Mapping[int, 
     if backward:
         most = max(most, behind(i for i in stage.reads if graph[i].differentiable))
     in_files = [i for i in (*stage.reads, *stage.kept) if kept.get(i) == DISK]
-    row = max((_bricks(graph, i).row_bytes(crops.get(i, (0, 0))[1]) for i in in_files), default=0)
-    return (WRITES_BEHIND + 1) * most + ROWS_AT_ONCE * row  # and the one on its way
+    rows = (_bricks(graph, i, graph[i].bytes_per_pixel).row_bytes(crops.get(i, (0, 0))[1]) for i in in_files)
+    # Those that wait, the one on its way, and what it goes through.
+    return (WRITES_BEHIND + 1) * most + ROWS_AT_ONCE * max(rows, default=0)
 
 
 def _crop_bytes(graph: Graph, node_id: int, crops: Shapes) -> int:
@@ -51,16 +52,15 @@ def _crop_bytes(graph: Graph, node_id: int, crops: Shapes) -> int:
     return height * width * graph[node_id].bytes_per_pixel
 
 
-def _bricks(graph: Graph, node_id: int) -> Bricks:
+def _bricks(graph: Graph, node_id: int, pixel_bytes: int) -> Bricks:
     node = graph[node_id]
-    return Bricks(node.size(0), node.size(1), node.bytes_per_pixel)
+    return Bricks(node.size(0), node.size(1), pixel_bytes)
 
 
 def _touched(graph: Graph, node_id: int, crops: Shapes, tier: str, pixel_bytes: int) -> float:
     """Bytes of a crop, in a file of the bricks that it touches."""
-    node = graph[node_id]
     height, width = crops.get(node_id, (0, 0))
     nbytes = height * width * pixel_bytes
     if tier != DISK or not nbytes:
         return nbytes
-    return Bricks(node.size(0), node.size(1), pixel_bytes).read_ratio(height, width) * nbytes
+    return _bricks(graph, node_id, pixel_bytes).read_ratio(height, width) * nbytes
