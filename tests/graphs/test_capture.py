@@ -143,17 +143,14 @@ def test_a_backward_of_ones_own_is_refused():
         capture(Net(lambda self, x: StraightThrough.apply(x)), mean_product, IMAGE, TARGET)
 
 
-def test_constants_are_kept_by_reference():
-    weight = torch.ones(3, 1, 1)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_tensors_from_outside_are_inputs_of_the_graph(requires_grad):
+    weight = torch.ones(3, 1, 1, requires_grad=requires_grad)
     graph = capture(Net(), lambda o, t: (o * t * weight).mean(), IMAGE, TARGET)
-    weight.mul_(2)
-    assert [float(value.sum()) for value in graph.constants.values()] == [6.0]
-
-
-def test_a_constant_that_asks_for_a_gradient_is_refused():
-    weight = torch.ones(3, 1, 1, requires_grad=True)
-    with pytest.raises(CaptureError, match=r"make it an nn\.Parameter"):
-        capture(Net(), lambda o, t: (o * t * weight).mean(), IMAGE, TARGET)
+    assert graph.closed["closed.0"] is weight
+    (node,) = (node for node in graph.nodes if node.arguments.get("name") == "closed.0")
+    assert node.op == ("parameter" if requires_grad else "buffer")
+    assert node.differentiable == requires_grad
 
 
 def test_complex_numbers_pass_gradients_on():
@@ -242,7 +239,7 @@ def test_the_model_may_stay_where_it_is():
     weight = torch.ones(3, 1, 1, device="meta")
     graph = capture(Net().to("meta"), lambda o, t: (o * t * weight).mean(), IMAGE, TARGET)
     assert graph[graph.output].differentiable
-    assert [value.device.type for value in graph.constants.values()] == ["meta"]
+    assert [value.device.type for value in graph.closed.values()] == ["meta"]
 
 
 def test_what_a_first_forward_makes_is_made_in_every_run():
@@ -266,7 +263,7 @@ def test_what_a_first_forward_makes_is_made_in_every_run():
     assert model.grid.shape == (1, 1)
 
 
-def test_a_plain_tensor_that_a_module_holds_is_a_constant():
+def test_a_plain_tensor_that_a_module_holds_is_read_as_it_is():
     class Held(nn.Module):
         def __init__(self):
             super().__init__()
@@ -278,4 +275,4 @@ def test_a_plain_tensor_that_a_module_holds_is_a_constant():
 
     image = InputSpec((1, 3, 8, 8), torch.float32, field=True)
     graph = capture(Held(), None, image, None)
-    assert [value.tolist() for value in graph.constants.values()] == [[2.0]]
+    assert [value.tolist() for value in graph.closed.values()] == [[2.0]]

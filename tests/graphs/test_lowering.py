@@ -32,7 +32,7 @@ def interpret(graph: Graph, image, target=None):
     for node in graph.nodes:
         if node.is_source:
             known = {"image": image, "target": target, "parameter": torch.tensor(1.5, dtype=torch.float64)}
-            values[node.id] = graph.constants[node.arguments["name"]] if node.op == "constant" else known[node.op]
+            values[node.id] = ({**graph.constants, **graph.closed}).get(node.arguments["name"], known.get(node.op))
         elif node.op == SCATTER:
             values[node.id] = values[node.operands[0]]
         else:

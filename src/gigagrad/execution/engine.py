@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from gigagrad.events import Events, StepMeasured
 from gigagrad.execution.allocator import settle_allocator
 from gigagrad.execution.assemble import assemble
 from gigagrad.execution.budgets import Budgets
+from gigagrad.execution.captures import Captures
 from gigagrad.execution.planner import Planner, Survey
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.process import peak_bytes
 from gigagrad.execution.rounding_error import RunningErrors
 from gigagrad.execution.run import Run
 from gigagrad.execution.sources import Source, image_source, target_source
-from gigagrad.graphs import Composite, Graph
+from gigagrad.graphs import Captured, Composite, Graph
 from gigagrad.plans import Plan
 from gigagrad.stores import Quantised, Rounding, parse_storage
 
@@ -137,6 +138,7 @@ class Engine:
         self._seed = seed
         self._runs = 0
         self.events = Events()
+        self._captures = Captures(self._composite, self.events)
         self._planner = Planner(
             self._composite,
             self.events,
@@ -178,12 +180,13 @@ class Engine:
             ImageError, TargetError: an input cannot be used.
         """
         with self._sources(image, target) as sources:
-            return self._planner.prepare(sources, backward=self.loss is not None).plan
+            graph = self._captures.get(sources).graph
+            return self._planner.prepare(graph, sources, backward=self.loss is not None).plan
 
     def survey(self, image: Any, target: Any = None) -> Survey:
         """The captured graph and a function from budgets to plans: what `gigagrad plan` draws its curve from."""
         with self._sources(image, target) as sources:
-            return self._planner.survey(sources, backward=self.loss is not None)
+            return self._planner.survey(self._captures.get(sources).graph, sources, backward=self.loss is not None)
 
     def backward(self, image: Any, target: Any) -> torch.Tensor:
         """The exact loss (0-d, detached); adds the exact gradient to every parameter's `.grad`.
@@ -200,7 +203,7 @@ class Engine:
         with self._sources(image, target) as sources:
             run, graph = self._run("backward", sources)
             given = {name: source.given for name, source in sources.items() if source.given is not None}
-        parameters = dict(self._composite.named_parameters(remove_duplicate=False))
+        parameters = {**dict(self._composite.named_parameters(remove_duplicate=False)), **graph.closed}
         found: list[tuple[torch.Tensor, torch.Tensor]]
         found = [(parameters[graph[i].arguments["name"]], gradient) for i, gradient in run.gradients.items()]
         found += [(given[name], gradient.reshape(given[name].shape)) for name, gradient in run.input_gradients.items()]
@@ -222,7 +225,7 @@ class Engine:
             with self._sources(image, target) as sources:
                 return self._run("forward", sources)[0].output
         with self._sources(image, None) as sources:
-            graph = self._planner.prepare(sources, backward=False).graph
+            graph = self._captures.get(sources).graph
             if not _delivers_image(graph):
                 if out is not None:
                     raise ConfigError("out= needs a model whose output is an image")
@@ -235,21 +238,23 @@ class Engine:
             result[..., box.y0 : box.y1, box.x0 : box.x1] = crop
         return result if graph.structure is None else tree_unflatten([result], graph.structure)
 
-    def stream(self, image: Any) -> Iterator[tuple[Box, torch.Tensor]]:
+    def stream(self, image: Any) -> Generator[tuple[Box, torch.Tensor], None, None]:
         """The prediction as `(box, crop)`: disjoint boxes that cover it, in rows of equal height, left to right.
+
+        The run ends when the last one has come, when it is closed, or when nobody holds it any more.
 
         Raises: as `plan`; ConfigError if the engine has a loss or the model's output is not an image.
         """
         if self.loss is not None:
             raise ConfigError("stream needs an engine without a loss: compile(model)")
-        with self._sources(image, None) as sources, self._measured("forward", sources) as (prepared, _):
+        with self._sources(image, None) as sources, self._measured("forward", sources) as (prepared, captured, _):
             if not _delivers_image(prepared.graph):
                 raise ConfigError("stream needs a model whose output is an image")
             with self._random():
-                run = Run(prepared, sources, self._stored, self.events, backward=False)
-            with run:
+                run = Run(prepared, sources, self._stored(prepared.graph), self.events, backward=False)
+            with run, closing(run):
                 yield from run.stream()
-        self._update_buffers(run)
+        self._leave_state(run, captured)
 
     def state_dict(self) -> dict[str, Any]:
         """Tile shapes and memory layouts by size, which depend on the machine and on the memory at hand, and the norms
@@ -269,30 +274,33 @@ class Engine:
 
         _, channels, height, width = graph[graph.output].shape
         opened = image_source(image)
+        tiles = self.stream(opened.image)
         try:
             mpp = opened.image.mpp if opened.image is not None and opened.spec.shape[-2:] == (height, width) else None
             write_pyramid(
                 path,
-                assemble(_pixels(self.stream(opened.image)), height, width),
+                assemble(_pixels(tiles), height, width),
                 shape=(height, width, channels),
                 dtype=np.dtype(np.float32),
                 mpp=mpp,
                 nearest=False,
             )
         finally:
+            tiles.close()  # the traceback of an error may keep it
             opened.close()
         return path
 
     def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run, Graph]:
         """A finished run of a graph whose output is no image."""
         with (
-            self._measured(phase, sources) as (prepared, more),
+            self._measured(phase, sources) as (prepared, captured, more),
             self._random(),
-            Run(prepared, sources, self._stored, self.events, backward=phase == "backward") as run,
+            Run(prepared, sources, self._stored(prepared.graph), self.events, backward=phase == "backward") as run,
+            closing(run),
         ):
             run.run()
             more["gradient_error"] = self._gradient_error(run, prepared.graph)
-        self._update_buffers(run)
+        self._leave_state(run, captured)
         return run, prepared.graph
 
     @contextmanager
@@ -305,15 +313,24 @@ class Engine:
                 self._runs += 1
             yield
 
-    def _stored(self, kind: str, name: str) -> torch.Tensor:
-        """A parameter or buffer as it is now."""
+    def _stored(self, graph: Graph) -> Callable[[str, str], torch.Tensor]:
+        """Looks up a parameter or buffer as it is now, by its kind and name in the graph."""
         composite = self._composite
-        tensor = composite.get_parameter(name) if kind == "parameter" else composite.get_buffer(name)
-        return tensor.detach().to(composite.dtype_of(tensor.dtype))
 
-    def _update_buffers(self, run: Run) -> None:
-        """Running statistics and the like: once a run, as PyTorch would."""
+        def look_up(kind: str, name: str) -> torch.Tensor:
+            if name in graph.closed:
+                return graph.closed[name].detach()
+            tensor = composite.get_parameter(name) if kind == "parameter" else composite.get_buffer(name)
+            return tensor.detach().to(composite.dtype_of(tensor.dtype))
+
+        return look_up
+
+    def _leave_state(self, run: Run, captured: Captured) -> None:
+        """Running statistics and the like, counters too: once a run, as PyTorch would."""
         for name, value in run.updates.items():
+            if name in captured.graph.closed:
+                captured.graph.closed[name].copy_(value)
+                continue
             path, _, own = name.rpartition(".")
             owner = self._composite.get_submodule(path)
             buffer = getattr(owner, own)
@@ -321,6 +338,7 @@ class Engine:
                 buffer.copy_(value)
             else:
                 setattr(owner, own, value.clone() if buffer is None else value.to(buffer, copy=True))
+        captured.leave_effects()
 
     @contextmanager
     def _sources(self, image: Any, target: Any) -> Iterator[dict[str, Source]]:
@@ -351,14 +369,17 @@ class Engine:
         return math.hypot(*(error for error, _ in pairs)) / size if size else 0.0
 
     @contextmanager
-    def _measured(self, phase: str, sources: dict[str, Source]) -> Iterator[tuple[Prepared, dict[str, float]]]:
-        """The plan, and a place for what else the run is to tell in `last_run`."""
-        prepared = self._planner.prepare(sources, backward=phase == "backward")
+    def _measured(
+        self, phase: str, sources: dict[str, Source]
+    ) -> Iterator[tuple[Prepared, Captured, dict[str, float]]]:
+        """The plan, what was captured, and a place for what else the run is to tell in `last_run`."""
+        captured = self._captures.get(sources)
+        prepared = self._planner.prepare(captured.graph, sources, backward=phase == "backward")
         # The peak is the process's own since it started, whoever set it.
         predicted = max(prepared.plan.predicted_peak_bytes, peak_bytes(self._device))
         start = time.perf_counter()
         more: dict[str, float] = {}
-        yield prepared, more
+        yield prepared, captured, more
         self._planner.finished(prepared)
         height, width = sources["image"].spec.shape[-2:]
         self.last_run = StepMeasured(

@@ -42,8 +42,15 @@ class Fields:
             self._scratch = Scratch(folder, plan.scratch_bytes)
 
     def close(self) -> None:
+        """Remove the files; what is in memory stays."""
         if self._scratch is not None:
             self._scratch.close()
+
+    def forget(self) -> None:
+        """Give back what is in memory too: there will be no results. After `close`."""
+        for stores in (self.kept, self.cotangents):
+            while stores:
+                stores.popitem()[1].close()
 
     # From pass to pass
 

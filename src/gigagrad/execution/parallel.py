@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from threading import Semaphore
 from typing import TypeVar
 
-from gigagrad.threads import SideThreads, operator_threads
+from gigagrad.threads import SideThreads, beside_a_run, operator_threads
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -69,7 +69,8 @@ def in_order(items: Iterable[Item], work: Callable[[Item], Result], pool: TileTh
 def ahead(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThreads, most: int) -> Iterator[Result]:
     """`work(item)` for every item, in the order of the items: up to `most` of them beyond the one that is waited for.
 
-    Leaving early, by an error too, cancels what has not begun and waits for what has.
+    Leaving early, by an error too, cancels what has not begun and waits for what has; but for a thread of the pool that
+    collects an iterator which nobody holds any more.
     """
     waiting: deque[Future[Result]] = deque()
     try:
@@ -83,4 +84,5 @@ def ahead(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThrea
     finally:
         for future in waiting:
             future.cancel()
-        wait(waiting)
+        if not beside_a_run():
+            wait(waiting)

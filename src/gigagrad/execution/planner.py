@@ -8,7 +8,6 @@ made again with the same tiles, and with others only if those no longer fit.
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.allocator import return_freed_memory
 from gigagrad.execution.budgets import Budgets
-from gigagrad.execution.fingerprint import fingerprint
 from gigagrad.execution.kernels import kernel_bytes
 from gigagrad.execution.optimizer_state import coming_state_bytes, usual_state_bytes
 from gigagrad.execution.prepared import Prepared
@@ -31,7 +29,7 @@ from gigagrad.execution.process import (
 )
 from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout
-from gigagrad.graphs import Call, Composite, Graph, capture, lookup
+from gigagrad.graphs import Call, Composite, Graph, lookup
 from gigagrad.plans import Costs, Limits, Machine, Plan, PlanAt, make_plan, split_stages
 from gigagrad.plans.limits import MOST_COMPILED
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
@@ -139,19 +137,19 @@ class Planner:
         self._budgets = budgets
         self._device = device
         self._tile = tile
-        self._kept: OrderedDict[tuple[Any, ...], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[bool, Graph], _Kept] = OrderedDict()
         self._choices: dict[str, Choice] = {}
         self._adopted: dict[str, Choice] = {}
         self._versions: int | None = None
         """Of the trainable parameters when a backward was first prepared: any write to one counts up."""
         self._stepped = False
 
-    def prepare(self, sources: dict[str, Source], *, backward: bool) -> Prepared:
-        """A graph and a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
-        key = self._key(sources, backward=backward)
+    def prepare(self, graph: Graph, sources: dict[str, Source], *, backward: bool) -> Prepared:
+        """The graph with a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
+        key = backward, graph
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._first(sources, backward=backward)
+            kept = self._first(graph, sources, backward=backward)
         elif self._may_have_grown(kept):
             kept = self._under_todays_limits(kept, sources, backward=backward)
         self._kept[key] = kept
@@ -188,10 +186,8 @@ class Planner:
         ran = kept.ran and Choice.of(made.plan) == Choice.of(kept.prepared.plan)
         return _Kept(made, limits, _compiled(made, backward=backward), ran)
 
-    def survey(self, sources: dict[str, Source], *, backward: bool) -> Survey:
+    def survey(self, graph: Graph, sources: dict[str, Source], *, backward: bool) -> Survey:
         """What other budgets would give the process as it is now. Raises as `Engine.plan`, but for `BudgetError`."""
-        kept = self._kept.get(self._key(sources, backward=backward))
-        graph = kept.prepared.graph if kept is not None else self._capture(sources)
         limits, machine = self._limits(graph, sources, backward=backward), self._machine()
         costs, image_shape = Costs(graph, machine, self._packing), sources["image"].spec.shape
 
@@ -207,9 +203,6 @@ class Planner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._adopted.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
-
-    def _key(self, sources: dict[str, Source], *, backward: bool) -> tuple[Any, ...]:
-        return (backward, fingerprint(self._composite), *((name, source.spec) for name, source in sources.items()))
 
     def _limits(self, graph: Graph, sources: dict[str, Source], *, backward: bool) -> Limits:
         """What the process holds and may come to hold whatever the plan; asked after capture, which loads much."""
@@ -240,17 +233,6 @@ class Planner:
         self._stepped = self._stepped or versions != self._versions
         return 0 if self._stepped else usual_state_bytes(trained)
 
-    def _capture(self, sources: dict[str, Source]) -> Graph:
-        composite = self._composite
-        images, targets = (
-            tuple(source.spec for name, source in sources.items() if name.startswith(kind))
-            for kind in ("image", "target")
-        )
-        target = targets if len(targets) > 1 else targets[0] if targets else None
-        graph = capture(composite.model, composite.loss, images, target, composite.precision)
-        gc.collect()  # tracing leaves cycles behind, which would count as held by the process
-        return graph
-
     def _refit(self, kept: Prepared, limits: Limits, *, backward: bool) -> Prepared:
         """The same tiles in a process that has grown."""
         plan = self._again(kept.graph, kept.plan.image_shape, limits, Choice.of(kept.plan), backward=backward)
@@ -262,13 +244,15 @@ class Planner:
         codec = self._codec() if plan.scratch_bytes else None
         return Prepared(graph, plan, stages, self._device, self._budgets.scratch, self._rounding, codec)
 
-    def _first(self, sources: dict[str, Source], *, backward: bool) -> _Kept:
+    def _first(self, graph: Graph, sources: dict[str, Source], *, backward: bool) -> _Kept:
         """A first plan; both memory layouts are tried where the run is long enough to pay for it."""
-        graph = self._capture(sources)
         limits = self._limits(graph, sources, backward=backward)
         image_shape = sources["image"].spec.shape
-        # A changed model is planned anew, so a choice is adopted once.
+        # A changed model is planned anew, so a choice is adopted once; what only counts or anneals stays as it was.
         adopted = self._adopted.pop(_name(sources, backward=backward), None)
+        if adopted is None:
+            of_this_kind = (kept.prepared for (also, _), kept in self._kept.items() if also == backward)
+            adopted = next((Choice.of(p.plan) for p in of_this_kind if graph.is_shaped_like(p.graph)), None)
         if adopted is not None and not adopted.suits(graph):
             adopted = None
         if adopted is not None:

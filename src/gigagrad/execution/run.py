@@ -11,8 +11,9 @@ Tiles run in a fixed order and sums are in float64, so that two runs of one plan
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -28,19 +29,24 @@ from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.tape import Tape, Values, add
 from gigagrad.execution.tile import StageProgram, TileInputs
+from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import FIELD_MAX, GATHER
 from gigagrad.plans import Stage, TileGeometry
 from gigagrad.plans.memory import gradient_sum_bytes, largest_block_bytes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.stores import Quantised
-from gigagrad.threads import SideThreads, operator_threads
+from gigagrad.threads import SideThreads, operator_threads, uninterrupted
 
 Totals = dict[int, torch.Tensor]
 Swept = TypeVar("Swept")
 
 
 class Run:
-    """One forward, or forward and backward, of one image. `stored` looks up parameters and buffers."""
+    """One forward, or forward and backward, of one image. `stored` looks up parameters and buffers.
+
+    An interrupt may come at the first instruction of `__exit__`, too: `with Run(...) as run, closing(run)` closes it
+    whenever a single one comes.
+    """
 
     def __init__(
         self,
@@ -55,6 +61,8 @@ class Run:
         self._graph = prepared.graph
         self._sources = sources
         self._events = events
+        self._closing = threading.Lock()
+        self._threads, self._with_grad = torch.get_num_threads(), torch.is_grad_enabled()
         plan = prepared.plan
         self._tape = Tape(prepared.graph, {field.node for field in plan.kept}, prepared.device, backward=backward)
         self._fields = Fields(prepared, sources, self._tape)
@@ -86,16 +94,38 @@ class Run:
 
     def __enter__(self) -> Run:
         """Raises StoreError if the scratch folder has no room for what the plan keeps there."""
-        self._fields.open()
+        try:
+            self._fields.open()
+        except BaseException:
+            self.close()
+            raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._reader.shutdown()
-        if self._workers is not None:
-            self._workers.shutdown()
-        self._fields.close()
-        if self._trimmer is not None:
-            self._trimmer.close()
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        self.close()
+        if error is None:
+            return
+        if not isinstance(error, GeneratorExit):  # it may have come as a block was left that would have set these back
+            torch.set_num_threads(self._threads)
+            torch.set_grad_enabled(self._with_grad)
+        # Notebooks keep the last traceback: with it only what they may want to see, not what the run held.
+        self._fields.forget()
+        self._tape.forget()
+        self._sums.clear()
+        empty_frames(error)
+
+    def close(self) -> None:
+        """End the threads and remove the files; results stay. May be called again, by any thread."""
+        uninterrupted(self._close)
+
+    def _close(self) -> None:
+        with self._closing, ExitStack() as stack:  # goes on past errors, the last one first
+            if self._trimmer is not None:
+                stack.callback(self._trimmer.close)
+            stack.callback(self._fields.close)
+            for pool in (self._workers, self._reader):
+                if pool is not None:
+                    stack.callback(pool.shutdown, cancel_futures=True)
 
     @property
     def output(self) -> torch.Tensor:

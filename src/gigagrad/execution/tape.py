@@ -69,6 +69,11 @@ class Tape:
         elif self.values[node_id].requires_grad:
             add(self._pending, node_id, cotangent)
 
+    def forget(self) -> None:
+        """Give back all values: there will be no results."""
+        for values in (self.values, self.gradients, self._leaves, self._pending, self._cotangents):
+            values.clear()
+
     def start(self) -> None:
         """The loss's own cotangent."""
         output = self.values.get(self.graph.output)

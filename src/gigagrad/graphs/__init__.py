@@ -1,6 +1,7 @@
 """From a module to a graph: capture at the image's true size, and the operator table that says how to run on crops."""
 
-from gigagrad.graphs.capture import Composite, InputSpec, capture
+from gigagrad.graphs.capture import Captured, InputSpec, capture, trace
+from gigagrad.graphs.composite import Composite
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, FIELD_SUM, GATHER, MOMENTS, SCATTER, Graph, Node, Ref
 from gigagrad.graphs.operators import is_view
 from gigagrad.graphs.table import Call, Row, Saved, Site, lookup, register
@@ -13,6 +14,7 @@ __all__ = [
     "MOMENTS",
     "SCATTER",
     "Call",
+    "Captured",
     "Composite",
     "Graph",
     "InputSpec",
@@ -25,4 +27,5 @@ __all__ = [
     "is_view",
     "lookup",
     "register",
+    "trace",
 ]

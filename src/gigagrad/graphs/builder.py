@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -34,8 +35,9 @@ _NO_GRADIENT = frozenset(
 class Builder:
     """Appends nodes in topological order. `origin` is stamped on every node added until it is changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, closed: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
         self._nodes: list[Node] = []
+        self._closed = closed
         self._constants: dict[str, torch.Tensor] = {}
         self.updates: dict[str, Ref] = {}
         self._moved: dict[tuple[int, Axes | None], Ref] = {}
@@ -171,6 +173,7 @@ class Builder:
             tuple(renumbered[ref.id].id for ref in outputs),
             has_loss,
             MappingProxyType(dict(self._constants)),
+            self._closed,
             MappingProxyType({name: renumbered[ref.id].id for name, ref in self.updates.items()}),
             structure,
         )

@@ -6,33 +6,34 @@ and the captured graph holds every value's true whole-image shape.
 
 from __future__ import annotations
 
-import copy
+import builtins
+import dataclasses
 import logging
-import sys
-import sysconfig
+import math
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
+from torch.utils._pytree import TreeSpec
 
 from gigagrad.errors import CaptureError
 from gigagrad.graphs import operators, rows
 from gigagrad.graphs.builder import Builder
+from gigagrad.graphs.composite import CLOSED, SOURCE, Composite, is_user_code
 from gigagrad.graphs.graph import Graph, Origin, Ref
+from gigagrad.graphs.guard import Guard
 from gigagrad.graphs.lowering import lower, whole_field
+from gigagrad.graphs.rehearsal import Effects, Rehearsal, rehearse, roots_of
 from gigagrad.graphs.table import Refused
-from gigagrad.graphs.traceable import instance_norm, make_traceable
+from gigagrad.graphs.walk import Walk
 
 assert rows.__all__, "importing the rows fills the operator table"
 
@@ -40,9 +41,9 @@ _IGNORED = frozenset(
     {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range"}
 )
 _MODEL, _LOSS = "model", "loss"
-_SOURCE = "gigagrad source"
-_REGISTERED = "GeneratedBackwardFor_"  # how PyTorch names the backward of an operator registered with it
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib").replace("\\", "/")
+_CAPTURING = threading.RLock()
+"""Export exchanges functions of Python itself while it traces, and what a rehearsal sets back must be its own doing."""
+_BUILTINS = (builtins, "max", builtins.max), (builtins, "min", builtins.min), (math, "pow", math.pow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,53 +60,26 @@ class InputSpec:
 Specs = InputSpec | tuple[InputSpec, ...]
 
 
-class _Observed(TorchFunctionMode):
-    """Writes into the traced graph what export would leave out.
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """A graph, how long it is the right one, and what one forward leaves behind in Python beside it."""
 
-    - The user's line of every call: export keeps frames of functions named `forward` only.
-    - `torch.no_grad` and `torch.inference_mode` regions: what they compute is detached. An exported graph has no
-      regions, and gradients would flow where autograd stops them.
-    """
+    graph: Graph
+    guard: Guard
+    effects: Effects
+    left_out: tuple[str, ...]
+    """Names of what forward stores for somebody to look at, and nobody will find there."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = instance_norm if func is F.instance_norm else func
-        with fx_traceback.annotate({_SOURCE: _user_line(sys._getframe(1))}):
-            result = func(*args, **(kwargs or {}))
-            if torch.is_grad_enabled():
-                return result
-            return tree_map_only(torch.Tensor, lambda made: made.detach() if made.is_floating_point() else made, result)
+    def with_graph(self, graph: Graph) -> Captured:
+        """The same with an equal graph that others know already."""
+        return dataclasses.replace(self, graph=graph)
 
-
-class Composite(nn.Module):
-    """`loss(model(*images), target)` as one module, so that parameters of a loss module are found too.
-
-    `precision` is the dtype that the model and the loss run in: a half precision as autocast would, a full one as if
-    the parameters, buffers and images were cast; None: as they are.
-    """
-
-    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, precision: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-        self.precision = precision
-        self.training = model.training
-
-    def forward(self, images: tuple[torch.Tensor, ...], target: Any = None) -> tuple[Any, dict[str, torch.Tensor]]:
-        """What the loss or the model returns, and the buffers that were replaced by new tensors on the way."""
-        before = dict(self.named_buffers())
-        with _Observed():
-            output = self.model(*images)
-            result = output if self.loss is None else self.loss(output, target)
-        return result, {name: now for name, now in self.named_buffers() if now is not before.get(name)}
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        return self.precision if self.precision in (torch.bfloat16, torch.float16) else None
-
-    def dtype_of(self, given: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter, a buffer or an image of the given one takes part."""
-        full = self.precision is not None and self.autocast is None and given.is_floating_point
-        return self.precision if full and self.precision is not None else given
+    def leave_effects(self) -> None:
+        """After a run: Python's state as one forward leaves it."""
+        if self.effects:
+            self.effects.apply()
+            if self.effects.steady:
+                self.guard.renew()
 
 
 def capture(
@@ -115,39 +89,69 @@ def capture(
     target: Specs | None,
     precision: torch.dtype | None = None,
 ) -> Graph:
-    """The graph of `loss(model(image), target)`, or of `model(image)` if there is no loss.
+    """The graph of `loss(model(image), target)`, or of `model(image)` if there is no loss. As `trace`."""
+    return trace(Composite(model, loss, precision), image, target).graph
+
+
+def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
+    """The graph of a composite for inputs of these shapes.
 
     Several images are several arguments of the model; several targets come to the loss as a tuple. The sources are
     named `image`, `image1`, ..., `target`, `target1`, ...
 
-    Parameter and buffer nodes are named as in `Composite(model, loss)`: `model.conv.weight`, `loss.weight`.
+    Parameter and buffer nodes are named as in the composite: `model.conv.weight`, `loss.weight`; tensors from outside
+    of it that the model or the loss reads are `closed.0`, ... Neither the model nor anything else that Python can see
+    is changed. One thread captures at a time.
 
     Raises:
         CaptureError: `torch.export` refuses the model or the loss, or the loss is not one number.
         UnsupportedOperatorError: an operator has no row in the operator table; names module and source line.
     """
-    composite = Composite(model, loss, precision)
+    with _CAPTURING, _builtins_kept():
+        walk = Walk(roots_of(composite.model, composite.loss))
+        inside = {id(tensor) for tensor in (*composite.parameters(), *composite.buffers())}
+        outside = [tensor for _, tensor in walk.tensors if id(tensor) not in inside]
+        program, rehearsal = _exported(composite, image, target, outside)
+        named = _named("image", image) + _named("target", target)
+        closed = {f"{CLOSED}.{index}": tensor for index, tensor in enumerate(rehearsal.closed)}
+        graph = _convert(program, composite, named, closed)
+        roots = roots_of(composite.model, composite.loss, rehearsal.generators)
+        guard = Guard(roots, rehearsal.ran, rehearsal.closed)
+        return Captured(graph, guard, rehearsal.effects, rehearsal.left_out)
+
+
+def _exported(
+    composite: Composite, image: Specs, target: Specs | None, outside: list[torch.Tensor]
+) -> tuple[torch.export.ExportedProgram, Rehearsal]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    home = next((tensor.device for tensor in _tensors(composite)), torch.device("cpu"))
+    home = next((tensor.device for tensor in (*composite.parameters(), *composite.buffers())), torch.device("cpu"))
     with _quietly(), fx_traceback.preserve_node_meta(), torch.inference_mode(False), torch.enable_grad():
         with mode:
             images = tuple(_empty(spec, home) for spec in _listed(image))
             goals = tuple(_empty(spec, home) for spec in _listed(target))
             inputs = (images, goals if isinstance(target, tuple) else goals[0]) if goals else (images,)
         try:
-            # A copy of its own: a model may keep what its first forward made.
-            first, fake = _fake_copy(composite, mode), _fake_copy(composite, mode)
-            with mode:
-                _refuse_own_gradients(first(*inputs))
             # Around the tracing, not inside the module: an exported autocast region has lost its modules' names.
             with _autocast(home, composite.autocast):
-                program = torch.export.export(fake, inputs, strict=False).run_decompositions({})
+                rehearsal = rehearse(composite, mode, inputs, outside)
+                # A copy of its own: a model may keep what its first forward made.
+                fake = composite.fake_copy(mode, outside, rehearsal.closed).module
+                with rehearsal.undone():
+                    exported = torch.export.export(fake, inputs, strict=False)
+                return exported.run_decompositions({}), rehearsal
         except CaptureError:
             raise
         except Exception as error:
             raise _explain(error) from error
-    named = _named("image", image) + _named("target", target)
-    return _convert(program, composite, named, has_loss=loss is not None)
+
+
+@contextmanager
+def _builtins_kept() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for holder, name, function in _BUILTINS:
+            setattr(holder, name, function)
 
 
 def _autocast(home: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[None]:
@@ -180,74 +184,21 @@ def _quietly() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _fake_copy(module: Composite, mode: FakeTensorMode) -> nn.Module:
-    """A copy whose parameters and buffers are fake: the memo keeps deepcopy from ever copying a real tensor."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        fake = mode.from_tensor(parameter.detach()).to(module.dtype_of(parameter.dtype))
-        memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = mode.from_tensor(buffer).to(module.dtype_of(buffer.dtype))
-    made = copy.deepcopy(module, memo)
-    make_traceable(made)
-    return made
-
-
-def _refuse_own_gradients(output: Any) -> None:
-    """Tracing follows the forward of an `autograd.Function` and never learns of its backward.
-
-    Operators registered with PyTorch (`torch.library.custom_op`) stay operators, whose backward goes with them.
-    """
-    stack = [tensor.grad_fn for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
-    seen = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = type(node).__name__.removesuffix("Backward")
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not name.startswith(_REGISTERED):
-            raise CaptureError(
-                f"the model or the loss uses the autograd.Function '{name}', whose own backward cannot be captured; "
-                "write it with PyTorch's operators (a straight-through estimator is x + (y - x).detach())"
-            )
-        stack.extend(follower for follower, _ in node.next_functions)
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def _explain(error: Exception) -> CaptureError:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_user_code(f.filename)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return CaptureError(f"cannot capture the model or the loss{where}: {type(error).__name__}: {reason}")
-
-
-def _user_line(frame: FrameType | None) -> str:
-    """`file:line` of the innermost frame that is the user's."""
-    while frame is not None and not _is_user_code(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-
-
-def _is_user_code(filename: str) -> bool:
-    slashed = filename.replace("\\", "/")
-    standard = slashed.startswith(_STANDARD_LIBRARY) and "site-packages" not in slashed
-    ours = slashed.endswith("gigagrad/graphs/capture.py")
-    return not standard and not ours and "/torch/" not in slashed and "<" not in slashed
 
 
 def _convert(
     program: torch.export.ExportedProgram,
     composite: Composite,
     named: list[tuple[str, str, InputSpec]],
-    *,
-    has_loss: bool,
+    closed: dict[str, torch.Tensor],
 ) -> Graph:
-    builder = Builder()
+    has_loss = composite.loss is not None
+    builder = Builder(closed)
     values: dict[str, Any] = {}
     inputs = iter(named)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
@@ -260,7 +211,7 @@ def _convert(
                     op, name, given.shape, given.dtype, field=given.field, differentiable=given.differentiable
                 )
             else:
-                values[node.name] = _stored(builder, spec, program, composite)
+                values[node.name] = _stored(builder, spec, program, composite, closed)
                 traced, real = tuple(node.meta["val"].shape), builder.node(values[node.name]).shape
                 if traced != real:
                     raise CaptureError(
@@ -288,7 +239,13 @@ def _note_update(builder: Builder, name: str, value: Ref) -> None:
     builder.updates[name] = builder.gather(value) if builder.is_field(value) else value
 
 
-def _stored(builder: Builder, spec: Any, program: torch.export.ExportedProgram, composite: Composite) -> Ref:
+def _stored(
+    builder: Builder,
+    spec: Any,
+    program: torch.export.ExportedProgram,
+    composite: Composite,
+    closed: dict[str, torch.Tensor],
+) -> Ref:
     """A parameter, buffer or constant tensor the graph reads."""
     kind = spec.kind.name
     if kind == "CONSTANT_TENSOR":
@@ -299,12 +256,16 @@ def _stored(builder: Builder, spec: Any, program: torch.export.ExportedProgram, 
                 "parameter of a module; make it an nn.Parameter of the model or of a loss module, or detach it"
             )
         return builder.constant(spec.target, value)
-    tensor = composite.get_parameter(spec.target) if kind == "PARAMETER" else composite.get_buffer(spec.target)
+    if spec.target in closed:
+        tensor, dtype = closed[spec.target], closed[spec.target].dtype
+    else:
+        tensor = composite.get_parameter(spec.target) if kind == "PARAMETER" else composite.get_buffer(spec.target)
+        dtype = composite.dtype_of(tensor.dtype)
     return builder.source(
         kind.lower(),
         spec.target,
         tuple(tensor.shape),
-        composite.dtype_of(tensor.dtype),
+        dtype,
         field=False,
         differentiable=kind == "PARAMETER" and tensor.requires_grad,
     )
@@ -351,7 +312,7 @@ def _origin(node: torch.fx.Node) -> Origin:
     stack = node.meta.get("nn_module_stack") or {}
     path = next((path for path, _ in reversed(list(stack.values())) if path), "")
     path = "" if path == _LOSS else path.removeprefix(f"{_MODEL}.") if path != _MODEL else "model"
-    return Origin(path, (node.meta.get("custom") or {}).get(_SOURCE, ""))
+    return Origin(path, (node.meta.get("custom") or {}).get(SOURCE, ""))
 
 
 def _outputs(

@@ -111,6 +111,8 @@ class Graph:
     """The loss, or what the model returns. One field alone is delivered tile by tile; several values are all global."""
     has_loss: bool
     constants: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
+    closed: Mapping[str, torch.Tensor] = field(default_factory=lambda: MappingProxyType({}))
+    """Tensors that the model or the loss reads from outside of both, by the names of their nodes."""
     updates: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Buffers that the model writes while it runs (running statistics), and the nodes of their new values."""
 
@@ -124,6 +126,29 @@ class Graph:
 
     def __getitem__(self, node_id: int) -> Node:
         return self.nodes[node_id]
+
+    def is_shaped_like(self, other: Graph) -> bool:
+        """Whether another graph has the same operators on the same values: only numbers among the arguments differ."""
+        return (
+            len(self.nodes) == len(other.nodes)
+            and (self.outputs, self.has_loss, dict(self.updates), self.structure)
+            == (other.outputs, other.has_loss, dict(other.updates), other.structure)
+            and all(_form(one) == _form(two) for one, two in zip(self.nodes, other.nodes, strict=True))
+        )
+
+    def is_same_as(self, other: Graph) -> bool:
+        """Whether another graph computes the same from the same tensors."""
+        return (
+            self.is_shaped_like(other)
+            and all(
+                _exactly(one.arguments) == _exactly(two.arguments)
+                for one, two in zip(self.nodes, other.nodes, strict=True)
+            )
+            and self.closed.keys() == other.closed.keys()
+            and all(tensor is other.closed[name] for name, tensor in self.closed.items())
+            and self.constants.keys() == other.constants.keys()
+            and all(_bits(tensor) == _bits(other.constants[name]) for name, tensor in self.constants.items())
+        )
 
     def operands(self, node: Node) -> tuple[Node, ...]:
         return tuple(self.nodes[i] for i in node.operands)
@@ -188,6 +213,23 @@ def fill(value: Any, values: Iterator[Any]) -> Any:
     if isinstance(value, list | tuple):
         return [fill(item, values) for item in value]
     return value
+
+
+def _form(node: Node) -> tuple[Any, ...]:
+    return node.op, node.operands, node.shape, node.dtype, node.axes, node.differentiable, node.whole
+
+
+def _exactly(value: Any) -> Any:
+    """Arguments such that only what is the same compares equal: 1, 1.0 and True differ, 0.0 and -0.0, too."""
+    if isinstance(value, Mapping):
+        return {name: _exactly(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_exactly, value))
+    return type(value), repr(value) if isinstance(value, float | complex) else value
+
+
+def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -1,0 +1,195 @@
+"""`loss(model(image), target)` as one module, and what is watched while its copy is traced."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from gigagrad.errors import CaptureError
+from gigagrad.graphs.traceable import instance_norm, make_traceable
+
+SOURCE = "gigagrad source"
+CLOSED = "closed"
+"""The prefix of tensors that the model and the loss read although no module of theirs holds them."""
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib").replace("\\", "/")
+_HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
+
+Trace = Callable[[Any, Any, Any, Any], None]
+"""Told of every call of PyTorch: the function, its arguments by position and by name, its result."""
+
+
+class Composite(nn.Module):
+    """`loss(model(*images), target)` as one module, so that parameters of a loss module are found too.
+
+    `precision` is the dtype that the model and the loss run in: a half precision as autocast would, a full one as if
+    the parameters, buffers and images were cast; None: as they are.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, precision: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.precision = precision
+        self.training = model.training
+
+    def forward(self, images: tuple[torch.Tensor, ...], target: Any = None) -> tuple[Any, dict[str, torch.Tensor]]:
+        """What the loss or the model returns, and the buffers that were replaced by new tensors on the way."""
+        before = dict(self.named_buffers())
+        with _Observed(self.__dict__["_originals"]):
+            output = self.model(*images)
+            result = output if self.loss is None else self.loss(output, target)
+        own = ((name, now) for name, now in self.named_buffers() if not name.startswith(f"{CLOSED}."))
+        return result, {name: now for name, now in own if now is not before.get(name)}
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return self.precision if self.precision in (torch.bfloat16, torch.float16) else None
+
+    def dtype_of(self, given: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter, a buffer or an image of the given one takes part."""
+        full = self.precision is not None and self.autocast is None and given.is_floating_point
+        return self.precision if full and self.precision is not None else given
+
+    def fake_copy(self, mode: FakeTensorMode, outside: Iterable[torch.Tensor], closed: Iterable[torch.Tensor]) -> Copy:
+        """A copy whose parameters and buffers are fake: the memo keeps deepcopy from ever copying a real tensor.
+
+        Tensors that are `outside` all modules stay themselves in it; those among them that are `closed` over become
+        parameters and buffers of the copy, like those that are not outside.
+        """
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in outside}
+        for parameter in self.parameters():
+            fake = mode.from_tensor(parameter.detach()).to(self.dtype_of(parameter.dtype))
+            memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+        for buffer in self.buffers():
+            memo[id(buffer)] = mode.from_tensor(buffer).to(self.dtype_of(buffer.dtype))
+        named = {id(t): name for name, t in [*self.named_parameters(), *self.named_buffers()]}
+        made = copy.deepcopy(self, memo)
+        make_traceable(made)
+        made.add_module(CLOSED, nn.Module())
+        made.__dict__["_originals"] = originals = Originals(made, mode, named)
+        for tensor in closed:
+            originals.adopt(tensor)
+        return Copy(made, originals)
+
+
+class Originals:
+    """Of the tensors of a model, and of those that it reads from outside: what stands for them in one of its copies.
+
+    `trace` is told of every call while the copy runs. With `adopting`, a real tensor that is met becomes one of the
+    copy's own, as `closed.0`, `closed.1`, ...
+    """
+
+    def __init__(self, composite: Composite, mode: FakeTensorMode, named: dict[int, str]) -> None:
+        self.composite = composite
+        self.closed: list[torch.Tensor] = []
+        self.adopting = False
+        self.trace: Trace | None = None
+        self._mode = mode
+        self._named = named
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        name = str(len(self.closed))
+        self.closed.append(tensor)
+        self._named[id(tensor)] = f"{CLOSED}.{name}"
+        fake = self._mode.from_tensor(tensor.detach())
+        holder = self.composite.get_submodule(CLOSED)
+        if tensor.requires_grad:
+            holder.register_parameter(name, nn.Parameter(fake))
+        else:
+            holder.register_buffer(name, fake)
+        return fake
+
+    def replacement(self, value: Any) -> Any:
+        """The copy's own tensor in the place of a real one; everything else as it is, in nests too."""
+        if isinstance(value, torch.Tensor):
+            name = self._named.get(id(value))
+            if name is None:
+                if not self.adopting or type(value) not in (torch.Tensor, nn.Parameter):
+                    return value
+                self.adopt(value)
+                name = self._named[id(value)]
+            path, _, own = name.rpartition(".")
+            holder = self.composite.get_submodule(path)
+            found = holder._parameters.get(own)
+            return holder._buffers.get(own) if found is None else found
+        if type(value) in (list, tuple):
+            return type(value)(map(self.replacement, value))
+        return value
+
+    def stands_for(self, value: Any, original: Any) -> bool:
+        """Whether one is what is in the place of the other."""
+        known = isinstance(original, torch.Tensor) and id(original) in self._named
+        return known and self.replacement(original) is value
+
+
+class Copy:
+    """A copy of a composite on fake tensors, and the originals of its tensors."""
+
+    def __init__(self, module: Composite, originals: Originals) -> None:
+        self.module = module
+        self.originals = originals
+
+
+class _Observed(TorchFunctionMode):
+    """Writes into the traced graph what export would leave out, and puts the copy's own tensors in the place of the
+    model's where code reaches for those from outside: a loss that closes over the model, say.
+
+    - The user's line of every call: export keeps frames of functions named `forward` only.
+    - `torch.no_grad` and `torch.inference_mode` regions: what they compute is detached. An exported graph has no
+      regions, and gradients would flow where autograd stops them.
+    - Hooks on tensors would be dropped: they are refused.
+    """
+
+    def __init__(self, originals: Originals) -> None:
+        super().__init__()
+        self._originals = originals
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HOOKS:
+            raise hook_error(user_line(sys._getframe(1)))
+        func = instance_norm if func is F.instance_norm else func
+        originals = self._originals
+        args = tuple(map(originals.replacement, args))
+        kwargs = {name: originals.replacement(value) for name, value in (kwargs or {}).items()}
+        with fx_traceback.annotate({SOURCE: user_line(sys._getframe(1))}):
+            result = func(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                result = tree_map_only(
+                    torch.Tensor, lambda made: made.detach() if made.is_floating_point() else made, result
+                )
+        if originals.trace is not None:
+            originals.trace(func, args, kwargs, result)
+        return result
+
+
+def hook_error(line: str) -> CaptureError:
+    at = f" at {line}" if line else ""
+    return CaptureError(
+        f"the model or the loss registers a hook on a gradient{at}, which would see tiles, not the image; hooks on "
+        "parameters outside of forward are called as in PyTorch, gradients can be clipped after backward"
+    )
+
+
+def user_line(frame: FrameType | None) -> str:
+    """`file:line` of the innermost frame that is the user's."""
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def is_user_code(filename: str) -> bool:
+    slashed = filename.replace("\\", "/")
+    standard = slashed.startswith(_STANDARD_LIBRARY) and "site-packages" not in slashed
+    return not standard and "gigagrad/graphs/" not in slashed and "/torch/" not in slashed and "<" not in slashed

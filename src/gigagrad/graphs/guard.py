@@ -1,0 +1,97 @@
+"""Whether a captured graph is still the one that capture would find: nothing that tracing could have seen has changed.
+
+What Python would see, a guard sees: attributes of any type, closures, globals, class attributes, hooks, modes, dtypes,
+ties, `requires_grad`, PyTorch's own flags. New values of parameters and buffers are no change: runs read them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gigagrad.graphs.places import Contents, Place, same
+from gigagrad.graphs.walk import Ran, Walk
+
+
+class Guard:
+    """`holds` as long as nothing reachable from `roots` has changed that code which `ran` could have read."""
+
+    def __init__(self, roots: Mapping[str, Any], ran: Ran, bound: tuple[torch.Tensor, ...] = ()) -> None:
+        """`bound` are tensors that the graph reads as these very objects."""
+        self._roots, self._ran, self._bound = roots, ran, bound
+        self._renew()
+
+    def _renew(self) -> None:
+        walk = Walk(self._roots, self._ran)
+        self._places = [(place, place.read()) for place in walk.places]
+        self._tensors = list({id(tensor): tensor for _, tensor in walk.tensors}.values())
+        self._metas = [_meta(tensor) for tensor in self._tensors]
+        number: dict[int, int] = {}
+        ties = [(path, number.setdefault(id(tensor), len(number))) for path, tensor in walk.tensors]
+        self._signature = ties, self._metas
+        self._flags = _flags()
+
+    def holds(self) -> bool:
+        if self._flags != _flags() or self._metas != [_meta(tensor) for tensor in self._tensors]:
+            return False
+        replaced = False
+        for index, (place, then) in enumerate(self._places):
+            now = place.read()
+            if list(map(id, now[1])) == list(map(id, then[1])) and list(map(id, now[0])) == list(map(id, then[0])):
+                continue
+            found = self._compare(place, then, now)
+            if found is None:
+                return False
+            replaced = replaced or found
+            self._places[index] = place, now
+        return not replaced or self._holds_for_others()
+
+    def renew(self) -> None:
+        """From now on compare with how things are now."""
+        self._renew()
+
+    def _compare(self, place: Place, then: Contents, now: Contents) -> bool | None:
+        """None: changed. Otherwise whether tensors were replaced by others of the same kind."""
+        before, after = (
+            {key: value for key, value in zip(*contents, strict=True) if not place.attributes or self._ran.reads(key)}
+            for contents in (then, now)
+        )
+        if len(before) != len(after) or not all(map(same, before, after)):
+            return None
+        replaced = False
+        for one, other in zip(before.values(), after.values(), strict=True):
+            if not same(one, other):
+                if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+                    return None
+                if _meta(one) != _meta(other) or any(one is tensor for tensor in self._bound):
+                    return None
+                replaced = True
+        return replaced
+
+    def _holds_for_others(self) -> bool:
+        """Whether, with new tensors in the places of old ones, the same ones are tied as before."""
+        signature = self._signature
+        self._renew()
+        return signature == self._signature
+
+
+def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device
+
+
+def _flags() -> tuple[Any, ...]:
+    """PyTorch's own settings that decide what a call of it does."""
+    backends = torch.backends
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        torch.are_deterministic_algorithms_enabled(),
+        backends.mkldnn.enabled,
+        backends.mha.get_fastpath_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+    )

@@ -1,0 +1,346 @@
+"""A model tried out before it is traced: on a copy with fake tensors, twice, while everything it can see is watched.
+
+The rehearsal finds out what a graph alone cannot say: which code ran and so what could change the graph (`Guard`),
+which tensors are read from outside the model, and what Python state a forward leaves behind (`Effects`). What nobody
+could give the user faithfully is refused by name: hooks on gradients, a backward of one's own, state that runs away.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node as GradientNode
+from torch.nn.modules import module as modules
+from torch.utils._pytree import tree_leaves
+
+from gigagrad.errors import CaptureError
+from gigagrad.graphs.composite import CLOSED, Composite, Originals, hook_error, user_line
+from gigagrad.graphs.places import MISSING, Contents, Place, RandomPlace, is_plain, same
+from gigagrad.graphs.walk import Ran, Walk
+
+_REGISTERED = "GeneratedBackwardFor_"  # how PyTorch names the backward of an operator registered with it
+_SHARED_GENERATORS: Mapping[str, Any] = {
+    "random": random.random.__self__,  # type: ignore[attr-defined]
+    "numpy.random": np.random.random_sample.__self__,  # type: ignore[attr-defined]
+}
+_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
+_GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_NODE_HOOKS = frozenset({"register_hook", "register_prehook"})
+_SHAPE_ONLY = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full"})
+"""Functions whose result depends on no value of the tensors they are given."""
+
+
+def roots_of(model: Any, loss: Any, generators: Mapping[str, Any] = _SHARED_GENERATORS) -> dict[str, Any]:
+    """Where walks start."""
+    return {"model": model, "loss": loss, **generators, **{name: getattr(modules, name) for name in _GLOBAL_HOOKS}}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An entry of a place that a run changed."""
+
+    place: Place
+    key: Any
+    before: Any
+    after: Any
+
+    @property
+    def name(self) -> str:
+        return self.place.described(self.key)
+
+
+class Effects:
+    """What one forward leaves behind in Python: counters, sizes seen, numbers drawn. `apply` it once a run."""
+
+    def __init__(self, changes: list[Change], places: Mapping[Any, Place], *, steady: bool) -> None:
+        self._changes = [(places.get(_key(change.place), change.place), change) for change in changes]
+        self.steady = steady
+        """Whether a second forward would leave things as they are then, and its graph is the same."""
+
+    def __bool__(self) -> bool:
+        return bool(self._changes)
+
+    def apply(self) -> None:
+        for place, change in self._changes:
+            contents = dict(zip(*place.read(), strict=True))
+            contents.pop(change.key, None) if change.after is MISSING else contents.update({change.key: change.after})
+            place.put((tuple(contents), tuple(contents.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What was found out. `generators` are those shared by all code that were drawn from."""
+
+    snapshot: Snapshot
+    ran: Ran
+    closed: tuple[torch.Tensor, ...]
+    effects: Effects
+    generators: Mapping[str, Any]
+    left_out: tuple[str, ...]
+    """Names of what a forward stores and nobody will find there: tensors, for one."""
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """What another run of a copy changes outside of the copy is as before afterwards."""
+        try:
+            yield
+        finally:
+            self.snapshot.restore()
+
+
+class Snapshot:
+    """What every place of a walk holds, places that join later included; what has changed since; and back again."""
+
+    def __init__(self, walk: Walk) -> None:
+        self.walk = walk
+        self._then: list[Contents] = []
+        self.extend()
+
+    def extend(self) -> None:
+        """Take in the places that the walk has found since."""
+        self._then.extend(place.read() for place in self.walk.places[len(self._then) :])
+
+    def renew(self) -> None:
+        self._then = []
+        self.extend()
+
+    def changes(self) -> list[Change]:
+        return [
+            change
+            for place, then in zip(self.walk.places, self._then, strict=True)
+            for change in _changes(place, then, place.read())
+        ]
+
+    def restore(self) -> None:
+        for place, then in zip(self.walk.places, self._then, strict=True):
+            if place.restorable and next(_changes(place, then, place.read()), None) is not None:
+                place.put(then)
+
+
+def _changes(place: Place, then: Contents, now: Contents) -> Iterator[Change]:
+    if list(map(id, then[0])) == list(map(id, now[0])) and list(map(id, then[1])) == list(map(id, now[1])):
+        return
+    before, after = (dict(zip(*contents, strict=True)) for contents in (then, now))
+    for key in {**before, **after}:
+        old, new = before.get(key, MISSING), after.get(key, MISSING)
+        if not same(old, new):
+            yield Change(place, key, old, new)
+
+
+def _key(place: Place) -> Any:
+    return type(place), place.path, place.attributes
+
+
+class _Trace:
+    """The calls of one run: functions, what is no tensor, and which tensors go where."""
+
+    def __init__(self, inputs: Any) -> None:
+        self.calls: list[Any] = []
+        self._kept: list[torch.Tensor] = []
+        self._made: dict[int, int] = {}
+        self._from_pixels = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor)}
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        given = [*args, *kwargs.values()]
+        self.calls.append((func, tuple(kwargs), *map(self._token, given)))
+        depends = getattr(func, "__name__", "") not in _SHAPE_ONLY and any(map(self.depends_on_pixels, given))
+        for made in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(made, torch.Tensor):
+                self._kept.append(made)  # so that no other object gets its id
+                self._made.setdefault(id(made), len(self._kept))
+                if depends:
+                    self._from_pixels.add(id(made))
+
+    def depends_on_pixels(self, value: Any) -> bool:
+        if type(value) in (list, tuple):
+            return any(map(self.depends_on_pixels, value))
+        return isinstance(value, torch.Tensor) and id(value) in self._from_pixels
+
+    def _token(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return "made", self._made[id(value)] if id(value) in self._made else ("outside", id(value))
+        if type(value) in (list, tuple):
+            return type(value), tuple(map(self._token, value))
+        return (type(value), value) if is_plain(value) else type(value)
+
+    def is_like(self, other: _Trace) -> bool:
+        if len(self.calls) != len(other.calls):
+            return False
+        return all(
+            one[0] == two[0] and same_tokens(one[1:], two[1:]) for one, two in zip(self.calls, other.calls, strict=True)
+        )
+
+
+def same_tokens(one: Any, two: Any) -> bool:
+    if type(one) is tuple and type(two) is tuple:
+        return len(one) == len(two) and all(map(same_tokens, one, two))
+    return one is two or same(one, two)
+
+
+def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: list[torch.Tensor]) -> Rehearsal:
+    """Run a copy of the composite twice on fake inputs. Whatever the runs change in Python is as before afterwards.
+
+    Raises `CaptureError` for what cannot be captured faithfully, and whatever the model or the loss raises.
+    """
+    _refuse_gradient_hooks(composite)
+    copy = composite.fake_copy(mode, outside, ())
+    copy.originals.adopting = True
+    snapshot = Snapshot(Walk(roots_of(copy.module.model, copy.module.loss)))
+    ran = Ran()
+    try:
+        first = _Trace(inputs)
+        copy.originals.trace = first
+        with mode, _profiled(ran, snapshot), _buffers_kept(copy.module):
+            output = copy.module(*inputs)
+        _refuse_own_gradients(output)
+        changes = [change for change in snapshot.changes() if not _stands_for(copy.originals, change)]
+        later = Snapshot(snapshot.walk)
+        second: _Trace | None = _Trace(inputs)
+        copy.originals.trace = second
+        try:
+            with mode, _buffers_kept(copy.module):
+                copy.module(*inputs)
+        except Exception:  # a model may be meant to run once; whether that matters is seen from what it left behind
+            second = None
+        again = {(_key(change.place), change.key) for change in later.changes()}
+    finally:
+        snapshot.restore()
+    alike = second is not None and second.is_like(first)
+    carried, left_out = _sorted_out(changes, again, first, alike=alike)
+    return Rehearsal(
+        snapshot,
+        ran,
+        tuple(copy.originals.closed),
+        Effects(carried, _places(composite, ran) if carried else {}, steady=alike and not again),
+        {name: made for name, made in _SHARED_GENERATORS.items() if _drawn_from(made, changes)},
+        tuple(change.name for change in left_out),
+    )
+
+
+def _sorted_out(
+    changes: list[Change], again: set[Any], first: _Trace, *, alike: bool
+) -> tuple[list[Change], list[Change]]:
+    """Changes that can be repeated where the model really lives, and those that cannot but do not matter.
+
+    What cannot be repeated matters where the second run differed from the first: then it may depend on it. Not on what
+    a first run makes and later ones find (a cache), unless that was made of pixels.
+    """
+    carried = [c for c in changes if c.place.restorable and (c.after is MISSING or is_plain(c.after))]
+    left_out = [c for c in changes if c not in carried]
+    stuck = next((c for c in left_out if not c.place.restorable), None)
+    if stuck is not None:
+        raise CaptureError(
+            f"forward moves on {_tidy(stuck.name)} ({type(stuck.place.holder).__name__}), which cannot be set back or "
+            "repeated; let forward count in a number or draw from a generator that is an attribute of the model"
+        )
+    if alike:
+        return carried, left_out
+    for change in left_out:
+        made_of_pixels = any(first.depends_on_pixels(tensor) for _, tensor in Walk({"": change.after}).tensors)
+        if made_of_pixels or (_key(change.place), change.key) in again:
+            raise CaptureError(
+                f"forward keeps {_tidy(change.name)} ({type(change.after).__name__}) for its next call, which cannot "
+                "be followed while tiles are computed; keep it in a buffer (register_buffer)"
+            )
+    if not changes:
+        raise CaptureError(
+            "the model or the loss does something else each time it is called, for a reason that cannot be seen (a "
+            "clock, a generator of its own, a cache outside); draw with torch, random or numpy.random, keep state in "
+            "buffers or attributes"
+        )
+    return carried, left_out
+
+
+def _tidy(name: str) -> str:
+    for holder in ("_modules", "_buffers", "_parameters"):
+        name = name.replace(f".{holder}[", ".[")
+    return "'" + name.replace(".['", ".").replace("']", "") + "'"
+
+
+def _places(composite: Composite, ran: Ran) -> dict[Any, Place]:
+    """The places of the composite itself, by what its copies' places share with them."""
+    walk = Walk(roots_of(composite.model, composite.loss))
+    for code, globals_ in ran.globals.values():
+        if ran.is_users(code):
+            walk.visit_globals(code, globals_)
+    return {_key(place): place for place in walk.places}
+
+
+def _drawn_from(generator: Any, changes: list[Change]) -> bool:
+    return any(type(change.place) is RandomPlace and change.place.holder is generator for change in changes)
+
+
+def _stands_for(originals: Originals, change: Change) -> bool:
+    """Whether a tensor was only exchanged for what stands for it in the copy."""
+    return originals.stands_for(change.after, change.before)
+
+
+@contextmanager
+def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
+    """Note what code runs; the snapshot is extended by the globals of each before it runs for the first time."""
+
+    def see(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            if ran.add(frame.f_code, frame.f_globals):
+                snapshot.walk.visit_globals(frame.f_code, frame.f_globals)
+                snapshot.extend()
+        elif event == "c_call" and argument.__name__ in _NODE_HOOKS and isinstance(argument.__self__, GradientNode):
+            raise hook_error(user_line(frame))
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextmanager
+def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
+    """New tensors in the places of buffers are known to the graph: what they become is an update of it."""
+    held = [(part._buffers, dict(part._buffers)) for name, part in module.named_modules() if name != CLOSED]
+    try:
+        yield
+    finally:
+        for buffers, before in held:
+            buffers.clear()
+            buffers.update(before)
+
+
+def _refuse_gradient_hooks(composite: Composite) -> None:
+    for name, part in composite.named_modules():
+        if any(getattr(part, hooks) for hooks in _GRADIENT_HOOKS):
+            raise CaptureError(
+                f"'{name.removeprefix('model.')}' has a backward hook, which would see tiles, not the image; remove it "
+                "(gradients of parameters can be changed by hooks on the parameters, or after backward)"
+            )
+
+
+def _refuse_own_gradients(output: Any) -> None:
+    """Tracing follows the forward of an `autograd.Function` and never learns of its backward.
+
+    Operators registered with PyTorch (`torch.library.custom_op`) stay operators, whose backward goes with them.
+    """
+    stack = [tensor.grad_fn for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = type(node).__name__.removesuffix("Backward")
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not name.startswith(_REGISTERED):
+            raise CaptureError(
+                f"the model or the loss uses the autograd.Function '{name}', whose own backward cannot be captured; "
+                "write it with PyTorch's operators (a straight-through estimator is x + (y - x).detach())"
+            )
+        stack.extend(follower for follower, _ in node.next_functions)
