@@ -78,7 +78,7 @@ def bandwidth(folder: Path, nbytes: int) -> dict[str, float]:
             store.flush()
             store._file.sync()
             writing.append(time.perf_counter() - start)
-        os.posix_fadvise(store._file._cached, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(store._file._cached.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for row in rows:
             own_reading.append(size / disk_rates(folder, size).read)
             start = time.perf_counter()
@@ -184,7 +184,8 @@ def replay(calls: list[Call], folder: Path) -> float:
     try:
         for index, (name, number, shape, box) in enumerate(calls):
             if number not in stores and name != "close":
-                scratch.flush()
+                for store in stores.values():
+                    store.flush()
                 stores[number] = DiskStore(shape, torch.float32, (-2, -1), scratch=scratch, name=f"field-{index}")
             start = time.perf_counter()
             if name == "close":

@@ -8,10 +8,12 @@ import sys
 import numpy as np
 import pytest
 import tifffile
+import torch
 
 from gigagrad.cli import main
 from gigagrad.cli.parser import build_parser
 from gigagrad.images import open_image
+from gigagrad.models import save_model
 
 WORDS = {
     "demo": "--memory --out --quick --slides",
@@ -19,13 +21,13 @@ WORDS = {
     "plan": "--channels --device --json --loss --memory --model --picture --predict --scratch --size --storage",
     "fit": (
         "--config --device --epochs --learning-rate --level --loss --memory --model --no-augment --out --overwrite "
-        "--scratch --seed --slides --storage"
+        "--scratch --seed --slides --storage --trust"
     ),
     "predict": (
         "--classes --device --level --memory --mpp --out --overwrite --run --scratch --slides --split "
-        "--target-mpp --threshold"
+        "--target-mpp --threshold --trust"
     ),
-    "evaluate": "--classes --device --json --memory --predictions --run --scratch --slides --split",
+    "evaluate": "--classes --device --json --memory --predictions --run --scratch --slides --split --trust",
     "report": "--out --predictions --run",
     "calibrate": "--quick --scratch",
     "doctor": "",
@@ -310,3 +312,57 @@ def test_a_guessed_resolution_is_one_line_of_warning(tmp_path, capsys):
     assert err.startswith("gigagrad: warning: guess")
     assert "10 / its 20x objective" in err
     assert "warning" not in out
+
+
+@pytest.fixture
+def stranger_s(tmp_path, monkeypatch):
+    """A saved model that names code to run, and a settings file that does."""
+    monkeypatch.chdir(tmp_path)
+    probe = "subprocess:getoutput?cmd=touch+ran"
+    payload = {"format": "gigagrad model", "version": 1, "spec": probe, "state_dict": {}}
+    torch.save(payload, tmp_path / "best.pt")
+    (tmp_path / "run.yaml").write_text(f"slides: cohort.csv\nout: run\nmodel: {probe}\n")
+    yield tmp_path
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_command_runs_what_a_file_names(stranger_s, cohort, capsys):
+    commands = [
+        ["predict", "--run", "best.pt", "--slides", str(cohort), "--out", "out"],
+        ["predict", "--run", str(stranger_s), "--slides", str(cohort), "--out", "out"],
+        ["evaluate", "--run", "best.pt", "--slides", str(cohort)],
+        ["fit", "--config", "run.yaml"],
+    ]
+    for command in commands:
+        assert main(command) == 2
+        (line,) = lines(capsys.readouterr().err)
+        assert "asks to import 'subprocess:getoutput'" in line
+        assert "--trust subprocess:getoutput" in line
+        assert main([*command, "--trust", "subprocess:getoutput"]) == 2
+        assert "it was not called" in capsys.readouterr().err
+
+
+def test_a_class_of_one_s_own_is_loaded_when_it_is_named(cohort, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets_of_test_cli.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Conv2d):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(3, 1, 1)\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x.float())\n"
+    )
+    save_model(tmp_path / "best.pt", "nets_of_test_cli:Net", torch.nn.Conv2d(3, 1, 1))
+    command = ["predict", "--run", "best.pt", "--slides", str(cohort), "--out", "out"]
+    assert main(command) == 2
+    assert "nets_of_test_cli" not in sys.modules
+    assert main([*command, "--trust", "other:Net", "--trust", "nets_of_test_cli:Net"]) == 0
+    assert (tmp_path / "out" / "masks" / "small.tif").exists()
+    capsys.readouterr()
+    assert main([*command, "--trust", "nets_of_test_cli"]) == 2
+    assert "expected package.module:class" in capsys.readouterr().err
+
+
+def test_a_message_cannot_steer_the_terminal(tmp_path, capsys):
+    assert main(["evaluate", "--run", "x", "--slides", f"{tmp_path}/a\x1b[2Jb\x07.csv"]) == 2
+    assert "a?[2Jb?.csv" in capsys.readouterr().err

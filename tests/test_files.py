@@ -1,7 +1,10 @@
 """Output files: whole or not there, however the writing ends."""
 
 import errno
+import fcntl
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -48,12 +51,52 @@ def test_a_file_is_not_there_before_it_is_whole(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_what_a_killed_process_left_is_replaced(tmp_path):
-    path = tmp_path / "a.txt"
-    (tmp_path / ".a.txt.partial").write_text("a longer text than the new one")
-    write_text(path, "new")
-    assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
+def test_what_a_killed_process_left_goes_when_the_next_file_is_written_and_nothing_else(tmp_path):
+    program = (
+        "import os, pathlib, sys; from gigagrad.files import replacing\n"
+        "with replacing(pathlib.Path(sys.argv[1])) as file:\n"
+        "    file.write(b'half'); file.flush(); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "a.txt")]).returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert left.read_bytes() == b"half"
+    foreign = tmp_path / ".b.txt.partial"
+    foreign.touch()
+    with replacing(tmp_path / "c.txt") as alive:
+        assert not left.exists()
+        write_text(tmp_path / "d.txt", "new")
+        alive.write(b"whole")
+    assert (tmp_path / "c.txt").read_bytes() == b"whole"
+    assert {path.name for path in tmp_path.iterdir()} == {".b.txt.partial", "c.txt", "d.txt"}
+
+
+def test_a_file_that_was_taken_for_abandoned_is_begun_again(tmp_path, monkeypatch):
+    """Between its creation and its lock, somebody cleaned up."""
+    flock = fcntl.flock
+    taken = []
+
+    def late(file, how):
+        if not taken:
+            taken.extend(tmp_path.iterdir())
+            taken[0].unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    write_text(tmp_path / "a.txt", "new")
+    assert len(taken) == 1
+    assert (tmp_path / "a.txt").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.txt"]
+
+
+def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with replacing(tmp_path / "a.txt") as alive:
+        write_text(tmp_path / "b.txt", "new")
+        alive.write(b"whole")
+    assert (tmp_path / "a.txt").read_bytes() == b"whole"
 
 
 def test_two_who_write_the_same_file_do_not_mix(tmp_path):

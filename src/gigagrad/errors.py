@@ -59,14 +59,18 @@ class UnsupportedOperatorError(GigagradError):
 class BudgetError(GigagradError):
     """The job does not fit in the budget. Raised while planning, before anything runs.
 
-    Attributes: `budget_bytes`, `needed_bytes` (of the leanest plan found), `smallest_bytes` (a budget that works).
+    Attributes: `budget_bytes`, `needed_bytes` (of the leanest plan found), `smallest_bytes` (a budget that works), all
+    of memory. Where something else is short, `remedy` says what to do about it.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, needed_bytes: int, smallest_bytes: int) -> None:
+    def __init__(
+        self, message: str, *, budget_bytes: int, needed_bytes: int, smallest_bytes: int, remedy: str = ""
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
         self.smallest_bytes = smallest_bytes
-        super().__init__(
-            f"{message}: needs {format_bytes(needed_bytes)}, the budget is {format_bytes(budget_bytes)}; "
+        budgets = (
+            f": needs {format_bytes(needed_bytes)}, the budget is {format_bytes(budget_bytes)}; "
             f"the smallest budget that works is {format_bytes(smallest_bytes)}"
         )
+        super().__init__(f"{message}; {remedy}" if remedy else message + budgets)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import fcntl
 import io
 import json
 import os
@@ -21,6 +22,9 @@ from gigagrad.units import format_bytes
 
 # EFBIG and EDQUOT are what a full disk looks like to somebody with a file size limit or a quota.
 _DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+_PARTIAL: Final = ".gigagrad-partial"
+"""How the hidden name of a file ends that is being written; it is locked for as long. Nobody else names files so."""
 
 
 def check_destination(path: Path, *, overwrite: bool, expected_bytes: int) -> None:
@@ -44,32 +48,53 @@ def replacing(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iter
     """A new file that becomes `path` when the block ends well; when it does not, `path` stays as it was.
 
     The folder is made if it is missing. `needed_bytes` tells a message about a full disk how much the whole job would
-    have taken. The name of the temporary file is fixed, so a process that is killed leaves at most one behind and the
-    next one replaces it.
+    have taken. What a killed process left behind goes when the next file is written in the same folder.
 
     Raises `WriteError` for every `OSError` of the block (the disk is full, the folder cannot be written) and if
     another process began to write the same file in the meantime.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}{_PARTIAL}")
     file: IO[bytes] | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A file of our own rather than the old one emptied: a process that still writes that one must not disturb us.
-        partial.unlink(missing_ok=True)
-        file = partial.open("x+b")
+        _remove_abandoned(path.parent)
+        while file is None or file.closed:
+            # Not the old one emptied: a process that still writes that one must not disturb us.
+            partial.unlink(missing_ok=True)
+            file = partial.open("x+b")
+            _lock(file, fcntl.LOCK_EX)
+            if not _is_at(file, partial):  # somebody cleaned up before it had its lock
+                file.close()
         yield file
         file.flush()  # the last buffered bytes can still meet a full disk
         os.fsync(file.fileno())
         if not _is_at(file, partial):
             raise WriteError(f"cannot write {path}: another process is writing it too; let one of them finish")
-        file.close()
         os.replace(partial, path)
+        file.close()
     except BaseException as error:
         if file is not None:
             _discard(file, partial)
         if isinstance(error, OSError):
             raise write_error(path, error, 0 if needed_bytes is None else needed_bytes()) from error
         raise
+
+
+def _lock(file: IO[bytes], how: int) -> bool:
+    """Whether it is ours now: not where somebody else holds it, or the file system has no locks."""
+    try:
+        fcntl.flock(file, how)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Files in a folder whose writer is gone: nobody holds them."""
+    for partial in folder.glob(f".*{_PARTIAL}"):
+        with suppress(OSError), partial.open("r+b") as file:
+            if _lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_at(file, partial):
+                partial.unlink()
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
+
+_here = threading.local()
 
 
 class SideThreads(ThreadPoolExecutor):
@@ -17,13 +20,57 @@ class SideThreads(ThreadPoolExecutor):
     """
 
     def __init__(self, count: int, name: str) -> None:
-        super().__init__(count, name, initializer=torch.set_num_threads, initargs=(1,))
+        super().__init__(count, name, initializer=_begin)
         self.count = count
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait, cancel_futures=cancel_futures)
         # What a thread sets is also the default of every thread that PyTorch meets later.
         torch.set_num_threads(torch.get_num_threads())
+
+
+def _begin() -> None:
+    _here.beside = True
+    torch.set_num_threads(1)
+
+
+def beside_a_run() -> bool:
+    """Whether this thread is one of `SideThreads`. It must not wait for their end."""
+    return getattr(_here, "beside", False)
+
+
+def uninterrupted(work: Callable[[], object]) -> None:
+    """Do `work` to its end, whatever becomes of the caller: in a thread of its own.
+
+    Ctrl-C is raised in the main thread alone, there between any two instructions, and again while the first one is
+    dealt with. It ends this waiting, not the work. Garbage is collected in any thread: a `SideThreads` one, whose end
+    the work may wait for, goes on at once. Raises what the work raised.
+    """
+    beside = beside_a_run()
+    if not beside and threading.current_thread() is not threading.main_thread():
+        work()
+        return
+    raised: list[BaseException] = []
+    count = torch.get_num_threads()
+
+    def whole() -> None:
+        try:
+            if not beside:
+                torch.set_num_threads(count)  # as in the caller
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=whole, name="gigagrad-close")
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads: too little memory, or the interpreter's end
+        work()
+        return
+    if not beside:
+        thread.join()
+        if raised:
+            raise raised.pop()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from gigagrad.errors import BudgetError, ConfigError, StoreError
 from gigagrad.execution import planner
 from gigagrad.execution.process import Residue
 from gigagrad.execution.run import Run
-from gigagrad.stores import DiskStore
+from gigagrad.stores import DiskStore, Scratch
 from tests.execution.normed import Net, dice
 
 MIB = 2**20
@@ -26,18 +27,18 @@ def pair():
     return torch.rand(3, 70, 86), (torch.rand(1, 70, 86) > 0.5).float()
 
 
-def step(pair, tiers, **arguments):
+def step(pair, tiers, network=Net, loss=dice, **arguments):
     """The loss, the gradients and the plan of one step, the kept fields in these tiers in turn."""
     torch.manual_seed(0)
-    model = Net()
+    model = network()
     torch.set_num_threads(threads := torch.get_num_threads())
-    first = gg.compile(model, dice, tile=(24, 20))
+    first = gg.compile(model, loss, tile=(24, 20))
     first.plan(*pair)
     state = first.state_dict()
     for choice in state["choices"].values():
         choice["memory_format"] = "channels_last"  # which one is faster is a matter of time
         choice["kept"] = [[node, tiers[i % len(tiers)]] for i, (node, _) in enumerate(choice["kept"])]
-    engine = gg.compile(model, dice, tile=(24, 20), **arguments)
+    engine = gg.compile(model, loss, tile=(24, 20), **arguments)
     engine.load_state_dict(state)
     value = engine.backward(*pair)
     assert torch.get_num_threads() == threads
@@ -56,6 +57,46 @@ def test_fields_in_files_change_no_bit(pair, tmp_path, tiers):
     assert torch.equal(found, value)
     for ours, theirs in zip(others, gradients, strict=True):
         assert torch.equal(ours, theirs)
+    assert not list(tmp_path.iterdir())
+
+
+class AcrossRows(nn.Module):
+    """What a whole-field operator reads, and its cotangent, which comes whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.rows, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(86, 86), nn.Conv2d(4, 1, 1)
+
+    def forward(self, x):
+        return self.head(self.rows(self.conv(x)))
+
+
+def test_what_whole_field_operators_read_may_lie_in_files(pair, tmp_path, monkeypatch):
+    """No plan puts it there, a choice that is loaded may. Its cotangent is read right after it was added."""
+    behind = Scratch.behind
+
+    def slowly(self, work):
+        def late():
+            time.sleep(0.05)
+            work()
+
+        return behind(self, late)
+
+    monkeypatch.setattr(Scratch, "behind", slowly)
+    value, gradients, plan = step(pair, ["memory"], AcrossRows, F.mse_loss)
+    assert plan.whole_field
+    assert plan.kept
+    found, others, placed = step(pair, ["disk"], AcrossRows, F.mse_loss, scratch=tmp_path)
+    assert {field.tier for field in placed.kept} == {"disk"}
+    assert torch.equal(found, value)
+    for ours, theirs in zip(others, gradients, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_full_scratch_folder_is_what_the_refusal_tells_of(pair, tmp_path):
+    with pytest.raises(BudgetError, match=r"keeps in scratch files take .*, there is room for 10 B; make room in") as no:
+        step(pair, ["disk"], scratch=tmp_path, scratch_bytes=10)
+    assert "the budget is" not in str(no.value)
     assert not list(tmp_path.iterdir())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import imagecodecs
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image as Pillow
 
-from gigagrad.images.stream_check import stream_fault
+from gigagrad.images.stream_check import check_ends, check_stream, stream_fault, stream_size
 
 JPEG, JPEG_2000 = 7, 33005
 NOISE = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
@@ -69,3 +71,64 @@ def test_overwritten_streams_are_mostly_caught(compression: int, caught: int) ->
 
 def test_other_codecs_are_not_judged() -> None:
     assert stream_fault(b"anything", 8) is None
+
+
+def cut_and_closed(data: bytes, share: float) -> bytes:
+    """The stream without the last part of its scan, and with a marker that says that it ends there."""
+    scan = data.index(b"\xff\xda") + 14
+    return data[: scan + int((len(data) - scan) * share)].rstrip(b"\xff") + b"\xff\xd9"
+
+
+@pytest.mark.parametrize("pixels", [NOISE, np.full_like(NOISE, 90), NOISE[:, :, :1], NOISE[:61, :59]])
+@pytest.mark.parametrize("options", [{"subsampling": "420"}, {"subsampling": "444"}, {"optimize": True}])
+def test_a_jpeg_that_ends_before_its_pixels_says_at_which_row(pixels: np.ndarray, options: dict[str, Any]) -> None:
+    def decode(stream: bytes) -> np.ndarray:
+        decoded = imagecodecs.jpeg8_decode(stream)
+        return decoded.reshape(*decoded.shape[:2], -1)
+
+    data = encode(JPEG, np.ascontiguousarray(pixels.squeeze()), level=85, **({} if pixels.shape[2] == 1 else options))
+    check_ends(data, decode(data), decode)
+    cut = cut_and_closed(data, 0.5)
+    assert stream_fault(cut, JPEG) is None
+    with pytest.raises(ValueError, match=r"it ends before its pixels, at row \d+ of \d\d"):
+        check_ends(cut, decode(cut), decode)
+
+
+def test_a_grey_picture_that_is_whole_is_no_cut_one() -> None:
+    data = encode(JPEG, np.full_like(NOISE, 128))
+    check_ends(data, imagecodecs.jpeg8_decode(data), imagecodecs.jpeg8_decode)
+
+
+@pytest.mark.parametrize("options", [{"progressive": True}, {"restart_marker_blocks": 2}, {}])
+def test_pictures_that_end_before_their_pixels(options: dict[str, Any]) -> None:
+    def decode(stream: bytes) -> np.ndarray:
+        return np.asarray(Pillow.open(io.BytesIO(stream)))
+
+    file = io.BytesIO()
+    Pillow.fromarray(NOISE).save(file, format="JPEG", **options)
+    check_ends(file.getvalue(), decode(file.getvalue()), decode)
+    cut = cut_and_closed(file.getvalue(), 0.5)
+    with pytest.raises(ValueError, match="it ends before its pixels"):
+        check_ends(cut, decode(cut), decode)
+
+
+@pytest.mark.parametrize(
+    ("compression", "encode_as"),
+    [(7, "jpeg8"), (33005, "jpeg2k"), (34933, "png"), (50001, "webp")],
+)
+@pytest.mark.parametrize("lossless", [False, True])
+def test_the_size_is_known_before_decoding(compression: int, encode_as: str, lossless: bool) -> None:
+    pixels = np.ascontiguousarray(NOISE[:48])
+    options = {"webp": {"lossless": lossless}, "jpeg2k": {"reversible": lossless}}.get(encode_as, {})
+    data = bytes(getattr(imagecodecs, f"{encode_as}_encode")(pixels, **options))
+    assert stream_size(data, compression) == (48, 64)
+    check_stream(data, compression, whole=(64, 64), inside=(48, 64))
+    with pytest.raises(ValueError, match="48 x 64 px, the directory says 64 x 64"):
+        check_stream(data, compression, whole=(64, 64), inside=(64, 64))
+
+
+def test_rare_jpegs_and_endless_ones_are_refused() -> None:
+    data = encode(JPEG, NOISE)
+    assert stream_fault(data.replace(b"\xff\xc0", b"\xff\xc9", 1), JPEG) == "it is a JPEG of a rare kind (SOF9)"
+    scan = data.index(b"\xff\xda")
+    assert stream_fault(data[:scan] + data[scan:-2] * 101 + b"\xff\xd9", JPEG) == "it has 101 scans"

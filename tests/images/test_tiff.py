@@ -201,7 +201,7 @@ def test_layouts_that_are_no_slide_are_refused(tmp_path: Path, options: dict[str
 
 
 def test_one_enormous_compressed_strip_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gigagrad.images.tiff_segments._LARGEST_SEGMENT_BYTES", 96 * 80 * 3 - 1)
+    monkeypatch.setattr("gigagrad.images.tiff_segments.LARGEST_SEGMENT_BYTES", 96 * 80 * 3 - 1)
     path = write(tmp_path / "a.tif", tile=None, rowsperstrip=96)
     with pytest.raises(ImageError, match=r"pieces of 96 x 80 px .* write it again as a tiled TIFF"):
         open_image(path)

@@ -103,3 +103,12 @@ def test_the_level_is_the_one_of_the_run(tmp_path):
     (tmp_path / "config.yaml").write_text("- no mapping\n")
     with pytest.raises(ConfigError, match="level"):
         _ = config.resolved_level
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, "level: .inf", "level: [1]", "level: 2001-99-99", "level: !!python/name:os.system"]
+)
+def test_a_level_that_is_none_is_one_line(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="give one as --level"):
+        _ = PredictConfig(run=tmp_path, slides=("a",), out="out").resolved_level

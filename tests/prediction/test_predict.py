@@ -56,7 +56,7 @@ def use(monkeypatch, tmp_path):
     (tmp_path / "run" / "best.pt").write_bytes(b"weights")
 
     def choose(model):
-        monkeypatch.setattr(module, "load_model", lambda path: (type(model).__name__, model.eval()))
+        monkeypatch.setattr(module, "load_model", lambda path, trust: (type(model).__name__, model.eval()))
 
     choose(Darkness())
     return choose

@@ -242,3 +242,48 @@ def test_wrong_folders(run, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match=r"report\.html"):
         write_report(run, tmp_path / "file" / "report.html")
+
+
+_BOMB = "".join(f"x{n}: &x{n} [{f'*x{n - 1},' * 9 if n else 0}]\n" for n in range(30))
+_DEEP = "[" * 900 + "]" * 900
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", _BOMB),
+        ("config.yaml", "model: 2001-99-99\n"),
+        ("config.yaml", f"seed: 0x{'f' * 5000}\nmodel: '{EVIL.replace(chr(39), '')}'\n"),
+        ("config.yaml", 'model: "\\uD800"\n'),
+        ("config.yaml", "[" * 5000),
+        ("plan.json", '{"passes": [3], "stages": [{"size_bytes": "x"}]}'),
+        ("plan.json", '{"stages": [' + '{"size_bytes": "x"},' * 20 + '{"size_bytes": 1}]}'),
+        ("plan.json", '{"budget_bytes": 1e999, "a_bytes": ' + "9" * 4000 + "}"),
+        ("plan.json", '{"a": ' * 900 + "1" + "}" * 900),
+        ("plan.json", "[" * 5000),
+        ("environment.json", '{"a": ' * 900 + "1" + "}" * 900),
+        ("environment.json", '{"a": ' + _DEEP + "}"),
+        ("environment.json", '{"a_bytes": 1e999, "b": "\\ud800"}'),
+        ("summary.json", '{"dice": {"\\ud800<script>": 0.5, "b": 1e999, "c": ' + "9" * 400 + "}}"),
+        ("metrics.jsonl", '{"event": "metrics", "epoch": 1e999, "step": ' + "9" * 400 + ', "values": {"loss": 1}}'),
+        ("metrics.jsonl", '{"event": "step", "pixels": NaN, "peak_bytes": 1e999, "seconds": "x"}'),
+        ("predictions.json", '{"slides": [{"name": "a", "overlay": "' + "x" * 5000 + '"}]}'),
+        ("predictions.json", '{"slides": [{"name": "a", "overlay": "a\\u0000b", "height": 1e999}]}'),
+        ("predictions.json", '{"slides": [{"name": {"a": 1}, "overlay": {"a": 1}, "status": "failed"}]}'),
+    ],
+)
+def test_a_stranger_s_folder_makes_a_page_or_leaves_things_out(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    text, page = page_of(write_report(tmp_path, tmp_path / "report.html", predictions_dir=tmp_path))
+    assert "script" not in page.tags
+    assert len(text) < 200_000
+
+
+def test_a_picture_is_a_small_png_or_no_picture(predictions, tmp_path):
+    wide = predictions / "overlays" / "a.png"
+    Pillow.new("1", (30_000, 30_000)).save(wide)
+    _, page = page_of(write_report(predictions, tmp_path / "report.html", predictions_dir=predictions))
+    assert "img" not in page.tags
+    Pillow.new("RGB", (8, 8)).save(wide, format="TIFF")
+    _, page = page_of(write_report(predictions, tmp_path / "report.html", predictions_dir=predictions))
+    assert "img" not in page.tags

@@ -1,5 +1,6 @@
 """Files that are damaged, folders that are full, missing or left behind, and boxes that cut bricks anywhere."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock, Timeout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -189,6 +191,32 @@ def test_a_failure_behind_is_raised_by_the_next_call(scratch, monkeypatch):
         kept.flush()
 
 
+def test_nothing_is_read_after_a_failure_behind(scratch, monkeypatch):
+    """Not even what was written well after it, nor old values where the failed write would have been."""
+    kept = store(scratch)
+    written = os.pwrite
+
+    def once(*given):
+        monkeypatch.setattr(os, "pwrite", written)
+        go_on.wait(60)
+        raise OSError(5, "Input/output error")
+
+    go_on = threading.Event()
+    monkeypatch.setattr(os, "pwrite", once)
+    kept.write(Box(0, 0, 64, 64), torch.ones(1, 3, 64, 64))
+    kept.write(Box(64, 64, 128, 128), torch.ones(1, 3, 64, 64))
+    go_on.set()
+    other = store(scratch, name="other")
+    other.write(Box(0, 0, 64, 64), torch.ones(1, 3, 64, 64))
+    other.flush()
+    with pytest.raises(StoreError, match="cannot write"):
+        kept.write(Box(0, 0, 64, 64), torch.ones(1, 3, 64, 64))
+    for box in (Box(0, 0, 64, 64), Box(64, 64, 128, 128)):
+        with pytest.raises(StoreError, match="cannot write"):
+            kept.read(box)
+    assert torch.equal(other.read(Box(0, 0, 64, 64)), torch.ones(1, 3, 64, 64))
+
+
 def test_a_folder_that_is_missing_or_too_small_is_refused(tmp_path):
     with pytest.raises(StoreError, match="does not exist"):
         Scratch(tmp_path / "nowhere", 0)
@@ -215,11 +243,109 @@ def test_a_full_disk_is_named(scratch, monkeypatch):
         store(scratch)
 
 
-def test_nothing_remains_after_a_run(tmp_path):
+def open_below(folder):
+    """Files below it that this process holds, also those that have no name any more."""
+    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    return [target for link in links if os.path.lexists(link) and str(folder) in (target := os.readlink(link))]
+
+
+def beside():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("gigagrad")}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not tell which files are open")
+def test_nothing_remains_after_a_run(tmp_path, monkeypatch):
+    """Files, descriptors or threads, be the stores closed or not, be what was to be written written or not."""
+    threads = beside()
+    for cacheable in (-1, 2**60):
+        monkeypatch.setattr("gigagrad.stores.scratch.cacheable_bytes", lambda cacheable=cacheable: cacheable)
+        scratch = Scratch(tmp_path, 0)
+        stores = [store(scratch, name=str(i)) for i in range(3)]
+        for each in stores:
+            each.write(Box.whole(150, 170), torch.ones(1, 3, 150, 170))
+        stores[0].close()
+        assert open_below(tmp_path)
+        scratch.close()
+        assert not list(tmp_path.iterdir())
+        assert not open_below(tmp_path)
+        assert beside() == threads
+        scratch.close()
+        stores[1].close()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not tell which files are open")
+def test_nothing_remains_of_a_scratch_that_nobody_closed(tmp_path):
     scratch = Scratch(tmp_path, 0)
-    store(scratch)
+    kept = store(scratch)
+    kept.write(Box.whole(150, 170), torch.ones(1, 3, 150, 170))
+    kept.flush()
+    del scratch, kept
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+    assert not open_below(tmp_path)
+    program = (
+        "import sys, pathlib; from gigagrad.stores import Scratch; "
+        "s = Scratch(pathlib.Path(sys.argv[1]), 0); s.create('field', 10000)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not tell which files are open")
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError(), KeyboardInterrupt()])
+def test_an_error_in_opening_the_third_store_leaves_nothing(tmp_path, monkeypatch, error):
+    scratch = Scratch(tmp_path, 0)
+    store(scratch, name="first"), store(scratch, name="second")
+
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(StoreError if isinstance(error, OSError) else type(error)) as kept:  # and its frames
+        store(scratch, name="third")
+    assert sorted(path.name for path in scratch.folder.iterdir()) == ["first", "second"]
     scratch.close()
     assert not list(tmp_path.iterdir())
+    assert not open_below(tmp_path)
+    del kept
+
+
+def test_locks_without_a_folder_are_removed_unless_somebody_holds_them(tmp_path):
+    left, held = tmp_path / "gigagrad-123-0123abcd.lock", tmp_path / "gigagrad-123-4567abcd.lock"
+    left.touch()
+    with FileLock(held):
+        Scratch(tmp_path, 0).close()
+        assert list(tmp_path.iterdir()) == [held]
+
+
+def test_a_run_whose_lock_is_taken_for_an_abandoned_one_takes_another_name(tmp_path, monkeypatch):
+    """Whoever cleans up may hold it for a moment before the run does, or have removed it."""
+    acquire, tried = FileLock.acquire, []
+
+    def late(self, *given, **how):
+        tried.append(self.lock_file)
+        if len(tried) == 1:
+            raise Timeout(self.lock_file)
+        taken = acquire(self, *given, **how)
+        if len(tried) == 2:
+            os.unlink(self.lock_file)
+        return taken
+
+    monkeypatch.setattr(FileLock, "acquire", late)
+    scratch = Scratch(tmp_path, 0)
+    monkeypatch.undo()
+    assert len(set(tried)) == 3
+    assert str(scratch.folder) + ".lock" == tried[-1]
+    Scratch(tmp_path, 0).close()
+    assert scratch.folder.is_dir()
+    scratch.close()
+
+
+def test_folders_that_are_only_called_like_ours_stay(tmp_path):
+    for name in ("gigagrad-results", "gigagrad-1-2", "gigagrad-12-0123abcd.old"):
+        (tmp_path / name).mkdir()
+    Scratch(tmp_path, 0).close()
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_run_and_nothing_else(tmp_path):

@@ -1,12 +1,30 @@
 """One conformance suite for all stores: every tier inherits it."""
 
+import time
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 
 import pytest
 import torch
 
 from gigagrad.boxes import Box, tiles
 from gigagrad.stores import Blosc, Codec, DiskStore, Half, HostStore, Quantised, RoundedStore, Scratch, Store
+
+
+@pytest.fixture
+def slow_writing(monkeypatch):
+    """The thread that writes files takes its time."""
+    behind = Scratch.behind
+
+    def slowly(self, work):
+        def late():
+            time.sleep(0.02)
+            work()
+
+        return behind(self, late)
+
+    monkeypatch.setattr(Scratch, "behind", slowly)
 
 
 class StoreConformance(ABC):
@@ -42,6 +60,46 @@ class StoreConformance(ABC):
             expected[..., box.y0 : box.y1, box.x0 : box.x1] += crop
         store.flush()
         assert torch.equal(store.whole(), expected)
+
+    def test_what_is_read_holds_what_was_written_before_it_without_a_flush(self, slow_writing):
+        store = self.make((1, 3, 17, 23), torch.float32, (-2, -1))
+        field = torch.randint(1, 9, (1, 3, 17, 23)).float()
+        for box in tiles(17, 23, 5, 8):
+            store.write(box, field[..., box.y0 : box.y1, box.x0 : box.x1])
+            assert torch.equal(store.read(box), field[..., box.y0 : box.y1, box.x0 : box.x1])
+        assert torch.equal(store.whole(), field)
+
+    def test_what_is_read_holds_what_was_added_before_it_without_a_flush(self, slow_writing):
+        store = self.make((1, 3, 17, 23), torch.float32, (-2, -1))
+        for count in range(1, 6):
+            store.add(Box(2, 3, 11, 20), torch.ones(1, 3, 9, 17))
+            assert torch.equal(store.read(Box(2, 3, 11, 20)), torch.full((1, 3, 9, 17), float(count)))
+
+    def test_one_thread_reads_what_another_has_written_while_it_writes_on(self):
+        """Boxes of different rows, within the same blocks of a file."""
+        store = self.make((1, 3, 64, 40), torch.float32, (-2, -1))
+        field = torch.randint(1, 9, (1, 3, 64, 40)).float()
+        written: Queue[int] = Queue()
+        found = []
+
+        def read():
+            for y in iter(written.get, -1):
+                found.append(torch.equal(store.read(Box(y, 0, y + 1, 40)), field[..., y : y + 1, :]))
+
+        with ThreadPoolExecutor(1) as reader:
+            reading = reader.submit(read)
+            for y in range(64):
+                store.write(Box(y, 0, y + 1, 40), field[..., y : y + 1, :])
+                written.put(y)
+            written.put(-1)
+            reading.result()
+        assert found == [True] * 64
+
+    def test_it_may_be_closed_again(self):
+        store = self.make((1, 3, 7, 9), torch.float32, (-2, -1))
+        store.write(Box.whole(7, 9), torch.ones(1, 3, 7, 9))
+        store.close()
+        store.close()
 
     def test_the_axes_may_stand_anywhere(self):
         field = torch.rand(1, 5, 6, 4)
@@ -104,6 +162,9 @@ class RoundedConformance(StoreConformance):
         store = self.make((1, 2, 6, 6), torch.float32, (-2, -1))
         with pytest.raises(AssertionError, match="never rounded"):
             store.add(Box(0, 0, 6, 6), torch.ones(1, 2, 6, 6))
+
+    def test_what_is_read_holds_what_was_added_before_it_without_a_flush(self):
+        """There is no adding."""
 
     def test_the_axes_may_stand_anywhere(self):
         field = torch.randint(-9, 9, (1, 5, 6, 4)).float()

@@ -111,3 +111,15 @@ def test_a_damaged_slide_is_named_with_its_line(folder):
     (folder / "b.tif").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ConfigError, match=r"line 3: .*b"):
         check_images(read_cohort(write(folder, "slide,split", "a.tif,train", "b.tif,val")), 0)
+
+
+@pytest.mark.parametrize("slide", ["a\0b.tif", "x" * 5000, "circle/a.tif", '"' + "y" * 200_000 + '"'])
+def test_a_name_that_is_no_path_is_named_with_its_line(folder, slide):
+    (folder / "circle").symlink_to(folder / "circle")
+    (folder / "c.csv").write_text(f"slide,split\n{slide},train\n")
+    with pytest.raises(ConfigError, match=r"c\.csv line") as caught:
+        read_cohort(folder / "c.csv")
+    assert len(str(caught.value)) < 1000
+    (folder / "c.csv").write_text(f"slide,{slide},split\n")
+    with pytest.raises(ConfigError, match=r"c\.csv line"):
+        read_cohort(folder / "c.csv")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gigagrad.errors import ConfigError
-from gigagrad.training import FitConfig
+from gigagrad.errors import ConfigError, ModelError
+from gigagrad.training import FitConfig, fit
 
 
 def test_yaml_round_trip_resolves_paths_against_the_file_and_keeps_every_setting(tmp_path):
@@ -64,3 +64,61 @@ def test_a_file_that_is_no_config_names_itself(tmp_path, text):
 def test_a_missing_file_names_itself(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
         FitConfig.from_yaml(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("line", ["model: subprocess:getoutput?cmd=touch+ran", "loss: mine:bad", "loss: os:system"])
+def test_a_file_imports_nothing_that_the_user_has_not_named(tmp_path, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import pathlib; pathlib.Path('ran').touch()\n")
+    path = tmp_path / "run.yaml"
+    path.write_text(f"slides: c.csv\nout: run\n{line}\n")
+    asked = line.partition(" ")[2].partition("?")[0]
+    for attempt in (FitConfig.from_yaml, fit):
+        with pytest.raises(ModelError, match=rf"run\.yaml asks to import '{asked}'.* --trust {asked} "):
+            attempt(path)
+    assert not (tmp_path / "ran").exists()
+    overrides = {line.partition(":")[0]: asked}
+    assert FitConfig.from_yaml(path, overrides).to_dict().items() >= overrides.items(), "typed, so allowed"
+
+
+def test_a_file_s_network_is_a_class_and_its_loss_is_named(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("slides: c.csv\nout: run\nmodel: torch.nn:Conv2d\nloss: torch.nn:functional.mse_loss\n")
+    config = FitConfig.from_yaml(path, trust=("torch.nn:Conv2d", "torch.nn:functional.mse_loss"))
+    assert config.model == "torch.nn:Conv2d"
+    path.write_text("slides: c.csv\nout: run\nmodel: subprocess:getoutput\n")
+    with pytest.raises(ModelError, match="was not called"):
+        FitConfig.from_yaml(path, trust=("subprocess:getoutput",))
+    path.write_text("slides: c.csv\nout: run\ntrust: [subprocess:getoutput]\n")
+    with pytest.raises(ConfigError, match="unknown setting 'trust'"):
+        FitConfig.from_yaml(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: !!python/object/apply:os.system ['touch ran']\n",
+        "".join(f"x{n}: &x{n} [{f'*x{n - 1},' * 9 if n else 0}]\n" for n in range(30)),
+        "slides: &a [0]\nout: [*a]\n",
+        "model: &a " + "[" * 40 + "]" * 40,
+        "[" * 3000,
+        "epochs: 2001-99-99\n",
+        "epochs: " + "9" * 5000,
+        "a: 1\n".encode("utf-16").decode("latin-1"),
+    ],
+)
+def test_a_hostile_file_is_one_short_line(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        FitConfig.from_yaml(tmp_path / "run.yaml")
+    assert len(str(caught.value)) < 1000
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_short_file_cannot_make_a_message_without_end(tmp_path):
+    bomb = "".join(f"- &x{n} [{f'*x{n - 1},' * 9 if n else 0}]\n  " for n in range(30))
+    (tmp_path / "run.yaml").write_text(f"slides: a\nout: b\nmodel:\n  {bomb}\n")
+    with pytest.raises(ConfigError, match="model must be str") as caught:
+        FitConfig.from_yaml(tmp_path / "run.yaml")
+    assert len(str(caught.value)) < 1000

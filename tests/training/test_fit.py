@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from gigagrad.errors import BudgetError, ConfigError, ModelError, TargetError
 from gigagrad.events import JobAdvanced, JobFinished, JobStarted, MetricsLogged, Notice
 from gigagrad.models import load_model
-from gigagrad.training import FitConfig, fit
+from gigagrad.training import FitConfig, FitResult, fit
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
 
@@ -318,3 +319,76 @@ def test_turns_reach_the_engine_and_can_be_left_out(config, tmp_path):
 
 def test_a_mapping_will_do(config):
     assert fit(config.to_dict()).steps == 6
+
+
+def test_a_run_of_a_function_says_that_only_classes_are_loaded_again(config, two_classes):
+    events = []
+    result = fit(FitConfig(**{**config.to_dict(), "model": two_classes, "loss": "ce", "epochs": 1}), [events.append])
+    assert set(result.scores) == {"slide4", "slide5"}
+    assert any("only a class can be loaded again" in event.text for event in events if isinstance(event, Notice))
+    with pytest.raises(ModelError, match="was not called"):
+        load_model(result.best, (two_classes,))
+
+
+def test_what_lies_in_a_run_folder_is_neither_run_nor_followed(config, tmp_path, monkeypatch):
+    """A stranger's folder: a model that names code, and files that are links to somewhere else."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        fit(config, [stop_after(2)])
+    run = RunFolder(tmp_path / "run")
+    checkpoint = Checkpoint.load(run.checkpoint)
+    probe = "subprocess:getoutput?cmd=touch+ran"
+    replace(checkpoint, config={**checkpoint.config, "model": probe, "loss": probe}).save(run.checkpoint)
+    with pytest.raises(ConfigError, match="other settings"):
+        fit(config)
+    checkpoint.save(run.checkpoint)
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    run.metrics.unlink()
+    run.metrics.symlink_to(precious)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a link"):
+        fit(config)
+    run.metrics.unlink()
+    run.labels.symlink_to(tmp_path)
+    fit(config, overwrite=True)
+    assert precious.read_text() == "mine"
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config": 3},
+        {"model": {"a": 1}},
+        {"model": {}},
+        {"optimizer": {"state": {}, "param_groups": 5}},
+        {"engine": {"choices": {"a": 1}}},
+        {"engine": {}},
+        {"random": torch.zeros(3)},
+        {"metrics_bytes": -1},
+        {"metrics_bytes": 1e9},
+        {"tile": 3},
+        {"progress": {"epoch": -1}},
+        {"progress": {"epoch": "1"}},
+        {"progress": {"best_loss": "0"}},
+        {"progress": {"no": 1}},
+        {"progress": None},
+    ],
+)
+def test_other_things_in_a_checkpoint_are_one_line(config, tmp_path, changes):
+    with pytest.raises(KeyboardInterrupt):
+        fit(config, [stop_after(2)])
+    path = RunFolder(tmp_path / "run").checkpoint
+    torch.save(torch.load(path, weights_only=True) | changes, path)
+    with pytest.raises(ConfigError, match=r"cannot continue the run.*--overwrite") as caught:
+        fit(config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", "[" * 5000, '{"metric": "dice", "dice": 3}', '{"metric": "model", "model": "a"}']
+)
+def test_other_things_in_a_summary_are_one_line(tmp_path, text):
+    (tmp_path / "summary.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"summary\.json"):
+        FitResult.load(tmp_path)

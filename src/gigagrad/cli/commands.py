@@ -106,7 +106,7 @@ def fit(args: argparse.Namespace) -> None:
     if args.config is None:
         config = training.FitConfig.from_dict(settings)
     else:
-        config = training.FitConfig.from_yaml(args.config, settings)
+        config = training.FitConfig.from_yaml(args.config, settings, args.trust)
     with _progress() as listener:
         result = training.fit(config, (listener,), overwrite=args.overwrite)
     if result.scores:
@@ -131,6 +131,7 @@ def predict(args: argparse.Namespace) -> None:
         target_mpp=args.target_mpp,
         device=args.device,
         split=args.split,
+        trust=tuple(args.trust),
         overwrite=args.overwrite,
     )
     with _progress() as listener:
@@ -160,6 +161,7 @@ def evaluate(args: argparse.Namespace) -> None:
                 memory=args.memory,
                 scratch=args.scratch,
                 device=args.device,
+                trust=args.trust,
                 listeners=(listener,),
             )
     if args.json:

@@ -65,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _complain(text: str, code: int) -> int:
     """Say `text` in one line, whatever is in it, and return the exit code."""
-    print(f"gigagrad: {' '.join(text.split())}", file=sys.stderr)
+    # A file's name or content may stand in it, and must not steer the terminal.
+    shown = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+    print(f"gigagrad: {shown}", file=sys.stderr)
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -80,6 +81,12 @@ def _size(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _import_path(text: str) -> str:
+    if not re.fullmatch(r"[\w.]+:[\w.]+", text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected package.module:class")
+    return text
+
+
 def _positive(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
@@ -111,6 +118,14 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "--storage": {
         "metavar": "HOW",
         "help": "store kept fields in fewer bits: float16, bfloat16, or 'error E' in --scratch; default: exact",
+    },
+    "--trust": {
+        "type": _import_path,
+        "action": "append",
+        "default": [],
+        "metavar": "MODULE:CLASS",
+        "help": "code that the model file may import, package.module:class; without it none but gigagrad's and the "
+        "libraries' (may be repeated)",
     },
 }
 """The flags of more than one command: the same words mean the same everywhere."""
@@ -226,6 +241,9 @@ def _fit(found: _Commands) -> None:
     parser.add_argument("--level", type=int, help="pyramid level of slides and masks (default: 0, full resolution)")
     _flag(parser, "--device", default=None)
     parser.add_argument("--no-augment", action="store_true", help="train without turned and mirrored slides")
+    _flag(
+        parser, "--trust", help="code that --config may import as model or loss, package.module:callable (repeatable)"
+    )
     _flag(parser, "--overwrite", help="start anew in a folder that holds a run")
 
 
@@ -254,6 +272,7 @@ def _predict(found: _Commands) -> None:
         "--target-mpp", type=float, metavar="MPP", help="predict each slide at its level nearest to this resolution"
     )
     _flag(parser, "--device")
+    _flag(parser, "--trust")
     _flag(parser, "--overwrite", help="predict again what is there already")
 
 
@@ -276,6 +295,7 @@ def _evaluate(found: _Commands) -> None:
     _flag(parser, "--memory")
     _flag(parser, "--scratch")
     _flag(parser, "--device")
+    _flag(parser, "--trust")
     _flag(parser, "--json", help="print the scores as JSON")
 
 

@@ -131,7 +131,7 @@ def _claim(out: Path, settings: Mapping[str, Any]) -> None:
     if path.exists():
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged ({error}); remove the folder or choose another --out") from error
         if before != dict(settings):
             raise ConfigError(f"{out} holds a demo with other settings; remove it or choose another --out")
@@ -170,11 +170,22 @@ def _predict(
     return folder, evaluate(pairs)
 
 
+def _numbers(path: Path) -> Mapping[str, Any]:
+    """The numbers of a step taken before. Raises `ConfigError` where the file holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); remove it to take the step again") from error
+    if not isinstance(found, dict) or not all(isinstance(value, (int, float, type(None))) for value in found.values()):
+        raise ConfigError(f"{path} holds no numbers of a step; remove it to take the step again")
+    return found
+
+
 def _large_step(folder: Path, scale: Scale, model: Path, memory: str, events: Events) -> Mapping[str, Any]:
     """The numbers of one step on a slide of the founding experiment's size, both made unless they exist."""
     slide, mask, numbers = folder / "slide.tif", folder / "mask.tif", folder / "step.json"
     if numbers.exists():
-        return dict(json.loads(numbers.read_text(encoding="utf-8")))
+        return _numbers(numbers)
     if not slide.exists():  # written after its mask
         events.emit(Notice("making the slide, a JPEG BigTIFF"))
         folder.mkdir(parents=True, exist_ok=True)

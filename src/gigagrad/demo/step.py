@@ -32,7 +32,8 @@ def measured_step(slide: Path, mask: Path, model: Path, memory: str, events: Eve
 
     Raises `ConfigError` with the other process's reason if it fails.
     """
-    command = [sys.executable, "-m", __name__, *map(str, (slide, mask, model)), memory]
+    # -P: a module in the working directory must not stand in for one of ours.
+    command = [sys.executable, "-P", "-m", __name__, *map(str, (slide, mask, model)), memory]
     start, last = time.monotonic(), ""
     result: dict[str, Any] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:  # noqa: S603

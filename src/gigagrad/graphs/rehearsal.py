@@ -288,11 +288,17 @@ def _stands_for(originals: Originals, change: Change) -> bool:
 def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
     """Note what code runs; the snapshot is extended by the globals of each before it runs for the first time."""
 
+    importing: list[FrameType] = []  # modules that are loaded meanwhile run code that is nobody's forward
+
     def see(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            if ran.add(frame.f_code, frame.f_globals):
+            if frame.f_code.co_name == "<module>":
+                importing.append(frame)
+            elif not importing and ran.add(frame.f_code, frame.f_globals):
                 snapshot.walk.visit_globals(frame.f_code, frame.f_globals)
                 snapshot.extend()
+        elif event == "return" and importing and importing[-1] is frame:
+            importing.pop()
         elif event == "c_call" and argument.__name__ in _NODE_HOOKS and isinstance(argument.__self__, GradientNode):
             raise hook_error(user_line(frame))
 

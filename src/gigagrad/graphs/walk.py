@@ -44,6 +44,8 @@ from gigagrad.graphs.places import (
 _MOST_PLACES = 500_000
 """A walk that leads this far has left the model; what lies beyond is not watched."""
 _LIBRARIES = tuple(f"{path}/".replace("\\", "/") for path in (Path(torch.__file__).parent, Path(np.__file__).parent))
+_TOOLS = ("/site-packages/sympy/", "/site-packages/mpmath/")
+"""What PyTorch computes shapes with."""
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib").replace("\\", "/")
 _OWN = str(Path(__file__).parent).replace("\\", "/")
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "deepcopy", "asdict"})
@@ -56,7 +58,7 @@ def is_library(filename: str) -> bool:
     """Whether code belongs to Python, PyTorch, NumPy or to capture itself: its globals are nobody's settings."""
     slashed = filename.replace("\\", "/")
     standard = slashed.startswith(_STANDARD_LIBRARY) and "site-packages" not in slashed
-    return standard or slashed.startswith((*_LIBRARIES, _OWN, "<frozen"))
+    return standard or slashed.startswith((*_LIBRARIES, _OWN, "<frozen")) or any(tool in slashed for tool in _TOOLS)
 
 
 class Ran:

@@ -8,7 +8,8 @@ whatever part of it lies outside, the outside has the image's fill value, and th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
@@ -20,6 +21,10 @@ from gigagrad.errors import ImageError
 
 if TYPE_CHECKING:
     import torch
+
+_LONGEST_AXIS = 2**31 - 1
+_LONGEST_QUOTATION = 300
+_MOST_CHANNELS = 2**16 - 1
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Pixels: TypeAlias = "Array | torch.Tensor"
@@ -147,6 +152,15 @@ class Image(ABC):
         return f"<{type(self).__name__} {self.name}: {' x '.join(map(str, self.shape))} {self.dtype}, {scale}>"
 
 
+def check_size(shape: Sequence[int], name: str) -> None:
+    """Raises `ImageError` for a `(C, H, W)` that no file holds; what a file declares has not been paid for."""
+    if min(shape) < 1 or shape[0] > _MOST_CHANNELS or max(shape) > _LONGEST_AXIS:
+        raise ImageError(
+            f"{name} declares {' x '.join(map(str, shape))} (C x H x W); expected 1 to {_MOST_CHANNELS} channels and "
+            f"1 to {_LONGEST_AXIS} px along each axis; the file is corrupt"
+        )
+
+
 def fill_of(dtype: np.dtype[Any], channels: int, *, says_colour: bool = False) -> int:
     """What lies outside: white (the dtype's largest value) for a colour slide, 0 for a mask or anything else.
 
@@ -154,6 +168,18 @@ def fill_of(dtype: np.dtype[Any], channels: int, *, says_colour: bool = False) -
     """
     colour = says_colour or (channels == 3 and dtype == np.uint8)
     return int(np.iinfo(dtype).max) if colour and dtype.kind == "u" else 0
+
+
+@contextmanager
+def in_our_words(problem: str, remedy: str = "the file is truncated or corrupt") -> Iterator[None]:
+    """What a library raises at a damaged file, whatever its class, as an `ImageError` of one line."""
+    try:
+        yield
+    except ImageError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:_LONGEST_QUOTATION] or type(error).__name__
+        raise ImageError(f"{problem}: {said}; {remedy}") from error
 
 
 def choose_level(levels: tuple[Level, ...], level: int, name: str) -> Level:

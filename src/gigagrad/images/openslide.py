@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from gigagrad.boxes import Box, tiles
-from gigagrad.errors import ImageError
-from gigagrad.images.image import Array, Image, Level, choose_level
+from gigagrad.images.image import Array, Image, Level, check_size, choose_level, in_our_words
 from gigagrad.images.resolution import choose_mpp, number
 from gigagrad.images.tile_cache import DEFAULT_CACHE_BYTES, TileCache
 
@@ -71,15 +70,9 @@ class OpenSlideImage(Image):
 
     def _region(self, box: Box) -> Array:
         """`(h, w, 3)` straight from OpenSlide."""
-        import openslide
-
         corner = (round(box.x0 * self._downsample), round(box.y0 * self._downsample))
-        try:
+        with in_our_words(f"cannot read {box} of {self._path}", "the file is corrupt there, copy or download it again"):
             rgba = np.asarray(self._slide.read_region(corner, self._level, (box.width, box.height)))
-        except openslide.OpenSlideError as error:
-            raise ImageError(
-                f"cannot read {box} of {self._path}: {error}; the file is corrupt there, copy or download it again"
-            ) from error
         alpha = rgba[..., 3:]
         if alpha.min() == _WHITE:
             return rgba[..., :3].copy()
@@ -99,21 +92,21 @@ def open_openslide(
     """
     import openslide
 
-    if openslide.OpenSlide.detect_format(path) is None:
-        return None
-    try:
+    with in_our_words(f"cannot open {path}"):
+        if openslide.OpenSlide.detect_format(path) is None:
+            return None
         slide = openslide.OpenSlide(path)
-    except openslide.OpenSlideError as error:
-        raise ImageError(f"cannot open {path}: {error}; the file is truncated or corrupt") from error
     try:
-        # OpenSlide says (width, height).
-        levels = tuple(
-            Level((height, width), float(downsample))
-            for (width, height), downsample in zip(slide.level_dimensions, slide.level_downsamples, strict=True)
-        )
-        chosen = choose_level(levels, level, path.name)
-        claim = number(slide.properties.get(openslide.PROPERTY_NAME_MPP_X, ""))
-        power = number(slide.properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER, ""))
+        with in_our_words(f"cannot open {path}"):
+            # OpenSlide says (width, height).
+            levels = tuple(
+                Level((height, width), float(downsample))
+                for (width, height), downsample in zip(slide.level_dimensions, slide.level_downsamples, strict=True)
+            )
+            chosen = choose_level(levels, level, path.name)
+            claim = number(slide.properties.get(openslide.PROPERTY_NAME_MPP_X, ""))
+            power = number(slide.properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER, ""))
+            check_size((3, *chosen.shape), path.name)
         base = choose_mpp(mpp, [claim], power, path.name)
         scaled = None if base is None else base * chosen.downsample
         return OpenSlideImage(
@@ -125,7 +118,7 @@ def open_openslide(
             cache_bytes=cache_bytes,
             open_level=lambda other: _open_again(path, other, base, cache_bytes),
         )
-    except ImageError:
+    except BaseException:
         slide.close()
         raise
 

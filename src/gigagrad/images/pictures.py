@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,47 +11,89 @@ import numpy as np
 
 from gigagrad.errors import ImageError
 from gigagrad.images.arrays import ArrayImage
-from gigagrad.images.image import Array
+from gigagrad.images.image import Array, in_our_words
+from gigagrad.images.png_check import check_png, png_size
+from gigagrad.images.stream_check import check_ends, jpeg_fault, jpeg_frame
+from gigagrad.units import format_bytes
 
 if TYPE_CHECKING:
     import PIL.Image
 
 _LARGEST_PICTURE_PX = 2**26  # 8192 x 8192: 192 MiB of RGB
-_SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")
+_LARGEST_PICTURE_BYTES = 2**29  # as many pixels of 8 bytes
+_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+# Every block of 8 x 8 px has at least one bit.
+_MOST_PX_PER_JPEG_BYTE = 8 * 64
 
 
 def is_picture(head: bytes) -> bool:
     """Whether a file that begins with `head` is a PNG or a JPEG."""
-    return head.startswith(_SIGNATURES)
+    return head.startswith((_PNG, _JPEG))
 
 
 def open_picture(path: Path, *, mpp: float | None = None) -> ArrayImage:
     """A PNG or JPEG as an image: grey ones have 1 channel, all others 3 (transparency over white).
 
-    Raises `ImageError` for a damaged file and for one of more than 67 Mpx.
+    Raises `ImageError` for a damaged file, for one that ends before its pixels and for one of more than 67 Mpx.
     """
+    if (size := path.stat().st_size) > _LARGEST_PICTURE_BYTES:
+        raise ImageError(
+            f"{path} is too large for a PNG or JPEG, which must be decoded whole ({format_bytes(size)}); expected at "
+            f"most {format_bytes(_LARGEST_PICTURE_BYTES)}; convert it to a tiled TIFF"
+        )
+    # Pillow raises errors of any class for damaged files, and its own size limit warns or
+    # raises by the global settings of the process; ours comes first.
+    with in_our_words(f"cannot read {path}"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data = path.read_bytes()
+        pixels = _png(data, path) if data.startswith(_PNG) else _jpeg(data, path)
+        return ArrayImage(pixels, mpp=mpp, name=path.stem)
+
+
+def _png(data: bytes, path: Path) -> Array:
+    _check_size(*png_size(data), path)
+    check_png(data)
+    return _colours(_decoded(data))
+
+
+def _jpeg(data: bytes, path: Path) -> Array:
+    if fault := jpeg_fault(data):
+        raise ValueError(fault)
+    _, height, width = jpeg_frame(data)
+    _check_size(height, width, path)
+    if height * width > len(data) * _MOST_PX_PER_JPEG_BYTE:
+        raise ValueError(
+            f"it ends before its pixels: its header says {height} x {width} px, which {len(data)} bytes cannot hold"
+        )
+    picture = _decoded(data)
+    check_ends(data, _stored(picture), lambda other: _stored(_decoded(other)))
+    return _colours(picture)
+
+
+def _check_size(height: int, width: int, path: Path) -> None:
+    if height * width > _LARGEST_PICTURE_PX:
+        raise ImageError(
+            f"{path} is too large for a PNG or JPEG, which must be decoded whole ({height} x {width} px); expected at "
+            f"most {_LARGEST_PICTURE_PX} px; convert it to a tiled TIFF"
+        )
+
+
+def _decoded(data: bytes) -> PIL.Image.Image:
     import PIL.Image
 
-    with warnings.catch_warnings():
-        # Pillow's own size limit warns or raises by the global settings of the process; ours comes first.
-        warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
-        try:
-            with PIL.Image.open(path, formats=("PNG", "JPEG")) as picture:
-                if picture.width * picture.height > _LARGEST_PICTURE_PX:
-                    raise PIL.Image.DecompressionBombError(f"{picture.height} x {picture.width} px")
-                return ArrayImage(_pixels(picture), mpp=mpp, name=path.stem)
-        except PIL.Image.DecompressionBombError as error:
-            raise ImageError(
-                f"{path} is too large for a PNG or JPEG, which must be decoded whole ({error}); expected at most "
-                f"{_LARGEST_PICTURE_PX} px; convert it to a tiled TIFF"
-            ) from error
-        # Pillow's plugins raise OSError, SyntaxError, ValueError and more for damaged files.
-        except Exception as error:
-            raise ImageError(f"cannot read {path}: {error}; the file is truncated or corrupt") from error
+    picture = PIL.Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+    picture.load()
+    return picture
 
 
-def _pixels(picture: PIL.Image.Image) -> Array:
-    """`(C, H, W)`, decoded now."""
+def _stored(picture: PIL.Image.Image) -> Array:
+    """`(H, W, C)`, in the colours of the file."""
+    pixels = np.asarray(picture)
+    return pixels.reshape(*pixels.shape[:2], -1)
+
+
+def _colours(picture: PIL.Image.Image) -> Array:
+    """`(C, H, W)`, grey or RGB."""
     if picture.mode in ("1", "L", "I;16", "I", "F"):
         grey = picture.convert("L") if picture.mode == "1" else picture
         return np.array(grey)[None]

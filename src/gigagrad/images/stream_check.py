@@ -9,9 +9,18 @@ that happens to form no marker (a flipped bit, zeros in the middle) is not: thes
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from gigagrad.images.image import Array
+from gigagrad.images.png_check import png_size
 
 JPEG_COMPRESSIONS = frozenset({6, 7, 34892, 33007})
 JPEG_2000_COMPRESSIONS = frozenset({33003, 33004, 33005, 34712})
+_PNG_COMPRESSION = 34933
+_WEBP_COMPRESSIONS = frozenset({34927, 50001})
 
 
 def stream_fault(data: bytes, compression: int) -> str | None:
@@ -20,49 +29,155 @@ def stream_fault(data: bytes, compression: int) -> str | None:
     `compression` is the TIFF tag's value.
     """
     if compression in JPEG_COMPRESSIONS:
-        return _jpeg_fault(data)
+        return jpeg_fault(data)
     if compression in JPEG_2000_COMPRESSIONS:
         return _jpeg_2000_fault(data)
     return None
 
 
+def check_stream(data: bytes, compression: int, *, whole: tuple[int, int], inside: tuple[int, int]) -> None:
+    """Raises `ValueError` for a stream that is not sound, and for one of another size than its tile.
+
+    A tile is `whole` in `(height, width)`, and `inside` of it lies in the image; streams have the one or the other.
+    Decoders take as much memory as a stream asks for, so this comes first.
+    """
+    if fault := stream_fault(data, compression):
+        raise ValueError(fault)
+    size = stream_size(data, compression)
+    if size and not all(got in allowed for got, *allowed in zip(size, whole, inside, strict=True)):
+        raise ValueError(f"it says that it is {size[0]} x {size[1]} px, the directory says {whole[0]} x {whole[1]}")
+
+
+def stream_size(data: bytes, compression: int) -> tuple[int, int] | None:
+    """`(height, width)` as a sound stream's own header says, (0, 0) where it says none; None for other codecs."""
+    if compression in JPEG_COMPRESSIONS:
+        return jpeg_frame(data)[1:3]
+    if compression in JPEG_2000_COMPRESSIONS:
+        return _jpeg_2000_size(data)
+    if compression == _PNG_COMPRESSION:
+        return png_size(data)
+    if compression in _WEBP_COMPRESSIONS:
+        return _webp_size(data)
+    return None
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """Of the canvas (VP8X), of a lossless stream (VP8L) or of a lossy one."""
+    kind, body = data[12:16], data[20:30]
+    if kind == b"VP8X":
+        return int.from_bytes(body[7:10], "little") + 1, int.from_bytes(body[4:7], "little") + 1
+    if kind == b"VP8L":
+        bits = int.from_bytes(body[1:5], "little")
+        return (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1
+    if kind == b"VP8 ":
+        return int.from_bytes(body[8:10], "little") & 0x3FFF, int.from_bytes(body[6:8], "little") & 0x3FFF
+    return 0, 0
+
+
 _CUT_OFF = "it is cut off"
 
-_JPEG_START, _JPEG_END, _JPEG_SCAN = b"\xff\xd8", 0xD9, 0xDA
+_JPEG_START, _JPEG_END, _JPEG_SCAN, _JPEG_RESTARTS = b"\xff\xd8", 0xD9, 0xDA, 0xDD
 # Entropy-coded data hides its own 0xFF bytes as FF 00; restart markers (D0 to D7) and fill bytes are part of it.
 _JPEG_NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+_JPEG_RESTART = re.compile(rb"\xff[\xd0-\xd7]")
+_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# Baseline, extended, progressive and lossless, all in Huffman codes; arithmetic ones may end anywhere.
+_JPEG_FRAMES_READ = frozenset(range(0xC0, 0xC4))
 # Frame headers, tables, scans, comments and application data: every marker that has a length field.
 _JPEG_WITH_LENGTH = frozenset({*range(0xC0, 0xD0), *range(0xDA, 0xF0), 0xFE}) - {0xC8}
+# Each scan passes over the whole picture and may cost a hundred bytes; encoders write about ten.
+_JPEG_MOST_SCANS = 100
+# Colour of the last pixels may be mixed with that of decoded neighbours, light is not.
+_LIGHT, _NEARLY_GREY = np.array([0.299, 0.587, 0.114]), 2
+# What no sound stream can have between its last pixel and its end; free of markers.
+_JUNK = bytes((73 * index + 41) % 251 for index in range(64))
 
 
-def _jpeg_fault(data: bytes) -> str | None:
+class _Unsound(ValueError):
+    """What is wrong with a stream."""
+
+
+def jpeg_fault(data: bytes) -> str | None:
     """For complete streams and for TIFF's abbreviated ones, whose tables stand elsewhere."""
+    try:
+        segments = list(_jpeg_segments(data))
+    except _Unsound as fault:
+        return str(fault)
+    frames = [marker for marker, _ in segments if marker in _JPEG_FRAMES]
+    scans = sum(marker == _JPEG_SCAN for marker, _ in segments)
+    if not scans or len(frames) != 1:
+        return "it holds no image" if not scans or not frames else f"it holds {len(frames)} images"
+    if frames[0] not in _JPEG_FRAMES_READ:
+        return f"it is a JPEG of a rare kind (SOF{frames[0] - 0xC0})"
+    return f"it has {scans} scans" if scans > _JPEG_MOST_SCANS else None
+
+
+def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
+    """Every marker and where it stands, up to the end of the image."""
     if not data.startswith(_JPEG_START):
-        return "it does not begin like a JPEG"
-    at, scans = 2, 0
+        raise _Unsound("it does not begin like a JPEG")
+    at = 2
     while at + 2 <= len(data):
-        if data[at] != 0xFF:
-            return f"it has foreign bytes at {at}"
         marker = data[at + 1]
+        if data[at] != 0xFF or (marker not in _JPEG_WITH_LENGTH and marker not in (0xFF, _JPEG_END)):
+            raise _Unsound(f"it has foreign bytes at {at}")
         if marker == 0xFF:
             at += 1
-        elif marker == _JPEG_END:
-            return None if scans else "it holds no image"
-        elif marker not in _JPEG_WITH_LENGTH:
-            return f"it has foreign bytes at {at}"
-        else:
-            at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-            if marker == _JPEG_SCAN:
-                scans += 1
-                found = _JPEG_NEXT_MARKER.search(data, at)
-                at = found.start() if found else len(data)
-    return _CUT_OFF
+            continue
+        yield marker, at
+        if marker == _JPEG_END:
+            return
+        at += 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
+        if marker == _JPEG_SCAN:
+            found = _JPEG_NEXT_MARKER.search(data, at)
+            at = found.start() if found else len(data)
+    raise _Unsound(_CUT_OFF)
+
+
+def jpeg_frame(data: bytes) -> tuple[int, int, int]:
+    """`(bits, height, width)` of a sound JPEG stream, as its frame header says."""
+    at = next(at for marker, at in _jpeg_segments(data) if marker in _JPEG_FRAMES)
+    return data[at + 4], int.from_bytes(data[at + 5 : at + 7], "big"), int.from_bytes(data[at + 7 : at + 9], "big")
+
+
+def check_ends(data: bytes, pixels_HWC: Array, decode: Callable[[bytes], Array]) -> None:
+    """Raises `ValueError` with the row where a sound JPEG stream has no more data for its pixels.
+
+    A decoder fills what is missing with mid-grey and says nothing. So where the last pixel is mid-grey (or there are
+    several scans, of which the last may refine what is there), the stream is decoded once more with a few bytes put in
+    where its data ends: the picture of a whole stream does not change by that.
+    """
+    segments = list(_jpeg_segments(data))
+    ends = [end for (marker, _), (_, end) in pairwise(segments) if marker == _JPEG_SCAN]
+    last = pixels_HWC[-1, -1].astype(float)
+    light = last[:3] @ _LIGHT if len(last) >= 3 else last[0]
+    if len(ends) == 1 and abs(light - (1 << (jpeg_frame(data)[0] - 1))) > _NEARLY_GREY:
+        return
+    pieces, begin = [], 0
+    for end in ends:
+        pieces += [data[begin:end], _JUNK]
+        if any(marker == _JPEG_RESTARTS for marker, _ in segments):
+            pieces += [bytes([0xFF, 0xD0 + len(_JPEG_RESTART.findall(data, begin, end)) % 8]), _JUNK]
+        begin = end
+    try:
+        longer = decode(b"".join((*pieces, data[begin:])))
+    except Exception as error:
+        raise ValueError("it ends before its pixels") from error
+    changed = (longer != pixels_HWC).any(axis=(1, 2))
+    if changed.any():
+        raise ValueError(f"it ends before its pixels, at row {int(changed.argmax())} of {len(changed)}")
 
 
 _J2K_FILE, _J2K_START = b"\x00\x00\x00\x0cjP  ", b"\xff\x4f\xff\x51"
 _J2K_TILE_PART, _J2K_TILE_DATA, _J2K_END = b"\xff\x90", b"\xff\x93", b"\xff\xd9"
 # Coded data never has FF followed by more than 8F, except for the two packet markers.
 _J2K_STRAY = re.compile(rb"\xff[\x90\x93-\xff]")
+
+
+def _jpeg_2000_size(data: bytes) -> tuple[int, int]:
+    at = data.find(_J2K_START)
+    width, height, left, top = (int.from_bytes(data[place : place + 4], "big") for place in range(at + 8, at + 24, 4))
+    return height - top, width - left
 
 
 def _jpeg_2000_fault(data: bytes) -> str | None:

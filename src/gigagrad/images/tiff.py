@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from gigagrad.boxes import Box
-from gigagrad.errors import ImageError
-from gigagrad.images.image import Array, Image, Level, choose_level, fill_of, levels_of
-from gigagrad.images.tiff_directory import base_mpp, better_by_openslide, check_layout, is_colour
+from gigagrad.images.image import Array, Image, Level, choose_level, fill_of, in_our_words, levels_of
+from gigagrad.images.tiff_directory import base_mpp, better_by_openslide, check_kind, check_layout, is_colour
 from gigagrad.images.tiff_segments import Segments, segments_of
+from gigagrad.images.tiff_walk import walk_tiff
 from gigagrad.images.tile_cache import DEFAULT_CACHE_BYTES, TileCache
 
 
@@ -80,7 +80,10 @@ class TiffImage(Image):
 
     def _decode(self, plane: int, row: int, column: int) -> Array:
         count = int(self._segments.counts[plane, row, column])
-        try:
+        with in_our_words(
+            f"cannot decode the tile in row {row}, column {column} of {self._path}",
+            "the file is corrupt there, copy or download it again",
+        ):
             data = os.pread(self._file, count, int(self._segments.offsets[plane, row, column]))
             if len(data) != count:
                 raise ValueError(f"it has {len(data)} of {count} bytes; the file shrank")
@@ -89,12 +92,6 @@ class TiffImage(Image):
             wanted = Box(0, 0, *self._segments.segment).clamp(self.height - y, self.width - x).shape
             if tile.shape[0] < wanted[0] or tile.shape[1] < wanted[1]:
                 raise ValueError(f"it decodes to {tile.shape[:2]} px instead of {wanted}")
-        # Codecs raise classes of their own (most derive from RuntimeError); whatever they say, the tile is unreadable.
-        except Exception as error:
-            raise ImageError(
-                f"cannot decode the tile in row {row}, column {column} of {self._path}: {error}; "
-                "the file is corrupt there, copy or download it again"
-            ) from error
         return tile
 
     def _release(self) -> None:
@@ -112,25 +109,21 @@ def open_tiff(
     """
     import tifffile
 
+    found = walk_tiff(path)
     # A file's oddities are told in our own errors; as a library, leave tifffile's log to those who configure one.
     logging.getLogger("tifffile").addHandler(logging.NullHandler())
-    try:
-        with tifffile.TiffFile(path, _multifile=False) as tif:
-            if better_by_openslide(tif):
-                return None
-            series = tif.series[0]
-            check_layout(series, path.name)
-            tables = [segments_of(entry, path.name) for entry in series.levels]
-            file_bytes = tif.filehandle.size
-            colour = is_colour(series.keyframe)
-            base = base_mpp(tif, series.keyframe, mpp, path.name)
-    except ImageError:
-        raise
-    # A damaged directory can make the parser fail anywhere, with any exception.
-    except Exception as error:
-        raise ImageError(f"cannot read {path} as a TIFF: {error}; the file is truncated or corrupt") from error
+    # What the walk does not look at can still make the parser fail anywhere, with any exception.
+    with in_our_words(f"cannot read {path} as a TIFF"), tifffile.TiffFile(path, _multifile=False) as tif:
+        if better_by_openslide(tif):
+            return None
+        check_kind(tif, path.name)
+        series = tif.series[0]
+        check_layout(series, path.name)
+        tables = [segments_of(entry, path.name, found) for entry in series.levels]
+        colour = is_colour(series.keyframe)
+        base = base_mpp(tif, series.keyframe, mpp, path.name)
     for table in tables:
-        table.check_within(file_bytes, path.name)
+        table.check_within(found.file_bytes, path.name)
     levels = levels_of([table.shape for table in tables])
     chosen = choose_level(levels, level, path.name)
     channels = tables[level].planes * tables[level].samples

@@ -17,6 +17,27 @@ _INCH, _CENTIMETRE = 2, 3
 _VENDORS_FOR_OPENSLIDE = ("is_ndpi", "is_bif", "is_scn", "is_philips")
 _TRESTLE_SOFTWARE = "MedScan"
 
+# Stacks of microscopes in layouts of their own. Their readers walk tables of the file (and other files) that nobody has
+# checked, and what they hold is rarely one plane.
+_STACKS = (
+    *("is_lsm", "is_mmstack", "is_ndtiff", "is_fluoview", "is_stk", "is_sis", "is_scanimage", "is_nih", "is_mdgel"),
+    *("is_avs", "is_eer"),
+)
+
+# An allow list, since one changed byte of a JPEG XR tile is a division by zero that ends the process: codecs that are
+# tested against hostile streams year in, year out, that write no more than the tile's size or tell before they decode
+# how large a picture they hold (`stream_check.stream_size`), and that notice an early end (CCITT does not).
+_CODECS = frozenset(
+    {
+        *JPEG_COMPRESSIONS,
+        *JPEG_2000_COMPRESSIONS,
+        *(1, 5, 8, 32773, 32946),  # none, LZW, deflate, PackBits, deflate
+        *(34925, 34926, 50000),  # LZMA, Zstandard
+        *(34927, 50001),  # WebP
+        34933,  # PNG
+    }
+)
+
 # What may stand before the axes Y and X: channels, samples, or the unnamed first axis of a (C, H, W) array.
 _CHANNEL_AXES = ("", "C", "S", "Q")
 
@@ -30,6 +51,15 @@ def better_by_openslide(tif: Any) -> bool:
         or int(page.compression) == _APERIO_YCBCR
         or (int(page.photometric) == _YCBCR and int(page.compression) in JPEG_2000_COMPRESSIONS)
     )
+
+
+def check_kind(tif: Any, name: str) -> None:
+    """Raises `ImageError` for the stacks of microscopes, before their tables are read."""
+    if kinds := [flag.removeprefix("is_") for flag in _STACKS if getattr(tif, flag)]:
+        raise ImageError(
+            f"{name} is a microscope's stack ({kinds[0].upper()}), not one image; extract the plane you mean into a "
+            "TIFF of its own"
+        )
 
 
 def check_layout(series: Any, name: str) -> None:
@@ -55,16 +85,21 @@ def check_layout(series: Any, name: str) -> None:
 
 
 def _check_compression(page: Any, name: str) -> None:
+    if int(page.compression) not in _CODECS:
+        label = getattr(page.compression, "name", int(page.compression))
+        raise ImageError(
+            f"{name} is compressed as {label}, which cannot be decoded here, as it is not safe against damaged files; "
+            "convert it to a tiled TIFF with JPEG or deflate"
+        )
     import tifffile
 
     try:
         tifffile.TIFF.DECOMPRESSORS[int(page.compression)]
     # The look-up imports the codec, and imagecodecs has an error of its own for one that it was built without.
     except Exception as error:
-        label = getattr(page.compression, "name", int(page.compression))
         raise ImageError(
-            f"{name} is compressed as {label}, which cannot be decoded here ({error}); convert it to a tiled TIFF with "
-            "JPEG or deflate"
+            f"{name} is compressed as {page.compression.name}, which this installation of imagecodecs cannot decode "
+            f"({error}); convert it to a tiled TIFF with JPEG or deflate"
         ) from error
 
 

@@ -6,6 +6,7 @@ needs no shared file position and no Python object per tile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,13 @@ import numpy as np
 
 from gigagrad.errors import ImageError
 from gigagrad.images.image import Array
-from gigagrad.images.stream_check import JPEG_COMPRESSIONS, stream_fault
+from gigagrad.images.stream_check import JPEG_COMPRESSIONS, check_ends, check_stream
+from gigagrad.images.tiff_walk import LARGEST_SEGMENT_BYTES, Directories
 from gigagrad.units import format_bytes
 
 # Uncompressed strips may be as tall as the image; they are read in pieces of about this size.
 _RAW_STRIP_BYTES = 2**20
-# A compressed strip or tile must be decoded whole; beyond this, bounded memory is a broken promise.
-_LARGEST_SEGMENT_BYTES = 256 * 2**20
+_HEADER_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,31 +53,46 @@ class Segments:
 
     def check_within(self, file_bytes: int, name: str) -> None:
         """Raises `ImageError` if any segment lies (partly) beyond the end of the file."""
-        ends = np.where(self.counts > 0, self.offsets + self.counts, 0)
-        missing = int((ends > file_bytes).sum())
-        if missing:
+        beyond = (self.counts < 0) | (self.offsets < 0) | (self.counts > file_bytes)
+        if ((self.counts > 0) & (self.offsets >= 0) & (self.offsets < _HEADER_BYTES)).any():
+            raise ImageError(f"{name} is corrupt: a tile lies in the file's header; copy or download it again")
+        beyond |= (self.counts > 0) & (self.offsets > file_bytes - np.minimum(self.counts, file_bytes))
+        if missing := int(beyond.sum()):
+            ends = self.offsets[beyond].astype(object) + self.counts[beyond]
             raise ImageError(
-                f"{name} is truncated: it has {file_bytes} bytes, but {missing} of its {ends.size} tiles lie beyond, "
-                f"up to byte {int(ends.max())}; copy or download it again"
+                f"{name} is truncated: it has {file_bytes} bytes, but {missing} of its {beyond.size} tiles lie beyond, "
+                f"up to byte {ends.max()}; copy or download it again"
+            )
+        if (largest := int(self.counts.max())) > LARGEST_SEGMENT_BYTES:
+            raise ImageError(
+                f"{name} has a tile of {format_bytes(largest)}; expected at most {format_bytes(LARGEST_SEGMENT_BYTES)}"
+                "; the file is corrupt, or write it again as a tiled TIFF"
             )
 
 
-def segments_of(series: Any, name: str) -> Segments:
+def segments_of(series: Any, name: str, found: Directories) -> Segments:
     """The segments of one tifffile series level. Raises `ImageError` for a layout or compression we cannot read."""
     page = series.keyframe
+    if page.imagedepth != 1 or page.tiledepth != 1:
+        raise ImageError(f"{name} has pixels in depth; expected a 2-D image; extract the plane you mean")
     raw_offset = series.dataoffset
     if raw_offset is not None:
-        return _raw_strips(series, page, int(raw_offset))
-    return _file_segments(series, page, name)
+        return _raw_strips(series, page, int(raw_offset), name, found)
+    return _file_segments(series, page, name, found)
 
 
-def _raw_strips(series: Any, page: Any, offset: int) -> Segments:
+def _raw_strips(series: Any, page: Any, offset: int, name: str, found: Directories) -> Segments:
     """Contiguous uncompressed pixels, cut into strips of our own choosing."""
     height, width, samples = page.imagelength, page.imagewidth, page.shaped[-1]
     stored = np.dtype(page.parent.byteorder + page.dtype.char)
     row_bytes = width * samples * stored.itemsize
+    planes = math.prod(series.shape) // (height * width * samples)
+    if not 0 <= offset <= found.file_bytes - planes * height * row_bytes:
+        raise ImageError(
+            f"{name} is truncated: it has {found.file_bytes} bytes, but its {planes} planes of {height} x {width} px "
+            f"take {planes * height * row_bytes} from byte {offset} on; copy or download it again"
+        )
     rows = min(height, max(1, _RAW_STRIP_BYTES // row_bytes))
-    planes = int(np.prod(series.shape)) // (height * width * samples)
     starts = np.arange(0, height, rows, dtype=np.int64)
     lengths = np.minimum(rows, height - starts) * row_bytes
     offsets = offset + np.arange(planes, dtype=np.int64)[:, None] * (height * row_bytes) + starts * row_bytes
@@ -95,17 +111,21 @@ def _raw_strips(series: Any, page: Any, offset: int) -> Segments:
     )
 
 
-def _file_segments(series: Any, page: Any, name: str) -> Segments:
+def _file_segments(series: Any, page: Any, name: str, found: Directories) -> Segments:
     """The tiles or strips as they stand in the file, decoded by tifffile's decoder for this page."""
     height, width = page.imagelength, page.imagewidth
     segment = (page.tilelength, page.tilewidth) if page.is_tiled else (min(page.rowsperstrip, height), width)
     grid = (-(-height // segment[0]), -(-width // segment[1]))
     separate, samples = page.shaped[0], page.shaped[-1]
     dtype = np.dtype(page.dtype).newbyteorder("=")
-    if (size := segment[0] * segment[1] * samples * dtype.itemsize) > _LARGEST_SEGMENT_BYTES:
+    if (size := segment[0] * segment[1] * samples * dtype.itemsize) > LARGEST_SEGMENT_BYTES:
         raise ImageError(
             f"{name} is stored in pieces of {segment[0]} x {segment[1]} px that decode to {format_bytes(size)} each; "
-            f"expected at most {format_bytes(_LARGEST_SEGMENT_BYTES)}; write it again as a tiled TIFF"
+            f"expected at most {format_bytes(LARGEST_SEGMENT_BYTES)}; write it again as a tiled TIFF"
+        )
+    if len(series) > found.count:
+        raise ImageError(
+            f"{name} declares {len(series)} planes, but has {found.count} directories; the file is corrupt"
         )
     pages = list(series.pages)
     if any(entry is None or entry.parent is not page.parent for entry in pages):
@@ -116,14 +136,45 @@ def _file_segments(series: Any, page: Any, name: str) -> Segments:
     table = (len(pages) * separate, *grid)
     offsets = np.array([entry.dataoffsets for entry in pages], np.int64).reshape(table)
     counts = np.array([entry.databytecounts for entry in pages], np.int64).reshape(table)
-    page_decode = page.decode
     compression = int(page.compression)
-    extra = {"jpegtables": page.jpegtables} if compression in JPEG_COMPRESSIONS else {}
+    unpack = _jpeg_decoder(page, samples) if compression in JPEG_COMPRESSIONS else _page_decoder(page)
+
+    def pixels_of(data: bytes, index: int) -> Array:
+        pixels = unpack(data, index)
+        if pixels.dtype.newbyteorder("=") != dtype:
+            raise ValueError(f"it holds {pixels.dtype} instead of {dtype}")
+        return pixels
 
     def decode(data: bytes, row: int, column: int) -> Array:
-        if fault := stream_fault(data, compression):
-            raise ValueError(fault)
-        pixels, _, _ = page_decode(data, row * grid[1] + column, **extra)
-        return np.asarray(pixels[0]).astype(dtype, copy=False)
+        corner = row * segment[0], column * segment[1]
+        inside = (min(segment[0], height - corner[0]), min(segment[1], width - corner[1]))
+        check_stream(data, compression, whole=segment, inside=inside)
+        index = row * grid[1] + column
+        pixels = pixels_of(data, index)
+        if compression in JPEG_COMPRESSIONS:
+            check_ends(data, pixels, lambda other: pixels_of(other, index))
+        return pixels.astype(dtype, copy=False)
 
     return Segments((height, width), segment, samples, dtype, offsets, counts, decode)
+
+
+def _page_decoder(page: Any) -> Callable[[bytes, int], Array]:
+    decode = page.decode
+    return lambda data, index: np.asarray(decode(data, index)[0][0])
+
+
+def _jpeg_decoder(page: Any, samples: int) -> Callable[[bytes, int], Array]:
+    """imagecodecs' libjpeg-turbo itself: tifffile hands what that refuses to a decoder that believes every number."""
+    import imagecodecs
+    from tifffile.tifffile import jpeg_decode_colorspace
+
+    tables = page.jpegtables
+    stored, wanted = jpeg_decode_colorspace(page.photometric, page.planarconfig, page.extrasamples, page.is_jfif)
+
+    def decode(data: bytes, index: int) -> Array:
+        pixels = imagecodecs.jpeg8_decode(data, tables=tables, colorspace=stored, outcolorspace=wanted)
+        if pixels.size != pixels.shape[0] * pixels.shape[1] * samples:
+            raise ValueError(f"it has pixels of shape {pixels.shape[2:]} instead of {samples} samples")
+        return pixels.reshape(*pixels.shape[:2], samples)
+
+    return decode

@@ -1,7 +1,12 @@
-"""Zarr arrays (v2 and v3) and OME-Zarr groups, read chunk by chunk by zarr-python itself."""
+"""Zarr arrays (v2 and v3) and OME-Zarr groups, read chunk by chunk by zarr-python itself.
+
+Metadata are text that anybody may have written: whatever their types, they end in an image or in an `ImageError`, and
+what they declare is bounded before a chunk is read.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +16,19 @@ import numpy as np
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images.arrays import channels_first
-from gigagrad.images.image import Array, Image, Level, choose_level, fill_of, levels_of
+from gigagrad.images.image import Array, Image, Level, check_size, choose_level, fill_of, in_our_words, levels_of
 from gigagrad.images.resolution import choose_mpp, micrometres
+from gigagrad.units import format_bytes
 
 _MARKERS = ("zarr.json", ".zarray", ".zgroup")
+_INDEX_ENTRY_BYTES = 16  # offset and length of one chunk in a shard
+_MOST_LEVELS = 64
+# An allow list: others of numcodecs run code that a chunk holds (pickle) or change values.
+_CODECS = frozenset({
+    *("bytes", "transpose", "sharding_indexed", "crc32c", "blosc", "zstd", "gzip"),
+    *("zlib", "lz4", "bz2", "lzma", "shuffle", "delta", "crc32", "adler32", "fletcher32"),
+    *("numcodecs.zlib", "numcodecs.lz4", "numcodecs.bz2", "numcodecs.lzma", "numcodecs.shuffle", "numcodecs.delta"),
+})  # fmt: skip
 
 
 class ZarrImage(Image):
@@ -30,11 +44,11 @@ class ZarrImage(Image):
         mpp: float | None,
         open_level: Callable[[int], Image] | None = None,
     ) -> None:
+        from gigagrad.images.zarr_codecs import with_whole_chunks
+
         sizes = dict(zip(axes, array.shape, strict=True))
         shape = (sizes.get("c", 1), sizes["y"], sizes["x"])
         dtype = np.dtype(array.dtype)
-        if dtype.kind not in "buif":
-            raise ImageError(f"{name} has dtype {dtype}; expected integers, floats or bool")
         native = dtype.newbyteorder("=")
         super().__init__(
             shape=shape,
@@ -45,7 +59,7 @@ class ZarrImage(Image):
             levels=levels,
             open_level=open_level,
         )
-        self._array = array
+        self._array = with_whole_chunks(array)
         self._axes = tuple(axes)
         # After the axes of length 1 are dropped: where c, y and x stand in what zarr returns.
         kept = [axis for axis in axes if axis in ("c", "y", "x")]
@@ -53,11 +67,8 @@ class ZarrImage(Image):
 
     def _read_inside(self, box: Box) -> Array:
         wanted = {"c": slice(None), "y": slice(box.y0, box.y1), "x": slice(box.x0, box.x1)}
-        try:
+        with in_our_words(f"cannot read {box} of {self.name}", "a chunk is missing or corrupt"):
             pixels = np.asarray(self._array[tuple(wanted.get(axis, 0) for axis in self._axes)])
-        # Stores and codecs raise classes of their own.
-        except Exception as error:
-            raise ImageError(f"cannot read {box} of {self.name}: {error}; a chunk is missing or corrupt") from error
         pixels_CHW = pixels.transpose(self._order).reshape(self.channels, *box.shape)
         return pixels_CHW.astype(pixels.dtype.newbyteorder("="), copy=not pixels.flags.writeable)
 
@@ -75,27 +86,26 @@ def open_zarr(path: Path, *, level: int = 0, mpp: float | None = None) -> ZarrIm
     import zarr
 
     name = path.name.removesuffix(".zarr").removesuffix(".ome") or path.name
-    try:
+    with in_our_words(f"cannot open {path} as Zarr", "its metadata are damaged"):
         node = zarr.open(path, mode="r")
-    except Exception as error:
-        raise ImageError(f"cannot open {path} as Zarr: {error}") from error
-    if isinstance(node, zarr.Array):
-        return from_array(node, name=name, level=level, mpp=mpp)
-    return _from_group(node, path, name, level, mpp)
+        if isinstance(node, zarr.Array):
+            return from_array(node, name=name, level=level, mpp=mpp)
+        return _from_group(node, path, name, level, mpp)
 
 
 def from_array(array: Any, *, name: str | None = None, level: int = 0, mpp: float | None = None) -> ZarrImage:
     """A plain zarr.Array: `(C, H, W)` or `(H, W)`, unless its dimension names (c, y, x) say otherwise."""
     name = name or array.basename or "zarr"
-    axes = _named_axes(array)
-    if axes is None:
-        channels_first(array.shape, np.dtype(array.dtype) == np.uint8, name)
-        axes = ["c", "y", "x"][-array.ndim :]
-    _check_axes(axes, array.shape, name)
-    sizes = dict(zip(axes, array.shape, strict=True))
-    levels = levels_of([(sizes["y"], sizes["x"])])
-    choose_level(levels, level, name)
-    return ZarrImage(array, axes, name=name, levels=levels, mpp=choose_mpp(mpp, [], None, name))
+    with in_our_words(f"cannot open the Zarr array {name}", "its metadata are damaged"):
+        axes = _named_axes(array)
+        if axes is None:
+            channels_first(array.shape, np.dtype(array.dtype) == np.uint8, name)
+            axes = ["c", "y", "x"][-array.ndim :]
+        _check_array(array, axes, name)
+        sizes = dict(zip(axes, array.shape, strict=True))
+        levels = levels_of([(sizes["y"], sizes["x"])])
+        choose_level(levels, level, name)
+        return ZarrImage(array, axes, name=name, levels=levels, mpp=choose_mpp(mpp, [], None, name))
 
 
 def _named_axes(array: Any) -> list[str] | None:
@@ -115,14 +125,15 @@ def _from_group(group: Any, path: Path, name: str, level: int, mpp: float | None
             f"{path} is a Zarr group without OME multiscales metadata; name one of its arrays instead, "
             f"e.g. {path.name}/{next(iter(group.array_keys()), 'ARRAY')}"
         )
-    try:
+    with in_our_words(f"{path} has damaged OME multiscales metadata", "expected axes, and datasets that have a path"):
         entry = multiscales[0]
+        if len(entry["datasets"]) > _MOST_LEVELS:
+            raise ImageError(f"{path} declares {len(entry['datasets'])} levels; expected at most {_MOST_LEVELS}")
         arrays = [image[dataset["path"]] for dataset in entry["datasets"]]
         axes, units = _axes(entry, arrays[0].ndim)
         scale = _scale(entry["datasets"][0], entry)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ImageError(f"{path} has damaged OME multiscales metadata ({type(error).__name__}: {error})") from error
-    _check_axes(axes, arrays[0].shape, name)
+        for array in arrays:
+            _check_array(array, axes, name)
     y, x = axes.index("y"), axes.index("x")
     levels = levels_of([(array.shape[y], array.shape[x]) for array in arrays])
     chosen = choose_level(levels, level, name)
@@ -161,11 +172,29 @@ def _scale(dataset: Mapping[str, Any], entry: Mapping[str, Any]) -> list[float] 
     return found
 
 
-def _check_axes(axes: Sequence[str], shape: tuple[int, ...], name: str) -> None:
-    """Raises `ImageError` if there is more than channels, y and x."""
-    others = [axis for axis, size in zip(axes, shape, strict=True) if axis not in ("c", "y", "x") and size != 1]
-    if others or not {"y", "x"} <= set(axes):
+def _check_array(array: Any, axes: Sequence[str], name: str) -> None:
+    """Raises `ImageError` if there is more than channels, y and x, or what cannot be read safely in bounded memory."""
+    from gigagrad.images.zarr_codecs import LARGEST_CHUNK_BYTES, codec_name, codecs_of
+
+    others = [axis for axis, size in zip(axes, array.shape, strict=True) if axis not in ("c", "y", "x") and size != 1]
+    if others or not {"y", "x"} <= set(axes) or len(set(axes)) < len(axes):
         raise ImageError(
-            f"{name} has axes {', '.join(axes)} of lengths {tuple(shape)}; expected channels, y and x (others of "
+            f"{name} has axes {', '.join(axes)} of lengths {tuple(array.shape)}; expected channels, y and x (others of "
             "length 1); extract the plane you mean into its own array"
+        )
+    dtype, sizes = np.dtype(array.dtype), dict(zip(axes, array.shape, strict=True))
+    if dtype.kind not in "buif":
+        raise ImageError(f"{name} has dtype {dtype}; expected integers, floats or bool")
+    check_size((sizes.get("c", 1), sizes["y"], sizes["x"]), name)
+    chunk_bytes = math.prod(array.chunks) * dtype.itemsize
+    index_bytes = math.prod(array.shards or ()) // max(1, math.prod(array.chunks)) * _INDEX_ENTRY_BYTES
+    if max(chunk_bytes, index_bytes) > LARGEST_CHUNK_BYTES:
+        raise ImageError(
+            f"{name} has chunks of {tuple(array.chunks)} ({format_bytes(chunk_bytes)}, in shards {array.shards}), "
+            f"which are decoded whole; expected at most {format_bytes(LARGEST_CHUNK_BYTES)}; write it in smaller ones"
+        )
+    if foreign := sorted({codec_name(codec) for codec in codecs_of(array.metadata)} - _CODECS):
+        raise ImageError(
+            f"{name} is stored with the codec {', '.join(foreign)}, which is not read from files; expected one of "
+            f"{', '.join(sorted(_CODECS))}; write it again with one of them"
         )

@@ -7,20 +7,20 @@
     monai:NAME?key=value                a network of monai.networks.nets
     package.module:callable?key=value   whatever that callable returns, unchanged
 
-Values are read as literals: `3`, `1e-3`, `true`, `none`, comma-separated tuples of those, else text. Nothing is
-downloaded: networks start from random weights, and a setting that asks for published ones is refused.
+Values are read as literals: `3`, `1e-3`, `true`, `none`, comma-separated tuples of those, else text. Networks of the
+libraries start from random weights: a setting that would download or open a file is refused. A name may come from a
+file, a saved model's for one; such names go through `check_network` first.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
 from torch import nn
@@ -29,9 +29,12 @@ from gigagrad.errors import ModelError
 from gigagrad.models.multi_stain import MultiStainNet
 from gigagrad.models.paper import PaperUNet
 from gigagrad.models.preprocess import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocess
+from gigagrad.models.trust import check_trusted, did_you_mean, import_callable
 
 _FORMS = "paper-unet, multi-stain, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable"
-_WEIGHT_SETTINGS = ("pretrained", "encoder_weights", "weights")
+_WEIGHTS: Final = {"pretrained", "encoder_weights", "weights"}
+_PLACES: Final = {"checkpoint", "dir", "file", "filename", "hub", "path", "pretrained", "repo", "url", "weights"}
+"""Words in the names of settings that say, as text, what a library is to load: `checkpoint_path`, `pretrained_url`."""
 
 Literal = int | float | bool | str | None | tuple["Literal", ...]
 
@@ -45,10 +48,11 @@ def resolve(name: str) -> nn.Module:
     """
     path, _, query = name.partition("?")
     settings = _parse_query(name, query)
-    source, colon, model_name = path.partition(":")
-    if colon and source in _LIBRARIES and model_name:
+    source, _, model_name = path.partition(":")
+    if source in _LIBRARIES and model_name:
+        _check_loads_nothing(name, settings)
         return _LIBRARIES[source](name, model_name, settings)
-    if colon and source and model_name:
+    if _is_imported(path):
         model = _build(name, import_callable(path), settings)
         if not isinstance(model, nn.Module):
             raise ModelError(f"model {name!r} gave a {type(model).__name__}; expected a torch.nn.Module")
@@ -60,28 +64,39 @@ def resolve(name: str) -> nn.Module:
     if path == "multi-stain":
         network: nn.Module = _build(name, MultiStainNet, settings)
         return network
-    hint = _did_you_mean(path, ("paper-unet", "multi-stain", *_LIBRARIES))
+    hint = did_you_mean(path, ("paper-unet", "multi-stain", *_LIBRARIES))
     raise ModelError(f"unknown model {name!r}{hint}; a model is {_FORMS}")
 
 
-def import_callable(path: str) -> Callable[..., Any]:
-    """The object at `package.module:callable`; modules in the working directory are found too. Raises `ModelError`."""
-    module_name, _, attribute = path.partition(":")
-    here = str(Path.cwd())
-    sys.path.append(here)
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may fail in any way while it is imported
-        raise ModelError(f"cannot import {module_name!r} for {path!r}: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(here)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ModelError(f"{module_name!r} has no {attribute!r}{_did_you_mean(attribute, dir(found))}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ModelError(f"{path!r} is a {type(found).__name__}; expected something to call")
-    return found  # type: ignore[no-any-return]
+def check_network(name: str, origin: str | Path, trust: Collection[str]) -> None:
+    """See that the network `name`, as the file `origin` has it, may be built by `resolve`.
+
+    The project's own networks and the libraries' may; any other has to be a subclass of `nn.Module` whose
+    `package.module:class` is in `trust`. Raises `ModelError`, before anything else is imported or called.
+    """
+    path = name.partition("?")[0]
+    if not _is_imported(path):
+        return
+    check_trusted(path, origin, trust)
+    if not is_reloadable(name):
+        raise ModelError(
+            f"{origin} asks to call {path!r}, which is no subclass of torch.nn.Module; it was not called: "
+            "a network that a file names must be a class"
+        )
+
+
+def is_reloadable(name: str) -> bool:
+    """Whether a saved model of this name can be loaded; one that a function of the user's own makes cannot."""
+    path = name.partition("?")[0]
+    if not _is_imported(path):
+        return True
+    found = import_callable(path)
+    return isinstance(found, type) and issubclass(found, nn.Module)
+
+
+def _is_imported(path: str) -> bool:
+    source, _, rest = path.partition(":")
+    return bool(source and rest) and source not in _LIBRARIES
 
 
 def _with_front(front: nn.Module, network: nn.Module) -> nn.Module:
@@ -108,18 +123,39 @@ def _smp(name: str, model_name: str, settings: dict[str, Literal]) -> nn.Module:
     if model_name.lower() not in smp.MODEL_ARCHITECTURES_MAPPING:
         _unknown(name, model_name, smp.MODEL_ARCHITECTURES_MAPPING)
     encoder = settings.get("encoder_name", "resnet34")
-    if not str(encoder).startswith("tu-") and encoder not in smp.encoders.get_encoder_names():
+    of_timm = str(encoder).startswith("tu-") and _import("timm", name, extra="timm").is_model(str(encoder)[3:])
+    if not of_timm and encoder not in smp.encoders.get_encoder_names():
         _unknown(name, str(encoder), smp.encoders.get_encoder_names())
-    network = _build(name, smp.create_model, {"encoder_weights": None, **settings}, model_name)
+    # Only None means random weights to smp: False and 0 download.
+    network = _build(name, smp.create_model, {**settings, "encoder_weights": None}, model_name)
     return _with_front(_front(settings.get("in_channels", 3)), network)
 
 
 def _monai(name: str, model_name: str, settings: dict[str, Literal]) -> nn.Module:
     networks = _import("monai.networks.nets", name, extra="monai")
-    if not hasattr(networks, model_name):
-        _unknown(name, model_name, dir(networks))
-    network = _build(name, getattr(networks, model_name), settings)
+    offered = {key: value for key, value in vars(networks).items() if _makes_network(value, networks.__name__)}
+    if model_name not in offered:
+        _unknown(name, model_name, offered)
+    build = offered[model_name]
+    defaults = {key: parameter.default for key, parameter in inspect.signature(build).parameters.items()}
+    if defaults.get("pretrained") is True:
+        defaults["pretrained"] = settings.setdefault("pretrained", False)
+    _check_loads_nothing(name, defaults)
+    network = _build(name, build, settings)
     return _with_front(_front(settings.get("in_channels", 3)), network)
+
+
+def _makes_network(found: object, package: str) -> bool:
+    """Whether `found` is a network class of `package`, or a function of it that says it returns one."""
+    made = found
+    if inspect.isfunction(found):
+        made = found.__annotations__.get("return")
+        made = found.__globals__.get(made) if isinstance(made, str) else made
+    return (
+        isinstance(made, type)
+        and issubclass(made, nn.Module)
+        and str(getattr(found, "__module__", "")).startswith(f"{package}.")
+    )
 
 
 _LIBRARIES: dict[str, Callable[[str, str, dict[str, Literal]], nn.Module]] = {
@@ -146,14 +182,19 @@ def _import(module: str, name: str, *, extra: str) -> Any:
         ) from error
 
 
+def _check_loads_nothing(name: str, settings: Mapping[str, object]) -> None:
+    """Raises `ModelError` for a setting that makes a library download weights or open a file."""
+    for key, value in settings.items():
+        place = isinstance(value, str) and not _PLACES.isdisjoint(key.split("_"))
+        if place or (key in _WEIGHTS and value):
+            raise ModelError(
+                f"model {name!r} asks for published weights ({key}), but gigagrad downloads nothing and opens no file "
+                "for a library; name a function of your own that loads them: package.module:callable"
+            )
+
+
 def _build(name: str, build: Callable[..., Any], settings: dict[str, Literal], *positional: str) -> Any:
     """Call a network's constructor; whatever it dislikes about the user's settings becomes one line."""
-    for key in _WEIGHT_SETTINGS:
-        if settings.get(key):
-            raise ModelError(
-                f"model {name!r} asks for published weights ({key}), but gigagrad downloads nothing; "
-                "name a function of your own that loads them: package.module:callable"
-            )
     try:
         return build(*positional, **settings)
     except ModelError:
@@ -193,10 +234,4 @@ def _parse_value(text: str) -> Literal:
 def _unknown(name: str, wrong: str, known: Iterable[str]) -> NoReturn:
     known = list(known)
     listing = f"; known are {', '.join(known)}" if len(known) <= 20 else ""
-    raise ModelError(f"unknown {wrong!r} in model {name!r}{_did_you_mean(wrong, known)}{listing}")
-
-
-def _did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    spellings = {word.lower(): word for word in known}
-    close = get_close_matches(wrong.lower(), spellings, n=1)
-    return f", did you mean {spellings[close[0]]!r}?" if close else ""
+    raise ModelError(f"unknown {wrong!r} in model {name!r}{did_you_mean(wrong, known)}{listing}")

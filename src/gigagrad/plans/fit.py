@@ -110,8 +110,7 @@ class Fitter:
         for tier, room in ((HOST, self._limits.host_bytes), (DISK, self._limits.scratch_bytes)):
             if tier_bytes[tier] > room:
                 enough = self.unbounded().fit(dict.fromkeys(kept, MEMORY)).peak_bytes
-                what = f"the fields kept on '{tier}' take {tier_bytes[tier]:,} bytes, there is room for {room:,}"
-                raise self._limits.refusal(what, enough)
+                raise self._limits.tier_refusal(tier, tier_bytes[tier], room, enough)
 
     def _fit(
         self,

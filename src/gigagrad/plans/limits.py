@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gigagrad.errors import BudgetError
+from gigagrad.plans.plan import DISK, HOST
+from gigagrad.units import format_bytes
 
 MOST_COMPILED = 1024
 """How many compiled kernels oneDNN's cache keeps."""
 KERNEL_BYTES = 72 * 2**10
 """What the kernel of one convolution takes there (docs/decisions/0013-whole-process-accounting.md)."""
+_TIERS = {
+    HOST: ("host memory", "close other programs, or raise host_memory"),
+    DISK: ("scratch files", "make room in the scratch folder, name another one, or raise scratch_bytes"),
+}
+"""Where fields are that are not in memory, and what helps if there are too many."""
 _ROOM_BYTES = 40 * 2**20
 """By how much a process differs from the one that was refused: its first allocations, its garbage."""
 
@@ -47,6 +54,20 @@ class Limits:
         """What does not fit in the budget, and a budget that would do."""
         return BudgetError(
             what, budget_bytes=self.budget_bytes or 0, needed_bytes=needed_bytes, smallest_bytes=roomy(needed_bytes)
+        )
+
+    def tier_refusal(self, tier: str, tier_bytes: int, room_bytes: int, needed_bytes: int) -> BudgetError:
+        """What does not fit in another tier than the memory that `budget_bytes` bounds; `needed_bytes` of that would do
+        instead.
+        """
+        where, remedy = _TIERS[tier]
+        return BudgetError(
+            f"the fields that this plan keeps in {where} take {format_bytes(tier_bytes)}, there is room for "
+            f"{format_bytes(room_bytes)}",
+            budget_bytes=self.budget_bytes or 0,
+            needed_bytes=needed_bytes,
+            smallest_bytes=roomy(needed_bytes),
+            remedy=f"{remedy}; with all of them in memory it takes {format_bytes(needed_bytes)} there",
         )
 
 

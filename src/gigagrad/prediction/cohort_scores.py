@@ -6,7 +6,7 @@ Slides without a mask in the cohort file are compared with the tissue recipe's l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -37,18 +37,20 @@ def evaluate_model(
     memory: str | None = None,
     scratch: str | Path | None = None,
     device: str = "cpu",
+    trust: Collection[str] = (),
     listeners: tuple[Listener, ...] = (),
 ) -> Evaluation:
     """Score the model of a run folder (or a saved model's file) on the rows of the cohort file `slides`.
 
-    `split` picks rows, None takes all; `memory` and `scratch` are as in `compile`. Holds one tile at a time. The level
-    is the training run's. Emits the job `evaluate`, counted in slides, and the engine's events.
+    `split` picks rows, None takes all; `memory` and `scratch` are as in `compile`, `trust` as in `load_model`. Holds
+    one tile at a time. The level is the training run's. Emits the job `evaluate`, counted in slides, and the engine's
+    events.
 
     Raises `ConfigError` for the cohort file, `ModelError`, `ImageError`, `TargetError` and `BudgetError`.
     """
     config = PredictConfig(run=run, slides=(slides,), out=run, memory=memory, device=device, split=split)
     entries = find_slides(config.slides, split)
-    _, model = load_model(config.model_path)
+    _, model = load_model(config.model_path, trust)
     engine = compile_engine(model, memory=memory, scratch=scratch, device=device)
     events = Events(listeners)
     engine.events.subscribe(events.emit)

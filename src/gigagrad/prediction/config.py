@@ -32,6 +32,7 @@ class PredictConfig:
             slide must then have a known one.
         device: "cpu" or "cuda".
         split: of the rows of a CSV file, only those with this split; None takes all.
+        trust: what the saved model may import beside the project's and the libraries' networks, as in `load_model`.
         overwrite: predict again what is there already, and replace files that some other program wrote.
 
     Raises `ConfigError` for values that make no sense; nothing is opened or written yet.
@@ -49,6 +50,7 @@ class PredictConfig:
     target_mpp: float | None = None
     device: str = "cpu"
     split: str | None = None
+    trust: tuple[str, ...] = ()
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -81,7 +83,15 @@ class PredictConfig:
         try:
             settings = yaml.safe_load(path.read_text(encoding="utf-8"))
             return int(settings.get("level", 0))
-        except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+            yaml.YAMLError,
+        ) as error:
             raise ConfigError(f"cannot read the level from {path}; give one as --level") from error
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,13 +88,22 @@ def _of_row(source: Path, line: int, row: dict[str, str]) -> SlideInput:
     if not row["slide"]:
         raise ConfigError(f"{source}, line {line}: the slide is missing; write its path")
     slide = source.parent / row["slide"]
-    if not slide.exists():
+    if not _exists(slide):
         raise ConfigError(f"{source}, line {line}: there is no {slide}; paths count from the CSV file's folder")
     mask = source.parent / row["mask"] if row.get("mask") else None
-    if mask is not None and not mask.exists():
+    if mask is not None and not _exists(mask):
         raise ConfigError(f"{source}, line {line}: there is no mask {mask}; leave the field empty if there is none")
     try:
         mpp = float(row["mpp"]) if row.get("mpp") else None
-    except ValueError as error:
-        raise ConfigError(f"{source}, line {line}: mpp is '{row['mpp']}'; write a number of micrometres") from error
+    except ValueError:
+        mpp = math.nan
+    if mpp is not None and not 0 < mpp < math.inf:
+        raise ConfigError(f"{source}, line {line}: mpp is '{row['mpp']}'; write a number of micrometres")
     return SlideInput(slide, mask, mpp)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long
+        return False

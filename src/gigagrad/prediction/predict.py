@@ -35,7 +35,7 @@ from gigagrad.prediction.evaluate import score_masks
 from gigagrad.prediction.inputs import SlideInput, find_slides
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
 from gigagrad.prediction.polygons import trace, write_geojson
-from gigagrad.prediction.records import MadeWith, SlideResult, read_records, write_records
+from gigagrad.prediction.records import MadeWith, SlideResult, file_names, read_records, write_records
 from gigagrad.units import format_seconds, parse_bytes
 
 _ROWS_BESIDE = 2048
@@ -51,7 +51,7 @@ def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Liste
     """
     config = PredictConfig.of(config)
     slides = find_slides(config.slides, config.split)
-    spec, model = load_model(config.model_path)
+    spec, model = load_model(config.model_path, config.trust)
     with config.model_path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     level = config.resolved_level if config.target_mpp is None else None
@@ -141,11 +141,7 @@ def _predict_one(
     entry: SlideInput, model: nn.Module, config: PredictConfig, result: SlideResult, events: Events
 ) -> SlideResult:
     out = Path(config.out)
-    files = {
-        "mask": f"masks/{entry.stem}.tif",
-        "geojson": f"geojson/{entry.stem}.geojson",
-        "overlay": f"overlays/{entry.stem}.png",
-    }
+    files = file_names(entry.stem)
     with ExitStack() as opened:
         level = _level_of(entry, config)
         slide = opened.enter_context(open_image(entry.slide, level=level, mpp=config.mpp or entry.mpp))

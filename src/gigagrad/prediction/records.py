@@ -65,6 +65,11 @@ class SlideResult:
         return self.status == "done" and all(file and (out / file).is_file() for file in files)
 
 
+def file_names(name: str) -> dict[str, str]:
+    """What the files of the slide `name` are called, relative to the output folder."""
+    return {"mask": f"masks/{name}.tif", "geojson": f"geojson/{name}.geojson", "overlay": f"overlays/{name}.png"}
+
+
 def read_records(out: Path) -> dict[str, SlideResult]:
     """Results by slide name, none if there is no file yet. Raises `ConfigError` if the file is damaged."""
     path = out / FILE_NAME
@@ -73,7 +78,7 @@ def read_records(out: Path) -> dict[str, SlideResult]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["slides"]
         return {entry["name"]: _parse(entry) for entry in entries}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is damaged or of another version ({error}); move it away or choose another --out"
         ) from error
@@ -88,4 +93,8 @@ def write_records(out: Path, records: Mapping[str, SlideResult]) -> None:
 def _parse(entry: Mapping[str, Any]) -> SlideResult:
     made_with = dict(entry["made_with"])
     made_with["classes"] = tuple(made_with["classes"])
-    return SlideResult(**{**entry, "made_with": MadeWith(**made_with)})
+    result = SlideResult(**{**entry, "made_with": MadeWith(**made_with)})
+    outside = any(getattr(result, key) not in ("", name) for key, name in file_names(result.name).items())
+    if outside or Path(result.name).name != result.name or not isinstance(result.made_with.level, int | None):
+        raise ValueError(f"{result.name!r} is not as predict writes it")
+    return result

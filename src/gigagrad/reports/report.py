@@ -17,12 +17,15 @@ from gigagrad.errors import ConfigError
 from gigagrad.files import write_text
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
-from gigagrad.reports.plan_view import plan_view, show
+from gigagrad.reports.plan_view import PlanView, plan_view, show
 from gigagrad.reports.run_data import Predicted, RunData, mapping, number, read_run
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 _MOST_OVERLAYS: Final = 16
 """More pictures would make a page that no browser likes; the worst ones by Dice are the ones to look at."""
+
+_MOST_OVERLAY_PX: Final = 8192
+"""The longer side of a picture that is shown; `predict` draws smaller ones."""
 
 _PUBLISHED_PIXELS: Final = 16000 * 64000
 _PUBLISHED_SECONDS: Final = 81
@@ -90,7 +93,7 @@ def write_report(
 
 
 def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
-    plan = plan_view(run.plan)
+    plan = _plan(run)
     pictured = sum(entry.overlay is not None for entry in run.predictions)
     shown = _to_look_at(run.predictions)
     charts = {
@@ -111,8 +114,16 @@ def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
         "not_shown": pictured - len(shown),
         "plan": plan,
         "config": [(key, show(key, value)) for key, value in run.config.items()],
-        "environment": list(_flattened(run.environment)),
+        "environment": _environment(run),
     }
+
+
+def _plan(run: RunData) -> PlanView:
+    """What the plan's file shows of it; nothing where the file is no plan's."""
+    try:
+        return plan_view(run.plan)
+    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError):
+        return PlanView((), ())
 
 
 def _dice(run: RunData) -> Mapping[str, float]:
@@ -222,11 +233,20 @@ def _data_uri(path: Path) -> str | None:
 
     buffer = io.BytesIO()
     try:
-        with Pillow.open(path) as picture:
+        with Pillow.open(path, formats=("PNG",)) as picture:
+            if max(picture.size) > _MOST_OVERLAY_PX:
+                return None
             picture.convert("RGB").save(buffer, format="WEBP", quality=88, method=4)
-    except (OSError, SyntaxError):  # Pillow's word for a broken PNG
+    except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError):  # Pillow's words for a broken PNG
         return None
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+def _environment(run: RunData) -> list[tuple[str, str]]:
+    try:
+        return list(_flattened(run.environment))
+    except RecursionError:
+        return []
 
 
 def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

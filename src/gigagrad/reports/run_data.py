@@ -62,7 +62,7 @@ def read_run(run_dir: Path, predictions_dir: Path | None = None) -> RunData:
         dice={str(name): value for name, value in mapping(summary.get("dice")).items() if _is_number(value)},
         plan=mapping(_json(run_dir / "plan.json")),
         plan_text=_text(run_dir / "plan.txt"),
-        config=mapping(_yaml(run_dir / "config.yaml")),
+        config=_settings(run_dir / "config.yaml"),
         environment=mapping(_json(run_dir / "environment.json")),
         predictions=() if predictions_dir is None else _predictions(predictions_dir),
     )
@@ -76,28 +76,33 @@ def _text(path: Path) -> str:
 
 
 def _json(path: Path) -> Any:
+    return _parsed(_text(path))
+
+
+def _parsed(text: str) -> Any:
+    """JSON, None where it is none; integers that no machine number holds become floats."""
     try:
-        return json.loads(_text(path))
-    except ValueError:
+        found = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
+        # Half a character, as in a file name of another encoding, can stand on no page.
+        return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
         return None
 
 
-def _yaml(path: Path) -> Any:
+def _settings(path: Path) -> Mapping[str, Any]:
+    """The settings of a run's configuration: each is a word or a number. A list of aliases of lists of aliases would be
+    short in the file and endless on the page."""
     try:
-        return yaml.safe_load(_text(path))
-    except yaml.YAMLError:
-        return None
+        found = mapping(yaml.safe_load(_text(path)))
+        return mapping(_parsed(json.dumps({str(key): found[key] for key in found if _is_setting(found[key])})))
+    except (ValueError, OverflowError, RecursionError, yaml.YAMLError):
+        return {}
 
 
 def _json_lines(path: Path) -> list[Mapping[str, Any]]:
     """The lines that are JSON objects; the last one may have been cut off by whatever stopped the run."""
-    found = []
-    for line in _text(path).splitlines():
-        try:
-            found.append(mapping(json.loads(line)))
-        except ValueError:
-            continue
-    return found
+    parsed = map(_parsed, _text(path).splitlines())
+    return [record for record in parsed if isinstance(record, dict)]
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
@@ -105,20 +110,24 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, (str, int, float, type(None)))
+
+
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def number(record: Mapping[str, Any], name: str) -> float:
-    """The number of that name, 0 if there is none."""
+    """The finite number of that name, 0 if there is none."""
     value = record.get(name)
-    return float(value) if _is_number(value) else 0.0
+    return float(value) if _is_number(value) and math.isfinite(value) else 0.0
 
 
 def _metric(record: Mapping[str, Any]) -> MetricsLogged:
     """A logged number that is not finite is JSON `null` or NaN, depending on who wrote it; both are NaN here."""
     logged = mapping(record.get("values"))
-    values = {str(name): number(logged, name) if logged[name] is not None else math.nan for name in logged}
+    values = {str(name): float(value) if _is_number(value) else math.nan for name, value in logged.items()}
     return MetricsLogged(
         str(record.get("split", "")), int(number(record, "epoch")), int(number(record, "step")), values
     )
@@ -141,7 +150,6 @@ def _predictions(folder: Path) -> tuple[Predicted, ...]:
     found = []
     for entry in entries if isinstance(entries, list) else []:
         record = mapping(entry)
-        overlay = folder / str(record.get("overlay") or "overlays/none")
         found.append(
             Predicted(
                 name=str(record.get("name", "")),
@@ -152,7 +160,16 @@ def _predictions(folder: Path) -> tuple[Predicted, ...]:
                 width=int(number(record, "width")),
                 seconds=number(record, "seconds"),
                 regions=int(number(record, "regions")),
-                overlay=overlay if overlay.is_file() and overlay.resolve().is_relative_to(folder.resolve()) else None,
+                overlay=_inside(folder, str(record.get("overlay") or "overlays/none")),
             )
         )
     return tuple(found)
+
+
+def _inside(folder: Path, name: str) -> Path | None:
+    """The file of that name, None if there is none or it is not in the folder."""
+    path = folder / name
+    try:
+        return path if path.is_file() and path.resolve().is_relative_to(folder.resolve()) else None
+    except (OSError, RuntimeError):  # a name that is too long, links in a circle
+        return None

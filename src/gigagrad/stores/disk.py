@@ -6,7 +6,9 @@ What is read is compared with what was written: a file that changed in between i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from math import prod
 from typing import Any
 
@@ -29,7 +31,7 @@ Columns = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class DiskStore(Store):
-    """One preallocated file in a run's scratch folder. Writing happens behind; read what another pass wrote, only.
+    """One preallocated file in a run's scratch folder. Writing happens behind, reading waits for it.
 
     Every brick has room for all its bytes: a `codec` makes fewer of them travel, not the file smaller.
 
@@ -60,15 +62,21 @@ class DiskStore(Store):
         self._scratch = scratch
         self._path = scratch.folder / name
         self._file = scratch.create(name, bricks.file_bytes)
+        self._newest: Future[None] | None = None
+        self._handing_over = threading.Lock()
+        self._in_the_file = threading.Lock()
+        """Boxes that do not overlap share bricks."""
 
     def read(self, box: Box) -> torch.Tensor:
+        self.flush()
         result = torch.empty((*box.shape, *self._rest), dtype=self.dtype)
 
         def fill(row: int) -> None:
             for part, stored in self._matching(row, box, self._load(row, box), result):
                 part.copy_(stored)
 
-        self._scratch.each(fill, self._rows(box))
+        with self._in_the_file:
+            self._scratch.each(fill, self._rows(box))
         return self._as_stored(result)
 
     def write(self, box: Box, crop: torch.Tensor) -> None:
@@ -78,10 +86,13 @@ class DiskStore(Store):
         self._update_behind(box, crop, add=True)
 
     def flush(self) -> None:
-        self._scratch.flush()
+        newest = self._newest
+        if newest is not None:
+            newest.result()
 
     def close(self) -> None:
-        self._scratch.flush()
+        if self._newest is not None:
+            wait([self._newest])
         self._file.close()
 
     def _update_behind(self, box: Box, crop: torch.Tensor, *, add: bool) -> None:
@@ -89,7 +100,17 @@ class DiskStore(Store):
         if pixels.untyped_storage().nbytes() > pixels.nbytes:
             pixels = pixels.clone()  # a view would keep all of a larger crop until it is written
         pixels = pixels.permute(*self.axes, *self._others)
-        self._scratch.behind(lambda: self._update(box, pixels, add=add))
+        with self._handing_over:
+            earlier = self._newest
+            if earlier is not None and earlier.done():
+                earlier.result()
+
+            def update() -> None:
+                if earlier is not None:
+                    earlier.result()  # it is over; where it failed, nothing of this store can be read any more
+                self._update(box, pixels, add=add)
+
+            self._newest = self._scratch.behind(update)
 
     def _update(self, box: Box, crop: torch.Tensor, *, add: bool) -> None:
         """Replace, or add to, the pixels of the box, brick row by brick row."""
@@ -103,7 +124,8 @@ class DiskStore(Store):
                     stored.copy_(part)
             self._save(row, box, bricks)
 
-        self._scratch.each(change, self._rows(box))
+        with self._in_the_file:
+            self._scratch.each(change, self._rows(box))
 
     def _rows(self, box: Box) -> range:
         return range(box.y0 // self._side, -(-box.y1 // self._side))

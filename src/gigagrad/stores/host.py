@@ -43,4 +43,4 @@ class HostStore(Store):
         """Nothing waits."""
 
     def close(self) -> None:
-        del self._tensor
+        self.__dict__.pop("_tensor", None)

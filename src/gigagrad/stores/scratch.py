@@ -2,16 +2,22 @@
 
 Every run has a folder of its own, held by a lock for as long as its process lives. A run that ends, however it ends,
 removes its folder; what a killed process left behind is removed by the next run that uses the same scratch folder.
+Files keep their names while they are open, so that `du` shows who takes the space, on any file system.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import threading
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,14 +26,15 @@ from filelock import FileLock, Timeout
 from gigagrad.bricks import ROWS_AT_ONCE, WRITES_BEHIND
 from gigagrad.errors import StoreError
 from gigagrad.stores.scratch_file import ScratchFile
-from gigagrad.threads import SideThreads
+from gigagrad.threads import SideThreads, uninterrupted
 from gigagrad.units import format_bytes
 
-_PREFIX = "gigagrad-"
+_OURS = re.compile(r"(gigagrad-\d+-[0-9a-f]{8})(\.lock)?")
+"""Folders of runs, by process and a number of their own, and the locks beside them; nothing else is ever removed."""
 
 
 class Scratch:
-    """The files of one run under `folder`, at most `needed_bytes` in all.
+    """The files of one run under `folder`, at most `needed_bytes` in all. `close` may be called again, by any thread.
 
     Raises:
         StoreError: `folder` is missing, cannot be written to, or has less space than needed.
@@ -43,47 +50,109 @@ class Scratch:
                 f"scratch folder '{folder}' has {format_bytes(free)} free, the plan needs "
                 f"{format_bytes(needed_bytes)}; make room, name another folder, or give more memory"
             )
-        name = f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self.folder = folder / name
-        self._lock = _lock_of(self.folder)
-        try:
-            self._lock.acquire(blocking=False)
-            self.folder.mkdir()
-        except OSError as error:
-            self._lock.release()
-            raise StoreError(f"cannot write to scratch folder '{folder}': {error.strerror or error}") from error
         self._writer = SideThreads(1, "gigagrad-scratch")
-        self._pending: deque[Future[None]] = deque()
         self._beside = SideThreads(ROWS_AT_ONCE, "gigagrad-disk") if needed_bytes > cacheable_bytes() else None
+        self._pending: deque[Future[None]] = deque()
+        self._order = threading.Lock()
+        self._place = _Place(folder)
+        self._end = partial(_end, self._place, [pool for pool in (self._writer, self._beside) if pool is not None])
+        # For whoever never closes it: a scratch that is dropped, or still there when the interpreter ends.
+        self._dropped = weakref.finalize(self, uninterrupted, self._end)
+        try:
+            uninterrupted(self._place.open)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def folder(self) -> Path:
+        """The run's own."""
+        return self._place.folder
 
     def create(self, name: str, nbytes: int) -> ScratchFile:
         """A new file of this size, all of it reserved. Raises StoreError if there is no room."""
-        return ScratchFile(self.folder / name, nbytes, past_cache=self._beside is not None)
+        made: list[ScratchFile] = []
+        uninterrupted(lambda: made.append(self._place.create(name, nbytes, past_cache=self._beside is not None)))
+        return made[0]
 
     def each(self, work: Callable[[int], None], rows: Iterable[int]) -> None:
         """`work` for each of these: several at a time where every one of them waits for the disk."""
-        for _ in map(work, rows) if self._beside is None else self._beside.map(work, rows):
-            pass
+        if self._beside is None:
+            for row in rows:
+                work(row)
+            return
+        futures = [self._beside.submit(work, row) for row in rows]
+        wait(futures)  # for all: after an error too, whoever asked may close the file
+        for future in futures:
+            future.result()
 
-    def behind(self, work: Callable[[], None]) -> None:
-        """Run `work` after everything given earlier. Raises what earlier work raised."""
-        while len(self._pending) >= WRITES_BEHIND:
-            self._pending.popleft().result()
-        self._pending.append(self._writer.submit(work))
-
-    def flush(self) -> None:
-        """Wait until everything has been written. Raises what the writing raised."""
-        while self._pending:
-            self._pending.popleft().result()
+    def behind(self, work: Callable[[], None]) -> Future[None]:
+        """Run `work` after everything given earlier."""
+        with self._order:
+            while len(self._pending) >= WRITES_BEHIND:
+                wait([self._pending.popleft()])
+            future = self._writer.submit(work)
+            self._pending.append(future)
+        return future
 
     def close(self) -> None:
-        """Remove the files. What is still to be written is not."""
-        self._writer.shutdown(wait=True, cancel_futures=True)
-        self._pending.clear()
-        if self._beside is not None:
-            self._beside.shutdown(wait=True, cancel_futures=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        _give_up(self._lock)
+        """Close and remove the files, open or not, and end the threads. What is still to be written is not."""
+        uninterrupted(self._end)
+        self._dropped.detach()
+
+
+def _end(place: _Place, pools: list[SideThreads]) -> None:
+    with ExitStack() as stack:  # goes on past errors; no file closes under a thread that uses it
+        stack.callback(place.close)
+        for pool in pools:
+            stack.callback(pool.shutdown, cancel_futures=True)
+
+
+class _Place:
+    """A run's own folder, its lock and its files: whatever is there when it closes goes, and nothing comes after."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.folder = self._scratch = scratch
+        self._guard = threading.Lock()
+        self._held = ExitStack()
+        self._closed = False
+
+    def open(self) -> None:
+        """Raises StoreError if the scratch folder cannot be written to."""
+        with self._guard:
+            while not (self._closed or self._claimed()):
+                pass
+
+    def _claimed(self) -> bool:
+        """Whether a folder of a new name is ours. A lock without a folder looks like one that a killed process left, so
+        a run that cleans up may have it at this moment, or have removed it.
+        """
+        folder = self._scratch / f"gigagrad-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        lock = _lock_of(folder)
+        try:
+            lock.acquire(blocking=False)
+            self._held.callback(_give_up, lock)
+            if not Path(lock.lock_file).exists():
+                return False
+            folder.mkdir()
+        except Timeout:
+            return False
+        except OSError as error:
+            raise StoreError(f"cannot write to scratch folder '{self._scratch}': {error.strerror or error}") from error
+        self._held.callback(shutil.rmtree, folder, ignore_errors=True)
+        self.folder = folder
+        return True
+
+    def create(self, name: str, nbytes: int, *, past_cache: bool) -> ScratchFile:
+        with self._guard:
+            file = ScratchFile(self.folder / name, nbytes, past_cache=past_cache)
+            self._held.callback(file.close)
+            return file
+
+    def close(self) -> None:
+        with self._guard:
+            self._closed = True
+            self._held.close()
 
 
 def cacheable_bytes() -> int:
@@ -94,22 +163,19 @@ def cacheable_bytes() -> int:
 
 
 def _lock_of(folder: Path) -> FileLock:
-    return FileLock(folder.with_name(f"{folder.name}.lock"))
+    return FileLock(folder.with_name(f"{folder.name}.lock"), thread_local=False)
 
 
 def _give_up(lock: FileLock) -> None:
+    Path(lock.lock_file).unlink(missing_ok=True)  # first, so that nobody ever holds a lock of this name unseen
     lock.release()
-    Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def _remove_abandoned(scratch: Path) -> None:
-    """Folders of runs whose process is gone: their locks are free.
-
-    A lock file without a folder is left alone: its owner may be about to make the folder.
-    """
-    for folder in scratch.glob(f"{_PREFIX}*"):
-        if not folder.is_dir():
-            continue
+    """What runs left whose process is gone: folders and locks that nobody holds."""
+    found = [match for path in scratch.iterdir() if (match := _OURS.fullmatch(path.name))]
+    for name in dict.fromkeys(match[1] for match in found):
+        folder = scratch / name
         lock = _lock_of(folder)
         try:
             lock.acquire(blocking=False)

@@ -7,7 +7,10 @@ the two in agreement.
 from __future__ import annotations
 
 import errno
+import io
 import os
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,19 +39,23 @@ class ScratchFile:
 
     def __init__(self, path: Path, nbytes: int, *, past_cache: bool) -> None:
         self._path = path
+        self._direct: io.FileIO | None = None
         try:
-            self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            # Not a bare descriptor: this one closes when nobody holds it, and its number is never used after that.
+            self._cached = io.FileIO(path, "x+b", opener=partial(os.open, mode=0o600))
         except OSError as error:
             raise _no_room(path, nbytes, error) from error
         try:
             if hasattr(os, "posix_fallocate") and nbytes:
-                os.posix_fallocate(self._cached, 0, nbytes)
+                os.posix_fallocate(self._cached.fileno(), 0, nbytes)
             else:
-                os.truncate(self._cached, nbytes)
-        except OSError as error:
-            os.close(self._cached)
-            raise _no_room(path, nbytes, error) from error
-        self._direct = _open_direct(path) if past_cache else None
+                self._cached.truncate(nbytes)
+            self._direct = _open_direct(path) if past_cache else None
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise _no_room(path, nbytes, error) from error
+            raise
 
     def read_into(self, target: Rows, offset: int) -> None:
         data = memoryview(target).cast("B")
@@ -69,37 +76,38 @@ class ScratchFile:
 
     def sync(self) -> None:
         """Wait until the disk has everything."""
-        os.fsync(self._cached)
+        os.fsync(self._cached.fileno())
 
     def close(self) -> None:
         """Closed, and removed."""
-        os.close(self._cached)
-        if self._direct is not None:
-            os.close(self._direct)
+        for file in (self._cached, self._direct):
+            if file is not None:
+                with suppress(OSError):  # a late error of writing: nothing reads it again
+                    file.close()
         self._path.unlink(missing_ok=True)
 
     def _descriptor(self, data: memoryview, offset: int) -> int:
         if self._direct is None:
-            return self._cached
+            return self._cached.fileno()
         whole_pages = not (np.frombuffer(data, np.uint8).ctypes.data | data.nbytes | offset) % PAGE_BYTES
-        return self._direct if whole_pages else self._cached
+        return (self._direct if whole_pages else self._cached).fileno()
 
 
-def _open_direct(path: Path) -> int | None:
+def _open_direct(path: Path) -> io.FileIO | None:
     """None where the file system, or its disk's block size, does not allow it."""
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return None
     try:
-        descriptor = os.open(path, os.O_RDWR | flag)
+        file = io.FileIO(path, "r+b", opener=lambda name, flags: os.open(name, flags | flag))
     except OSError:
         return None
     try:
-        os.preadv(descriptor, [memoryview(page_aligned(1, PAGE_BYTES)).cast("B")], 0)
+        os.preadv(file.fileno(), [memoryview(page_aligned(1, PAGE_BYTES)).cast("B")], 0)
     except OSError:
-        os.close(descriptor)
+        file.close()
         return None
-    return descriptor
+    return file
 
 
 def _no_room(path: Path, nbytes: int, error: OSError) -> StoreError:

@@ -12,7 +12,8 @@ from gigagrad.boxes import Box
 class Store(ABC):
     """A field of the given shape; `axes` are the (negative) positions of y and x. All boxes lie inside the field.
 
-    Danger: what was written or added may be read only after `flush`; passes never read what they write.
+    What is read holds all that was written or added before, by whatever thread; where that is still on its way, reading
+    waits. Several threads may use one store at a time, on boxes that do not overlap.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, int]) -> None:
@@ -22,7 +23,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, box: Box) -> torch.Tensor:
-        """The crop; may share the store's memory, so it must not be written to."""
+        """The crop; may share the store's memory, so it must not be written to. Raises what earlier writing raised."""
 
     @abstractmethod
     def write(self, box: Box, crop: torch.Tensor) -> None:
@@ -34,11 +35,11 @@ class Store(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait until everything that was written can be read."""
+        """Wait until everything that was written is in its place. Raises what the writing raised."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the store holds; it is not used again."""
+        """Give back what the store holds; it is not used again, but may be closed again."""
 
     def whole(self) -> torch.Tensor:
         """The whole field."""

@@ -24,6 +24,9 @@ _KIND = "gigagrad checkpoint"
 _FREE = ("epochs", "memory", "scratch", "out", "checkpoint_seconds")
 
 
+_KINDS = {"config": dict, "cohort": str, "model": dict, "optimizer": dict, "engine": dict, "random": Tensor}
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a run is: `epoch` whole epochs (validated), then `index` slides of the next; `step` steps in all."""
@@ -67,6 +70,7 @@ class Checkpoint:
             payload = read_tensors(path, _KIND)
             fields = {field.name: payload[field.name] for field in dataclasses.fields(cls)}
             fields |= {"progress": Progress(**payload["progress"]), "tile": tuple(payload["tile"])}
+            _check_kinds(fields)
         except (ValueError, KeyError, TypeError) as error:
             reason = error if isinstance(error, ValueError) else f"{path} was written by another version"
             raise ConfigError(f"cannot continue the run: {reason}; start anew with --overwrite") from error
@@ -85,6 +89,16 @@ class Checkpoint:
                 f"the rows of {config.slides} changed since the run in {config.out} began; "
                 "restore them, choose another --out, or start anew with --overwrite"
             )
+
+
+def _check_kinds(fields: Mapping[str, Any]) -> None:
+    """Raises `TypeError` where something else lies in the place of what a run needs to go on."""
+    progress: Progress = fields["progress"]
+    counts = (progress.epoch, progress.index, progress.step, progress.best_epoch, fields["metrics_bytes"])
+    if not all(isinstance(fields[name], kind) for name, kind in _KINDS.items()):
+        raise TypeError("a field of another type")
+    if not all(type(count) is int and count >= 0 for count in counts) or type(progress.best_loss) is not float:
+        raise TypeError("no progress")
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

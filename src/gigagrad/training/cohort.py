@@ -78,10 +78,10 @@ def read_cohort(path: str | Path) -> Cohort:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read the cohort file {path}: {reason}") from error
     reader = csv.DictReader(text.splitlines(), skipinitialspace=True, strict=True)
-    columns = _check_columns(path, reader.fieldnames or ())
-    reader.fieldnames = columns
     rows: list[Row] = []
     try:
+        columns = _check_columns(path, reader.fieldnames or ())
+        reader.fieldnames = columns
         for cells in reader:
             if any(value for value in cells.values()):
                 rows.append(_parse_row(path, reader.line_num, cells))
@@ -164,8 +164,13 @@ def _parse_row(path: Path, line: int, cells: Mapping[str | None, object]) -> Row
 
 
 def _existing(where: str, path: Path, text: str) -> Path:
-    found = (path.absolute().parent / text).resolve()
-    if not found.exists():
+    try:
+        found = (path.absolute().parent / text).resolve()
+        exists = found.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, links in a circle
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{where}: {text[:80]!r} is no path ({reason})") from error
+    if not exists:
         raise ConfigError(f"{where}: {found} does not exist; relative paths are taken from the cohort file's folder")
     return found
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +17,9 @@ import yaml
 
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_text
+from gigagrad.models.registry import check_network
 from gigagrad.stores import parse_storage
+from gigagrad.training.losses import check_loss
 from gigagrad.units import parse_bytes
 
 _LIMITS: dict[str, tuple[float, float]] = {
@@ -105,24 +108,32 @@ class FitConfig:
         )
 
     @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
+    def from_yaml(
+        cls, path: str | Path, overrides: Mapping[str, Any] | None = None, trust: Collection[str] = ()
+    ) -> Self:
         """A config from a YAML file, with `overrides` in the place of the file's settings of these names.
 
-        Relative paths in the file are taken from its own folder; those of `overrides` must be absolute. Raises
-        `ConfigError`.
+        Relative paths in the file are taken from its own folder; those of `overrides` must be absolute. A model or loss
+        of the file's that is neither gigagrad's nor a library's must be one of `trust`, as in `load_model`. Raises
+        `ConfigError` and `ModelError`.
         """
         path = Path(path)
         try:
             settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             raise ConfigError(f"cannot read the config {path}: {reason}") from error
         if not isinstance(settings, dict):
             raise ConfigError(f"{path} must hold one 'setting: value' per line, got {type(settings).__name__}")
         try:
-            return cls.from_dict({**settings, **(overrides or {})}, folder=path.absolute().parent)
+            config = cls.from_dict({**settings, **(overrides or {})}, folder=path.absolute().parent)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+        if "model" not in (overrides or {}):
+            check_network(config.model, path, trust)
+        if "loss" not in (overrides or {}):
+            check_loss(config.loss, path, trust)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -148,7 +159,7 @@ def _coerce(name: str, value: object, hint: Any) -> object:
     if type(value) in accepted or (value is None and type(None) in accepted):
         return value
     kinds = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in accepted)
-    raise ConfigError(f"{name} must be {kinds}, got {value!r}")
+    raise ConfigError(f"{name} must be {kinds}, got {reprlib.repr(value)[:200]}")
 
 
 def _range(low: float, high: float) -> str:

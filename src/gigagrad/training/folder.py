@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from gigagrad.errors import ConfigError
+
 _PACKAGES = ("gigagrad", "torch", "numpy", "tifffile", "imagecodecs", "openslide-python", "zarr")
 
 
@@ -69,10 +71,16 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the files of an earlier run; the checkpoint first, so that half a run is never continued."""
         for path in self._all:
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+    def check_own(self) -> None:
+        """Raises `ConfigError` where a file of ours is a link: whoever made the folder could have us write anywhere."""
+        for path in self._all:
+            if path.is_symlink():
+                raise ConfigError(f"{path} is a link; a run is continued from files of its own, so copy them here")
 
     def leftover(self) -> Path | None:
         """A file in the place of one of ours, None if there is none."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from gigagrad.execution.engine import Engine
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.files import write_json, write_text
 from gigagrad.images import Image, open_image
-from gigagrad.models import load_model, resolve, save_model
+from gigagrad.models import resolve, save_model
+from gigagrad.models.registry import is_reloadable
+from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
 from gigagrad.training.augment import order_of, turn_of
 from gigagrad.training.checkpoint import Checkpoint, Progress
@@ -40,26 +42,31 @@ from gigagrad.training.targets import TargetRule, output_channels
 
 
 def fit(
-    config: FitConfig | Mapping[str, Any] | str | Path, listeners: Iterable[Listener] = (), *, overwrite: bool = False
+    config: FitConfig | Mapping[str, Any] | str | Path,
+    listeners: Iterable[Listener] = (),
+    *,
+    overwrite: bool = False,
+    trust: Collection[str] = (),
 ) -> FitResult:
     """Train as `config` (a `FitConfig`, a mapping of its settings, or the path of a YAML file) says.
 
     A run folder that holds a checkpoint of the same run is continued from it, a finished one is returned as it is;
-    `overwrite` starts anew. Listeners get `JobStarted`, `JobAdvanced` and `JobFinished` for the jobs `label`, `train`,
-    `validate` and `test` (counted in slides), `MetricsLogged` for every step and epoch, `Notice`, and the engine's own.
+    `overwrite` starts anew. `trust` lists what a YAML file may import, as `FitConfig.from_yaml` has it. Listeners get
+    `JobStarted`, `JobAdvanced` and `JobFinished` for the jobs `label`, `train`, `validate` and `test` (counted in
+    slides), `MetricsLogged` for every step and epoch, `Notice`, and the engine's own.
 
     Raises a `GigagradError` for anything the user can mend. Settings, cohort, sizes, model, loss and budget are all
     checked before the run folder is touched.
     """
-    run = _Run(_as_config(config), Events(tuple(listeners)), overwrite)
+    run = _Run(_as_config(config, trust), Events(tuple(listeners)), overwrite)
     # The caller's random numbers are not ours to disturb.
     with torch.random.fork_rng(devices=[]):
         return run.fit()
 
 
-def _as_config(config: FitConfig | Mapping[str, Any] | str | Path) -> FitConfig:
+def _as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collection[str]) -> FitConfig:
     if isinstance(config, (str, Path)):
-        return FitConfig.from_yaml(config)
+        return FitConfig.from_yaml(config, trust=trust)
     return FitConfig.from_dict(config.to_dict() if isinstance(config, FitConfig) else config)
 
 
@@ -82,6 +89,7 @@ class _Run:
         self.progress = Progress()
         self.resumed: Checkpoint | None = None
         if self.folder.checkpoint.exists() and not overwrite:
+            self.folder.check_own()
             self.resumed = Checkpoint.load(self.folder.checkpoint)
             self.resumed.check_same_run(config, self.cohort.fingerprint)
             self.progress = self.resumed.progress
@@ -111,6 +119,9 @@ class _Run:
         config = self.config
         torch.manual_seed(config.seed)
         self.model = resolve(config.model).to(config.device)
+        if not is_reloadable(config.model):
+            text = f"{config.model} is made by a function; only a class can be loaded again by predict and evaluate"
+            self.events.emit(Notice(text, warning=True))
         self.optimizer = torch.optim.Adam(
             [parameter for parameter in self.model.parameters() if parameter.requires_grad], lr=config.learning_rate
         )
@@ -120,10 +131,6 @@ class _Run:
         self.largest, shape = max(trained, key=lambda item: math.prod(item[1]))
         channels = output_channels(self.model, shape) if self.loss.class_ids else 1
         self.pairs = Pairs(TargetRule(self.loss, channels), level=config.level, labels=self.folder.labels)
-        if self.resumed is not None:
-            self.model.load_state_dict(self.resumed.model)
-            self.optimizer.load_state_dict(self.resumed.optimizer)
-            torch.set_rng_state(self.resumed.random)
         self.engine = compile_engine(
             self.model,
             self.loss.function,
@@ -134,7 +141,20 @@ class _Run:
             optimizer=self.optimizer,
         )
         if self.resumed is not None:
-            self.engine.load_state_dict(self.resumed.engine)
+            self._resume(self.resumed)
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        try:
+            self.model.load_state_dict(checkpoint.model)
+            self.optimizer.load_state_dict(checkpoint.optimizer)
+            torch.set_rng_state(checkpoint.random)
+            self.engine.load_state_dict(checkpoint.engine)
+        except Exception as error:  # whatever lies in the place of what was saved
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"cannot continue the run: {self.folder.checkpoint} does not fit this model ({reason}); start anew "
+                "with --overwrite"
+            ) from error
 
     def _plan(self) -> Plan:
         """The plan of the largest training slide. Raises `BudgetError` while nothing has been written yet."""
@@ -275,8 +295,8 @@ class _Run:
     def _test(self) -> FitResult:
         """Score the best weights on the test slides and write the summary."""
         config, rows = self.config, self.cohort.of("test")
-        _, model = load_model(self.folder.best)
-        model.to(config.device)
+        # Built from what the user asked for; of the file, only the weights.
+        model = load_weights(self.folder.best, resolve(config.model)).to(config.device)
         dense = self.largest.label is None
         loss = None if dense else self.loss.function
         engine = compile_engine(model, loss, memory=config.memory, scratch=config.scratch, device=config.device)

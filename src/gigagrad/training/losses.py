@@ -5,15 +5,16 @@ Each works on whole images, tiles and tensors without pixels alike: nothing in t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gigagrad.errors import ConfigError
-from gigagrad.models.registry import import_callable
+from gigagrad.models.trust import check_trusted, import_callable
 
 IGNORED = 255
 """The class id that `ce` skips."""
@@ -85,6 +86,12 @@ _LOSSES = {
     "mse": Loss(mse),
     "tversky": Loss(tversky, binary=True),
 }
+
+
+def check_loss(name: str, origin: str | Path, trust: Collection[str]) -> None:
+    """Raises `ModelError` where the file `origin` names a function as its loss that is not one of `trust`."""
+    if name not in _LOSSES and ":" in name:
+        check_trusted(name, origin, trust)
 
 
 def named_loss(name: str) -> Loss:

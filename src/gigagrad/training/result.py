@@ -68,6 +68,7 @@ class FitResult:
             summary = json.loads(path.read_text(encoding="utf-8"))
             metric = summary["metric"]
             rest = {key: summary[key] for key in ("epochs", "steps", "best_epoch", "best_loss")}
-            return cls(out=out, metric=metric, scores=summary[metric], **rest)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            scores = {str(name): float(score) for name, score in summary[metric].items()}
+            return cls(out=out, metric=str(metric), scores=scores, **rest)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ConfigError(f"cannot read {path}; remove it to test the run again") from error
