@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -27,6 +28,15 @@ class SideThreads(ThreadPoolExecutor):
         super().shutdown(wait, cancel_futures=cancel_futures)
         # What a thread sets is also the default of every thread that PyTorch meets later.
         torch.set_num_threads(torch.get_num_threads())
+
+
+def wait_for(futures: Iterable[Future[Any]]) -> None:
+    """Until each of them is done, has failed or will not begin. For those that the end of their pool cancelled,
+    `concurrent.futures.wait` would wait for ever.
+    """
+    for future in futures:
+        with suppress(CancelledError):
+            future.exception()
 
 
 def _begin() -> None:
@@ -79,9 +89,10 @@ def operator_threads(count: int) -> Iterator[None]:
 
     By 1 while other threads work: a team that waits for work takes a core from those that have some.
     """
-    before = torch.get_num_threads()
+    before, here = torch.get_num_threads(), threading.get_ident()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        if threading.get_ident() == here:  # a generator that is garbage ends in whatever thread collects it
+            torch.set_num_threads(before)

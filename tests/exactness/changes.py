@@ -7,13 +7,14 @@ Made twice, one of the two can be run by PyTorch itself.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import enum
 import functools
 import itertools
 import random
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,52 @@ class Way:
     """Python state that must be the same after each call as after PyTorch's."""
 
 
+Told = tuple[Tensor, dict[str, Tensor], Any, float]
+"""After a call: the loss, the gradients, Python's state, and the next number that `random` gives."""
+
 WAYS: dict[str, Callable[[], Way]] = {}
+REFUSED = {"an_iterator_of_weights": "moves on"}
+"""Ways that are refused, and what the refusal says."""
+
+
+def told(make: Callable[[], Way], call: Callable[[Way], Callable[[], Tensor]], steps: int) -> Iterator[Told]:
+    """What is found after each of so many calls of what `call` makes of a fresh way."""
+    random.seed(11)
+    np.random.seed(12)
+    torch.set_default_dtype(torch.float32)
+    made = make()
+    step = call(made)
+    for index in range(steps):
+        made.model.zero_grad()
+        value = step().detach().clone()
+        gradients = {name: p.grad.clone() for name, p in made.model.named_parameters() if p.grad is not None}
+        yield value, gradients, copy.deepcopy(made.state()), random.random()
+        made.change(index)
+    torch.set_default_dtype(torch.float32)
+
+
+def by_pytorch(image: Tensor, target: Tensor) -> Callable[[Way], Callable[[], Tensor]]:
+    def call(made: Way) -> Callable[[], Tensor]:
+        def step() -> Tensor:
+            value = made.loss(made.model(image[None]), target[None])
+            value.backward()  # type: ignore[no-untyped-call]
+            return value
+
+        return step
+
+    return call
+
+
+def difference(mine: Told, theirs: Told) -> str | None:
+    """What is not as PyTorch has it, None if nothing."""
+    if not torch.allclose(mine[0], theirs[0].to(mine[0].dtype), rtol=1e-12, atol=0):
+        return f"loss {mine[0].item()!r}, not {theirs[0].item()!r}"
+    if mine[1].keys() != theirs[1].keys():
+        return f"gradients of {sorted(mine[1])}, not of {sorted(theirs[1])}"
+    for name, gradient in mine[1].items():
+        if not torch.allclose(gradient, theirs[1][name], rtol=1e-10, atol=1e-13):
+            return f"the gradient of {name}"
+    return None if mine[2:] == theirs[2:] else f"state {mine[2:]}, not {theirs[2:]}"
 
 
 def way(make: Callable[[], Way]) -> Callable[[], Way]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -170,6 +171,31 @@ def test_a_stream_with_workers_is_in_order(two_threads: None) -> None:
     assert {threads for _, threads in found} == {2}  # between the tiles it is the caller's turn
     with torch.no_grad():
         torch.testing.assert_close(gg.compile(model, tile=(16, 16)).forward(image), model(image[None]))
+
+
+def test_a_stream_that_is_garbage_leaves_the_callers_setting(two_threads: None) -> None:
+    """Its inner generators may be closed before the outer ones, and by any thread."""
+    stream = gg.compile(torch.nn.Conv2d(1, 1, 3, padding=1), tile=(16, 16)).stream(torch.rand(1, 50, 70))
+    next(stream)
+    assert any(thread.name.startswith("gigagrad-tile") for thread in threading.enumerate())
+    held: list[Any] = [stream]
+    held.append(held)
+    del stream, held
+    gc.collect()
+    assert torch.get_num_threads() == 2
+    found = []
+
+    def elsewhere() -> None:
+        torch.set_num_threads(1)
+        inside.close()
+        found.append(torch.get_num_threads())
+
+    inside = in_order([0, 1], lambda item: item, TileThreads(2))
+    next(inside)
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [1]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from threading import Semaphore
 from typing import TypeVar
 
-from gigagrad.threads import SideThreads, beside_a_run, operator_threads
+from gigagrad.threads import SideThreads, beside_a_run, operator_threads, wait_for
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -85,4 +85,4 @@ def ahead(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThrea
         for future in waiting:
             future.cancel()
         if not beside_a_run():
-            wait(waiting)
+            wait_for(waiting)

@@ -35,7 +35,7 @@ from gigagrad.plans import Stage, TileGeometry
 from gigagrad.plans.memory import gradient_sum_bytes, largest_block_bytes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.stores import Quantised
-from gigagrad.threads import SideThreads, operator_threads, uninterrupted
+from gigagrad.threads import SideThreads, uninterrupted
 
 Totals = dict[int, torch.Tensor]
 Swept = TypeVar("Swept")
@@ -200,8 +200,11 @@ class Run:
         for index, step in enumerate(self._prepared.plan.passes):
             self._begin(index)
             for piece in self._sweep_forward(self._prepared.stages[step.stage]):
-                with operator_threads(threads):  # what is done with it is the caller's
-                    yield piece
+                within = torch.get_num_threads()
+                torch.set_num_threads(threads)  # what is done with it is the caller's
+                yield piece
+                # Not if it ends here: of generators that are garbage, the outer one may be closed after the inner one.
+                torch.set_num_threads(within)
             self._fields.end(index)
 
     # Sweeps

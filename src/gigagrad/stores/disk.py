@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from math import prod
 from typing import Any
 
@@ -23,6 +23,7 @@ from gigagrad.stores.codecs import Codec
 from gigagrad.stores.scratch import Scratch
 from gigagrad.stores.scratch_file import Rows, page_aligned
 from gigagrad.stores.store import Store
+from gigagrad.threads import wait_for
 
 _crc32: Any = imagecodecs.deflate_crc32  # takes any buffer; its type stubs name only three kinds
 
@@ -92,7 +93,7 @@ class DiskStore(Store):
 
     def close(self) -> None:
         if self._newest is not None:
-            wait([self._newest])
+            wait_for([self._newest])
         self._file.close()
 
     def _update_behind(self, box: Box, crop: torch.Tensor, *, add: bool) -> None:

@@ -15,7 +15,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from gigagrad.bricks import ROWS_AT_ONCE, WRITES_BEHIND
 from gigagrad.errors import StoreError
 from gigagrad.stores.scratch_file import ScratchFile
-from gigagrad.threads import SideThreads, uninterrupted
+from gigagrad.threads import SideThreads, uninterrupted, wait_for
 from gigagrad.units import format_bytes
 
 _OURS = re.compile(r"(gigagrad-\d+-[0-9a-f]{8})(\.lock)?")
@@ -82,7 +82,7 @@ class Scratch:
                 work(row)
             return
         futures = [self._beside.submit(work, row) for row in rows]
-        wait(futures)  # for all: after an error too, whoever asked may close the file
+        wait_for(futures)  # for all: after an error too, whoever asked may close the file
         for future in futures:
             future.result()
 
@@ -90,7 +90,7 @@ class Scratch:
         """Run `work` after everything given earlier."""
         with self._order:
             while len(self._pending) >= WRITES_BEHIND:
-                wait([self._pending.popleft()])
+                wait_for([self._pending.popleft()])
             future = self._writer.submit(work)
             self._pending.append(future)
         return future

@@ -56,16 +56,24 @@ def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
 
 
 def _deviation(builder: Builder, variance: Ref, mean: Ref) -> Ref:
-    """The root; 0 with gradient 0, as PyTorch has it, where a field is constant but for the rounding of its moments."""
+    """The root; 0 with gradient 0, as PyTorch has it, where a field is constant but for the rounding of its moments.
+
+    A variance of NaN is no constant field's.
+    """
     rounding = builder.aten("mul.Scalar", builder.aten("mul.Tensor", mean, mean), 8 * torch.finfo(torch.float64).eps)
-    varies = builder.aten("gt.Tensor", variance, builder.aten("detach.default", rounding))
+    constant = builder.aten("le.Tensor", variance, builder.aten("detach.default", rounding))
+    varies = builder.aten("logical_not.default", constant)
     safe = builder.aten("where.self", varies, variance, builder.aten("ones_like.default", variance))
     zeros = builder.aten("zeros_like.default", variance)
     return builder.aten("where.self", varies, builder.aten("sqrt.default", safe), zeros)
 
 
 def _extreme(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    """amax and amin share their gradient among equal values."""
+    """Equal values share the gradient. Where NaN is the result, those of max and min go to the pixels that hold it, and
+    those of amax and amin are NaN everywhere, as in PyTorch.
+
+    Pixels are chosen, never multiplied by a mask: 0 times an infinite one would be NaN.
+    """
     field: Ref = arguments["self"]
     dims, spatial = spatial_dims(builder, field, arguments.get("dim"))
     if spatial == 0:
@@ -74,27 +82,38 @@ def _extreme(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     upright = builder.aten("neg.default", field) if lowest else field
     detached = builder.aten("detach.default", upright)
     top = builder.reduction(FIELD_MAX, detached, dims, keepdim=True)
-    equal = builder.aten("eq.Tensor", detached, top)
-    chosen = builder.aten("mul.Tensor", field, to_dtype(builder, equal, builder.node(field).dtype))
-    keepdim = bool(arguments.get("keepdim"))
-    total = builder.field_sum(chosen, dims, keepdim=keepdim)
+    spoiled = builder.aten("isnan.default", top)
+    everywhere = op.split(".")[1] in ("amax", "amin")
+    unknown = spoiled if everywhere else builder.aten("isnan.default", detached)
+    equal = builder.aten("logical_or.default", builder.aten("eq.Tensor", detached, top), unknown)
+    total = builder.field_sum(builder.aten("where.ScalarOther", equal, field, 0), dims, keepdim=True)
     # Counted in float64: a float32 cannot hold the number of pixels of a gigapixel image.
-    count = builder.field_sum(to_dtype(builder, equal, torch.float64), dims, keepdim=keepdim)
+    count = builder.field_sum(to_dtype(builder, equal, torch.float64), dims, keepdim=True)
+    if everywhere:
+        count = builder.aten("where.ScalarSelf", spoiled, math.nan, count)
     mean = builder.aten("div.Tensor", to_dtype(builder, total, torch.float64), count)
+    if not arguments.get("keepdim"):
+        kept = [size for dim, size in enumerate(builder.node(field).shape) if dim not in dims]
+        mean = builder.aten("view.default", mean, kept)
     return to_dtype(builder, mean, builder.node(field).dtype)
 
 
 def _first_maximum(builder: Builder, field: Ref) -> Ref:
-    """The maximum of every channel; its gradient goes to the first pixel that has it, as in max pooling."""
+    """The maximum of every channel; its gradient goes to one pixel, as in max pooling: the first that has it, or the
+    last that is NaN.
+    """
     detached = builder.aten("detach.default", field)
     dims = [2, 3]
     top = builder.reduction(FIELD_MAX, detached, dims, keepdim=True)
-    place = builder.aten("neg.default", builder.one("gigagrad.positions", {"like": detached}))
+    position = builder.one("gigagrad.positions", {"like": detached})
+    unknown = builder.aten("isnan.default", detached)
+    later, earlier = builder.aten("add.Scalar", position, 1), builder.aten("neg.default", position)
+    place = builder.aten("where.self", unknown, later, earlier)
     nowhere = builder.constant("gigagrad.nowhere", torch.tensor(-(2**62)))
-    candidates = builder.aten("where.self", builder.aten("eq.Tensor", detached, top), place, nowhere)
-    first = builder.reduction(FIELD_MAX, candidates, dims, keepdim=True)
-    chosen = to_dtype(builder, builder.aten("eq.Tensor", place, first), builder.node(field).dtype)
-    return builder.field_sum(builder.aten("mul.Tensor", field, chosen), dims, keepdim=True)
+    candidate = builder.aten("logical_or.default", builder.aten("eq.Tensor", detached, top), unknown)
+    first = builder.reduction(FIELD_MAX, builder.aten("where.self", candidate, place, nowhere), dims, keepdim=True)
+    chosen = builder.aten("where.ScalarOther", builder.aten("eq.Tensor", place, first), field, 0)
+    return to_dtype(builder, builder.field_sum(chosen, dims, keepdim=True), builder.node(field).dtype)
 
 
 def _adaptive_average(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:

@@ -1,0 +1,327 @@
+"""Runs that end before their end: whatever is raised, wherever, nothing of them stays but the exception.
+
+An exception is kept here with its traceback, as a notebook keeps the last one.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import os
+import sys
+import threading
+import weakref
+from types import CodeType, FrameType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import gigagrad as gg
+from gigagrad import threads
+from gigagrad.errors import ImageError, StoreError, WriteError
+from gigagrad.events import TileDone
+from gigagrad.execution import run as running
+from gigagrad.execution.fields import Fields
+from gigagrad.execution.sources import Source
+from gigagrad.stores import HostStore, Scratch
+from gigagrad.stores.scratch import _Place
+from tests.execution.normed import Net, dice
+
+linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not tell what a process holds")
+
+
+class Watched:
+    """What a process holds, and an engine whose runs must leave it so."""
+
+    def __init__(self, scratch, tier):
+        torch.manual_seed(0)
+        self.scratch, self.model = scratch, Net()
+        self.pair = torch.rand(3, 46, 38), (torch.rand(1, 46, 38) > 0.5).float()
+        first = gg.compile(self.model, dice, tile=(24, 20))
+        first.plan(*self.pair)
+        state = first.state_dict()
+        for choice in state["choices"].values():
+            choice["workers"], choice["memory_format"] = 2, "channels_last"
+            choice["kept"] = [[node, tier] for node, _ in choice["kept"]]
+        self.engine = gg.compile(self.model, dice, tile=(24, 20), scratch=scratch)
+        self.engine.load_state_dict(state)
+        self.predictor = gg.compile(self.model, tile=(24, 20))
+        self.expected = self.gradients()
+        list(self.predictor.stream(self.pair[0]))
+        self.before = self.held()
+
+    def gradients(self):
+        for module in self.model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.reset_running_stats()
+        self.model.zero_grad()
+        self.engine.backward(*self.pair)
+        found = [p.grad for p in self.model.parameters()]
+        for p in self.model.parameters():
+            p.grad = torch.ones_like(p)
+        return found
+
+    def held(self):
+        return SimpleNamespace(
+            descriptors=len(os.listdir("/proc/self/fd")),
+            files=sorted(str(path) for path in self.scratch.rglob("*")),
+            threads={thread for thread in threading.enumerate() if thread.name.startswith("gigagrad")},
+            settings=(torch.get_num_threads(), torch.is_grad_enabled()),
+        )
+
+    def check(self):
+        """Nothing stays of a run that was to end early, and the next one is as if there had been none."""
+        assert self.held() == self.before
+        assert all(bool((p.grad == 1).all()) for p in self.model.parameters())
+        for ours, theirs in zip(self.gradients(), self.expected, strict=True):
+            assert torch.equal(ours, theirs)
+        assert self.held() == self.before
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    return Watched(tmp_path_factory.mktemp("scratch"), "disk")
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory):
+    return Watched(tmp_path_factory.mktemp("unused"), "memory")
+
+
+ERRORS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), StoreError("a store failed")]
+
+
+def failing(original, error, after):
+    """The same, until it has been called so often."""
+    calls = []
+
+    def call(*given, **named):
+        calls.append(1)
+        if len(calls) > after:
+            raise error
+        return original(*given, **named)
+
+    return call
+
+
+PLACES = [
+    (os, "pwrite", 3),
+    (os, "preadv", 3),
+    (os, "posix_fallocate", 2),
+    (Source, "read", 2),
+    (running.StageProgram, "run", 5),
+    (Fields, "begin", 2),
+    (Fields, "end", 2),
+    (running.Run, "_report", 7),
+    (running.Tape, "pull", 1),
+]
+
+
+@linux
+@pytest.mark.parametrize(("owner", "name", "after"), PLACES, ids=[name for _, name, _ in PLACES])
+@pytest.mark.parametrize("error", ERRORS, ids=[type(error).__name__ for error in ERRORS])
+def test_whatever_is_raised_wherever_nothing_stays(watched, monkeypatch, owner, name, after, error):
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing(getattr(owner, name), error, after))
+        with pytest.raises((type(error), StoreError)) as kept:
+            watched.engine.backward(*watched.pair)
+    watched.check()
+    del kept
+
+
+@linux
+def test_files_go_before_the_traceback_does(watched, monkeypatch):
+    """Many runs that failed, all of their tracebacks held."""
+    kept = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Fields, "end", failing(Fields.end, MemoryError(), 0))
+        for _ in range(5):
+            try:
+                watched.engine.backward(*watched.pair)
+            except MemoryError as error:
+                kept.append(error)
+    assert len(kept) == 5
+    watched.check()
+
+
+def test_fields_in_memory_go_before_the_traceback_does(in_memory, monkeypatch):
+    """They are shared by the crops that frames in the traceback have at hand."""
+    fields = []
+    made = HostStore.__init__
+
+    def noted(self, *given, **named):
+        made(self, *given, **named)
+        fields.append(weakref.ref(self._tensor.untyped_storage()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostStore, "__init__", noted)
+        patch.setattr(running.torch.autograd, "grad", failing(torch.autograd.grad, MemoryError(), 3))
+        with pytest.raises(MemoryError) as kept:
+            in_memory.engine.backward(*in_memory.pair)
+    assert len(fields) > 2
+    gc.collect()
+    assert [field() for field in fields if field() is not None] == []
+    assert kept.tb is not None
+    in_memory.check()
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt in these functions, the n-th time that the interpreter looks for signals there: as a
+    function begins, as a loop goes round, and after a call.
+    """
+
+    def __init__(self, codes: set[CodeType], at: int) -> None:
+        self.left = at
+        self._names = {code: {i.offset: i.opname for i in dis.get_instructions(code)} for code in codes}
+        self._last = ""
+
+    def __enter__(self):
+        sys.settrace(self._call)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: object):
+        if frame.f_code not in self._names:
+            return None
+        frame.f_trace_opcodes = True
+        return self._instruction
+
+    def _instruction(self, frame: FrameType, event: str, arg: object):
+        if event == "opcode":
+            name = self._names[frame.f_code].get(frame.f_lasti, "")
+            looks = name in ("RESUME", "JUMP_BACKWARD") or self._last.startswith("CALL")
+            self._last = name
+            self.left -= looks
+            if looks and self.left == 0:
+                raise KeyboardInterrupt
+        return self._instruction
+
+
+OPENING_AND_CLOSING = {
+    function.__code__
+    for function in (
+        running.Run.__enter__,
+        running.Run.__exit__,
+        running.Run.close,
+        running.Run._close,
+        Fields.open,
+        Fields.close,
+        Scratch.__init__,
+        Scratch.create,
+        Scratch.close,
+        _Place.open,
+        _Place._claimed,
+        _Place.create,
+        _Place.close,
+        threads.uninterrupted,
+    )
+}
+
+
+@linux
+def test_an_interrupt_anywhere_in_opening_and_closing_leaves_nothing(watched):
+    counting = Interrupt(OPENING_AND_CLOSING, -1)
+    with counting:
+        watched.gradients()
+    assert (count := -1 - counting.left) > 50
+    for at in range(1, count + 1):
+        for p in watched.model.parameters():
+            p.grad = torch.ones_like(p)
+        with pytest.raises(KeyboardInterrupt) as kept, Interrupt(OPENING_AND_CLOSING, at):
+            watched.engine.backward(*watched.pair)
+        for thread in threading.enumerate():
+            if thread.name == "gigagrad-close":  # an interrupt ends the waiting for it
+                thread.join(60)
+        assert watched.held() == watched.before, f"{at} of {count}"
+        assert all(bool((p.grad == 1).all()) for p in watched.model.parameters())
+        del kept
+    watched.check()
+
+
+@linux
+def test_streams_that_are_dropped_or_closed_or_never_begun_leave_nothing(watched):
+    stream, image = watched.predictor.stream, watched.pair[0]
+    for _ in stream(image):
+        break
+    watched.check()
+    begun, never, closed = stream(image), stream(image), stream(image)
+    next(begun), next(closed)
+    assert watched.held() != watched.before
+    closed.close()
+    del begun, never
+    watched.check()
+
+
+@linux
+def test_a_stream_that_its_own_reading_thread_collects_leaves_nothing(watched, monkeypatch):
+    """Garbage is collected in whatever thread makes some. It must not wait for itself."""
+    holder = SimpleNamespace(stream=gg.compile(nn.Conv2d(3, 1, 3), tile=(8, 8)).stream(watched.pair[0]))
+    holder.itself = holder
+    read, begun, dropped, collected = Source.read, [], threading.Event(), threading.Event()
+
+    def reading(self, box):
+        begun.append(box)
+        if len(begun) == 6:
+            assert dropped.wait(60)
+            gc.collect()
+            collected.set()
+        return read(self, box)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "read", reading)
+        gc.disable()
+        try:
+            for _ in range(4):  # two more are read ahead
+                next(holder.stream)
+            del holder
+            dropped.set()
+            assert collected.wait(60)
+        finally:
+            gc.enable()
+    for thread in threading.enumerate():
+        if thread.name.startswith("gigagrad"):
+            thread.join(60)
+    watched.check()
+
+
+@linux
+def test_a_file_that_cannot_be_written_ends_the_run(watched, monkeypatch, tmp_path):
+    import imagecodecs
+
+    for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
+        with monkeypatch.context() as patch:
+            patch.setattr(imagecodecs, "deflate_encode", failing(imagecodecs.deflate_encode, error, 0))
+            with pytest.raises((WriteError, KeyboardInterrupt)) as kept:
+                watched.predictor.forward(watched.pair[0], out=tmp_path / "out.tif")
+        assert not list(tmp_path.iterdir())
+        watched.check()
+        del kept
+
+
+@linux
+def test_an_image_that_fails_ends_the_stream(watched, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "read", failing(Source.read, ImageError("the file is corrupt there"), 1))
+        stream = watched.predictor.stream(watched.pair[0])
+        with pytest.raises(ImageError) as kept:
+            list(stream)
+    watched.check()
+    del kept
+
+
+@linux
+def test_a_listener_that_fails_ends_the_run(watched):
+    failed = []
+
+    def fail(event):
+        if isinstance(event, TileDone) and event.done == 5 and not failed:
+            failed.append(event)
+            raise RuntimeError("the listener's own")
+
+    watched.engine.events.subscribe(fail)
+    with pytest.raises(RuntimeError, match="the listener's own") as kept:
+        watched.engine.backward(*watched.pair)
+    watched.check()
+    del kept
