@@ -94,7 +94,8 @@ def test_what_whole_field_operators_read_may_lie_in_files(pair, tmp_path, monkey
 
 
 def test_a_full_scratch_folder_is_what_the_refusal_tells_of(pair, tmp_path):
-    with pytest.raises(BudgetError, match=r"keeps in scratch files take .*, there is room for 10 B; make room in") as no:
+    told = r"keeps in scratch files take .*, there is room for 10 B; make room in"
+    with pytest.raises(BudgetError, match=told) as no:
         step(pair, ["disk"], scratch=tmp_path, scratch_bytes=10)
     assert "the budget is" not in str(no.value)
     assert not list(tmp_path.iterdir())

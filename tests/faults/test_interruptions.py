@@ -23,6 +23,7 @@ from gigagrad.errors import ImageError, StoreError, WriteError
 from gigagrad.events import TileDone
 from gigagrad.execution import run as running
 from gigagrad.execution.fields import Fields
+from gigagrad.execution.parallel import ahead
 from gigagrad.execution.sources import Source
 from gigagrad.stores import HostStore, Scratch
 from gigagrad.stores.scratch import _Place
@@ -225,7 +226,8 @@ def test_an_interrupt_anywhere_in_opening_and_closing_leaves_nothing(watched):
     counting = Interrupt(OPENING_AND_CLOSING, -1)
     with counting:
         watched.gradients()
-    assert (count := -1 - counting.left) > 50
+    count = -1 - counting.left
+    assert count > 50
     for at in range(1, count + 1):
         for p in watched.model.parameters():
             p.grad = torch.ones_like(p)
@@ -284,6 +286,25 @@ def test_a_stream_that_its_own_reading_thread_collects_leaves_nothing(watched, m
         if thread.name.startswith("gigagrad"):
             thread.join(60)
     watched.check()
+
+
+def test_what_is_read_ahead_is_not_waited_for_once_its_thread_has_ended():
+    """As when the traceback of an error outlives the run: what was never begun will never be done."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work(item):
+        if item:
+            begun.set()
+            assert go_on.wait(60)
+        return item
+
+    with threads.SideThreads(1, "gigagrad-read") as pool:
+        results = ahead(range(9), work, pool, 3)
+        assert next(results) == 0
+        assert begun.wait(60)
+        threading.Timer(0.1, go_on.set).start()
+        pool.shutdown(cancel_futures=True)
+        results.close()
 
 
 @linux

@@ -97,7 +97,11 @@ def generator():
     yield from range(5)
 
 
-@pytest.mark.parametrize("made", [itertools.count(), iter([1, 2]), generator(), iter(range(3))], ids=str)
+@pytest.mark.parametrize(
+    "made",
+    [itertools.count(), iter([1, 2]), generator(), iter(range(3))],
+    ids=["count", "list", "generator", "range"],
+)
 def test_an_iterator_that_moves_on_is_seen(made):
     place = IteratorPlace(made, "")
     assert not place.restorable

@@ -273,6 +273,25 @@ def test_nothing_remains_after_a_run(tmp_path, monkeypatch):
         stores[1].close()
 
 
+def test_what_waits_to_be_written_is_not_waited_for(scratch, monkeypatch):
+    """Neither the crops behind nor other rows of the one that is at hand, nor when the store is closed after that."""
+    written, begun, go_on = os.pwrite, threading.Event(), threading.Event()
+
+    def slowly(*given):
+        begun.set()
+        assert go_on.wait(60)
+        return written(*given)
+
+    monkeypatch.setattr(os, "pwrite", slowly)
+    kept = store(scratch, (1, 3, 1500, 170))
+    kept.write(Box.whole(1500, 170), torch.ones(1, 3, 1500, 170))
+    kept.write(Box.whole(1500, 170), torch.ones(1, 3, 1500, 170))
+    assert begun.wait(60)
+    threading.Timer(0.1, go_on.set).start()
+    scratch.close()
+    kept.close()
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not tell which files are open")
 def test_nothing_remains_of_a_scratch_that_nobody_closed(tmp_path):
     scratch = Scratch(tmp_path, 0)

@@ -37,8 +37,41 @@ def field_max(field: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tens
 
 
 def field_bins(field: torch.Tensor, dims: list[int], weights_y: torch.Tensor, weights_x: torch.Tensor) -> torch.Tensor:
-    """Weighted sums over the bins of a grid: `(..., h, w)` with weights `(bins, h)` and `(bins, w)`."""
-    return weights_y.to(field.dtype) @ field @ weights_x.to(field.dtype).T
+    """Weighted sums over the bins of a grid: `(..., h, w)` with weights `(bins, h)` and `(bins, w)`.
+
+    Every bin is a span of pixels, and what has no weight there is left out: 0 times an infinite value would be NaN.
+    """
+    rows: torch.Tensor = _Bins.apply(field, weights_y, -2)  # type: ignore[no-untyped-call]
+    bins: torch.Tensor = _Bins.apply(rows, weights_x, -1)  # type: ignore[no-untyped-call]
+    return bins
+
+
+class _Bins(torch.autograd.Function):
+    """Sums along one axis with weights `(bins, length)`, each bin's equal on one span and 0 elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, field: torch.Tensor, weights: torch.Tensor, axis: int) -> torch.Tensor:
+        result = field.new_zeros([len(weights) if dim - field.ndim == axis else n for dim, n in enumerate(field.shape)])
+        if field.device.type == "meta":
+            return result
+        ctx.length, ctx.axis = field.shape[axis], axis
+        ctx.spans = []
+        for bin_, row in enumerate(weights.cpu()):
+            inside = row.nonzero()
+            if len(inside):
+                start, weight = int(inside[0]), float(row[inside[0]])
+                ctx.spans.append((bin_, start, len(inside), weight))
+                result.select(axis, bin_).copy_(field.narrow(axis, start, len(inside)).sum(axis)).mul_(weight)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        given, axis = cotangents[0], ctx.axis
+        shape = [ctx.length if dim - given.ndim == axis else size for dim, size in enumerate(given.shape)]
+        gradient = given.new_zeros(shape)
+        for bin_, start, length, weight in ctx.spans:
+            gradient.narrow(axis, start, length).add_(given.narrow(axis, bin_, 1), alpha=weight)
+        return gradient, None, None
 
 
 def gather(field: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,9 @@ def _taps(resize: Resize, out: Span) -> tuple[torch.Tensor, torch.Tensor]:
         source = source.clamp(min=0)
         first = source.floor().clamp(max=resize.size - 1)
         part = (source - first).clamp(0, 1)
-        offsets, weights = (0, 1), torch.stack([1 - part, part])
+        # Of equal sizes the second neighbour is the first again: 0 times an infinite one would be NaN.
+        offsets = (0, 0 if resize.size == resize.out_size else 1)
+        weights = torch.stack([1 - part, part])
     else:
         first = source.floor()
         part = source - first
@@ -161,7 +163,7 @@ class Resampling(Row):
         assert inside is not None
         pixels = max(out_pixels, inside[0].length * inside[1].length)
         wider = max(1, 4 // call.node.dtype.itemsize) if taps > 1 else 1
-        return (taps + (2 if bilinear else 3)) * wider * call.node.bytes_per_pixel * pixels
+        return (taps + 3) * wider * call.node.bytes_per_pixel * pixels
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         resizes = self._resizes(call)
@@ -193,8 +195,7 @@ class Resampling(Row):
         parts = [select(crop_NCHW, axis - 2, tap) for tap in index]
         if len(parts) == 1:
             return parts[0]
-        if len(parts) == 2:
-            return torch.lerp(parts[0], parts[1], weights[1])
+        # Not as a step from one to the next: infinite minus infinite would be NaN where PyTorch adds their shares.
         total = parts[0] * weights[0]
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             total = torch.addcmul(total, part, weight)

@@ -272,20 +272,30 @@ class Pooling(WindowRow):
 
 
 class MaxPooling(Pooling):
-    """2-D max pooling, ceil_mode included: whatever the border cuts can never be the maximum."""
+    """2-D max pooling, ceil_mode included: whatever the border cuts can never be the maximum.
+
+    Of equal values the first counts. So a window of -inf must not begin with padding of ours: before the image the
+    operator pads by itself, and what it then pools beyond the tile is cut off.
+    """
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         x_NCHW = arguments["self"]
-        pads = self.missing(call, site)
-        if any(pads):
-            x_NCHW = fit(x_NCHW, pads, value=-torch.inf)
+        left, right, top, bottom = self.missing(call, site)
+        after = [0, max(0, right - left), 0, max(0, bottom - top)]
+        if any(after):
+            x_NCHW = fit(x_NCHW, after, value=-torch.inf)
         windows = [self.window(call, axis) for axis in (0, 1)]
-        return F.max_pool2d(
+        pooled = F.max_pool2d(
             x_NCHW,
             [w.kernel for w in windows],
             [w.stride for w in windows],
+            padding=(top, left),
             dilation=[w.dilation for w in windows],
         )
+        for axis, span in enumerate(site.out):
+            if pooled.shape[2 + axis] != span.length:
+                pooled = pooled.narrow(2 + axis, 0, span.length)
+        return pooled
 
 
 class AveragePooling(Pooling):
