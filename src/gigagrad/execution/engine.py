@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_unflatten
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ModelError, TargetError
-from gigagrad.events import Events, StepMeasured
+from gigagrad.events import Events, Notice, StepMeasured
 from gigagrad.execution.allocator import settle_allocator
 from gigagrad.execution.assemble import assemble
 from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.captures import Captures
+from gigagrad.execution.cotangent_unit import MOST_OVERFLOWS, CotangentOverflow
 from gigagrad.execution.planner import Planner, Survey
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.process import peak_bytes
@@ -69,7 +70,8 @@ def compile(
         device: where tiles are computed. The model may stay where it is.
         precision: `"bfloat16"` or `"float16"` as autocast would, `"float32"` or `"float64"` as if the model and the
             image were cast; None: the model's own dtype. Sums over tiles are in float64 in any case, and gradients come
-            in their parameters' dtypes.
+            in their parameters' dtypes. In float16 no loss needs scaling: what would be too small on its way back is
+            scaled inside, by a power of two that is taken out again (docs/math.md).
         scratch: an existing folder, on a fast disk, for the fields that do not fit in `memory`: in a folder of this
             run's own, which goes when the run ends. Without it such fields are computed again.
         scratch_bytes: the most that these files may take; None: what is free.
@@ -149,6 +151,8 @@ class Engine:
             optimizer=optimizer,
         )
         self.last_run: StepMeasured | None = None
+        self._overflows = 0
+        """What runs in float16 have learned of the size of their cotangents."""
         self._errors = RunningErrors()
 
     @property
@@ -292,16 +296,29 @@ class Engine:
 
     def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run, Graph]:
         """A finished run of a graph whose output is no image."""
-        with (
-            self._measured(phase, sources) as (prepared, captured, more),
-            self._random(),
-            Run(prepared, sources, self._stored(prepared.graph), self.events, backward=phase == "backward") as run,
-            closing(run),
-        ):
-            run.run()
+        with self._measured(phase, sources) as (prepared, captured, more), self._random():
+            for overflows in range(self._overflows, MOST_OVERFLOWS + 1):
+                try:
+                    run = self._attempt(prepared, sources, backward=phase == "backward", overflows=overflows)
+                    break
+                except CotangentOverflow:
+                    told = "a gradient left the range of float16; the step begins anew, with smaller cotangents inside"
+                    self.events.emit(Notice(told))
+            if all(gradient.isfinite().all() for gradient in run.gradients.values()):
+                self._overflows = overflows
             more["gradient_error"] = self._gradient_error(run, prepared.graph)
         self._leave_state(run, captured)
         return run, prepared.graph
+
+    def _attempt(self, prepared: Prepared, sources: dict[str, Source], *, backward: bool, overflows: int) -> Run:
+        """A finished run. Raises CotangentOverflow."""
+        stored = self._stored(prepared.graph)
+        with (
+            Run(prepared, sources, stored, self.events, backward=backward, overflows=overflows) as run,
+            closing(run),
+        ):
+            run.run()
+        return run
 
     @contextmanager
     def _random(self) -> Iterator[None]:

@@ -76,7 +76,7 @@ class Fields:
                 continue
             store = (self.cotangents if life.cotangent else self.kept).pop(life.field)
             if life.cotangent and node.op == SCATTER:
-                self._tape.give(node.operands[0], store.whole())
+                self._tape.give(node.operands[0], self._tape.unit.out_of(store.whole()))
             store.close()
 
     def _store(self, life: Lifetime) -> Store:

@@ -12,8 +12,9 @@ Tiles run in a fixed order and sums are in float64, so that two runs of one plan
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_unflatten
 from gigagrad.boxes import Box
 from gigagrad.events import Events, Notice, TileDone
 from gigagrad.execution.allocator import Trimmer
+from gigagrad.execution.cotangent_unit import multiplied
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.parallel import TileThreads, in_order
 from gigagrad.execution.prepared import Prepared
@@ -30,7 +32,7 @@ from gigagrad.execution.sources import Source, read_ahead
 from gigagrad.execution.tape import Tape, Values, add
 from gigagrad.execution.tile import StageProgram, TileInputs
 from gigagrad.execution.tracebacks import empty_frames
-from gigagrad.graphs import FIELD_MAX, GATHER
+from gigagrad.graphs import FIELD_BINS, FIELD_MAX, GATHER
 from gigagrad.plans import Stage, TileGeometry
 from gigagrad.plans.memory import gradient_sum_bytes, largest_block_bytes
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
@@ -56,6 +58,7 @@ class Run:
         events: Events,
         *,
         backward: bool,
+        overflows: int = 0,
     ) -> None:
         self._prepared = prepared
         self._graph = prepared.graph
@@ -64,7 +67,9 @@ class Run:
         self._closing = threading.Lock()
         self._threads, self._with_grad = torch.get_num_threads(), torch.is_grad_enabled()
         plan = prepared.plan
-        self._tape = Tape(prepared.graph, {field.node for field in plan.kept}, prepared.device, backward=backward)
+        kept = {field.node for field in plan.kept}
+        self._tape = Tape(prepared.graph, kept, prepared.device, backward=backward, overflows=overflows)
+        self._unit = self._tape.unit
         self._fields = Fields(prepared, sources, self._tape)
         roundings = self._fields.roundings.items()
         self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
@@ -157,7 +162,7 @@ class Run:
                     if whole is not None:
                         gradient = whole if gradient is None else gradient + whole
                 if gradient is not None:
-                    found[node.arguments["name"]] = gradient
+                    found[node.arguments["name"]] = self._unit.out_of(gradient).to(gradient.dtype)
         return found
 
     @property
@@ -172,7 +177,10 @@ class Run:
         return {name: self._tape.values[node].detach() for name, node in self._graph.updates.items()}
 
     def run(self) -> None:
-        """Every pass of the plan (of a plan that delivers no field: see `stream`). Raises StoreError."""
+        """Every pass of the plan (of a plan that delivers no field: see `stream`).
+
+        Raises StoreError, and CotangentOverflow if the run should begin anew.
+        """
         started = False
         for index, step in enumerate(self._prepared.plan.passes):
             stage = self._prepared.stages[step.stage]
@@ -193,6 +201,7 @@ class Run:
             if not started:
                 self._tape.start()
             self._pull(0)
+            self._check((*self.gradients.values(), *self.input_gradients.values()))
 
     def stream(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """The boxes and crops of the output field, tile by tile in row-major order."""
@@ -243,6 +252,7 @@ class Run:
             cotangents = {varying[0]: torch.ones(node.shape, dtype=node.dtype, device=self._prepared.device)}
         totals = self._sweep_gradients(stage, cotangents, merge=True)
         self._finish(stage)
+        self._check(totals.values())
         self._tape.start()
         if rule is Cotangents.SCALED:
             self._pull(self._tape.level_of(stage))
@@ -266,7 +276,9 @@ class Run:
                 if whole is not None:
                     node = self._graph[field]
                     self._fields.cotangents[field].add(Box.whole(node.size(0), node.size(1)), whole)
-        self._give(self._sweep_gradients(stage, cotangents, merge=False))
+        totals = self._sweep_gradients(stage, cotangents, merge=False)
+        self._check(totals.values())
+        self._give(totals)
 
     def _sweep_gradients(self, stage: Stage, cotangents: Values, *, merge: bool) -> Totals:
         """The vector-Jacobian products of all tiles. Returns the sums of the global values' shares."""
@@ -275,6 +287,8 @@ class Run:
         leaves = [i for i in stage.globals if self._graph[i].differentiable]
         fields = [i for i in stage.reads if i in self._fields.cotangents]
         gains = error_gains(self._graph, stage, self._quantised, boundary)
+        self._settle(stage, cotangents)
+        cotangents = {i: multiplied(cotangent, self._unit.times) for i, cotangent in cotangents.items()}
 
         def work(item: tuple[TileGeometry, TileInputs]) -> tuple[TileGeometry, Values, Values, Values, Watch]:
             tile, inputs = item
@@ -311,7 +325,28 @@ class Run:
             self._report("backward")
         for field in fields:
             self._fields.cotangents[field].flush()
+        if self._unit.times != 1:
+            for total in totals.values():
+                total.div_(self._unit.times)
+            self._rounding_errors.scale(stage.fields, 1 / self._unit.times)
         return totals
+
+    def _settle(self, stage: Stage, cotangents: Values) -> None:
+        """The unit of cotangents in float16, by those that enter fields now and the pixels of a tile that sum them."""
+        if not cotangents or not self._unit.is_needed:
+            return
+        tile, pixels, entering = self._prepared.grid(stage)[0], 1, []
+        for i, cotangent in cotangents.items():
+            reduction, field = self._graph[i], self._graph[self._graph[i].operands[0]]
+            pixels = max(pixels, tile.wanted(field.id).area)
+            # A bin is an average of pixels: each of them gets a share of its cotangent.
+            share = prod(reduction.shape) / prod(field.shape) if reduction.op == FIELD_BINS else 1
+            entering.append(multiplied(cotangent, share))
+        self._unit.settle(entering, pixels=pixels)
+
+    def _check(self, gradients: Iterable[torch.Tensor]) -> None:
+        if self.output.isfinite().all():
+            self._unit.check(gradients)
 
     def _pull(self, level: int) -> None:
         """Pull back on the tape; the gradients of what whole-field operators read are new, all at once."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from gigagrad.execution.cotangent_unit import CotangentUnit, multiplied
 from gigagrad.graphs import GATHER, Graph
 from gigagrad.graphs.graph import substitute
 from gigagrad.graphs.operators import call as call_operator
@@ -30,10 +31,13 @@ def add(sums: Values, key: int, value: torch.Tensor, dtype: torch.dtype = torch.
 class Tape:
     """Values by node id; `backward` says whether a tape is kept at all."""
 
-    def __init__(self, graph: Graph, kept: set[int], device: torch.device, *, backward: bool) -> None:
+    def __init__(
+        self, graph: Graph, kept: set[int], device: torch.device, *, backward: bool, overflows: int = 0
+    ) -> None:
         self.graph = graph
         self.device = device
         self.backward = backward
+        self.unit = CotangentUnit(graph, overflows)
         self.values: Values = {}
         self.gradients: Values = {}
         """The parameters' gradients by node: sums over a stage's tiles, which are in float64, rounded and added up."""
@@ -94,7 +98,8 @@ class Tape:
         if not arrived:
             return
         outputs = [self.values[i] for i in arrived]
-        cotangents = [self._pending.pop(i).to(self.values[i].dtype) for i in arrived]
+        times = self.unit.within(self._pending[i] for i in arrived)
+        cotangents = [multiplied(self._pending.pop(i), times).to(self.values[i].dtype) for i in arrived]
         leaves = [self.values[i] for i in self._leaves]
         found = list(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True))
         found.reverse()
@@ -103,9 +108,9 @@ class Tape:
             if gradient is None:
                 continue
             if self.graph[i].op == "parameter":
-                self._add_gradient(i, gradient)
+                self._add_gradient(i, gradient, times)
             else:
-                self._receive(i, gradient)
+                self._receive(i, gradient, times)
 
     @property
     def coming_bytes(self) -> int:
@@ -118,7 +123,7 @@ class Tape:
         return max(self._level[i] for i in stage.targets(self.graph)) + 1
 
     def cotangent(self, leaf: int) -> torch.Tensor | None:
-        """What has arrived at a reduction or a gathered field; None if nothing has."""
+        """What has arrived at a reduction or, in the fields' unit, at a gathered field; None if nothing has."""
         return self._cotangents.get(leaf)
 
     def constant_cotangents(self, stage: Stage) -> Values:
@@ -140,12 +145,19 @@ class Tape:
             for i, gradient in zip(varying, gradients, strict=True)
         }
 
-    def _add_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
+    def _add_gradient(self, parameter: int, gradient: torch.Tensor, times: float = 1) -> None:
+        """`gradient` is so many times as large as the true one."""
         dtype = self.graph[parameter].dtype
-        add(self.gradients, parameter, gradient, dtype if dtype.itemsize >= 4 else torch.float32)
+        dtype = dtype if dtype.itemsize >= 4 else torch.float32
+        add(self.gradients, parameter, gradient if times == 1 else gradient.to(dtype) / times, dtype)
 
-    def _receive(self, leaf: int, cotangent: torch.Tensor) -> None:
+    def _receive(self, leaf: int, cotangent: torch.Tensor, times: float = 1) -> None:
+        """`cotangent` is so many times as large as the true one."""
         known = self._cotangents.get(leaf)
+        if self.graph[leaf].op == GATHER:
+            self.unit.settle([cotangent], times)
+            times /= self.unit.times
+        cotangent = multiplied(cotangent, 1 / times)
         value = cotangent.detach().to(self.values[leaf].dtype)
         self._cotangents[leaf] = value if known is None else known + value
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from gigagrad.graphs.statistics import moments, normalise
+
+_HALVES: Final = frozenset({torch.float16, torch.bfloat16})
+_AT_ONCE: Final = 2**20
+"""Values of a half precision that are copied at once where they are summed in float32."""
 
 
 def class_weights(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
@@ -27,8 +31,37 @@ def class_weights(target: torch.Tensor, weight: torch.Tensor | None, ignore_inde
 
 
 def field_sum(field: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """The sum of a field (or of a crop: a partial sum) over `dims`, which include both spatial axes."""
-    return torch.sum(field, dim=dims, keepdim=keepdim)
+    """The sum of a field (or of a crop: a partial sum) over `dims`, which include both spatial axes.
+
+    Of a half precision in float32: the sum of a gigapixel has more digits, and in float16 more range, than its pixels.
+    """
+    if field.dtype not in _HALVES:
+        return torch.sum(field, dim=dims, keepdim=keepdim)
+    total: torch.Tensor = _WideSum.apply(field, dims)  # type: ignore[no-untyped-call]
+    return total if keepdim else total.squeeze(dims)
+
+
+class _WideSum(torch.autograd.Function):
+    """Sums of half precisions in float32, the summed axes kept."""
+
+    @staticmethod
+    def forward(ctx: Any, field: torch.Tensor, dims: list[int]) -> torch.Tensor:
+        ctx.shape, ctx.dtype = field.shape, field.dtype
+        if field.device.type == "meta":
+            return torch.sum(field, dims, keepdim=True, dtype=torch.float32)
+        return _wide_sum(field, dims)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return cotangents[0].to(ctx.dtype).expand(ctx.shape), None
+
+
+def _wide_sum(field: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """A part at a time, as PyTorch copies what it sums in another dtype."""
+    longest = max(dims, key=field.size)
+    at_once = max(1, _AT_ONCE * field.size(longest) // max(field.numel(), 1))
+    parts = field.split(at_once, longest)
+    return torch.stack([torch.sum(part, dims, keepdim=True, dtype=torch.float32) for part in parts]).sum(0)
 
 
 def field_max(field: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
@@ -47,26 +80,32 @@ def field_bins(field: torch.Tensor, dims: list[int], weights_y: torch.Tensor, we
 
 
 class _Bins(torch.autograd.Function):
-    """Sums along one axis with weights `(bins, length)`, each bin's equal on one span and 0 elsewhere."""
+    """Sums along one axis with weights `(bins, length)`, each bin's equal on one span and 0 elsewhere; of half precisions
+    in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, field: torch.Tensor, weights: torch.Tensor, axis: int) -> torch.Tensor:
-        result = field.new_zeros([len(weights) if dim - field.ndim == axis else n for dim, n in enumerate(field.shape)])
+        shape = [len(weights) if dim - field.ndim == axis else n for dim, n in enumerate(field.shape)]
+        wide = field.dtype in _HALVES
+        result = field.new_zeros(shape, dtype=torch.float32 if wide else field.dtype)
         if field.device.type == "meta":
             return result
-        ctx.length, ctx.axis = field.shape[axis], axis
+        ctx.length, ctx.axis, ctx.dtype = field.shape[axis], axis, field.dtype
         ctx.spans = []
         for bin_, row in enumerate(weights.cpu()):
             inside = row.nonzero()
             if len(inside):
                 start, weight = int(inside[0]), float(row[inside[0]])
                 ctx.spans.append((bin_, start, len(inside), weight))
-                result.select(axis, bin_).copy_(field.narrow(axis, start, len(inside)).sum(axis)).mul_(weight)
+                span = field.narrow(axis, start, len(inside))
+                total = _wide_sum(span, [axis % field.ndim]).squeeze(axis) if wide else span.sum(axis)
+                result.select(axis, bin_).copy_(total).mul_(weight)
         return result
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        given, axis = cotangents[0], ctx.axis
+        given, axis = cotangents[0].to(ctx.dtype), ctx.axis
         shape = [ctx.length if dim - given.ndim == axis else size for dim, size in enumerate(given.shape)]
         gradient = given.new_zeros(shape)
         for bin_, start, length, weight in ctx.spans:

@@ -27,9 +27,10 @@ def _sum(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     if spatial == 0:
         return builder.one(op, arguments)
     total = builder.field_sum(field, dims, keepdim=bool(arguments.get("keepdim")))
-    if "mean" not in op:
-        return total
-    return builder.aten("div.Tensor", total, math.prod(builder.node(field).shape[dim] for dim in dims))
+    node = builder.node(field)
+    if "mean" in op:
+        total = builder.aten("div.Tensor", total, math.prod(node.shape[dim] for dim in dims))
+    return to_dtype(builder, total, node.dtype)
 
 
 def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
@@ -123,10 +124,11 @@ def _adaptive_average(builder: Builder, op: str, arguments: dict[str, Any]) -> R
         return _sum(builder, "aten.mean.dim", {"self": field, "dim": [-2, -1], "keepdim": True, "dtype": None})
     *_, height, width = require_nchw(builder, field)
     weights = [
-        builder.constant(f"gigagrad.bins.{bins}.{size}", _bin_weights(bins, size))
-        for bins, size in zip(arguments["output_size"], (height, width), strict=True)
+        builder.constant(f"gigagrad.bins.{count}.{size}", _bin_weights(count, size))
+        for count, size in zip(arguments["output_size"], (height, width), strict=True)
     ]
-    return builder.reduction(FIELD_BINS, field, [2, 3], weights_y=weights[0], weights_x=weights[1])
+    bins = builder.reduction(FIELD_BINS, field, [2, 3], weights_y=weights[0], weights_x=weights[1])
+    return to_dtype(builder, bins, builder.node(field).dtype)
 
 
 def _bin_weights(bins: int, size: int) -> torch.Tensor:
@@ -147,9 +149,10 @@ def _adaptive_maximum(builder: Builder, op: str, arguments: dict[str, Any]) -> A
 
 def _reduced(builder: Builder, pixels: Ref, reduction: int) -> Ref:
     total = builder.field_sum(pixels)
-    if reduction != _MEAN:
-        return total
-    return builder.aten("div.Tensor", total, math.prod(builder.node(pixels).shape))
+    node = builder.node(pixels)
+    if reduction == _MEAN:
+        total = builder.aten("div.Tensor", total, math.prod(node.shape))
+    return to_dtype(builder, total, node.dtype)
 
 
 def _pixel_loss(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
