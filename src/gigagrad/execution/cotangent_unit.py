@@ -1,9 +1,9 @@
 """The unit in which cotangents travel where values are in float16, whose smallest number is 6e-8.
 
-The cotangent of one pixel of a mean over a gigapixel is 1e-9: in float16, 0, and with it every gradient. The pullback is
-linear, and floating-point numbers times a power of two keep their digits. So fields' cotangents are counted in a
-unit of 2^-k, and what a sweep delivers is divided by 2^k (docs/math.md; Micikevicius et al., Mixed precision
-training, ICLR 2018, scale the loss likewise, by one number for all).
+The cotangent of one pixel of a mean over a gigapixel is 1e-9: in float16, 0, and with it every gradient. The pullback
+is linear, and floating-point numbers times a power of two keep their digits. So fields' cotangents are counted in a
+unit of 2^-k, and what a sweep delivers is divided by 2^k (docs/math.md). Micikevicius et al., Mixed precision training,
+ICLR 2018, scale the loss likewise, by one number for all.
 """
 
 from __future__ import annotations

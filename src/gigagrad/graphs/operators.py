@@ -60,7 +60,7 @@ def _wide_sum(field: torch.Tensor, dims: list[int]) -> torch.Tensor:
     """A part at a time, as PyTorch copies what it sums in another dtype."""
     longest = max(dims, key=field.size)
     at_once = max(1, _AT_ONCE * field.size(longest) // max(field.numel(), 1))
-    parts = field.split(at_once, longest)
+    parts = torch.split(field, at_once, longest)
     return torch.stack([torch.sum(part, dims, keepdim=True, dtype=torch.float32) for part in parts]).sum(0)
 
 
@@ -80,8 +80,9 @@ def field_bins(field: torch.Tensor, dims: list[int], weights_y: torch.Tensor, we
 
 
 class _Bins(torch.autograd.Function):
-    """Sums along one axis with weights `(bins, length)`, each bin's equal on one span and 0 elsewhere; of half precisions
-    in float32.
+    """Sums along one axis with weights `(bins, length)`, each bin's equal on one span and 0 elsewhere.
+
+    Of half precisions in float32.
     """
 
     @staticmethod

@@ -30,7 +30,7 @@ def _sum(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     node = builder.node(field)
     if "mean" in op:
         total = builder.aten("div.Tensor", total, math.prod(node.shape[dim] for dim in dims))
-    return to_dtype(builder, total, node.dtype)
+    return to_dtype(builder, total, node.dtype) if node.dtype.is_floating_point else total
 
 
 def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
