@@ -98,6 +98,25 @@ def test_loss_and_gradients_are_pytorchs(name):
         same(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("value", [1e200, 1e300, torch.inf, torch.nan])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(3), nn.InstanceNorm2d(3, affine=True), nn.GroupNorm(1, 3)], ids=str)
+def test_a_norm_of_a_pixel_whose_square_overflows(norm, value):
+    net = Net(copy.deepcopy(norm).double())
+    reference = copy.deepcopy(net)
+    image = torch.randn(1, HEIGHT, WIDTH, dtype=torch.float64)
+    image[0, 3, 3] = value
+    target = torch.zeros(1, HEIGHT, WIDTH, dtype=torch.float64)
+    expected = loss(reference(image[None]), target[None])
+    expected.backward()
+    same(gg.compile(net, loss, tile=(5, 7)).backward(image, target), expected.detach())
+    for ours, theirs in zip(
+        (*net.parameters(), *net.buffers()), (*reference.parameters(), *reference.buffers()), strict=True
+    ):
+        same(ours.detach(), theirs.detach())
+        if theirs.grad is not None:
+            same(ours.grad, theirs.grad)
+
+
 def test_what_nothing_reads_does_not_count():
     """The one difference: PyTorch multiplies such a pixel by its cotangent, 0, and that is NaN where it is infinite."""
     net = Net(lambda x: x[:, :, 2:9, 3:])

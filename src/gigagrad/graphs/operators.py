@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from gigagrad.graphs.statistics import moments, normalise
+from gigagrad.graphs.statistics import moments, normalise, variance
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 _AT_ONCE: Final = 2**20
@@ -191,6 +191,7 @@ _OWN: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "gigagrad.field_max": (field_max, ("field", "dims", "keepdim")),
     "gigagrad.field_bins": (field_bins, ("field", "dims", "weights_y", "weights_x")),
     "gigagrad.moments": (moments, ("field", "dims")),
+    "gigagrad.variance": (variance, ("square", "mean")),
     "gigagrad.normalise": (normalise, ("input", "mean", "scale", "shift")),
     "gigagrad.gather": (gather, ("field",)),
     "gigagrad.item": (item, ("outputs", "index")),

@@ -61,6 +61,12 @@ def moments(field: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return result
 
 
+def variance(square: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """From the mean square and the mean; infinite, not NaN, where finite values have squares beyond float64."""
+    beyond = square.isinf() & mean.isfinite()
+    return torch.where(beyond, square, square - torch.where(beyond, 0.0, mean).square())
+
+
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -43,7 +43,7 @@ def mean_and_variance(builder: Builder, field: Ref, dims: list[int]) -> tuple[Re
 def from_sums(builder: Builder, sums: Ref, count: int) -> tuple[Ref, Ref]:
     """Mean and variance from moments `(2, ...)` of `count` values."""
     mean, square = (builder.aten("div.Tensor", builder.aten("select.int", sums, 0, i), count) for i in (0, 1))
-    return mean, builder.aten("sub.Tensor", square, builder.aten("mul.Tensor", mean, mean))
+    return mean, builder.one("gigagrad.variance", {"square": square, "mean": mean})
 
 
 def to_dtype(builder: Builder, value: Ref, dtype: torch.dtype) -> Ref:
