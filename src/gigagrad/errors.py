@@ -51,9 +51,25 @@ class UnsupportedOperatorError(GigagradError):
         self.operator = operator
         self.module_path = module_path
         self.source = source
-        where = f"module '{module_path}'" if module_path else "the loss"
-        at = f" at {source}" if source else ""
-        super().__init__(f"operator {operator} in {where}{at} cannot run tile by tile: {reason}")
+        super().__init__(f"operator {_placed(operator, module_path, source)} cannot run tile by tile: {reason}")
+
+
+class OperatorError(GigagradError):
+    """An operator refuses the values or dtypes that it meets in a run; the message quotes PyTorch's reason.
+
+    Attributes: as of `UnsupportedOperatorError`.
+    """
+
+    def __init__(self, operator: str, module_path: str, source: str, reason: str) -> None:
+        self.operator = operator
+        self.module_path = module_path
+        self.source = source
+        super().__init__(f"operator {_placed(operator, module_path, source)} refuses what it is given: {reason}")
+
+
+def _placed(operator: str, module_path: str, source: str) -> str:
+    where = f"module '{module_path}'" if module_path else "the loss"
+    return f"{operator} in {where}" + (f" at {source}" if source else "")
 
 
 class BudgetError(GigagradError):

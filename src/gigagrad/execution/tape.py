@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from gigagrad.execution.cotangent_unit import CotangentUnit, multiplied
+from gigagrad.execution.refusals import explained
 from gigagrad.graphs import GATHER, Graph
 from gigagrad.graphs.graph import substitute
 from gigagrad.graphs.operators import call as call_operator
@@ -167,5 +168,6 @@ class Tape:
         arguments = {name: substitute(value, values) for name, value in node.arguments.items()}
         if arguments.get("device") is not None:
             arguments["device"] = self.device
-        result: torch.Tensor = call_operator(node.op, arguments)
+        with explained(node):
+            result: torch.Tensor = call_operator(node.op, arguments)
         return result

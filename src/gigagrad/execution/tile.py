@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gigagrad.boxes import Box, Span
+from gigagrad.execution.refusals import explained
 from gigagrad.execution.rounding_error import Watch
 from gigagrad.graphs import FIELD_BINS, Call, Graph, Row, Site, lookup
 from gigagrad.graphs.graph import fill
@@ -107,7 +108,8 @@ class StageProgram:
                     for name, span in (("weights_y", wanted.y), ("weights_x", wanted.x)):
                         weights = self.graph.constants[self.graph[node.arguments[name].id].arguments["name"]]
                         arguments[name] = weights[:, span.start : span.stop].to(self.device)
-                sums[reduction] = call_operator(node.op, arguments)
+                with explained(node):
+                    sums[reduction] = call_operator(node.op, arguments)
         return sums
 
     def run_for_gradient(
@@ -198,7 +200,8 @@ class StageProgram:
         arguments = {name: fill(value, remaining) for name, value in call.node.arguments.items()}
         if arguments.get("device") is not None:
             arguments["device"] = self.device
-        return _row(self.graph, call.node.id).run(call, arguments, Site(out, operands, asked))
+        with explained(call.node):
+            return _row(self.graph, call.node.id).run(call, arguments, Site(out, operands, asked))
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -185,8 +185,13 @@ def _quietly() -> Iterator[None]:
 
 
 def _explain(error: Exception) -> CaptureError:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
+    modules = [found for frame in frames if isinstance(found := frame.f_locals.get("self"), nn.Module)]
+    names = {id(module): name for name, module in modules[0].named_modules()} if modules else {}
+    inside = [names[id(module)] for module in modules if names.get(id(module))]
+    where = f" in module '{inside[-1].removeprefix('model.')}'" if inside else ""
+    where += f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return CaptureError(f"cannot capture the model or the loss{where}: {type(error).__name__}: {reason}")
 

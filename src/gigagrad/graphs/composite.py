@@ -183,9 +183,9 @@ def hook_error(line: str) -> CaptureError:
 
 
 def user_line(frame: FrameType | None) -> str:
-    """`file:line` of the innermost frame that is the user's."""
+    """`file:line` of the innermost frame that is the user's, inside model or loss."""
     while frame is not None and not is_user_code(frame.f_code.co_filename):
-        frame = frame.f_back
+        frame = None if frame.f_code is Composite.forward.__code__ else frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
