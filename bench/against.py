@@ -1,0 +1,143 @@
+"""Whether this version is slower than another checkout: the founding step and the zoo's dozen, step by step in turn.
+
+    python bench/against.py --base DIR [--rounds 7] [--slide PATH --mask PATH] [--only SUBSTRING]
+
+DIR is a checkout of the other version. For each case two processes, one with each version's source, capture and plan
+once and then take one step in turn; nothing else should run. `ratio` is the median over the rounds of this version's
+step over the other's, `capture_ratio` the same of the first call, which captures and plans. The founding step (the paper's network on a slide
+of 16000 x 64000 px in 1 GiB) is left out without `--slide` and `--mask`. Prints one JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+FOUNDING = "founding step"
+SIZES = ((384, 512), (224, 224))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--slide", type=Path)
+    parser.add_argument("--mask", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--serve", metavar="CASE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, args.slide, args.mask)
+        return
+    from bench.zoo_models import QUICK
+
+    cases = [FOUNDING, *QUICK] if args.slide and args.mask else list(QUICK)
+    results = {}
+    for case in (name for name in cases if args.only in name):
+        results[case] = compare(case, args)
+        print(case, results[case], file=sys.stderr, flush=True)
+    overall = geometric_mean(result["ratio"] for result in results.values())
+    print(json.dumps({"rounds": args.rounds, "geometric_mean": round(overall, 4), "cases": results}))
+
+
+def compare(case: str, args: argparse.Namespace) -> dict[str, Any]:
+    sources = {"base": args.base / "src", "now": HERE / "src"}
+    versions = {name: start(source, case, args) for name, source in sources.items()}
+    firsts, seconds = {}, {}
+    for name, version in versions.items():
+        firsts[name] = answer(version)
+        seconds[name] = [answer(version)["seconds"]]  # the first step is another
+    for turn in range(args.rounds):
+        for name in sorted(versions, reverse=bool(turn % 2)):
+            seconds[name].append(answer(versions[name])["seconds"])
+    for version in versions.values():
+        version.kill()
+        version.wait()
+    steps = {name: median(values[1:]) for name, values in seconds.items()}
+    ratios = [now / base for now, base in zip(seconds["now"][1:], seconds["base"][1:], strict=True)]
+    return {
+        "ratio": round(median(ratios), 4),
+        "seconds": {name: round(value, 4) for name, value in steps.items()},
+        "capture_ratio": round(firsts["now"]["seconds"] / firsts["base"]["seconds"], 3),
+        "same_plan": firsts["now"]["plan"] == firsts["base"]["plan"],
+    }
+
+
+def start(source: Path, case: str, args: argparse.Namespace) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--serve", case]
+    for flag, path in (("--slide", args.slide), ("--mask", args.mask)):
+        command += [flag, str(path)] if path else []
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def answer(version: subprocess.Popen[str]) -> dict[str, Any]:
+    assert version.stdin is not None
+    assert version.stdout is not None
+    version.stdin.write("\n")
+    version.stdin.flush()
+    found: dict[str, Any] = json.loads(version.stdout.readline())
+    return found
+
+
+def serve(case: str, slide: Path, mask: Path) -> None:
+    """Capture and plan at the first line of input, a step at each other one; answers with the seconds."""
+    import torch
+
+    import gigagrad as gg
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    if case == FOUNDING:
+        model, image, target = gg.models.resolve("paper-unet"), str(slide), str(mask)
+        engine = gg.compile(model, gg.losses.bce, memory="1 GiB")
+        sys.stdin.readline()
+        begun = time.perf_counter()
+        plan = engine.plan(image, target)
+    else:
+        model, engine, image, target = of_the_zoo(case)
+        sys.stdin.readline()
+        begun = time.perf_counter()
+        plan = engine.plan(image, target)
+    told = {"tiles": [stage.tile for stage in plan.stages], "layout": plan.memory_format, "workers": plan.workers}
+    print(json.dumps({"seconds": time.perf_counter() - begun, "plan": told}, default=str), flush=True)
+    while sys.stdin.readline():
+        model.zero_grad()
+        begun = time.perf_counter()
+        engine.backward(image, target)
+        print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
+
+
+def of_the_zoo(case: str) -> tuple[Any, Any, Any, Any]:
+    import torch
+
+    import gigagrad as gg
+    from bench.zoo_models import subjects
+    from bench.zoo_step import build, loss, make_inputs
+    from gigagrad.errors import CaptureError
+
+    subject = next(s for s in subjects(case.split("/")[0]) if s.name == case)
+    model = build(subject, torch.float32)
+    for height, width in SIZES:
+        image, target = make_inputs(subject, (height, width), torch.float32)
+        engine = gg.compile(model, loss, tile=(height // 4, width // 4))
+        try:
+            engine.plan(image, target)
+        except CaptureError:
+            continue
+        return model, gg.compile(model, loss, tile=(height // 4, width // 4)), image, target
+    raise SystemExit(f"{case} runs at none of the sizes {SIZES}")
+
+
+sys.path.insert(0, str(HERE))
+if __name__ == "__main__":
+    main()
