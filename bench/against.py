@@ -4,8 +4,9 @@
 
 DIR is a checkout of the other version. For each case two processes, one with each version's source, capture and plan
 once and then take one step in turn; nothing else should run. `ratio` is the median over the rounds of this version's
-step over the other's, `capture_ratio` the same of the first call, which captures and plans. The founding step (the paper's network on a slide
-of 16000 x 64000 px in 1 GiB) is left out without `--slide` and `--mask`. Prints one JSON line last.
+step over the other's, `capture_ratio` the same of the first call, which captures and plans. The founding step (the
+paper's network on a slide of 16000 x 64000 px in 1 GiB) is left out without `--slide` and `--mask`. Prints one JSON
+line last.
 """
 
 from __future__ import annotations

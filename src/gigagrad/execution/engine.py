@@ -304,7 +304,7 @@ class Engine:
                 except CotangentOverflow:
                     told = "a gradient left the range of float16; the step begins anew, with smaller cotangents inside"
                     self.events.emit(Notice(told))
-            if all(gradient.isfinite().all() for gradient in run.gradients.values()):
+            if overflows != self._overflows and all(g.isfinite().all() for g in run.gradients.values()):
                 self._overflows = overflows
             more["gradient_error"] = self._gradient_error(run, prepared.graph)
         self._leave_state(run, captured)

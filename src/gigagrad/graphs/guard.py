@@ -38,9 +38,9 @@ class Guard:
             return False
         replaced = False
         for index, (place, then) in enumerate(self._places):
-            now = place.read()
-            if list(map(id, now[1])) == list(map(id, then[1])) and list(map(id, now[0])) == list(map(id, then[0])):
+            if place.holds(then):
                 continue
+            now = place.read()
             found = self._compare(place, then, now)
             if found is None:
                 return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import types
 from abc import ABC, abstractmethod
 from collections import deque
@@ -73,6 +74,14 @@ def same(one: Any, other: Any) -> bool:
     return type(one) in _ATOMS and bool(one == other)
 
 
+def _are_identical(one: tuple[Collection[Any], Collection[Any]], other: Contents) -> bool:
+    return (
+        len(one[0]) == len(other[0])
+        and all(map(operator.is_, one[1], other[1]))
+        and all(map(operator.is_, one[0], other[0]))
+    )
+
+
 class Place(ABC):
     """Something that holds values by key. `path` says where it was found; `attributes`: its keys are names in code."""
 
@@ -87,6 +96,10 @@ class Place(ABC):
     @abstractmethod
     def read(self) -> Contents:
         """What it holds now."""
+
+    def holds(self, contents: Contents) -> bool:
+        """Whether it holds these very objects. Called for thousands of places in every step."""
+        return _are_identical(self.read(), contents)
 
     @abstractmethod
     def put(self, contents: Contents) -> None:
@@ -106,6 +119,9 @@ class DictPlace(Place):
 
     def read(self) -> Contents:
         return tuple(dict.keys(self.holder)), tuple(dict.values(self.holder))
+
+    def holds(self, contents: Contents) -> bool:
+        return _are_identical((dict.keys(self.holder), dict.values(self.holder)), contents)
 
     def put(self, contents: Contents) -> None:
         holder = self.holder
