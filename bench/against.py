@@ -24,7 +24,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 FOUNDING = "founding step"
-SIZES = ((384, 512), (224, 224))
 
 
 def main() -> None:
@@ -123,20 +122,14 @@ def of_the_zoo(case: str) -> tuple[Any, Any, Any, Any]:
 
     import gigagrad as gg
     from bench.zoo_models import subjects
-    from bench.zoo_step import build, loss, make_inputs
-    from gigagrad.errors import CaptureError
+    from bench.zoo_step import LARGE, build, loss, make_inputs, settle
 
     subject = next(s for s in subjects(case.split("/")[0]) if s.name == case)
-    model = build(subject, torch.float32)
-    for height, width in SIZES:
-        image, target = make_inputs(subject, (height, width), torch.float32)
-        engine = gg.compile(model, loss, tile=(height // 4, width // 4))
-        try:
-            engine.plan(image, target)
-        except CaptureError:
-            continue
-        return model, gg.compile(model, loss, tile=(height // 4, width // 4)), image, target
-    raise SystemExit(f"{case} runs at none of the sizes {SIZES}")
+    found = settle(subject)
+    height, width = LARGE if tuple(found["size"]) == subject.sizes[0] and len(subject.sizes) > 1 else found["size"]
+    model = build(subject, torch.float32, found["frozen"])
+    image, target = make_inputs(subject, (height, width), torch.float32)
+    return model, gg.compile(model, loss, tile=(height // 4, width // 4)), image, target
 
 
 sys.path.insert(0, str(HERE))

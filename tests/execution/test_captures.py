@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +13,7 @@ import gigagrad as gg
 from gigagrad.events import Notice
 from gigagrad.execution import captures
 
+collections = 0
 IMAGE, TARGET = torch.rand(1, 20, 20), torch.rand(1, 20, 20)
 
 
@@ -52,6 +54,34 @@ def test_nothing_is_captured_again_where_nothing_changed(traced):
         optimizer.step()
         model.unread = object()
     engine.forward(IMAGE, TARGET)
+    assert len(traced) == 1
+
+
+def test_what_a_collection_of_garbage_runs_is_not_the_models(traced):
+    """Property tests, for one, measure how long collections take."""
+
+    def count(phase, info):
+        global collections
+        collections += 1
+
+    class Littering(Model):
+        def forward(self, x):
+            for _ in range(99):
+                cycle = []
+                cycle.append(cycle)
+            return super().forward(x)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(count)
+    gc.set_threshold(20)
+    try:
+        engine = gg.compile(Littering(), mse, tile=(8, 8))
+        for _ in range(2):
+            engine.backward(IMAGE, TARGET)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(count)
+    assert gc.isenabled()
     assert len(traced) == 1
 
 

@@ -7,6 +7,7 @@ could give the user faithfully is refused by name: hooks on gradients, a backwar
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -286,8 +287,10 @@ def _stands_for(originals: Originals, change: Change) -> bool:
 
 @contextmanager
 def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
-    """Note what code runs; the snapshot is extended by the globals of each before it runs for the first time."""
+    """Note what code runs; the snapshot is extended by the globals of each before it runs for the first time.
 
+    No garbage is collected meanwhile: what that calls is nobody's forward.
+    """
     importing: list[FrameType] = []  # modules that are loaded meanwhile run code that is nobody's forward
 
     def see(frame: FrameType, event: str, argument: Any) -> None:
@@ -302,12 +305,15 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
         elif event == "c_call" and argument.__name__ in _NODE_HOOKS and isinstance(argument.__self__, GradientNode):
             raise hook_error(user_line(frame))
 
-    before = sys.getprofile()
+    before, collecting = sys.getprofile(), gc.isenabled()
+    gc.disable()
     sys.setprofile(see)
     try:
         yield
     finally:
         sys.setprofile(before)
+        if collecting:
+            gc.enable()
 
 
 @contextmanager
