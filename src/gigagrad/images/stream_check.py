@@ -147,12 +147,14 @@ def check_ends(data: bytes, pixels_HWC: Array, decode: Callable[[bytes], Array])
     several scans, of which the last may refine what is there), the stream is decoded once more with a few bytes put in
     where its data ends: the picture of a whole stream does not change by that.
     """
-    segments = list(_jpeg_segments(data))
-    ends = [end for (marker, _), (_, end) in pairwise(segments) if marker == _JPEG_SCAN]
     last = pixels_HWC[-1, -1].astype(float)
     light = last[:3] @ _LIGHT if len(last) >= 3 else last[0]
-    if len(ends) == 1 and abs(light - (1 << (jpeg_frame(data)[0] - 1))) > _NEARLY_GREY:
+    one_scan = data.count(bytes([0xFF, _JPEG_SCAN])) == 1  # a comment that holds these bytes costs time only
+    grey = 128 if pixels_HWC.dtype == np.uint8 else 1 << (jpeg_frame(data)[0] - 1)
+    if one_scan and abs(light - grey) > _NEARLY_GREY:
         return
+    segments = list(_jpeg_segments(data))
+    ends = [end for (marker, _), (_, end) in pairwise(segments) if marker == _JPEG_SCAN]
     pieces, begin = [], 0
     for end in ends:
         pieces += [data[begin:end], _JUNK]
