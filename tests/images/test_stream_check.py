@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
-from gigagrad.images.stream_check import check_ends, check_stream, stream_fault, stream_size
+from gigagrad.images.stream_check import Jpeg, check_stream, stream_fault
 
 JPEG, JPEG_2000 = 7, 33005
 NOISE = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
@@ -87,16 +87,16 @@ def test_a_jpeg_that_ends_before_its_pixels_says_at_which_row(pixels: np.ndarray
         return decoded.reshape(*decoded.shape[:2], -1)
 
     data = encode(JPEG, np.ascontiguousarray(pixels.squeeze()), level=85, **({} if pixels.shape[2] == 1 else options))
-    check_ends(data, decode(data), decode)
+    Jpeg.parse(data).check_ends(decode(data), decode)
     cut = cut_and_closed(data, 0.5)
     assert stream_fault(cut, JPEG) is None
     with pytest.raises(ValueError, match=r"it ends before its pixels, at row \d+ of \d\d"):
-        check_ends(cut, decode(cut), decode)
+        Jpeg.parse(cut).check_ends(decode(cut), decode)
 
 
 def test_a_grey_picture_that_is_whole_is_no_cut_one() -> None:
     data = encode(JPEG, np.full_like(NOISE, 128))
-    check_ends(data, imagecodecs.jpeg8_decode(data), imagecodecs.jpeg8_decode)
+    Jpeg.parse(data).check_ends(imagecodecs.jpeg8_decode(data), imagecodecs.jpeg8_decode)
 
 
 @pytest.mark.parametrize("options", [{"progressive": True}, {"restart_marker_blocks": 2}, {}])
@@ -106,10 +106,10 @@ def test_pictures_that_end_before_their_pixels(options: dict[str, Any]) -> None:
 
     file = io.BytesIO()
     Pillow.fromarray(NOISE).save(file, format="JPEG", **options)
-    check_ends(file.getvalue(), decode(file.getvalue()), decode)
+    Jpeg.parse(file.getvalue()).check_ends(decode(file.getvalue()), decode)
     cut = cut_and_closed(file.getvalue(), 0.5)
     with pytest.raises(ValueError, match="it ends before its pixels"):
-        check_ends(cut, decode(cut), decode)
+        Jpeg.parse(cut).check_ends(decode(cut), decode)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,6 @@ def test_the_size_is_known_before_decoding(compression: int, encode_as: str, los
     pixels = np.ascontiguousarray(NOISE[:48])
     options = {"webp": {"lossless": lossless}, "jpeg2k": {"reversible": lossless}}.get(encode_as, {})
     data = bytes(getattr(imagecodecs, f"{encode_as}_encode")(pixels, **options))
-    assert stream_size(data, compression) == (48, 64)
     check_stream(data, compression, whole=(64, 64), inside=(48, 64))
     with pytest.raises(ValueError, match="48 x 64 px, the directory says 64 x 64"):
         check_stream(data, compression, whole=(64, 64), inside=(64, 64))

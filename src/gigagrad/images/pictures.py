@@ -13,7 +13,7 @@ from gigagrad.errors import ImageError
 from gigagrad.images.arrays import ArrayImage
 from gigagrad.images.image import Array, in_our_words
 from gigagrad.images.png_check import check_png, png_size
-from gigagrad.images.stream_check import check_ends, jpeg_fault, jpeg_frame
+from gigagrad.images.stream_check import Jpeg
 from gigagrad.units import format_bytes
 
 if TYPE_CHECKING:
@@ -57,16 +57,15 @@ def _png(data: bytes, path: Path) -> Array:
 
 
 def _jpeg(data: bytes, path: Path) -> Array:
-    if fault := jpeg_fault(data):
-        raise ValueError(fault)
-    _, height, width = jpeg_frame(data)
-    _check_size(height, width, path)
-    if height * width > len(data) * _MOST_PX_PER_JPEG_BYTE:
+    jpeg = Jpeg.parse(data)
+    _check_size(jpeg.height, jpeg.width, path)
+    if jpeg.height * jpeg.width > len(data) * _MOST_PX_PER_JPEG_BYTE:
         raise ValueError(
-            f"it ends before its pixels: its header says {height} x {width} px, which {len(data)} bytes cannot hold"
+            f"it ends before its pixels: it says that it is {jpeg.height} x {jpeg.width} px, which {len(data)} bytes "
+            "cannot hold"
         )
     picture = _decoded(data)
-    check_ends(data, _stored(picture), lambda other: _stored(_decoded(other)))
+    jpeg.check_ends(_stored(picture), lambda other: _stored(_decoded(other)))
     return _colours(picture)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -28,30 +29,33 @@ def stream_fault(data: bytes, compression: int) -> str | None:
 
     `compression` is the TIFF tag's value.
     """
-    if compression in JPEG_COMPRESSIONS:
-        return jpeg_fault(data)
     if compression in JPEG_2000_COMPRESSIONS:
         return _jpeg_2000_fault(data)
+    if compression in JPEG_COMPRESSIONS:
+        try:
+            Jpeg.parse(data)
+        except ValueError as fault:
+            return str(fault)
     return None
 
 
-def check_stream(data: bytes, compression: int, *, whole: tuple[int, int], inside: tuple[int, int]) -> None:
-    """Raises `ValueError` for a stream that is not sound, and for one of another size than its tile.
+def check_stream(data: bytes, compression: int, *, whole: tuple[int, int], inside: tuple[int, int]) -> Jpeg | None:
+    """The stream, if it is a JPEG. Raises `ValueError` for one that is not sound or of another size than its tile.
 
     A tile is `whole` in `(height, width)`, and `inside` of it lies in the image; streams have the one or the other.
     Decoders take as much memory as a stream asks for, so this comes first.
     """
-    if fault := stream_fault(data, compression):
+    jpeg = Jpeg.parse(data) if compression in JPEG_COMPRESSIONS else None
+    if jpeg is None and (fault := stream_fault(data, compression)):
         raise ValueError(fault)
-    size = stream_size(data, compression)
+    size = _size(data, compression) if jpeg is None else (jpeg.height, jpeg.width)
     if size and not all(got in allowed for got, *allowed in zip(size, whole, inside, strict=True)):
         raise ValueError(f"it says that it is {size[0]} x {size[1]} px, the directory says {whole[0]} x {whole[1]}")
+    return jpeg
 
 
-def stream_size(data: bytes, compression: int) -> tuple[int, int] | None:
+def _size(data: bytes, compression: int) -> tuple[int, int] | None:
     """`(height, width)` as a sound stream's own header says, (0, 0) where it says none; None for other codecs."""
-    if compression in JPEG_COMPRESSIONS:
-        return jpeg_frame(data)[1:3]
     if compression in JPEG_2000_COMPRESSIONS:
         return _jpeg_2000_size(data)
     if compression == _PNG_COMPRESSION:
@@ -93,34 +97,70 @@ _LIGHT, _NEARLY_GREY = np.array([0.299, 0.587, 0.114]), 2
 _JUNK = bytes((73 * index + 41) % 251 for index in range(64))
 
 
-class _Unsound(ValueError):
-    """What is wrong with a stream."""
+@dataclass(frozen=True, slots=True)
+class Jpeg:
+    """A sound JPEG stream: complete, or one of TIFF's abbreviated ones, whose tables stand elsewhere."""
 
+    data: bytes
+    bits: int
+    height: int
+    width: int
+    scan_ends: tuple[int, ...]
+    restarts: bool
 
-def jpeg_fault(data: bytes) -> str | None:
-    """For complete streams and for TIFF's abbreviated ones, whose tables stand elsewhere."""
-    try:
+    @classmethod
+    def parse(cls, data: bytes) -> Jpeg:
+        """One walk over the markers. Raises `ValueError` that says what is wrong, in a few words."""
         segments = list(_jpeg_segments(data))
-    except _Unsound as fault:
-        return str(fault)
-    frames = [marker for marker, _ in segments if marker in _JPEG_FRAMES]
-    scans = sum(marker == _JPEG_SCAN for marker, _ in segments)
-    if not scans or len(frames) != 1:
-        return "it holds no image" if not scans or not frames else f"it holds {len(frames)} images"
-    if frames[0] not in _JPEG_FRAMES_READ:
-        return f"it is a JPEG of a rare kind (SOF{frames[0] - 0xC0})"
-    return f"it has {scans} scans" if scans > _JPEG_MOST_SCANS else None
+        frames = [(marker, at) for marker, at in segments if marker in _JPEG_FRAMES]
+        ends = tuple(end for (marker, _), (_, end) in pairwise(segments) if marker == _JPEG_SCAN)
+        if not ends or not frames:
+            raise ValueError("it holds no image")
+        if len(frames) != 1:
+            raise ValueError(f"it holds {len(frames)} images")
+        ((kind, at),) = frames
+        if kind not in _JPEG_FRAMES_READ:
+            raise ValueError(f"it is a JPEG of a rare kind (SOF{kind - 0xC0})")
+        if len(ends) > _JPEG_MOST_SCANS:
+            raise ValueError(f"it has {len(ends)} scans")
+        height, width = (int.from_bytes(data[place : place + 2], "big") for place in (at + 5, at + 7))
+        return cls(data, data[at + 4], height, width, ends, any(marker == _JPEG_RESTARTS for marker, _ in segments))
+
+    def check_ends(self, pixels_HWC: Array, decode: Callable[[bytes], Array]) -> None:
+        """Raises `ValueError` with the row where the stream has no more data for its pixels.
+
+        A decoder fills what is missing with mid-grey and says nothing. So where the last pixel is mid-grey (or there
+        are several scans, of which the last may refine what is there), the stream is decoded once more with a few bytes
+        put in where its data ends: the picture of a whole stream does not change by that.
+        """
+        last = pixels_HWC[-1, -1].astype(float)
+        light = last[:3] @ _LIGHT if len(last) >= 3 else last[0]
+        if len(self.scan_ends) == 1 and abs(light - (1 << (self.bits - 1))) > _NEARLY_GREY:
+            return
+        pieces, begin = [], 0
+        for end in self.scan_ends:
+            pieces += [self.data[begin:end], _JUNK]
+            if self.restarts:
+                pieces += [bytes([0xFF, 0xD0 + len(_JPEG_RESTART.findall(self.data, begin, end)) % 8]), _JUNK]
+            begin = end
+        try:
+            longer = decode(b"".join((*pieces, self.data[begin:])))
+        except Exception as error:
+            raise ValueError("it ends before its pixels") from error
+        changed = (longer != pixels_HWC).any(axis=(1, 2))
+        if changed.any():
+            raise ValueError(f"it ends before its pixels, at row {int(changed.argmax())} of {len(changed)}")
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
     """Every marker and where it stands, up to the end of the image."""
     if not data.startswith(_JPEG_START):
-        raise _Unsound("it does not begin like a JPEG")
+        raise ValueError("it does not begin like a JPEG")
     at = 2
     while at + 2 <= len(data):
         marker = data[at + 1]
         if data[at] != 0xFF or (marker not in _JPEG_WITH_LENGTH and marker not in (0xFF, _JPEG_END)):
-            raise _Unsound(f"it has foreign bytes at {at}")
+            raise ValueError(f"it has foreign bytes at {at}")
         if marker == 0xFF:
             at += 1
             continue
@@ -131,43 +171,7 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
         if marker == _JPEG_SCAN:
             found = _JPEG_NEXT_MARKER.search(data, at)
             at = found.start() if found else len(data)
-    raise _Unsound(_CUT_OFF)
-
-
-def jpeg_frame(data: bytes) -> tuple[int, int, int]:
-    """`(bits, height, width)` of a sound JPEG stream, as its frame header says."""
-    at = next(at for marker, at in _jpeg_segments(data) if marker in _JPEG_FRAMES)
-    return data[at + 4], int.from_bytes(data[at + 5 : at + 7], "big"), int.from_bytes(data[at + 7 : at + 9], "big")
-
-
-def check_ends(data: bytes, pixels_HWC: Array, decode: Callable[[bytes], Array]) -> None:
-    """Raises `ValueError` with the row where a sound JPEG stream has no more data for its pixels.
-
-    A decoder fills what is missing with mid-grey and says nothing. So where the last pixel is mid-grey (or there are
-    several scans, of which the last may refine what is there), the stream is decoded once more with a few bytes put in
-    where its data ends: the picture of a whole stream does not change by that.
-    """
-    last = pixels_HWC[-1, -1].astype(float)
-    light = last[:3] @ _LIGHT if len(last) >= 3 else last[0]
-    one_scan = data.count(bytes([0xFF, _JPEG_SCAN])) == 1  # a comment that holds these bytes costs time only
-    grey = 128 if pixels_HWC.dtype == np.uint8 else 1 << (jpeg_frame(data)[0] - 1)
-    if one_scan and abs(light - grey) > _NEARLY_GREY:
-        return
-    segments = list(_jpeg_segments(data))
-    ends = [end for (marker, _), (_, end) in pairwise(segments) if marker == _JPEG_SCAN]
-    pieces, begin = [], 0
-    for end in ends:
-        pieces += [data[begin:end], _JUNK]
-        if any(marker == _JPEG_RESTARTS for marker, _ in segments):
-            pieces += [bytes([0xFF, 0xD0 + len(_JPEG_RESTART.findall(data, begin, end)) % 8]), _JUNK]
-        begin = end
-    try:
-        longer = decode(b"".join((*pieces, data[begin:])))
-    except Exception as error:
-        raise ValueError("it ends before its pixels") from error
-    changed = (longer != pixels_HWC).any(axis=(1, 2))
-    if changed.any():
-        raise ValueError(f"it ends before its pixels, at row {int(changed.argmax())} of {len(changed)}")
+    raise ValueError(_CUT_OFF)
 
 
 _J2K_FILE, _J2K_START = b"\x00\x00\x00\x0cjP  ", b"\xff\x4f\xff\x51"

@@ -26,7 +26,7 @@ _STACKS = (
 
 # An allow list, since one changed byte of a JPEG XR tile is a division by zero that ends the process: codecs that are
 # tested against hostile streams year in, year out, that write no more than the tile's size or tell before they decode
-# how large a picture they hold (`stream_check.stream_size`), and that notice an early end (CCITT does not).
+# how large a picture they hold (`stream_check.check_stream`), and that notice an early end (CCITT does not).
 _CODECS = frozenset(
     {
         *JPEG_COMPRESSIONS,

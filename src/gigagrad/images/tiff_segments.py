@@ -15,7 +15,7 @@ import numpy as np
 
 from gigagrad.errors import ImageError
 from gigagrad.images.image import Array
-from gigagrad.images.stream_check import JPEG_COMPRESSIONS, check_ends, check_stream
+from gigagrad.images.stream_check import JPEG_COMPRESSIONS, check_stream
 from gigagrad.images.tiff_walk import LARGEST_SEGMENT_BYTES, Directories
 from gigagrad.units import format_bytes
 
@@ -148,11 +148,11 @@ def _file_segments(series: Any, page: Any, name: str, found: Directories) -> Seg
     def decode(data: bytes, row: int, column: int) -> Array:
         corner = row * segment[0], column * segment[1]
         inside = (min(segment[0], height - corner[0]), min(segment[1], width - corner[1]))
-        check_stream(data, compression, whole=segment, inside=inside)
+        jpeg = check_stream(data, compression, whole=segment, inside=inside)
         index = row * grid[1] + column
         pixels = pixels_of(data, index)
-        if compression in JPEG_COMPRESSIONS:
-            check_ends(data, pixels, lambda other: pixels_of(other, index))
+        if jpeg is not None:
+            jpeg.check_ends(pixels, lambda other: pixels_of(other, index))
         return pixels.astype(dtype, copy=False)
 
     return Segments((height, width), segment, samples, dtype, offsets, counts, decode)
