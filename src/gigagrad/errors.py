@@ -40,36 +40,28 @@ class TargetError(GigagradError):
     """The target holds values, a size or a dtype that the loss cannot take."""
 
 
-class UnsupportedOperatorError(GigagradError):
-    """The graph contains an operator that has no row in the operator table yet.
+class OperatorError(GigagradError):
+    """An operator refuses the values or dtypes that it meets in a run; the message quotes PyTorch's reason.
 
     Attributes: `operator` (ATen name), `module_path` (dotted path inside the user's model, `""` when the operator
     stands in the loss), `source` (`file:line` in the user's code, `""` if unknown).
     """
 
-    def __init__(self, operator: str, module_path: str, source: str, reason: str) -> None:
-        self.operator = operator
-        self.module_path = module_path
-        self.source = source
-        super().__init__(f"operator {_placed(operator, module_path, source)} cannot run tile by tile: {reason}")
-
-
-class OperatorError(GigagradError):
-    """An operator refuses the values or dtypes that it meets in a run; the message quotes PyTorch's reason.
-
-    Attributes: as of `UnsupportedOperatorError`.
-    """
+    complaint = "refuses what it is given"
 
     def __init__(self, operator: str, module_path: str, source: str, reason: str) -> None:
         self.operator = operator
         self.module_path = module_path
         self.source = source
-        super().__init__(f"operator {_placed(operator, module_path, source)} refuses what it is given: {reason}")
+        where = f"module '{module_path}'" if module_path else "the loss"
+        at = f" at {source}" if source else ""
+        super().__init__(f"operator {operator} in {where}{at} {self.complaint}: {reason}")
 
 
-def _placed(operator: str, module_path: str, source: str) -> str:
-    where = f"module '{module_path}'" if module_path else "the loss"
-    return f"{operator} in {where}" + (f" at {source}" if source else "")
+class UnsupportedOperatorError(OperatorError):
+    """The graph contains an operator that has no row in the operator table yet."""
+
+    complaint = "cannot run tile by tile"
 
 
 class BudgetError(GigagradError):

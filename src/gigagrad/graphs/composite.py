@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_map_only
 
 from gigagrad.errors import CaptureError
 from gigagrad.graphs.traceable import instance_norm, make_traceable
+from gigagrad.graphs.walk import is_library
 
 SOURCE = "gigagrad source"
 CLOSED = "closed"
 """The prefix of tensors that the model and the loss read although no module of theirs holds them."""
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib").replace("\\", "/")
 _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 
 Trace = Callable[[Any, Any, Any, Any], None]
@@ -134,12 +134,12 @@ class Originals:
         return known and self.replacement(original) is value
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Copy:
     """A copy of a composite on fake tensors, and the originals of its tensors."""
 
-    def __init__(self, module: Composite, originals: Originals) -> None:
-        self.module = module
-        self.originals = originals
+    module: Composite
+    originals: Originals
 
 
 class _Observed(TorchFunctionMode):
@@ -190,6 +190,5 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def is_user_code(filename: str) -> bool:
-    slashed = filename.replace("\\", "/")
-    standard = slashed.startswith(_STANDARD_LIBRARY) and "site-packages" not in slashed
-    return not standard and "gigagrad/graphs/" not in slashed and "/torch/" not in slashed and "<" not in slashed
+    """Whether a line there is one to name to a user."""
+    return not is_library(filename) and "<" not in filename
