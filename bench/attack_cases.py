@@ -15,19 +15,15 @@ runs one case here and shows what it raised.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import multiprocessing
 import random
 import sys
 import tempfile
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +34,7 @@ from torch import Tensor, nn
 
 import gigagrad as gg
 from bench.attack_odd_cases import ODD, Case, make_odd
+from bench.attack_worker import Judge, Verdict, Worker, campaign, options, report
 from gigagrad.errors import BudgetError, GigagradError
 from tests.exactness import generated
 from tests.exactness.comparison import order_cotangents
@@ -45,7 +42,6 @@ from tests.exactness.networks import Recipe, draw_recipe, make_case
 
 TOLERANCE = 1e-9
 SECONDS = 300.0
-FAULTS = ("wrong", "leaked", "crashed", "hung", "foreign")
 PLACEMENTS = ("tiles", "tiles", "files", "files", "whole", "budget", "budget and scratch")
 _ROOM_BYTES = 24 * 2**20
 """Beside the smallest budget: the process itself grows between two plans."""
@@ -184,7 +180,7 @@ def _error(a: Tensor, b: Tensor, floor: float) -> float:
     return (_finite(a) - _finite(b)).norm().item() / max(_finite(b).norm().item(), floor, 1e-300) / coarse
 
 
-def attempt(subject: Subject, placement: str) -> tuple[str, str]:
+def attempt(subject: Subject, placement: str) -> Verdict:
     """The verdict on one case and what to say about it."""
     case = subject.make()
     before = _answer(case, torch.zeros(()))
@@ -240,96 +236,38 @@ def _moved(image: Tensor, noise: torch.Generator) -> Tensor:
     return (image.detach() * factor).requires_grad_(image.requires_grad)
 
 
-def judge(seed: int, number: int) -> tuple[str, str]:
+def judge(seed: int, number: int) -> Verdict:
     """`attempt` of a number, whatever it raises."""
-    subject = draw(seed, number)
-    placement = random.Random(f"place {seed}/{number}").choice(PLACEMENTS)
+    subject, placement = draw(seed, number), _placement(seed, number)
     try:
         verdict, text = attempt(subject, placement)
     except Exception as error:
         verdict, text = "foreign", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return verdict, f"--seed {seed} --only {number}: {placement}, {subject.name[:160]}: {text}"
+    return verdict, f"{placement}, {subject.name[:160]}: {text}"
 
 
-def _serve(seed: int, pipe: Connection) -> None:
+def _placement(seed: int, number: int) -> str:
+    return random.Random(f"place {seed}/{number}").choice(PLACEMENTS)
+
+
+def set_up(seed: int, _: int = 0) -> Judge:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    while True:
-        pipe.send(judge(seed, pipe.recv()))
-
-
-class Worker:
-    """A process that judges cases, replaced when one ends it or takes too long."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._start()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(self._seed, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def judge(self, number: int) -> tuple[str, str]:
-        where = f"--seed {self._seed} --only {number}"
-        try:
-            self._pipe.send(number)
-            if self._pipe.poll(SECONDS):
-                verdict, text = self._pipe.recv()
-                return verdict, text
-            verdict, text = "hung", f"{where}: no answer in {SECONDS:.0f} s"
-        except (EOFError, OSError):
-            self._process.join(10)
-            verdict, text = "crashed", f"{where}: exit code {self._process.exitcode}"
-        self.close()
-        self._start()
-        return verdict, text
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-
-def campaign(count: int, seed: int) -> dict[str, Any]:
-    verdicts: Counter[str] = Counter()
-    examples: list[str] = []
-    worker = Worker(seed)
-    for number in range(count):
-        verdict, text = worker.judge(number)
-        verdicts[verdict] += 1
-        if verdict in FAULTS:
-            examples.append(text)
-        if verdict in FAULTS or verdict == "refused":
-            print(f"{verdict}: {text}", file=sys.stderr, flush=True)
-        if not (number + 1) % 25:
-            print(f"{number + 1} of {count}: {dict(verdicts)}", file=sys.stderr, flush=True)
-    worker.close()
-    counts = {name: verdicts[name] for name in ("fine", "refused", "ill_conditioned", *FAULTS)}
-    return {"attack": "cases", "seed": seed, "tried": count, **counts, "examples": examples[:10]}
+    return partial(judge, seed)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, metavar="NUMBER", help="run this case alone, here")
-    args = parser.parse_args()
-    if args.only is not None:
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        subject = draw(args.seed, args.only)
-        placement = random.Random(f"place {args.seed}/{args.only}").choice(PLACEMENTS)
+    chosen = options(__doc__, 500).parse_args()
+    if chosen.only is not None:
+        set_up(chosen.seed)
+        subject, placement = draw(chosen.seed, chosen.only), _placement(chosen.seed, chosen.only)
         print(f"{placement}, {subject.name}")
         try:
             print(*attempt(subject, placement))
         except Exception:
             traceback.print_exc()
         return 0
-    result = campaign(args.count, args.seed)
-    print(json.dumps(result))
-    return int(any(result[fault] for fault in FAULTS))
+    return report("cases", chosen, campaign(chosen, [Worker(partial(set_up, chosen.seed), SECONDS)]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Damaged and hostile images: each gives right pixels or one `ImageError`, never a hang, a crash or anything else.
 
-    python bench/attack_images.py [--count 50000] [--seed 0] [--workers 2] [--slides DIR] [--only INDEX]
+    python bench/attack_images.py [--count 50000] [--seed 0] [--workers 2] [--slides DIR] [--only NUMBER]
 
 From the seed, every case takes a small image of one reader, codec and layout (or a slide of DIR), damages it, opens it,
 and reads boxes and a thumbnail of its levels. Files are damaged blindly (bits, bytes, cuts, blocks removed, doubled,
@@ -13,470 +13,41 @@ Progress on stderr; one JSON line last. `--only` repeats one case in this proces
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import multiprocessing
 import os
 import random
 import re
 import resource
 import shutil
-import signal
-import struct
 import sys
 import tempfile
 import time
 import warnings
-import zlib
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import PIL.Image
 import tifffile
 import zarr
 
+from bench.attack_image_bases import Base, Files, make_bases
+from bench.attack_image_damage import damaged
+from bench.attack_worker import Judge, Verdict, Worker, campaign, options, report
 from gigagrad.boxes import Box
 from gigagrad.errors import GigagradError
 from gigagrad.images import Image, open_image, thumbnail
 from gigagrad.images.openslide import OpenSlideImage
 
-HEIGHT, WIDTH = 83, 101
 SECONDS = 10.0
 MORE_BYTES = 300 * 2**20
 ADDRESS_BYTES = 6 * 2**30
 """Room for what is reserved and not used; a worker shall not take the machine with it."""
 LARGEST_PX = 2**21
 """Larger images are read in part only: their size is a claim that a sparse file may make."""
-FAULTS = ("wrong", "leaked", "crashed", "hung", "foreign")
-NUMBERS = (0, 1, 2, 3, 7, 255, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32 - 2, 2**63 - 1, 2**64 - 1, 10**8)
-JSON_VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 3, 1.5, 1e308, float("nan"), 10**8, 10**12, 10**30, -(10**12), "", "x", "NaN"),
-    *("<u2", "|O", ">f8", "|V100000000", "../..", "pickle", "zstd", "blosc", [], [0], [-1, -1], [1, 1, 1, 1], {}),
-    *([10**9, 10**9, 10**9], [[1]], {"id": "pickle"}, {"id": "zlib"}, {"name": "zstd"}, [{"id": "pickle"}], "y" * 999),
-)
-BLIND = ("bit", "byte", "byte", "number", "zero", "ones", "remove", "double", "foreign", "cut", "join")
-Files = dict[str, bytes]
-"""An image as its files by name; the name "" is that of an image that is one file."""
-
-
-@dataclass(frozen=True)
-class Base:
-    """An undamaged image. `truth` is `(C, H, W)` as written, None for lossy codecs and slides."""
-
-    name: str
-    suffix: str
-    files: Files
-    truth: np.ndarray | None
-
-
-# Undamaged images.
-
-
-def pixels(channels: int = 3, dtype: str = "u1", smooth: bool = False) -> np.ndarray:
-    """`(C, H, W)`: noise, or for lossy codecs something smooth with no mid-grey corner."""
-    if smooth:
-        y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
-        return np.stack([(40 * np.sin(y / 9 + c) + 30 * np.cos(x / 7) + 170) for c in range(channels)]).astype(dtype)
-    rng = np.random.default_rng(1)
-    if np.dtype(dtype).kind == "f":
-        return rng.standard_normal((channels, HEIGHT, WIDTH)).astype(dtype)
-    return rng.integers(0, np.iinfo(dtype).max, (channels, HEIGHT, WIDTH), dtype=np.dtype(dtype).newbyteorder("="))
-
-
-def tiff_options() -> dict[str, dict[str, Any]]:
-    """What tifffile is told, by the name of the base; `of` says which pixels, `steps` how many levels."""
-    tiled: dict[str, Any] = {"tile": (32, 32)}
-    lossless: dict[str, dict[str, Any]] = {
-        "lzw": {"compression": "lzw"},
-        "deflate": {"compression": "deflate"},
-        "predicted": {"compression": "deflate", "predictor": True},
-        "packbits": {"compression": "packbits"},
-        "zstd": {"compression": "zstd"},
-        "lzma": {"compression": "lzma"},
-        "png": {"compression": "png"},
-        "webp": {"compression": "webp", "compressionargs": {"lossless": True}},
-        "jpeg2000": {"compression": "jpeg2000"},
-        "jpegxr": {"compression": "jpegxr"},
-        "jpegxl": {"compression": "jpegxl"},
-        "lerc": {"compression": "lerc"},
-    }
-    named = {f"tiled-{name}": {**tiled, **options} for name, options in lossless.items()}
-    named |= {f"striped-{name}": {"rowsperstrip": 16, **lossless[name]} for name in ("lzw", "deflate", "zstd")}
-    lossy = {"of": (3, "u1", True), "compression": "jpeg"}
-    return named | {
-        "tiled-raw": tiled,
-        "striped-raw": {},
-        "jpeg": {**tiled, **lossy},
-        "jpeg-strips": {**lossy, "rowsperstrip": 16},
-        "jpeg-rgb": {**tiled, **lossy, "photometric": "rgb"},
-        "jpeg-ycbcr": {**tiled, **lossy, "photometric": "ycbcr", "subsampling": (2, 2)},
-        "jpeg-grey": {**tiled, **lossy, "of": (1, "u1", True)},
-        "webp-lossy": {**tiled, "of": (3, "u1", True), "compression": "webp"},
-        "planar": {**tiled, "compression": "deflate", "planarconfig": "separate"},
-        "planar-strips": {"compression": "lzw", "planarconfig": "separate", "rowsperstrip": 9},
-        "bigtiff": {**tiled, "compression": "deflate", "bigtiff": True},
-        "bigtiff-big-endian": {**tiled, "of": (3, "u2", False), "byteorder": ">", "bigtiff": True},
-        "floats": {**tiled, "of": (1, "f4", False), "compression": "deflate", "predictor": 3},
-        "channels": {**tiled, "of": (5, "f4", False), "compression": "deflate"},
-        "raw-channels": {"of": (5, "u2", False)},
-        "mask": {**tiled, "of": (1, "u1", False), "compression": "deflate"},
-        "plain": {**tiled, "compression": "deflate", "metadata": None},
-        "pyramid": {**tiled, "compression": "deflate", "metadata": None, "steps": 3},
-        "pyramid-jpeg": {**tiled, **lossy, "metadata": None, "steps": 2},
-        "svs": {**tiled, **lossy, "metadata": None, "description": "Aperio Image\n1x1|AppMag = 20|MPP = 0.5"},
-        "imagej": {"of": (3, "u2", False), "imagej": True, "metadata": {"axes": "CYX"}},
-        "ome": {**tiled, "compression": "deflate", "ome": True, "metadata": {"axes": "CYX"}, "subifds": 1},
-        "ome-rgb": {**tiled, "compression": "deflate", "ome": True, "metadata": {"axes": "YXS"}},
-        "trestle": {
-            **tiled,
-            **lossy,
-            "metadata": None,
-            "software": "MedScan",
-            "description": "Background Color=FFFFFF;White Balance=112,99,92;Objective Power=20;OverlapsXY= 0 0",
-        },
-        "aperio-jp2": {**tiled, "compression": "jpeg2000", "metadata": None, "description": "Aperio Image\nx"},
-    }  # fmt: skip
-
-
-def make_tiff(path: Path, options: dict[str, Any]) -> np.ndarray | None:
-    """Write it; the `(C, H, W)` to expect, None for lossy codecs."""
-    options = dict(options)
-    of, steps = options.pop("of", (3, "u1", False)), options.pop("steps", 1)
-    whole = pixels(*of)
-    kinds = {name: options.pop(name) for name in ("bigtiff", "byteorder", "ome", "imagej") if name in options}
-    apart = options.get("planarconfig") == "separate" or len(whole) == 5 or options.get("metadata") == {"axes": "CYX"}
-    defaults = {"photometric": "rgb" if len(whole) == 3 and not (apart and kinds) else "minisblack"}
-    with tifffile.TiffWriter(path, **kinds) as writer:
-        for step in [2**level for level in range(steps + options.get("subifds", 0))]:
-            level = whole[:, ::step, ::step]
-            extra = {"subfiletype": int(step > 1), "resolution": (20000 / step, 20000 / step), "resolutionunit": 3}
-            written = {**defaults, **options, **extra}
-            if step > 1:
-                written = {key: value for key, value in written.items() if key not in ("subifds", "metadata")}
-                written["metadata"] = None
-            if "imagej" in kinds:
-                written = {"metadata": options["metadata"]}
-            writer.write(level.squeeze() if apart or len(whole) == 1 else level.transpose(1, 2, 0), **written)
-    return None if of[2] else whole
-
-
-def make_pictures(folder: Path) -> dict[str, tuple[Path, np.ndarray | None]]:
-    """PNG and JPEG of every colour that Pillow writes."""
-    made: dict[str, tuple[Path, np.ndarray | None]] = {}
-    rgb, smooth = pixels().transpose(1, 2, 0), PIL.Image.fromarray(pixels(smooth=True).transpose(1, 2, 0))
-    colours: dict[str, PIL.Image.Image] = {
-        "rgb": PIL.Image.fromarray(rgb),
-        "grey": PIL.Image.fromarray(rgb[..., 0]),
-        "deep": PIL.Image.fromarray(pixels(1, "u2")[0]),
-        "alpha": PIL.Image.fromarray(np.concatenate([rgb, rgb[..., :1]], -1)),
-        "palette": smooth.quantize(16),
-        "bits": PIL.Image.fromarray(rgb[..., 0] > 99),
-    }
-    for name, picture in colours.items():
-        path = folder / f"{name}.png"
-        picture.save(path)
-        truth = {"rgb": rgb.transpose(2, 0, 1), "grey": rgb[None, ..., 0], "deep": pixels(1, "u2")}.get(name)
-        made[f"png-{name}"] = (path, truth)
-    options: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "progressive": {"progressive": True},
-        "restarts": {"restart_marker_blocks": 4},
-        "444": {"subsampling": 0, "optimize": True},
-    }
-    for name, chosen in options.items():
-        smooth.save(folder / f"{name}.jpg", **chosen)
-        made[f"jpeg-{name}"] = (folder / f"{name}.jpg", None)
-    for mode in ("L", "CMYK"):
-        smooth.convert(mode).save(folder / f"{mode}.jpg")
-        made[f"jpeg-{mode}"] = (folder / f"{mode}.jpg", None)
-    return made
-
-
-def make_zarrs(folder: Path) -> dict[str, tuple[Path, np.ndarray | None]]:
-    """Arrays of both formats with their codecs, and OME-Zarr groups of both versions."""
-    made: dict[str, tuple[Path, np.ndarray | None]] = {}
-    from zarr.codecs import BloscCodec, GzipCodec
-
-    whole = pixels()
-    options: dict[str, dict[str, Any]] = {
-        "3": {},
-        "3-raw": {"compressors": None},
-        "3-blosc": {"compressors": BloscCodec()},
-        "3-gzip": {"compressors": GzipCodec(), "dimension_names": ("c", "y", "x")},
-        "3-shards": {"chunks": (3, 16, 16), "shards": (3, 64, 64)},
-        "2": {"zarr_format": 2},
-        "2-raw": {"zarr_format": 2, "compressors": None},
-    }
-    for name, chosen in options.items():
-        path = folder / f"{name}.zarr"
-        zarr.create_array(path, **{"shape": whole.shape, "chunks": (3, 48, 64), "dtype": "u1", **chosen})[...] = whole
-        made[f"zarr-{name}"] = (path, whole)
-    for version in (2, 3):
-        path = folder / f"{version}.ome.zarr"
-        group = zarr.create_group(path, zarr_format=version)
-        for level in (0, 1):
-            part = whole[None, :, None, :: 2**level, :: 2**level]
-            array = group.create_array(str(level), shape=part.shape, chunks=(1, 3, 1, 48, 64), dtype="u1")
-            array[...] = part
-        scaled = [{"type": "scale", "scale": [1, 1, 1, 0.5, 0.5]}]
-        datasets = [{"path": str(level), "coordinateTransformations": scaled} for level in (0, 1)]
-        axes = [{"name": name} for name in "tcz"] + [{"name": name, "unit": "micrometer"} for name in "yx"]
-        multiscales = [{"axes": axes, "datasets": datasets}]
-        group.attrs.update({"multiscales": multiscales} if version == 2 else {"ome": {"multiscales": multiscales}})
-        made[f"ome-zarr-{version}"] = (path, whole)
-    return made
-
-
-def make_bases(folder: Path, slides: Path | None) -> list[Base]:
-    made: dict[str, tuple[Path, np.ndarray | None]] = {}
-    for name, options in tiff_options().items():
-        made[name] = (folder / f"{name}.tif", make_tiff(folder / f"{name}.tif", options))
-    hand_over_to_openslide(made["aperio-jp2"][0])
-    made["aperio-jp2"] = (made["aperio-jp2"][0], None)
-    made |= make_pictures(folder) | make_zarrs(folder)
-    made |= {path.name: (path, None) for path in (sorted(slides.iterdir()) if slides else ()) if path.is_file()}
-    bases = []
-    for name, (path, truth) in made.items():
-        inside = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else []
-        files = {str(file.relative_to(path)): file.read_bytes() for file in inside} or {"": path.read_bytes()}
-        bases.append(Base(name, path.suffix, files, truth))
-    return bases
-
-
-def hand_over_to_openslide(path: Path) -> None:
-    """JPEG 2000 as Aperio marks it where the reader has to turn YCbCr into RGB."""
-    data = bytearray(path.read_bytes())
-    for at, tag, *_ in tiff_entries(data):
-        if tag == 259:
-            struct.pack_into("<H", data, at + 8, 33003)
-    path.write_bytes(data)
-
-
-# Damage.
-
-
-def tiff_entries(data: bytes | bytearray) -> list[tuple[int, int, int, int, int, bool]]:
-    """`(position, tag, type, count, value, big)` of every entry of the main chain; [] for what is no sound TIFF."""
-    order, big = ("<" if data[:2] == b"II" else ">"), data[2:4] in (b"+\0", b"\0+")
-    found: list[tuple[int, int, int, int, int, bool]] = []
-    try:
-        (at,) = struct.unpack_from(order + ("Q" if big else "L"), data, 8 if big else 4)
-        while at and len(found) < 5000:
-            (count,) = struct.unpack_from(order + ("Q" if big else "H"), data, at)
-            form, at = order + ("HHQQ" if big else "HHLL"), at + (8 if big else 2)
-            for index in range(min(count, 100)):
-                place = at + index * struct.calcsize(form)
-                found.append((place, *struct.unpack_from(form, data, place), big))
-            at += count * struct.calcsize(form)
-            (at,) = struct.unpack_from(order + ("Q" if big else "L"), data, at)
-    except struct.error:
-        pass
-    return found
-
-
-def damage_field(data: bytearray, rng: random.Random) -> None:
-    """Another number in a field of a directory, or in a value that stands elsewhere."""
-    entries = tiff_entries(data)
-    order = "<" if data[:2] == b"II" else ">"
-    if not entries:
-        return
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        at, _, kind, count, value, big = rng.choice(entries)
-        wide = 8 if big else 4
-        code = {2: "H", 4: "L", 8: "Q"}
-        number = rng.choice((*NUMBERS, value, count, value + 1, count - 1, len(data), rng.randrange(2**32)))
-        size = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 16: 8}.get(kind, 4)
-        field = rng.choice(("tag", "type", "count", "value", "value", "value", "elsewhere", "short"))
-        if field in ("tag", "type"):
-            struct.pack_into(
-                order + "H", data, at + 2 * (field == "type"), number % 2**16 if rng.random() < 0.5 else 330
-            )
-        elif field in ("count", "value"):
-            place = at + 4 + (wide if field == "value" else 0)
-            struct.pack_into(order + code[wide], data, place, number % 2 ** (8 * wide))
-        elif field == "short" or count * size <= wide or value + count * size > len(data) or size == 1:
-            struct.pack_into(order + "H", data, at + 4 + wide, number % 2**16)
-        else:
-            place = value + size * rng.randrange(count)
-            unit = min(size, 8)
-            struct.pack_into(order + code[unit], data, place, number % 2 ** (8 * unit))
-
-
-def damage_chain(data: bytearray, rng: random.Random) -> None:
-    """Directories that lead to themselves, to another place, or nowhere."""
-    entries = tiff_entries(data)
-    if not entries:
-        return
-    order, big = ("<" if data[:2] == b"II" else ">"), entries[0][5]
-    size, wide = (20, 8) if big else (12, 4)
-    ends = [one[0] + size for one, two in zip(entries, [*entries[1:], (0,)], strict=True) if two[0] != one[0] + size]
-    starts = [entries[0][0] - (8 if big else 2)] + [end + wide for end in ends]
-    target = rng.choice((*starts, len(data) - 1, len(data), rng.randrange(len(data)), *NUMBERS))
-    place = rng.choice((8 if big else 4, *ends))
-    struct.pack_into(order + ("Q" if big else "L"), data, place, target % 2 ** (8 * wide))
-
-
-def damage_description(data: bytearray, rng: random.Random) -> None:
-    """A new description at the end of the file, which declares what is not there."""
-    described = [entry for entry in tiff_entries(data) if entry[1] in (270, 305)]
-    if not described:
-        return
-    at, _, _, count, value, big = rng.choice(described)
-    order, wide = ("<" if data[:2] == b"II" else ">"), 8 if big else 4
-    number = rng.choice((10**8, 10**5, 2, 0, -1, 10**18))
-    shares = rng.choice(("", f'PlaneCount="{number}"'))
-    ome = (
-        '<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06"><Image ID="Image:0"><Pixels DimensionOrder='
-        f'"XYCZT" SizeX="{WIDTH}" SizeY="{HEIGHT}" SizeC="3" SizeZ="1" SizeT="{number}" Type="uint8" ID="P:0"><Channel '
-        f'SamplesPerPixel="{rng.choice((1, 3, number))}"/><TiffData {shares}/>'
-        "</Pixels></Image></OME>"
-    )
-    text = bytes(data[value : value + count])
-    new = rng.choice(
-        (
-            ome.encode(),
-            f'{{"shape": [{number}, {HEIGHT}, {WIDTH}, 3]}}'.encode(),
-            f'{{"shape": [{HEIGHT}, {WIDTH}, 3], "axes": {number}}}'.encode(),
-            f"ImageJ=1.11a\nimages={number}\nchannels={number}\nslices=1\nhyperstack=true\n".encode(),
-            re.sub(rb"\d+", lambda found: str(number).encode() if rng.random() < 0.3 else found.group(), text),
-            rng.choice((b"MedScan", b"Philips", b"<MetaData>", b'{"shape": null}', b"SCANIMAGE", b"Aperio Image")),
-        )
-    )
-    new += b"\0"
-    struct.pack_into(order + ("QQ" if big else "LL"), data, at + 4, len(new), len(data))
-    if len(new) <= wide:
-        data[at + 4 + wide : at + 4 + wide + len(new)] = new
-    data += new
-
-
-def damage_stream(data: bytearray, rng: random.Random) -> None:
-    """A JPEG stream that ends early and says that it is whole."""
-    starts = [found.start() for found in re.finditer(rb"\xff\xda", data)]
-    if not starts:
-        return
-    start = rng.choice(starts)
-    end = data.find(b"\xff\xd9", start)
-    if end > start + 20:
-        cut = rng.randrange(start + 14, end)
-        data[cut : cut + 2] = b"\xff\xd9"
-        if data[:2] == b"\xff\xd8" and rng.random() < 0.5:
-            frame = re.search(rb"\xff[\xc0-\xc2]\x00[\x08-\x14]", data)
-            if frame:
-                struct.pack_into(">HH", data, frame.start() + 5, rng.choice((HEIGHT, 8192)), rng.choice((WIDTH, 8192)))
-
-
-def damage_png(data: bytearray, rng: random.Random) -> None:
-    """Chunks changed, left out or cut, with checksums that are right."""
-    chunks: list[tuple[bytes, bytearray]] = []
-    at = 8
-    while at + 12 <= len(data):
-        (length,) = struct.unpack_from(">L", data, at)
-        chunks.append((bytes(data[at + 4 : at + 8]), data[at + 8 : at + 8 + length]))
-        at += 12 + length
-    kind, body = rng.choice(chunks)
-    if kind == b"IHDR":
-        struct.pack_into(">L", body, rng.choice((0, 4)), rng.choice(NUMBERS[:12]))
-    elif kind == b"IDAT":
-        raw = bytearray(zlib.decompress(body))
-        del raw[rng.randrange(len(raw)) :]
-        body[:] = zlib.compress(raw) if rng.random() < 0.7 else body[: rng.randrange(len(body))]
-    elif body:
-        body[rng.randrange(len(body))] = rng.randrange(256)
-    parts = [struct.pack(">L", len(b)) + k + b + struct.pack(">L", zlib.crc32(k + b)) for k, b in chunks]
-    data[8:] = b"".join(parts)
-
-
-def damage_blindly(data: bytearray, rng: random.Random) -> None:
-    """Bits, bytes, numbers, blocks and cuts, anywhere; half of them near the beginning or the end."""
-    if not data:
-        return
-    for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
-        edge = min(len(data), 400)
-        near = (rng.randrange(edge), len(data) - 1 - rng.randrange(edge))
-        at = rng.choice((*near, rng.randrange(len(data)), rng.randrange(len(data))))
-        size = min(rng.choice((1, 2, 4, 16, 256, 2000)), len(data) - at)
-        kind = rng.choice(BLIND)
-        if kind == "bit":
-            data[at] ^= 1 << rng.randrange(8)
-        elif kind == "byte":
-            data[at] = rng.randrange(256)
-        elif kind == "number":
-            wide = rng.choice((2, 4, 8))
-            data[at : at + wide] = (rng.choice(NUMBERS) % 2 ** (8 * wide)).to_bytes(wide, rng.choice(("little", "big")))
-        elif kind in ("zero", "ones", "foreign"):
-            data[at : at + size] = rng.randbytes(size) if kind == "foreign" else bytes([255 * (kind == "ones")]) * size
-        elif kind == "remove":
-            del data[at : at + size]
-        elif kind == "double":
-            data[at:at] = data[at : at + size]
-        elif kind == "cut":
-            del data[at:]
-        else:
-            data += data[: rng.randrange(1, 3000)]
-        if not data:
-            return
-
-
-def damage_json(data: bytearray, rng: random.Random) -> None:
-    """Values of other types, absurd numbers, keys that are missing or stand twice."""
-    try:
-        tree = json.loads(bytes(data))
-    except ValueError:
-        return damage_blindly(data, rng)
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        places: list[tuple[Any, Any]] = []
-        waiting = [tree]
-        while waiting:
-            node = waiting.pop()
-            keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else []
-            places += [(node, key) for key in keys]
-            waiting += [node[key] for key in keys]
-        if not places:
-            break
-        node, key = rng.choice(places)
-        if rng.random() < 0.2:
-            del node[key]
-        elif rng.random() < 0.1:
-            node[key] = [node[key]]
-        else:
-            node[key] = rng.choice(JSON_VALUES)
-    data[:] = json.dumps(tree).encode()
-    return None
-
-
-def damaged(base: Base, rng: random.Random) -> Files:
-    """The base's files with one of them damaged; of a folder of files, one may be missing."""
-    files = dict(base.files)
-    name = rng.choice(sorted(files))
-    if name and rng.random() < 0.6:
-        name = rng.choice([other for other in sorted(files) if "." in Path(other).name])
-    data = bytearray(files[name])
-    ways: list[Callable[[bytearray, random.Random], None]] = [damage_blindly]
-    if bytes(data[:2]) in (b"II", b"MM"):
-        ways += [damage_field, damage_field, damage_field, damage_chain, damage_description, damage_stream]
-    elif data[:2] == b"\xff\xd8":
-        ways += [damage_stream]
-    elif data[:4] == b"\x89PNG":
-        ways += [damage_png]
-    elif "." in Path(name).name:
-        ways = [damage_json, damage_json, damage_json, damage_blindly]
-    elif name and rng.random() < 0.1:
-        del files[name]
-        return files
-    rng.choice(ways)(data, rng)
-    if rng.random() < 0.1:
-        damage_blindly(data, rng)
-    files[name] = bytes(data)
-    return files
-
-
-# What a case does.
 
 
 def look(path: Path, rng: random.Random) -> str:
@@ -544,7 +115,7 @@ def whole_by_library(path: Path, level: int) -> np.ndarray | None:
         return None
 
 
-def run_case(index: int, seed: int, bases: list[Base], folder: Path) -> tuple[str, str]:
+def run_case(index: int, seed: int, bases: list[Base], folder: Path) -> Verdict:
     """One case in this process: how it ended, and what was said."""
     rng = random.Random(f"{seed}/{index}")
     base = rng.choice(bases)
@@ -573,7 +144,7 @@ def still_more_files_than(before: int) -> bool:
     return True
 
 
-def verdict(path: Path, rng: random.Random) -> tuple[str, str]:
+def verdict(path: Path, rng: random.Random) -> Verdict:
     try:
         said = look(path, rng)
     except GigagradError as error:
@@ -621,94 +192,16 @@ def check_bases(bases: list[Base], folder: Path) -> list[str]:
     return faults
 
 
-# Workers.
-
-
-def work(pipe: Connection, seed: int, bases: list[Base], folder: Path) -> None:
-    """Run the cases whose numbers come through the pipe, until None comes."""
-    folder.mkdir(exist_ok=True)
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 2)
+def set_up(seed: int, bases: list[Base], folder: Path, number: int) -> Judge:
+    """In a worker: limits, and whatever libraries open and keep with the first image (an event loop, codecs)."""
+    own = folder / f"worker{number}"
+    own.mkdir(exist_ok=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     room = memory("VmSize") + ADDRESS_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Libraries open what they keep (an event loop, codecs) with the first image.
-    check_bases(bases, folder)
-    while (index := pipe.recv()) is not None:
-        pipe.send(run_case(index, seed, bases, folder))
-
-
-class Worker:
-    """A process that may die, and the case it is at."""
-
-    def __init__(self, number: int, seed: int, bases: list[Base], folder: Path) -> None:
-        self._make = (seed, bases, folder / f"worker{number}")
-        self.start()
-
-    def start(self) -> None:
-        context = multiprocessing.get_context("fork")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=work, args=(other, *self._make), daemon=True)
-        self.process.start()
-        other.close()
-        self.case: int | None = None
-
-    def give(self, case: int) -> None:
-        self.case, self.since = case, time.monotonic()
-        self.pipe.send(case)
-
-    def answer(self) -> tuple[str, str] | None:
-        """How the case ended, None while it runs. A worker that died or hangs is replaced."""
-        if self.pipe.poll():
-            try:
-                return self.pipe.recv()
-            except EOFError:
-                self.process.join()
-                code = self.process.exitcode or 0
-                said = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        elif time.monotonic() - self.since > SECONDS:
-            self.process.kill()
-            self.process.join()
-            self.start()
-            return "hung", f"no answer within {SECONDS:g} s"
-        else:
-            return None
-        self.start()
-        return "crashed", said
-
-
-def campaign(count: int, seed: int, workers: int, bases: list[Base], folder: Path) -> tuple[Counter[str], list[str]]:
-    counts: Counter[str] = Counter()
-    examples: list[str] = []
-    cases = iter(range(count))
-    crew = [Worker(number, seed, bases, folder) for number in range(workers)]
-    busy = [worker for worker in crew if start_next(worker, cases)]
-    began = time.monotonic()
-    while busy:
-        wait([worker.pipe for worker in busy], timeout=0.2)
-        for worker in list(busy):
-            if (ended := worker.answer()) is None:
-                continue
-            kind, said = ended
-            counts[kind] += 1
-            if kind in FAULTS:
-                examples.append(f"--seed {seed} --only {worker.case}: {kind}: {said[:200]}")
-                print(examples[-1], file=sys.stderr)
-            if counts.total() % 1000 == 0:
-                rate = counts.total() / (time.monotonic() - began)
-                print(f"{counts.total()} of {count}: {dict(counts)}, {rate:.0f} a second", file=sys.stderr)
-            if not start_next(worker, cases):
-                worker.pipe.send(None)
-                busy.remove(worker)
-    return counts, examples
-
-
-def start_next(worker: Worker, cases: Any) -> bool:
-    case = next(cases, None)
-    if case is None:
-        return False
-    worker.give(case)
-    return True
+    check_bases(bases, own)
+    return partial(run_case, seed=seed, bases=bases, folder=own)
 
 
 def prepared(folder: Path, slides: Path | None) -> tuple[list[Base], list[str]]:
@@ -728,27 +221,23 @@ def prepared(folder: Path, slides: Path | None) -> tuple[list[Base], list[str]]:
     return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=50_000)
-    parser.add_argument("--seed", type=int, default=0)
+def main() -> int:
+    parser = options(__doc__, 50_000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--slides", type=Path)
-    parser.add_argument("--only", type=int, help="one case, in this process")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        bases, examples = prepared(folder, chosen.slides)
+        bases, faults = prepared(folder, chosen.slides)
+        if faults:
+            sys.exit("\n".join(faults))
         if chosen.only is not None:
             print(*run_case(chosen.only, chosen.seed, bases, folder))
-            return
-        counts, found = campaign(chosen.count, chosen.seed, chosen.workers, bases, folder)
-    counts["wrong"] += len(examples)
-    kinds = {kind: counts[kind] for kind in ("fine", "refused", *FAULTS)}
-    line = {"attack": "images", "seed": chosen.seed, "tried": chosen.count, **kinds}
-    print(json.dumps({**line, "examples": (examples + found)[:10]}))
-    raise SystemExit(int(any(kinds[kind] for kind in FAULTS)))
+            return 0
+        ready = partial(set_up, chosen.seed, bases, folder)
+        crew = [Worker(ready, SECONDS, number=number, start="fork") for number in range(chosen.workers)]
+        return report("images", chosen, campaign(chosen, crew))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

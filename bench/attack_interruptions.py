@@ -1,6 +1,6 @@
 """Runs that end before their end leave nothing behind, and the next one gives the same bits.
 
-    python bench/attack_interruptions.py [--count 100] [--kills 20] [--seed 0] [--only INDEX]
+    python bench/attack_interruptions.py [--count 100] [--kills 20] [--seed 0] [--only NUMBER]
 
 From the seed, every case takes a job (training steps with fields in files and in memory, from tensors and from a TIFF,
 with tiles side by side; predictions in memory, streamed, and written to a TIFF) and ends it early: Ctrl-C at a moment
@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import errno
-import faulthandler
 import gc
-import json
 import multiprocessing
 import os
 import random
@@ -49,6 +47,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gigagrad as gg
+from bench.attack_worker import Judge, Verdict, Worker, campaign, options, report
 from gigagrad.boxes import Box
 from gigagrad.errors import GigagradError, ImageError
 from gigagrad.events import TileDone
@@ -63,7 +62,6 @@ from tests.execution.normed import Net, dice
 HEIGHT, WIDTH, TILE = 118, 134, (40, 48)
 SECONDS = 120.0
 """Until a case counts as hung: other programs may want the processor, too."""
-FAULTS = ("wrong", "leaked", "crashed", "hung", "foreign")
 
 
 class Rows(nn.Module):
@@ -427,8 +425,8 @@ def draw(rng: random.Random) -> tuple[Job, str, Callable[[Watched], Outcome]]:
 # Cases.
 
 
-def run_case(stand: Watched, way: str, attack: Callable[[Watched], Outcome]) -> list[str]:
-    """How it ended, and then all that is wrong."""
+def run_case(stand: Watched, way: str, attack: Callable[[Watched], Outcome]) -> Verdict:
+    """How it ended: of several faults the first names the kind."""
     stand.reset()
     before = Held.now(stand)
     outcome = attack(stand)
@@ -450,7 +448,11 @@ def run_case(stand: Watched, way: str, attack: Callable[[Watched], Outcome]) -> 
     kind = "refused" if isinstance(error, GigagradError) else "fine"
     faults += stand.again(stand.new_engine() if "cold" in way else stand.engine)
     del outcome, error
-    return [kind, *faults, *Held.now(stand).leaks(before)]
+    return judged(kind, [*faults, *Held.now(stand).leaks(before)])
+
+
+def judged(kind: str, faults: list[str]) -> Verdict:
+    return (faults[0].partition(":")[0], "; ".join(faults)) if faults else (kind, "")
 
 
 def expected(way: str, error: BaseException) -> bool:
@@ -460,11 +462,11 @@ def expected(way: str, error: BaseException) -> bool:
     return isinstance(error, GigagradError) or not isinstance(error, OSError)
 
 
-def after_kill(stand: Watched) -> list[str]:
+def after_kill(stand: Watched) -> Verdict:
     """The next run removes what the killed one left."""
     faults = stand.again(stand.engine)
     files = [path for folder in (stand.scratch, stand.out) for path in folder.rglob("*")]
-    return ["fine", *faults, *(["leaked: files of a killed process: " + ", ".join(map(str, files))] if files else [])]
+    return judged("fine", faults + [f"leaked: {path} of a killed process" for path in files])
 
 
 class Cases:
@@ -473,6 +475,7 @@ class Cases:
     def __init__(self, chosen: argparse.Namespace, folder: Path) -> None:
         self._first_kill, self._seed, self._folder = chosen.count - chosen.kills, chosen.seed, folder
         self._stands: dict[str, Watched] = {}
+        self.left_by_kills = 0
 
     def drawn(self, index: int) -> tuple[random.Random, Job, str, Callable[[Watched], Outcome] | None]:
         rng = random.Random(f"{self._seed}/{index}")
@@ -480,21 +483,29 @@ class Cases:
             return rng, rng.choice(JOBS), "SIGKILL", None
         return rng, *draw(rng)
 
-    def run(self, index: int) -> list[str]:
+    def set_up(self, _: int = 0) -> Judge:
+        quiet()
+        watch_fields()
+        return self.run
+
+    def run(self, index: int) -> Verdict:
         _, job, way, attack = self.drawn(index)
         stand = self._stands.get(job.name)
         if stand is None:
             self._stands[job.name] = stand = Watched(job, self.folder_of(job))
             gc.collect()
             gc.freeze()  # a model and its graphs need not be walked in every case
-        return run_case(stand, way, attack) if attack is not None else after_kill(stand)
+        kind, said = run_case(stand, way, attack) if attack is not None else after_kill(stand)
+        return kind, f"{job.name}, {way}: {said}"
 
     def folder_of(self, job: Job) -> Path:
         return self._folder / job.name.replace(" ", "-")
 
-    def kill(self, index: int) -> bool:
-        """Kill a process at this job. Returns whether it left something."""
-        rng, job, _, _ = self.drawn(index)
+    def kill(self, index: int) -> None:
+        """If this case is a kill: let a process do the job and kill it. Counts those that left something."""
+        rng, job, _, attack = self.drawn(index)
+        if attack is not None:
+            return
         context = multiprocessing.get_context("forkserver")
         here, there = context.Pipe()
         process = context.Process(target=go_on, args=(job, self.folder_of(job), there))
@@ -505,7 +516,8 @@ class Cases:
         process.kill()
         process.join()
         folder = self.folder_of(job)
-        return any(True for name in ("scratch", "out") for path in (folder / name).iterdir() if path.suffix != ".tif")
+        left = [path for name in ("scratch", "out") for path in (folder / name).iterdir() if path.suffix != ".tif"]
+        self.left_by_kills += bool(left)
 
 
 def go_on(job: Job, folder: Path, pipe: Connection) -> None:
@@ -524,90 +536,20 @@ def quiet() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def work(pipe: Connection, cases: Cases) -> None:
-    """Run the cases whose numbers come through the pipe, until None comes."""
-    quiet()
-    watch_fields()
-    while (index := pipe.recv()) is not None:
-        faulthandler.dump_traceback_later(SECONDS * 0.9)  # where it hangs
-        pipe.send(cases.run(index))
-        faulthandler.cancel_dump_traceback_later()
-
-
-class Worker:
-    """A process that may die or hang; then there is another one."""
-
-    def __init__(self, cases: Cases) -> None:
-        self._cases = cases
-        self.start()
-
-    def start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=work, args=(other, self._cases), daemon=True)
-        self.process.start()
-        other.close()
-
-    def run(self, index: int) -> list[str]:
-        self.pipe.send(index)
-        try:
-            if self.pipe.poll(SECONDS):
-                found: list[str] = self.pipe.recv()
-                return found
-            faults = ["fine", f"hung: no answer within {SECONDS:g} s"]
-        except EOFError:
-            self.process.join()
-            faults = ["fine", f"crashed: exit code {self.process.exitcode}"]
-        self.process.kill()
-        self.process.join()
-        self.start()
-        return faults
-
-
-def campaign(chosen: argparse.Namespace, cases: Cases) -> tuple[Counter[str], list[str]]:
-    counts: Counter[str] = Counter()
-    examples = []
-    worker = Worker(cases)
-    for index in range(chosen.count):
-        _, job, way, attack = cases.drawn(index)
-        counts["left by kills"] += attack is None and cases.kill(index)
-        kind, *faults = worker.run(index)
-        counts[kind] += not faults
-        for fault in faults:
-            counts[fault.partition(":")[0]] += 1
-            examples.append(f"--seed {chosen.seed} --only {index} ({job.name}, {way}): {fault[:300]}")
-            print(examples[-1], file=sys.stderr)
-        if index % 10 == 9:
-            print(f"{index + 1} of {chosen.count}: {dict(counts)}", file=sys.stderr)
-    worker.pipe.send(None)
-    return counts, examples
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100)
+def main() -> int:
+    parser = options(__doc__, 100)
     parser.add_argument("--kills", type=int, default=20, help="of the count")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, metavar="INDEX", help="one case, in this process")
     chosen = parser.parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "gigagrad", "tests.execution.normed"])
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         cases = Cases(chosen, Path(name))
         if chosen.only is not None:
-            quiet()
-            watch_fields()
-            _, job, way, attack = cases.drawn(chosen.only)
-            if attack is None:
-                cases.kill(chosen.only)
-            print(job.name, way, *cases.run(chosen.only), sep="\n")
-            return
-        counts, examples = campaign(chosen, cases)
-    kinds = {kind: counts[kind] for kind in ("fine", "refused", *FAULTS)}
-    line = {"attack": "interruptions", "seed": chosen.seed, "tried": chosen.count, **kinds}
-    line |= {"kills": chosen.kills, "left by kills": counts["left by kills"]}
-    print(json.dumps({**line, "examples": examples[:10]}))
-    raise SystemExit(int(any(kinds[kind] for kind in FAULTS)))
+            cases.kill(chosen.only)
+            print(*cases.set_up()(chosen.only))
+            return 0
+        found = campaign(chosen, [Worker(cases.set_up, SECONDS, start="forkserver")], cases.kill)
+    return report("interruptions", chosen, {"kills": chosen.kills, "left by kills": cases.left_by_kills, **found})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
