@@ -212,6 +212,16 @@ class TestLargeBlocks:
             trimmer.block_coming(8 * MIB)
             assert held["given_back"] == times
 
+    def test_before_smaller_ones_it_looks_once_they_might_exceed_the_roof(self, held):
+        trimmer = Trimmer(100 * MIB + process.UNNOTICED_BYTES, None)
+        trimmer.begin_pass(30 * MIB, 0, 4 * MIB)
+        held["now"] = held["left"] = 60
+        trimmer.block_coming(4 * MIB)  # room for 32 MiB more, below the roof of 96
+        held["now"] = held["left"] = 99
+        for given_back in (0, 0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 3):  # where it does not help not before each of them
+            trimmer.block_coming(4 * MIB)
+            assert held["given_back"] == given_back
+
     def test_what_the_next_tile_is_computed_in_does_not_make_it_short(self, held, trimmer):
         held["now"] = 99
         assert not trimmer.is_short(120 * MIB, 1)

@@ -5,20 +5,27 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import re
 import struct
 import subprocess
 import sys
+import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import imagecodecs
 import numcodecs
 import numpy as np
 import pytest
 import tifffile
 import zarr
+import zarr.codecs.numcodecs
 from PIL import Image as Pillow
 
 from gigagrad.boxes import Box
@@ -254,6 +261,47 @@ def test_a_blosc_chunk_that_is_cut_off_is_not_read_on(tmp_path: Path, zarr_forma
     chunk.write_bytes(chunk.read_bytes()[:100])
     for source in (path, zarr.open(path, mode="r")):
         with open_image(source) as image, pytest.raises(ImageError, match="100 bytes, its header says"):
+            image.read(Box(0, 0, 8, 8))
+
+
+def zstandard_of_unnamed_length(blocks: int, block: int = 2**17) -> bytes:
+    """A frame (RFC 8878, 3.1) that does not say how much it holds: that many blocks of one byte, each repeated."""
+    headers = [block << 3 | 1 << 1 | (index == blocks - 1) for index in range(blocks)]
+    return b"\x28\xb5\x2f\xfd\x00\x58" + b"".join(header.to_bytes(3, "little") + b"\7" for header in headers)
+
+
+CLASSES = {"gzip": "GZip", "zlib": "Zlib", "bz2": "BZ2", "lzma": "LZMA", "zstd": "Zstd", "lz4": "LZ4"}
+BOMBS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "zlib": zlib.compress,
+    "bz2": bz2.compress,
+    "lzma": lzma.compress,
+    "zstd": imagecodecs.zstd_encode,
+    "zstd of unnamed length": lambda zeros: zstandard_of_unnamed_length(len(zeros) >> 17),
+    "lz4": numcodecs.LZ4().encode,
+}
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_chunk_that_holds_more_than_it_may_is_not_unpacked(tmp_path: Path, name: str, zarr_format: int) -> None:
+    kind = name.split()[0]
+    own = {"gzip": zarr.codecs.GzipCodec, "zstd": zarr.codecs.ZstdCodec} if zarr_format == 3 else {}
+    path = tmp_path / "a.zarr"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not every reader knows all of these
+        known = zarr.codecs.numcodecs if zarr_format == 3 else numcodecs
+        codec = own.get(kind, getattr(known, CLASSES[kind]))()
+        zarr.create_array(
+            path, shape=(3, 64, 64), chunks=(3, 64, 64), dtype="u1", zarr_format=zarr_format, compressors=codec
+        )[...] = 7
+        (chunk,) = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith((".z", "zarr"))]
+        if name.endswith("length"):
+            chunk.write_bytes(zstandard_of_unnamed_length(3, 2**12))
+        with open_image(path) as image:
+            assert (np.asarray(image.read(Box(0, 0, 64, 64))) == 7).all()
+        chunk.write_bytes(BOMBS[name](bytes(2**27)))
+        with open_image(path) as image, pytest.raises(ImageError, match=r"at most 160 KiB"):
             image.read(Box(0, 0, 8, 8))
 
 

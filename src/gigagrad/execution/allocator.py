@@ -80,7 +80,8 @@ class Trimmer:
     Tiles of large blocks take them from the heap, where the next ones find pages that are there already
     (docs/decisions/0018-large-blocks.md). Nothing bounds what a heap grows to, so there is a look before every large
     block: where it might exceed the plan, freed memory is given back and large blocks are mapped one by one until the
-    tile is done; until more tiles are, each time that it happens again.
+    tile is done; until more tiles are, each time that it happens again. Smaller blocks come from the heap anyway. What
+    the first tiles of a pass free there can be several times what they hold, so these are looked at, too.
     """
 
     _LONGEST_PAUSE = 64
@@ -100,6 +101,7 @@ class Trimmer:
         self._roof_bytes = for_tiles - largest_bytes  # one more may come that nobody announces
         self._pause = self._tiles_to_go = 1
         self._mapped_pause, self._mapped_tiles = 1, 0
+        self._unseen_bytes = self._room_bytes = 0
         self._serve(in_heap=largest_bytes >= MAPPED_BYTES)
 
     @contextmanager
@@ -124,29 +126,38 @@ class Trimmer:
             return_freed_memory()
 
     def block_coming(self, nbytes: int) -> None:
-        """Before a tile takes a large block, in whatever thread."""
+        """Before a tile takes a block, in whatever thread. A look before every large one, and of others before so many
+        bytes of them that they might exceed the plan since the last look.
+        """
         with self._lock:
-            if resident_bytes() + nbytes <= self._roof_bytes:
+            self._unseen_bytes += nbytes
+            if nbytes < MAPPED_BYTES and self._unseen_bytes < self._room_bytes:
                 return
-            if self._in_heap:
-                self._serve(in_heap=False)
-                self._mapped_tiles = self._mapped_pause
-                self._mapped_pause = min(2 * self._mapped_pause, self._LONGEST_PAUSE)
-            return_freed_memory()  # again and again: blocks that it holds from before are freed one by one
+            held = resident_bytes()
+            if held + nbytes > self._roof_bytes:
+                if self._in_heap:
+                    self._serve(in_heap=False)
+                    self._mapped_tiles = self._mapped_pause
+                    self._mapped_pause = min(2 * self._mapped_pause, self._LONGEST_PAUSE)
+                return_freed_memory()  # again and again: blocks that it holds from before are freed one by one
+                held = resident_bytes()
+            self._unseen_bytes, self._room_bytes = 0, max(self._roof_bytes - held - nbytes, MAPPED_BYTES)
 
     def tile_done(self) -> None:
+        """After a tile is computed, in whatever thread: others go on meanwhile, and need not wait for its result."""
         with self._lock:
             if self._mapped_tiles:
                 self._mapped_tiles -= 1
                 self._serve(in_heap=not self._mapped_tiles)
-        self._tiles_to_go -= 1
-        if self._tiles_to_go:
-            return
-        if resident_bytes() > self._now_bytes:
-            return_freed_memory()
-            helped = resident_bytes() <= self._now_bytes
-            self._pause = 1 if helped else min(2 * self._pause, self._LONGEST_PAUSE)
-        self._tiles_to_go = self._pause
+            self._tiles_to_go -= 1
+            if self._tiles_to_go:
+                return
+            self._room_bytes = 0
+            if resident_bytes() > self._now_bytes:
+                return_freed_memory()
+                helped = resident_bytes() <= self._now_bytes
+                self._pause = 1 if helped else min(2 * self._pause, self._LONGEST_PAUSE)
+            self._tiles_to_go = self._pause
 
     def is_short(self, tile_bytes: int, at_a_time: int) -> bool:
         """Whether the budget has no room for another tile, with all given back that can be: the process holds more than

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from math import prod
 from typing import Any, TypeVar
 
@@ -400,13 +400,22 @@ class Run:
         grid = self._prepared.grid(stage)
         tiles = (grid[i] for i in grid.order())
         read = read_ahead(tiles, lambda tile: self._fields.inputs(stage, tile, backward=backward), self._reader)
-        with self._trimmer.tiles_at_work() if self._trimmer is not None else nullcontext():
+        trimmer = self._trimmer
+        if trimmer is None:
             yield from in_order(read, work, self._workers)
+            return
+
+        def work_and_look(item: tuple[TileGeometry, TileInputs]) -> Swept:
+            swept = work(item)
+            trimmer.tile_done()
+            return swept
+
+        with trimmer.tiles_at_work():
+            yield from in_order(read, work_and_look, self._workers)
 
     def _report(self, phase: str) -> None:
         self._done += 1
         if self._trimmer is not None:
-            self._trimmer.tile_done()
             self._hold_back(self._trimmer)
         self._events.emit(TileDone(phase, self._done, self._total))
 

@@ -15,7 +15,7 @@ from gigagrad.graphs import FIELD_BINS, Call, Graph, Row, Site, lookup
 from gigagrad.graphs.graph import fill
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Stage, TileGeometry
-from gigagrad.plans.memory import MAPPED_BYTES, crop_bytes, workspace_bytes
+from gigagrad.plans.memory import crop_bytes, workspace_bytes
 from gigagrad.stores import Rounding
 
 
@@ -29,6 +29,9 @@ class TileInputs:
     """Of the kept fields' shares, from later stages."""
     stored: dict[int, torch.Tensor]
     """The kept fields' shares themselves."""
+
+
+_ANNOUNCED_BYTES = 2**20
 
 
 class StageProgram:
@@ -48,7 +51,7 @@ class StageProgram:
         self._roundings = roundings or {}
         """Of kept fields: what is computed from them here is computed from what their stores will give back."""
         self._make_room = make_room
-        """Called with the bytes of every large block before it is taken."""
+        """Called with the bytes of every block before it is taken, but for the smallest."""
         self.targets = stage.targets(graph)
         self._calls = [Call(graph[i], graph.operands(graph[i])) for i in stage.fields]
         self._silent = frozenset(i for i in stage.kept if _row(graph, i).backward_without_output)
@@ -150,7 +153,7 @@ class StageProgram:
 
     def _announce(self, tile: TileGeometry, node_id: int, nbytes: int) -> None:
         """Results of so many bytes, and what the operator takes for itself."""
-        if self._make_room is not None and nbytes >= MAPPED_BYTES:
+        if self._make_room is not None and nbytes >= _ANNOUNCED_BYTES:
             self._make_room(nbytes + workspace_bytes(self.graph, tile, node_id))
 
     def _announce_gradients(
@@ -159,7 +162,7 @@ class StageProgram:
         """The same of the gradients that are made once the value is pulled back."""
         if self._make_room is not None and value.grad_fn is not None:
             nbytes = sum(x.nbytes for x in inputs if x is not None and x.requires_grad)
-            if nbytes >= MAPPED_BYTES:
+            if nbytes >= _ANNOUNCED_BYTES:
                 value.grad_fn.register_prehook(lambda _: self._announce(tile, node_id, nbytes))
 
     def _rounded(self, node_id: int, value: torch.Tensor, tile: TileGeometry) -> torch.Tensor:

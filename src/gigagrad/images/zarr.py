@@ -44,7 +44,7 @@ class ZarrImage(Image):
         mpp: float | None,
         open_level: Callable[[int], Image] | None = None,
     ) -> None:
-        from gigagrad.images.zarr_codecs import with_whole_chunks
+        from gigagrad.images.zarr_codecs import with_bounded_chunks
 
         sizes = dict(zip(axes, array.shape, strict=True))
         shape = (sizes.get("c", 1), sizes["y"], sizes["x"])
@@ -59,7 +59,7 @@ class ZarrImage(Image):
             levels=levels,
             open_level=open_level,
         )
-        self._array = with_whole_chunks(array)
+        self._array = with_bounded_chunks(array)
         self._axes = tuple(axes)
         # After the axes of length 1 are dropped: where c, y and x stand in what zarr returns.
         kept = [axis for axis in axes if axis in ("c", "y", "x")]
