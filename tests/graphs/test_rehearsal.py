@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import cProfile
 import functools
 import math
+import profile
+import pstats
 import secrets
+import textwrap
 import threading
 
 import pytest
@@ -157,6 +161,18 @@ def test_an_error_leaves_python_as_it_was():
     with pytest.raises(CaptureError, match="no"):
         capture(model, mean, IMAGE, None)
     assert model.calls == 0
+
+
+@pytest.mark.parametrize("kind", [cProfile.Profile, profile.Profile])
+def test_a_profiler_goes_on_after_a_capture(kind):
+    profiler = kind()
+
+    def work():
+        capture(Model(), mean, IMAGE, None)
+        textwrap.dedent("afterwards")
+
+    profiler.runcall(work)
+    assert "dedent" in {name for _, _, name in pstats.Stats(profiler).stats}
 
 
 def test_two_threads_capture_one_after_the_other():

@@ -289,11 +289,13 @@ def _stands_for(originals: Originals, change: Change) -> bool:
 def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
     """Note what code runs; the snapshot is extended by the globals of each before it runs for the first time.
 
-    No garbage is collected meanwhile: what that calls is nobody's forward.
+    No garbage is collected meanwhile: what that calls is nobody's forward. A profiler of the user's goes on, or pauses.
     """
     importing: list[FrameType] = []  # modules that are loaded meanwhile run code that is nobody's forward
 
     def see(frame: FrameType, event: str, argument: Any) -> None:
+        if callable(before):
+            before(frame, event, argument)
         if event == "call":
             if frame.f_code.co_name == "<module>":
                 importing.append(frame)
@@ -305,13 +307,17 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
         elif event == "c_call" and argument.__name__ in _NODE_HOOKS and isinstance(argument.__self__, GradientNode):
             raise hook_error(user_line(frame))
 
-    before, collecting = sys.getprofile(), gc.isenabled()
+    before: Any = sys.getprofile()
+    collecting = gc.isenabled()
     gc.disable()
     sys.setprofile(see)
     try:
         yield
     finally:
-        sys.setprofile(before)
+        if before is None or callable(before):
+            sys.setprofile(before)
+        else:  # cProfile, before Python 3.12
+            before.enable()
         if collecting:
             gc.enable()
 
