@@ -43,6 +43,10 @@ def test_state_repeats_the_same_plan(net, bce, pair):
     assert second.state_dict() == state
     assert second.plan(pair.image, pair.target).tile == (6, 9)
     assert second.state_dict() == state
+    (choice,) = state["choices"].values()
+    choice["tiles"] = [[9, 6]] * len(choice["tiles"])
+    second.load_state_dict(state)
+    assert second.plan(pair.image, pair.target).tile == (9, 6)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def loss(output, target):
 
 def keeping(model, loss, pair, modules, scratch, **options):
     """An engine that keeps the outputs of these convolutions in files."""
-    graph = gg.compile(model, loss).survey(*pair).graph
+    engine = gg.compile(model, loss, scratch=scratch, **options)
+    graph = engine.survey(*pair).graph
     fields = [n.id for n in graph.nodes if n.is_field and "conv" in n.op and n.origin.module_path in modules]
     assert len(fields) == len(modules)
     stages = len(split_stages(graph, fields))
@@ -94,7 +95,6 @@ def keeping(model, loss, pair, modules, scratch, **options):
         "tiles": [[24, 20]] * stages,
         "kept": [[i, "disk"] for i in fields],
     }
-    engine = gg.compile(model, loss, scratch=scratch, **options)
     engine.load_state_dict({"choices": {"backward " + "x".join(map(str, (1, *pair[0].shape))): choice}})
     return engine
 

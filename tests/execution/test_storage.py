@@ -47,22 +47,22 @@ def reference(model, pair, roundings):
 
 
 def in_files(engine, pair):
-    """The same engine's choice, with every field in a file."""
+    """The same engine with every field in a file."""
     engine.plan(*pair)
     state = engine.state_dict()
     for choice in state["choices"].values():
         choice["kept"] = [[node, "disk"] for node, _ in choice["kept"]]
-    return state
+    engine.load_state_dict(state)
+    return engine
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize("storage", ["float16", "bfloat16", "error 0.05"])
 def test_the_gradient_is_that_of_the_network_that_ran(pair, tmp_path, storage, tier):
     model = net()
-    state = in_files(gg.compile(model, dice, tile=(24, 20)), pair)
     engine = gg.compile(model, dice, tile=(24, 20), storage=storage, scratch=tmp_path)
     if tier == "disk":
-        engine.load_state_dict(state)
+        in_files(engine, pair)
     fields = engine.plan(*pair).kept
     assert {field.tier for field in fields} == {tier}
     torch.manual_seed(7)
@@ -91,9 +91,7 @@ def test_only_codes_go_through_the_codec(pair, tmp_path, monkeypatch):
         original(self, *arguments, name=name, codec=codec, **options)
 
     monkeypatch.setattr(DiskStore, "__init__", noting)
-    state = in_files(gg.compile(model, dice, tile=(24, 20)), pair)
-    engine = gg.compile(model, dice, tile=(24, 20), storage="error 0.05", scratch=tmp_path)
-    engine.load_state_dict(state)
+    engine = in_files(gg.compile(model, dice, tile=(24, 20), storage="error 0.05", scratch=tmp_path), pair)
     engine.backward(*pair)
     assert {name.partition("-")[0]: codec for name, codec in made.items()} == {"field": Blosc(), "cotangent": None}
 
@@ -107,18 +105,14 @@ def test_half_the_bytes_are_planned_for_and_named(pair, tmp_path):
     assert packed.kept_bytes < exact.kept_bytes
     assert "memory  bfloat16" in str(packed)
     assert "bfloat16" not in str(exact)
-    state = in_files(gg.compile(net().float(), dice), float32)
-    placed = gg.compile(net().float(), dice, storage="bfloat16", scratch=tmp_path)
-    placed.load_state_dict(state)
+    placed = in_files(engine, float32)
     assert "disk    bfloat16" in str(placed.plan(*float32))
 
 
 def test_every_run_draws_other_errors_and_a_seed_repeats_them(pair, tmp_path):
     def values(seed):
         model = net()
-        state = in_files(gg.compile(model, dice), pair)
-        engine = gg.compile(model, dice, storage="error 0.05", scratch=tmp_path, seed=seed)
-        engine.load_state_dict(state)
+        engine = in_files(gg.compile(model, dice, storage="error 0.05", scratch=tmp_path, seed=seed), pair)
         return [engine.backward(*pair).item() for _ in range(2)]
 
     first = values(3)

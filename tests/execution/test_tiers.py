@@ -32,13 +32,12 @@ def step(pair, tiers, network=Net, loss=dice, **arguments):
     torch.manual_seed(0)
     model = network()
     torch.set_num_threads(threads := torch.get_num_threads())
-    first = gg.compile(model, loss, tile=(24, 20))
-    first.plan(*pair)
-    state = first.state_dict()
+    engine = gg.compile(model, loss, tile=(24, 20), **arguments)
+    engine.plan(*pair)
+    state = engine.state_dict()
     for choice in state["choices"].values():
         choice["memory_format"] = "channels_last"  # which one is faster is a matter of time
         choice["kept"] = [[node, tiers[i % len(tiers)]] for i, (node, _) in enumerate(choice["kept"])]
-    engine = gg.compile(model, loss, tile=(24, 20), **arguments)
     engine.load_state_dict(state)
     value = engine.backward(*pair)
     assert torch.get_num_threads() == threads

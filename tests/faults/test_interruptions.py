@@ -39,13 +39,12 @@ class Watched:
         torch.manual_seed(0)
         self.scratch, self.model = scratch, Net()
         self.pair = torch.rand(3, 46, 38), (torch.rand(1, 46, 38) > 0.5).float()
-        first = gg.compile(self.model, dice, tile=(24, 20))
-        first.plan(*self.pair)
-        state = first.state_dict()
+        self.engine = gg.compile(self.model, dice, tile=(24, 20), scratch=scratch)
+        self.engine.plan(*self.pair)
+        state = self.engine.state_dict()
         for choice in state["choices"].values():
             choice["workers"], choice["memory_format"] = 2, "channels_last"
             choice["kept"] = [[node, tier] for node, _ in choice["kept"]]
-        self.engine = gg.compile(self.model, dice, tile=(24, 20), scratch=scratch)
         self.engine.load_state_dict(state)
         self.predictor = gg.compile(self.model, tile=(24, 20))
         self.expected = self.gradients()

@@ -264,12 +264,12 @@ class Engine:
         """Tile shapes and memory layouts by size, which depend on the machine and on the memory at hand, and the norms
         behind `gradient_errors`.
 
-        An engine that loads them before its first run repeats this one's arithmetic bit for bit.
+        An engine that loads them repeats this one's arithmetic bit for bit.
         """
         return {**self._planner.state_dict(), "gradient_errors": self._errors.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adopt the choices of another engine's `state_dict`."""
+        """Adopt the choices of another engine's `state_dict`, from the next run on."""
         self._planner.load_state_dict(state)
         self._errors = RunningErrors(state.get("gradient_errors"))
 

@@ -202,6 +202,7 @@ class Planner:
         return {"choices": {name: choice.to_dict() for name, choice in choices.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._kept.clear()
         self._adopted.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
 
     def _limits(self, graph: Graph, sources: dict[str, Source], *, backward: bool) -> Limits:
