@@ -24,6 +24,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 FOUNDING = "founding step"
+_SECONDS, _MOST_ROUNDS = 15.0, 40
+"""Short steps are taken more often: so long with each version, but not more than so many times."""
 
 
 def main() -> None:
@@ -56,7 +58,8 @@ def compare(case: str, args: argparse.Namespace) -> dict[str, Any]:
     for name, version in versions.items():
         firsts[name] = answer(version)
         seconds[name] = [answer(version)["seconds"]]  # the first step is another
-    for turn in range(args.rounds):
+    longest = max(seconds["base"][0], seconds["now"][0])
+    for turn in range(max(args.rounds, min(_MOST_ROUNDS, int(_SECONDS / longest)))):
         for name in sorted(versions, reverse=bool(turn % 2)):
             seconds[name].append(answer(versions[name])["seconds"])
     for version in versions.values():

@@ -22,7 +22,7 @@ def job(monkeypatch):
     """An engine with a budget of 1000 MiB whose process holds as much as the test says: `held["bytes"]`."""
     held = {"bytes": 400 * MIB}
     monkeypatch.setattr(planner, "held_bytes", lambda device: held["bytes"])
-    monkeypatch.setattr(planner, "used_bytes", lambda: held["bytes"])
+    monkeypatch.setattr(planner, "used_bytes", lambda enough: held["bytes"])
     monkeypatch.setattr(planner, "RESIDUE", Residue())
     torch.manual_seed(0)
     engine = gg.compile(gg.models.resolve("paper-unet"), bce, memory=1000 * MIB)
@@ -107,7 +107,7 @@ def test_freed_memory_is_given_back_only_where_the_process_may_have_grown(job, m
     given_back = []
     monkeypatch.setattr(planner, "return_freed_memory", lambda: given_back.append(held["bytes"]))
     if not told:
-        monkeypatch.setattr(planner, "used_bytes", lambda: None)
+        monkeypatch.setattr(planner, "used_bytes", lambda enough: None)
     plan()
     given_back.clear()
     plan()

@@ -171,9 +171,9 @@ class Planner:
         """Whether the process uses more than the plan counts on. What it holds beside that is what the last run freed:
         the next one takes it, and to give it back in order to look would cost a page fault for every page.
         """
-        used = used_bytes() if self._device.type == "cpu" else None
-        expected = kept.fixed_bytes if kept.ran else kept.prepared.plan.base_bytes
-        return used is None or used > expected + _UNSEEN_BYTES
+        most = (kept.fixed_bytes if kept.ran else kept.prepared.plan.base_bytes) + _UNSEEN_BYTES
+        used = used_bytes(most) if self._device.type == "cpu" else None
+        return used is None or used > most
 
     def _under_todays_limits(self, kept: _Kept, sources: dict[str, Source], *, backward: bool) -> _Kept:
         """The plan itself where it still fits beside what the process holds now, else its tiles with other numbers."""
