@@ -33,6 +33,7 @@ from gigagrad.graphs.guard import Guard
 from gigagrad.graphs.lowering import lower, whole_field
 from gigagrad.graphs.rehearsal import Effects, Rehearsal, rehearse, roots_of
 from gigagrad.graphs.table import Refused
+from gigagrad.graphs.torch_state import torch_state_kept
 from gigagrad.graphs.walk import Walk
 
 assert rows.__all__, "importing the rows fills the operator table"
@@ -107,7 +108,7 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
         CaptureError: `torch.export` refuses the model or the loss, or the loss is not one number.
         UnsupportedOperatorError: an operator has no row in the operator table; names module and source line.
     """
-    with _CAPTURING, _builtins_kept():
+    with _CAPTURING, _builtins_kept(), torch_state_kept():
         walk = Walk(roots_of(composite.model, composite.loss))
         inside = {id(tensor) for tensor in (*composite.parameters(), *composite.buffers())}
         outside = [tensor for _, tensor in walk.tensors if id(tensor) not in inside]
