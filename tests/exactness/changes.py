@@ -511,6 +511,37 @@ def a_default_dtype() -> Way:
     return Way(Reader(lambda self: torch.ones(()) / 3), mse, change)
 
 
+def two_convolutions(change: Callable[[nn.Conv2d, nn.Conv2d, int], Any]) -> Way:
+    """One after the other, with weights of the same shape."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(1, 1, 3, padding=1).double() for _ in range(2)))
+    first, second = model[0], model[1]
+    assert isinstance(first, nn.Conv2d)
+    assert isinstance(second, nn.Conv2d)
+    change(first, second, -1)
+    return Way(model, mse, functools.partial(change, first, second))
+
+
+@way
+def weights_that_become_tied() -> Way:
+    def change(first: nn.Conv2d, second: nn.Conv2d, step: int) -> None:
+        if step == 0:
+            second.weight = first.weight
+
+    return two_convolutions(change)
+
+
+@way
+def weights_that_are_tied_no_more() -> Way:
+    def change(first: nn.Conv2d, second: nn.Conv2d, step: int) -> None:
+        if step == 0:
+            second.weight = nn.Parameter(first.weight.detach().clone())
+        elif step < 0:
+            second.weight = first.weight
+
+    return two_convolutions(change)
+
+
 @way
 def a_penalty_on_the_models_parameters() -> Way:
     model, scale = Reader(), [0.1]

@@ -24,6 +24,7 @@ from gigagrad.events import TileDone
 from gigagrad.execution import run as running
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.parallel import ahead
+from gigagrad.execution.process import resident_bytes
 from gigagrad.execution.sources import Source
 from gigagrad.stores import HostStore, Scratch
 from gigagrad.stores.scratch import _Place
@@ -239,6 +240,23 @@ def test_an_interrupt_anywhere_in_opening_and_closing_leaves_nothing(watched):
         assert all(bool((p.grad == 1).all()) for p in watched.model.parameters())
         del kept
     watched.check()
+
+
+@linux
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python closes it, and says so
+def test_an_interrupt_while_memory_is_looked_at_leaves_no_descriptor():
+    def held():
+        return set(os.listdir("/proc/self/fd"))
+
+    looking = {resident_bytes.__code__}
+    counting = Interrupt(looking, -1)
+    with counting:
+        resident_bytes()
+    before = held()
+    for at in range(1, -counting.left):
+        with pytest.raises(KeyboardInterrupt), Interrupt(looking, at):
+            resident_bytes()
+        assert held() == before, at
 
 
 @linux

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import mmap
-import os
 import resource
 import sys
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ allocate while the trimmer looks."""
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now. Asked several hundred times in a step, so without a file object."""
+    """Resident memory of this process now. Asked several hundred times in a step, so without buffers.
+
+    A file object, not a descriptor: Ctrl-C just after it was opened would leave that behind.
+    """
     try:
-        statm = os.open("/proc/self/statm", os.O_RDONLY)
+        with io.FileIO("/proc/self/statm") as statm:
+            return int(statm.read(256).split()[1]) * mmap.PAGESIZE
     except OSError:
         import psutil
 
         return int(psutil.Process().memory_info().rss)
-    try:
-        return int(os.read(statm, 256).split()[1]) * mmap.PAGESIZE
-    finally:
-        os.close(statm)
 
 
 def peak_resident_bytes() -> int:

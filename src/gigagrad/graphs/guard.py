@@ -15,29 +15,39 @@ from gigagrad.graphs.places import Contents, Place, same
 from gigagrad.graphs.walk import Ran, Walk
 
 
+class _Seen:
+    """How everything that is reachable was at one moment."""
+
+    def __init__(self, roots: Mapping[str, Any], ran: Ran) -> None:
+        walk = Walk(roots, ran)
+        self.places = [(place, place.read()) for place in walk.places]
+        self.tensors = list({id(tensor): tensor for _, tensor in walk.tensors}.values())
+        self.metas = [_meta(tensor) for tensor in self.tensors]
+        number: dict[int, int] = {}
+        self.ties = [(path, number.setdefault(id(tensor), len(number))) for path, tensor in walk.tensors]
+        self.flags = _flags()
+
+    def is_as(self, other: _Seen) -> bool:
+        """Whether, with other tensors in the places of some, the same ones are tied."""
+        return self.ties == other.ties and self.metas == other.metas
+
+
 class Guard:
     """`holds` as long as nothing reachable from `roots` has changed that code which `ran` could have read."""
 
     def __init__(self, roots: Mapping[str, Any], ran: Ran, bound: tuple[torch.Tensor, ...] = ()) -> None:
         """`bound` are tensors that the graph reads as these very objects."""
         self._roots, self._ran, self._bound = roots, ran, bound
-        self._renew()
-
-    def _renew(self) -> None:
-        walk = Walk(self._roots, self._ran)
-        self._places = [(place, place.read()) for place in walk.places]
-        self._tensors = list({id(tensor): tensor for _, tensor in walk.tensors}.values())
-        self._metas = [_meta(tensor) for tensor in self._tensors]
-        number: dict[int, int] = {}
-        ties = [(path, number.setdefault(id(tensor), len(number))) for path, tensor in walk.tensors]
-        self._signature = ties, self._metas
-        self._flags = _flags()
+        self._seen = _Seen(roots, ran)
 
     def holds(self) -> bool:
-        if self._flags != _flags() or self._metas != [_meta(tensor) for tensor in self._tensors]:
+        """Whether all is as it was; a guard that did not hold compares with what it saw before, whatever it met."""
+        seen = self._seen
+        if seen.flags != _flags() or seen.metas != [_meta(tensor) for tensor in seen.tensors]:
             return False
+        moved = list[tuple[int, Contents]]()
         replaced = False
-        for index, (place, then) in enumerate(self._places):
+        for index, (place, then) in enumerate(seen.places):
             if place.holds(then):
                 continue
             now = place.read()
@@ -45,12 +55,20 @@ class Guard:
             if found is None:
                 return False
             replaced = replaced or found
-            self._places[index] = place, now
-        return not replaced or self._holds_for_others()
+            moved.append((index, now))
+        if replaced:
+            anew = _Seen(self._roots, self._ran)
+            if not anew.is_as(seen):
+                return False
+            self._seen = anew
+        else:
+            for index, now in moved:
+                seen.places[index] = seen.places[index][0], now
+        return True
 
     def renew(self) -> None:
         """From now on compare with how things are now."""
-        self._renew()
+        self._seen = _Seen(self._roots, self._ran)
 
     def _compare(self, place: Place, then: Contents, now: Contents) -> bool | None:
         """None: changed. Otherwise whether tensors were replaced by others of the same kind."""
@@ -69,12 +87,6 @@ class Guard:
                     return None
                 replaced = True
         return replaced
-
-    def _holds_for_others(self) -> bool:
-        """Whether, with new tensors in the places of old ones, the same ones are tied as before."""
-        signature = self._signature
-        self._renew()
-        return signature == self._signature
 
 
 def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
