@@ -281,6 +281,10 @@ def scaled_by_a_global(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean() * SCALE
 
 
+def scaled_by_a_builtin(output: Tensor, target: Tensor) -> Tensor:
+    return mse(output, target) * abs(-2.0)
+
+
 def counted_in_a_global(output: Tensor, target: Tensor) -> Tensor:
     global SCALE
     SCALE += 1.0
@@ -291,6 +295,33 @@ def counted_in_a_global(output: Tensor, target: Tensor) -> Tensor:
 def a_global() -> Way:
     loss = with_globals(scaled_by_a_global, SCALE=1.0)
     return Way(Reader(), loss, lambda step: loss.__globals__.update(SCALE=2.0 + step))
+
+
+@way
+def a_global_that_hides_a_builtin() -> Way:
+    loss = with_globals(scaled_by_a_builtin)
+    return Way(Reader(), loss, lambda step: loss.__globals__.update(abs=lambda value: 3.0 + step))
+
+
+@way
+def a_property_that_reads_a_closure() -> Way:
+    def made(start: float) -> tuple[property, Callable[[float], None]]:
+        factor = start
+
+        def change(value: float) -> None:
+            nonlocal factor
+            factor = value
+
+        return property(lambda self: factor), change
+
+    factor, change = made(1.0)
+
+    class Scaled(Reader):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x) * self.factor
+
+    Scaled.factor = factor  # type: ignore[attr-defined]
+    return Way(Scaled(), mse, lambda step: change(2.0 + step))
 
 
 @way
