@@ -255,6 +255,24 @@ def a_method_of_the_class() -> Way:
 
 
 @way
+def a_method_of_a_librarys_class() -> Way:
+    class Shrunk(Reader):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shrink = nn.Softshrink(0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shrink(self.conv(x))
+
+    plain = nn.Softshrink.forward
+
+    def change(step: int) -> None:
+        nn.Softshrink.forward = plain if step else lambda self, x: 2 * x  # type: ignore[method-assign, assignment]
+
+    return Way(Shrunk(), mse, change)
+
+
+@way
 def the_forward_of_the_class() -> Way:
     class Scaled(Reader):
         pass
