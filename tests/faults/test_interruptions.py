@@ -5,8 +5,10 @@ An exception is kept here with its traceback, as a notebook keeps the last one.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import gc
+import inspect
 import os
 import sys
 import threading
@@ -14,6 +16,7 @@ import weakref
 from types import CodeType, FrameType, SimpleNamespace
 
 import pytest
+import tifffile
 import torch
 from torch import nn
 
@@ -21,11 +24,13 @@ import gigagrad as gg
 from gigagrad import threads
 from gigagrad.errors import ImageError, StoreError, WriteError
 from gigagrad.events import TileDone
+from gigagrad.execution import Engine, sources
 from gigagrad.execution import run as running
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.parallel import ahead
 from gigagrad.execution.process import resident_bytes
 from gigagrad.execution.sources import Source
+from gigagrad.images import Image, opening, tiff
 from gigagrad.stores import HostStore, Scratch
 from gigagrad.stores.scratch import _Place
 from tests.execution.normed import Net, dice
@@ -238,6 +243,57 @@ def test_an_interrupt_anywhere_in_opening_and_closing_leaves_nothing(watched):
                 thread.join(60)
         assert watched.held() == watched.before, f"{at} of {count}"
         assert all(bool((p.grad == 1).all()) for p in watched.model.parameters())
+        del kept
+    watched.check()
+
+
+READING = {
+    inspect.unwrap(function).__code__
+    for function in (
+        Engine.forward,
+        Engine.stream,
+        Engine._sources,
+        Engine._write,
+        sources.image_source,
+        sources.Source.close,
+        opening.open_image,
+        opening._open_path,
+        opening._open_tiff,
+        tiff.open_tiff,
+        tiff.TiffImage.__init__,
+        tiff.TiffImage._release,
+        Image.close,
+        contextlib._GeneratorContextManager.__enter__,
+        contextlib._GeneratorContextManager.__exit__,
+    )
+}
+
+
+@linux
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("written", [False, True])
+def test_an_interrupt_anywhere_in_opening_an_image_leaves_it_closed(watched, tmp_path, written):
+    path = tmp_path / "image.tif"
+    tifffile.imwrite(path, watched.pair[0].permute(1, 2, 0).numpy(), tile=(16, 16), photometric="rgb")
+    out = tmp_path / "prediction.tif" if written else None
+
+    def open_files():
+        links = [f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd")]
+        return [target for link in links if os.path.islink(link) and str(tmp_path) in (target := os.readlink(link))]
+
+    counting = Interrupt(READING, -1)
+    with counting:
+        watched.predictor.forward(path, out=out)
+    count = -1 - counting.left
+    assert count > 50
+    for at in range(1, count + 1):
+        (tmp_path / "prediction.tif").unlink(missing_ok=True)
+        with pytest.raises(KeyboardInterrupt) as kept, Interrupt(READING, at):
+            watched.predictor.forward(path, out=out)
+        for thread in threading.enumerate():
+            if thread.name == "gigagrad-close":
+                thread.join(60)
+        assert open_files() == [], f"{at} of {count}"
         del kept
     watched.check()
 

@@ -28,6 +28,7 @@ from gigagrad.execution.process import peak_bytes
 from gigagrad.execution.rounding_error import RunningErrors
 from gigagrad.execution.run import Run
 from gigagrad.execution.sources import Source, image_source, target_source
+from gigagrad.execution.tracebacks import lets_go, stream_lets_go
 from gigagrad.graphs import Captured, Composite, Graph
 from gigagrad.plans import Plan
 from gigagrad.stores import Quantised, Rounding, parse_storage
@@ -175,6 +176,7 @@ class Engine:
         found = self._errors.errors()
         return {name.removeprefix(prefix): error for name, error in found.items() if name.startswith(prefix)}
 
+    @lets_go
     def plan(self, image: Any, target: Any = None) -> Plan:
         """The plan for an image (and target) of this size: of a backward if the engine has a loss, else a forward.
 
@@ -187,11 +189,13 @@ class Engine:
             graph = self._captures.get(sources).graph
             return self._planner.prepare(graph, sources, backward=self.loss is not None).plan
 
+    @lets_go
     def survey(self, image: Any, target: Any = None) -> Survey:
         """The captured graph and a function from budgets to plans: what `gigagrad plan` draws its curve from."""
         with self._sources(image, target) as sources:
             return self._planner.survey(self._captures.get(sources).graph, sources, backward=self.loss is not None)
 
+    @lets_go
     def backward(self, image: Any, target: Any) -> torch.Tensor:
         """The exact loss (0-d, detached); adds the exact gradient to every parameter's `.grad`.
 
@@ -214,6 +218,7 @@ class Engine:
         _accumulate(found)
         return run.output
 
+    @lets_go
     def forward(self, image: Any, target: Any = None, *, out: str | Path | None = None) -> Any:
         """Without gradients: the loss if the engine has one, else the prediction `(1, C, H, W)`, or whatever the model
         returns (a tuple or a dictionary of tensors, a class score).
@@ -242,6 +247,7 @@ class Engine:
             result[..., box.y0 : box.y1, box.x0 : box.x1] = crop
         return result if graph.structure is None else tree_unflatten([result], graph.structure)
 
+    @stream_lets_go
     def stream(self, image: Any) -> Generator[tuple[Box, torch.Tensor], None, None]:
         """The prediction as `(box, crop)`: disjoint boxes that cover it, in rows of equal height, left to right.
 

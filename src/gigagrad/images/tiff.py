@@ -6,6 +6,7 @@ any integer or float dtype. `os.pread` has no file position to share, so any num
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import weakref
@@ -53,9 +54,10 @@ class TiffImage(Image):
         self._planes = min(segments.planes, channels)
         self._kept = channels // self._planes
         self._cache = TileCache(cache_bytes)
-        self._file = os.open(path, os.O_RDONLY)
+        # A file object, which goes with an image that Ctrl-C lets nobody have.
+        self._file = io.FileIO(path)
         # Runs at close, or when an image that nobody closed is collected.
-        self._close_file = weakref.finalize(self, os.close, self._file)
+        self._close_file = weakref.finalize(self, self._file.close)
 
     def _read_inside(self, box: Box) -> Array:
         height, width = self._segments.segment
@@ -84,7 +86,7 @@ class TiffImage(Image):
             f"cannot decode the tile in row {row}, column {column} of {self._path}",
             "the file is corrupt there, copy or download it again",
         ):
-            data = os.pread(self._file, count, int(self._segments.offsets[plane, row, column]))
+            data = os.pread(self._file.fileno(), count, int(self._segments.offsets[plane, row, column]))
             if len(data) != count:
                 raise ValueError(f"it has {len(data)} of {count} bytes; the file shrank")
             tile = self._segments.decode(data, row, column)
@@ -113,7 +115,12 @@ def open_tiff(
     # A file's oddities are told in our own errors; as a library, leave tifffile's log to those who configure one.
     logging.getLogger("tifffile").addHandler(logging.NullHandler())
     # What the walk does not look at can still make the parser fail anywhere, with any exception.
-    with in_our_words(f"cannot read {path} as a TIFF"), tifffile.TiffFile(path, _multifile=False) as tif:
+    # The file is ours to close: a parser that Ctrl-C ends keeps its own in cycles until garbage is collected.
+    with (
+        in_our_words(f"cannot read {path} as a TIFF"),
+        path.open("rb") as file,
+        tifffile.TiffFile(file, _multifile=False) as tif,
+    ):
         if better_by_openslide(tif):
             return None
         check_kind(tif, path.name)
