@@ -57,6 +57,7 @@ from gigagrad.execution.tile import StageProgram
 from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.stores import HostStore
+from gigagrad.threads import settle
 from tests.execution.normed import Net, dice
 
 HEIGHT, WIDTH, TILE = 118, 134, (40, 48)
@@ -266,12 +267,10 @@ class Held:
 
     @classmethod
     def now(cls, stand: Stand) -> Held:
-        for thread in threading.enumerate():
-            if thread.name == "gigagrad-close":  # an interrupt ends the waiting for it, not its work
-                thread.join(SECONDS)
+        settle()  # an interrupt ends the waiting for what closes, not its work
         gc.collect()
         files = {str(path) for folder in (stand.scratch, stand.out) for path in folder.rglob("*")}
-        names = {thread.name for thread in threading.enumerate()}
+        names = {thread.name for thread in threading.enumerate() if thread.name != "gigagrad-close"}
         settings = (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), dict(vars(builtins)))
         return cls(descriptors(), files, names, settings, field_bytes())
 

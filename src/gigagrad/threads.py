@@ -1,47 +1,187 @@
-"""Threads that work beside the one that runs a step."""
+"""Threads that work beside the one that runs a step, and work that Ctrl-C must not end.
+
+Ctrl-C is raised in the main thread between any two instructions of Python. `threading.Condition`, and with it events,
+semaphores, futures and executors, is Python, too: an interrupt in the middle of it leaves its lock held, and whoever
+needs that waits for ever. So the main thread meets other threads here only through locks and queues whose operations
+are one call of C each.
+"""
 
 from __future__ import annotations
 
+import _thread
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from typing import Any
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, Self, TypeVar
 
-import torch
+Result = TypeVar("Result")
+
+_LOOK_SECONDS = 1.0
+"""How often a waiting thread looks for itself: one that was interrupted may not have passed the bell on."""
 
 _here = threading.local()
 
 
-class SideThreads(ThreadPoolExecutor):
-    """Threads in which PyTorch's operators run on that thread alone.
+class Task(Generic[Result]):
+    """A call that another thread makes."""
+
+    def __init__(self, call: Callable[[], Result]) -> None:
+        self._call: Callable[[], Result] | None = call
+        self._claim = [True]
+        """Whoever pops it makes the call."""
+        self._cancelled = self._over = False
+        self._bell = _thread.allocate_lock()
+        self._bell.acquire()
+        self._made: list[Result] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Make the call, once, unless it was cancelled; what it raises is kept."""
+        try:
+            self._claim.pop()
+        except IndexError:
+            return
+        call, self._call = self._call, None
+        try:
+            if not self._cancelled and call is not None:
+                self._made.append(call())
+        except BaseException as error:
+            self._error = error
+        finally:
+            del call
+            self._over = True
+            self._bell.release()
+
+    def cancel(self) -> None:
+        """It is not made, unless it has begun."""
+        self._cancelled = True
+
+    def done(self) -> bool:
+        return self._over
+
+    def wait(self) -> None:
+        """Until it is over, or until whoever was to run it finds it cancelled."""
+        while not self._over:
+            if self._bell.acquire(timeout=_LOOK_SECONDS):
+                self._bell.release()
+
+    def result(self) -> Result:
+        """What it made, once it is over. Raises what it raised, and CancelledError."""
+        self.wait()
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                del self  # the traceback would hold it, and it the error
+        if not self._made:
+            raise CancelledError
+        return self._made[0]
+
+
+def wait_for(tasks: Iterable[Task[Any]]) -> None:
+    """Until each of them is over or will not begin."""
+    for task in tasks:
+        task.wait()
+
+
+class SideThreads:
+    """So many threads that take what they are given in order, PyTorch's operators on each thread alone.
 
     Otherwise each of them would bring a team of its own, and teams that wait for each other on the same cores take
     several times as long.
     """
 
     def __init__(self, count: int, name: str) -> None:
-        super().__init__(count, name, initializer=_begin)
         self.count = count
+        self._name = name
+        self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._guard = threading.Lock()
+        self._begun: Task[None] | None = None
+        self._closed = False
+        # For whoever never shuts them down.
+        self._dropped = weakref.finalize(self, _let_go, self._tasks, count)
+        self._dropped.atexit = False
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(wait, cancel_futures=cancel_futures)
+    def submit(self, work: Callable[..., Result], *given: Any) -> Task[Result]:
+        """`work(*given)`, in one of the threads. Raises RuntimeError where none can be started or all have ended."""
+        task = Task(partial(work, *given))
+        with self._guard:
+            if self._closed:
+                raise RuntimeError(f"the threads of {self._name} have ended")
+            if self._begun is None:
+                self._begun = Task(partial(_begin, self._threads, self.count, self._name, self._tasks))
+                _thread.start_new_thread(self._begun.run, ())
+            self._tasks.put(task)
+        self._begun.result()
+        return task
+
+    def shutdown(self, *, cancel: bool = False) -> None:
+        """End the threads, when all is done or (`cancel`) what is being done."""
+        with self._guard:
+            self._closed = True
+            begun = self._begun
+        if begun is not None:
+            begun.wait()
+        while cancel and not self._tasks.empty():
+            if (task := self._tasks.get()) is not None:
+                task.cancel()
+                task.run()
+        self._dropped()
+        for thread in self._threads:
+            if thread.ident != threading.get_ident():
+                thread.join()
         # What a thread sets is also the default of every thread that PyTorch meets later.
-        torch.set_num_threads(torch.get_num_threads())
+        _share_operators(_sharing())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
 
-def wait_for(futures: Iterable[Future[Any]]) -> None:
-    """Until each of them is done, has failed or will not begin. For those that the end of their pool cancelled,
-    `concurrent.futures.wait` would wait for ever.
-    """
-    for future in futures:
-        with suppress(CancelledError):
-            future.exception()
+def _begin(threads: list[threading.Thread], count: int, name: str, tasks: SimpleQueue[Task[Any] | None]) -> None:
+    """Start the threads, as many as there can be. Raises RuntimeError where there can be none."""
+    for index in range(count):
+        thread = threading.Thread(target=_serve, args=(tasks,), name=f"{name}_{index}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not threads:
+                raise
+            return
+        threads.append(thread)
 
 
-def _begin() -> None:
+def _serve(tasks: SimpleQueue[Task[Any] | None]) -> None:
     _here.beside = True
-    torch.set_num_threads(1)
+    _share_operators(1)
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # it holds what it made, until somebody has fetched that
+
+
+def _let_go(tasks: SimpleQueue[Task[Any] | None], count: int) -> None:
+    for _ in range(count):
+        tasks.put(None)
+
+
+def _sharing() -> int:
+    """How many threads share an operator of this one; nobody who reads images alone has to import PyTorch."""
+    torch = sys.modules.get("torch")
+    return 0 if torch is None else torch.get_num_threads()
+
+
+def _share_operators(count: int) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and count:
+        torch.set_num_threads(count)
 
 
 def beside_a_run() -> bool:
@@ -49,38 +189,49 @@ def beside_a_run() -> bool:
     return getattr(_here, "beside", False)
 
 
+_unfinished: set[Task[None]] = set()
+"""What `uninterrupted` was given and is not over."""
+
+
 def uninterrupted(work: Callable[[], object]) -> None:
     """Do `work` to its end, whatever becomes of the caller: in a thread of its own.
 
-    Ctrl-C is raised in the main thread alone, there between any two instructions, and again while the first one is
-    dealt with. It ends this waiting, not the work. Garbage is collected in any thread: a `SideThreads` one, whose end
-    the work may wait for, goes on at once. Raises what the work raised.
+    Ctrl-C, and another one while the first is dealt with, ends this waiting, not the work. Garbage is collected in any
+    thread: a `SideThreads` one, whose end the work may wait for, goes on at once. Raises what the work raised.
     """
     beside = beside_a_run()
-    if not beside and threading.current_thread() is not threading.main_thread():
+    if not beside and threading.get_ident() != threading.main_thread().ident:
         work()
         return
-    raised: list[BaseException] = []
-    count = torch.get_num_threads()
+    count = _sharing()
 
     def whole() -> None:
-        try:
-            if not beside:
-                torch.set_num_threads(count)  # as in the caller
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=whole, name="gigagrad-close")
-    try:
-        thread.start()
-    except RuntimeError:  # no more threads: too little memory, or the interpreter's end
+        if not beside:
+            _share_operators(count)  # as in the caller
         work()
-        return
+
+    def finish() -> None:
+        done.run()
+        _unfinished.discard(done)
+
+    done = Task(whole)
+    started = Task(threading.Thread(target=finish, name="gigagrad-close").start)
+    _unfinished.add(done)
+    try:
+        _thread.start_new_thread(started.run, ())
+        started.result()
+    except RuntimeError:  # no more threads: too little memory, or the interpreter's end
+        finish()
     if not beside:
-        thread.join()
-        if raised:
-            raise raised.pop()
+        done.result()
+
+
+def settle() -> None:
+    """Come to the end of what `uninterrupted` still does, or was kept from beginning, after an interrupt."""
+    for task in tuple(_unfinished):
+        task.run()
+        task.wait()
+        _unfinished.discard(task)
 
 
 @contextmanager
@@ -89,10 +240,10 @@ def operator_threads(count: int) -> Iterator[None]:
 
     By 1 while other threads work: a team that waits for work takes a core from those that have some.
     """
-    before, here = torch.get_num_threads(), threading.get_ident()
-    torch.set_num_threads(count)
+    before, here = _sharing(), threading.get_ident()
+    _share_operators(count)
     try:
         yield
     finally:
         if threading.get_ident() == here:  # a generator that is garbage ends in whatever thread collects it
-            torch.set_num_threads(before)
+            _share_operators(before)

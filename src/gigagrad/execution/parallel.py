@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from threading import Semaphore
+from queue import SimpleQueue
 from typing import TypeVar
 
-from gigagrad.threads import SideThreads, beside_a_run, operator_threads, wait_for
+from gigagrad.threads import SideThreads, Task, beside_a_run, operator_threads, wait_for
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -23,8 +22,10 @@ class TileThreads(SideThreads):
 
     def __init__(self, count: int) -> None:
         super().__init__(count, "gigagrad-tile")
-        self._places = Semaphore(count)
-        self._held = 0
+        # Not a semaphore, which an interrupt of `hold_one` would leave locked.
+        self._places: SimpleQueue[None] = SimpleQueue()
+        self._held = count
+        self.let_go()
 
     @property
     def at_a_time(self) -> int:
@@ -34,21 +35,24 @@ class TileThreads(SideThreads):
     def hold_one(self) -> None:
         """From now on one tile fewer at a time; returns when no more than that are at work."""
         assert self.at_a_time > 1
-        self._places.acquire()
+        self._places.get()
         self._held += 1
 
     def let_go(self) -> None:
         """As many at a time as there are threads again."""
         while self._held:
-            self._places.release()
+            self._places.put(None)
             self._held -= 1
 
     def in_its_place(self, work: Callable[[Item], Result]) -> Callable[[Item], Result]:
         """The same work, begun only when a place is free."""
 
         def placed(item: Item) -> Result:
-            with self._places:
+            self._places.get()
+            try:
                 return work(item)
+            finally:
+                self._places.put(None)
 
         return placed
 
@@ -72,7 +76,7 @@ def ahead(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThrea
     Leaving early, by an error too, cancels what has not begun and waits for what has; but for a thread of the pool that
     collects an iterator which nobody holds any more.
     """
-    waiting: deque[Future[Result]] = deque()
+    waiting: deque[Task[Result]] = deque()
     try:
         for item in items:
             waiting.append(pool.submit(work, item))
@@ -82,7 +86,7 @@ def ahead(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThrea
         while waiting:
             yield waiting.popleft().result()
     finally:
-        for future in waiting:
-            future.cancel()
+        for task in waiting:
+            task.cancel()
         if not beside_a_run():
             wait_for(waiting)

@@ -130,7 +130,7 @@ class Run:
             stack.callback(self._fields.close)
             for pool in (self._workers, self._reader):
                 if pool is not None:
-                    stack.callback(pool.shutdown, cancel_futures=True)
+                    stack.callback(pool.shutdown, cancel=True)
 
     @property
     def output(self) -> torch.Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 
 from gigagrad.errors import WriteError
 from gigagrad.files import check_destination, replacing
+from gigagrad.threads import SideThreads, Task
 
 if TYPE_CHECKING:
     from gigagrad.images.image import Array
@@ -200,7 +200,7 @@ class _Pyramid:
         import tifffile
 
         with ExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor(_ENCODERS, "gigagrad-encode"))
+            pool = stack.enter_context(SideThreads(_ENCODERS, "gigagrad-encode"))
             for _ in self._stacks[1:]:
                 self._spools.append(stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent)))
             encoded = self._encode_rows(rows, pool)
@@ -245,7 +245,7 @@ class _Pyramid:
             page["description"] = description
         return page
 
-    def _encode_rows(self, rows: Iterable[Array], pool: ThreadPoolExecutor) -> Iterator[bytes]:
+    def _encode_rows(self, rows: Iterable[Array], pool: SideThreads) -> Iterator[bytes]:
         """Level 0's compressed tiles in file order; the lower levels are spooled on the way."""
         stack = self._stacks[0]
         for strip in _guarded(rows):
@@ -271,7 +271,7 @@ class _Pyramid:
             raise WriteError(f"cannot write {self._path}: got more than the promised {stack.shape[0]} rows")
         return np.ascontiguousarray(strip)
 
-    def _spool(self, index: int, rows: Array, pool: ThreadPoolExecutor) -> None:
+    def _spool(self, index: int, rows: Array, pool: SideThreads) -> None:
         """Append rows to level `index` and whatever follows from them to the levels below."""
         if index == len(self._stacks):
             return
@@ -281,8 +281,8 @@ class _Pyramid:
                 self._sizes[index].append(len(data))
             self._spool(index + 1, self._codec.halve(band), pool)
 
-    def _encode_band(self, band: Array, pool: ThreadPoolExecutor) -> Iterator[bytes]:
-        waiting: deque[Future[bytes]] = deque()
+    def _encode_band(self, band: Array, pool: SideThreads) -> Iterator[bytes]:
+        waiting: deque[Task[bytes]] = deque()
         for x in range(0, band.shape[1], self._codec.tile):
             if len(waiting) == _IN_FLIGHT:
                 yield waiting.popleft().result()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from math import prod
 from typing import Any
 
@@ -23,7 +22,7 @@ from gigagrad.stores.codecs import Codec
 from gigagrad.stores.scratch import Scratch
 from gigagrad.stores.scratch_file import Rows, page_aligned
 from gigagrad.stores.store import Store
-from gigagrad.threads import wait_for
+from gigagrad.threads import Task, wait_for
 
 _crc32: Any = imagecodecs.deflate_crc32  # takes any buffer; its type stubs name only three kinds
 
@@ -63,7 +62,7 @@ class DiskStore(Store):
         self._scratch = scratch
         self._path = scratch.folder / name
         self._file = scratch.create(name, bricks.file_bytes)
-        self._newest: Future[None] | None = None
+        self._newest: Task[None] | None = None
         self._handing_over = threading.Lock()
         self._in_the_file = threading.Lock()
         """Boxes that do not overlap share bricks."""

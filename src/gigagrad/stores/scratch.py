@@ -15,7 +15,6 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from filelock import FileLock, Timeout
 from gigagrad.bricks import ROWS_AT_ONCE, WRITES_BEHIND
 from gigagrad.errors import StoreError
 from gigagrad.stores.scratch_file import ScratchFile
-from gigagrad.threads import SideThreads, uninterrupted, wait_for
+from gigagrad.threads import SideThreads, Task, uninterrupted, wait_for
 from gigagrad.units import format_bytes
 
 _OURS = re.compile(r"(gigagrad-\d+-[0-9a-f]{8})(\.lock)?")
@@ -52,7 +51,7 @@ class Scratch:
             )
         self._writer = SideThreads(1, "gigagrad-scratch")
         self._beside = SideThreads(ROWS_AT_ONCE, "gigagrad-disk") if needed_bytes > cacheable_bytes() else None
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[Task[None]] = deque()
         self._order = threading.Lock()
         self._place = _Place(folder)
         self._end = partial(_end, self._place, [pool for pool in (self._writer, self._beside) if pool is not None])
@@ -81,19 +80,19 @@ class Scratch:
             for row in rows:
                 work(row)
             return
-        futures = [self._beside.submit(work, row) for row in rows]
-        wait_for(futures)  # for all: after an error too, whoever asked may close the file
-        for future in futures:
-            future.result()
+        tasks = [self._beside.submit(work, row) for row in rows]
+        wait_for(tasks)  # for all: after an error too, whoever asked may close the file
+        for task in tasks:
+            task.result()
 
-    def behind(self, work: Callable[[], None]) -> Future[None]:
+    def behind(self, work: Callable[[], None]) -> Task[None]:
         """Run `work` after everything given earlier."""
         with self._order:
             while len(self._pending) >= WRITES_BEHIND:
                 wait_for([self._pending.popleft()])
-            future = self._writer.submit(work)
-            self._pending.append(future)
-        return future
+            task = self._writer.submit(work)
+            self._pending.append(task)
+        return task
 
     def close(self) -> None:
         """Close and remove the files, open or not, and end the threads. What is still to be written is not."""
@@ -105,7 +104,7 @@ def _end(place: _Place, pools: list[SideThreads]) -> None:
     with ExitStack() as stack:  # goes on past errors; no file closes under a thread that uses it
         stack.callback(place.close)
         for pool in pools:
-            stack.callback(pool.shutdown, cancel_futures=True)
+            stack.callback(pool.shutdown, cancel=True)
 
 
 class _Place:

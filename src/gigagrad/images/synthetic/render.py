@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +22,7 @@ from gigagrad.boxes import Box, Span, split
 from gigagrad.images.image import Array
 from gigagrad.images.synthetic.layout import FAR, Layout, cells, make_layout, pen_half_width, upsample
 from gigagrad.images.synthetic.textures import GRAIN_MEAN, PERIOD, Textures
+from gigagrad.threads import SideThreads
 
 Bytes = NDArray[np.uint8]
 
@@ -49,13 +49,14 @@ class Painter:
     def rows(self) -> Iterator[Bytes]:
         """The slide from top to bottom as strips `(h, W, 3)` that share their memory."""
         strip = np.empty((BLOCK_HEIGHT, self.layout.width, 3), np.uint8)
-        with ThreadPoolExecutor(_PAINTERS, "gigagrad-paint") as pool:
+        with SideThreads(_PAINTERS, "gigagrad-paint") as pool:
             for y in split(self.layout.height, BLOCK_HEIGHT):
 
                 def fill(x: Span, y: Span = y) -> None:
                     strip[: y.length, x.start : x.stop] = self.paint(Box.of(y, x))
 
-                list(pool.map(fill, split(self.layout.width, BLOCK_WIDTH)))
+                for task in [pool.submit(fill, x) for x in split(self.layout.width, BLOCK_WIDTH)]:
+                    task.result()
                 yield strip[: y.length]
 
     def mask_rows(self) -> Iterator[Bytes]:
