@@ -92,7 +92,7 @@ def measured(model: str, size: tuple[int, int], *, curve: bool) -> dict[str, Any
     simulation = timed("simulate", lambda: simulate(graph, plan, backward=True))
     for fault in simulation.faults:
         print(fault)
-    points = timed("curve", lambda: trade_off(graph, machine, plan_at, costs)) if curve else ()
+    points = timed("curve", lambda: trade_off(plan_at)) if curve else ()
     return {
         "model": model,
         "height": size[0],

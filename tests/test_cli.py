@@ -29,7 +29,7 @@ WORDS = {
     ),
     "evaluate": "--classes --device --json --memory --predictions --run --scratch --slides --split --trust",
     "report": "--out --predictions --run",
-    "calibrate": "--quick --scratch",
+    "calibrate": "--scratch",
     "doctor": "",
 }
 

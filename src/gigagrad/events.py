@@ -45,11 +45,15 @@ class JobFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class TileDone(Event):
-    """One tile of one stage ran; `phase` is `"forward"` or `"backward"`, counts are over the whole step."""
+    """One tile of one stage ran; `phase` is `"forward"` or `"backward"`, counts are over the whole step.
+
+    `seconds_left` of the step: the plan says how passes differ, and the tiles so far how fast they are computed.
+    """
 
     phase: str
     done: int
     total: int
+    seconds_left: float
 
 
 @dataclass(frozen=True, slots=True)

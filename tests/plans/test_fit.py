@@ -9,7 +9,6 @@ from gigagrad.bricks import ROWS_AT_ONCE, Bricks
 from gigagrad.errors import BudgetError
 from gigagrad.plans import DISK, HOST, MEMORY, Grid, Limits, Machine, make_plan
 from gigagrad.plans.cost import Costs
-from gigagrad.plans.fit import sweep_seconds
 from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.packing import AS_THEY_ARE
 from gigagrad.plans.stages import split_stages
@@ -154,7 +153,18 @@ def test_files_cost_processors_beside_tiles_and_a_slow_disk_hides_both(phase):
         machine = Machine(threads=threads, **rates)
         cost = Costs(graph, machine).of(stage, (64, 64), backward=True)
         moved = cost.plan.tile_count * traffic_bytes(graph, stage, cost.crops, tiers, phase, DISK, AS_THEY_ARE)
-        return sweep_seconds(graph, machine, stage, cost, tiers, phase, threads, AS_THEY_ARE), moved
+        made = make_plan(
+            graph,
+            limits(scratch_bytes=2**40),
+            machine,
+            image_shape=graph.source("image").shape,
+            backward=True,
+            device="cpu",
+            memory_format="contiguous",
+            tiles=((64, 64),),
+            kept=tiers,
+        )
+        return getattr(made.stages[stage.index], f"{phase}_seconds"), moved
 
     in_memory, _ = seconds(dict.fromkeys(kept, MEMORY))
     fast = {"disk_write_bytes_per_second": 1e15, "disk_read_bytes_per_second": 1e15}

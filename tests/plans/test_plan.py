@@ -42,6 +42,6 @@ def test_totals(plan):
 
 
 def test_a_predicted_time_is_shown(plan):
-    timed = dataclasses.replace(plan, predicted_seconds=83.0)
-    assert "1 min 23 s a step" in str(timed)
-    assert "predicted time" not in str(plan)
+    timed = dataclasses.replace(plan, timed_seconds=83.0)
+    assert "about 1 min 23 s a step" in str(timed)
+    assert "predicted time: about" in str(plan)

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Costs, Machine, pass_seconds, simulate, smallest_budget, trade_off
+from gigagrad.plans import simulate, smallest_budget, trade_off
 from gigagrad.plans.limits import roomy
 
 
 @pytest.fixture(scope="module")
-def curve(norms, plan_at):
-    return trade_off(norms, Machine(), plan_at)
+def curve(plan_at):
+    return trade_off(plan_at)
 
 
 def test_the_smallest_budget_works_and_little_less_does_not(unet, gate, norms, plan_for):
@@ -72,16 +72,5 @@ def test_every_point_can_be_had_and_is_sound(norms, curve, plan_at):
 
 def test_where_memory_gains_nothing_there_is_one_point(graph_of, plan_for):
     graph = graph_of(nn.Conv2d(1, 1, 1), F.mse_loss, (8, 8))
-    (point,) = trade_off(graph, Machine(), lambda budget: plan_for(graph, budget))
+    (point,) = trade_off(lambda budget: plan_for(graph, budget))
     assert point.kept == 0
-
-
-def test_the_time_of_a_plan_is_that_of_its_passes(norms, plan_at):
-    plan = plan_at(None)
-    costs = Costs(norms, Machine())
-    seconds = pass_seconds(norms, Machine(), plan, costs)
-    assert len(seconds) == len(plan.passes)
-    assert min(seconds) > 0
-    assert seconds == pass_seconds(norms, Machine(), plan)
-    slower = pass_seconds(norms, Machine(flops_per_second=1e9), plan)
-    assert all(a < b for a, b in zip(seconds, slower, strict=True))

@@ -38,7 +38,7 @@ PLAN = Plan(
     predicted_peak_bytes=690 << 20,
     host_bytes=0,
     scratch_bytes=0,
-    predicted_seconds=32.4,
+    timed_seconds=32.4,
 )
 
 

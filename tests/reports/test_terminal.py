@@ -66,11 +66,11 @@ def test_a_job_inside_another_speaks_only_if_it_is_long(plain, clock):
 def test_tiles_speak_only_in_long_steps(plain, clock):
     for done in range(1, 11):
         clock.now += 0.1
-        plain(TileDone("backward", done, 10))
+        plain(TileDone("backward", done, 10, 2.0 * (10 - done)))
     assert lines(plain) == []
     plain(StepMeasured("backward", 10, 1.0, 1, 1, 0))
     for done in range(1, 11):
-        plain(TileDone("backward", done, 10))
+        plain(TileDone("backward", done, 10, 2.0 * (10 - done)))
         clock.now += 3
     assert lines(plain)[0] == "tiles 3/10 (30 %), 14.0 s left: backward"
     assert len(lines(plain)) == 4
@@ -94,7 +94,7 @@ def test_bars_show_rate_time_left_and_memory(clock):
         terminal(JobStarted("train [x]", 10, "start"))
         clock.now += 20
         terminal(JobAdvanced("train [x]", 4, 10, "slide [red]"))
-        terminal(TileDone("backward", 3, 9))
+        terminal(TileDone("backward", 3, 9, 60.0))
         terminal(StepMeasured("backward", 1_024_000_000, 31.0, 600 << 20, 700 << 20, 1 << 30))
         clock.now += 1
         terminal(Notice("written"))

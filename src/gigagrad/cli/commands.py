@@ -76,19 +76,16 @@ def _study(model: str, survey: Survey, made: Plan, *, backward: bool) -> PlanStu
     from gigagrad import plans
     from gigagrad.reports.plan_study import PlanStudy
 
-    graph, machine, costs = survey.graph, survey.machine, survey.costs
-    simulation = plans.simulate(graph, made, backward=backward, packing=costs.packing)
+    graph, packing = survey.graph, survey.costs.packing
+    simulation = plans.simulate(graph, made, backward=backward, packing=packing)
     assert simulation.consistent, "; ".join(map(str, simulation.faults))
-    seconds = plans.pass_seconds(graph, machine, made, costs)
     # Where tiles of this plan have been timed, the whole curve is scaled to them.
-    timed = made.predicted_seconds is not None and sum(seconds) > 0
-    scale = made.predicted_seconds / sum(seconds) if made.predicted_seconds is not None and timed else 1.0
-    points = plans.trade_off(graph, machine, survey.plan_at, costs)
+    scale = made.predicted_seconds / made.modelled_seconds if made.modelled_seconds else 1.0
+    points = plans.trade_off(survey.plan_at)
     return PlanStudy(
         model=model,
         plan=made,
-        pass_seconds=tuple(scale * each for each in seconds),
-        timed=timed,
+        calibrated=survey.machine.calibrated,
         fates=plans.fates(graph, made),
         moments=simulation.moments,
         points=tuple(dataclasses.replace(point, seconds=scale * point.seconds) for point in points),
@@ -177,12 +174,11 @@ def report(args: argparse.Namespace) -> None:
 
 
 def calibrate(args: argparse.Namespace) -> None:
-    from gigagrad.execution.calibration import FULL, QUICK
     from gigagrad.execution.calibration import calibrate as measure
     from gigagrad.reports.rates import rates_table
 
     with _progress() as listener:
-        calibration = measure(QUICK if args.quick else FULL, scratch=args.scratch, listeners=(listener,))
+        calibration = measure(scratch=args.scratch, listeners=(listener,))
     _show(rates_table(calibration))
     print(f"saved in {calibration.path}")
 

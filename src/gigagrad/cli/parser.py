@@ -317,11 +317,10 @@ def _calibrate(found: _Commands) -> None:
         found,
         "calibrate",
         commands.calibrate,
-        "measure this machine once, so that plans can promise seconds",
-        "Times random small networks, copies in memory and the disk, fits a model of time and saves it in the user's "
-        "cache folder. Takes about five minutes; let nothing else run meanwhile. Slides' decoding is not measured.",
+        "measure this machine's rates once, so that plans foretell seconds better",
+        "Times operators, threads, copies in memory and the disk, and saves the rates in the user's cache folder. "
+        "Takes less than a minute; let nothing else run meanwhile.",
     )
-    parser.add_argument("--quick", action="store_true", help="a minute's version, less exact")
     parser.add_argument(
         "--scratch", type=Path, metavar="DIR", default=Path(), help="folder whose disk is measured (default: this one)"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gigagrad.graphs import Graph
+from gigagrad.graphs import Graph, lookup
 from gigagrad.plans.limits import KERNEL_BYTES
 
 _AMX_KERNEL_BYTES = 320 * 2**10
@@ -19,5 +19,5 @@ def kernel_bytes(graph: Graph, device: torch.device) -> int:
         return KERNEL_BYTES
     processor = torch.cpu.get_capabilities()
     tiled = {dtype for dtype, feature in _FEATURES.items() if processor.get(feature, False)}
-    on_tiles = any("conv" in node.op and node.dtype in tiled for node in graph.nodes)
+    on_tiles = any(lookup(node.op).compiled and node.dtype in tiled for node in graph.nodes)
     return _AMX_KERNEL_BYTES if on_tiles else KERNEL_BYTES

@@ -237,7 +237,7 @@ class Planner:
     def _refit(self, kept: Prepared, limits: Limits, *, backward: bool) -> Prepared:
         """The same tiles in a process that has grown."""
         plan = self._again(kept.graph, kept.plan.image_shape, limits, Choice.of(kept.plan), backward=backward)
-        plan = dataclasses.replace(plan, predicted_seconds=kept.plan.predicted_seconds)
+        plan = dataclasses.replace(plan, timed_seconds=kept.plan.timed_seconds)
         return self._prepared(kept.graph, plan)
 
     def _prepared(self, graph: Graph, plan: Plan) -> Prepared:
@@ -266,7 +266,7 @@ class Planner:
             layout, seconds = faster_layout(prepared)
             return_freed_memory()  # what the slower layout left behind would lie under the run's own peak
             RESIDUE.tried_bytes += max(0, held_bytes(self._device) - limits.base_bytes)
-            plan = dataclasses.replace(plan, memory_format=layout, predicted_seconds=seconds)
+            plan = dataclasses.replace(plan, memory_format=layout, timed_seconds=seconds)
             prepared = dataclasses.replace(prepared, plan=plan)
         return _Kept(prepared, limits, _compiled(prepared, backward=backward))
 
@@ -314,10 +314,11 @@ class Planner:
         )
 
     def _machine(self, workers: int | None = None) -> Machine:
-        """The machine, with its saved profile if there is one; a GPU's times are not what that predicts."""
-        threads = torch.get_num_threads() if self._device.type == "cpu" else 1
-        machine = Machine.detect(workers or threads, lambda text: self._events.emit_once(Notice(text, warning=True)))
-        return machine if self._device.type == "cpu" else dataclasses.replace(machine, model=None)
+        """The machine, with its measured rates where there are some."""
+        if self._device.type != "cpu":
+            return Machine.typical_gpu()
+        threads = torch.get_num_threads()
+        return Machine.detect(workers or threads, lambda text: self._events.emit_once(Notice(text, warning=True)))
 
     def _codec(self) -> Codec | None:
         """A lossless codec for files, where calibration says that it is faster than the disk."""
@@ -349,5 +350,5 @@ def _name(sources: dict[str, Source], *, backward: bool) -> str:
 
 def _usual_layout(graph: Graph) -> str:
     """Channels last, unless an operator of the graph should not run so."""
-    calls = [(row, Call(node, graph.operands(node))) for node in graph.nodes if (row := lookup(node.op)) is not None]
-    return "contiguous" if any(row.contiguous_only(call) for row, call in calls) else "channels_last"
+    contiguous = any(lookup(node.op).contiguous_only(Call(node, graph.operands(node))) for node in graph.nodes)
+    return "contiguous" if contiguous else "channels_last"

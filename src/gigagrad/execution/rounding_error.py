@@ -8,32 +8,13 @@ output in one tile, `RoundingErrors` adds up the norms of a run, `RunningErrors`
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Container, Mapping
 
 import torch
-import torch.nn.functional as F
 
-from gigagrad.graphs import Graph, Node
-from gigagrad.graphs.graph import Ref
+from gigagrad.graphs import Call, Gains, Graph, Node, lookup
 from gigagrad.plans import Stage
 from gigagrad.stores.bounds import Norms, noisy_shares
-
-_CONVOLUTIONS = frozenset({"aten.conv2d.default", "aten.conv2d.padding"})
-_PASSED_ON = frozenset(
-    f"aten.{name}.default" for name in ("relu", "leaky_relu", "hardtanh", "_to_copy", "clone", "contiguous")
-)
-"""Their slopes are at most 1; where they are 0, so is mostly the value, and zeros are counted."""
-_SUMS = frozenset({"aten.add.Tensor", "aten.sub.Tensor"})
-_FIXED_NORMS = frozenset({"aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default"})
-_REPEATED = frozenset(
-    {"aten.max_pool2d.default", "aten.upsample_nearest2d.vec", "aten._upsample_nearest_exact2d.vec"}
-    | {"aten.upsample_bilinear2d.vec"}
-)
-
-
-Gains = dict[int, torch.Tensor]
-"""By quantised field: the factors `(C,)` on the errors that each channel has from it."""
 
 
 def error_gains(
@@ -58,7 +39,7 @@ def error_gains(
             gains[i] = _passed_on(graph, node, gains, values)
     found = {}
     for i in stage.fields:
-        read = gains[graph[i].operands[0]] if graph[i].op in _CONVOLUTIONS else None
+        read = gains[graph[i].operands[0]] if lookup(graph[i].op).errors_reach_weight else None
         if read:
             found[i] = torch.stack(list(read.values())).square().sum(0).sqrt()
     return found
@@ -68,57 +49,13 @@ def _passed_on(
     graph: Graph, node: Node, gains: Mapping[int, Gains | None], values: Mapping[int, torch.Tensor]
 ) -> Gains | None:
     """Of the output, from those of the operands. None: not known."""
-    fields = [i for i in node.operands if graph[i].is_field]
-    known = [gain for i in fields if (gain := gains[i]) is not None]
-    if len(known) < len(fields):
+    call = Call(node, graph.operands(node))
+    known = [gain for field in call.fields if (gain := gains[field.id]) is not None]
+    if len(known) < len(call.fields):
         return None
     if not any(known):
         return {}
-    if node.op in _SUMS and node.arguments["alpha"] == 1:
-        return _added(known) if all(graph[i].shape == node.shape for i in fields) else None
-    if node.op == "aten.cat.default" and node.arguments["dim"] % 4 == 1:
-        before = list(accumulate((graph[i].shape[1] for i in fields), initial=0))
-        ends = [(start, node.shape[1] - start - graph[i].shape[1]) for i, start in zip(fields, before, strict=False)]
-        return _added([{i: F.pad(g, e) for i, g in gain.items()} for gain, e in zip(known, ends, strict=True)])
-    factor = _factor(graph, node, values)
-    return None if factor is None else {i: gain * factor for i, gain in known[0].items()}
-
-
-def _added(terms: Sequence[Gains]) -> Gains:
-    total: Gains = {}
-    for term in terms:
-        for i, gain in term.items():
-            total[i] = total[i] + gain if i in total else gain
-    return total
-
-
-def _factor(graph: Graph, node: Node, values: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """What an operator on one field multiplies errors by; None: not known."""
-    arguments = node.arguments
-    if node.op == "gigagrad.normalise":
-        return _value(values, arguments["scale"]).abs()
-    if node.op in _FIXED_NORMS:
-        scale: torch.Tensor = (_value(values, arguments["running_var"]) + arguments["eps"]).rsqrt()
-        weight = arguments["weight"]
-        return scale if weight is None else (scale * _value(values, weight)).abs()
-    if node.op in _PASSED_ON:
-        return torch.ones((), dtype=torch.float64)
-    if node.op in _REPEATED:
-        return torch.tensor(_repeats(graph[node.operands[0]], node), dtype=torch.float64).sqrt()
-    return None
-
-
-def _value(values: Mapping[int, torch.Tensor], ref: Ref) -> torch.Tensor:
-    return values[ref.id].detach().double().cpu()
-
-
-def _repeats(read: Node, made: Node) -> float:
-    """How often one value appears in what is made of it, at most: `(sum over copies)^2 <= copies * sum of squares`."""
-    if made.op == "aten.max_pool2d.default":
-        kernel = made.arguments["kernel_size"]
-        stride = made.arguments["stride"] or kernel
-        return float(math.ceil(kernel[0] / stride[0]) * math.ceil(kernel[-1] / stride[-1]))
-    return max(1.0, made.size(0) / read.size(0)) * max(1.0, made.size(1) / read.size(1))
+    return lookup(node.op).error_gains(call, known, lambda ref: values[ref.id].detach().double().cpu())
 
 
 class Watch:
@@ -171,7 +108,7 @@ class RoundingErrors:
         squares: dict[str, float] = {}
         for convolution, norms in self._norms.items():
             weight = self._graph[self._graph[convolution].operands[1]]
-            while weight.op == "aten._to_copy.default":
+            while lookup(weight.op).copies:
                 weight = self._graph[weight.operands[0]]
             if weight.op == "parameter":
                 name = weight.arguments["name"]

@@ -12,6 +12,7 @@ Tiles run in a fixed order and sums are in float64, so that two runs of one plan
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from math import prod
@@ -41,6 +42,10 @@ from gigagrad.threads import SideThreads, uninterrupted
 
 Totals = dict[int, torch.Tensor]
 Swept = TypeVar("Swept")
+
+
+_PRIOR = 0.1
+"""The share of a step's tiles that the plan's own seconds stand for."""
 
 
 class Run:
@@ -83,6 +88,9 @@ class Run:
         self._tile_bytes = 0
         self._done = 0
         self._total = plan.tile_count
+        self._began = 0.0
+        # Of the step's predicted time: what is over, and what each tile of the pass adds to it.
+        self._share = self._share_of_tile = 0.0
         for node in self._graph.nodes:
             if node.is_source and not node.is_field:
                 name = node.arguments["name"]
@@ -380,10 +388,12 @@ class Run:
 
     def _begin(self, index: int) -> None:
         """Room for what the pass will take, and its stores."""
+        plan = self._prepared.plan
+        step = plan.passes[index]
+        planned, stage = plan.stages[step.stage], self._prepared.stages[step.stage]
+        self._began = self._began or time.perf_counter()
+        self._share_of_tile = plan.pass_shares[index] / planned.tile_count
         if self._trimmer is not None:
-            plan = self._prepared.plan
-            step = plan.passes[index]
-            planned, stage = plan.stages[step.stage], self._prepared.stages[step.stage]
             self._tile_bytes = planned.tile_peak_bytes
             largest = largest_block_bytes(self._prepared.grid(stage))
             self._trimmer.begin_pass(plan.workers * self._tile_bytes, planned.beside_bytes, largest)
@@ -415,9 +425,18 @@ class Run:
 
     def _report(self, phase: str) -> None:
         self._done += 1
+        self._share += self._share_of_tile
         if self._trimmer is not None:
             self._hold_back(self._trimmer)
-        self._events.emit(TileDone(phase, self._done, self._total))
+        self._events.emit(TileDone(phase, self._done, self._total, self._seconds_left()))
+
+    def _seconds_left(self) -> float:
+        """What the plan says of the rest, scaled to what the tiles took so far; the plan counts as much as a tenth of
+        the step would, for its beginning is not typical of it (docs/decisions/0012-time-model.md).
+        """
+        planned, gone = self._prepared.plan.predicted_seconds, time.perf_counter() - self._began
+        slower = (gone + _PRIOR * planned) / ((self._share + _PRIOR) * planned)
+        return max(0.0, 1 - self._share) * planned * slower
 
     def _hold_back(self, trimmer: Trimmer) -> None:
         """Fewer tiles at a time, for the rest of the pass, where another one might not fit in the budget."""

@@ -11,7 +11,7 @@ import torch
 from gigagrad.boxes import Box, Span
 from gigagrad.execution.refusals import explained
 from gigagrad.execution.rounding_error import Watch
-from gigagrad.graphs import FIELD_BINS, Call, Graph, Row, Site, lookup
+from gigagrad.graphs import FIELD_BINS, Call, Graph, Site, lookup
 from gigagrad.graphs.graph import fill
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Stage, TileGeometry
@@ -54,7 +54,7 @@ class StageProgram:
         """Called with the bytes of every block before it is taken, but for the smallest."""
         self.targets = stage.targets(graph)
         self._calls = [Call(graph[i], graph.operands(graph[i])) for i in stage.fields]
-        self._silent = frozenset(i for i in stage.kept if _row(graph, i).backward_without_output)
+        self._silent = frozenset(i for i in stage.kept if lookup(graph[i].op).backward_without_output)
         self._operands = {call.node.id: {operand.id for operand in call.operands} for call in self._calls}
 
     def run(
@@ -204,7 +204,7 @@ class StageProgram:
         if arguments.get("device") is not None:
             arguments["device"] = self.device
         with explained(call.node):
-            return _row(self.graph, call.node.id).run(call, arguments, Site(out, operands, asked))
+            return lookup(call.node.op).run(call, arguments, Site(out, operands, asked))
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -217,12 +217,6 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return cotangent, None, None, None
-
-
-def _row(graph: Graph, node_id: int) -> Row:
-    row = lookup(graph[node_id].op)
-    assert row is not None, graph[node_id].op
-    return row
 
 
 def _crop(graph: Graph, node_id: int, value: torch.Tensor, tile: TileGeometry, y: Span, x: Span) -> torch.Tensor:

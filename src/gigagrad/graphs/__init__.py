@@ -3,8 +3,21 @@
 from gigagrad.graphs.capture import Captured, InputSpec, capture, trace
 from gigagrad.graphs.composite import Composite
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, FIELD_SUM, GATHER, MOMENTS, SCATTER, Graph, Node, Ref
-from gigagrad.graphs.operators import is_view
-from gigagrad.graphs.table import Call, Row, Saved, Site, lookup, register
+from gigagrad.graphs.table import (
+    Affine,
+    Call,
+    Gains,
+    Layout,
+    Refused,
+    Row,
+    Saved,
+    Site,
+    Whole,
+    lookup,
+    register,
+    scaled_gains,
+    sum_of_gains,
+)
 
 __all__ = [
     "FIELD_BINS",
@@ -13,19 +26,25 @@ __all__ = [
     "GATHER",
     "MOMENTS",
     "SCATTER",
+    "Affine",
     "Call",
     "Captured",
     "Composite",
+    "Gains",
     "Graph",
     "InputSpec",
+    "Layout",
     "Node",
     "Ref",
+    "Refused",
     "Row",
     "Saved",
     "Site",
+    "Whole",
     "capture",
-    "is_view",
     "lookup",
     "register",
+    "scaled_gains",
+    "sum_of_gains",
     "trace",
 ]

@@ -27,10 +27,6 @@ from gigagrad.graphs.graph import (
 )
 from gigagrad.graphs.table import Call, NoPixels, Refused, lookup
 
-_NO_GRADIENT = frozenset(
-    {"aten.detach.default", "gigagrad.class_weights", "gigagrad.field_max", "gigagrad.uniform", "gigagrad.positions"}
-)
-
 
 class Builder:
     """Appends nodes in topological order. `origin` is stamped on every node added until it is changed."""
@@ -104,11 +100,7 @@ class Builder:
         does not deliver).
         """
         operand_nodes = tuple(self.node(ref) for ref in references(arguments))
-        metas = {n.id: self._meta(n) for n in operand_nodes}
-        meta_arguments = {name: substitute(value, metas) for name, value in arguments.items()}
-        if meta_arguments.get("device") is not None:
-            meta_arguments["device"] = torch.device("meta")
-        result = operators.call(op, meta_arguments)
+        result = operators.on_meta(op, arguments, operand_nodes)
         several = isinstance(result, tuple | list)
         outputs = list(result) if several else [result]
         reads_field = op not in REDUCTIONS and op != GATHER and any(n.is_field for n in operand_nodes)
@@ -134,13 +126,9 @@ class Builder:
         ]
 
     @staticmethod
-    def _meta(node: Node) -> torch.Tensor:
-        return torch.empty(node.shape, dtype=node.dtype, device="meta")
-
-    @staticmethod
     def _differentiable(op: str, dtype: torch.dtype, operands: tuple[Node, ...]) -> bool:
         continuous = dtype.is_floating_point or dtype.is_complex
-        return any(n.differentiable for n in operands) and continuous and op not in _NO_GRADIENT
+        return any(n.differentiable for n in operands) and continuous and lookup(op).differentiable
 
     def aten(self, op: str, *args: Any, **kwargs: Any) -> Ref:
         """Append an ATen operator called with positional and keyword arguments, e.g. `aten("div.Tensor", a, b)`."""
@@ -182,8 +170,6 @@ class Builder:
         self, op: str, arguments: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, operands: tuple[Node, ...]
     ) -> Axes:
         row = lookup(op)
-        if row is None:
-            raise Refused("it has no row in the operator table")
         if dtype.is_complex:
             raise Refused("fields of complex numbers have no rule")
         node = Node(-1, op, arguments, shape, dtype, None, self.origin, differentiable=False)

@@ -12,18 +12,7 @@ from typing import Any
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref, references
 from gigagrad.graphs.rewrites import ON_FIELDS, STRUCTURE
-from gigagrad.graphs.table import NoPixels, Refused
-
-_IMAGE_FIRST = frozenset(
-    f"aten.{name}"
-    for name in (
-        "conv2d.default conv2d.padding conv_transpose2d.input max_pool2d.default max_pool2d_with_indices.default "
-        "avg_pool2d.default upsample_nearest2d.vec _upsample_nearest_exact2d.vec upsample_bilinear2d.vec "
-        "upsample_bicubic2d.vec _native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats "
-        "batch_norm.default group_norm.default instance_norm.default pixel_shuffle.default pixel_unshuffle.default"
-    ).split()
-)
-"""Operators on images: what a whole-field operator left behind is read by them box by box again."""
+from gigagrad.graphs.table import NoPixels, Refused, lookup
 
 
 def lower(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
@@ -46,7 +35,7 @@ def _as_fields(builder: Builder, op: str, arguments: dict[str, Any]) -> dict[str
     axes = next((builder.node(ref).axes for ref in references(arguments) if builder.is_field(ref)), None)
     if axes is None:
         first = next(iter(arguments.values()), None)
-        if op in _IMAGE_FIRST and isinstance(first, Ref) and len(builder.node(first).shape) == 4:
+        if lookup(op).on_images and isinstance(first, Ref) and len(builder.node(first).shape) == 4:
             return {**arguments, next(iter(arguments)): _scattered(builder, first, IMAGE_AXES, least=2)}
         return arguments
     return {name: _scattered(builder, value, axes, least=1) for name, value in arguments.items()}

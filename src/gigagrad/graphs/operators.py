@@ -5,12 +5,14 @@ ATen operators are resolved through `torch.ops`; the few of our own (made by low
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from gigagrad.graphs.graph import Node, substitute
 from gigagrad.graphs.statistics import moments, normalise, variance
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
@@ -229,6 +231,22 @@ def is_view(op: str) -> bool:
         return False
     returns = function(op)._schema.returns  # type: ignore[attr-defined]
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def on_meta(op: str, arguments: Mapping[str, Any], operands: Iterable[Node]) -> Any:
+    """Run an operator on tensors that have shapes only, in the places of the nodes that it reads."""
+    metas = {node.id: torch.empty(node.shape, dtype=node.dtype, device="meta") for node in operands}
+    given = {name: substitute(value, metas) for name, value in arguments.items()}
+    if given.get("device") is not None:
+        given["device"] = torch.device("meta")
+    return call(op, given)
+
+
+def flops(op: str, arguments: Mapping[str, Any], operands: Iterable[Node]) -> float:
+    """Multiplications and additions of an operator, as PyTorch's counter has them."""
+    with FlopCounterMode(display=False) as counter:
+        on_meta(op, arguments, operands)
+    return float(counter.get_total_flops())
 
 
 def bind(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

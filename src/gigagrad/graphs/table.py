@@ -1,18 +1,19 @@
-"""The operator table: one row per operator, and the two questions a row answers.
+"""The operator table: one row per operator, and all that is known of it.
 
-1. Which span of each input does a span of the output need (`needs`)? Asked per axis: every operator with a row treats
-   y and x independently, so geometry is one-dimensional integer arithmetic.
-2. How does the operator run on crops (`run`), padding only where a crop touches the true border of the image, so that
-   the crop of the output is bit for bit of the same mathematics as the whole field's?
+A row says which span of each input a span of the output needs (`needs`, asked per axis: every operator with a tile rule
+treats y and x independently, so geometry is one-dimensional integer arithmetic), how the operator runs on crops (`run`,
+padding only where a crop touches the true border of the image), what autograd keeps of it, what it computes and takes
+for itself, whether its gradient depends on values, how an error in its input passes. Planning, cost, memory and
+execution ask the row; nobody else knows operators by name.
 
-What has no row, or is used in a way its row does not cover, is refused by `Refused`; lowering then has the operator
-read its fields whole.
+A use that a row has no tile rule for raises `Refused`; lowering then has the operator read its fields whole. What
+nobody has registered has the row `Whole()`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.graph import Axes, Node
+from gigagrad.graphs import operators
+from gigagrad.graphs.graph import Axes, Node, Ref
 
 
 class Refused(Exception):
@@ -37,6 +39,28 @@ class Saved(Enum):
     NOTHING = "nothing"
     INPUTS = "inputs"
     OUTPUT = "output"
+
+
+class Affine(Enum):
+    """In which operands an operator is affine: then its gradient is known before their values are."""
+
+    NO = "none"
+    JOINTLY = "all together"
+    SEPARATELY = "each alone"
+    FIRST = "the first alone"
+
+
+class Layout(Enum):
+    """Where an operator's output lies in memory."""
+
+    OWN = "in memory of its own"
+    VIEW = "in its input's"
+    TURNED = "in its input's, the axes in another order"
+    PACKED = "in its input's, or in a copy where that lies in another order"
+
+
+Gains = Mapping[int, torch.Tensor]
+"""By quantised field: the factors `(C,)` on its rounding errors with which they arrive in each channel of another."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,13 +89,25 @@ class Site:
 
 
 class Row(ABC):
-    """How one family of operators maps boxes and runs on crops."""
+    """How one family of operators maps boxes and runs on crops, and what both cost."""
 
     saved: Saved = Saved.INPUTS
     pixelwise: bool = False
     """Whether every value depends on its own position only and costs next to nothing to compute again."""
+    on_images: bool = False
+    """Whether it works on images: what a whole-field operator left behind is read by it box by box again."""
     backward_without_output: bool = False
     """Whether `run` can skip the computation for a `Site` whose values are not asked for, leaving only its gradient."""
+    differentiable: bool = True
+    """Whether gradients flow through it at all."""
+    affine: Affine = Affine.NO
+    copies: bool = False
+    """Whether the output is the only input's values again, at most in another dtype."""
+    compiled: bool = False
+    """Whether the library compiles code for it and keeps that (`compiled_for`)."""
+    errors_reach_weight: bool = False
+    """Whether its weight's gradient is a sum of products of what it reads and its cotangents, so that rounding errors
+    of what it reads pass to that gradient (docs/math.md)."""
 
     @abstractmethod
     def axes(self, call: Call, rank: int) -> Axes:
@@ -92,13 +128,81 @@ class Row(ABC):
         """Whether this use should not run on channels-last crops: no kernel for them, or one that fails."""
         return False
 
+    def saves(self, call: Call) -> set[int]:
+        """Ids of the fields that autograd keeps for the backward pass."""
+        if self.saved is Saved.OUTPUT:
+            return {call.node.id}
+        return {field.id for field in call.fields} if self.saved is Saved.INPUTS else set()
+
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         """Bytes the operator allocates besides its output, in either direction, for a crop of `out_pixels`."""
         return 0
 
+    def flops(self, call: Call) -> float:
+        """Multiplications and additions of products over the whole output; what only moves or maps values counts as
+        memory traffic. By default as PyTorch counts them (`torch.utils.flop_counter`).
+        """
+        return operators.flops(call.node.op, call.node.arguments, call.operands)
+
+    def layout(self, call: Call) -> Layout:
+        """By default as the operator's schema declares it."""
+        return Layout.VIEW if operators.is_view(call.node.op) else Layout.OWN
+
     def compiled_for(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> tuple[int, ...]:
         """What of a crop's extent along `axis` code is compiled for, and kept; nothing where none is compiled."""
         return ()
+
+    def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
+        """How rounding errors pass: those of the output from those of the fields it reads, in the order of
+        `call.fields`; None where that is not known. `value` gives the float64 values of a global operand.
+        """
+        return read[0] if self.copies else None
+
+
+class Whole(Row):
+    """What runs on whole tensors only: numbers, and fields that are gathered for it."""
+
+    def __init__(
+        self,
+        *,
+        affine: Affine = Affine.NO,
+        compiled: bool = False,
+        differentiable: bool = True,
+        on_images: bool = False,
+    ) -> None:
+        self.affine, self.compiled, self.differentiable, self.on_images = affine, compiled, differentiable, on_images
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        raise Refused("it has no row in the operator table")
+
+    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
+        raise AssertionError(call.node.op)
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        raise AssertionError(call.node.op)
+
+
+class Part(Whole):
+    """One output of an operator that has several."""
+
+    def flops(self, call: Call) -> float:
+        return 0.0
+
+    def layout(self, call: Call) -> Layout:
+        return Layout.VIEW
+
+
+def sum_of_gains(terms: Iterable[Gains]) -> Gains:
+    """Where values come together; of one field's errors in the worst case, in which they add up."""
+    total = dict[int, torch.Tensor]()
+    for term in terms:
+        for i, gain in term.items():
+            total[i] = total[i] + gain if i in total else gain
+    return total
+
+
+def scaled_gains(gains: Gains, factor: torch.Tensor | float) -> Gains:
+    return {i: gain * factor for i, gain in gains.items()}
 
 
 _TABLE: dict[str, Row] = {}
@@ -111,11 +215,16 @@ def register(row: Row, operators: Sequence[str]) -> None:
         _TABLE[op] = row
 
 
-def lookup(op: str) -> Row | None:
-    return _TABLE.get(op)
+register(Part(), ["gigagrad.item"])
+_UNKNOWN = Whole()
 
 
-def operators() -> tuple[str, ...]:
+def lookup(op: str) -> Row:
+    """The operator's row; of one that nobody registered, that of an operator on whole fields."""
+    return _TABLE.get(op, _UNKNOWN)
+
+
+def registered() -> tuple[str, ...]:
     """Every operator with a row, sorted."""
     return tuple(sorted(_TABLE))
 

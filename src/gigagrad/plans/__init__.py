@@ -12,7 +12,7 @@ from gigagrad.plans.packing import Packing
 from gigagrad.plans.plan import DISK, EXACT, HOST, MEMORY, KeptField, Pass, Plan, StagePlan, WholeField
 from gigagrad.plans.simulate import Moment, Simulation, simulate
 from gigagrad.plans.stages import Stage, levels, split_stages
-from gigagrad.plans.tradeoff import PlanAt, Point, pass_seconds, smallest_budget, trade_off
+from gigagrad.plans.tradeoff import PlanAt, Point, smallest_budget, trade_off
 
 __all__ = [
     "DISK",
@@ -42,7 +42,6 @@ __all__ = [
     "levels",
     "lifetimes",
     "make_plan",
-    "pass_seconds",
     "simulate",
     "smallest_budget",
     "split_stages",

@@ -69,7 +69,7 @@ def make_plan(
         predicted_peak_bytes=best.peak_bytes,
         host_bytes=best.tier_bytes[HOST],
         scratch_bytes=best.tier_bytes[DISK],
-        predicted_seconds=best.seconds if machine.model is not None else None,
+        whole_seconds=costs.whole_seconds(backward=backward),
     )
 
 

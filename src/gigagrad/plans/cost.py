@@ -1,26 +1,25 @@
 """What one tile of a stage takes in time and in memory.
 
 Small tiles compute their halos again and again and pay a fixed price per operator; large ones fall out of the caches.
-Both effects are in the model of time; the measured consequences are in docs/decisions/0002-tile-shape.md. On a machine
-that has been calibrated the model's rates are measured (docs/decisions/0012-time-model.md); elsewhere a few constants
-serve to compare plans.
+Both effects are in the model of time: every operator takes what its bytes and its products take at the machine's rates
+(docs/decisions/0002-tile-shape.md, docs/decisions/0012-time-model.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
-from gigagrad.graphs import Graph
+from gigagrad.graphs import GATHER, Call, Graph, Node, lookup
 from gigagrad.plans.geometry import Grid, TileGeometry, lattice
-from gigagrad.plans.machine import Machine, Seconds
+from gigagrad.plans.machine import Machine
 from gigagrad.plans.memory import compiled_convolutions, crop_bytes, tile_peak_bytes, worst_tile
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import EXACT, StagePlan
 from gigagrad.plans.stages import Stage
-from gigagrad.plans.work import MeanTile, mean_tile, sweep_work, whole_work
 
+_SWEEPS = 3
+"""A forward with its backward, in forwards."""
 _SMALLEST_SIDE_PX = 16
 _LARGEST_SIDE_PX = 4096
 
@@ -30,10 +29,10 @@ class TileCost:
     """One stage with one tile shape. Seconds are one thread's, for one sweep over the whole stage."""
 
     plan: StagePlan
-    seconds: Seconds
-    """With gradients if they were asked for."""
-    forward_seconds: Seconds
+    forward_seconds: float
     """Without gradients."""
+    backward_seconds: float
+    """Computed again and pulled back; as `forward_seconds` where no gradients were asked for."""
     crop_bytes: int
     """What is read ahead for each tile."""
     own_crop_bytes: int
@@ -53,6 +52,7 @@ class Costs:
         self.packing = packing
         self._judged: dict[tuple[object, ...], float] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
+        self._flops: dict[int, float] = {}
 
     def of(self, stage: Stage, shape: tuple[int, int], *, backward: bool) -> TileCost:
         key = (stage.kept, stage.reductions, stage.output, stage.fields, stage.reads, shape, backward)
@@ -73,15 +73,23 @@ class Costs:
         tile = grid[rows // 2 * columns + columns // 2]
         reference = self._graph[grid.reference]
         pixels = reference.size(0) * reference.size(1)
-        return self._tile_seconds(stage, tile, backward=False) * pixels / tile.wanted(grid.reference).area
+        forward, _ = self._tile_seconds(stage, tile)
+        return forward * pixels / tile.wanted(grid.reference).area
 
     def whole_seconds(self, *, backward: bool) -> float:
-        """What whole-field operators take, which no choice of tiles changes; 0 on a machine that is not calibrated."""
-        machine = self._machine
-        if machine.model is None:
-            return 0.0
-        seconds = machine.model.split(whole_work(self._graph, machine.cache_bytes, backward=backward))
-        return machine.wall_seconds(seconds, 1, 1)  # all threads share each of them
+        """What whole-field operators take, which no choice of tiles changes."""
+        graph, seconds = self._graph, 0.0
+        for node in graph.nodes:
+            if node.whole and node.op != GATHER:
+                moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
+                once = self._machine.operator_seconds(moved, self._flops_of(node))
+                seconds += once * (_SWEEPS if backward and node.differentiable else 1)
+        return self._machine.wall_seconds(seconds, 1, 1)  # all threads share each of them
+
+    def _flops_of(self, node: Node) -> float:
+        if node.id not in self._flops:
+            self._flops[node.id] = lookup(node.op).flops(Call(node, self._graph.operands(node)))
+        return self._flops[node.id]
 
     def _cost(self, stage: Stage, shape: tuple[int, int], *, backward: bool) -> TileCost:
         graph = self._graph
@@ -106,38 +114,27 @@ class Costs:
         read = sum(crop_bytes(graph, tile, i) for i in stage.reads)
         # They come along with their cotangents.
         kept_shares = sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
-        if self._machine.model is None:
-            pixels = reference.size(0) * reference.size(1)
-            seconds = Seconds(self._tile_seconds(stage, tile, backward) * pixels / useful)
-            forward = Seconds(self._tile_seconds(stage, tile, backward=False) * pixels / useful)
-        else:
-            mean = mean_tile(grid)
-            forward = self._sweep_seconds(stage, mean, gradient=False)
-            seconds = self._sweep_seconds(stage, mean, gradient=True) if backward else forward
+        tiles = reference.size(0) * reference.size(1) / useful
+        forward, backward_too = (seconds * tiles for seconds in self._tile_seconds(stage, tile))
         own = {i: tile.wanted(i).shape for i in stage.kept}
         crops = {i: box.shape for i in stage.reads if (box := tile.box(i)) is not None} | own
         compiled = compiled_convolutions(grid, backward=backward)
-        return TileCost(plan, seconds, forward, read + 2 * kept_shares, kept_shares, compiled, crops)
+        both = backward_too if backward else forward
+        return TileCost(plan, forward, both, read + 2 * kept_shares, kept_shares, compiled, crops)
 
-    def _sweep_seconds(self, stage: Stage, tile: MeanTile, *, gradient: bool) -> Seconds:
-        assert self._machine.model is not None
-        work = sweep_work(self._graph, stage, tile, self._machine.cache_bytes, gradient=gradient)
-        return self._machine.model.split(work)
-
-    def _tile_seconds(self, stage: Stage, tile: TileGeometry, backward: bool) -> float:
+    def _tile_seconds(self, stage: Stage, tile: TileGeometry) -> tuple[float, float]:
+        """One tile's forward, and its forward and backward: that costs about two forwards more."""
         graph, machine = self._graph, self._machine
-        sweeps = 3 if backward else 1  # a backward costs about two forwards
         moved = sum(crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.kept))
-        seconds = moved / machine.memory_bytes_per_second
-        for node_id in stage.fields:
-            own = crop_bytes(graph, tile, node_id)
-            traffic = own + sum(crop_bytes(graph, tile, i) for i in set(graph[node_id].operands) if graph[i].is_field)
-            cached = traffic <= machine.cache_bytes // 2
-            rate = machine.cached_bytes_per_second if cached else machine.memory_bytes_per_second
-            share = own / graph[node_id].nbytes
-            seconds += traffic / rate + share * _convolution_flops(graph, node_id) / machine.flops_per_second
-            seconds += machine.seconds_per_operator
-        return sweeps * seconds
+        forward = moved / machine.memory_bytes_per_second
+        further = forward
+        for i in stage.fields:
+            node, own = graph[i], crop_bytes(graph, tile, i)
+            read = sum(crop_bytes(graph, tile, j) for j in set(node.operands) if graph[j].is_field)
+            once = machine.operator_seconds(own + read, own / node.nbytes * self._flops_of(node))
+            forward += once
+            further += once if node.differentiable else 0.0
+        return forward, forward + (_SWEEPS - 1) * further
 
 
 def candidates(graph: Graph, stage: Stage) -> list[tuple[int, int]]:
@@ -162,12 +159,3 @@ def _round_up(value: int, step: int) -> int:
 
 def _largest_read_px(graph: Graph, stage: Stage) -> int:
     return max((graph[i].size(0) * graph[i].size(1) for i in stage.reads), default=1)
-
-
-def _convolution_flops(graph: Graph, node_id: int) -> float:
-    """Multiplications and additions of a convolution or a linear layer over its whole field; 0 for anything else."""
-    node = graph[node_id]
-    if not node.op.startswith(("aten.conv", "aten.linear")):
-        return 0.0
-    field, weight = graph[node.operands[0]], graph[node.operands[1]]
-    return 2.0 * prod(field.shape if "transpose" in node.op else node.shape) * prod(weight.shape[1:])

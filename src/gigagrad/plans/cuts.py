@@ -174,5 +174,4 @@ def _last_uses(graph: Graph, candidates: list[int]) -> dict[int, int]:
 
 
 def _is_pixelwise(graph: Graph, node_id: int) -> bool:
-    row = lookup(graph[node_id].op)
-    return row is not None and row.pixelwise
+    return lookup(graph[node_id].op).pixelwise

@@ -43,7 +43,7 @@ Kept = Mapping[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to run all stages; `seconds`: a forecast on a calibrated machine, else for comparing options only."""
+    """A way to run all stages, and the seconds that a step takes by the cost model."""
 
     workers: int
     kept: Kept
@@ -211,26 +211,6 @@ def _leanest(tilings: list[_Tilings], compiled_bytes: Callable[[Iterable[int]], 
     return smallest
 
 
-def sweep_seconds(
-    graph: Graph,
-    machine: Machine,
-    stage: Stage,
-    cost: TileCost,
-    kept: Kept,
-    phase: str,
-    workers: int,
-    packing: Packing,
-) -> float:
-    """One sweep of a stage. Tiers are read ahead and written behind: the slowest link counts, or the processor, which
-    has to copy and check what goes to files beside computing tiles.
-    """
-    count = cost.plan.tile_count
-    disk, host = (count * traffic_bytes(graph, stage, cost.crops, kept, phase, tier, packing) for tier in (DISK, HOST))
-    computing = cost.forward_seconds if phase == "forward" else cost.seconds
-    processing = machine.wall_seconds(computing, workers, count) + machine.file_seconds(disk)
-    return max(processing, disk / machine.disk_bytes_per_second, host / machine.copy_bytes_per_second)
-
-
 @dataclass(frozen=True, slots=True)
 class _Sweeps:
     """All sweeps of one stage with one tile shape."""
@@ -269,8 +249,13 @@ class _Tilings:
         if not rated:
             return None
         seconds, best = min(rated, key=lambda pair: pair[0])
-        known = seconds if self.machine.model is not None else None
-        plan = dataclasses.replace(best.plan, index=self.stage.index, beside_bytes=self._kept_free(best), seconds=known)
+        plan = dataclasses.replace(
+            best.plan,
+            index=self.stage.index,
+            beside_bytes=self._kept_free(best),
+            forward_seconds=self._sweep_seconds(best, "forward"),
+            backward_seconds=self._sweep_seconds(best, "backward") if self._backward else 0.0,
+        )
         working = sum(self.working_bytes)
         return _Sweeps(plan, seconds, self.total(best), self._waiting(best), working, best.compiled)
 
@@ -314,8 +299,20 @@ class _Tilings:
         return mapped + self._further_slack(cost)
 
     def _seconds(self, cost: TileCost) -> float:
-        each = (self.graph, self.machine, self.stage, cost, self.kept)
-        return sum(sweep_seconds(*each, phase, self.workers, self.packing) for phase in self.phases)
+        return sum(self._sweep_seconds(cost, phase) for phase in self.phases)
+
+    def _sweep_seconds(self, cost: TileCost, phase: str) -> float:
+        """Tiers are read ahead and written behind: the slowest link counts, or the processor, which has to copy and
+        check what goes to files beside computing tiles.
+        """
+        machine, count = self.machine, cost.plan.tile_count
+        disk, host = (
+            count * traffic_bytes(self.graph, self.stage, cost.crops, self.kept, phase, tier, self.packing)
+            for tier in (DISK, HOST)
+        )
+        computing = cost.forward_seconds if phase == "forward" else cost.backward_seconds
+        processing = machine.wall_seconds(computing, self.workers, count) + machine.file_seconds(disk)
+        return max(processing, disk / machine.disk_bytes_per_second, host / machine.copy_bytes_per_second)
 
 
 def _what_does_not_fit(tilings: list[_Tilings], fixed: int, whole_bytes: int) -> str:

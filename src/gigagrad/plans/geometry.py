@@ -108,7 +108,6 @@ def axis_geometry(calls: list[Call], axis: int, wanted: dict[int, Span]) -> Axis
         if out is None:
             continue
         row = lookup(call.node.op)
-        assert row is not None, call.node.op
         needs = row.needs(call, axis, out)
         operand_spans[call.node.id] = needs
         for operand, need in zip(call.operands, needs, strict=True):

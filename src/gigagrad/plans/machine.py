@@ -1,9 +1,8 @@
-"""What planning knows of the machine: rates, and where `gigagrad calibrate` has measured them, a fitted model of time.
+"""What planning knows of the machine: a handful of rates, typical ones or those that `gigagrad calibrate` measured.
 
-The model is plain data, `seconds = sum(rate x amount)` over the kinds of work that work.py counts, so that planning can
-ask it for thousands of tiles. It is saved once per machine, as JSON in the user's cache folder; without it, or if it
-belongs to another processor, another number of threads or another PyTorch, planning uses defaults, which serve to
-compare plans but not to promise seconds.
+A profile is JSON in the user's cache folder, one for each processor, number of threads and PyTorch. The rates serve to
+compare plans, and to say about how long a step will take; a running step corrects that from its own tiles
+(docs/decisions/0012-time-model.md).
 """
 
 from __future__ import annotations
@@ -14,102 +13,26 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gigagrad.errors import GigagradError
 from gigagrad.files import write_json
-from gigagrad.plans.work import Work
 
 _LARGEST_CACHE_BYTES = 32 * 2**20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_FORMAT = "gigagrad machine profile 7"
-"""Changes with the meaning of the kinds of work, so that an older profile is measured again."""
-
-_RATES = (
-    "copy_bytes_per_second",
-    "disk_write_bytes_per_second",
-    "disk_read_bytes_per_second",
-    "file_bytes_per_second",
-    "codec_bytes_per_second",
-    "codec_ratio",
-)
-"""The fields of `Machine` that a profile holds beside the model of time."""
-_WAYS_TO_WAIT = ("spinning", "passive")
+_FORMAT = "gigagrad machine profile 8"
+"""Changes with the meaning of the rates, so that an older profile is measured again."""
+_WAITING_TILES = 0.5
+"""What a pass takes longer where every thread computes a tile of its own, in tiles' seconds: the first one is read, and
+the last one added up, by one thread."""
 
 
 class ProfileError(GigagradError):
     """A saved machine profile cannot be used (damaged, or of another machine); `gigagrad calibrate` makes a new one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """Of one thread, in two parts."""
-
-    kernels: float
-    """What operators compute, which threads can share."""
-    calls: float = 0.0
-    """Python, and what every call of an operator costs."""
-
-    @property
-    def total(self) -> float:
-        return self.kernels + self.calls
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """How well threads work beside each other (docs/decisions/0012-time-model.md)."""
-
-    shared_efficiency: float = 0.5
-    """What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
-    side_by_side_efficiency: float = 1.0
-    """What each further thread adds when every thread computes a tile of its own."""
-    waiting_tiles: float = 0.5
-    """What a pass takes longer then, in tiles' seconds: the first one is read, and the last one added up, by one
-    thread."""
-
-    def wall_seconds(self, seconds: Seconds, threads: int, workers: int, tile_count: int) -> float:
-        """Threads that share operators share all but Python's part. Whole tiles share out well unless they are few."""
-        if workers == 1:
-            return seconds.calls + seconds.kernels / (1 + self.shared_efficiency * (threads - 1))
-        tile = seconds.total / tile_count
-        rounds = -(-tile_count // workers)
-        side_by_side = seconds.total / (1 + self.side_by_side_efficiency * (workers - 1))
-        return max(rounds * tile, side_by_side + self.waiting_tiles * tile)
-
-
-@dataclass(frozen=True, slots=True)
-class TimeModel:
-    """Seconds of one thread per unit of work, for float32 on the CPU."""
-
-    rates: Mapping[str, float]
-    """By kind of work (see work.py); what calibration has not met costs what it typically does."""
-    error: float
-    """Mean relative error on networks that the fit had not seen."""
-
-    def seconds(self, work: Work) -> float:
-        return self.split(work).total
-
-    def split(self, work: Work) -> Seconds:
-        """The same in two parts: every operator is called by Python, which one thread does at a time."""
-        rates, seconds = self.rates, {True: 0.0, False: 0.0}
-        for kind, amount in work.items():
-            rate = rates[kind] if kind in rates else typical_rate(kind)
-            seconds[kind.endswith(".calls")] += rate * amount
-        return Seconds(seconds[False], seconds[True])
-
-
-_TYPICAL_RATES = {"flops": 1 / 100e9, "hot": 1 / 40e9, "calls": 20e-6, "taps": 1 / 10e9}
-_TYPICAL_BYTE = 1 / 12e9
-
-
-def typical_rate(kind: str) -> float:
-    """Seconds per unit of a kind of work on no machine in particular: where a fit begins, and what it leans on."""
-    return _TYPICAL_RATES.get(kind.rpartition(".")[2], _TYPICAL_BYTE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +41,20 @@ class Machine:
 
     threads: int = 1
     cache_bytes: int = _LARGEST_CACHE_BYTES
-    cached_bytes_per_second: float = 40e9
-    memory_bytes_per_second: float = 12e9
+    calibrated: bool = False
+    """Whether the rates were measured on this machine."""
     flops_per_second: float = 100e9
+    """Of convolutions of many channels, in float32."""
+    cached_bytes_per_second: float = 40e9
+    """In and out of an operator whose values stay in the cache."""
+    memory_bytes_per_second: float = 12e9
+    """The same where they do not."""
     seconds_per_operator: float = 60e-6
-    spinning: Sharing = Sharing()
-    """How threads share, as OpenMP's usually wait for each other."""
-    passive: Sharing = Sharing()
-    """The same where they sleep meanwhile (`OMP_WAIT_POLICY=passive`, as under the command line)."""
+    """What a call of an operator on a tile costs beside its work."""
+    shared_efficiency: float = 0.5
+    """What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
+    side_by_side_efficiency: float = 1.0
+    """What each further thread adds when every thread computes a tile of its own."""
     copy_bytes_per_second: float = 10e9
     """Of copies in memory: bytes of the copy, not of both sides."""
     disk_write_bytes_per_second: float = 500e6
@@ -137,45 +66,69 @@ class Machine:
     """Of the lossless codec, in bytes of the field, the slower of both directions; 0 where it was not measured."""
     codec_ratio: float = 1.0
     """Bytes of a field before a norm per byte that the lossless codec leaves of it."""
-    model: TimeModel | None = None
-    """The fitted model of time; None where `gigagrad calibrate` has not been run."""
 
     @classmethod
     def detect(cls, threads: int, notice: Callable[[str], None] = lambda text: None) -> Machine:
-        """This machine: its cache as the kernel reports it, and the saved profile where there is a usable one.
+        """This machine: its cache as the kernel reports it, and the saved rates where there are usable ones.
 
         `notice` gets one sentence if there is a profile that cannot be used.
         """
         bare = cls(threads=threads, cache_bytes=cache_bytes())
         path = profile_path()
         try:
-            return bare.with_profile(read_profile(path)) if path.exists() else bare
+            return bare.with_rates(read_profile(path)) if path.exists() else bare
         except ProfileError as error:
             notice(f"{error}; planning without it, run 'gigagrad calibrate' to measure again")
             return bare
 
-    def with_profile(self, profile: Mapping[str, Any]) -> Machine:
-        """This machine with the rates and the model of a profile (as `read_profile` returns it)."""
-        model = TimeModel(profile["seconds_per_unit"], profile["error"])
-        spinning, passive = (Sharing(**profile["sharing"][way]) for way in _WAYS_TO_WAIT)
-        return dataclasses.replace(self, model=model, spinning=spinning, passive=passive, **profile["rates"])
+    @classmethod
+    def typical_gpu(cls) -> Machine:
+        """A GPU that nobody has measured."""
+        return cls(
+            flops_per_second=10e12,
+            cached_bytes_per_second=2e12,
+            memory_bytes_per_second=500e9,
+            seconds_per_operator=50e-6,
+        )
+
+    def with_rates(self, rates: dict[str, float]) -> Machine:
+        """This machine with measured rates (as `read_profile` returns them)."""
+        return dataclasses.replace(self, calibrated=True, **rates)  # type: ignore[arg-type]  # all of them are floats
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """What a profile holds."""
+        return {name: getattr(self, name) for name in _RATES}
 
     @property
     def disk_bytes_per_second(self) -> float:
         """Of as much reading as writing."""
         return 2 / (1 / self.disk_read_bytes_per_second + 1 / self.disk_write_bytes_per_second)
 
-    def wall_seconds(self, seconds: Seconds, workers: int, tile_count: int) -> float:
-        """By the clock, a pass that takes one thread so long."""
-        passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
-        sharing = self.passive if passive else self.spinning
-        return sharing.wall_seconds(seconds, self.threads, workers, tile_count)
+    def operator_seconds(self, moved_bytes: float, flops: float) -> float:
+        """One call by one thread that moves so many bytes in and out."""
+        cached = moved_bytes <= self.cache_bytes // 2
+        rate = self.cached_bytes_per_second if cached else self.memory_bytes_per_second
+        return self.seconds_per_operator + moved_bytes / rate + flops / self.flops_per_second
+
+    def wall_seconds(self, seconds: float, workers: int, tile_count: int) -> float:
+        """By the clock, a pass that takes one thread so long. Whole tiles share out well unless they are few."""
+        if workers == 1:
+            return seconds / (1 + self.shared_efficiency * (self.threads - 1))
+        tile = seconds / tile_count
+        rounds = -(-tile_count // workers)
+        side_by_side = seconds / (1 + self.side_by_side_efficiency * (workers - 1))
+        return max(rounds * tile, side_by_side + _WAITING_TILES * tile)
 
     def file_seconds(self, nbytes: float) -> float:
         """By the clock, what moving so many bytes between tiles and files keeps from computing tiles: threads of their
         own do it, on the same cores.
         """
         return nbytes / self.file_bytes_per_second / self.threads
+
+
+_MAY_BE_ZERO = ("shared_efficiency", "side_by_side_efficiency", "codec_bytes_per_second")
+_RATES = tuple(field.name for field in dataclasses.fields(Machine) if field.type == "float")
 
 
 def cache_bytes() -> int:
@@ -204,23 +157,12 @@ def profile_path() -> Path:
 
 
 def write_profile(path: Path, machine: Machine) -> None:
-    """Save the rates and the model of a calibrated machine, atomically. Raises `WriteError`."""
-    assert machine.model is not None
-    write_json(
-        path,
-        {
-            "format": _FORMAT,
-            "machine": machine_key(),
-            "rates": {name: getattr(machine, name) for name in _RATES},
-            "sharing": {way: dataclasses.asdict(getattr(machine, way)) for way in _WAYS_TO_WAIT},
-            "seconds_per_unit": dict(machine.model.rates),
-            "error": machine.model.error,
-        },
-    )
+    """Save the rates of a calibrated machine, atomically. Raises `WriteError`."""
+    write_json(path, {"format": _FORMAT, "machine": machine_key(), "rates": machine.rates})
 
 
-def read_profile(path: Path) -> dict[str, Any]:
-    """The content of a profile of this machine. Raises `ProfileError` with the reason if it is none."""
+def read_profile(path: Path) -> dict[str, float]:
+    """The rates in a profile of this machine. Raises `ProfileError` with the reason if it is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -229,22 +171,16 @@ def read_profile(path: Path) -> dict[str, Any]:
         raise ProfileError(f"the machine profile {path} is not in the format of this version ('{_FORMAT}')")
     if content.get("machine") != machine_key():
         raise ProfileError(f"the machine profile {path} belongs to {content.get('machine')}, this is {machine_key()}")
-    rates, units, sharing = content.get("rates"), content.get("seconds_per_unit"), content.get("sharing")
-    ways = [sharing.get(way) for way in _WAYS_TO_WAIT] if isinstance(sharing, dict) else [None]
-    numbers = [content.get("error")]
-    for table in (rates, units, *ways):
-        numbers += table.values() if isinstance(table, dict) else [None]
-    complete = isinstance(rates, dict) and rates.keys() == set(_RATES)
-    complete = complete and all(
-        isinstance(way, dict) and way.keys() == {field.name for field in dataclasses.fields(Sharing)} for way in ways
-    )
-    if not complete or not all(map(_is_rate, numbers)):
+    rates = content.get("rates")
+    if not isinstance(rates, dict) or rates.keys() != set(_RATES) or not all(map(_is_rate, rates, rates.values())):
         raise ProfileError(f"the machine profile {path} is damaged: it lacks a rate, or holds one that is no number")
-    return content
+    return rates
 
 
-def _is_rate(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+def _is_rate(name: str, value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return False
+    return value > 0 or (value == 0 and name in _MAY_BE_ZERO)
 
 
 def _processor() -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Node, Saved, is_view, lookup
+from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Layout, Node, lookup
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.stages import Stage
 
@@ -124,16 +124,19 @@ def _cast_bytes(graph: Graph) -> int:
 
 def _makes_memory(graph: Graph, node: Node) -> bool:
     """Whether a value takes memory of its own. What reshapes a permuted value copies it."""
-    if node.op == "gigagrad.item" or not is_view(node.op):
-        return node.op != "gigagrad.item"
-    if "reshape" not in node.op and "contiguous" not in node.op:
-        return False
-    behind = graph[node.operands[0]]
-    while is_view(behind.op):
-        if "permute" in behind.op or "transpose" in behind.op:
+    layout = _layout(graph, node)
+    if layout is not Layout.PACKED:
+        return layout is Layout.OWN
+    while layout is not Layout.OWN:
+        node = graph[node.operands[0]]
+        layout = _layout(graph, node)
+        if layout is Layout.TURNED:
             return True
-        behind = graph[behind.operands[0]]
     return False
+
+
+def _layout(graph: Graph, node: Node) -> Layout:
+    return Layout.OWN if node.is_source else lookup(node.op).layout(Call(node, graph.operands(node)))
 
 
 def worst_tile(grid: Grid) -> TileGeometry:
@@ -162,7 +165,6 @@ def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
     for node_id in grid.stage.fields:
         call = Call(grid.graph[node_id], grid.graph.operands(grid.graph[node_id]))
         row = lookup(call.node.op)
-        assert row is not None
         asked: tuple[set[tuple[int, ...]], ...] = (set(), set())
         for axis, tiles in enumerate(axes):
             for tile in tiles:
@@ -174,8 +176,8 @@ def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
 
 def whole_compiled_convolutions(graph: Graph, *, backward: bool) -> int:
     """The same of convolutions that run on whole fields."""
-    convolutions = [node for node in graph.nodes if node.whole and "conv" in node.op]
-    return len(convolutions) * (3 if backward else 1)
+    count = sum(node.whole and lookup(node.op).compiled for node in graph.nodes)
+    return count * (3 if backward else 1)
 
 
 def gradient_sum_bytes(graph: Graph, stage: Stage) -> int:
@@ -199,20 +201,7 @@ def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:
 def _savers(graph: Graph, node_id: int) -> set[int]:
     """The crops that autograd keeps for the backward of one operator."""
     node = graph[node_id]
-    row = lookup(node.op)
-    assert row is not None
-    if not node.differentiable or row.saved is Saved.NOTHING:
-        return set()
-    if row.saved is Saved.OUTPUT:
-        return {node_id}
-    if node.op in ("aten.mul.Tensor", "aten.div.Tensor"):
-        # A factor is kept only for the gradient of the other one; a denominator for its own, too.
-        flows = [graph[i].differentiable for i in node.operands]
-        kept = {i for i, other in zip(node.operands, reversed(flows), strict=True) if other}
-        if "div" in node.op and flows[-1]:
-            kept |= set(node.operands)
-        return {i for i in kept if graph[i].is_field and len(flows) == 2}
-    return {i for i in node.operands if graph[i].is_field}
+    return lookup(node.op).saves(Call(node, graph.operands(node))) if node.differentiable else set()
 
 
 def _first_savers(graph: Graph, run: list[int]) -> dict[int, int]:
@@ -223,7 +212,5 @@ def _first_savers(graph: Graph, run: list[int]) -> dict[int, int]:
 def workspace_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
     """What an operator takes for itself on a tile while it runs, forward or backward."""
     node = graph[node_id]
-    row = lookup(node.op)
-    assert row is not None
     out, operands = tile.site(node_id)
-    return row.workspace_bytes(Call(node, graph.operands(node)), out[0].length * out[1].length, operands)
+    return lookup(node.op).workspace_bytes(Call(node, graph.operands(node)), out[0].length * out[1].length, operands)

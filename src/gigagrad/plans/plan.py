@@ -30,8 +30,9 @@ class StagePlan:
     """What freed memory does not serve. Of what comes and goes beside its tiles (crops that wait, contributions to
     gradients) those blocks that the allocator takes from the system one by one; and where very many tiles are computed
     side by side, what their blocks may need beyond any order of freed ones."""
-    seconds: float | None = None
-    """All sweeps of this stage together, by the fitted model of time; None on a machine that is not calibrated."""
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    """One sweep of this stage without and with gradients, by the cost model."""
 
     @property
     def tile_count(self) -> int:
@@ -109,7 +110,34 @@ class Plan:
     """Peak of what is kept in host memory beside a GPU."""
     scratch_bytes: int
     """Peak of what is kept in files."""
-    predicted_seconds: float | None
+    whole_seconds: float = 0.0
+    """What whole-field operators take, by the cost model."""
+    timed_seconds: float | None = None
+    """What tiles that were timed on this machine come to in a step; None where none were."""
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Of one step."""
+        return self.modelled_seconds if self.timed_seconds is None else self.timed_seconds
+
+    @property
+    def modelled_seconds(self) -> float:
+        """Of one step, by the cost model alone."""
+        return self.whole_seconds + sum(self._sweep_seconds)
+
+    @property
+    def pass_shares(self) -> tuple[float, ...]:
+        """What part of the predicted time each pass takes; whole-field operators count to all passes alike."""
+        total = sum(self._sweep_seconds)
+        return tuple(seconds / total if total else 1 / len(self.passes) for seconds in self._sweep_seconds)
+
+    @property
+    def _sweep_seconds(self) -> tuple[float, ...]:
+        stages = self.stages
+        return tuple(
+            stages[p.stage].forward_seconds if p.phase == "forward" else stages[p.stage].backward_seconds
+            for p in self.passes
+        )
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -123,12 +151,12 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"predicted_seconds": self.predicted_seconds}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """The inverse of `to_dict`, also after a trip through JSON."""
-        fields = dict(data)
+        fields = {name: value for name, value in data.items() if name != "predicted_seconds"}
         fields["image_shape"] = tuple(data["image_shape"])
         fields["stages"] = tuple(
             StagePlan(**stage | {name: tuple(stage[name]) for name in ("tile", "tiles", "crop")})
@@ -184,8 +212,7 @@ class Plan:
         for where, size in (("host memory", self.host_bytes), ("scratch files", self.scratch_bytes)):
             if size:
                 lines.append(f"kept in {where}: {format_bytes(size)} at most")
-        if self.predicted_seconds is not None:
-            lines.append(f"predicted time: {format_seconds(self.predicted_seconds)} a step")
+        lines.append(f"predicted time: about {format_seconds(self.predicted_seconds)} a step")
         return "\n".join(lines)
 
     def _kept_lines(self) -> list[str]:

@@ -13,19 +13,9 @@ from __future__ import annotations
 from enum import Enum
 from math import prod
 
-from gigagrad.graphs import Graph
+from gigagrad.graphs import Affine, Graph, lookup
 from gigagrad.plans.plan import Pass
 from gigagrad.plans.stages import Stage
-
-_LINEAR = frozenset(
-    f"aten.{name}"
-    for name in (
-        "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor neg.default _to_copy.default view.default "
-        "reshape.default expand.default squeeze.dim squeeze.dims unsqueeze.default sum.default sum.dim_IntList "
-        "mean.default mean.dim clone.default alias.default mul.Scalar div.Scalar cat.default select.int slice.Tensor "
-        "permute.default"
-    ).split()
-)
 
 
 class Cotangents(Enum):
@@ -66,12 +56,12 @@ def _affine(graph: Graph, varying: set[int], unknown: set[int]) -> bool:
             continue
         varying.add(node.id)
         unknown.add(node.id)
-        if node.op in _LINEAR:
+        affine = lookup(node.op).affine
+        if affine is Affine.JOINTLY:
             continue
         moving = [i for i in node.operands if i in varying]
-        rest = [i for i in node.operands if i not in varying]
-        product = node.op == "aten.mul.Tensor" or (node.op == "aten.div.Tensor" and node.operands[0] in varying)
-        if not product or len(moving) != 1 or any(i in unknown for i in rest):
+        alone = affine is Affine.SEPARATELY or (affine is Affine.FIRST and node.operands[0] in varying)
+        if not alone or len(moving) != 1 or any(i in unknown for i in node.operands if i not in varying):
             return False
     return True
 

@@ -10,13 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gigagrad.errors import BudgetError
-from gigagrad.graphs import Graph
-from gigagrad.plans.cost import Costs
-from gigagrad.plans.fit import sweep_seconds
 from gigagrad.plans.limits import roomy
-from gigagrad.plans.machine import Machine
 from gigagrad.plans.plan import Plan
-from gigagrad.plans.stages import split_stages
 
 PlanAt = Callable[[int | None], Plan]
 """Makes a plan for a budget in bytes, or for none. Raises `BudgetError`."""
@@ -75,12 +70,11 @@ def smallest_budget(plan_at: PlanAt) -> tuple[int, Plan]:
             budget = roomy(budget)
 
 
-def trade_off(graph: Graph, machine: Machine, plan_at: PlanAt, costs: Costs | None = None) -> tuple[Point, ...]:
+def trade_off(plan_at: PlanAt) -> tuple[Point, ...]:
     """Memory against time: from the smallest workable budget to where more memory gains nothing.
 
     Every point is faster than those before it: a plan that needs more memory and is not is left out.
     """
-    costs = costs or Costs(graph, machine)
     budget, leanest = smallest_budget(plan_at)
     roomiest = plan_at(None)
     top = max(roomiest.predicted_peak_bytes, budget)
@@ -95,7 +89,7 @@ def trade_off(graph: Graph, machine: Machine, plan_at: PlanAt, costs: Costs | No
         Point(
             between,
             plan.predicted_peak_bytes,
-            sum(pass_seconds(graph, machine, plan, costs)),
+            plan.modelled_seconds,
             len(plan.kept),
             sum(field.size_bytes for field in plan.kept),
         )
@@ -106,19 +100,3 @@ def trade_off(graph: Graph, machine: Machine, plan_at: PlanAt, costs: Costs | No
         if not front or point.seconds < _GAIN * front[-1].seconds:
             front.append(point)
     return tuple(front)
-
-
-def pass_seconds(graph: Graph, machine: Machine, plan: Plan, costs: Costs | None = None) -> tuple[float, ...]:
-    """What the cost model expects each pass of a plan to take."""
-    costs = costs or Costs(graph, machine)
-    differentiated = {p.stage for p in plan.passes if p.phase != "forward"}
-    kept = {field.node: field.tier for field in plan.kept}
-    stages = split_stages(graph, kept)
-    cost = {
-        stage.index: costs.of(stage, described.tile, backward=stage.index in differentiated)
-        for stage, described in zip(stages, plan.stages, strict=True)
-    }
-    return tuple(
-        sweep_seconds(graph, machine, stages[p.stage], cost[p.stage], kept, p.phase, plan.workers, costs.packing)
-        for p in plan.passes
-    )

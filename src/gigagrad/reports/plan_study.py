@@ -30,10 +30,8 @@ class PlanStudy:
 
     model: str
     plan: Plan
-    pass_seconds: tuple[float, ...]
-    """One for each pass of the plan."""
-    timed: bool
-    """Whether the seconds were scaled to tiles that ran on this machine; else they are the cost model's alone."""
+    calibrated: bool
+    """Whether the machine's rates were measured."""
     fates: tuple[Fate, ...]
     moments: tuple[Moment, ...]
     points: tuple[Point, ...]
@@ -41,7 +39,11 @@ class PlanStudy:
 
     @property
     def seconds(self) -> float:
-        return sum(self.pass_seconds)
+        return self.plan.predicted_seconds
+
+    @property
+    def pass_seconds(self) -> list[float]:
+        return [share * self.seconds for share in self.plan.pass_shares]
 
     @property
     def smallest_bytes(self) -> int:
@@ -68,14 +70,15 @@ def _header(study: PlanStudy) -> RenderableType:
     step = "prediction" if all(p.phase == "forward" for p in plan.passes) else "training step"
     at_once = f"{plan.workers} tiles at a time" if plan.workers > 1 else "one tile at a time"
     budget = "no budget set" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
-    source = "cost model, scaled to tiles timed here" if study.timed else "cost model, nothing was timed"
+    rates = "by this machine's rates" if study.calibrated else "by typical rates; 'gigagrad calibrate' measures these"
+    source = "from tiles that were timed" if plan.timed_seconds is not None else rates
     facts = Table.grid(padding=(0, 2))
     rows = [
         ("image", f"{height} x {width} px ({format_pixels(height * width)})"),
         ("runs", f"on {plan.device}, {plan.memory_format.replace('_', ' ')}, {at_once}"),
         ("peak memory", f"{format_bytes(plan.predicted_peak_bytes)} predicted ({budget})"),
         ("smallest budget", f"{format_bytes(study.smallest_bytes)} would work"),
-        ("time", f"{format_seconds(study.seconds)} ({source})"),
+        ("time", f"about {format_seconds(study.seconds)} ({source})"),
     ]
     for label, text in rows:
         facts.add_row(Text(label, style="dim"), Text(text))

@@ -37,13 +37,17 @@ class _Work:
     started: float
     total: int
     done: int = 0
+    left: float | None = None
+    """Seconds, where who does the work says so."""
     detail: str = ""
     printed: float = float("-inf")
     nested: bool = False
     task: TaskID | None = None
 
     def seconds_left(self, now: float) -> float | None:
-        return (now - self.started) / self.done * (self.total - self.done) if self.done else None
+        if self.left is not None or not self.done:
+            return self.left
+        return (now - self.started) / self.done * (self.total - self.done)
 
 
 class Terminal:
@@ -89,8 +93,8 @@ class Terminal:
                 self._end(job)
                 if not nested or seconds >= self._interval:
                     self._line(f"{job} finished in {format_seconds(seconds)}", detail)
-            case TileDone(phase, done, total):
-                self._tile(phase, done, total)
+            case TileDone(phase, done, total, left):
+                self._tile(phase, done, total, left)
             case StepMeasured():
                 self._end(_TILES)
                 self._measured(event)
@@ -104,17 +108,20 @@ class Terminal:
         self._end(job)
         work = self._work[job] = _Work(self._clock(), total, detail=detail, nested=bool(self._work) or job == _TILES)
         if self._bars is not None:
-            work.task = self._bars.add_task(job, total=total, detail=detail)
+            work.task = self._bars.add_task(job, total=total, detail=detail, left=None)
         elif not work.nested:
             self._line(f"{job}: {total} to do", detail)
 
-    def _advance(self, job: str, done: int, total: int, detail: str) -> None:
+    def _advance(self, job: str, done: int, total: int, detail: str, left: float | None = None) -> None:
         if job not in self._work:
             self._begin(job, total, "")
         work = self._work[job]
         work.done, work.total, work.detail = done, total, detail or work.detail
+        work.left = left
         if self._bars is not None and work.task is not None:
-            self._bars.update(work.task, completed=done, total=total, detail=work.detail)
+            self._bars.update(
+                work.task, completed=done, total=total, detail=work.detail, left=work.seconds_left(self._clock())
+            )
             return
         now = self._clock()
         if now - work.printed < self._interval and done < total:
@@ -126,10 +133,10 @@ class Terminal:
         time_left = f", {format_seconds(left)} left" if left and done < total else ""
         self._line(f"{job} {done}/{total} ({100 * done // max(total, 1)} %){time_left}", work.detail)
 
-    def _tile(self, phase: str, done: int, total: int) -> None:
+    def _tile(self, phase: str, done: int, total: int, left: float) -> None:
         if _TILES not in self._work or done < self._work[_TILES].done:
             self._begin(_TILES, total, phase)
-        self._advance(_TILES, done, total, phase)
+        self._advance(_TILES, done, total, phase, left)
 
     def _measured(self, step: StepMeasured) -> None:
         """The last step's cost goes to the innermost job's line rather than making a line of its own."""
@@ -161,8 +168,8 @@ class _Pace(ProgressColumn):
             return Text("")
         each = task.elapsed / task.completed
         pace = f"{format_seconds(each)} each" if each >= 0.1 else f"{1 / max(each, 1e-9):.0f}/s"
-        left = each * ((task.total or 0) - task.completed)
-        return Text(f"{pace}, {format_seconds(left)} left" if left > 0 else pace, style="cyan")
+        left = task.fields["left"]
+        return Text(f"{pace}, {format_seconds(left)} left" if left else pace, style="cyan")
 
 
 def _bars(console: Console, clock: Callable[[], float]) -> Progress:

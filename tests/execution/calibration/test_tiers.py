@@ -40,7 +40,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
 
 def test_what_processors_do_for_files_counts_both_ways(monkeypatch, tmp_path):
     size = 4 * 32 * 512 * 512  # four tiles
-    monkeypatch.setattr(tiers, "_fastest", lambda work, clock: (work(), 0.5)[1])
+    monkeypatch.setattr(tiers, "fastest", lambda work, clock: (work(), 0.5)[1])
     assert file_bytes_per_second(tmp_path, size) == 2 * size / 0.5
 
 

@@ -1,5 +1,5 @@
-"""Measures what the planner's model of time needs to know of this machine."""
+"""Measures what planning needs to know of this machine."""
 
-from gigagrad.execution.calibration.measure import FULL, QUICK, Calibration, Effort, calibrate
+from gigagrad.execution.calibration.measure import Calibration, calibrate
 
-__all__ = ["FULL", "QUICK", "Calibration", "Effort", "calibrate"]
+__all__ = ["Calibration", "calibrate"]

@@ -24,7 +24,7 @@ from gigagrad.stores import Blosc, DiskStore, Scratch
 from gigagrad.threads import operator_threads
 
 _BLOCK_BYTES = 8 * 2**20
-_ROUNDS = 3
+_ROUNDS = 5
 _CHANNELS, _TILE_PX = 32, 256
 """Of a field as deep networks keep them."""
 
@@ -44,7 +44,7 @@ def copy_bytes_per_second(size: int) -> float:
     """Of a copy of `size` bytes by one thread, the fastest of a few."""
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return size / _fastest(lambda: target.copy_(source))
+    return size / fastest(lambda: target.copy_(source))
 
 
 def disk_rates(folder: Path, size: int) -> DiskRates:
@@ -116,7 +116,7 @@ def file_bytes_per_second(folder: Path, size: int) -> float:
                 for box in boxes:
                     store.read(box)
 
-            return 2 * tile.nbytes * len(boxes) / _fastest(write_and_read, time.process_time)
+            return 2 * tile.nbytes * len(boxes) / fastest(write_and_read, time.process_time)
     finally:
         scratch.close()
 
@@ -149,11 +149,11 @@ def codec_rates(size: int) -> tuple[float, float]:
         for data, like in zip(encoded, bricks, strict=True):
             codec.decode(data, out[: len(like)])
 
-    encoding, decoding = _fastest(lambda: [codec.encode(data, 4) for data in bricks]), _fastest(decode)
+    encoding, decoding = fastest(lambda: [codec.encode(data, 4) for data in bricks]), fastest(decode)
     return field.nbytes / max(encoding, decoding), field.nbytes / sum(map(len, encoded))
 
 
-def _fastest(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+def fastest(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of the fastest of a few runs, after one that warms up."""
     work()
     best = float("inf")

@@ -14,7 +14,7 @@ import torch
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import MOMENTS, Ref
 from gigagrad.graphs.rewrites.common import Rewrite, from_sums, mean_and_variance, require_nchw, to_dtype
-from gigagrad.graphs.table import Refused
+from gigagrad.graphs.table import Refused, Whole, register
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -137,6 +137,14 @@ def _layer_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
         result = builder.aten("add.Tensor", result, arguments["bias"])
     return to_dtype(builder, result, node.dtype)
 
+
+_ON_IMAGES = (
+    "aten._native_batch_norm_legit.no_stats",
+    "aten._native_batch_norm_legit_functional.default",
+    "aten.group_norm.default",
+    "aten.instance_norm.default",
+)
+register(Whole(on_images=True), _ON_IMAGES)
 
 REWRITES: dict[str, Rewrite] = {
     "aten._native_batch_norm_legit.no_stats": _batch_norm,

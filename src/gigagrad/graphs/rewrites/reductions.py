@@ -14,7 +14,7 @@ from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, Ref
 from gigagrad.graphs.rewrites.common import Rewrite, mean_and_variance, require_nchw, spatial_dims, to_dtype
 from gigagrad.graphs.rows.pointwise import PIXEL_LOSSES
-from gigagrad.graphs.table import Refused
+from gigagrad.graphs.table import Refused, Whole, register
 
 _NONE, _MEAN = 0, 1  # ATen's codes for a loss's reduction; 2 is the sum
 
@@ -178,6 +178,8 @@ def _cross_entropy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 
 _SPREADS = "var.default var.dim var.correction var_mean.default var_mean.dim var_mean.correction"
+
+register(Whole(differentiable=False), [FIELD_MAX])
 
 REWRITES: dict[str, Rewrite] = {
     **{f"aten.{name}.default": _pixel_loss for name in PIXEL_LOSSES},

@@ -10,6 +10,7 @@ from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import Ref
 from gigagrad.graphs.rewrites.common import Rewrite
 from gigagrad.graphs.rows.resampling import RESIZING
+from gigagrad.graphs.table import Whole, register
 
 
 def _split(builder: Builder, op: str, arguments: dict[str, Any]) -> list[Ref]:
@@ -114,6 +115,8 @@ def _zeros_of_size(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 def _empty_like(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     return builder.aten("zeros_like.default", arguments["self"], dtype=arguments.get("dtype"))
 
+
+register(Whole(on_images=True), ["aten.max_pool2d_with_indices.default"])
 
 REWRITES: dict[str, Rewrite] = {
     "aten.broadcast_tensors.default": _broadcast,

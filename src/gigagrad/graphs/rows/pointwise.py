@@ -16,7 +16,22 @@ from gigagrad.graphs import operators
 from gigagrad.graphs.graph import Axes, Node, Ref
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.graphs.statistics import normalise
-from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, common_axes, per_operand, register
+from gigagrad.graphs.table import (
+    Affine,
+    Call,
+    Gains,
+    Layout,
+    Refused,
+    Row,
+    Saved,
+    Site,
+    Whole,
+    common_axes,
+    per_operand,
+    register,
+    scaled_gains,
+    sum_of_gains,
+)
 
 
 def _size_at(shape: tuple[int, ...], axis: int) -> int:
@@ -32,8 +47,10 @@ class Broadcasting(Row):
 
     pixelwise = True
 
-    def __init__(self, saved: Saved, temporaries: int = 0) -> None:
-        self.saved = saved
+    def __init__(
+        self, saved: Saved, temporaries: int = 0, *, affine: Affine = Affine.NO, differentiable: bool = True
+    ) -> None:
+        self.saved, self.affine, self.differentiable = saved, affine, differentiable
         self._temporaries = temporaries
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
@@ -62,6 +79,9 @@ class Broadcasting(Row):
         result: torch.Tensor = call_operator(call.node.op, arguments)
         return result
 
+    def flops(self, call: Call) -> float:
+        return 0.0
+
     @staticmethod
     def _extends(call: Call, operand: Node) -> bool:
         """Whether a global operand varies along a spatial axis of the field and must be narrowed to the crop."""
@@ -77,13 +97,74 @@ class Broadcasting(Row):
         return tensor
 
 
+class Copy(Broadcasting):
+    """The same values, at most in another dtype."""
+
+    copies = True
+
+    def __init__(self, *, differentiable: bool = True) -> None:
+        super().__init__(Saved.NOTHING, affine=Affine.JOINTLY, differentiable=differentiable)
+
+
+class Contiguous(Copy):
+    """The same values in order in memory."""
+
+    def layout(self, call: Call) -> Layout:
+        return Layout.PACKED
+
+
+class Rectifier(Broadcasting):
+    """Activations whose slope is at most 1; where it is 0, so is mostly the value, and zeros are counted."""
+
+    def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
+        return read[0]
+
+
+class Sum(Broadcasting):
+    """Sums and differences."""
+
+    def __init__(self) -> None:
+        super().__init__(Saved.NOTHING, affine=Affine.JOINTLY)
+
+    def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
+        plain = call["alpha"] == 1 and all(field.shape == call.node.shape for field in call.fields)
+        return sum_of_gains(read) if plain else None
+
+
+class Product(Broadcasting):
+    """A factor is kept only for the gradient of the other one."""
+
+    def __init__(self) -> None:
+        super().__init__(Saved.INPUTS, 2, affine=Affine.SEPARATELY)
+
+    def saves(self, call: Call) -> set[int]:
+        pairs = zip(call.operands, reversed(call.operands), strict=True)
+        return {one.id for one, other in pairs if len(call.operands) == 2 and one.is_field and other.differentiable}
+
+
+class Quotient(Broadcasting):
+    """The denominator is kept for the gradient of the numerator, and both for its own."""
+
+    def __init__(self) -> None:
+        super().__init__(Saved.INPUTS, 2, affine=Affine.FIRST)
+
+    def saves(self, call: Call) -> set[int]:
+        if len(call.operands) != 2:
+            return set()
+        above, below = call.operands
+        kept = call.operands if below.differentiable else (below,) if above.differentiable else ()
+        return {operand.id for operand in kept if operand.is_field}
+
+
 class PerPosition(Row):
     """Operators that mix channels of one position only: the axes they name must not be spatial."""
 
     pixelwise = True
 
-    def __init__(self, saved: Saved, dims: str | None = None, keeps: str | None = None) -> None:
-        self.saved = saved
+    def __init__(
+        self, saved: Saved, dims: str | None = None, keeps: str | None = None, *, affine: Affine = Affine.NO
+    ) -> None:
+        self.saved, self.affine = saved, affine
         self._dims = dims
         self._keepdim = keeps
 
@@ -114,6 +195,9 @@ class PerPosition(Row):
         result: torch.Tensor = call_operator(call.node.op, arguments)
         return result
 
+    def flops(self, call: Call) -> float:
+        return 0.0
+
 
 class Folding(PerPosition):
     """Operators whose output has fewer channels than what they compute on the way: some copies of their input."""
@@ -143,9 +227,14 @@ class Linear(ChannelLayer):
 
     pixelwise = False
 
+    def flops(self, call: Call) -> float:
+        return Row.flops(self, call)
+
 
 class BatchNormEval(ChannelLayer):
     """Batch normalisation with running statistics (evaluation mode): a scale and a shift per channel."""
+
+    on_images = True
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         mean, scale = arguments["running_mean"], torch.rsqrt(arguments["running_var"] + arguments["eps"])
@@ -153,6 +242,10 @@ class BatchNormEval(ChannelLayer):
             scale = scale * arguments["weight"]
         shift = torch.zeros_like(mean) if arguments["bias"] is None else arguments["bias"]
         return normalise(arguments["input"], mean, scale, shift)
+
+    def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
+        scale = (value(call["running_var"]) + call["eps"]).rsqrt()
+        return scaled_gains(read[0], scale if call["weight"] is None else (scale * value(call["weight"])).abs())
 
 
 class Normalise(ChannelLayer):
@@ -163,12 +256,16 @@ class Normalise(ChannelLayer):
             raise Refused("its input is not laid out as (N, C, H, W)")
         return -2, -1
 
+    def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
+        return scaled_gains(read[0], value(call["scale"]).abs())
+
 
 class Counted(Row):
     """Fields that are made of places alone: random numbers and pixel numbers. They read no value of their operand."""
 
     saved = Saved.NOTHING
     pixelwise = True
+    differentiable = False
 
     def __init__(self, strides: Callable[[Sequence[int]], list[int]]) -> None:
         self._strides = strides
@@ -208,6 +305,8 @@ class LayerNorm(PerPosition):
 class ClassWeights(PerPosition):
     """The weight of every position's class: looked up in a global table, as wide as there are classes."""
 
+    differentiable = False
+
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return 2 * call.node.bytes_per_pixel * out_pixels
 
@@ -227,18 +326,18 @@ class CrossEntropy(Folding):
 
 _UNARY_INPUT = (
     "abs ceil clamp.default clamp.Tensor clamp_min.default clamp_max.default cos elu gelu hardsigmoid hardswish "
-    "hardtanh leaky_relu log log1p log2 log10 mish pow.Tensor_Scalar relu6 selu silu sin softplus softshrink celu "
+    "log log1p log2 log10 mish pow.Tensor_Scalar relu6 selu silu sin softplus softshrink celu "
     "hardshrink threshold atan asin acos log_sigmoid square erf"
 ).split()
-_UNARY_OUTPUT = "exp expm1 relu sigmoid tanh".split()
+_UNARY_OUTPUT = "exp expm1 sigmoid tanh".split()
 _UNARY_OUTPUT_CHAINED = "rsqrt sqrt tan reciprocal".split()
-_LINEAR = (
-    "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor mul.Scalar div.Scalar div.Scalar_mode "
-    "_to_copy alias clone contiguous detach floor lift_fresh_copy neg round sign trunc positive "
-    "zeros_like ones_like full_like bitwise_not logical_not isnan isinf isfinite to.dtype nan_to_num"
+_LINEAR = "add.Scalar sub.Scalar rsub.Scalar rsub.Tensor mul.Scalar div.Scalar neg positive".split()
+_STEPS = (
+    "div.Scalar_mode floor round sign trunc zeros_like ones_like full_like bitwise_not logical_not isnan isinf "
+    "isfinite nan_to_num"
 ).split()
 _BINARY_INPUTS = (
-    "mul.Tensor div.Tensor div.Tensor_mode pow.Tensor_Tensor pow.Scalar maximum minimum atan2 fmod.Tensor fmod.Scalar "
+    "div.Tensor_mode pow.Tensor_Tensor pow.Scalar maximum minimum atan2 fmod.Tensor fmod.Scalar "
     "remainder.Tensor remainder.Scalar lerp.Scalar lerp.Tensor addcmul addcdiv hypot logaddexp xlogy.Tensor"
 ).split()
 _NO_GRADIENT = (
@@ -264,15 +363,23 @@ register(Broadcasting(Saved.INPUTS, 1), _names(_UNARY_INPUT + _CHOICE))
 register(Broadcasting(Saved.INPUTS, 2), _names(_BINARY_INPUTS + PIXEL_LOSSES))
 register(Broadcasting(Saved.OUTPUT), _names(_UNARY_OUTPUT))
 register(Broadcasting(Saved.OUTPUT, 2), _names(_UNARY_OUTPUT_CHAINED))
-register(Broadcasting(Saved.NOTHING), _names(_LINEAR + _NO_GRADIENT))
+register(Rectifier(Saved.INPUTS, 1), _names(["hardtanh", "leaky_relu"]))
+register(Rectifier(Saved.OUTPUT), _names(["relu"]))
+register(Broadcasting(Saved.NOTHING), _names(_STEPS + _NO_GRADIENT))
+register(Broadcasting(Saved.NOTHING, affine=Affine.JOINTLY), _names(_LINEAR))
+register(Copy(), _names("_to_copy to.dtype alias clone lift_fresh_copy".split()))
+register(Contiguous(), _names(["contiguous"]))
+register(Copy(differentiable=False), _names(["detach"]))
+register(Sum(), _names(["add.Tensor", "sub.Tensor"]))
+register(Product(), _names(["mul.Tensor"]))
+register(Quotient(), _names(["div.Tensor"]))
 register(PerPosition(Saved.OUTPUT, "dim"), ["aten.softmax.int", "aten._softmax.default"])
 register(PerPosition(Saved.OUTPUT, "dim"), ["aten.log_softmax.int", "aten._log_softmax.default"])
 register(PerPosition(Saved.INPUTS, "dim"), ["aten.glu.default", "aten.cumsum.default"])
 register(PerPosition(Saved.NOTHING, "dims"), ["aten.flip.default"])
-register(
-    PerPosition(Saved.INPUTS, "dim", "keepdim"),
-    ["aten.mean.dim", "aten.sum.dim_IntList", "aten.amax.default", "aten.amin.default", "aten.argmax.default"],
-)
+register(PerPosition(Saved.INPUTS, "dim", "keepdim", affine=Affine.JOINTLY), ["aten.mean.dim", "aten.sum.dim_IntList"])
+register(PerPosition(Saved.INPUTS, "dim", "keepdim"), ["aten.amax.default", "aten.amin.default", "aten.argmax.default"])
+register(Whole(affine=Affine.JOINTLY), ["aten.mean.default", "aten.sum.default"])
 register(Folding(Saved.OUTPUT, "dim", "keepdim"), ["aten.logsumexp.default", "aten.linalg_vector_norm.default"])
 register(Linear(-1), ["aten.linear.default"])
 register(ChannelLayer(1), ["aten.prelu.default"])

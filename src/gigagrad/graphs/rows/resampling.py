@@ -9,18 +9,20 @@ times: the same numbers, and faster.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.graph import Axes
+from gigagrad.graphs.graph import Axes, Ref
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.graphs.rows.windows import require_nchw, select
-from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, per_operand, register
+from gigagrad.graphs.table import Call, Gains, Refused, Row, Saved, Site, per_operand, register, scaled_gains
 
 RESIZING = {
     "aten.upsample_nearest2d.vec": "nearest",
@@ -119,6 +121,7 @@ def _copies(resizes: tuple[Resize, Resize]) -> bool:
 
 class Resampling(Row):
     saved = Saved.NOTHING
+    on_images = True
 
     def axes(self, call: Call, rank: int) -> Axes:
         if not call.node.dtype.is_floating_point and not RESIZING[call.node.op].startswith("nearest"):
@@ -182,6 +185,13 @@ class Resampling(Row):
         for axis in (0, 1):
             crop_NCHW = self._by_weights(crop_NCHW, axis, resizes[axis], inside[axis], site.out[axis])
         return crop_NCHW.to(call.node.dtype)
+
+    def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
+        """A value appears in several at most so often: `(sum over copies)^2 <= copies * sum of squares`."""
+        resizes = self._resizes(call)
+        if resizes[0].mode == "bicubic":
+            return None
+        return scaled_gains(read[0], prod(max(1.0, resize.out_size / resize.size) for resize in resizes) ** 0.5)
 
     @classmethod
     def _resizes(cls, call: Call) -> tuple[Resize, Resize]:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.graph import Axes, Node
+from gigagrad.graphs.graph import Axes, Node, Ref
 from gigagrad.graphs.operators import call as call_operator
-from gigagrad.graphs.rows.pointwise import PerPosition
 from gigagrad.graphs.rows.windows import require_nchw
-from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, common_axes, per_operand, register, single_field
+from gigagrad.graphs.table import (
+    Affine,
+    Call,
+    Gains,
+    Layout,
+    Refused,
+    Row,
+    Saved,
+    Site,
+    common_axes,
+    per_operand,
+    register,
+    single_field,
+    sum_of_gains,
+)
 
 
 class Moving(Row):
@@ -19,6 +35,7 @@ class Moving(Row):
 
     saved = Saved.NOTHING
     pixelwise = True
+    affine = Affine.JOINTLY
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         return per_operand(call, lambda _: out)
@@ -27,12 +44,12 @@ class Moving(Row):
         result: torch.Tensor = call_operator(call.node.op, arguments)
         return result
 
+    def flops(self, call: Call) -> float:
+        return 0.0
 
-class Concatenation(Row):
+
+class Concatenation(Moving):
     """`cat` along any axis; along a spatial one each operand answers for its own stretch of the output."""
-
-    saved = Saved.NOTHING
-    pixelwise = True
 
     def axes(self, call: Call, rank: int) -> Axes:
         if len(call.fields) != len(call.operands):
@@ -65,11 +82,19 @@ class Concatenation(Row):
             return crops[0].to(call.node.dtype)
         return torch.cat([crop.to(call.node.dtype) for crop in crops], call["dim"])
 
+    def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
+        rank, channels = len(call.node.shape), [field.shape[1] for field in call.fields]
+        if call["dim"] % rank != 1:
+            return None
+        before = accumulate(channels, initial=0)
+        ends = [(start, sum(channels) - start - own) for start, own in zip(before, channels, strict=False)]
+        return sum_of_gains({i: F.pad(g, end) for i, g in gain.items()} for gain, end in zip(read, ends, strict=True))
 
-class Slicing(Row):
+
+class Slicing(Moving):
     """`slice` along any axis, with a step."""
 
-    saved = Saved.NOTHING
+    pixelwise = False
 
     def axes(self, call: Call, rank: int) -> Axes:
         return common_axes(call)
@@ -144,8 +169,11 @@ class AxisMove(Moving):
             return [axis for axis in order if axis not in gone or field.shape[axis or 0] != 1]
         return order
 
+    def layout(self, call: Call) -> Layout:
+        return Layout.TURNED if call.node.op.split(".")[1] in ("permute", "transpose") else Layout.VIEW
 
-class Select(PerPosition):
+
+class Select(Moving):
     """`select` of one index along an axis that is not spatial."""
 
     def axes(self, call: Call, rank: int) -> Axes:
@@ -159,7 +187,7 @@ class Select(PerPosition):
         return y, x
 
 
-class Scatter(PerPosition):
+class Scatter(Moving):
     """`select_scatter` / `slice_scatter` along an axis that is not spatial."""
 
     def axes(self, call: Call, rank: int) -> Axes:
@@ -184,13 +212,28 @@ class Regroup(Moving):
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         crop: torch.Tensor = arguments[next(iter(arguments))]
         shape = [*call.node.shape[:-2], *crop.shape[-2:]]
-        return crop.expand(shape) if "expand" in call.node.op else crop.reshape(shape)
+        return crop.reshape(shape)
+
+    def layout(self, call: Call) -> Layout:
+        return Layout.PACKED
 
 
-class PixelShuffle(Row):
+class Expansion(Regroup):
+    """`expand` of axes that are not spatial."""
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        crop: torch.Tensor = arguments["self"]
+        return crop.expand([*call.node.shape[:-2], *crop.shape[-2:]])
+
+    def layout(self, call: Call) -> Layout:
+        return Layout.VIEW
+
+
+class PixelShuffle(Moving):
     """Depth to space: every input pixel becomes a block of `factor x factor` output pixels (Shi et al., 2016)."""
 
-    saved = Saved.NOTHING
+    pixelwise = False
+    on_images = True
 
     def axes(self, call: Call, rank: int) -> Axes:
         return require_nchw(call)
@@ -209,10 +252,11 @@ class PixelShuffle(Row):
         return shuffled
 
 
-class PixelUnshuffle(Row):
+class PixelUnshuffle(Moving):
     """Space to depth, the inverse of `PixelShuffle`."""
 
-    saved = Saved.NOTHING
+    pixelwise = False
+    on_images = True
 
     def axes(self, call: Call, rank: int) -> Axes:
         return require_nchw(call)
@@ -237,8 +281,9 @@ register(
         "aten.squeeze.dims",
     ],
 )
-register(Select(Saved.NOTHING), ["aten.select.int"])
-register(Scatter(Saved.NOTHING), ["aten.select_scatter.default", "aten.slice_scatter.default"])
-register(Regroup(), ["aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.expand.default"])
+register(Select(), ["aten.select.int"])
+register(Scatter(), ["aten.select_scatter.default", "aten.slice_scatter.default"])
+register(Regroup(), ["aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"])
+register(Expansion(), ["aten.expand.default"])
 register(PixelShuffle(), ["aten.pixel_shuffle.default"])
 register(PixelUnshuffle(), ["aten.pixel_unshuffle.default"])

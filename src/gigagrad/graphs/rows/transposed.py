@@ -9,13 +9,14 @@ run about twice as fast as the direct kernel, whose vectors are mostly padding t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.rows.windows import Window, WindowRow, fit, inside_or_nearest, pair, reordered_bytes
+from gigagrad.graphs.rows.windows import Window, WindowRow, filled, fit, inside_or_nearest, pair, reordered_bytes
 from gigagrad.graphs.table import Call, Site, per_operand, register
 
 _BLOCK_CHANNELS = 8
@@ -50,6 +51,8 @@ class _Cut:
 class TransposedConvolution(WindowRow):
     """2-D transposed convolution: stride, dilation, groups, padding and output padding."""
 
+    compiled = True
+
     def window(self, call: Call, axis: int) -> Window:
         return Window(
             call.operands[1].shape[2 + axis],
@@ -61,6 +64,13 @@ class TransposedConvolution(WindowRow):
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         window = self.window(call, axis)
         return per_operand(call, lambda field: inside_or_nearest(window.writers(out), field.size(axis)))
+
+    def flops(self, call: Call) -> float:
+        """Channels count as the vectors that they fill, but where they are columns of one product."""
+        field, weight = call.operands[0], call.operands[1].shape
+        pixels = prod(field.shape) // field.shape[1]
+        out = weight[1] if self.suits_blocks(call) else filled(weight[1])
+        return 2.0 * pixels * weight[0] * out * prod(weight[2:])
 
     def contiguous_only(self, call: Call) -> bool:
         return call.node.dtype == torch.float64

@@ -8,16 +8,29 @@ needs is cut at the image's border; what was cut is padded back when the crop ru
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.graph import Axes
-from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, per_operand, register, single_field
+from gigagrad.graphs.graph import Axes, Ref
+from gigagrad.graphs.table import (
+    Call,
+    Gains,
+    Refused,
+    Row,
+    Saved,
+    Site,
+    Whole,
+    per_operand,
+    register,
+    scaled_gains,
+    single_field,
+)
 
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 _SMALL_CROP = 20480
@@ -98,6 +111,8 @@ def require_nchw(call: Call) -> Axes:
 class WindowRow(Row):
     """A row whose geometry is one `Window` per axis."""
 
+    on_images = True
+
     @abstractmethod
     def window(self, call: Call, axis: int) -> Window: ...
 
@@ -117,6 +132,11 @@ class WindowRow(Row):
             reads = self.window(call, axis).reads(site.out[axis])
             pads += [inside[axis].start - reads.start, reads.stop - inside[axis].stop]
         return pads
+
+
+def filled(channels: int) -> int:
+    """Channels as kernels compute them: in vectors, the last one filled up."""
+    return -(-channels // LANES) * LANES
 
 
 def reordered_bytes(call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
@@ -186,6 +206,8 @@ class Convolution(WindowRow):
     """2-D convolution: stride, dilation, groups, asymmetric padding and the `'same'` / `'valid'` forms."""
 
     backward_without_output = True
+    compiled = True
+    errors_reach_weight = True
 
     def axes(self, call: Call, rank: int) -> Axes:
         if isinstance(call["padding"], str) and call["padding"] == "same" and pair(call["stride"]) != (1, 1):
@@ -203,6 +225,14 @@ class Convolution(WindowRow):
         else:
             before = pair(padding)[axis]
         return Window(kernel, pair(call["stride"])[axis], before, dilation)
+
+    def flops(self, call: Call) -> float:
+        """Channels count as the vectors that they fill."""
+        weight, groups = call.operands[1].shape, call["groups"]
+        pixels = prod(call.node.shape) // call.node.shape[1]
+        if weight[1] == 1 and groups > 1:  # depthwise: channels side by side
+            return float(2 * pixels * prod(weight[2:]) * filled(weight[0]))
+        return float(2 * pixels * groups * prod(weight[1:]) * filled(weight[0] // groups))
 
     def contiguous_only(self, call: Call) -> bool:
         """In double precision; and in bfloat16 with dilation, where oneDNN's gradient can end the process (24 channels
@@ -297,6 +327,10 @@ class MaxPooling(Pooling):
                 pooled = pooled.narrow(2 + axis, 0, span.length)
         return pooled
 
+    def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
+        windows = [self.window(call, axis) for axis in (0, 1)]
+        return scaled_gains(read[0], prod(ceil(window.kernel / window.stride) for window in windows) ** 0.5)
+
 
 class AveragePooling(Pooling):
     """2-D average pooling with ceil_mode, count_include_pad and divisor_override."""
@@ -327,5 +361,17 @@ class AveragePooling(Pooling):
 
 
 register(Convolution(), ["aten.conv2d.default", "aten.conv2d.padding"])
+register(
+    Whole(compiled=True),
+    [
+        "aten.conv1d.default",
+        "aten.conv1d.padding",
+        "aten.conv3d.default",
+        "aten.conv3d.padding",
+        "aten.conv_transpose1d.default",
+        "aten.conv_transpose3d.input",
+        "aten.convolution.default",
+    ],
+)
 register(MaxPooling(), ["aten.max_pool2d.default"])
 register(AveragePooling(), ["aten.avg_pool2d.default"])
