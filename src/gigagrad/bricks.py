@@ -7,6 +7,11 @@ in the file row by row, each in a slot of whole pages.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gigagrad.boxes import Box
 
 MOST_BYTES = 64 * 2**10
 """Of a brick, unless eight pixels a side are more."""
@@ -19,7 +24,7 @@ ROWS_AT_ONCE = 4
 """Rows of bricks on their way between crops and the disk at once, at most; plans count them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bricks:
     """The bricks of a field of `height x width` pixels of so many bytes each."""
 
@@ -27,22 +32,22 @@ class Bricks:
     width: int
     bytes_per_pixel: int
 
-    @property
+    @cached_property
     def side(self) -> int:
         """Pixels along a brick's side: as many as keep it within 64 KiB, but between 8 and 64."""
         fitting = [side for side in _SIDES_PX if side * side * self.bytes_per_pixel <= MOST_BYTES]
         return max(fitting, default=_SIDES_PX[0])
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of bricks."""
         return -(-self.height // self.side), -(-self.width // self.side)
 
-    @property
+    @cached_property
     def brick_bytes(self) -> int:
         return self.side**2 * self.bytes_per_pixel
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """A brick's place in the file."""
         return -(-self.brick_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -50,6 +55,27 @@ class Bricks:
     @property
     def file_bytes(self) -> int:
         return self.shape[0] * self.shape[1] * self.slot_bytes
+
+    def offset(self, row: int, column: int) -> int:
+        """Where a brick's place in the file begins."""
+        return (row * self.shape[1] + column) * self.slot_bytes
+
+    def rows(self, box: Box) -> range:
+        """The rows of bricks that the box touches."""
+        return range(box.y0 // self.side, -(-box.y1 // self.side))
+
+    def columns(self, box: Box) -> slice:
+        """The columns of bricks that the box touches."""
+        return slice(box.x0 // self.side, -(-box.x1 // self.side))
+
+    def covered(self, row: int, box: Box) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """For each brick that the box touches in one row of bricks: whether the box holds every pixel of it."""
+        side, columns = self.side, self.columns(box)
+        covered = np.zeros(columns.stop - columns.start, bool)
+        if box.y0 <= row * side and box.y1 >= min((row + 1) * side, self.height):
+            last = columns.stop if box.x1 == self.width else box.x1 // side
+            covered[-(-box.x0 // side) - columns.start : max(0, last - columns.start)] = True
+        return covered
 
     def row_bytes(self, width: int) -> int:
         """Of the bricks in one row that a box of this width touches, at most."""

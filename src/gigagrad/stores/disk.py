@@ -1,7 +1,8 @@
 """A field in a file, brick by brick (bricks.py), each with a checksum.
 
 A box touches the bricks around it, so reading costs little more than its own bytes, and a row of bricks is one call.
-What is read is compared with what was written: a file that changed in between is an error, never a wrong gradient.
+The checksum of what is read is compared with that of what was written before anything is decoded: a file that changed
+in between, be it to an older brick, is an error, never a wrong gradient.
 """
 
 from __future__ import annotations
@@ -18,16 +19,13 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.bricks import Bricks
 from gigagrad.errors import StoreError
-from gigagrad.stores.codecs import Codec
+from gigagrad.stores.codecs import Bytes, Codec
 from gigagrad.stores.scratch import Scratch
 from gigagrad.stores.scratch_file import Rows, page_aligned
 from gigagrad.stores.store import Store
 from gigagrad.threads import Task, wait_for
 
 _crc32: Any = imagecodecs.deflate_crc32  # takes any buffer; its type stubs name only three kinds
-
-Columns = np.ndarray[tuple[int], np.dtype[np.bool_]]
-"""Yes or no for each brick of a row that a box touches."""
 
 
 class DiskStore(Store):
@@ -50,18 +48,16 @@ class DiskStore(Store):
         codec: Codec | None = None,
     ) -> None:
         super().__init__(shape, dtype, axes)
-        self._height, self._width = (shape[axis] for axis in axes)
         self._others = [axis for axis in range(-len(shape), 0) if axis not in axes]
         self._rest = tuple(shape[axis] for axis in self._others)
-        bricks = Bricks(self._height, self._width, prod(self._rest) * dtype.itemsize)
-        self._side, self._slot_bytes, self._brick_bytes = bricks.side, bricks.slot_bytes, bricks.brick_bytes
-        self._checksums = np.zeros(bricks.shape, np.uint32)
-        self._lengths = np.zeros(bricks.shape, np.uint32)
+        self._layout = Bricks(shape[axes[0]], shape[axes[1]], prod(self._rest) * dtype.itemsize)
+        self._checksums = np.zeros(self._layout.shape, np.uint32)
+        self._lengths = np.zeros(self._layout.shape, np.uint32)
         """Bytes of each brick in its slot; bricks that have not been written hold zeros and have none."""
         self._codec = codec
         self._scratch = scratch
         self._path = scratch.folder / name
-        self._file = scratch.create(name, bricks.file_bytes)
+        self._file = scratch.create(name, self._layout.file_bytes)
         self._newest: Task[None] | None = None
         self._handing_over = threading.Lock()
         self._in_the_file = threading.Lock()
@@ -76,7 +72,7 @@ class DiskStore(Store):
                 part.copy_(stored)
 
         with self._in_the_file:
-            self._scratch.each(fill, self._rows(box))
+            self._scratch.each(fill, self._layout.rows(box))
         return self._as_stored(result)
 
     def write(self, box: Box, crop: torch.Tensor) -> None:
@@ -116,7 +112,7 @@ class DiskStore(Store):
         """Replace, or add to, the pixels of the box, brick row by brick row."""
 
         def change(row: int) -> None:
-            bricks = self._load(row, box, ~self._covered(row, box) if not add else None)
+            bricks = self._load(row, box, ~self._layout.covered(row, box) if not add else None)
             for part, stored in self._matching(row, box, bricks, crop):
                 if add:
                     stored.add_(part)
@@ -125,32 +121,17 @@ class DiskStore(Store):
             self._save(row, box, bricks)
 
         with self._in_the_file:
-            self._scratch.each(change, self._rows(box))
-
-    def _rows(self, box: Box) -> range:
-        return range(box.y0 // self._side, -(-box.y1 // self._side))
-
-    def _columns(self, box: Box) -> slice:
-        return slice(box.x0 // self._side, -(-box.x1 // self._side))
-
-    def _covered(self, row: int, box: Box) -> Columns:
-        """Of the bricks that the box touches in one row of bricks, those of which it holds every pixel."""
-        side, columns = self._side, self._columns(box)
-        covered = np.zeros(columns.stop - columns.start, bool)
-        if box.y0 <= row * side and box.y1 >= min((row + 1) * side, self._height):
-            last = columns.stop if box.x1 == self._width else box.x1 // side
-            covered[-(-box.x0 // side) - columns.start : max(0, last - columns.start)] = True
-        return covered
+            self._scratch.each(change, self._layout.rows(box))
 
     def _matching(
         self, row: int, box: Box, bricks: Rows, pixels: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Views of the same pixels: in a crop on `box`, and in the bricks of one row. Whole bricks come at once."""
-        side, columns = self._side, self._columns(box)
+        side, columns = self._layout.side, self._layout.columns(box)
         top, left = row * side, columns.start * side
         y0, y1 = max(box.y0, top), min(box.y1, top + side)
         strip = pixels[y0 - box.y0 : y1 - box.y0]
-        each = torch.from_numpy(bricks[:, : self._brick_bytes]).view(self.dtype)
+        each = torch.from_numpy(bricks[:, : self._layout.brick_bytes]).view(self.dtype)
         each = each.reshape(-1, side, side, *self._rest)[:, y0 - top : y1 - top]
         first, last = -(-box.x0 // side), box.x1 // side  # columns of whole bricks
         if first > last:
@@ -165,51 +146,49 @@ class DiskStore(Store):
         if last * side < box.x1:
             yield strip[:, last * side - box.x0 :], each[-1, :, : box.x1 - last * side]
 
-    def _load(self, row: int, box: Box, wanted: Columns | None = None) -> Rows:
+    def _load(self, row: int, box: Box, wanted: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None) -> Rows:
         """The bricks that the box touches in one row of bricks, checked and decoded; with `wanted`, only those of them,
         and the others hold anything.
         """
-        columns = self._columns(box)
+        columns, brick_bytes = self._layout.columns(box), self._layout.brick_bytes
         lengths = self._lengths[row, columns]
-        bricks = page_aligned(len(lengths), self._slot_bytes)
-        bricks[:, self._brick_bytes :] = 0
+        bricks = page_aligned(len(lengths), self._layout.slot_bytes)
+        bricks[:, brick_bytes:] = 0
         there = lengths > 0
         wanted = np.ones_like(there) if wanted is None else wanted
         bricks[wanted & ~there] = 0
         found = np.flatnonzero(wanted & there)
         if self._codec is None and len(found):
             for run in np.split(found, np.flatnonzero(np.diff(found) > 1) + 1):
-                self._file.read_into(bricks[run[0] : run[-1] + 1], self._offset(row, columns.start + int(run[0])))
+                first, last = int(run[0]), int(run[-1])
+                self._file.read_into(bricks[first : last + 1], self._layout.offset(row, columns.start + first))
         for i in found.tolist():
             column, length = columns.start + i, int(lengths[i])
             stored = bricks[i, :length]
             if self._codec is not None:
-                stored = np.empty(length, np.uint8) if length < self._brick_bytes else stored
-                self._file.read_into(stored, self._offset(row, column))
+                stored = np.empty(length, np.uint8) if length < brick_bytes else stored
+                self._file.read_into(stored, self._layout.offset(row, column))
             if _crc32(stored) != self._checksums[row, column]:
                 raise StoreError(
                     f"'{self._path}' does not hold what was written to it (checksum of block {row}, {column}); "
                     "the disk may be failing, or something else writes to the scratch folder"
                 )
-            if self._codec is not None and length < self._brick_bytes:
-                self._codec.decode(stored.data, bricks[i, : self._brick_bytes])
+            if self._codec is not None and length < brick_bytes:
+                self._codec.decode(stored, bricks[i, :brick_bytes])
         return bricks
 
     def _save(self, row: int, box: Box, bricks: Rows) -> None:
-        columns = self._columns(box)
+        columns, brick_bytes = self._layout.columns(box), self._layout.brick_bytes
         for i, column in enumerate(range(columns.start, columns.stop)):
-            stored: Rows | bytes = bricks[i, : self._brick_bytes]
+            stored: Bytes | bytes = bricks[i, :brick_bytes]
             if self._codec is not None:
-                encoded = self._codec.encode(bricks[i, : self._brick_bytes], self.dtype.itemsize)
-                stored = encoded if len(encoded) < self._brick_bytes else stored
-                self._file.write(memoryview(stored), self._offset(row, column))
+                encoded = self._codec.encode(bricks[i, :brick_bytes], self.dtype.itemsize)
+                stored = encoded if len(encoded) < brick_bytes else stored
+                self._file.write(memoryview(stored), self._layout.offset(row, column))
             self._checksums[row, column] = _crc32(stored)
             self._lengths[row, column] = len(stored)
         if self._codec is None:
-            self._file.write(memoryview(bricks).cast("B"), self._offset(row, columns.start))
-
-    def _offset(self, row: int, column: int) -> int:
-        return (row * self._lengths.shape[1] + column) * self._slot_bytes
+            self._file.write(memoryview(bricks).cast("B"), self._layout.offset(row, columns.start))
 
     def _as_stored(self, pixels: torch.Tensor) -> torch.Tensor:
         """From `(height, width, others...)` to the field's own order of axes: a view."""
