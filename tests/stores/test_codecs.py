@@ -20,43 +20,15 @@ def smooth(seed: int = 0, count: int = 20_000) -> np.ndarray:
     return np.maximum(field, 0).astype(np.float32).view(np.uint8)
 
 
-class Other(Blosc):
-    name = b"othr"
-
-
 @pytest.mark.parametrize("codec", [Blosc()], ids=lambda codec: type(codec).__name__)
 class TestEveryCodec:
     @given(data=st.binary(max_size=5000), repeats=st.integers(1, 20), itemsize=st.sampled_from(ITEMSIZES))
     def test_what_goes_in_comes_out(self, codec, data, repeats, itemsize):
         data = np.frombuffer(data * repeats, np.uint8)
         encoded = codec.encode(data, itemsize)
-        assert len(encoded) <= codec.max_encoded_bytes(data.nbytes)
         out = np.full_like(data, 0xAA)
         codec.decode(encoded, out)
         assert np.array_equal(out, data)
-
-    @pytest.mark.parametrize("count", [1, 1_000_003])
-    def test_noise_needs_no_more_than_was_said(self, codec, count):
-        data = np.random.default_rng(0).integers(0, 256, count, dtype=np.uint8)
-        encoded = codec.encode(data, 4)
-        assert count <= len(encoded) <= codec.max_encoded_bytes(count)
-        out = np.empty_like(data)
-        codec.decode(memoryview(bytearray(encoded)), out)
-        assert np.array_equal(out, data)
-
-    def test_views_of_memory_are_data_too(self, codec):
-        data = smooth()
-        assert codec.encode(memoryview(data), 4) == codec.encode(data, 4)
-
-    @given(position=st.floats(0, 1), bit=st.integers(0, 7))
-    def test_one_wrong_bit_is_an_error_and_leaves_the_output_alone(self, codec, position, bit):
-        data = smooth(count=500)
-        encoded = bytearray(codec.encode(data, 4))
-        encoded[int(position * (len(encoded) - 1))] ^= 1 << bit
-        out = np.full_like(data, 7)
-        with pytest.raises(StoreError, match=r"damaged: got .* expected .*scratch"):
-            codec.decode(encoded, out)
-        assert (out == 7).all()
 
     @given(kept=st.floats(0, 1, exclude_max=True))
     def test_a_missing_end_is_an_error(self, codec, kept):
@@ -65,22 +37,10 @@ class TestEveryCodec:
         with pytest.raises(StoreError, match="damaged"):
             codec.decode(encoded[: int(kept * len(encoded))], np.empty_like(data))
 
-    @given(data=st.binary(max_size=200))
-    def test_any_other_bytes_are_an_error(self, codec, data):
-        with pytest.raises(StoreError, match="damaged"):
-            codec.decode(data, np.empty(100, np.uint8))
-
-    def test_another_length_is_an_error(self, codec):
+    def test_a_brick_that_is_too_small_for_what_was_encoded_is_an_error(self, codec):
         data = smooth()
-        encoded = codec.encode(data, 4)
-        for nbytes in (0, data.nbytes - 4, data.nbytes + 4):
-            with pytest.raises(StoreError, match=rf"got {data.nbytes} bytes .* expected {nbytes} bytes"):
-                codec.decode(encoded, np.empty(nbytes, np.uint8))
-
-    def test_another_codec_s_bytes_are_an_error(self, codec):
-        data = smooth()
-        with pytest.raises(StoreError, match=r"encoded by b'.*' *, expected"):
-            codec.decode(Other().encode(data, 4), np.empty_like(data))
+        with pytest.raises(StoreError, match=rf"damaged.*decode to {data.nbytes - 4} .*scratch"):
+            codec.decode(codec.encode(data, 4), np.empty(data.nbytes - 4, np.uint8))
 
     def test_threads_share_one(self, codec):
         def there_and_back(seed: int) -> bool:
@@ -105,12 +65,15 @@ class TestBlosc:
         steps = np.round(smooth().view(np.float32) / 0.02).astype(np.int32).view(np.uint8)
         assert len(Blosc().encode(steps, 4)) < len(steps) / 6
 
-    def test_what_blosc_itself_refuses_is_an_error(self):
-        """A checksum that fits bytes that Blosc did not write: nothing but our own fault could make them."""
-        forged = bytes(range(200))
-        out = np.empty(200, np.uint8)
-        with pytest.raises(StoreError, match="what Blosc refuses"):
-            Blosc()._decode(memoryview(forged), out)
+    def test_noise_grows_by_a_frame_only(self):
+        """Above the largest block too; a store then keeps the bytes as they are."""
+        for count in (1, 1_000_003):
+            data = np.random.default_rng(0).integers(0, 256, count, dtype=np.uint8)
+            encoded = Blosc().encode(data, 4)
+            assert count <= len(encoded) <= count + 32
+            out = np.empty_like(data)
+            Blosc().decode(encoded, out)
+            assert np.array_equal(out, data)
 
 
 def test_a_codec_runs_where_it_is_faster_than_the_link():

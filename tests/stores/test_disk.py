@@ -99,17 +99,56 @@ def test_what_is_stored_may_live_in_any_layout(scratch):
     assert torch.equal(kept.whole(), field)
 
 
-def test_a_damaged_brick_that_was_encoded_is_noticed(scratch):
-    kept = store(scratch, shape=(1, 3, 128, 128), codec=Blosc())
-    kept.write(Box.whole(128, 128), torch.ones(1, 3, 128, 128))
+@pytest.fixture
+def encoded(scratch):
+    """A field of one brick as Blosc made it, the file it is in, and where its bytes end there."""
+    kept = store(scratch, shape=(1, 3, 64, 64), codec=Blosc())
+    kept.write(Box.whole(64, 64), torch.randn(1, 3, 64, 64).round(decimals=1))
     kept.flush()
     path = scratch.folder / "field"
+    end = len(path.read_bytes().rstrip(b"\0"))
+    assert 1000 < end < 64 * 64 * 3 * 4
+    return kept, path, end
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The bricks that reach Blosc's own parser."""
+    seen, decode = [], Blosc.decode
+
+    def noting(self, data, out):
+        seen.append(bytes(data))
+        decode(self, data, out)
+
+    monkeypatch.setattr(Blosc, "decode", noting)
+    return seen
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.3, 0.9, 1.0])
+def test_a_wrong_bit_of_an_encoded_brick_is_noticed_before_blosc_parses_it(encoded, parsed, share):
+    kept, path, end = encoded
     content = bytearray(path.read_bytes())
-    assert content.count(0) > 0.9 * len(content)  # fewer bytes travel
-    content[30] ^= 1
+    content[int(share * (end - 1))] ^= 16
     path.write_bytes(content)
     with pytest.raises(StoreError, match="does not hold what was written"):
         kept.whole()
+    assert not parsed
+
+
+def test_an_older_encoded_brick_is_noticed_before_blosc_parses_it(encoded, parsed):
+    """Its own frame is whole, so nothing in it could tell."""
+    kept, path, _ = encoded
+    older = path.read_bytes()
+    kept.write(Box.whole(64, 64), torch.randn(1, 3, 64, 64).round(decimals=1))
+    kept.flush()
+    newer = path.read_bytes()
+    path.write_bytes(older)
+    with pytest.raises(StoreError, match="does not hold what was written"):
+        kept.whole()
+    assert not parsed
+    path.write_bytes(newer)
+    kept.whole()
+    assert len(parsed) == 1
 
 
 @pytest.mark.parametrize("position", [0, 40_000, -1])
