@@ -1,17 +1,18 @@
 """Output files that are either whole or not there: written under a hidden name, renamed once the disk has them.
 
-Tensors are read back without running anything that a file holds.
+Tensors are read back without running anything that a file holds. Bytes at positions are read and written by any number
+of threads, also where a system has no call for that.
 """
 
 from __future__ import annotations
 
 import csv
 import errno
-import fcntl
 import io
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +26,46 @@ _DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _PARTIAL: Final = ".gigagrad-partial"
 """How the hidden name of a file ends that is being written; it is locked for as long. Nobody else names files so."""
+
+
+_MOVING: Final = threading.Lock()
+"""Where a system moves a file's position to read or write there, one thread at a time does."""
+
+
+def read_at(file: io.FileIO, target: memoryview, position: int) -> int:
+    """Fill `target` with bytes from a position on; how many came, which may be fewer than are there, but 0 only at the
+    end of the file.
+    """
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [target], position)
+    with _MOVING:
+        file.seek(position)
+        return file.readinto(target)
+
+
+def bytes_at(file: io.FileIO, count: int, position: int) -> bytes:
+    """So many bytes from a position on; fewer only where the file ends."""
+    data, there = memoryview(bytearray(count)), 0
+    while there < count and (more := read_at(file, data[there:], position + there)):
+        there += more
+    return bytes(data[:there])
+
+
+def write_at(file: io.FileIO, data: memoryview, position: int) -> int:
+    """Write `data` from a position on; how many bytes were taken, which may be fewer."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(file.fileno(), data, position)
+    with _MOVING:
+        file.seek(position)
+        return file.write(data)
+
+
+def reserve(file: io.FileIO, nbytes: int) -> None:
+    """Make a new file so long; where the system can, with room on the disk for all of it."""
+    if hasattr(os, "posix_fallocate") and nbytes:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    else:
+        file.truncate(nbytes)
 
 
 def check_destination(path: Path, *, overwrite: bool, expected_bytes: int) -> None:
@@ -62,7 +103,7 @@ def replacing(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iter
             # Not the old one emptied: a process that still writes that one must not disturb us.
             partial.unlink(missing_ok=True)
             file = partial.open("x+b")
-            _lock(file, fcntl.LOCK_EX)
+            _lock(file, wait=True)
             if not _is_at(file, partial):  # somebody cleaned up before it had its lock
                 file.close()
         yield file
@@ -70,6 +111,8 @@ def replacing(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iter
         os.fsync(file.fileno())
         if not _is_at(file, partial):
             raise WriteError(f"cannot write {path}: another process is writing it too; let one of them finish")
+        if os.name == "nt":  # which renames no open file; elsewhere it stays locked until it has its name
+            file.close()
         os.replace(partial, path)
         file.close()
     except BaseException as error:
@@ -80,11 +123,13 @@ def replacing(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iter
         raise
 
 
-def _lock(file: IO[bytes], how: int) -> bool:
-    """Whether it is ours now: not where somebody else holds it, or the file system has no locks."""
+def _lock(file: IO[bytes], *, wait: bool) -> bool:
+    """Whether it is ours now: not where somebody else holds it, or the system or file system has no such locks."""
     try:
-        fcntl.flock(file, how)
-    except OSError:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except (ImportError, OSError):
         return False
     return True
 
@@ -93,7 +138,7 @@ def _remove_abandoned(folder: Path) -> None:
     """Files in a folder whose writer is gone: nobody holds them."""
     for partial in folder.glob(f".*{_PARTIAL}"):
         with suppress(OSError), partial.open("r+b") as file:
-            if _lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_at(file, partial):
+            if _lock(file, wait=False) and _is_at(file, partial):
                 partial.unlink()
 
 

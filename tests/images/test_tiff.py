@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,13 @@ def test_jpeg_pixels_are_those_of_tifffile(jpeg_slide: Path, level: int) -> None
     with tifffile.TiffFile(jpeg_slide) as tif:
         expected = tif.series[0].levels[level].asarray().transpose(2, 0, 1)
     np.testing.assert_array_equal(whole(jpeg_slide, level), expected)
+
+
+def test_a_system_may_give_fewer_bytes_than_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.tif")
+    expected, read = tifffile.imread(path).transpose(2, 0, 1), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: read(file, [buffers[0][:700]], offset))
+    np.testing.assert_array_equal(whole(path), expected)
 
 
 def test_jpeg_pixels_are_those_of_openslide(jpeg_slide: Path) -> None:

@@ -173,6 +173,28 @@ def test_a_file_that_was_cut_short_is_noticed(scratch):
         kept.whole()
 
 
+@pytest.mark.parametrize("most", [1, 1000, 4096, 5000])
+def test_a_short_read_is_no_damage(scratch, monkeypatch, most):
+    """A system may give fewer bytes than were asked for, whole pages or not; the rest is there."""
+    kept = store(scratch, (1, 3, 64, 70) if most == 1 else (1, 3, 150, 170))
+    crop = torch.randn(kept.shape)
+    kept.write(Box.whole(*crop.shape[-2:]), crop)
+    kept.flush()
+    read, calls = os.preadv, []
+
+    def short(descriptor, buffers, offset):
+        calls.append(offset)
+        count = read(descriptor, buffers, offset)
+        if len(calls) % 3 and count > most:
+            buffers[0][most:] = bytes([0xAA]) * (len(buffers[0]) - most)
+            return most
+        return count
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert torch.equal(kept.whole(), crop)
+    assert len(calls) > 2
+
+
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no way past its page cache")
 def test_only_what_memory_cannot_cache_goes_past_the_cache(tmp_path, monkeypatch):
     """Whole pages of it. What a codec made of them goes through."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import io
 import mmap
-import resource
 import sys
 from dataclasses import dataclass
 
@@ -39,8 +38,16 @@ def peak_resident_bytes() -> int:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        pass
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        memory = psutil.Process().memory_info()
+        return int(getattr(memory, "peak_wset", memory.rss))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class _MallocInfo(ctypes.Structure):

@@ -1,14 +1,13 @@
 """The fast path for TIFF and SVS: raw tiles by position, decoded by imagecodecs, several times OpenSlide's speed.
 
 Reads tiled and striped files, pyramids as further pages or as SubIFDs, OME-TIFF, RGB, YCbCr (as JPEG) and greyscale,
-any integer or float dtype. `os.pread` has no file position to share, so any number of threads may read at once.
+any integer or float dtype. Tiles are read by position, so any number of threads may read at once.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from gigagrad.boxes import Box
+from gigagrad.files import bytes_at
 from gigagrad.images.image import Array, Image, Level, choose_level, fill_of, in_our_words, levels_of
 from gigagrad.images.tiff_directory import base_mpp, better_by_openslide, check_kind, check_layout, is_colour
 from gigagrad.images.tiff_segments import Segments, segments_of
@@ -86,7 +86,7 @@ class TiffImage(Image):
             f"cannot decode the tile in row {row}, column {column} of {self._path}",
             "the file is corrupt there, copy or download it again",
         ):
-            data = os.pread(self._file.fileno(), count, int(self._segments.offsets[plane, row, column]))
+            data = bytes_at(self._file, count, int(self._segments.offsets[plane, row, column]))
             if len(data) != count:
                 raise ValueError(f"it has {len(data)} of {count} bytes; the file shrank")
             tile = self._segments.decode(data, row, column)

@@ -15,7 +15,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -166,7 +166,8 @@ def _lock_of(folder: Path) -> FileLock:
 
 
 def _give_up(lock: FileLock) -> None:
-    Path(lock.lock_file).unlink(missing_ok=True)  # first, so that nobody ever holds a lock of this name unseen
+    with suppress(PermissionError):  # Windows removes no open file, and this one when it is released
+        Path(lock.lock_file).unlink(missing_ok=True)  # first, so that nobody ever holds a lock of this name unseen
     lock.release()
 
 

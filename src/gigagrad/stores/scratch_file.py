@@ -17,8 +17,10 @@ import numpy as np
 
 from gigagrad.bricks import PAGE_BYTES
 from gigagrad.errors import StoreError
+from gigagrad.files import read_at, reserve, write_at
 from gigagrad.units import format_bytes
 
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """Bricks as they lie in the file: one a row, its slot's bytes along it."""
 
@@ -46,10 +48,7 @@ class ScratchFile:
         except OSError as error:
             raise _no_room(path, nbytes, error) from error
         try:
-            if hasattr(os, "posix_fallocate") and nbytes:
-                os.posix_fallocate(self._cached.fileno(), 0, nbytes)
-            else:
-                self._cached.truncate(nbytes)
+            reserve(self._cached, nbytes)
             self._direct = _open_direct(path) if past_cache else None
         except BaseException as error:
             self.close()
@@ -57,26 +56,35 @@ class ScratchFile:
                 raise _no_room(path, nbytes, error) from error
             raise
 
-    def read_into(self, target: Rows, offset: int) -> None:
+    @property
+    def past_cache(self) -> bool:
+        """Whether the file system has a way past the cache, and it was asked for."""
+        return self._direct is not None
+
+    def read_into(self, target: Rows | Bytes, offset: int) -> None:
         data = memoryview(target).cast("B")
-        try:
-            count = os.preadv(self._descriptor(data, offset), [data], offset)
-        except OSError as error:
-            raise StoreError(f"cannot read '{self._path}': {error.strerror or error}") from error
-        if count != target.nbytes:
-            raise StoreError(f"'{self._path}' ended early: it has been changed since it was written")
+        while data:
+            try:
+                count = read_at(self._way(data, offset), data, offset)
+            except OSError as error:
+                raise StoreError(f"cannot read '{self._path}': {error.strerror or error}") from error
+            if not count:
+                raise StoreError(f"'{self._path}' ended early: it has been changed since it was written")
+            data, offset = data[count:], offset + count
 
     def write(self, data: memoryview, offset: int) -> None:
         while data:
             try:
-                count = os.pwrite(self._descriptor(data, offset), data, offset)
+                count = write_at(self._way(data, offset), data, offset)
             except OSError as error:
                 raise StoreError(f"cannot write '{self._path}': {error.strerror or error}") from error
             data, offset = data[count:], offset + count
 
     def sync(self) -> None:
-        """Wait until the disk has everything."""
+        """Wait until the disk has everything; the page cache need not keep it."""
         os.fsync(self._cached.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._cached.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Closed, and removed."""
@@ -86,11 +94,11 @@ class ScratchFile:
                     file.close()
         self._path.unlink(missing_ok=True)
 
-    def _descriptor(self, data: memoryview, offset: int) -> int:
-        if self._direct is None:
-            return self._cached.fileno()
-        whole_pages = not (np.frombuffer(data, np.uint8).ctypes.data | data.nbytes | offset) % PAGE_BYTES
-        return (self._direct if whole_pages else self._cached).fileno()
+    def _way(self, data: memoryview, offset: int) -> io.FileIO:
+        """Past the cache or through it, as these bytes allow."""
+        if self._direct is None or (np.frombuffer(data, np.uint8).ctypes.data | data.nbytes | offset) % PAGE_BYTES:
+            return self._cached
+        return self._direct
 
 
 def _open_direct(path: Path) -> io.FileIO | None:
@@ -103,7 +111,7 @@ def _open_direct(path: Path) -> io.FileIO | None:
     except OSError:
         return None
     try:
-        os.preadv(file.fileno(), [memoryview(page_aligned(1, PAGE_BYTES)).cast("B")], 0)
+        read_at(file, memoryview(page_aligned(1, PAGE_BYTES)).cast("B"), 0)
     except OSError:
         file.close()
         return None

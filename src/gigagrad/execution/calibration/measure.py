@@ -57,7 +57,7 @@ def calibrate(*, scratch: Path = Path(), size_bytes: int = 2**28, listeners: tup
     Raises:
         ConfigError: `scratch` cannot be used.
         StoreError: `scratch` has no room for the files that measure it.
-        WriteError: the profile, or the file that measures the disk, cannot be written.
+        WriteError: the profile cannot be written.
     """
     start = time.perf_counter()
     events = Events(listeners)

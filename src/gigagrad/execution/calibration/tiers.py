@@ -4,11 +4,10 @@ fields in its files, a lossless codec.
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
@@ -19,8 +18,8 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.bricks import MOST_BYTES
 from gigagrad.errors import ConfigError
-from gigagrad.files import write_error
 from gigagrad.stores import Blosc, DiskStore, Scratch
+from gigagrad.stores.scratch_file import ScratchFile, page_aligned
 from gigagrad.threads import operator_threads
 
 _BLOCK_BYTES = 8 * 2**20
@@ -50,47 +49,25 @@ def copy_bytes_per_second(size: int) -> float:
 def disk_rates(folder: Path, size: int) -> DiskRates:
     """Write and read a file of `size` bytes in `folder`, which is removed afterwards.
 
-    Raises `ConfigError` if the folder cannot be used, `WriteError` if the disk is full.
+    Raises `ConfigError` if the folder cannot be used, `StoreError` if the disk is full.
     """
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(
             f"cannot measure the disk: {folder} is no folder that can be written; name one with --scratch"
         )
-    path = folder / f".gigagrad-calibrate-{os.getpid()}"
-    direct = getattr(os, "O_DIRECT", 0)
-    try:
-        for flags in dict.fromkeys((direct, 0)):
-            try:
-                return _file_rates(path, size, flags)
-            except OSError:
-                if not flags:  # buffered, it has to work
-                    raise
-    except OSError as error:
-        raise write_error(path, error, size) from error
-    finally:
-        path.unlink(missing_ok=True)
-    raise AssertionError("the last way either works or raises")
-
-
-def _file_rates(path: Path, size: int, flags: int) -> DiskRates:
-    blocks = size // _BLOCK_BYTES
-    with mmap.mmap(-1, _BLOCK_BYTES) as buffer:  # pages are aligned as direct access wants it
-        buffer.write(np.random.default_rng(0).bytes(_BLOCK_BYTES))
-        with _opened(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | flags) as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file, 0, blocks * _BLOCK_BYTES)
-            start = time.perf_counter()
-            for block in range(blocks):
-                _whole(os.pwrite(file, buffer, block * _BLOCK_BYTES))
-            os.fsync(file)
-            written = time.perf_counter() - start
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            start = time.perf_counter()
-            for block in range(blocks):
-                _whole(os.preadv(file, [buffer], block * _BLOCK_BYTES))
-            read = time.perf_counter() - start
-    return DiskRates(blocks * _BLOCK_BYTES / written, blocks * _BLOCK_BYTES / read, bool(flags))
+    offsets = range(0, size, _BLOCK_BYTES)
+    block = page_aligned(1, _BLOCK_BYTES)
+    block[:] = np.frombuffer(np.random.default_rng(0).bytes(_BLOCK_BYTES), np.uint8)
+    moved = len(offsets) * _BLOCK_BYTES
+    with closing(ScratchFile(folder / f".gigagrad-calibrate-{os.getpid()}", moved, past_cache=True)) as file:
+        start = time.perf_counter()
+        for offset in offsets:
+            file.write(memoryview(block).cast("B"), offset)
+        file.sync()
+        written = time.perf_counter()
+        for offset in offsets:
+            file.read_into(block, offset)
+        return DiskRates(moved / (written - start), moved / (time.perf_counter() - written), file.past_cache)
 
 
 def file_bytes_per_second(folder: Path, size: int) -> float:
@@ -119,20 +96,6 @@ def file_bytes_per_second(folder: Path, size: int) -> float:
             return 2 * tile.nbytes * len(boxes) / fastest(write_and_read, time.process_time)
     finally:
         scratch.close()
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags, 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def _whole(count: int) -> None:
-    if count != _BLOCK_BYTES:
-        raise OSError(f"moved {count} of {_BLOCK_BYTES} bytes")
 
 
 def codec_rates(size: int) -> tuple[float, float]:
