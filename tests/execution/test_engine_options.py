@@ -1,6 +1,7 @@
 """Beyond the plain case: several images and targets, gradients of images, precision, seeds, hooks."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -206,6 +207,54 @@ def test_any_tiling_sees_the_same_mask(image, tile):
 
 def test_another_seed_draws_another_mask(image):
     assert noisy_gradients(image, tile=(9, 11))[0] != noisy_gradients(image, tile=(9, 11), seed=8)[0]
+
+
+def test_a_seed_leaves_the_generators_as_they_were(image, monkeypatch):
+    """That of the CPU, and those of GPUs, which a run on the CPU does not touch at all."""
+    touched = []
+    for name in ("manual_seed", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, touched.append)
+    engine = gg.compile(Noisy(), lambda o, t: (o**2).mean() + t.sum(), tile=(9, 11), seed=7)
+    before = torch.get_rng_state()
+    engine.backward(image, torch.zeros(1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not touched
+
+
+def test_a_seed_on_a_gpu_is_that_gpus_for_the_run(monkeypatch):
+    """Of two, the other one is left alone; stood in for by numbers."""
+    states, chosen = {0: 10, 1: 11}, [0]
+
+    @contextmanager
+    def device(gpu):
+        chosen.append(gpu.index)
+        yield
+        chosen.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda gpu: states[gpu.index])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, gpu: states.update({gpu.index: state}))
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: states.update({chosen[-1]: seed}))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: states.update(dict.fromkeys(states, seed)))
+    engine = gg.compile(nn.Conv2d(1, 1, 3), seed=7)
+    engine._device = torch.device("cuda", 1)
+    before = torch.get_rng_state()
+    with engine._random():
+        first = states[1]
+        assert states[0] == 10
+    assert (states, first != 11) == ({0: 10, 1: 11}, True)
+    with engine._random():
+        assert states[1] not in (11, first), "each run draws anew"
+    assert states == {0: 10, 1: 11}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.cuda
+def test_a_seed_on_a_real_gpu_leaves_its_generator_as_it_was(image):
+    before = torch.cuda.get_rng_state()
+    engine = gg.compile(Noisy(), lambda o, t: (o**2).mean() + t.sum(), tile=(9, 11), seed=7, device="cuda")
+    engine.backward(image, torch.zeros(1))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_without_a_seed_pytorchs_generator_decides(image):

@@ -328,11 +328,16 @@ class Engine:
 
     @contextmanager
     def _random(self) -> Iterator[None]:
-        """PyTorch's generator, or with a seed one of this run's own."""
-        with torch.random.fork_rng(devices=[], enabled=self._seed is not None):
+        """PyTorch's generators, or with a seed this run's own: of the CPU, and of the GPU that it runs on."""
+        gpus = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=gpus, enabled=self._seed is not None):
             if self._seed is not None:
                 # Any two (seed, run) pairs start apart: the multiplier is odd and larger than any number of runs.
-                torch.manual_seed((self._seed * 1_000_003 + self._runs) % 2**63)
+                seed = (self._seed * 1_000_003 + self._runs) % 2**63
+                torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach every GPU there is
+                for gpu in gpus:
+                    with torch.cuda.device(gpu):
+                        torch.cuda.manual_seed(seed)
                 self._runs += 1
             yield
 

@@ -30,10 +30,10 @@ there are can be asked; outside of PyTorch's tracing there are none."""
 
 @contextmanager
 def torch_state_kept() -> Iterator[None]:
-    """Modes and dispatch keys as they were, and an interrupt comes out as one."""
+    """Modes, dispatch keys and the generator of random numbers as they were, and an interrupt comes out as one."""
     modes = [read() for read, _, _ in _STACKS]
     keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(*keys):
+    with torch._C._ForceDispatchKeyGuard(*keys), torch.random.fork_rng(devices=[]):
         try:
             yield
         except BaseException as error:
