@@ -106,7 +106,7 @@ def test_half_the_bytes_are_planned_for_and_named(pair, tmp_path):
     assert "memory  bfloat16" in str(packed)
     assert "bfloat16" not in str(exact)
     placed = in_files(engine, float32)
-    assert "disk    bfloat16" in str(placed.plan(*float32))
+    assert "disk   bfloat16" in str(placed.plan(*float32))
 
 
 def test_every_run_draws_other_errors_and_a_seed_repeats_them(pair, tmp_path):

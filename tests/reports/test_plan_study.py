@@ -13,7 +13,7 @@ from gigagrad.errors import ConfigError, WriteError
 from gigagrad.plans import Fate, KeptField, Moment, Pass, Plan, Point, StagePlan
 from gigagrad.reports import plan_picture
 from gigagrad.reports.plan_picture import check_picture, draw_plan
-from gigagrad.reports.plan_study import PlanStudy, plan_page
+from gigagrad.reports.plan_study import PlanStudy, describe_study, plan_page
 
 GIB = 2**30
 
@@ -98,14 +98,13 @@ def test_everything_is_said_within_100_columns():
     for said in (
         "Training step of smp:Unet",
         "16000 x 64000 px (1.02 Gpx)",
-        "7 GiB predicted (budget 8 GiB)",
+        "7 GiB (budget 8 GiB)",
         "2 GiB would work",
-        "about 3 min 30 s (from tiles that were timed)",
-        "there, back",
+        "about 3 min 30 s a step (from tiles that were timed)",
+        "forward 0 to 2, backward 2 to 0",
         "Most of the time: stage 0 backward 29 %, stage 1 backward 24 %, stage 2 backward 19 %",
         "tiles read 12.5 times the pixels they are for",
         "conv2d 64x16000x64000",
-        "kept in memory from stage 0 for 1, 2 ...",
         "made in 3 sweeps",
         "All together: 2 kept (2 GiB), 2 made more than once, 0 made once and forgotten.",
         "tiles being computed",
@@ -113,6 +112,15 @@ def test_everything_is_said_within_100_columns():
         "55 min 33 s",
     ):
         assert said in text, said
+
+
+def test_names_that_are_too_long_take_another_line():
+    study = study_of()
+    (fields,) = [table for table in describe_study(study).tables if table.title == "Fields"]
+    assert fields.rows[0][2:] == (study.fates[0].module, "kept in memory from stage 0 for 1, 2 ...")
+    lines = shown(study).partition("\nFields")[2].splitlines()[2:4]
+    parts = [line[len("1 GiB  conv2d 64x16000x64000  ") :].split("  ")[0].strip() for line in lines]
+    assert "".join(parts) == study.fates[0].module
 
 
 def test_of_much_the_largest_is_shown():
@@ -128,6 +136,21 @@ def test_bars_are_as_long_as_what_they_stand_for():
     rows = [line for line in curve.splitlines() if " GiB" in line and "this plan" not in line]
     lengths = [row.count("\u2588") for row in rows]
     assert lengths == [30, 10, 3, 1, 0, 0]
+
+
+def test_markup_in_a_name_is_text():
+    assert "smp:[bold]Unet" in shown(study_of(model="smp:[bold]Unet"))
+
+
+@pytest.mark.parametrize("width", [40, 100, 200])
+def test_columns_that_do_not_fit_are_left_out_and_none_is_cut(width):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(plan_page(study_of()))
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert "1000 x 2000" in text
+    assert ("operators" in text) == (width >= 100)
+    assert ("backward\n" in text) == (width == 200)
 
 
 def test_a_terminal_without_unicode_gets_ascii():

@@ -1,5 +1,6 @@
 """The report is one file that stands alone, shows what there is, and trusts no name it is given."""
 
+import dataclasses
 import html.parser
 import json
 import math
@@ -13,6 +14,7 @@ from gigagrad.errors import ConfigError, WriteError
 from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
 from gigagrad.reports.report import write_report
 from gigagrad.reports.run_data import read_run
+from tests.plans.test_description import PLAN
 
 EVIL = "<script>alert('x')</script> $x_1$ & \"y\""
 STEP = {
@@ -89,9 +91,8 @@ def run(tmp_path):
     lines = [json.dumps(record) for record in records]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"event": "metr']))
     (folder / "summary.json").write_text(json.dumps({"dice": {"a": 0.99, EVIL: 0.95, "broken": None}}))
-    plan = {"device": "cpu", "budget_bytes": 1 << 30, "base_bytes": 400 << 20, "predicted_peak_bytes": 700 << 20}
-    (folder / "plan.json").write_text(json.dumps({**plan, "stages": [{"index": 0, "tile_peak_bytes": 9 << 20}]}))
-    (folder / "plan.txt").write_text("Plan for <all>")
+    (folder / "plan.json").write_text(json.dumps(dataclasses.replace(PLAN, device="<cpu>").to_dict()))
+    (folder / "plan.txt").write_text("as printed")
     (folder / "config.yaml").write_text("model: paper-unet\nepochs: 6\n")
     (folder / "environment.json").write_text(json.dumps({"torch": "2.13", "machine": {"memory_bytes": 24 << 30}}))
     return folder
@@ -137,13 +138,40 @@ def test_everything_there_is(run, predictions, tmp_path):
         "the picture cannot be read",
         "b.svs is truncated",
         "not a finite number in 1 of 60 steps, first at step 7",
-        "Plan for <all>",
+        "on <cpu>, channels last, one tile at a time",
+        "690 MiB (no budget set)",
+        "Most of the time: stage 0 one pass 100 %",
+        "25 x 125",
+        "kernels, threads, allocator",
         "machine: memory_bytes 24 GiB",
     ):
         assert wanted in page.text, wanted
     assert page.tags.count("svg") == 4
     assert page.tags.count("img") == 1
+    assert "as printed" not in page.text, "said twice"
     assert "outside-the-folder" not in text, "a picture from outside the prediction folder"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"budget": 3},
+        {"base_bytes": "x"},
+        {"base_bytes": 1e999},
+        {"budget_bytes": 1e999},
+        {"predicted_peak_bytes": math.nan, "reader_bytes": math.nan},
+        {"image_shape": []},
+        {"kept": [{"node": 1, "tier": "disk", "operator": 5, "module": 7, "shape": [1], "size_bytes": 3}]},
+        {"passes": [{"stage": 9, "phase": "forward"}]},
+    ],
+    ids=str,
+)
+def test_a_plan_that_cannot_be_read_is_shown_as_it_was_printed(run, tmp_path, changes):
+    (run / "plan.json").write_text(json.dumps({**PLAN.to_dict(), **changes}))
+    (run / "plan.txt").write_text("as <printed>")
+    _, page = page_of(write_report(run, tmp_path / "report.html"))
+    assert "as <printed>" in page.text
+    assert "Memory at the peak" not in page.text
 
 
 def test_it_loads_nothing_and_runs_nothing(run, predictions, tmp_path):

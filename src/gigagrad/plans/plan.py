@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from gigagrad.units import format_bytes, format_pixels, format_seconds
-
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
@@ -181,76 +179,6 @@ class Plan:
         return [(name, size) for name, size in parts if size]
 
     def __str__(self) -> str:
-        height, width = self.image_shape[-2:]
-        lines = [
-            f"Plan for {height} x {width} px ({format_pixels(height * width)}) on {self.device}, "
-            f"{self.memory_format.replace('_', ' ')}, "
-            + (f"{self.workers} tiles at a time" if self.workers > 1 else "one tile at a time"),
-            "",
-        ]
-        header = ("stage", "runs", "operators", "tiles", "tile px", "crop px", "read ratio", "tile memory")
-        rows: list[tuple[str, ...]] = [header]
-        for stage in self.stages:
-            phases = " + ".join(p.phase for p in self.passes if p.stage == stage.index)
-            rows.append(
-                (
-                    str(stage.index),
-                    phases,
-                    str(stage.operators),
-                    f"{stage.tiles[0]} x {stage.tiles[1]}",
-                    f"{stage.tile[0]} x {stage.tile[1]}",
-                    f"{stage.crop[0]} x {stage.crop[1]}",
-                    f"{stage.computed_ratio:.2f}",
-                    format_bytes(stage.tile_peak_bytes),
-                )
-            )
-        lines += _columns(rows)
-        lines += ["", *self._kept_lines(), ""]
-        lines += _columns([(name, format_bytes(size)) for name, size in self.memory_parts()])
-        budget = "no budget set" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
-        lines.append(f"predicted peak: {format_bytes(self.predicted_peak_bytes)} ({budget})")
-        for where, size in (("host memory", self.host_bytes), ("scratch files", self.scratch_bytes)):
-            if size:
-                lines.append(f"kept in {where}: {format_bytes(size)} at most")
-        lines.append(f"predicted time: about {format_seconds(self.predicted_seconds)} a step")
-        return "\n".join(lines)
+        from gigagrad.plans.description import describe
 
-    def _kept_lines(self) -> list[str]:
-        """Which fields are kept and which operators run on whole fields, the largest first."""
-        if not self.kept:
-            lines = ["Fields kept between stages: none (each stage computes from the image)"]
-        else:
-            total = format_bytes(sum(field.size_bytes for field in self.kept))
-            lines = [f"Fields kept between stages: {len(self.kept)}, {total} in all"]
-            largest = sorted(self.kept, key=lambda field: -field.size_bytes)
-            lines += _most([(f"{_place(f)}  {f.operator} {list(f.shape)}", f.module, f.size_bytes) for f in largest])
-        if self.whole_field:
-            lines += ["", f"Operators that run on whole fields: {len(self.whole_field)}"]
-            largest_operators = sorted(self.whole_field, key=lambda operator: -operator.size_bytes)
-            lines += _most([(o.operator, o.module, o.size_bytes) for o in largest_operators])
-        return lines
-
-
-def _place(field: KeptField) -> str:
-    return f"{field.tier:<6}" + ("" if field.storage == EXACT else f"  {field.storage}")
-
-
-_SHOWN = 6
-"""Kept fields and whole-field operators listed one by one."""
-
-
-def _most(entries: list[tuple[str, str, int]]) -> list[str]:
-    lines = [
-        f"  {format_bytes(nbytes):>9}  {what}{f'  ({module})' if module else ''}"
-        for what, module, nbytes in entries[:_SHOWN]
-    ]
-    return [*lines, f"  and {len(entries) - _SHOWN} smaller ones"] if len(entries) > _SHOWN else lines
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Left-aligned first column, right-aligned rest."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
+        return str(describe(self))

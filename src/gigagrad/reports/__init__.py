@@ -8,18 +8,16 @@ if TYPE_CHECKING:
     from gigagrad.reports.doctor import Check as Check
     from gigagrad.reports.doctor import diagnose as diagnose
     from gigagrad.reports.doctor import doctor_table as doctor_table
-    from gigagrad.reports.plan_view import plan_renderable as plan_renderable
     from gigagrad.reports.report import write_report as write_report
     from gigagrad.reports.terminal import Terminal as Terminal
 
-__all__ = ["Check", "Terminal", "diagnose", "doctor_table", "plan_renderable", "write_report"]
+__all__ = ["Check", "Terminal", "diagnose", "doctor_table", "write_report"]
 
 _HOMES = {
     "Check": "doctor",
     "Terminal": "terminal",
     "diagnose": "doctor",
     "doctor_table": "doctor",
-    "plan_renderable": "plan_view",
     "write_report": "report",
 }
 

@@ -1,148 +1,72 @@
-"""A plan's data as labelled facts and tables in people's units, for the terminal and the HTML report alike.
-
-Works from the JSON form of a plan by its naming rule (units stand in the names: `peak_bytes`, `seconds`, `halo_px`), so
-that a plan may gain stages and columns without a change here.
-"""
+"""A plan's description for a rich console."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from gigagrad.units import format_bytes, format_pixels, format_seconds
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table as RichTable
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from gigagrad.plans.description import COSTLY, GOOD, OWN, Description, Table
 
-
-_LARGEST_SHOWN = 12
-
-
-@dataclass(frozen=True, slots=True)
-class PlanTable:
-    """A titled table of text; all rows are as long as `columns`. `numeric` says which columns align right."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    numeric: tuple[bool, ...]
+_BAR = 30
+"""Characters of the longest bar."""
+_STYLES = {GOOD: "green", COSTLY: "yellow", OWN: "bold"}
 
 
-@dataclass(frozen=True, slots=True)
-class PlanView:
-    """What there is to show of a plan: `(label, value)` facts, then tables."""
-
-    facts: tuple[tuple[str, str], ...]
-    tables: tuple[PlanTable, ...]
-
-
-def plan_view(plan: Mapping[str, Any]) -> PlanView:
-    """`plan` is what `Plan.to_dict()` gives and `plan.json` holds."""
-    facts: list[tuple[str, str]] = []
-    tables: list[PlanTable] = []
-    for name, value in plan.items():
-        if isinstance(value, Mapping):
-            inner = plan_view(value)
-            facts += [(f"{_label(name)}: {label}", text) for label, text in inner.facts]
-            tables += inner.tables
-        elif name == "passes" and isinstance(value, list):
-            facts.append((_label(name), _passes(value)))
-        elif isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
-            tables.append(_table(name, value))
-        else:
-            facts.append((_label(name), show(name, value)))
-    return PlanView(tuple(facts), tuple(tables))
-
-
-def show(name: str, value: Any) -> str:
-    """`value` in the unit that its name's last word states; lists of numbers as sizes, `256 x 512`."""
-    if value is None or value == [] or value == "":
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (list, tuple)):
-        if all(isinstance(item, int) for item in value):
-            return " x ".join(map(str, value))
-        return ", ".join(show(name, item) for item in value)
-    if isinstance(value, Mapping):
-        return ", ".join(f"{_label(str(key))} {show(str(key), item)}" for key, item in value.items())
-    if not isinstance(value, (int, float)):
-        return str(value)
-    if not math.isfinite(value):
-        return str(value)
-    unit = name.rpartition("_")[2]
-    if unit == "bytes":
-        return format_bytes(int(value))
-    if unit in ("seconds", "second"):
-        return format_seconds(value)
-    if unit in ("pixels", "pixel"):
-        return format_pixels(int(value))
-    text = f"{value:,}".replace(",", "\u202f") if isinstance(value, int) else f"{value:.4g}"
-    return f"{text} px" if unit == "px" else text
-
-
-def plan_renderable(plan: Mapping[str, Any]) -> RenderableType:
-    """The plan for a rich console."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    view = plan_view(plan)
-    facts = Table.grid(padding=(0, 2))
-    for label, text in view.facts:
+def renderable(description: Description) -> RenderableType:
+    """The whole page, readable at 100 columns."""
+    facts = RichTable.grid(padding=(0, 2))
+    for label, text in description.facts:
         facts.add_row(Text(label, style="dim"), Text(text))
-    parts: list[RenderableType] = [facts]
-    for held in view.tables:
-        table = Table(title=Text(held.title), title_justify="left", header_style="bold")
-        for column, numeric in zip(held.columns, held.numeric, strict=True):
-            table.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
-        for row in held.rows:
-            table.add_row(*map(Text, row))
-        parts.append(table)
-    return Group(*parts)
+    parts: list[RenderableType] = [Group(Text(description.title, style="bold"), facts)]
+    parts += [_Fitted(table) for table in description.tables]
+    return Group(*(item for part in parts for item in (part, Text())))
 
 
-def _passes(passes: list[Mapping[str, Any]]) -> str:
-    """The sweeps in order, runs of one phase as ranges: `forward 0 to 10, backward 10 to 0`."""
-    runs: list[tuple[str, Any, Any]] = []
-    for step in passes:
-        phase, stage = str(step.get("phase")), step.get("stage")
-        if runs and runs[-1][0] == phase:
-            runs[-1] = (phase, runs[-1][1], stage)
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    """A table with the columns for which the console has room, words in several lines where they need them."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        bars = [_Bar(share) for share in self.table.bars]
+        table = self.table.fitting(options.max_width - (_BAR + 2 if bars else 0))
+        right = table.numeric
+        before = max((i + 1 for i, numeric in enumerate(right) if numeric), default=0)  # bars stand beside numbers
+        shown = RichTable(
+            title=Text(table.title, style="bold"),
+            title_justify="left",
+            box=None,
+            header_style="dim",
+            padding=(0, 2, 0, 0),
+            pad_edge=False,
+        )
+        for i, name in enumerate(table.columns):
+            if bars and i == before:
+                shown.add_column()
+            shown.add_column(Text(name), justify="right" if right[i] else "left", no_wrap=right[i], overflow="fold")
+        tones = table.tones or ("",) * len(table.rows)
+        for i, (row, tone) in enumerate(zip(table.rows, tones, strict=True)):
+            cells: list[RenderableType] = [*map(Text, row)]
+            cells[before:before] = bars[i : i + 1]
+            shown.add_row(*cells, style=_STYLES.get(tone, ""))
+        yield shown if table.rows else Text(table.title, style="bold")
+        if table.note:
+            yield Text(table.note)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """A bar of this share of the full length, in eighths of a character where the terminal has them."""
+
+    share: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        eighths = max(1, round(8 * _BAR * self.share))
+        if options.ascii_only:
+            yield Text("#" * -(-eighths // 8))
         else:
-            runs.append((phase, stage, stage))
-    return ", ".join(
-        f"{phase} {first}" if first == last else f"{phase} {first} to {last}" for phase, first, last in runs
-    )
-
-
-def _table(name: str, rows: list[Mapping[str, Any]]) -> PlanTable:
-    """Of what is listed with its size, the largest; a deep network keeps more fields than anybody reads about."""
-    title = _label(name)
-    if len(rows) > _LARGEST_SHOWN and all("size_bytes" in row for row in rows):
-        title = f"{title}: the largest {_LARGEST_SHOWN} of {len(rows)}"
-        rows = sorted(rows, key=lambda row: -row["size_bytes"])[:_LARGEST_SHOWN]
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    return PlanTable(
-        title=title,
-        columns=tuple(_label(key) for key in keys),
-        rows=tuple(tuple(show(key, row.get(key)) for key in keys) for row in rows),
-        numeric=tuple(
-            all(
-                isinstance(row.get(key), (int, float, type(None))) and not isinstance(row.get(key), bool)
-                for row in rows
-            )
-            for key in keys
-        ),
-    )
-
-
-def _label(name: str) -> str:
-    words = name.split("_")
-    if len(words) > 1 and words[-1] in ("bytes", "px"):
-        words.pop()
-    elif words[-1] == "seconds":
-        words[-1] = "time"
-    return " ".join(words).capitalize()
+            yield Text("\u2588" * (eighths // 8) + " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"[eighths % 8].strip())

@@ -15,10 +15,11 @@ from markupsafe import Markup
 
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_text
+from gigagrad.plans import Plan
+from gigagrad.plans.description import Description, describe
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
-from gigagrad.reports.plan_view import PlanView, plan_view, show
-from gigagrad.reports.run_data import Predicted, RunData, mapping, number, read_run
+from gigagrad.reports.run_data import Predicted, RunData, read_run
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 _MOST_OVERLAYS: Final = 16
@@ -31,15 +32,6 @@ _PUBLISHED_PIXELS: Final = 16000 * 64000
 _PUBLISHED_SECONDS: Final = 81
 _PUBLISHED_BYTES: Final = 103_610_000_000
 """Remedios et al., MIDL 2023: one training step, validation included, and the peak over the first eight steps."""
-
-_PLAN_PARTS: Final = {
-    "base_bytes": "process before the run",
-    "parameter_bytes": "parameters",
-    "kept_bytes": "fields kept, with cotangents",
-    "whole_field_bytes": "whole-field operators",
-    "reader_bytes": "pixels read ahead",
-    "runtime_bytes": "kernels, threads, allocator",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +85,14 @@ def write_report(
 
 
 def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
-    plan = _plan(run)
+    planned = _planned(run.plan)
     pictured = sum(entry.overlay is not None for entry in run.predictions)
     shown = _to_look_at(run.predictions)
     charts = {
         "loss": loss_chart(run),
         "dice": dice_chart(_dice(run)),
         "memory": memory_chart(run.steps),
-        "parts": parts_chart(_plan_parts(run.plan), int(number(run.plan, "budget_bytes"))),
+        "parts": None if planned is None else parts_chart(planned.parts, planned.budget_bytes),
     }
     return {
         "run": run,
@@ -112,18 +104,31 @@ def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
         "dice_rows": sorted(_dice(run).items()),
         "pictures": [_picture(entry) for entry in shown],
         "not_shown": pictured - len(shown),
-        "plan": plan,
-        "config": [(key, show(key, value)) for key, value in run.config.items()],
+        "plan": None if planned is None else planned.description,
+        "config": [(key, _shown(key, value)) for key, value in run.config.items()],
         "environment": _environment(run),
     }
 
 
-def _plan(run: RunData) -> PlanView:
-    """What the plan's file shows of it; nothing where the file is no plan's."""
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What a plan's file says, in words and as the parts of its peak."""
+
+    description: Description
+    parts: Sequence[tuple[str, int]]
+    budget_bytes: int
+
+
+def _planned(record: Mapping[str, Any]) -> _Planned | None:
+    """None where the file is missing or no plan's, such as that of another version."""
     try:
-        return plan_view(run.plan)
-    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError):
-        return PlanView((), ())
+        plan = Plan.from_dict(dict(record))
+        planned = _Planned(describe(plan), plan.memory_parts(), plan.budget_bytes or 0)
+        str(planned.description)  # a word that is no text would fail later
+        sizes = (planned.budget_bytes, *(size for _, size in planned.parts))
+        return planned if all(map(math.isfinite, sizes)) else None
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
+        return None
 
 
 def _dice(run: RunData) -> Mapping[str, float]:
@@ -203,17 +208,6 @@ def _notes(run: RunData) -> Iterator[str]:
             yield f"The prediction of {entry.name} failed: {entry.error}"
 
 
-def _plan_parts(plan: Mapping[str, Any]) -> list[tuple[str, int]]:
-    parts = [(label, int(number(plan, key))) for key, label in _PLAN_PARTS.items()]
-    stages = plan.get("stages")
-    tiles = [int(number(mapping(stage), "tile_peak_bytes")) for stage in (stages if isinstance(stages, list) else ())]
-    workers = max(1, int(number(plan, "workers")))
-    return [
-        *((label, size) for label, size in parts if size),
-        ("tiles being computed", workers * max(tiles, default=0)),
-    ]
-
-
 def _to_look_at(predictions: Sequence[Predicted]) -> list[Predicted]:
     """The predictions with a picture, the lowest Dice first, as many as fit."""
     pictured = [entry for entry in predictions if entry.overlay is not None]
@@ -254,7 +248,25 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
         if isinstance(value, dict):
             yield from _flattened(value, f"{prefix}{key}: ")
         else:
-            yield f"{prefix}{key}", show(str(key), value)
+            yield f"{prefix}{key}", _shown(str(key), value)
+
+
+def _shown(name: str, value: Any) -> str:
+    """`value` in the unit that its name's last word states."""
+    if value is None or value == [] or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(_shown(name, item) for item in value)
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return str(value)
+    unit = name.rpartition("_")[2]
+    if unit == "bytes":
+        return format_bytes(int(value))
+    if unit == "seconds":
+        return format_seconds(value)
+    return f"{value:,}".replace(",", "\u202f") if isinstance(value, int) else f"{value:.4g}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,0 +1,221 @@
+"""A plan in words: facts and tables of text, the one place that says what there is to know of it.
+
+Whoever shows a plan draws these in a way of its own: `str(plan)` as plain text, the terminal's page, the HTML report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from textwrap import wrap
+
+from gigagrad.plans.plan import Plan
+from gigagrad.units import format_bytes, format_pixels, format_seconds
+
+Facts = tuple[tuple[str, str], ...]
+"""Labels and what is said under them."""
+
+GOOD, COSTLY, OWN = "good", "costly", "own"
+"""How a row may be told apart by a colour: what is saved, what is paid again and again, what it is all about."""
+
+_LARGEST = 12
+"""Kept fields and whole-field operators listed one by one: a deep network has more than anybody reads about."""
+_WIDTH = 100
+"""Characters of a line of plain text."""
+_TEXT_WIDTH = 16
+"""Characters that a column of words is given at least; what is longer takes another line where that is possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text below the names of their columns, the columns that matter least at the end."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+    bars: tuple[float, ...] = ()
+    """For each row how long a bar it deserves, as a share of the longest; none where bars would say nothing."""
+    tones: tuple[str, ...] = ()
+    """For each row `GOOD`, `COSTLY`, `OWN` or nothing, where colours may help."""
+
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        """Of each column whether it holds numbers, which stand on the right."""
+        return tuple(all(row[i][:1].isdigit() or row[i] == "-" for row in self.rows) for i in range(len(self.columns)))
+
+    def fitting(self, width: int) -> Table:
+        """Without the last columns, as far as there is no room for them in lines of `width` characters."""
+        if not self.columns:
+            return self
+        longest = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        needed = [n if right else min(n, _TEXT_WIDTH) for n, right in zip(longest, self.numeric, strict=True)]
+        count = len(needed)
+        while count > 1 and sum(needed[:count]) + 2 * (count - 1) > width:
+            count -= 1
+        return replace(self, columns=self.columns[:count], rows=tuple(row[:count] for row in self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    title: str
+    facts: Facts
+    tables: tuple[Table, ...]
+
+    def __str__(self) -> str:
+        """Plain text."""
+        blocks = [[self.title], _aligned(self.facts, (False, False))]
+        for table in (table.fitting(_WIDTH) for table in self.tables):
+            rows = _aligned([table.columns, *table.rows], table.numeric) if table.rows else []
+            blocks.append([table.title, *rows, *wrap(table.note, _WIDTH)])
+        return "\n\n".join("\n".join(lines) for lines in blocks)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], right: Sequence[bool]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def describe(plan: Plan) -> Description:
+    """Everything that a plan says of itself."""
+    source = "by the cost model" if plan.timed_seconds is None else TIMED
+    return Description(
+        f"{step_of(plan)} as planned",
+        facts_of(plan, source),
+        (stages_of(plan, len(plan.stages)), _kept(plan), *whole_fields_of(plan), memory_of(plan)),
+    )
+
+
+TIMED = "from tiles that were timed"
+"""Where the predicted time of a plan comes from that has `timed_seconds`."""
+
+
+def step_of(plan: Plan) -> str:
+    """What is planned."""
+    return "Prediction" if all(p.phase == "forward" for p in plan.passes) else "Training step"
+
+
+def facts_of(plan: Plan, source: str) -> Facts:
+    """What is planned, for what, and what it takes; `source` tells where the predicted time comes from."""
+    channels, height, width = plan.image_shape[-3:]
+    at_once = f"{plan.workers} tiles at a time" if plan.workers > 1 else "one tile at a time"
+    budget = "no budget set" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
+    elsewhere = (("host memory", plan.host_bytes), ("scratch files", plan.scratch_bytes))
+    whole = f", {format_seconds(plan.whole_seconds)} of it for whole fields" if plan.whole_seconds else ""
+    return (
+        ("image", f"{height} x {width} px ({format_pixels(height * width)}), channels: {channels}"),
+        ("runs", f"on {plan.device}, {plan.memory_format.replace('_', ' ')}, {at_once}"),
+        ("passes over stages", _passes(plan) or "none"),
+        ("predicted peak", f"{format_bytes(plan.predicted_peak_bytes)} ({budget})"),
+        *((f"kept in {where}", f"{format_bytes(size)} at most") for where, size in elsewhere if size),
+        ("predicted time", f"about {format_seconds(plan.predicted_seconds)} a step ({source}){whole}"),
+    )
+
+
+def _passes(plan: Plan) -> str:
+    """The sweeps in order, runs of one phase as ranges: `forward 0 to 10, backward 10 to 0`."""
+    runs = [(phase, [p.stage for p in same]) for phase, same in groupby(plan.passes, lambda p: p.phase)]
+    return ", ".join(f"{phase} {s[0]}" if len(s) == 1 else f"{phase} {s[0]} to {s[-1]}" for phase, s in runs)
+
+
+def stages_of(plan: Plan, most: int) -> Table:
+    """The stages that take longest, in order, and where the time goes."""
+    pass_seconds = [share * plan.predicted_seconds for share in plan.pass_shares]
+    seconds = [0.0] * len(plan.stages)
+    for p, taken in zip(plan.passes, pass_seconds, strict=True):
+        seconds[p.stage] += taken
+    chosen = sorted(sorted(range(len(seconds)), key=lambda i: -seconds[i])[:most])
+    few = f"Stages: the {len(chosen)} of {len(seconds)} that take longest"
+    columns = "stage sweeps tiles tile_px crop_px read per_tile time share operators sums keeps beside forward backward"
+    return Table(
+        "Stages" if len(chosen) == len(seconds) else few,
+        tuple(name.replace("_", " ") for name in columns.split()),
+        tuple(
+            (
+                str(stage.index),
+                phases[0] if len(phases := [p.phase for p in plan.passes if p.stage == stage.index]) == 1 else "both",
+                *(f"{height} x {width}" for height, width in (stage.tiles, stage.tile, stage.crop)),
+                f"{stage.computed_ratio:.3g}x",
+                format_bytes(stage.tile_peak_bytes),
+                format_seconds(seconds[i]),
+                percent(seconds[i], plan.predicted_seconds),
+                str(stage.operators),
+                str(stage.reductions),
+                str(stage.keeps),
+                format_bytes(stage.beside_bytes),
+                format_seconds(stage.forward_seconds),
+                format_seconds(stage.backward_seconds),
+            )
+            for i in chosen
+            for stage in (plan.stages[i],)
+        ),
+        _most_of_the_time(plan, pass_seconds, seconds),
+    )
+
+
+def _most_of_the_time(plan: Plan, pass_seconds: list[float], stage_seconds: list[float]) -> str:
+    """Which sweeps the time goes to, and how much of it to pixels that are read more than once."""
+    total = plan.predicted_seconds
+    if not total:
+        return ""
+    order = sorted(zip(pass_seconds, plan.passes, strict=True), key=lambda pair: -pair[0])
+    named = ", ".join(f"stage {p.stage} {p.phase} {percent(seconds, total)}" for seconds, p in order[:3])
+    ratio = sum(w * s.computed_ratio for w, s in zip(stage_seconds, plan.stages, strict=True)) / total
+    halo = (
+        f"tiles read {ratio:.3g} times the pixels they are for" if ratio >= 1.05 else "hardly any pixel is read twice"
+    )
+    return f"Most of the time: {named}; on average {halo}."
+
+
+def _kept(plan: Plan) -> Table:
+    if not plan.kept:
+        return Table("Fields kept between stages: none (each stage computes from the image)")
+    largest = sorted(plan.kept, key=lambda field: -field.size_bytes)
+    total = format_bytes(sum(field.size_bytes for field in largest))
+    return Table(
+        f"Fields kept between stages: {len(largest)}, {total} in all",
+        ("size", "where", "stored", "operator", "shape", "module", "node"),
+        tuple(
+            (
+                format_bytes(field.size_bytes),
+                field.tier,
+                field.storage,
+                field.operator,
+                " x ".join(map(str, field.shape)),
+                field.module or "the loss",
+                str(field.node),
+            )
+            for field in largest[:_LARGEST]
+        ),
+        _smaller(len(largest)),
+    )
+
+
+def whole_fields_of(plan: Plan) -> tuple[Table, ...]:
+    """The operators that run on whole fields, if there are any."""
+    if not plan.whole_field:
+        return ()
+    largest = sorted(plan.whole_field, key=lambda operator: -operator.size_bytes)
+    rows = tuple((format_bytes(o.size_bytes), o.operator, o.module or "the loss") for o in largest[:_LARGEST])
+    title = f"Operators that run on whole fields: {len(largest)}"
+    return (Table(title, ("size", "operator", "module"), rows, _smaller(len(largest))),)
+
+
+def _smaller(count: int) -> str:
+    return f"and {count - _LARGEST} smaller ones" if count > _LARGEST else ""
+
+
+def memory_of(plan: Plan) -> Table:
+    """What the predicted peak is made of."""
+    parts = plan.memory_parts()
+    rows = tuple((name, format_bytes(size)) for name, size in parts)
+    longest = max((size for _, size in parts), default=1)
+    return Table("Memory at the peak", ("part", "bytes"), rows, bars=tuple(size / longest for _, size in parts))
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"
