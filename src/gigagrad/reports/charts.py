@@ -165,8 +165,8 @@ def parts_chart(parts: Sequence[tuple[str, int]], budget_bytes: int) -> str | No
     shown = [(name, size / (1 << 20)) for name, size in parts if size > 0]
     if not shown:
         return None
-    shades = (_MUTED, _THIRD, _SECOND, _FOURTH, _FIRST)
-    with _axes("Where the predicted memory goes", 1.9) as (ax, svg):
+    shades = (_MUTED, _THIRD, _SECOND, _FOURTH, _FIRST, _INK, _LINE)
+    with _axes("Where the predicted memory goes", 1.5 + 0.1 * len(shown)) as (ax, svg):
         ax.grid(False)
         left = 0.0
         for index, (name, size) in enumerate(shown):
@@ -177,7 +177,7 @@ def parts_chart(parts: Sequence[tuple[str, int]], budget_bytes: int) -> str | No
         ax.set_yticks([])
         ax.set_ylim(-0.4, 0.4)
         ax.set_xlim(left=0)
-        _finish(ax, "MiB", columns=3)
+        _finish(ax, "MiB", columns=2)  # their names are long
     return svg()
 
 

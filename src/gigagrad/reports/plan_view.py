@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -63,6 +64,9 @@ class _Bar:
     """A bar of this share of the full length, in eighths of a character where the terminal has them."""
 
     share: float
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(_BAR, _BAR)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         eighths = max(1, round(8 * _BAR * self.share))
