@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec
 
-from gigagrad.errors import UnsupportedOperatorError
 from gigagrad.graphs import operators
 from gigagrad.graphs.graph import (
     FIELD_SUM,
@@ -70,14 +70,17 @@ class Builder:
             raise Refused("it reduces one axis of the image but not the other")
         return self.one(op, {"field": field, "dims": positive, **settings})
 
-    def gather(self, field: Ref) -> Ref:
-        """The whole field as one global value."""
-        if self.node(field).op == SCATTER:
-            value: Ref = self.node(field).arguments["value"]
+    def gather(self, ref: Ref) -> Ref:
+        """A whole field as one global value; what is global already, as it is."""
+        node = self.node(ref)
+        if not node.is_field:
+            return ref
+        if node.op == SCATTER:
+            value: Ref = node.arguments["value"]
             return value
-        if (field.id, None) not in self._moved:
-            self._moved[field.id, None] = self.one(GATHER, {"field": field})
-        return self._moved[field.id, None]
+        if (ref.id, None) not in self._moved:
+            self._moved[ref.id, None] = self.one(GATHER, {"field": ref})
+        return self._moved[ref.id, None]
 
     def scatter(self, value: Ref, axes: Axes) -> Ref:
         """A global value as a field that holds its spatial axes at `axes`."""
@@ -105,8 +108,8 @@ class Builder:
         outputs = list(result) if several else [result]
         reads_field = op not in REDUCTIONS and op != GATHER and any(n.is_field for n in operand_nodes)
         shape, dtype = tuple(outputs[0].shape), outputs[0].dtype
-        axes = self._axes(op, arguments, shape, dtype, operand_nodes) if reads_field else None
-        base = self._append(op, arguments, shape, dtype, axes, self._differentiable(op, dtype, operand_nodes))
+        axes = _axes(op, arguments, shape, dtype, operand_nodes) if reads_field else None
+        base = self._append(op, arguments, shape, dtype, axes, _differentiable(op, dtype, operand_nodes))
         if not several:
             return base
         if reads_field:
@@ -120,15 +123,10 @@ class Builder:
                 tuple(output.shape),
                 output.dtype,
                 None,
-                self._differentiable(op, output.dtype, operand_nodes),
+                _differentiable(op, output.dtype, operand_nodes),
             )
             for index, output in enumerate(outputs)
         ]
-
-    @staticmethod
-    def _differentiable(op: str, dtype: torch.dtype, operands: tuple[Node, ...]) -> bool:
-        continuous = dtype.is_floating_point or dtype.is_complex
-        return any(n.differentiable for n in operands) and continuous and lookup(op).differentiable
 
     def aten(self, op: str, *args: Any, **kwargs: Any) -> Ref:
         """Append an ATen operator called with positional and keyword arguments, e.g. `aten("div.Tensor", a, b)`."""
@@ -138,26 +136,12 @@ class Builder:
     def graph(self, outputs: list[Ref], structure: TreeSpec | None, *, has_loss: bool) -> Graph:
         """The finished graph without what the outputs and the updates of buffers do not depend on, renumbered."""
         if len(outputs) > 1:
-            outputs = [self.gather(ref) if self.is_field(ref) else ref for ref in outputs]
+            outputs = [self.gather(ref) for ref in outputs]
         draft = Graph(tuple(self._nodes), tuple(ref.id for ref in outputs), has_loss)
         kept = sorted(draft.ancestors((*draft.outputs, *(ref.id for ref in self.updates.values()))))
         renumbered = {old: Ref(new) for new, old in enumerate(kept)}
-        nodes = tuple(
-            Node(
-                renumbered[node.id].id,
-                node.op,
-                MappingProxyType({name: substitute(value, renumbered) for name, value in node.arguments.items()}),
-                node.shape,
-                node.dtype,
-                node.axes,
-                node.origin,
-                node.differentiable,
-                node.whole,
-            )
-            for node in (self._nodes[old] for old in kept)
-        )
         return Graph(
-            nodes,
+            tuple(_renumbered(self._nodes[old], renumbered) for old in kept),
             tuple(renumbered[ref.id].id for ref in outputs),
             has_loss,
             MappingProxyType(dict(self._constants)),
@@ -165,19 +149,6 @@ class Builder:
             MappingProxyType({name: renumbered[ref.id].id for name, ref in self.updates.items()}),
             structure,
         )
-
-    def _axes(
-        self, op: str, arguments: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, operands: tuple[Node, ...]
-    ) -> Axes:
-        row = lookup(op)
-        if dtype.is_complex:
-            raise Refused("fields of complex numbers have no rule")
-        node = Node(-1, op, arguments, shape, dtype, None, self.origin, differentiable=False)
-        axes = row.axes(Call(node, operands), len(shape))
-        assert all(-len(shape) <= axis < 0 for axis in axes), (op, shape, axes)
-        if 0 in shape:
-            raise NoPixels(f"its output has no pixels, shape {shape}; the image is too small for this model")
-        return axes
 
     def _append(
         self,
@@ -197,5 +168,27 @@ class Builder:
         )
         return Ref(node_id)
 
-    def unsupported(self, op: str, refused: Refused) -> UnsupportedOperatorError:
-        return UnsupportedOperatorError(op, self.origin.module_path, self.origin.source, str(refused))
+
+def _renumbered(node: Node, numbers: Mapping[int, Ref]) -> Node:
+    arguments = {name: substitute(value, numbers) for name, value in node.arguments.items()}
+    return replace(node, id=numbers[node.id].id, arguments=MappingProxyType(arguments))
+
+
+def _differentiable(op: str, dtype: torch.dtype, operands: tuple[Node, ...]) -> bool:
+    continuous = dtype.is_floating_point or dtype.is_complex
+    return any(n.differentiable for n in operands) and continuous and lookup(op).differentiable
+
+
+def _axes(
+    op: str, arguments: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, operands: tuple[Node, ...]
+) -> Axes:
+    """Where the spatial axes of an operator's output are, as its row has it. Raises `Refused`."""
+    row = lookup(op)
+    if dtype.is_complex:
+        raise Refused("fields of complex numbers have no rule")
+    node = Node(-1, op, arguments, shape, dtype, None, Origin(), differentiable=False)
+    axes = row.axes(Call(node, operands), len(shape))
+    assert all(-len(shape) <= axis < 0 for axis in axes), (op, shape, axes)
+    if 0 in shape:
+        raise NoPixels(f"its output has no pixels, shape {shape}; the image is too small for this model")
+    return axes

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.utils._pytree import TreeSpec
 
-from gigagrad.errors import CaptureError
+from gigagrad.errors import CaptureError, UnsupportedOperatorError
 from gigagrad.graphs import operators, rows
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.composite import CLOSED, SOURCE, Composite, is_user_code
@@ -236,13 +236,9 @@ def _note_updates(program: torch.export.ExportedProgram, values: dict[str, Any],
     """New values of the buffers that the model writes while it runs."""
     for spec in program.graph_signature.output_specs:
         if spec.kind.name == "BUFFER_MUTATION":
-            _note_update(builder, str(spec.target), values[spec.arg.name])
+            builder.updates[str(spec.target)] = builder.gather(values[spec.arg.name])
         elif spec.kind.name == "USER_INPUT_MUTATION":
             raise CaptureError("the model or the loss writes into its input; let it work on a clone")
-
-
-def _note_update(builder: Builder, name: str, value: Ref) -> None:
-    builder.updates[name] = builder.gather(value) if builder.is_field(value) else value
 
 
 def _stored(
@@ -306,7 +302,8 @@ def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any]) -> Any:
     try:
         return lower(builder, op, _bound(node, replace))
     except Refused as refused:
-        raise builder.unsupported(op, refused) from None
+        where = builder.origin
+        raise UnsupportedOperatorError(op, where.module_path, where.source, str(refused)) from None
 
 
 def _bound(node: torch.fx.Node, replace: Callable[[Any], Any]) -> dict[str, Any]:
@@ -328,7 +325,7 @@ def _outputs(
     specs = [s for s in program.graph_signature.output_specs if s.kind.name == "USER_OUTPUT"]
     returned, replaced = program.call_spec.out_spec.children()
     for name, spec in zip(replaced.context, specs[returned.num_leaves :], strict=True):
-        _note_update(builder, name, values[spec.arg.name])
+        builder.updates[name] = builder.gather(values[spec.arg.name])
     found = [values.get(getattr(spec.arg, "name", "")) for spec in specs[: returned.num_leaves]]
     outputs = [value for value in found if isinstance(value, Ref)]
     if has_loss:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from gigagrad.graphs.builder import Builder
-from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref, references
+from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref, references, substitute
 from gigagrad.graphs.rewrites import ON_FIELDS, STRUCTURE
 from gigagrad.graphs.table import NoPixels, Refused, lookup
 
@@ -54,12 +54,5 @@ def _scattered(builder: Builder, value: Any, axes: Axes, *, least: int) -> Any:
 
 def whole_field(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     """Append the operator on its operands as whole tensors."""
-    return builder.call(op, {name: _gathered(builder, value) for name, value in arguments.items()})
-
-
-def _gathered(builder: Builder, value: Any) -> Any:
-    if isinstance(value, Ref):
-        return builder.gather(value) if builder.is_field(value) else value
-    if isinstance(value, list | tuple):
-        return [_gathered(builder, item) for item in value]
-    return value
+    whole = {ref.id: builder.gather(ref) for ref in references(arguments)}
+    return builder.call(op, {name: substitute(value, whole) for name, value in arguments.items()})
