@@ -12,6 +12,7 @@ import torch
 from gigagrad.errors import WriteError
 from gigagrad.files import (
     check_destination,
+    read_json,
     read_tensors,
     replacing,
     write_csv,
@@ -156,6 +157,17 @@ def test_json_is_readable_and_holds_numbers_only(tmp_path):
     assert json.loads((tmp_path / "a.json").read_bytes())["loss"] == 0.5
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "b.json", {"loss": float("nan")})
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{", b"\xff", b"[" * 100_000], ids=["missing", "empty", "cut", "not text", "deep"]
+)
+def test_json_that_cannot_be_read_is_one_error(tmp_path, content):
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match="Error: "):
+        read_json(path)
 
 
 def test_a_table_quotes_what_needs_it(tmp_path):

@@ -5,6 +5,9 @@ Broken invariants of our own are `assert`s instead; they are never dressed up as
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 from gigagrad.units import format_bytes
 
 
@@ -82,3 +85,10 @@ class BudgetError(GigagradError):
             f"the smallest budget that works is {format_bytes(smallest_bytes)}"
         )
         super().__init__(f"{message}; {remedy}" if remedy else message + budgets)
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: `, did you mean 'this'?`, or nothing."""
+    spellings = {word.lower(): word for word in known}
+    close = get_close_matches(wrong.lower(), spellings, n=1)
+    return f", did you mean {spellings[close[0]]!r}?" if close else ""

@@ -184,6 +184,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises `ValueError` with the reason for a missing or damaged file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
     """Write a table, atomically. Raises `WriteError`."""
     text = io.StringIO(newline="")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gigagrad.plans import Machine, machine
@@ -79,6 +79,7 @@ def test_a_damaged_or_foreign_profile_is_refused_in_one_sentence(home, damage, r
 
 
 @given(st.binary(max_size=200))
+@example(b"[" * 100_000)
 def test_no_bytes_crash_the_reader(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("bytes") / "machine.json"
     path.write_bytes(content)

@@ -8,7 +8,6 @@ started again, so that an interrupted one goes on from where it stopped.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from gigagrad.demo.step import measured_step
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Listener, Notice
-from gigagrad.files import write_csv, write_json
+from gigagrad.files import read_json, write_csv, write_json
 from gigagrad.images import make_cohort, make_slide
 from gigagrad.images.labelling import label_slides
 from gigagrad.prediction import Evaluation, PredictConfig, evaluate, predict
@@ -130,8 +129,8 @@ def _claim(out: Path, settings: Mapping[str, Any]) -> None:
     path = out / "demo.json"
     if path.exists():
         try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            before = read_json(path)
+        except ValueError as error:
             raise ConfigError(f"{path} is damaged ({error}); remove the folder or choose another --out") from error
         if before != dict(settings):
             raise ConfigError(f"{out} holds a demo with other settings; remove it or choose another --out")
@@ -173,8 +172,8 @@ def _predict(
 def _numbers(path: Path) -> Mapping[str, Any]:
     """The numbers of a step taken before. Raises `ConfigError` where the file holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = read_json(path)
+    except ValueError as error:
         raise ConfigError(f"{path} is damaged ({error}); remove it to take the step again") from error
     if not isinstance(found, dict) or not all(isinstance(value, (int, float, type(None))) for value in found.values()):
         raise ConfigError(f"{path} holds no numbers of a step; remove it to take the step again")

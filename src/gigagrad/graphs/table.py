@@ -182,6 +182,22 @@ class Whole(Row):
         raise AssertionError(call.node.op)
 
 
+class Unmoved(Row):
+    """What reads of every field the positions that it makes, and runs on crops as it is."""
+
+    pixelwise = True
+
+    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
+        return per_operand(call, lambda _: out)
+
+    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+        result: torch.Tensor = operators.call(call.node.op, arguments)
+        return result
+
+    def flops(self, call: Call) -> float:
+        return 0.0
+
+
 class Part(Whole):
     """One output of an operator that has several."""
 

@@ -25,11 +25,11 @@ from urllib.parse import unquote
 
 from torch import nn
 
-from gigagrad.errors import ModelError
+from gigagrad.errors import ModelError, did_you_mean
 from gigagrad.models.multi_stain import MultiStainNet
 from gigagrad.models.paper import PaperUNet
 from gigagrad.models.preprocess import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocess
-from gigagrad.models.trust import check_trusted, did_you_mean, import_callable
+from gigagrad.models.trust import check_trusted, import_callable
 
 _FORMS = "paper-unet, multi-stain, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable"
 _WEIGHTS: Final = {"pretrained", "encoder_weights", "weights"}

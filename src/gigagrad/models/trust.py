@@ -7,12 +7,11 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
-from gigagrad.errors import ModelError
+from gigagrad.errors import ModelError, did_you_mean
 
 # The message below is made to be copied into a shell, so nothing that a shell reads otherwise may stand in a name.
 _PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -55,10 +54,3 @@ def import_callable(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise ModelError(f"{path!r} is a {type(found).__name__}; expected something to call")
     return found  # type: ignore[no-any-return]
-
-
-def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: `, did you mean 'this'?`, or nothing."""
-    spellings = {word.lower(): word for word in known}
-    close = get_close_matches(wrong.lower(), spellings, n=1)
-    return f", did you mean {spellings[close[0]]!r}?" if close else ""

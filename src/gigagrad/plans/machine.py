@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from gigagrad.errors import GigagradError
-from gigagrad.files import write_json
+from gigagrad.files import read_json, write_json
 
 _LARGEST_CACHE_BYTES = 32 * 2**20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -164,9 +164,9 @@ def write_profile(path: Path, machine: Machine) -> None:
 def read_profile(path: Path) -> dict[str, float]:
     """The rates in a profile of this machine. Raises `ProfileError` with the reason if it is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"the machine profile {path} cannot be read ({type(error).__name__})") from error
+        content = read_json(path)
+    except ValueError as error:
+        raise ProfileError(f"the machine profile {path} cannot be read ({error})") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ProfileError(f"the machine profile {path} is not in the format of this version ('{_FORMAT}')")
     if content.get("machine") != machine_key():

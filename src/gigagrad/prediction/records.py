@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from gigagrad.errors import ConfigError
-from gigagrad.files import write_text
+from gigagrad.files import read_json, write_text
 
 FILE_NAME: Final = "predictions.json"
 
@@ -76,9 +76,9 @@ def read_records(out: Path) -> dict[str, SlideResult]:
     if not path.is_file():
         return {}
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["slides"]
+        entries = read_json(path)["slides"]
         return {entry["name"]: _parse(entry) for entry in entries}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is damaged or of another version ({error}); move it away or choose another --out"
         ) from error

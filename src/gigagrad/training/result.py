@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from gigagrad.errors import ConfigError
-from gigagrad.files import write_json
+from gigagrad.files import read_json, write_json
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.training.folder import RunFolder
 
@@ -65,10 +64,10 @@ class FitResult:
         """Read `summary.json` of a run folder. Raises `ConfigError` when it is not one of `save`'s."""
         path = RunFolder(out).summary
         try:
-            summary = json.loads(path.read_text(encoding="utf-8"))
+            summary = read_json(path)
             metric = summary["metric"]
             rest = {key: summary[key] for key in ("epochs", "steps", "best_epoch", "best_loss")}
             scores = {str(name): float(score) for name, score in summary[metric].items()}
             return cls(out=out, metric=str(metric), scores=scores, **rest)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ConfigError(f"cannot read {path}; remove it to test the run again") from error

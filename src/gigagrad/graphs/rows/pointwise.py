@@ -14,7 +14,6 @@ import torch
 from gigagrad.boxes import Span
 from gigagrad.graphs import operators
 from gigagrad.graphs.graph import Axes, Node, Ref
-from gigagrad.graphs.operators import call as call_operator
 from gigagrad.graphs.statistics import normalise
 from gigagrad.graphs.table import (
     Affine,
@@ -25,6 +24,7 @@ from gigagrad.graphs.table import (
     Row,
     Saved,
     Site,
+    Unmoved,
     Whole,
     common_axes,
     per_operand,
@@ -39,13 +39,11 @@ def _size_at(shape: tuple[int, ...], axis: int) -> int:
     return shape[axis] if -axis <= len(shape) else 1
 
 
-class Broadcasting(Row):
+class Broadcasting(Unmoved):
     """Elementwise operators whose tensor operands broadcast against each other.
 
     `temporaries`: how many results of the output's size their derivative formulas hold between the first and the last.
     """
-
-    pixelwise = True
 
     def __init__(
         self, saved: Saved, temporaries: int = 0, *, affine: Affine = Affine.NO, differentiable: bool = True
@@ -76,11 +74,7 @@ class Broadcasting(Row):
                 else arguments[name]
                 for name, value in call.node.arguments.items()
             }
-        result: torch.Tensor = call_operator(call.node.op, arguments)
-        return result
-
-    def flops(self, call: Call) -> float:
-        return 0.0
+        return super().run(call, arguments, site)
 
     @staticmethod
     def _extends(call: Call, operand: Node) -> bool:
@@ -156,10 +150,8 @@ class Quotient(Broadcasting):
         return {operand.id for operand in kept if operand.is_field}
 
 
-class PerPosition(Row):
+class PerPosition(Unmoved):
     """Operators that mix channels of one position only: the axes they name must not be spatial."""
-
-    pixelwise = True
 
     def __init__(
         self, saved: Saved, dims: str | None = None, keeps: str | None = None, *, affine: Affine = Affine.NO
@@ -187,16 +179,6 @@ class PerPosition(Row):
         if value is None or value == []:
             raise Refused("it works along all axes of the image")
         return [dim % rank for dim in ([value] if isinstance(value, int) else value)]
-
-    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        return per_operand(call, lambda _: out)
-
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        result: torch.Tensor = call_operator(call.node.op, arguments)
-        return result
-
-    def flops(self, call: Call) -> float:
-        return 0.0
 
 
 class Folding(PerPosition):

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes, Node, Ref
-from gigagrad.graphs.operators import call as call_operator
 from gigagrad.graphs.rows.windows import require_nchw
 from gigagrad.graphs.table import (
     Affine,
@@ -19,9 +18,9 @@ from gigagrad.graphs.table import (
     Gains,
     Layout,
     Refused,
-    Row,
     Saved,
     Site,
+    Unmoved,
     common_axes,
     per_operand,
     register,
@@ -30,22 +29,19 @@ from gigagrad.graphs.table import (
 )
 
 
-class Moving(Row):
-    """Base of the rows that keep every position where it is."""
+class Moving(Unmoved):
+    """Base of the rows that keep every value as it is."""
 
     saved = Saved.NOTHING
-    pixelwise = True
     affine = Affine.JOINTLY
 
-    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        return per_operand(call, lambda _: out)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        result: torch.Tensor = call_operator(call.node.op, arguments)
-        return result
-
-    def flops(self, call: Call) -> float:
-        return 0.0
+def _spatial_dim(call: Call) -> int | None:
+    """0 or 1 if what an operator's `dim` names is y or x."""
+    rank, axes = len(call.operands[0].shape), call.operands[0].axes
+    assert axes is not None
+    dim = call["dim"] % rank - rank
+    return axes.index(dim) if dim in axes else None
 
 
 class Concatenation(Moving):
@@ -56,16 +52,8 @@ class Concatenation(Moving):
             raise Refused("it joins a field with a value that has no spatial axes")
         return common_axes(call)
 
-    @staticmethod
-    def _joined_axis(call: Call) -> int | None:
-        """0 or 1 if the operands are joined along y or x."""
-        rank, axes = len(call.operands[0].shape), call.operands[0].axes
-        assert axes is not None
-        dim = call["dim"] % rank - rank
-        return axes.index(dim) if dim in axes else None
-
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        if self._joined_axis(call) != axis:
+        if _spatial_dim(call) != axis:
             return per_operand(call, lambda _: out)
         spans: list[Span | None] = []
         offset = 0
@@ -100,19 +88,12 @@ class Slicing(Moving):
         return common_axes(call)
 
     @staticmethod
-    def _sliced_axis(call: Call) -> int | None:
-        rank, axes = len(call.operands[0].shape), call.operands[0].axes
-        assert axes is not None
-        dim = call["dim"] % rank - rank
-        return axes.index(dim) if dim in axes else None
-
-    @staticmethod
     def _start(call: Call, size: int) -> int:
         start = call["start"] or 0
         return min(max(start + size if start < 0 else start, 0), size)
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        if self._sliced_axis(call) != axis:
+        if _spatial_dim(call) != axis:
             return per_operand(call, lambda _: out)
         step = call["step"]
 
@@ -124,10 +105,9 @@ class Slicing(Moving):
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         crop: torch.Tensor = arguments["self"]
-        axis = self._sliced_axis(call)
+        axis = _spatial_dim(call)
         if axis is None:
-            result: torch.Tensor = call_operator(call.node.op, arguments)
-            return result
+            return super().run(call, arguments, site)
         step, dim = call["step"], call["dim"]
         return crop if step == 1 else torch.ops.aten.slice.Tensor(crop, dim, 0, crop.shape[dim], step)
 

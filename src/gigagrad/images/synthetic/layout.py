@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.images.image import Array
-
-Plane = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
+from gigagrad.images.synthetic.textures import Bytes, Plane, as_bytes
 
 STEP: Final = 16  # px per cell; a power of two keeps interpolated positions exact
 FAR: Final = 120  # px; distances to pen strokes are kept up to here
@@ -58,16 +56,18 @@ def make_layout(height: int, width: int, rng: np.random.Generator) -> Layout:
     """Draw the anatomy of a slide of `height x width` pixels."""
     shape = -(-height // STEP) + 2, -(-width // STEP) + 2
     outline = _outline(shape, height, width, rng)
-    epithelium = _bytes(128 + 900 * (_noise(shape, (2200, 700, 260, 90), rng) - 0.12))
+    epithelium = as_bytes(128 + 900 * (_noise(shape, (2200, 700, 260, 90), rng) - 0.12))
     # Fat keeps away from the tissue's border and the slide's, so that it is enclosed and the recipe fills its vacuoles.
     y, x = (np.arange(side, dtype=np.float32) * STEP - STEP / 2 for side in shape)
     to_edge = np.minimum(np.minimum(y, height - y)[:, None], np.minimum(x, width - x)[None])
     depth = np.clip((np.minimum(outline, to_edge) - 140) / 90, 0, 1)
-    fat = _bytes((128 + 2500 * (_noise(shape, (800, 250), rng) - 1.4)) * depth)
+    fat = as_bytes((128 + 2500 * (_noise(shape, (800, 250), rng) - 1.4)) * depth)
     folds = _folds(shape, rng) * np.clip(outline / 60, 0, 1)
     stain = np.empty((*shape, 2), np.uint8)
     for channel, strength in enumerate(rng.uniform(104, 128, 2)):
-        stain[..., channel] = _bytes(strength * (1 + 0.13 * _noise(shape, (4000, 1100, 300), rng)) * (1 + 0.85 * folds))
+        stain[..., channel] = as_bytes(
+            strength * (1 + 0.13 * _noise(shape, (4000, 1100, 300), rng)) * (1 + 0.85 * folds)
+        )
     warp = np.stack([_WARP_PX * _noise(shape, (2600, 1200), rng) for _ in range(2)], axis=-1)
     fields, field_px, origin = _fields(outline, height, width, rng)
     return Layout(
@@ -219,7 +219,3 @@ def _fields(
         if cells(outline, grown).max(initial=-np.inf) > 0:
             table[row, column] = rng.integers(0, 4)
     return table, side, origin
-
-
-def _bytes(values: Array) -> Bytes:
-    return np.clip(np.rint(values), 0, 255).astype(np.uint8)

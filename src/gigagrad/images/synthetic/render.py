@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 from gigagrad.boxes import Box, Span, split
 from gigagrad.images.image import Array
 from gigagrad.images.synthetic.layout import FAR, Layout, cells, make_layout, pen_half_width, upsample
-from gigagrad.images.synthetic.textures import GRAIN_MEAN, PERIOD, Textures
+from gigagrad.images.synthetic.textures import GRAIN_MEAN, PERIOD, Bytes, Textures
 from gigagrad.threads import SideThreads
-
-Bytes = NDArray[np.uint8]
 
 BLOCK_HEIGHT: Final = 256
 BLOCK_WIDTH: Final = 512

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from gigagrad.images.image import Array
 
 Plane = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
 
 PERIOD: Final = 1024  # px
 _REACH: Final = 64  # px; the largest thing drawn reaches less far beyond the border
@@ -33,11 +34,11 @@ class Textures:
     """
 
     mpp: float
-    stroma: NDArray[np.uint8]
-    epithelium: NDArray[np.uint8]
-    fat: NDArray[np.uint8]
+    stroma: Bytes
+    epithelium: Bytes
+    fat: Bytes
     roughness: Plane
-    grain: NDArray[np.uint8]
+    grain: Bytes
 
 
 GRAIN_MEAN: Final = 4
@@ -53,11 +54,11 @@ def make_textures(mpp: float = 0.5) -> Textures:
         epithelium=_epithelium(rng, mpp),
         fat=_fat(rng, mpp),
         roughness=_noise(rng, 6 / mpp / 2) * np.float32(0.8) + _noise(rng, 2.0 / mpp) * np.float32(0.6),
-        grain=_bytes(grain),
+        grain=as_bytes(grain),
     )
 
 
-def _stroma(rng: np.random.Generator, mpp: float) -> NDArray[np.uint8]:
+def _stroma(rng: np.random.Generator, mpp: float) -> Bytes:
     """Wavy collagen bundles with slits between them and thin spindle nuclei along them."""
     um = 1 / mpp  # px per micrometre
     bend = _noise(rng, 25 * um) * np.float32(9 * um)
@@ -75,7 +76,7 @@ def _stroma(rng: np.random.Generator, mpp: float) -> NDArray[np.uint8]:
     return _pair(hematoxylin, np.where(nuclei > 60, 0.6 * eosin + 20, eosin))
 
 
-def _epithelium(rng: np.random.Generator, mpp: float) -> NDArray[np.uint8]:
+def _epithelium(rng: np.random.Generator, mpp: float) -> Bytes:
     """Packed cells with round, speckled nuclei, paler seams between the cells and a few lumens."""
     um = 1 / mpp
     centres = _scatter(rng, 10.5 * um)
@@ -97,7 +98,7 @@ def _epithelium(rng: np.random.Generator, mpp: float) -> NDArray[np.uint8]:
     return _pair(_blur(hematoxylin, 0.35 * um) * tissue, np.where(nuclei > 40, 62, eosin) * tissue)
 
 
-def _fat(rng: np.random.Generator, mpp: float) -> NDArray[np.uint8]:
+def _fat(rng: np.random.Generator, mpp: float) -> Bytes:
     """Empty vacuoles of fat cells in a net of thin membranes, with a flat nucleus here and there."""
     um = 1 / mpp
     pitch = 46 * um
@@ -186,9 +187,10 @@ def _two_nearest(pitch_px: float, centres: Array) -> tuple[Plane, Plane]:
     return first, second
 
 
-def _bytes(values: Array) -> NDArray[np.uint8]:
+def as_bytes(values: Array) -> Bytes:
+    """Rounded, and at most what a byte holds."""
     return np.clip(np.rint(values), 0, 255).astype(np.uint8)
 
 
-def _pair(hematoxylin: Array, eosin: Array) -> NDArray[np.uint8]:
-    return _bytes(np.stack([hematoxylin, eosin], axis=-1))
+def _pair(hematoxylin: Array, eosin: Array) -> Bytes:
+    return as_bytes(np.stack([hematoxylin, eosin], axis=-1))
