@@ -1,6 +1,7 @@
 # make demo    everything once, ending in gigagrad-demo/report.html
 # make test    all tests
 # make zoo     a dozen published models, compared with plain autograd
+# make quick   in a minute: lint, and the tests of what everything stands on
 # make lint    style, formatting, types and the direction of the imports
 #
 # Each makes its own environment in .venv first, once; all it needs is Python 3.11 or later.
@@ -9,13 +10,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test zoo lint clean
+.PHONY: demo test quick zoo lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/gigagrad demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2
+
+quick: lint
+	$(BIN)/python -m pytest --quiet --numprocesses 2 --hypothesis-profile quick -m "not slow" \
+		tests/test_boxes.py tests/test_documents.py tests/graphs tests/plans tests/stores tests/execution/test_engine_gradients.py
 
 zoo: $(INSTALLED)
 	rm -f .zoo.jsonl

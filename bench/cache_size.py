@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gigagrad as gg
-import gigagrad.plans.machine as machine
+import gigagrad.devices.machine as machine
 from bench.calibration import Bytes, loss, subject
 
 _CASES = (

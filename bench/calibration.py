@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 import gigagrad as gg
 import tests.torchvision_operators  # noqa: F401
+from gigagrad.devices.heap import settle_allocator
+from gigagrad.devices.machine import Machine
 from gigagrad.events import TileDone
-from gigagrad.execution.allocator import settle_allocator
-from gigagrad.plans.machine import Machine
 
 _TWENTIETH = 0.05
 _FEWEST_TILES = 40

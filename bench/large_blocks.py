@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gigagrad as gg
 from bench.calibration import loss, subject
-from gigagrad.execution import allocator
-from gigagrad.execution.process import peak_resident_bytes
+from gigagrad.devices import cpu
+from gigagrad.devices.heap import peak_resident_bytes
 
 _CASES = (
     ("paper-unet", (2048, 2048), "train"),
@@ -41,18 +41,18 @@ _STEPS = 4
 def one(name: str, size: tuple[int, int], mode: str, way: str, memory: str | None) -> dict[str, float]:
     """Steps of one network, in this process."""
     warnings.simplefilter("ignore")
-    begin, give_back, given_back = allocator.Trimmer.begin_pass, allocator.return_freed_memory, 0
+    begin, give_back, given_back = cpu.HeapWatch.begin_pass, cpu.Cpu.trim, 0
 
-    def as_if_small(self: allocator.Trimmer, tile_bytes: int, beside_bytes: int, largest_bytes: int = 0) -> None:
+    def as_if_small(self: cpu.HeapWatch, tile_bytes: int, beside_bytes: int, largest_bytes: int = 0) -> None:
         begin(self, tile_bytes, beside_bytes, largest_bytes if way == "heap" else 0)
 
-    def counted() -> None:
+    def counted(self: cpu.Cpu) -> None:
         nonlocal given_back
         given_back += 1
-        give_back()
+        give_back(self)
 
-    allocator.Trimmer.begin_pass = as_if_small  # type: ignore[method-assign]
-    allocator.return_freed_memory = counted
+    cpu.HeapWatch.begin_pass = as_if_small  # type: ignore[method-assign]
+    cpu.Cpu.trim = counted  # type: ignore[method-assign]
     network, image, target = subject(name, size)
     engine = gg.compile(network.train(mode == "train"), loss, memory=memory)
     predicted = engine.plan(image, target).predicted_peak_bytes

@@ -31,6 +31,7 @@ from gigagrad.boxes import Box
 from gigagrad.events import Event, TileDone
 from gigagrad.images import Image
 from gigagrad.models import PaperUNet, Preprocess
+from gigagrad.plans import ledger
 
 PERIOD_PX = 4099
 SHIFT_PX = 1237
@@ -139,8 +140,8 @@ def main() -> None:
         "peak_rss_bytes": step.peak_bytes,
         "predicted_peak_bytes": step.predicted_peak_bytes,
         "budget_bytes": step.budget_bytes,
-        "scratch_bytes": plan.scratch_bytes,
-        "kept_bytes": plan.kept_bytes,
+        "scratch_bytes": plan.bytes_in("disk"),
+        "kept_bytes": plan.most(ledger.FIELDS, ledger.COTANGENTS),
         "tiles": plan.tile_count,
         "loss": value.item(),
         "gradient_norm": gradient.norm().item(),

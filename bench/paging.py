@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gigagrad.boxes import Box
+from gigagrad.plans import ledger
 from gigagrad.stores import HostStore
 
 CACHE_BYTES = 96 * 2**20
@@ -50,7 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.run == "plan":
         plan = engine(None, None).plan(*pair(args))
-        print(json.dumps({"peak": plan.predicted_peak_bytes, "fields": plan.kept_bytes}))
+        print(json.dumps({"peak": plan.predicted_peak_bytes, "fields": plan.most(ledger.FIELDS, ledger.COTANGENTS)}))
     elif args.run:
         print(json.dumps(step(args)))
     else:

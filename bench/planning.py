@@ -47,10 +47,11 @@ def measured(model: str, size: tuple[int, int], *, curve: bool) -> dict[str, Any
     import torch
 
     import tests.torchvision_operators  # noqa: F401
-    from gigagrad.execution.process import peak_resident_bytes
+    from gigagrad.devices import Machine
+    from gigagrad.devices.heap import peak_resident_bytes
     from gigagrad.graphs import InputSpec, capture
     from gigagrad.models import resolve
-    from gigagrad.plans import Costs, Limits, Machine, make_plan, simulate, trade_off
+    from gigagrad.plans import Amount, Costs, Problem, ledger, make_plan, simulate, trade_off
     from gigagrad.training.losses import named_loss
 
     seconds: dict[str, float] = {}
@@ -73,23 +74,14 @@ def measured(model: str, size: tuple[int, int], *, curve: bool) -> dict[str, Any
     machine = Machine.detect(torch.get_num_threads())
     costs = Costs(graph, machine)
     process = 512 * 2**20
-    limits = Limits(budget_bytes=None, base_bytes=process, reader_cache_bytes=0, runtime_bytes=160 * 2**20)
+    held = (Amount(ledger.PROCESS, process), Amount(ledger.STEP, 160 * 2**20))
+    problem = Problem(graph=graph, backward=True, machine=machine, held=held)
 
     def plan_at(budget_bytes: int | None) -> Any:
-        return make_plan(
-            graph,
-            dataclasses.replace(limits, budget_bytes=budget_bytes),
-            machine,
-            image_shape=(3, *size),
-            backward=True,
-            device="cpu",
-            memory_format="channels_last",
-            tiles=None,
-            costs=costs,
-        )
+        return make_plan(dataclasses.replace(problem, budget_bytes=budget_bytes), costs=costs)
 
     plan = timed("plan", lambda: plan_at(None))
-    simulation = timed("simulate", lambda: simulate(graph, plan, backward=True))
+    simulation = timed("simulate", lambda: simulate(problem, plan))
     for fault in simulation.faults:
         print(fault)
     points = timed("curve", lambda: trade_off(plan_at)) if curve else ()

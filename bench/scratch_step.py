@@ -91,6 +91,7 @@ def plain(args: argparse.Namespace) -> dict[str, Any]:
 
 def ours(args: argparse.Namespace) -> dict[str, Any]:
     import gigagrad as gg
+    from gigagrad.plans import ledger
 
     model = network(args.encoder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # as plain autograd: nothing beside the gradients
@@ -111,8 +112,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         "peak_rss_bytes": step.peak_bytes,
         "predicted_peak_bytes": step.predicted_peak_bytes,
         "budget_bytes": step.budget_bytes,
-        "base_bytes": plan.base_bytes,
-        "scratch_bytes": plan.scratch_bytes,
+        "base_bytes": plan.most(ledger.PROCESS),
+        "scratch_bytes": plan.bytes_in("disk"),
         "fields_on_disk": sum(field.tier == "disk" for field in plan.kept),
         "loss": value.item(),
         "threads": torch.get_num_threads(),

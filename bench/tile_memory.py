@@ -34,6 +34,7 @@ def one(model_name: str, side: int) -> None:
 
     import gigagrad as gg
     import tests.torchvision_operators  # noqa: F401
+    from gigagrad.plans import ledger
     from gigagrad.training.losses import bce
 
     model = gg.models.resolve(model_name).eval()
@@ -46,7 +47,7 @@ def one(model_name: str, side: int) -> None:
         engine.backward(image, mask)
     assert engine.last_run is not None
     measured = engine.last_run.peak_bytes
-    print(json.dumps({"measured": measured, "predicted": plan.predicted_peak_bytes, "base": plan.base_bytes}))
+    print(json.dumps({"measured": measured, "predicted": plan.predicted_peak_bytes, "base": plan.most(ledger.PROCESS)}))
 
 
 def main() -> None:

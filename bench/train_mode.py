@@ -67,7 +67,8 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
     import gigagrad as gg
-    from gigagrad.execution.process import peak_resident_bytes, resident_bytes
+    from gigagrad.devices.heap import peak_resident_bytes, resident_bytes
+    from gigagrad.plans import ledger
 
     torch.set_num_threads(2)
     torch.manual_seed(0)
@@ -108,8 +109,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         result = {
             "budget_bytes": before + args.above,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
-            "kept_bytes": plan.kept_bytes,
-            "scratch_bytes": plan.scratch_bytes,
+            "kept_bytes": plan.most(ledger.FIELDS, ledger.COTANGENTS),
+            "scratch_bytes": plan.bytes_in("disk"),
         }
     return {
         **result,

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import bench.budgets as budgets
 import bench.budgets_case as budgets_case
-from gigagrad.execution.allocator import Trimmer
+from gigagrad.devices.cpu import HeapWatch
 from gigagrad.execution.run import Run
 
 _MIB = 2**20
@@ -42,7 +42,7 @@ def one(seed: int, case: int, budget: int, mib: int, *, holds: bool) -> None:
 
     Run.__enter__ = entered  # type: ignore[method-assign]
     if not holds:
-        Trimmer.is_short = lambda *_: False  # type: ignore[method-assign]
+        HeapWatch.is_short = lambda *_: False  # type: ignore[method-assign]
     print(json.dumps(budgets_case.run(budgets.draw(seed, case) | {"budget": budget * _MIB})))
 
 

@@ -12,9 +12,9 @@ import tifffile
 import torch
 from hypothesis import HealthCheck, settings
 
+from gigagrad.devices import machine
 from gigagrad.images import open_image, write_label
 from gigagrad.models import resolve, save_model
-from gigagrad.plans import machine
 from tests import torchvision_operators  # noqa: F401
 
 # Two test processes share two cores; small tensors gain nothing from a second thread.
@@ -22,6 +22,7 @@ torch.set_num_threads(1)
 
 # No test depends on time, and a slow machine is not a failure.
 settings.register_profile("gigagrad", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("gigagrad"), max_examples=5)
 settings.load_profile("gigagrad")
 
 

@@ -122,7 +122,7 @@ def test_label_keeps_what_is_there_unless_told_otherwise(jpeg_slide, tmp_path, c
     mask = tmp_path / "masks" / "small.tif"
     assert lines(capsys.readouterr().out)[-1] == str(mask)
     with open_image(mask) as written:
-        assert (written.shape, written.mpp) == ((1, 700, 900), pytest.approx(0.25))
+        assert (written.shape, written.mpp) == ((1, 700, 900), pytest.approx(0.25))  # type: ignore[comparison-overlap]
     mask.write_bytes(b"mine")
     assert main(command) == 0
     assert mask.read_bytes() == b"mine"

@@ -5,6 +5,7 @@ import fcntl
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_what_a_killed_process_left_goes_when_the_next_file_is_written_and_nothi
 def test_a_file_that_was_taken_for_abandoned_is_begun_again(tmp_path, monkeypatch):
     """Between its creation and its lock, somebody cleaned up."""
     flock = fcntl.flock
-    taken = []
+    taken: list[Any] = []
 
     def late(file, how):
         if not taken:

@@ -6,8 +6,9 @@ value = engine.backward(gigagrad.open_image("slide.svs"), gigagrad.open_image("m
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
+
+from gigagrad.devices import heap
 
 if TYPE_CHECKING:
     from gigagrad import models as models
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "GigagradError", "Image", "compile", "fit", "losses", "models", "open_image", "predict"]
 __version__ = "0.1.0"
 
-# Large blocks of memory in huge pages (docs/decisions/0015-huge-pages.md). PyTorch asks once, before its first tensor.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+heap.before_pytorch()
 
 _ROOMS = {"losses": "gigagrad.training.losses", "models": "gigagrad.models"}
 _HOMES = {

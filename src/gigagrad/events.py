@@ -70,6 +70,8 @@ class StepMeasured(Event):
     peak_bytes: int
     predicted_peak_bytes: int
     budget_bytes: int
+    earlier_peak_bytes: int = 0
+    """What the process had held at some time before: `peak_bytes` is the process's own, whoever set it."""
     gradient_error: float = 0.0
 
 

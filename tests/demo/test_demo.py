@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def one_thread(monkeypatch):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "out"
-    events = []
+    events: list[Any] = []
     return out, run_demo(out, TINY, memory=MEMORY, listeners=(events.append,)), events
 
 

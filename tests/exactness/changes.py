@@ -63,7 +63,7 @@ def by_pytorch(image: Tensor, target: Tensor) -> Callable[[Way], Callable[[], Te
     def call(made: Way) -> Callable[[], Tensor]:
         def step() -> Tensor:
             value = made.loss(made.model(image[None]), target[None])
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
             return value
 
         return step
@@ -446,12 +446,12 @@ WAYS |= {
     "a parameter replaced": hooked(
         lambda m, s: setattr(m.conv, "weight", nn.Parameter(torch.ones(2, 1, 3, 3).double() * (1 + s)))
     ),
-    "a parameter in place": hooked(lambda m, s: m.conv.weight.data.mul_(1.5)),
+    "a parameter in place": hooked(lambda m, s: m.conv.weight.data.mul_(1.5)),  # type: ignore[operator]
     "a frozen parameter": hooked(lambda m, s: m.conv.bias.requires_grad_(s % 2 == 1)),
     "a padding": hooked(
         lambda m, s: m.conv.__dict__.update(padding=(0, 0) if s == 0 else (2, 2), dilation=(1, 1) if s == 0 else (2, 2))
     ),
-    "a parametrization": hooked(lambda m, s: s or nn.utils.parametrizations.weight_norm(m.conv, dim=0)),
+    "a parametrization": hooked(lambda m, s: s or nn.utils.parametrizations.weight_norm(m.conv, dim=0)),  # type: ignore[arg-type]
 }
 
 
@@ -485,18 +485,18 @@ def a_counter_that_only_counts() -> Way:
 def a_list_that_forward_appends_to() -> Way:
     class Noting(Reader):
         def forward(self, x: Tensor) -> Tensor:
-            self.sizes.append(tuple(x.shape))
-            return super().forward(x) * len(self.sizes)
+            self.sizes.append(tuple(x.shape))  # type: ignore[operator]
+            return super().forward(x) * len(self.sizes)  # type: ignore[arg-type]
 
     model = Noting(sizes=[])
-    return Way(model, mse, state=lambda: list(model.sizes))
+    return Way(model, mse, state=lambda: list(model.sizes))  # type: ignore[arg-type]
 
 
 @way
 def a_flag_set_by_the_first_call() -> Way:
     class Once(Reader):
         def forward(self, x: Tensor) -> Tensor:
-            scale, self.started = (1.0 if self.started else 3.0), True
+            scale, self.started = (1.0 if self.started else 3.0), True  # type: ignore[has-type]
             return super().forward(x) * scale
 
     model = Once(started=False)
@@ -507,7 +507,7 @@ def a_flag_set_by_the_first_call() -> Way:
 def a_switch_that_forward_throws() -> Way:
     class Switching(Reader):
         def forward(self, x: Tensor) -> Tensor:
-            self.on = not self.on
+            self.on = not self.on  # type: ignore[has-type]
             return super().forward(x) * (2.0 if self.on else 5.0)
 
     model = Switching(on=False)
@@ -539,7 +539,7 @@ def a_generator_of_the_models_own() -> Way:
 @way
 def a_plain_tensor_that_forward_changes() -> Way:
     model = Reader(lambda self: self.a.add_(1.0), a=torch.zeros(1).double())
-    return Way(model, mse, state=lambda: model.a.clone())
+    return Way(model, mse, state=lambda: model.a.clone())  # type: ignore[operator]
 
 
 @way
@@ -549,7 +549,7 @@ def an_array_that_forward_changes() -> Way:
         return float(self.a[0])
 
     model = Reader(read, a=np.zeros(2))
-    return Way(model, mse, state=lambda: model.a.tolist())
+    return Way(model, mse, state=lambda: model.a.tolist())  # type: ignore[operator]
 
 
 @way

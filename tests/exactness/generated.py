@@ -112,7 +112,7 @@ def _convolution(rng: random.Random, c: int) -> tuple[nn.Module, int]:
         dilation=_pair(rng, 1, 2),
         groups=groups,
         bias=rng.random() < 0.7,
-        padding_mode=mode,
+        padding_mode=mode,  # type: ignore[arg-type]
     )
     return layer, out
 
@@ -123,7 +123,15 @@ def _transposed(rng: random.Random, c: int) -> tuple[nn.Module, int]:
     out = groups * rng.randint(1, 2)
     extra = [rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)]
     layer = nn.ConvTranspose2d(
-        c, out, _pair(rng, 1, 5), stride, _pair(rng, 0, 2), extra, groups, rng.random() < 0.7, dilation
+        c,
+        out,
+        _pair(rng, 1, 5),
+        stride,
+        _pair(rng, 0, 2),
+        extra,  # type: ignore[arg-type]
+        groups,
+        rng.random() < 0.7,
+        dilation,
     )
     return layer, out
 
@@ -140,7 +148,7 @@ def _average_pool(rng: random.Random, c: int) -> tuple[nn.Module, int]:
     layer = nn.AvgPool2d(
         kernel,
         _pair(rng, 1, 3),
-        padding,
+        padding,  # type: ignore[arg-type]
         ceil_mode=rng.random() < 0.5,
         count_include_pad=rng.random() < 0.5,
         divisor_override=rng.choice([None, None, 3]),
@@ -153,7 +161,7 @@ def _resize(rng: random.Random, c: int) -> tuple[nn.Module, int]:
     align = rng.random() < 0.5 if mode in ("bilinear", "bicubic") else None
     if rng.random() < 0.6:
         factor = rng.choice([2, 2, 3, 4, 1.7, 0.6, (2.0, 1.3)])
-        return nn.Upsample(scale_factor=factor, mode=mode, align_corners=align), c
+        return nn.Upsample(scale_factor=factor, mode=mode, align_corners=align), c  # type: ignore[arg-type]
     return nn.Upsample(size=_pair(rng, 5, 40), mode=mode, align_corners=align), c
 
 
@@ -175,7 +183,7 @@ def _activation(rng: random.Random, c: int) -> tuple[nn.Module, int]:
 
 def _pad(rng: random.Random, c: int) -> tuple[nn.Module, int]:
     amounts = tuple(rng.randint(0, 3) for _ in range(4))
-    return rng.choice([nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d])(amounts), c
+    return rng.choice([nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d])(amounts), c  # type: ignore[arg-type]
 
 
 def _slice(rng: random.Random, c: int) -> tuple[nn.Module, int]:

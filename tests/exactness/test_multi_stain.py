@@ -43,7 +43,7 @@ def test_training_two_stains_follows_plain_autograd(size):
         largest = max(p.grad.abs().max().item() for p in plain.parameters())
         for (name, parameter), expected in zip(tiled.named_parameters(), plain.parameters(), strict=True):
             assert relative(parameter.grad, expected.grad, 1e-4 * largest) <= TOLERANCE, name
-        for (name, buffer), expected in zip(tiled.named_buffers(), plain.buffers(), strict=True):
+        for (name, buffer), expected in zip(tiled.named_buffers(), plain.buffers(), strict=True):  # type: ignore[assignment]
             assert relative(buffer, expected, 1e-4) <= TOLERANCE, name
         for optimizer in optimizers:
             optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def traced(monkeypatch):
         calls.append(given)
         return captured(*given)
 
-    captured = captures.trace
+    captured = captures.trace  # type: ignore[attr-defined]
     monkeypatch.setattr(captures, "trace", counted)
     return calls
 
@@ -52,7 +53,7 @@ def test_nothing_is_captured_again_where_nothing_changed(traced):
     for _ in range(3):
         engine.backward(IMAGE, TARGET)
         optimizer.step()
-        model.unread = object()
+        model.unread = object()  # type: ignore[assignment]
     engine.forward(IMAGE, TARGET)
     assert len(traced) == 1
 
@@ -67,7 +68,7 @@ def test_what_a_collection_of_garbage_runs_is_not_the_models(traced):
     class Littering(Model):
         def forward(self, x):
             for _ in range(99):
-                cycle = []
+                cycle: list[Any] = []
                 cycle.append(cycle)
             return super().forward(x)
 

@@ -1,6 +1,7 @@
 """Gradients in float16: what its range alone would lose, or make infinite."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def gradients(make, loss, precision, side=SIDE, **settings):
     net, image = make(), torch.rand(3, side, side, requires_grad=True)
     target = torch.tensor([1]) if loss is class_loss else (torch.rand(1, side, side) > 0.4).float()
     engine = gg.compile(net, loss, precision=precision, tile=(256, 512), **settings)
-    heard = []
+    heard: list[Any] = []
     engine.events.subscribe(heard.append)
     value = engine.backward(image, target)
     notices = [event.text for event in heard if isinstance(event, Notice)]

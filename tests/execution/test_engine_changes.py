@@ -20,7 +20,7 @@ def test_new_values_are_simply_used(engine, net, bce, pair, whole, assert_exact)
     _, expected = whole(net, bce, pair.image, pair.target[None])
     engine.backward(pair.image, pair.target)
     assert_exact(net, expected)
-    assert len(engine._planner._kept) == 1
+    assert len(engine._planner._planned) == 1
 
 
 def test_a_changed_requires_grad_is_noticed(engine, net, pair):
@@ -48,10 +48,10 @@ def test_a_changed_mode_is_noticed(pair, bce):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda net: setattr(net.inner, "padding", (0, 0)) or setattr(net, "head", nn.Conv2d(3, 1, 3, padding=1)),
+        lambda net: setattr(net.inner, "padding", (0, 0)) or setattr(net, "head", nn.Conv2d(3, 1, 3, padding=1)),  # type: ignore[func-returns-value]
         lambda net: setattr(net, "head", nn.Conv2d(3, 1, 3, padding=1)),
         lambda net: setattr(net, "head", nn.Sequential(nn.Conv2d(3, 1, 1), nn.Tanh())),
-        lambda net: setattr(net.down, "dilation", (2, 2)) or setattr(net.down, "padding", (4, 4)),
+        lambda net: setattr(net.down, "dilation", (2, 2)) or setattr(net.down, "padding", (4, 4)),  # type: ignore[func-returns-value]
     ],
     ids=["padding", "another layer", "one more layer", "dilation"],
 )
@@ -93,7 +93,7 @@ def test_untied_weights_are_noticed(bce, pair, whole, assert_exact):
     engine = gg.compile(model, bce, tile=TILE)
     engine.backward(pair.image, pair.target)
     model.zero_grad()
-    model[1].weight = nn.Parameter(model[0].weight.detach() * 2)
+    model[1].weight = nn.Parameter(model[0].weight.detach() * 2)  # type: ignore[operator]
     _, expected = whole(model, bce, pair.image, pair.target[None])
     engine.backward(pair.image, pair.target)
     assert_exact(model, expected)
@@ -119,4 +119,4 @@ def test_several_sizes_live_side_by_side(engine, net, bce, whole, assert_exact):
         _, expected = whole(net, bce, image, target[None])
         engine.backward(image, target)
         assert_exact(net, expected)
-    assert len(engine._planner._kept) == 3
+    assert len(engine._planner._planned) == 3

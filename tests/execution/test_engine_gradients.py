@@ -106,14 +106,14 @@ def test_modules_in_the_loss_have_buffers_and_parameters(net, pair):
             self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
 
         def forward(self, o, t):
-            return F.binary_cross_entropy_with_logits(o / self.temperature, t, pos_weight=self.weight)
+            return F.binary_cross_entropy_with_logits(o / self.temperature, t, pos_weight=self.weight)  # type: ignore[arg-type]
 
     loss = Loss()
     expected = torch.autograd.grad(loss(net(pair.image[None]), pair.target[None]), loss.temperature)[0]
     engine = gg.compile(net, loss, tile=TILE)
     engine.backward(pair.image, pair.target)
     torch.testing.assert_close(loss.temperature.grad, expected, rtol=1e-11, atol=1e-13)
-    loss.weight.fill_(5)
+    loss.weight.fill_(5)  # type: ignore[operator]
     value = engine.forward(pair.image, pair.target)
     assert value.item() == pytest.approx(loss(net(pair.image[None]), pair.target[None]).item(), rel=1e-12)
 

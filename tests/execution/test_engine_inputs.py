@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,7 +106,7 @@ class Faulty(Image):
 def test_an_error_in_the_middle_leaves_gradients_alone(engine, net, pair):
     engine.backward(pair.image, pair.target)
     before = copy.deepcopy({name: p.grad for name, p in net.named_parameters()})
-    seen = []
+    seen: list[Any] = []
     engine.events.subscribe(seen.append)
     with pytest.raises(ImageError, match="tile 7 is corrupt"):
         engine.backward(Faulty(20), pair.target)

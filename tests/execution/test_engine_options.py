@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import gigagrad as gg
+from gigagrad.devices import device_for
 from gigagrad.errors import ConfigError
+from gigagrad.execution.seeds import Seeds
 
 
 @pytest.fixture
@@ -211,7 +214,7 @@ def test_another_seed_draws_another_mask(image):
 
 def test_a_seed_leaves_the_generators_as_they_were(image, monkeypatch):
     """That of the CPU, and those of GPUs, which a run on the CPU does not touch at all."""
-    touched = []
+    touched: list[Any] = []
     for name in ("manual_seed", "manual_seed_all"):
         monkeypatch.setattr(torch.cuda, name, touched.append)
     engine = gg.compile(Noisy(), lambda o, t: (o**2).mean() + t.sum(), tile=(9, 11), seed=7)
@@ -235,15 +238,15 @@ def test_a_seed_on_a_gpu_is_that_gpus_for_the_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda gpu: states[gpu.index])
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, gpu: states.update({gpu.index: state}))
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: states.update({chosen[-1]: seed}))
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: states.update(dict.fromkeys(states, seed)))
-    engine = gg.compile(nn.Conv2d(1, 1, 3), seed=7)
-    engine._device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: states.update(dict.fromkeys(states, seed)))  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    seeds = Seeds(device_for("cuda:1"), 7)
     before = torch.get_rng_state()
-    with engine._random():
+    with seeds.of_this_run():
         first = states[1]
         assert states[0] == 10
     assert (states, first != 11) == ({0: 10, 1: 11}, True)
-    with engine._random():
+    with seeds.of_this_run():
         assert states[1] not in (11, first), "each run draws anew"
     assert states == {0: 10, 1: 11}
     assert torch.equal(torch.get_rng_state(), before)

@@ -7,37 +7,45 @@ import pytest
 import torch
 
 import gigagrad as gg
+from gigagrad.allowances import KERNEL_BYTES, MOST_COMPILED
+from gigagrad.devices import cpu
 from gigagrad.errors import BudgetError
 from gigagrad.events import Notice
 from gigagrad.execution import planner
-from gigagrad.execution.process import Residue
-from gigagrad.plans.limits import KERNEL_BYTES, MOST_COMPILED
+from gigagrad.plans import ledger
+from gigagrad.plans.plan import amount_of
 from gigagrad.training.losses import bce
+from tests.devices.fake import FakeCpu
 
 MIB = 2**20
 
 
 @pytest.fixture
-def job(monkeypatch):
-    """An engine with a budget of 1000 MiB whose process holds as much as the test says: `held["bytes"]`."""
-    held = {"bytes": 400 * MIB}
-    monkeypatch.setattr(planner, "held_bytes", lambda device: held["bytes"])
-    monkeypatch.setattr(planner, "used_bytes", lambda enough: held["bytes"])
-    monkeypatch.setattr(planner, "RESIDUE", Residue())
+def job():
+    """An engine with a budget of 1000 MiB whose process holds as much as the test says: `device.held`."""
+    device = FakeCpu(400 * MIB)
     torch.manual_seed(0)
-    engine = gg.compile(gg.models.resolve("paper-unet"), bce, memory=1000 * MIB)
+    engine = gg.compile(gg.models.resolve("paper-unet"), bce, memory=1000 * MIB, device=device)
     image = np.zeros((3, 3000, 3000), np.uint8)
     mask = np.zeros((1, 3000, 3000), np.uint8)
     notices: list[Notice] = []
     engine.events.subscribe(lambda event: notices.append(event) if isinstance(event, Notice) else None)
-    return engine, lambda: engine.plan(image, mask), held, notices
+    return engine, lambda: engine.plan(image, mask), device, notices
+
+
+def runtime(plan):
+    return amount_of(plan.ledger, ledger.STEP, ledger.COMPILED, ledger.HOARD)
+
+
+def parameters(plan):
+    return amount_of(plan.ledger, ledger.OPTIMIZER, ledger.GRADIENTS, ledger.SUMS)
 
 
 def test_a_process_that_grew_is_in_the_next_prediction(job):
     """Whatever it has loaded since: kernels and their code are still to come."""
     _, plan, held, notices = job
     before = plan()
-    held["bytes"] += 250 * MIB
+    held.held += 250 * MIB
     after = plan()
     assert after.predicted_peak_bytes - before.predicted_peak_bytes == 250 * MIB
     assert (after.tile, after.workers, after.memory_format) == (before.tile, before.workers, before.memory_format)
@@ -49,31 +57,31 @@ def test_what_a_run_added_is_not_added_again(job):
     before = plan()
     pair = np.zeros((3, 3000, 3000), np.uint8), np.zeros((1, 3000, 3000), np.uint8)
     engine.backward(*pair)
-    held["bytes"] += 40 * MIB
+    held.held += 40 * MIB
     assert plan() is before  # the first run's allowance covers it
-    held["bytes"] += 60 * MIB
+    held.held += 60 * MIB
     after = plan()
     assert 0 < after.predicted_peak_bytes - before.predicted_peak_bytes < 60 * MIB
     assert plan() is after
-    compiled = planner.RESIDUE.compiled
+    compiled = held.residue.compiled
     assert 0 < compiled < MOST_COMPILED
     engine.backward(*pair)
-    assert planner.RESIDUE.compiled == compiled
-    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
+    assert held.residue.compiled == compiled
+    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB, device=held)
     image = np.zeros((3, 3000, 3016), np.uint8)
-    assert other.plan(image, image[:1]).runtime_bytes > after.runtime_bytes  # other shapes are compiled anew
-    planner.RESIDUE.compiled = MOST_COMPILED
-    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
-    assert other.plan(image, image[:1]).runtime_bytes == after.runtime_bytes
+    assert runtime(other.plan(image, image[:1])) > runtime(after)  # other shapes are compiled anew
+    held.residue.compiled = MOST_COMPILED
+    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB, device=held)
+    assert runtime(other.plan(image, image[:1])) == runtime(after)
 
 
 def test_kernels_count_as_what_they_take_on_this_processor(job, monkeypatch):
-    engine, plan, _, _ = job
-    before = plan().runtime_bytes
-    monkeypatch.setattr(planner, "kernel_bytes", lambda graph, device: KERNEL_BYTES + 1000)
-    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
+    engine, plan, held, _ = job
+    before = runtime(plan())
+    monkeypatch.setattr(cpu, "KERNEL_BYTES", KERNEL_BYTES + 1000)
+    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB, device=held)
     image = np.zeros((3, 3000, 3000), np.uint8)
-    more = other.plan(image, image[:1]).runtime_bytes - before
+    more = runtime(other.plan(image, image[:1])) - before
     assert more > 0
     assert more % 3000 == 0  # a thousand for each kernel, forward and twice backward
 
@@ -81,57 +89,56 @@ def test_kernels_count_as_what_they_take_on_this_processor(job, monkeypatch):
 def test_what_a_trial_of_layouts_brought_is_not_added_again(job, monkeypatch):
     """Its kernels are those that the first run needs: the plan that was announced is the one that runs."""
     engine, _, held, _ = job
-    small = gg.compile(torch.nn.Conv2d(3, 1, 3, padding=1), engine.loss, memory=1000 * MIB, tile=(256, 256))
+    small = gg.compile(
+        torch.nn.Conv2d(3, 1, 3, padding=1), engine.loss, memory=1000 * MIB, tile=(256, 256), device=held
+    )
     image = np.zeros((3, 3000, 3000), np.float32)
 
     def trial(prepared):
-        held["bytes"] += 30 * MIB
+        held.held += 30 * MIB
         return "channels_last", 1.0
 
     monkeypatch.setattr(planner, "faster_layout", trial)
     before = small.plan(image, image[:1])
-    assert held["bytes"] == 430 * MIB
+    assert held.held == 430 * MIB
     assert small.plan(image, image[:1]) is before
-    held["bytes"] += 20 * MIB
+    held.held += 20 * MIB
     after = small.plan(image, image[:1])
     assert after.predicted_peak_bytes == before.predicted_peak_bytes + 20 * MIB
-    planner.RESIDUE.tried_bytes = 500 * MIB
-    held["bytes"] += 200 * MIB
-    assert small.plan(image, image[:1]).runtime_bytes > 24 * MIB  # threads, readers and the optimizer's kernels
+    held.residue.tried_bytes = 500 * MIB
+    held.held += 200 * MIB
+    assert runtime(small.plan(image, image[:1])) > 24 * MIB  # threads, readers and the optimizer's kernels
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_freed_memory_is_given_back_only_where_the_process_may_have_grown(job, monkeypatch, told):
+def test_freed_memory_is_given_back_only_where_the_process_may_have_grown(job, told):
     """It is what the next step would take: giving it back before every step costs a page fault for every page."""
     _, plan, held, _ = job
-    given_back = []
-    monkeypatch.setattr(planner, "return_freed_memory", lambda: given_back.append(held["bytes"]))
-    if not told:
-        monkeypatch.setattr(planner, "used_bytes", lambda enough: None)
+    held.tells = told
     plan()
-    given_back.clear()
+    given_back = held.trimmed
     plan()
-    assert given_back == ([] if told else [400 * MIB])
-    held["bytes"] += 250 * MIB
+    assert held.trimmed == given_back + (not told)
+    held.held += 250 * MIB
     plan()
-    assert given_back[-1] == 650 * MIB
+    assert held.trimmed > given_back + (not told)
 
 
 def too_large_for_half(plan):
     """Bytes of a process beside which a plan's tiles no longer fit, but tiles of half their bytes may."""
-    tiles = plan.predicted_peak_bytes - plan.base_bytes - plan.runtime_bytes
-    return 1000 * MIB - plan.runtime_bytes - tiles // 2
+    tiles = plan.predicted_peak_bytes - 400 * MIB - runtime(plan)
+    return 1000 * MIB - runtime(plan) - tiles // 2
 
 
 def test_tiles_that_no_longer_fit_are_chosen_again_with_a_notice(job):
     _, plan, held, notices = job
     before = plan()
-    held["bytes"] = too_large_for_half(before)
+    held.held = too_large_for_half(before)
     after = plan()
     assert after.predicted_peak_bytes <= 1000 * MIB
     assert after.tile[0] * after.tile[1] * after.workers < before.tile[0] * before.tile[1] * before.workers
     assert [notice.warning for notice in notices] == [True]
-    held["bytes"] = 1000 * MIB
+    held.held = 1000 * MIB
     with pytest.raises(BudgetError):
         plan()
 
@@ -139,10 +146,10 @@ def test_tiles_that_no_longer_fit_are_chosen_again_with_a_notice(job):
 def test_adopted_tiles_that_do_not_fit_are_chosen_again(job):
     engine, plan, held, notices = job
     before = plan()
-    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
+    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB, device=held)
     other.events.subscribe(lambda event: notices.append(event) if isinstance(event, Notice) else None)
     other.load_state_dict(engine.state_dict())
-    held["bytes"] = too_large_for_half(before)
+    held.held = too_large_for_half(before)
     image = np.zeros((3, 3000, 3000), np.uint8)
     assert other.plan(image, image[:1]).predicted_peak_bytes <= 1000 * MIB
     assert [notice.warning for notice in notices] == [True]
@@ -153,13 +160,13 @@ def test_an_optimizer_is_counted_until_a_step_shows_what_it_holds():
     image, target = torch.zeros(1, 64, 64), torch.zeros(512, 4, 4)
     moments = 2 * sum(parameter.nbytes for parameter in model.parameters())
     engine = gg.compile(model, torch.nn.functional.mse_loss, memory=4 * 2**30)
-    before = engine.plan(image, target).parameter_bytes
+    before = parameters(engine.plan(image, target))
     engine.backward(image, target)
-    assert engine.plan(image, target).parameter_bytes == before
+    assert parameters(engine.plan(image, target)) == before
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     other = gg.compile(model, torch.nn.functional.mse_loss, memory=4 * 2**30)
     image, target = torch.zeros(1, 64, 80), torch.zeros(512, 4, 5)  # a size that is planned anew
-    assert other.plan(image, target).parameter_bytes - engine.plan(image, target).parameter_bytes == moments
+    assert parameters(other.plan(image, target)) - parameters(engine.plan(image, target)) == moments
 
 
 def test_of_a_named_optimizer_its_own_state_is_counted_until_it_is_there():
@@ -174,18 +181,18 @@ def test_of_a_named_optimizer_its_own_state_is_counted_until_it_is_there():
             ("two", adam),
         )
     }
-    none, one, two = (engine.plan(image, target).parameter_bytes for engine in engines.values())
+    none, one, two = (parameters(engine.plan(image, target)) for engine in engines.values())
     held = sum(parameter.nbytes for parameter in model.parameters())
     assert one - none == held
     assert two - one == pytest.approx(held, abs=100)  # and how often it has stepped
     engines["two"].backward(image, target)
     adam.step()
     image, target = torch.zeros(1, 64, 80), torch.zeros(512, 4, 5)  # a size that is planned anew
-    assert engines["two"].plan(image, target).parameter_bytes == engines["none"].plan(image, target).parameter_bytes
+    assert parameters(engines["two"].plan(image, target)) == parameters(engines["none"].plan(image, target))
 
 
 def test_only_so_many_sizes_are_kept(monkeypatch):
-    monkeypatch.setattr(planner, "_MOST_KEPT", 2)
+    monkeypatch.setattr(planner, "_MOST_SIZES", 2)
     engine = gg.compile(torch.nn.Conv2d(1, 1, 3))
     first = engine.plan(torch.zeros(1, 10, 10))
     assert engine.plan(torch.zeros(1, 10, 10)) is first
@@ -197,12 +204,12 @@ def test_only_so_many_sizes_are_kept(monkeypatch):
 
 @pytest.mark.parametrize("kept", [[10**6], [0], [4]], ids=["no such node", "an image", "another number of stages"])
 def test_an_adopted_choice_of_another_model_is_not_used(job, kept):
-    engine, plan, _, notices = job
+    engine, plan, held, notices = job
     before = plan()
     state = engine.state_dict()
     for choice in state["choices"].values():
         choice["kept"] = [[node, "memory"] for node in kept]
-    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB)
+    other = gg.compile(engine.model, engine.loss, memory=1000 * MIB, device=held)
     other.load_state_dict(state)
     image = np.zeros((3, 3000, 3000), np.uint8)
     assert other.plan(image, image[:1]).kept == before.kept

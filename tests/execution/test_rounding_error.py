@@ -85,7 +85,7 @@ def loss(output, target):
 def keeping(model, loss, pair, modules, scratch, **options):
     """An engine that keeps the outputs of these convolutions in files."""
     engine = gg.compile(model, loss, scratch=scratch, **options)
-    graph = engine.survey(*pair).graph
+    graph = engine.problem(*pair).graph
     fields = [n.id for n in graph.nodes if n.is_field and "conv" in n.op and n.origin.module_path in modules]
     assert len(fields) == len(modules)
     stages = len(split_stages(graph, fields))
@@ -181,7 +181,7 @@ def test_watching_changes_nothing(pair, tmp_path, monkeypatch):
 
     watched, engine = step()
     assert engine.last_run.gradient_error > 0
-    monkeypatch.setattr("gigagrad.execution.run.error_gains", lambda *_: {})
+    monkeypatch.setattr("gigagrad.execution.sweeps.error_gains", lambda *_: {})
     unwatched, engine = step()
     assert engine.last_run.gradient_error == 0
     assert all(torch.equal(a, b) for a, b in zip(watched, unwatched, strict=True))
@@ -205,10 +205,10 @@ def test_the_average_goes_on_in_another_engine(pair, tmp_path):
 class TestRunningErrors:
     def test_begins_with_the_first_run(self):
         errors = RunningErrors()
-        errors.refresh({"a": 4.0})
+        errors.refresh({"a": 4.0}, {})
         assert errors.errors() == {"a": 2.0}
 
     def test_follows_the_newest(self):
         errors = RunningErrors({"a": 4.0, "b": 1.0})
-        errors.refresh({"a": 14.0})
+        errors.refresh({"a": 14.0}, {})
         assert errors.state_dict() == pytest.approx({"a": 5.0, "b": 1.0})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +11,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import gigagrad as gg
+from gigagrad.allowances import HEAP_TOP_BYTES
+from gigagrad.devices import MemoryWatch, device_for, heap
+from gigagrad.devices.cpu import Cpu, HeapWatch
 from gigagrad.events import StepMeasured, TileDone
-from gigagrad.execution import allocator
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.tape import Tape
 from gigagrad.graphs import InputSpec, capture
 
 
 def events_of(engine):
-    seen = []
+    seen: list[Any] = []
     engine.events.subscribe(seen.append)
     return seen
 
@@ -91,7 +93,7 @@ LOSSES = {
 def test_every_rule_for_cotangents_is_exact(request, which, loss, pair, whole, assert_exact):
     model, function = request.getfixturevalue(which), LOSSES[loss]
     value, expected = whole(model, function, pair.image, pair.target[None])
-    result = gg.compile(model, function, tile=(9, 11)).backward(pair.image, pair.target)
+    result = gg.compile(model, function, tile=(9, 11)).backward(pair.image, pair.target)  # type: ignore[arg-type]
     torch.testing.assert_close(result, value, rtol=1e-12, atol=1e-14)
     assert_exact(model, expected)
 
@@ -177,8 +179,8 @@ def test_gradients_of_what_whole_field_operators_read_come_all_at_once():
     model = nn.Sequential(nn.Conv2d(1, 6, 5, 4), nn.Flatten(), nn.Linear(6 * 15 * 15, 8), nn.Linear(8, 1))
     image, target = InputSpec((1, 1, 64, 64), torch.float32, field=True), InputSpec((1, 1), torch.float32, field=False)
     graph = capture(model, F.mse_loss, image, target, torch.bfloat16)
-    tape = Tape(graph, set(), torch.device("cpu"), backward=True)
-    assert tape.coming_bytes == 4 * sum(p.numel() for layer in model[2:] for p in layer.parameters())
+    tape = Tape(graph, set(), device_for("cpu"), backward=True)
+    assert tape.coming_bytes == 4 * sum(p.numel() for layer in model[2:] for p in layer.parameters())  # type: ignore[attr-defined]
     for node in graph.nodes:
         if node.op == "parameter":
             tape.gradients[node.id] = torch.zeros(node.shape)
@@ -190,12 +192,12 @@ def test_tiles_of_large_blocks_take_them_from_the_heap_and_look_before_each(monk
     mapped, kept, looks, told = [], [], [], []
 
     def set_options(options):
-        if allocator._M_MMAP_MAX in options:
-            mapped.append(options[allocator._M_MMAP_MAX])
-            kept.append(options[allocator._M_TRIM_THRESHOLD])
+        if heap._M_MMAP_MAX in options:
+            mapped.append(options[heap._M_MMAP_MAX])
+            kept.append(options[heap._M_TRIM_THRESHOLD])
 
-    monkeypatch.setattr(allocator, "_set_options", set_options)
-    monkeypatch.setattr(allocator.Trimmer, "block_coming", lambda self, nbytes: looks.append(nbytes))
+    monkeypatch.setattr(heap, "_set_options", set_options)
+    monkeypatch.setattr(HeapWatch, "block_coming", lambda self, nbytes: looks.append(nbytes))
     model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.Sigmoid(), nn.Conv2d(16, 1, 1))
     for side in (288, 384):
         image = torch.rand(1, 400, 400)
@@ -209,28 +211,16 @@ def test_tiles_of_large_blocks_take_them_from_the_heap_and_look_before_each(monk
         assert bool(mapped) == (side == 384)
         assert looks
     assert set(told) == {0}  # in every tile; and when the run was over:
-    assert (mapped[-1], kept[-1]) == (allocator._MOST_MAPPED, allocator._KEPT_BYTES)
+    assert (mapped[-1], kept[-1]) == (heap._MOST_MAPPED, HEAP_TOP_BYTES)
 
 
-def test_memory_is_given_back_for_what_each_pass_will_take(monkeypatch):
+def test_memory_is_given_back_for_what_each_pass_will_take():
     """Its tiles, large blocks beside them, and the sums of its gradients, which are new."""
     told, done_by = [], set()
 
-    class Recorder:
-        def __init__(self, peak_bytes, budget_bytes):
-            told.clear()
-
-        def begin_pass(self, tile_bytes, beside_bytes, largest_bytes):
+    class Recorder(MemoryWatch):
+        def begin_pass(self, tile_bytes, beside_bytes, largest_bytes):  # type: ignore[override]
             told.append([(tile_bytes, beside_bytes, largest_bytes)])
-
-        def block_coming(self, nbytes):
-            pass
-
-        def tiles_at_work(self):
-            return contextlib.nullcontext()
-
-        def close(self):
-            pass
 
         def make_room(self, nbytes):
             told[-1].append(nbytes)
@@ -238,12 +228,14 @@ def test_memory_is_given_back_for_what_each_pass_will_take(monkeypatch):
         def tile_done(self):
             done_by.add(threading.current_thread().name)
 
-        def is_short(self, tile_bytes, at_a_time):
-            return False
+    class Recorded(Cpu):
+        def watch(self, peak_bytes, budget_bytes):
+            told.clear()
+            return Recorder()
 
-    monkeypatch.setattr("gigagrad.execution.run.Trimmer", Recorder)
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 512, 1), torch.nn.Conv2d(512, 512, 3), torch.nn.BatchNorm2d(512))
-    engine = gg.compile(model, lambda output, target: (output * target).mean(), tile=(8, 8))
+    device = Recorded("cpu")
+    engine = gg.compile(model, lambda output, target: (output * target).mean(), tile=(8, 8), device=device)
     pair = torch.rand(1, 18, 18), torch.rand(1, 16, 16)
     plan = engine.plan(*pair)
     engine.backward(*pair)
@@ -253,6 +245,17 @@ def test_memory_is_given_back_for_what_each_pass_will_take(monkeypatch):
     assert {tiles[2] for tiles, *_ in told} == {4 * 512 * 10 * 10, 4 * 512 * 8 * 8}
     weights = 8 * (512 * 512 * 9 + 512 + 512 + 512)
     backward = [room for (_, room, *_), step in zip(told, plan.passes, strict=True) if step.phase == "backward"]
-    assert backward[-1] >= weights
+    assert backward[-1] >= weights  # type: ignore[operator]
     assert len(told[-1]) > 2  # and again before what is on the tape is pulled back
     assert all(name.startswith("gigagrad-tile") for name in done_by) == (plan.workers > 1)  # not when it is its turn
+
+
+def test_the_prediction_that_is_reported_is_the_plans_whatever_the_process_held_before(net, bce, pair):
+    """An earlier peak beside it, so that a miss shows."""
+    taken = torch.ones(2**27)  # 512 MiB, before
+    del taken
+    engine = gg.compile(net, bce, tile=(10, 10))
+    engine.backward(pair.image, pair.target)
+    assert engine.last_run.predicted_peak_bytes == engine.plan(pair.image, pair.target).predicted_peak_bytes
+    assert engine.last_run.earlier_peak_bytes >= 2**29
+    assert engine.last_run.peak_bytes >= engine.last_run.earlier_peak_bytes

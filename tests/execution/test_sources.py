@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ def test_an_error_in_the_reader_arrives_at_its_tile(pool):
             raise ImageError("tile 5 is corrupt")
         return {}
 
-    done = []
+    done: list[Any] = []
     with pytest.raises(ImageError, match="tile 5"):
         done.extend(tile for tile, _ in read_ahead(range(50), reader, pool))
     assert done == list(range(5))
@@ -115,12 +116,12 @@ def test_an_error_in_the_reader_arrives_at_its_tile(pool):
 
 def test_leaving_early_stops_the_reader(pool):
     read = []
-    ahead = read_ahead(range(1000), lambda tile: read.append(tile) or {}, pool)
+    ahead = read_ahead(range(1000), lambda tile: read.append(tile) or {}, pool)  # type: ignore[func-returns-value, var-annotated]
     next(ahead)
-    ahead.close()
+    ahead.close()  # type: ignore[attr-defined]
     assert len(read) <= 4
     seen = len(read)
-    assert [tile for tile, _ in read_ahead(range(2), lambda tile: read.append(tile) or {}, pool)] == [0, 1]
+    assert [tile for tile, _ in read_ahead(range(2), lambda tile: read.append(tile) or {}, pool)] == [0, 1]  # type: ignore[func-returns-value]
     assert len(read) == seen + 2
 
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.errors import BudgetError, ConfigError, StoreError
-from gigagrad.execution import planner
-from gigagrad.execution.process import Residue
-from gigagrad.execution.run import Run
+from gigagrad.execution.backward import Backward
+from gigagrad.plans import ledger
 from gigagrad.stores import DiskStore, Scratch
+from tests.devices.fake import FakeCpu
 from tests.execution.normed import Net, dice
 
 MIB = 2**20
@@ -25,6 +25,10 @@ MIB = 2**20
 def pair():
     torch.manual_seed(1)
     return torch.rand(3, 70, 86), (torch.rand(1, 70, 86) > 0.5).float()
+
+
+def held_in(plan):
+    return plan.most(ledger.FIELDS)
 
 
 def step(pair, tiers, network=Net, loss=dice, **arguments):
@@ -47,12 +51,12 @@ def step(pair, tiers, network=Net, loss=dice, **arguments):
 @pytest.mark.parametrize("tiers", [["disk"], ["disk", "memory"]])
 def test_fields_in_files_change_no_bit(pair, tmp_path, tiers):
     value, gradients, plan = step(pair, ["memory"])
-    assert plan.kept_bytes
-    assert not plan.scratch_bytes
+    assert held_in(plan)
+    assert not plan.bytes_in("disk")
     found, others, placed = step(pair, tiers, scratch=tmp_path)
     assert {field.tier for field in placed.kept} == set(tiers)
-    assert placed.scratch_bytes
-    assert (placed.kept_bytes == 0) == (tiers == ["disk"])
+    assert placed.bytes_in("disk")
+    assert (held_in(placed) == 0) == (tiers == ["disk"])
     assert torch.equal(found, value)
     for ours, theirs in zip(others, gradients, strict=True):
         assert torch.equal(ours, theirs)
@@ -111,7 +115,7 @@ def test_an_error_leaves_no_files_and_no_gradients(pair, tmp_path, monkeypatch):
 
 
 def test_a_file_damaged_while_tiles_run_is_an_error(pair, tmp_path, monkeypatch):
-    sweep = Run._sweep_backward
+    sweep = Backward.sweep
 
     def damage(self, stage):
         for path in tmp_path.glob("gigagrad-*/field-*"):
@@ -120,7 +124,7 @@ def test_a_file_damaged_while_tiles_run_is_an_error(pair, tmp_path, monkeypatch)
             path.write_bytes(content)
         sweep(self, stage)
 
-    monkeypatch.setattr(Run, "_sweep_backward", damage)
+    monkeypatch.setattr(Backward, "sweep", damage)
     with pytest.raises(StoreError, match="does not hold what was written"):
         step(pair, ["disk"], scratch=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -129,7 +133,7 @@ def test_a_file_damaged_while_tiles_run_is_an_error(pair, tmp_path, monkeypatch)
 def test_a_killed_run_is_cleaned_up_by_the_next(pair, tmp_path):
     program = (
         "import os, sys, torch; sys.path.insert(0, sys.argv[2]); from tests.execution import test_tiers as t; "
-        "from gigagrad.execution.run import Run; Run._sweep_backward = lambda *_: os.kill(os.getpid(), 9); "
+        "from gigagrad.execution.backward import Backward; Backward.sweep = lambda *_: os.kill(os.getpid(), 9); "
         "t.step((torch.rand(3, 70, 86), torch.ones(1, 70, 86)), ['disk'], scratch=sys.argv[1])"
     )
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -147,13 +151,6 @@ def test_a_missing_folder_and_a_budget_without_one_are_refused(pair, tmp_path):
         gg.compile(Net(), dice, scratch_bytes="1 GiB")
 
 
-@pytest.fixture
-def tight(monkeypatch):
-    """A process of 400 MiB, to the planner's eyes."""
-    monkeypatch.setattr(planner, "held_bytes", lambda device: 400 * MIB)
-    monkeypatch.setattr(planner, "RESIDUE", Residue())
-
-
 def chain(norms):
     return nn.Sequential(
         *(layer for _ in range(norms) for layer in (nn.LazyConv2d(64, 5, padding=2), nn.BatchNorm2d(64), nn.ReLU())),
@@ -165,25 +162,26 @@ def planned(memory, **arguments):
     model = chain(6)
     model(torch.zeros(1, 3, 8, 8))
     image = torch.zeros(1).expand(3, 1024, 1024)
-    return gg.compile(model, F.mse_loss, memory=memory * MIB, **arguments).plan(image, image[:1])
+    device = FakeCpu(400 * MIB)
+    return gg.compile(model, F.mse_loss, memory=memory * MIB, device=device, **arguments).plan(image, image[:1])
 
 
-def test_what_does_not_fit_in_memory_goes_to_files_within_their_budget(tight, tmp_path):
+def test_what_does_not_fit_in_memory_goes_to_files_within_their_budget(tmp_path):
     roomy = planned(20_000, scratch=tmp_path)
     assert {field.tier for field in roomy.kept} == {"memory"}
-    tight = (roomy.predicted_peak_bytes - roomy.kept_bytes // 2) // MIB
+    tight = (roomy.predicted_peak_bytes - held_in(roomy) // 2) // MIB
     without = planned(tight)
-    assert without.kept_bytes < roomy.kept_bytes
+    assert held_in(without) < held_in(roomy)
     placed = planned(tight, scratch=tmp_path)
-    assert placed.scratch_bytes > 0
+    assert placed.bytes_in("disk") > 0
     assert placed.predicted_peak_bytes <= tight * MIB
     assert len(placed.kept) > len(without.kept)
-    some = planned(tight, scratch=tmp_path, scratch_bytes=placed.scratch_bytes // 2)
-    assert some.scratch_bytes <= placed.scratch_bytes // 2
+    some = planned(tight, scratch=tmp_path, scratch_bytes=placed.bytes_in("disk") // 2)
+    assert some.bytes_in("disk") <= placed.bytes_in("disk") // 2
     assert some.predicted_peak_bytes <= tight * MIB
 
 
-def test_a_budget_too_small_names_one_that_works_with_files_too(tight, tmp_path):
+def test_a_budget_too_small_names_one_that_works_with_files_too(tmp_path):
     with pytest.raises(BudgetError) as refused:
         planned(450, scratch=tmp_path)
     smallest = refused.value.smallest_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,10 +115,10 @@ def test_large_blocks_are_announced_before_they_are_taken():
 
     size = (384, 384)
     specs = (InputSpec((1, 1, *size), torch.float32, field=True) for _ in range(2))
-    graph = capture(Net(), F.mse_loss, *specs)
+    graph = capture(Net(), F.mse_loss, *specs)  # type: ignore[arg-type]
     (stage,) = split_stages(graph)
     geometry = Grid(graph, stage, size)[0]
-    told = []
+    told: list[Any] = []
     program = StageProgram(graph, stage, torch.device("cpu"), make_room=told.append)
     values = {i: torch.rand(graph[i].shape).requires_grad_() for i in stage.globals}
     crops = {i: torch.rand(graph[i].shape) for i in stage.reads}

@@ -15,6 +15,7 @@ import threading
 import traceback
 import weakref
 from types import CodeType, FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 import tifffile
@@ -23,16 +24,19 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad import threads
+from gigagrad.devices.heap import resident_bytes
 from gigagrad.errors import ImageError, StoreError, WriteError
 from gigagrad.events import TileDone
 from gigagrad.execution import Engine, sources
 from gigagrad.execution import run as running
+from gigagrad.execution.executor import ahead
 from gigagrad.execution.fields import Fields
-from gigagrad.execution.parallel import ahead
-from gigagrad.execution.process import resident_bytes
+from gigagrad.execution.observers import Progress
 from gigagrad.execution.sources import Source
+from gigagrad.execution.tape import Tape
+from gigagrad.execution.tile import StageProgram
 from gigagrad.images import Image, opening, tiff
-from gigagrad.stores import HostStore, Scratch
+from gigagrad.stores import DiskTier, HostStore, Scratch
 from gigagrad.stores.scratch import _Place
 from tests.execution.normed import Net, dice
 
@@ -119,11 +123,11 @@ PLACES = [
     (os, "preadv", 3),
     (os, "posix_fallocate", 2),
     (Source, "read", 2),
-    (running.StageProgram, "run", 5),
+    (StageProgram, "run", 5),
     (Fields, "begin", 2),
     (Fields, "end", 2),
-    (running.Run, "_report", 7),
-    (running.Tape, "pull", 1),
+    (Progress, "tile_done", 7),
+    (Tape, "pull", 1),
 ]
 
 
@@ -165,7 +169,7 @@ def test_fields_in_memory_go_before_the_traceback_does(in_memory, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(HostStore, "__init__", noted)
-        patch.setattr(running.torch.autograd, "grad", failing(torch.autograd.grad, MemoryError(), 3))
+        patch.setattr(running.torch.autograd, "grad", failing(torch.autograd.grad, MemoryError(), 3))  # type: ignore[attr-defined]
         with pytest.raises(MemoryError) as kept:
             in_memory.engine.backward(*in_memory.pair)
     assert len(fields) > 2
@@ -217,6 +221,7 @@ OPENING_AND_CLOSING = {
         running.Run._close,
         Fields.open,
         Fields.close,
+        DiskTier.open,
         Scratch.__init__,
         Scratch.create,
         Scratch.close,
@@ -269,8 +274,9 @@ READING = {
     for function in (
         Engine.forward,
         Engine.stream,
-        Engine._sources,
-        Engine._write,
+        inspect.unwrap(sources.opened_sources),
+        Engine._delivered,
+        Engine._pieces,
         sources.image_source,
         sources.Source.close,
         opening.open_image,
@@ -393,7 +399,7 @@ def test_what_is_read_ahead_is_not_waited_for_once_its_thread_has_ended():
         assert begun.wait(60)
         threading.Timer(0.1, go_on.set).start()
         pool.shutdown(cancel=True)
-        results.close()
+        results.close()  # type: ignore[attr-defined]
 
 
 @linux
@@ -423,7 +429,7 @@ def test_an_image_that_fails_ends_the_stream(watched, monkeypatch):
 
 @linux
 def test_a_listener_that_fails_ends_the_run(watched):
-    failed = []
+    failed: list[Any] = []
 
     def fail(event):
         if isinstance(event, TileDone) and event.done == 5 and not failed:

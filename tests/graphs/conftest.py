@@ -63,7 +63,7 @@ class Bench:
         assert row is not None
         needs = [row.needs(call, axis, out[axis]) for axis in (0, 1)]
         spans = tuple(None if y is None or x is None else (y, x) for y, x in zip(*needs, strict=True))
-        inputs, plain, crops = {}, [], []
+        inputs, plain, crops = {}, [], []  # type: ignore[var-annotated]
         for operand, span in zip(operands, spans, strict=True):
             # One leaf per node for both runs, so that an operand read twice gathers both gradients.
             leaf = inputs.setdefault(
@@ -76,9 +76,9 @@ class Bench:
             crop = leaf
             for axis in (0, 1) if operand.is_field else ():
                 assert operand.axes is not None
-                assert not span[axis].empty
-                assert span[axis].within(Span(0, operand.size(axis)))
-                crop = crop.narrow(operand.axes[axis], span[axis].start, span[axis].length)
+                assert not span[axis].empty  # type: ignore[index]
+                assert span[axis].within(Span(0, operand.size(axis)))  # type: ignore[index]
+                crop = crop.narrow(operand.axes[axis], span[axis].start, span[axis].length)  # type: ignore[index]
             crops.append(crop)
 
         def arguments(values: list[Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Bench:
 
         expected = operators.call(node.op, arguments(plain))
         for axis in (0, 1):
-            expected = expected.narrow(node.axes[axis], out[axis].start, out[axis].length)
+            expected = expected.narrow(node.axes[axis], out[axis].start, out[axis].length)  # type: ignore[index]
         got = row.run(call, arguments(crops), Site(out, spans))
         assert got.shape == expected.shape
         assert got.dtype == node.dtype

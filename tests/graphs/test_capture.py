@@ -252,7 +252,7 @@ def test_what_a_first_forward_makes_is_made_in_every_run():
             self.register_buffer("grid", torch.zeros(1, 1))
 
         def forward(self, x):
-            if self.grid.shape != x.shape[-2:]:
+            if self.grid.shape != x.shape[-2:]:  # type: ignore[has-type]
                 self.grid = torch.arange(x.shape[-1], dtype=x.dtype).expand(x.shape[-2:])
             return x * self.grid * self.scale
 

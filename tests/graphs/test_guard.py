@@ -62,6 +62,6 @@ def guard():
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_setting_of_pytorch_counts(guard, name):
     assert guard.holds()
-    with FLAGS[name]():
+    with FLAGS[name]():  # type: ignore[attr-defined]
         assert not guard.holds()
     assert guard.holds()

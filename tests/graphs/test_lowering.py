@@ -132,6 +132,7 @@ def test_structure(name):
     check(STRUCTURE[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name):
     loss, target = LOSSES[name]

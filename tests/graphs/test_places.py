@@ -35,13 +35,13 @@ class Slotted:
 
 def slotted():
     made = Slotted()
-    made.a = 1
-    return SlotsPlace(made, "", [("a", Slotted.a), ("b", Slotted.b)])
+    made.a = 1  # type: ignore[attr-defined]
+    return SlotsPlace(made, "", [("a", Slotted.a), ("b", Slotted.b)])  # type: ignore[attr-defined]
 
 
 def cell():
     value = 1
-    return CellPlace((lambda: value).__closure__[0], "")
+    return CellPlace((lambda: value).__closure__[0], "")  # type: ignore[index]
 
 
 def function():
@@ -68,7 +68,7 @@ CASES = {
     "names": (lambda: NamesPlace({"a": 1, "z": 0}, "", ["a", "b"]), lambda p: p.holder.update(a=2, b=3)),
     "class": (lambda: ClassPlace(type("C", (), {"a": 1}), ""), lambda p: setattr(p.holder, "b", 2)),
     "class, changed": (lambda: ClassPlace(type("C", (), {"a": 1}), ""), lambda p: setattr(p.holder, "a", 2)),
-    "slots": (slotted, lambda p: (setattr(p.holder, "b", 2), delattr(p.holder, "a"))),
+    "slots": (slotted, lambda p: (setattr(p.holder, "b", 2), delattr(p.holder, "a"))),  # type: ignore[func-returns-value]
     "function": (function, lambda p: setattr(p.holder, "__kwdefaults__", {"y": 5})),
     "array": (lambda: ArrayPlace(np.arange(6).reshape(2, 3), ""), lambda p: p.holder.__setitem__((0, 1), 9)),
     "random": (lambda: RandomPlace(random.Random(1), ""), drawing),

@@ -37,7 +37,7 @@ def name_of(word: str) -> str:
 
 
 def tensors_of(op: str) -> list[str]:
-    return [a.name for a in operators.function(f"aten.{op}")._schema.arguments if str(a.type) == "Tensor"]
+    return [a.name for a in operators.function(f"aten.{op}")._schema.arguments if str(a.type) == "Tensor"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_elementwise(bench, noise, word):
     """Every operator of the family, all its tensors fields; what it saves is another matter (tests/plans)."""
     op, b = name_of(word), bench()
     arguments = []
-    for number, argument in enumerate(operators.function(f"aten.{op}")._schema.arguments):
+    for number, argument in enumerate(operators.function(f"aten.{op}")._schema.arguments):  # type: ignore[attr-defined]
         if argument.kwarg_only:
             break
         kind = str(argument.type)

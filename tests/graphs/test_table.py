@@ -40,7 +40,7 @@ def test_binding_fills_defaults_and_orders_by_schema():
 
 def call_of(op, *arguments):
     """A use of an operator on fields and weights (`nn.Parameter`) with these values; numbers stay numbers."""
-    builder, given = Builder(), []
+    builder, given = Builder(), []  # type: ignore[var-annotated]
     for value in arguments:
         if isinstance(value, torch.Tensor):
             weight, name = isinstance(value, torch.nn.Parameter), f"x{len(given)}"

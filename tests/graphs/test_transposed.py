@@ -68,7 +68,7 @@ def test_where_blocks_are_used(bench, dtype, stride, groups, channels, blocks):
     x = b.field(torch.ones(1, channels, 3, 3, dtype=dtype))
     w = b.weight(torch.ones(channels, channels // groups, 9, 9, dtype=dtype))
     y = b.aten("conv_transpose2d.input", x, w, None, list(stride), [0, 0], [0, 0], groups)
-    assert lookup(ROW).suits_blocks(Call(b.node(y), (b.node(x), b.node(w)))) is blocks
+    assert lookup(ROW).suits_blocks(Call(b.node(y), (b.node(x), b.node(w)))) is blocks  # type: ignore[attr-defined]
 
 
 def test_outputs_of_one_length_are_compiled_for_where_they_begin(bench):

@@ -276,7 +276,7 @@ BOMBS: dict[str, Callable[[bytes], bytes]] = {
     "zlib": zlib.compress,
     "bz2": bz2.compress,
     "lzma": lzma.compress,
-    "zstd": imagecodecs.zstd_encode,
+    "zstd": imagecodecs.zstd_encode,  # type: ignore[dict-item]
     "zstd of unnamed length": lambda zeros: zstandard_of_unnamed_length(len(zeros) >> 17),
     "lz4": numcodecs.LZ4().encode,
 }

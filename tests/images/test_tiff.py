@@ -239,7 +239,7 @@ def test_neighbouring_reads_decode_a_tile_once(tmp_path: Path, monkeypatch: pyte
     assert image is not None
     decoded: list[tuple[int, int, int]] = []
     decode = image._decode
-    monkeypatch.setattr(image, "_decode", lambda *tile: decoded.append(tile) or decode(*tile))
+    monkeypatch.setattr(image, "_decode", lambda *tile: decoded.append(tile) or decode(*tile))  # type: ignore[func-returns-value]
     for y in range(0, 96, 24):
         image.read(Box(y - 4, -4, y + 28, 84))
     assert sorted(decoded) == [(0, row, column) for row in range(3) for column in range(3)]

@@ -19,7 +19,7 @@ def tile(size: int) -> np.ndarray:
 def test_never_holds_more_than_its_limit(limit: int, keys: list[int]) -> None:
     cache = TileCache(limit)
     for key in keys:
-        assert cache.get(key, lambda size=key: tile(size)).nbytes == key
+        assert cache.get(key, lambda size=key: tile(size)).nbytes == key  # type: ignore[misc]
         assert cache.held_bytes == sum(held.nbytes for held in cache._tiles.values()) <= limit
 
 

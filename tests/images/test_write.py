@@ -69,7 +69,7 @@ def test_every_level_is_exact_for_any_size_and_strips(
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "image.tif"
     rng = np.random.default_rng(RNG_SEED)
-    pixels = rng.integers(0, 256, (height, width, channels)).astype(dtype)
+    pixels = rng.integers(0, 256, (height, width, channels)).astype(dtype)  # type: ignore[var-annotated]
     write(path, pixels, *heights, nearest=nearest, levels=3)
     expected = pixels
     with tifffile.TiffFile(path) as tiff:

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 import gigagrad as gg
-from gigagrad.execution.process import peak_resident_bytes
+from gigagrad.devices.heap import peak_resident_bytes
+from gigagrad.plans import ledger
+from gigagrad.plans.plan import amount_of
 
 class Attention(nn.Module):
     def __init__(self):
@@ -31,7 +33,7 @@ engine = gg.compile(model, F.mse_loss, tile=(64, 64))
 engine.backward(image[:, :64, :64], torch.rand(1, 32, 32))
 before = peak_resident_bytes()
 engine.backward(image, torch.rand(1, 128, 128))
-planned = engine.plan(image, torch.rand(1, 128, 128)).whole_field_bytes
+planned = amount_of(engine.plan(image, torch.rand(1, 128, 128)).ledger, ledger.WHOLE)
 print(json.dumps({"above": peak_resident_bytes() - before, "planned": planned}))
 """
 

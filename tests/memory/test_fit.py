@@ -33,4 +33,6 @@ def test_training_stays_below_prediction_and_budget(tmp_path: Path) -> None:
     steps = [record for record in map(json.loads, lines) if record["event"] == "step"]
     assert {step["phase"] for step in steps} == {"backward", "forward"}
     for step in steps:
-        assert step["peak_bytes"] <= step["predicted_peak_bytes"] <= step["budget_bytes"], step
+        assert step["predicted_peak_bytes"] <= step["budget_bytes"], step
+        # The peak is the process's own: a forward may find it where the backward before it has set it.
+        assert step["peak_bytes"] <= max(step["predicted_peak_bytes"], step["earlier_peak_bytes"]), step

@@ -47,13 +47,13 @@ def test_each_path_reads_the_other_stain_at_every_level_below_the_first(level, p
 
 def test_links_are_dense_the_last_level_reads_the_other_stains_first_level_directly():
     model = MultiStainNet(width=2)
-    inputs = [level.blocks[0].branches[0][0].in_channels for level in model.encoder]
+    inputs = [level.blocks[0].branches[0][0].in_channels for level in model.encoder]  # type: ignore[index]
     assert inputs == [3, 3 + 2 * 2, 3 + 2 * (2 + 4), 3 + 2 * (2 + 4 + 8)]
     model.eval()
     seen = []
-    model.encoder[-1].blocks[0].register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0]))
+    model.encoder[-1].blocks[0].register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0]))  # type: ignore[index]
     first = []
-    model.encoder[0].blocks[1].register_forward_hook(lambda _module, _inputs, output: first.append(output))
+    model.encoder[0].blocks[1].register_forward_hook(lambda _module, _inputs, output: first.append(output))  # type: ignore[index]
     model(*images(40, 40))
     pooled = torch.nn.functional.max_pool2d(first[0], 8)
     assert any(torch.equal(pooled, seen[0][:, c : c + 2]) for c in range(seen[0].shape[1] - 1))
@@ -101,7 +101,7 @@ def test_settings_that_make_no_network_are_refused(wrong):
 
 def test_has_a_name_and_survives_a_file(tmp_path):
     model = resolve("multi-stain?stains=3&classes=2&width=2")
-    assert (model.stains, model.head.out_channels) == (3, 2)
+    assert (model.stains, model.head.out_channels) == (3, 2)  # type: ignore[comparison-overlap]
     assert isinstance(next(model.children()), Normalise)
     save_model(tmp_path / "best.pt", "multi-stain?stains=3&classes=2&width=2", model)
     stains = images(20, 20, 3)

@@ -78,7 +78,7 @@ def test_the_message_says_what_would_allow_it_and_only_that_does(marker):
     assert untouched(marker)
     spec, loaded = load_model(path, (f"{MODULE}:Net",))
     assert spec == f"{MODULE}:Net?width=2"
-    assert torch.equal(loaded.weight, model.weight)
+    assert torch.equal(loaded.weight, model.weight)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", [f"{MODULE}:make", f"{MODULE}:NoNet", f"{MODULE}:os.system", "subprocess:getoutput"])
@@ -181,7 +181,7 @@ def nets(monkeypatch):
     for name, found in {"Net": _Network, "Hungry": _Hungry, "make": _network, "tool": _tool}.items():
         setattr(nets, name, found)
         monkeypatch.setattr(found, "__module__", "monai.networks.nets.some")
-    nets.os, nets.nn, nets.Conv2d = __import__("os"), torch.nn, torch.nn.Conv2d
+    nets.os, nets.nn, nets.Conv2d = __import__("os"), torch.nn, torch.nn.Conv2d  # type: ignore[attr-defined]
     for name in ("monai", "monai.networks", "monai.networks.nets"):
         monkeypatch.setitem(sys.modules, name, nets)
 

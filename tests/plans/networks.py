@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gigagrad.devices import Machine
 from gigagrad.graphs import InputSpec, capture
-from gigagrad.plans import MEMORY, Limits, Machine, make_plan
+from gigagrad.plans import MEMORY, Amount, Problem, ledger, make_plan
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 
@@ -64,16 +65,16 @@ def kept_at_best(graph):
     return sorted(chain_of(graph).selections()[0].kept)
 
 
-def plan_of(graph, budget=None, *, backward=True, tiles=None, kept=None, base=MIB, machine=None):
-    """A plan within a budget, beside a process of `base` bytes that has compiled its kernels."""
-    return make_plan(
-        graph,
-        Limits(budget_bytes=budget, base_bytes=base, reader_cache_bytes=0, runtime_bytes=0, compiled_room=0),
-        machine or Machine(),
-        image_shape=graph.source("image").shape,
-        backward=backward,
-        device="cpu",
-        memory_format="contiguous",
-        tiles=tiles,
-        kept=None if kept is None else dict.fromkeys(kept, MEMORY),
+def problem_of(graph, budget=None, *, backward=True, base=MIB, machine=None, **more):
+    """What there is to plan for, beside a process of `base` bytes that has compiled its kernels."""
+    given = {"compiled_bytes": lambda count: 0} | more
+    held = (Amount(ledger.PROCESS, base),)
+    return Problem(
+        graph=graph, backward=backward, machine=machine or Machine(), budget_bytes=budget, held=held, **given
     )
+
+
+def plan_of(graph, budget=None, *, tiles=None, kept=None, **more):
+    """A plan for such a problem that keeps these fields in memory."""
+    there = None if kept is None else dict.fromkeys(kept, MEMORY)
+    return make_plan(problem_of(graph, budget, **more), tiles=tiles, kept=there)

@@ -6,9 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Grid, Machine, split_stages
+from gigagrad.plans import Grid, ledger, split_stages
 from gigagrad.plans.geometry import lattice
+from gigagrad.plans.plan import amount_of
+from tests.plans.networks import graph_of as colour_graph_of
+from tests.plans.networks import plan_of
 
 
 def refusal(plan_for, graph, budget):
@@ -48,7 +52,7 @@ def test_a_refusal_names_the_stage_the_tile_and_the_numbers(unet, plan_for):
 
 def test_more_budget_never_means_smaller_tiles_than_fit(unet, plan_for):
     areas = []
-    for budget in (4 * 2**20, 8 * 2**20, 64 * 2**20, None):
+    for budget in (4 * 2**20, 8 * 2**20, 16 * 2**20, 64 * 2**20):
         try:
             plan = plan_for(unet, budget)
         except BudgetError:
@@ -106,8 +110,12 @@ def test_parameters_cost_their_gradients_and_sums(graph_of, plan_for):
     """1000 numbers of 4 bytes: a working copy; the gradient, one tile's contribution and the float64 sum."""
     graph = graph_of(nn.Conv2d(1, 40, 5, bias=False), lambda o, t: o.mean() + t.mean(), (50, 50))
     scalars = 1000  # a few global numbers of the loss
-    assert 0 <= plan_for(graph, tiles=((9, 9),)).parameter_bytes - 1000 * (4 + 4 + 4 + 8) < scalars
-    assert 0 <= plan_for(graph, backward=False, tiles=((9, 9),)).parameter_bytes - 1000 * 4 < scalars
+
+    def counted(**more):
+        return amount_of(plan_for(graph, tiles=((9, 9),), **more).ledger, ledger.GRADIENTS, ledger.SUMS)
+
+    assert 0 <= counted() - 1000 * (4 + 4 + 4 + 8) < scalars
+    assert 0 <= counted(backward=False) - 1000 * 4 < scalars
 
 
 def test_global_maps_as_large_as_the_image_are_counted(graph_of, plan_for):
@@ -131,3 +139,15 @@ def test_global_maps_as_large_as_the_image_are_counted(graph_of, plan_for):
 
 def test_the_machine_is_known_without_asking():
     assert Machine.detect(2).cache_bytes > 0
+
+
+def test_without_a_budget_tiles_are_no_larger_than_speed_asks_for():
+    """A classifier of whole slides: one tile as large as the image is no faster than many small ones."""
+    deep = nn.Sequential(
+        *(nn.Conv2d(3 if not i else 16, 16, 3, 2, 1) for i in range(5)), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    graph = colour_graph_of(deep, lambda o, t: o.square().mean() + t.mean(), size=8192)
+    chosen, largest = plan_of(graph), plan_of(graph, tiles=((256, 256),))
+    assert chosen.predicted_peak_bytes < largest.predicted_peak_bytes / 3
+    forced = [plan_of(graph, tiles=((side, side),)).predicted_seconds for side in (16, 32, 64, 128, 256)]
+    assert chosen.predicted_seconds <= 1.2 * min(forced)

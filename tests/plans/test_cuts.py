@@ -1,6 +1,7 @@
 """Which cuts are chosen: what people would expect, and never much worse than an exact integer program."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -94,7 +95,7 @@ class Exact:
     def seconds(self, memory_bytes):
         """The least time in this memory; the last sweep also goes back, all others run once and go back once."""
         keep = {f: i for i, f in enumerate(self.candidates)}
-        run = {}
+        run: dict[Any, Any] = {}
         for level in range(self.last + 1):
             for f in self.fields:
                 if self.level[f] <= level:
@@ -120,7 +121,7 @@ class Exact:
                     stored = [(keep[g], 1)] if g in keep and self.level[g] < level else []
                     at_least([(run[level, g], 1), (variable, -1), *stored], 0)
         at_least([(v, -float(self.graph[f].nbytes)) for f, v in keep.items()], -float(memory_bytes))
-        solved = milp(objective, constraints=LinearConstraint(rows, lb=lower), integrality=1, bounds=Bounds(0, 1))
+        solved = milp(objective, constraints=LinearConstraint(rows, lb=lower), integrality=1, bounds=Bounds(0, 1))  # type: ignore[arg-type]
         assert solved.success, solved.message
         return solved.fun
 
@@ -135,6 +136,7 @@ def straight(norms):
     return nn.Sequential(nn.Conv2d(3, widths[0], 1), *layers, nn.Conv2d(widths[-1], 1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "most"),
     [(straight(5), 1.0), (straight(9), 1.0), (residual(3), 1.2), (Ladder(), 1.05)],

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gigagrad.plans import KeptField, Pass, Plan, StagePlan, WholeField
+from gigagrad.plans import Amount, KeptField, Pass, Plan, StagePlan, WholeField, ledger
 from gigagrad.plans.description import Table, describe
 
 MIB = 2**20
@@ -18,6 +18,7 @@ STAGE = StagePlan(
     crop=(760, 632),
     computed_ratio=1.1234567,
     tile_peak_bytes=118 * MIB,
+    memory=(Amount(ledger.TILES, 118 * MIB), Amount(ledger.SLACK, 75 * MIB)),
     beside_bytes=3 * MIB,
     forward_seconds=2.0,
     backward_seconds=6.0,
@@ -32,15 +33,7 @@ PLAN = Plan(
     kept=(),
     whole_field=(),
     budget_bytes=None,
-    base_bytes=400 * MIB,
-    parameter_bytes=1 * MIB,
-    kept_bytes=0,
-    whole_field_bytes=0,
-    reader_bytes=96 * MIB,
-    runtime_bytes=60 * MIB,
-    predicted_peak_bytes=690 * MIB,
-    host_bytes=0,
-    scratch_bytes=0,
+    fixed=(Amount(ledger.PROCESS, 400 * MIB), Amount(ledger.READERS, 96 * MIB), Amount(ledger.GRADIENTS, MIB)),
     timed_seconds=32.4,
 )
 
@@ -99,8 +92,7 @@ def test_other_tiers_whole_fields_and_predictions():
         budget_bytes=2**30,
         workers=2,
         whole_field=(WholeField("aten.fft_fft2.default", "mixer", 5 * MIB), WholeField("aten.mul.Tensor", "", 9 * MIB)),
-        host_bytes=2**30,
-        scratch_bytes=2**31,
+        elsewhere=(Amount("host", 2**30), Amount("disk", 2**31)),
         timed_seconds=None,
         whole_seconds=0.5,
     )

@@ -1,38 +1,32 @@
 """Fitting tiles beside what else a process holds."""
 
 import math
+from pathlib import Path
 
 import pytest
 from torch import nn
 
-from gigagrad.bricks import ROWS_AT_ONCE, Bricks
+from gigagrad.allowances import ROWS_AT_ONCE
+from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
-from gigagrad.plans import DISK, HOST, MEMORY, Grid, Limits, Machine, make_plan
+from gigagrad.plans import Grid, ledger, make_plan
 from gigagrad.plans.cost import Costs
+from gigagrad.plans.ledger import StageLedger
 from gigagrad.plans.memory import compiled_convolutions
-from gigagrad.plans.packing import AS_THEY_ARE
+from gigagrad.plans.plan import amount_of
 from gigagrad.plans.stages import split_stages
-from gigagrad.plans.traffic import traffic_bytes, waiting_bytes
-from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, residual
+from gigagrad.stores import DiskTier, HostTier, MemoryTier
+from gigagrad.stores.bricks import Bricks
+from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, problem_of, residual
 
 
-def limits(**more):
-    return Limits(
-        **{"budget_bytes": None, "base_bytes": 100 * MIB, "reader_cache_bytes": 0, "runtime_bytes": 0, **more}
-    )
+def kernels(room, each):
+    """Of so many bytes, until the cache is full."""
+    return lambda count: min(count, room) * each
 
 
-def plan(graph, given, tile):
-    return make_plan(
-        graph,
-        given,
-        Machine(),
-        image_shape=graph.source("image").shape,
-        backward=True,
-        device="cpu",
-        memory_format="contiguous",
-        tiles=None if tile is None else (tile,),
-    )
+def plan(graph, tile, **more):
+    return make_plan(problem_of(graph, base=100 * MIB, **more), tiles=None if tile is None else (tile,))
 
 
 def compiled_to(graph, made):
@@ -47,34 +41,39 @@ def test_a_prediction_counts_the_convolutions_of_the_tiles_chosen(tile):
     takes on this processor.
     """
     graph = graph_of(nn.Conv2d(3, 4, 3, padding=1), size=1024)
-    warm, cold, little = (plan(graph, limits(compiled_room=room, kernel_bytes=5000), tile) for room in (0, 1024, 1))
+    warm, cold, little = (plan(graph, tile, compiled_bytes=kernels(room, 5000)) for room in (0, 1024, 1))
     compiled = compiled_to(graph, cold)
     assert compiled == 3 * (2 if tile[1] == 1000 else 1)
     assert cold.predicted_peak_bytes - warm.predicted_peak_bytes == compiled * 5000
-    assert cold.runtime_bytes - warm.runtime_bytes == compiled * 5000
+    assert amount_of(cold.ledger, ledger.COMPILED) == compiled * 5000
     assert little.predicted_peak_bytes - warm.predicted_peak_bytes == 5000
 
 
 def test_where_memory_is_short_tiles_are_chosen_that_compile_to_little():
     """What is set aside for compiled convolutions is what the chosen tiles need, not the most that any would."""
     graph = graph_of(residual(3), size=100)
-    small = plan(graph, limits(), (16, 16))
+    counted = {"compiled_bytes": kernels(1024, 72 * 2**10)}
+    small = plan(graph, (16, 16), **counted)
     with pytest.raises(BudgetError) as refused:
-        plan(graph, limits(budget_bytes=100 * MIB), None)
+        plan(graph, None, budget=100 * MIB, **counted)
     needed = refused.value.needed_bytes
-    tight = plan(graph, limits(budget_bytes=needed), None)
+    tight = plan(graph, None, budget=needed, **counted)
     assert tight.predicted_peak_bytes <= needed
     assert compiled_to(graph, tight) < compiled_to(graph, small) / 2
     with pytest.raises(BudgetError):
-        plan(graph, limits(budget_bytes=needed - 1), None)
+        plan(graph, None, budget=needed - 1, **counted)
 
 
 def test_no_more_crops_are_read_ahead_than_there_are_tiles():
     graph = graph_of(nn.Conv2d(3, 4, 3, padding=1), size=1024)
-    assert plan_of(graph, tiles=((1024, 1024),)).reader_bytes == 0
+
+    def waiting(*tile):
+        return amount_of(plan_of(graph, tiles=(tile,)).ledger, ledger.WAITING)
+
+    assert waiting(1024, 1024) == 0
     image, target = 513 * 1024 * 3 * 4, 512 * 1024 * 4
-    assert plan_of(graph, tiles=((512, 1024),)).reader_bytes == image + target
-    assert plan_of(graph, tiles=((128, 1024),)).reader_bytes == 2 * (130 * 1024 * 3 * 4 + 128 * 1024 * 4)
+    assert waiting(512, 1024) == image + target
+    assert waiting(128, 1024) == 2 * (130 * 1024 * 3 * 4 + 128 * 1024 * 4)
 
 
 def test_blocks_that_freed_memory_does_not_serve_are_told_stage_by_stage():
@@ -99,22 +98,12 @@ def test_blocks_that_freed_memory_does_not_serve_are_told_stage_by_stage():
 def test_very_many_tiles_side_by_side_have_room_for_the_worst_of_their_orders(tile, threads, doublings):
     """In the prediction, and kept free between tiles: what is freed does not serve there."""
     graph = graph_of(nn.Conv2d(3, 4, 3, padding=1), size=1024)
-    made = make_plan(
-        graph,
-        limits(),
-        Machine(threads=threads),
-        image_shape=graph.source("image").shape,
-        backward=True,
-        device="cpu",
-        memory_format="contiguous",
-        tiles=((tile, tile),),
-    )
+    made = plan(graph, (tile, tile), machine=Machine(threads=threads))
     (stage,) = made.stages
     assert made.workers == threads
     tiles = made.workers * stage.tile_peak_bytes
     assert stage.beside_bytes == pytest.approx(0.05 * doublings * tiles, abs=1)
-    counted = sum(size for _, size in made.memory_parts())
-    assert made.predicted_peak_bytes - counted == pytest.approx((0.5 + 0.05 * doublings) * tiles, abs=2)
+    assert amount_of(made.ledger, ledger.SLACK) == pytest.approx((0.5 + 0.05 * doublings) * tiles, abs=2)
 
 
 def test_kept_shares_lie_beside_the_tiles_that_compute_them_again():
@@ -122,7 +111,8 @@ def test_kept_shares_lie_beside_the_tiles_that_compute_them_again():
     kept = kept_at_best(graph)
     alone = plan_of(graph, tiles=((10**4, 10**4),), kept=kept)
     assert all(stage.tile_count == 1 for stage in alone.stages)
-    assert alone.reader_bytes == max(sum(graph[i].nbytes for i in stage.kept) for stage in split_stages(graph, kept))
+    waiting = [amount_of(stage.memory, ledger.WAITING) for stage in alone.stages]
+    assert waiting == [sum(graph[i].nbytes for i in stage.kept) for stage in split_stages(graph, kept)]
 
 
 def test_bricks_on_their_way_to_files_are_counted():
@@ -131,9 +121,9 @@ def test_bricks_on_their_way_to_files_are_counted():
     kept = kept_at_best(graph)
     stage = split_stages(graph, kept)[2]
     cost = Costs(graph, Machine()).of(stage, (64, 64), backward=True)
-    in_files, elsewhere = (
-        waiting_bytes(graph, stage, cost.crops, dict.fromkeys(kept, tier), backward=True) for tier in (DISK, HOST)
-    )
+    problem = problem_of(graph, tiers=(MemoryTier(), HostTier(), DiskTier(Path())))
+    ledgers = [StageLedger(problem, stage, 1, dict.fromkeys(kept, tier), (0, 0), True) for tier in ("disk", "host")]
+    in_files, elsewhere = (amount_of(one.amounts(cost), ledger.WAITING) for one in ledgers)
     fields = [graph[i] for i in (*stage.reads, *stage.kept) if i in kept]
     rows = [
         Bricks(field.size(0), field.size(1), field.bytes_per_pixel).row_bytes(cost.crops[field.id][1])
@@ -147,29 +137,18 @@ def test_files_cost_processors_beside_tiles_and_a_slow_disk_hides_both(phase):
     graph, threads = graph_of(residual(3)), 2
     kept = kept_at_best(graph)
     stage = split_stages(graph, kept)[2]
-    there = dict.fromkeys(kept, DISK)
 
-    def seconds(tiers, **rates):
+    def seconds(tier, **rates):
         machine = Machine(threads=threads, **rates)
-        cost = Costs(graph, machine).of(stage, (64, 64), backward=True)
-        moved = cost.plan.tile_count * traffic_bytes(graph, stage, cost.crops, tiers, phase, DISK, AS_THEY_ARE)
-        made = make_plan(
-            graph,
-            limits(scratch_bytes=2**40),
-            machine,
-            image_shape=graph.source("image").shape,
-            backward=True,
-            device="cpu",
-            memory_format="contiguous",
-            tiles=((64, 64),),
-            kept=tiers,
-        )
-        return getattr(made.stages[stage.index], f"{phase}_seconds"), moved
+        tiers = MemoryTier(), DiskTier(Path())
+        problem = problem_of(graph, machine=machine, tiers=tiers, rooms={"disk": 2**40})
+        made = make_plan(problem, tiles=((64, 64),), kept=dict.fromkeys(kept, tier))
+        return getattr(made.stages[stage.index], f"{phase}_seconds")
 
-    in_memory, _ = seconds(dict.fromkeys(kept, MEMORY))
+    in_memory = seconds("memory")
     fast = {"disk_write_bytes_per_second": 1e15, "disk_read_bytes_per_second": 1e15}
-    on_disk, moved = seconds(there, **fast, file_bytes_per_second=1e8)
+    on_disk = seconds("disk", **fast, file_bytes_per_second=1e8)
+    moved = (on_disk - in_memory) * 1e8 * threads
     assert moved > 2 * graph[kept[2]].nbytes
-    assert on_disk == pytest.approx(in_memory + moved / 1e8 / threads)
     slow = {"disk_write_bytes_per_second": 1e6, "disk_read_bytes_per_second": 1e6}
-    assert seconds(there, **slow)[0] == pytest.approx(moved / 1e6)
+    assert seconds("disk", **slow) == pytest.approx(moved / 1e6)

@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gigagrad.allowances import whole_pages
+from gigagrad.devices import device_for
 from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import StageProgram
 from gigagrad.graphs import GATHER, InputSpec, capture
@@ -24,7 +26,6 @@ from gigagrad.plans.memory import (
     tile_peak_bytes,
     whole_compiled_convolutions,
     whole_field_bytes,
-    whole_pages,
     worst_tile,
 )
 
@@ -137,6 +138,7 @@ def graphs(graph_of, models):
     return lambda name: made[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("name", ["unet", "gate", "residual", "pyramid", "frozen", "square"])
 @given(tile=st.tuples(st.integers(24, 110), st.integers(24, 110)))
@@ -186,6 +188,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_with_intermediate_results(graph_of, name):
     """Those whose formulas allocate more than their result and what they save."""
@@ -198,6 +201,7 @@ def test_operators_with_intermediate_results(graph_of, name):
         assert measured_peak(graph, stage, tile, backward=backward) <= predicted + SMALL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unet", "residual", "pyramid"])
 def test_predicted_bytes_are_not_far_too_many(graphs, name):
     """Else the budget would be left unused: PyTorch's own workspaces are the reason for any difference."""
@@ -239,12 +243,13 @@ class Attention(nn.Module):
         return tokens + self.mlp(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 def test_whole_fields_take_what_was_predicted(graph_of, backward):
     graph = graph_of(Attention(), lambda y, t: (y - t.mean()).square().mean(), (64, 96))
     torch.manual_seed(0)
     values: dict[int, torch.Tensor] = {}
-    tape = Tape(graph, set(), torch.device("cpu"), backward=backward)
+    tape = Tape(graph, set(), device_for("cpu"), backward=backward)
     for node in graph.nodes:
         if node.is_source and not node.is_field:
             stored = graph.constants.get(node.arguments["name"])
@@ -263,6 +268,7 @@ def test_whole_fields_take_what_was_predicted(graph_of, backward):
     assert alive.peak - parameters * (2 if backward else 1) - SMALL <= predicted <= 2 * alive.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_cotangents_of_weights_that_were_cast_wait_for_one_another(precision):
     """Those of whole-field operators; those of convolutions arrive stage by stage."""
@@ -295,6 +301,7 @@ class ConvolutionShapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unet", "gate", "residual", "pyramid"])
 @given(tile=st.tuples(st.integers(8, 130), st.integers(8, 160)))
 @example(tile=(58, 76))  # crops of transposed convolutions that differ by a pixel

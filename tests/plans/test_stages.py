@@ -1,5 +1,7 @@
 """The graph split at its reductions."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,7 +21,7 @@ def test_a_local_network_with_a_mean_is_one_stage(unet):
 
 def test_stages_compute_what_they_need_from_what_is_known(gate):
     first, second = split_stages(gate)
-    known = set()
+    known: set[Any] = set()
     for stage in (first, second):
         assert list(stage.fields) == sorted(stage.fields)
         inside = {*stage.fields, *stage.reads}

@@ -11,7 +11,8 @@ from torch import nn
 
 from gigagrad.errors import BudgetError
 from gigagrad.plans import simulate, smallest_budget, trade_off
-from gigagrad.plans.limits import roomy
+from gigagrad.plans.problem import roomy
+from tests.plans.networks import problem_of
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +20,10 @@ def curve(plan_at):
     return trade_off(plan_at)
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_works_and_little_less_does_not(unet, gate, norms, plan_for):
     for graph in (unet, gate, norms):
-        budget, plan = smallest_budget(lambda b, graph=graph: plan_for(graph, b))
+        budget, plan = smallest_budget(lambda b, graph=graph: plan_for(graph, b))  # type: ignore[misc]
         assert plan.predicted_peak_bytes <= budget == plan.budget_bytes
         with pytest.raises(BudgetError):
             plan_for(graph, plan_for(graph, budget).predicted_peak_bytes * 95 // 100 - 2**26)
@@ -51,6 +53,7 @@ def test_a_refusal_that_names_too_little_is_tried_and_left_behind(plan_for, unet
     assert stairs.calls < 150
 
 
+@pytest.mark.slow
 def test_the_curve_falls_from_the_smallest_budget_to_the_fastest_plan(curve, plan_at):
     assert len(curve) >= 4
     assert curve[0].budget_bytes == smallest_budget(plan_at)[0]
@@ -63,11 +66,12 @@ def test_the_curve_falls_from_the_smallest_budget_to_the_fastest_plan(curve, pla
     assert curve[-1].kept_bytes == sum(field.size_bytes for field in roomiest.kept)
 
 
+@pytest.mark.slow
 def test_every_point_can_be_had_and_is_sound(norms, curve, plan_at):
     for point in curve:
         plan = plan_at(point.budget_bytes)
         assert plan.predicted_peak_bytes <= point.budget_bytes
-        assert simulate(norms, plan, backward=True).consistent
+        assert simulate(problem_of(norms), plan).consistent
 
 
 def test_where_memory_gains_nothing_there_is_one_point(graph_of, plan_for):

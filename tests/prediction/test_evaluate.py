@@ -1,6 +1,7 @@
 """Scores of masks in files, block by block."""
 
 import importlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def test_slides_by_name_with_mean_and_spread(tmp_path, monkeypatch):
         ("same", write(tmp_path / "a.tif", truth), write(tmp_path / "t.tif", truth)),
         ("worse", write(tmp_path / "b.tif", worse), tmp_path / "t.tif"),
     ]
-    heard = []
+    heard: list[Any] = []
     result = evaluate(pairs, listeners=(heard.append,))
     both = np.sum((worse == 1) & (truth == 1))
     dice = 2 * both / (worse.sum() + truth.sum(dtype=np.int64))

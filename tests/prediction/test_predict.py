@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+from typing import Any
 
 import numpy as np
 import openslide
@@ -78,14 +79,14 @@ def test_all_outputs_of_one_slide(config, tmp_path, jpeg_slide):
     expected = (whole(jpeg_slide).astype(np.float32).mean(0) < 160).astype(np.uint8)
     write_pyramid(tmp_path / "true.tif", [expected], shape=(*expected.shape, 1), dtype=np.uint8, nearest=True)
     (tmp_path / "cohort.csv").write_text(f"slide,mask\n{jpeg_slide},true.tif\n")
-    heard = []
+    heard: list[Any] = []
     (result,) = predict(config(slides=(tmp_path / "cohort.csv",)), (heard.append,))
 
     out = tmp_path / "out"
     assert files_in(out) == ["geojson/small.geojson", "masks/small.tif", "overlays/small.png", "predictions.json"]
     assert np.array_equal(whole(out / result.mask)[0], expected)
     assert (result.dice, result.iou) == (1.0, 1.0)
-    assert (result.height, result.width, result.mpp) == (700, 900, pytest.approx(0.5))
+    assert (result.height, result.width, result.mpp) == (700, 900, pytest.approx(0.5))  # type: ignore[comparison-overlap]
     with openslide.OpenSlide(out / result.mask) as opened:
         assert opened.level_count == 2
         assert float(opened.properties["openslide.mpp-x"]) == pytest.approx(0.5, rel=1e-3)
@@ -119,7 +120,7 @@ def test_the_papers_network_predicts_as_it_does_on_the_whole_image(tmp_path, jpe
 def test_a_second_run_leaves_complete_slides_alone(config, tmp_path):
     (first,) = predict(config())
     times = {name: os.stat(tmp_path / "out" / name).st_mtime_ns for name in files_in(tmp_path / "out")}
-    heard = []
+    heard: list[Any] = []
     assert predict(config(), (heard.append,)) == (first,)
     assert {name: os.stat(tmp_path / "out" / name).st_mtime_ns for name in times} == times
     assert not any(isinstance(event, TileDone) for event in heard)
@@ -155,7 +156,7 @@ def test_files_of_other_programs_are_not_replaced(config, tmp_path):
 def test_one_bad_slide_does_not_lose_the_others(config, tmp_path, jpeg_slide):
     bad = tmp_path / "bad.tif"
     bad.write_bytes(jpeg_slide.read_bytes()[:3000])
-    heard = []
+    heard: list[Any] = []
     broken, good = predict(config(slides=(bad, jpeg_slide)), (heard.append,))
     assert (broken.status, good.status) == ("failed", "done")
     assert "bad" in broken.error
@@ -219,7 +220,7 @@ def test_what_cannot_work_leaves_no_files(config, use, tmp_path, model, settings
 
 def test_a_lower_level_gives_outlines_in_level_0_pixels(config, tmp_path, jpeg_slide):
     (result,) = predict(config(level=1))
-    assert (result.height, result.width, result.mpp) == (350, 450, pytest.approx(1.0))
+    assert (result.height, result.width, result.mpp) == (350, 450, pytest.approx(1.0))  # type: ignore[comparison-overlap]
     expected = whole(jpeg_slide, level=1).astype(np.float32).mean(0) < 160
     assert np.array_equal(whole(tmp_path / "out" / result.mask)[0], expected)
     features = json.loads((tmp_path / "out" / result.geojson).read_text())["features"]

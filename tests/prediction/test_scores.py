@@ -65,6 +65,6 @@ def test_refuses_what_cannot_be_compared():
 
 
 def test_mean_sd():
-    assert mean_sd([1.0, 3.0]) == (2.0, pytest.approx(math.sqrt(2)))
+    assert mean_sd([1.0, 3.0]) == (2.0, pytest.approx(math.sqrt(2)))  # type: ignore[comparison-overlap]
     assert mean_sd([0.5]) == (0.5, 0.0)
     assert all(math.isnan(value) for value in mean_sd([]))

@@ -79,6 +79,6 @@ def test_optional_packages(monkeypatch):
 def test_the_table_shows_everything_as_it_is(status):
     console = Console(file=io.StringIO(), width=120)
     console.print(doctor_table([Check("Disk [x]", status, "5 GiB [free]", "do this")]))
-    shown = console.file.getvalue()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
     for text in ("Disk [x]", "5 GiB [free]", "do this"):
         assert text in shown

@@ -10,7 +10,7 @@ from PIL import Image
 from rich.console import Console
 
 from gigagrad.errors import ConfigError, WriteError
-from gigagrad.plans import Fate, KeptField, Moment, Pass, Plan, Point, StagePlan
+from gigagrad.plans import Amount, Fate, KeptField, Moment, Pass, Plan, Point, StagePlan, ledger
 from gigagrad.reports import plan_picture
 from gigagrad.reports.plan_picture import check_picture, draw_plan
 from gigagrad.reports.plan_study import PlanStudy, describe_study, plan_page
@@ -51,15 +51,14 @@ def study_of(stages=3, fields=4, **changes):
         kept=kept,
         whole_field=(),
         budget_bytes=8 * GIB,
-        base_bytes=400 << 20,
-        parameter_bytes=300 << 20,
-        kept_bytes=5 * GIB,
-        whole_field_bytes=0,
-        reader_bytes=96 << 20,
-        runtime_bytes=160 << 20,
-        predicted_peak_bytes=7 * GIB,
-        host_bytes=0,
-        scratch_bytes=0,
+        fixed=(
+            Amount(ledger.PROCESS, 400 << 20),
+            Amount(ledger.GRADIENTS, 300 << 20),
+            Amount(ledger.FIELDS, 5 * GIB),
+            Amount(ledger.READERS, 96 << 20),
+            Amount(ledger.STEP, 160 << 20),
+            Amount(ledger.TILES, 7 * GIB - 5 * GIB - (956 << 20)),
+        ),
         timed_seconds=210.0,
     )
     found = tuple(
@@ -78,7 +77,18 @@ def study_of(stages=3, fields=4, **changes):
         for i, name in enumerate(names)
     )
     moments = tuple(
-        Moment(p.stage, p.phase, 560 << 20, 96 << 20, 300 << 20, 0, min(i, 6 - i) * GIB // 2, GIB // 3, GIB)
+        Moment(
+            p.stage,
+            p.phase,
+            (
+                Amount(ledger.PROCESS, 560 << 20),
+                Amount(ledger.READERS, 96 << 20),
+                Amount(ledger.GRADIENTS, 300 << 20),
+                Amount(ledger.FIELDS, min(i, 6 - i) * GIB // 2),
+                Amount(ledger.COTANGENTS, GIB // 3),
+                Amount(ledger.TILES, GIB),
+            ),
+        )
         for i, p in enumerate(passes)
     )
     points = tuple(Point(2**i * GIB, 2**i * GIB, 10000.0 / 3**i, i, i * GIB) for i in range(1, 7))
@@ -89,7 +99,7 @@ def study_of(stages=3, fields=4, **changes):
 def shown(study, **options):
     console = Console(file=io.StringIO(), width=100, **options)
     console.print(plan_page(study))
-    return console.file.getvalue()
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_everything_is_said_within_100_columns():
@@ -146,7 +156,7 @@ def test_markup_in_a_name_is_text():
 def test_columns_that_do_not_fit_are_left_out_and_none_is_cut(width):
     console = Console(file=io.StringIO(), width=width)
     console.print(plan_page(study_of()))
-    text = console.file.getvalue()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= width
     assert "1000 x 2000" in text
     assert ("operators" in text) == (width >= 100)

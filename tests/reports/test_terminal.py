@@ -99,7 +99,7 @@ def test_bars_show_rate_time_left_and_memory(clock):
         clock.now += 1
         terminal(Notice("written"))
         assert "train [x]" in terminal._bars.get_renderable().renderables[0].columns[0]._cells[0].plain
-    shown = console.file.getvalue()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
     for text in ("train [x]", "4/10", "left", "1.02 Gpx in 31.0 s, peak 600 MiB of 1 GiB", "written"):
         assert text in shown, text
 

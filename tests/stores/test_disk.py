@@ -13,10 +13,11 @@ from filelock import FileLock, Timeout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gigagrad.allowances import ROWS_AT_ONCE
 from gigagrad.boxes import Box
-from gigagrad.bricks import ROWS_AT_ONCE, Bricks
 from gigagrad.errors import StoreError
 from gigagrad.stores import Blosc, DiskStore, Scratch
+from gigagrad.stores.bricks import Bricks
 
 
 def past_the_cache(monkeypatch):
@@ -353,6 +354,7 @@ def test_what_waits_to_be_written_is_not_waited_for(scratch, monkeypatch):
     kept.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="this system does not tell which files are open")
 def test_nothing_remains_of_a_scratch_that_nobody_closed(tmp_path):
     scratch = Scratch(tmp_path, 0)
@@ -428,6 +430,7 @@ def test_folders_that_are_only_called_like_ours_stay(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed_by_the_next_run_and_nothing_else(tmp_path):
     program = (
         "import os, sys, pathlib; from gigagrad.stores import Scratch; "
@@ -474,6 +477,6 @@ def test_rows_past_the_cache_wait_for_the_disk_together(tmp_path, monkeypatch):
     past_the_cache(monkeypatch)
     scratch = Scratch(tmp_path, 0)
     together = threading.Barrier(ROWS_AT_ONCE)
-    scratch.each(lambda row: together.wait(60), range(3 * ROWS_AT_ONCE))
+    scratch.each(lambda row: together.wait(60), range(3 * ROWS_AT_ONCE))  # type: ignore[arg-type]
     scratch.close()
     assert not together.broken

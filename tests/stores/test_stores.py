@@ -163,7 +163,7 @@ class RoundedConformance(StoreConformance):
         with pytest.raises(AssertionError, match="never rounded"):
             store.add(Box(0, 0, 6, 6), torch.ones(1, 2, 6, 6))
 
-    def test_what_is_read_holds_what_was_added_before_it_without_a_flush(self):
+    def test_what_is_read_holds_what_was_added_before_it_without_a_flush(self):  # type: ignore[override]
         """There is no adding."""
 
     def test_the_axes_may_stand_anywhere(self):

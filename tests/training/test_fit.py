@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def stop_after(steps):
 
 
 def test_a_run_writes_everything_that_others_read(config, tmp_path):
-    events = []
+    events: list[Any] = []
     random_before = torch.get_rng_state()
     result = fit(config, [events.append])
     assert torch.equal(torch.get_rng_state(), random_before)
@@ -196,7 +197,7 @@ def test_a_killed_process_continues_with_the_same_bits(config, tmp_path):
 
 def test_a_finished_run_is_returned_and_can_be_lengthened(config, tmp_path):
     first = fit(config)
-    events = []
+    events: list[Any] = []
     assert fit(config, [events.append]) == first
     assert len(events) == 1
     longer = fit(FitConfig(**{**config.to_dict(), "epochs": 3, "checkpoint_seconds": 1e9}))
@@ -322,7 +323,7 @@ def test_a_mapping_will_do(config):
 
 
 def test_a_run_of_a_function_says_that_only_classes_are_loaded_again(config, two_classes):
-    events = []
+    events: list[Any] = []
     result = fit(FitConfig(**{**config.to_dict(), "model": two_classes, "loss": "ce", "epochs": 1}), [events.append])
     assert set(result.scores) == {"slide4", "slide5"}
     assert any("only a class can be loaded again" in event.text for event in events if isinstance(event, Notice))

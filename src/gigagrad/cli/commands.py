@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from gigagrad.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gigagrad import plans
     from gigagrad.events import Listener
-    from gigagrad.execution.planner import Survey
-    from gigagrad.plans import Plan
     from gigagrad.reports.plan_study import PlanStudy
 
 
@@ -58,7 +57,7 @@ def plan(args: argparse.Namespace) -> None:
         print(json.dumps(made.to_dict(), indent=2))
         if args.picture is None:
             return
-    study = _study(args.model, engine.survey(slide, target), made, backward=not args.predict)
+    study = _study(args.model, engine.problem(slide, target), made)
     if args.picture is not None:
         from gigagrad.reports.plan_picture import draw_plan
 
@@ -71,22 +70,26 @@ def plan(args: argparse.Namespace) -> None:
             print(args.picture)
 
 
-def _study(model: str, survey: Survey, made: Plan, *, backward: bool) -> PlanStudy:
+def _study(model: str, problem: plans.Problem, made: plans.Plan) -> PlanStudy:
     """Everything there is to say about a plan, and the curve it stands on."""
     from gigagrad import plans
     from gigagrad.reports.plan_study import PlanStudy
 
-    graph, packing = survey.graph, survey.costs.packing
-    simulation = plans.simulate(graph, made, backward=backward, packing=packing)
+    simulation = plans.simulate(problem, made)
     assert simulation.consistent, "; ".join(map(str, simulation.faults))
     # Where tiles of this plan have been timed, the whole curve is scaled to them.
     scale = made.predicted_seconds / made.modelled_seconds if made.modelled_seconds else 1.0
-    points = plans.trade_off(survey.plan_at)
+    costs = plans.Costs(problem.graph, problem.machine, problem.packing)
+
+    def plan_at(budget_bytes: int | None) -> plans.Plan:
+        return plans.make_plan(dataclasses.replace(problem, budget_bytes=budget_bytes), costs=costs)
+
+    points = plans.trade_off(plan_at)
     return PlanStudy(
         model=model,
         plan=made,
-        calibrated=survey.machine.calibrated,
-        fates=plans.fates(graph, made),
+        calibrated=problem.machine.calibrated,
+        fates=plans.fates(problem.graph, made),
         moments=simulation.moments,
         points=tuple(dataclasses.replace(point, seconds=scale * point.seconds) for point in points),
     )

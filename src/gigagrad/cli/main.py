@@ -18,15 +18,14 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from gigagrad.cli.parser import build_parser
+from gigagrad.devices.heap import before_pytorch
 from gigagrad.errors import GigagradError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (by default the process's own) and return the exit code."""
     traceback = False
-    # PyTorch's threads wait by spinning unless told otherwise before it is loaded; beside any other busy process on two
-    # cores that made a step 3 to 20 times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    before_pytorch(own_process=True)
     try:
         args = build_parser().parse_args(argv)
         traceback = args.traceback

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gigagrad.cohorts import Row, find_slides
 from gigagrad.demo.step import measured_step
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Listener, Notice
@@ -20,7 +21,6 @@ from gigagrad.files import read_json, write_csv, write_json
 from gigagrad.images import make_cohort, make_slide
 from gigagrad.images.labelling import label_slides
 from gigagrad.prediction import Evaluation, PredictConfig, evaluate, predict
-from gigagrad.prediction.inputs import SlideInput, find_slides
 from gigagrad.reports.report import write_report
 from gigagrad.training import FitConfig, FitResult, fit
 from gigagrad.units import format_bytes, format_seconds
@@ -140,7 +140,7 @@ def _claim(out: Path, settings: Mapping[str, Any]) -> None:
     write_json(path, settings)
 
 
-def _label(out: Path, made: Path, real: Sequence[SlideInput], events: Events) -> Path:
+def _label(out: Path, made: Path, real: Sequence[Row], events: Events) -> Path:
     """Label all slides and write the cohort file of the experiment; `real` slides are the test split, if any."""
     rows = [(slide, split) for split in ("train", "val") for slide in find_slides([made], split)]
     rows += [(slide, "test") for slide in real or find_slides([made], "test")]

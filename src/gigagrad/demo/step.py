@@ -66,8 +66,8 @@ def take_steps(
     """
     import torch
 
+    from gigagrad.devices.heap import peak_resident_bytes
     from gigagrad.execution import compile
-    from gigagrad.execution.process import peak_resident_bytes
     from gigagrad.images import open_image
     from gigagrad.training.losses import bce
     from gigagrad.units import parse_bytes

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 from gigagrad.boxes import Box
-from gigagrad.errors import ConfigError, ModelError, TargetError
+from gigagrad.devices import Device, device_for
+from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Notice, StepMeasured
-from gigagrad.execution.allocator import settle_allocator
-from gigagrad.execution.assemble import assemble
-from gigagrad.execution.budgets import Budgets
 from gigagrad.execution.captures import Captures
 from gigagrad.execution.cotangent_unit import MOST_OVERFLOWS, CotangentOverflow
-from gigagrad.execution.planner import Planner, Survey
+from gigagrad.execution.model_state import leave_state, stored_in
+from gigagrad.execution.planner import Planner
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.process import peak_bytes
 from gigagrad.execution.rounding_error import RunningErrors
 from gigagrad.execution.run import Run
-from gigagrad.execution.sources import Source, image_source, target_source
+from gigagrad.execution.seeds import Seeds
+from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTensor
+from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
 from gigagrad.graphs import Captured, Composite, Graph
-from gigagrad.plans import Plan
-from gigagrad.stores import Quantised, Rounding, parse_storage
+from gigagrad.plans import Plan, Problem
+from gigagrad.stores import (
+    DiskTier,
+    HostTier,
+    MemoryTier,
+    Quantised,
+    Rounding,
+    Tier,
+    parse_storage,
+    registered_tier,
+)
+from gigagrad.units import parse_bytes
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -49,9 +57,9 @@ def compile(
     loss: Loss | None = None,
     *,
     memory: str | int | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | Device = "cpu",
     precision: str | None = None,
-    scratch: str | Path | None = None,
+    scratch: str | Path | Tier | None = None,
     scratch_bytes: str | int | None = None,
     host_memory: str | int | None = None,
     storage: str | None = None,
@@ -68,21 +76,18 @@ def compile(
             predicts.
         memory: the budget, e.g. `"2 GiB"` or bytes: peak resident memory of the whole process on the CPU (interpreter
             and libraries included), device memory on a GPU. None: no bound, only speed decides.
-        device: where tiles are computed. The model may stay where it is.
+        device: where tiles are computed, by PyTorch's name for it. The model may stay where it is.
         precision: `"bfloat16"` or `"float16"` as autocast would, `"float32"` or `"float64"` as if the model and the
-            image were cast; None: the model's own dtype. Sums over tiles are in float64 in any case, and gradients come
-            in their parameters' dtypes. In float16 no loss needs scaling: what would be too small on its way back is
-            scaled inside, by a power of two that is taken out again (docs/math.md).
+            image were cast; None: the model's own dtype. Sums over tiles are in float64, and gradients in their
+            parameters' dtypes. In float16 no loss needs scaling: that happens inside (docs/math.md).
         scratch: an existing folder, on a fast disk, for the fields that do not fit in `memory`: in a folder of this
-            run's own, which goes when the run ends. Without it such fields are computed again.
-        scratch_bytes: the most that these files may take; None: what is free.
-        host_memory: the same for host memory beside a GPU; None: what is free.
+            run's own, which goes when the run ends. Or another `Tier`. Without it they are computed again.
+        scratch_bytes: the most that these files may take; None: what is free. `host_memory`: the same beside a GPU.
         storage: how fields that a plan keeps are stored; `"exact"` (None): bit for bit. Lossy, so never by itself:
             `"bfloat16"`, `"float16"` (half the bytes of float32), or `"error 0.01"`: quantised, in files only, with
             errors of at most that. The run goes on from what was stored, and its gradient is exact for that
             (docs/math.md).
-        optimizer: the one that will step these parameters: plans keep room for the state that its first step makes.
-            None: room for Adam's, twice the trainable parameters.
+        optimizer: plans keep room for the state that its first step makes; None: room for Adam's.
         tile: `(height, width)` in pixels of the last field, to force the tile's shape (tests, experiments).
         seed: of random operators (dropout, stochastic depth), which otherwise draw from PyTorch's own generator. With
             one, the n-th run of an engine draws the same numbers as the n-th run of another.
@@ -90,15 +95,17 @@ def compile(
     Raises:
         ConfigError: an argument cannot be used.
     """
-    budgets = Budgets.parse(memory, host_memory, scratch, scratch_bytes)
+    used = device_for(device)
+    tiers = tiers_for(used, host_memory, scratch, scratch_bytes)
     rounding = parse_storage(storage)
     if isinstance(rounding, Quantised) and scratch is None:
         raise ConfigError(f"storage={storage!r} makes fields in files smaller; name a folder for them with scratch=")
     return Engine(
         model,
         loss,
-        budgets=budgets,
-        device=device,
+        device=used,
+        budget_bytes=bytes_or_none(memory),
+        tiers=tiers,
         precision=precision,
         rounding=rounding,
         optimizer=optimizer,
@@ -115,8 +122,9 @@ class Engine:
         model: nn.Module,
         loss: Loss | None,
         *,
-        budgets: Budgets,
-        device: str | torch.device,
+        device: Device,
+        budget_bytes: int | None,
+        tiers: tuple[Tier, ...],
         precision: str | None,
         rounding: Rounding | None,
         optimizer: torch.optim.Optimizer | None,
@@ -133,20 +141,17 @@ class Engine:
             raise ConfigError(f"tile must be (height, width) in pixels, both at least 1, got {tile!r}")
         if precision not in _PRECISIONS:
             raise ConfigError(f"unknown precision {precision!r}; use one of {', '.join(map(str, _PRECISIONS))}")
-        self._budgets = budgets
-        self._device = _usable_device(device)
-        if self._device.type == "cpu":
-            settle_allocator()
+        self._device, self._budget_bytes = device, budget_bytes
         self._composite = Composite(model, loss, _PRECISIONS[precision])
-        self._seed = seed
-        self._runs = 0
+        self._seeds = Seeds(device, seed)
         self.events = Events()
         self._captures = Captures(self._composite, self.events)
         self._planner = Planner(
             self._composite,
             self.events,
-            budgets=budgets,
-            device=self._device,
+            device=device,
+            budget_bytes=budget_bytes,
+            tiers=tiers,
             tile=tile,
             rounding=rounding,
             optimizer=optimizer,
@@ -178,22 +183,23 @@ class Engine:
 
     @lets_go
     def plan(self, image: Any, target: Any = None) -> Plan:
-        """The plan for an image (and target) of this size: of a backward if the engine has a loss, else a forward.
+        """The plan for an image (and target) of this size: of a backward if the engine has a loss, else of a `stream`.
 
         Raises:
             BudgetError: it cannot fit; nothing has run.
             CaptureError, UnsupportedOperatorError: the model cannot be captured.
             ImageError, TargetError: an input cannot be used.
         """
-        with self._sources(image, target) as sources:
+        with opened_sources(self._composite, image, target) as sources:
             graph = self._captures.get(sources).graph
-            return self._planner.prepare(graph, sources, backward=self.loss is not None).plan
+            return self._planner.prepare(graph, sources, None, backward=self.loss is not None).plan
 
     @lets_go
-    def survey(self, image: Any, target: Any = None) -> Survey:
-        """The captured graph and a function from budgets to plans: what `gigagrad plan` draws its curve from."""
-        with self._sources(image, target) as sources:
-            return self._planner.survey(self._captures.get(sources).graph, sources, backward=self.loss is not None)
+    def problem(self, image: Any, target: Any = None) -> Problem:
+        """What `plan` is a plan for, to ask for plans with other budgets (`gigagrad.plans.trade_off`)."""
+        with opened_sources(self._composite, image, target) as sources:
+            graph = self._captures.get(sources).graph
+            return self._planner.problem(graph, sources, None, backward=self.loss is not None)
 
     @lets_go
     def backward(self, image: Any, target: Any) -> torch.Tensor:
@@ -208,7 +214,7 @@ class Engine:
         """
         if self.loss is None:
             raise ConfigError("this engine has no loss; compile(model, loss) to train")
-        with self._sources(image, target) as sources:
+        with opened_sources(self._composite, image, target) as sources:
             run, graph = self._run("backward", sources)
             given = {name: source.given for name, source in sources.items() if source.given is not None}
         parameters = {**dict(self._composite.named_parameters(remove_duplicate=False)), **graph.closed}
@@ -219,33 +225,27 @@ class Engine:
         return run.output
 
     @lets_go
-    def forward(self, image: Any, target: Any = None, *, out: str | Path | None = None) -> Any:
+    def forward(self, image: Any, target: Any = None, *, out: str | Path | Sink | None = None) -> Any:
         """Without gradients: the loss if the engine has one, else the prediction `(1, C, H, W)`, or whatever the model
         returns (a tuple or a dictionary of tensors, a class score).
 
         With `out="prediction.tif"` the prediction is written tile by tile as a float32 pyramidal TIFF and the path is
-        returned; otherwise the whole prediction is held in memory.
+        returned; a `Sink` of `execution.sinks` does with it what it likes; otherwise the whole prediction is held in
+        memory. What is held of the output is part of the plan.
 
         Raises: as `plan`; WriteError if `out` cannot be written.
         """
-        if self.loss is not None:
-            if out is not None:
-                raise ConfigError("out= needs an engine without a loss: compile(model)")
-            with self._sources(image, target) as sources:
+        if self.loss is not None and out is not None:
+            raise ConfigError("out= needs an engine without a loss: compile(model)")
+        with opened_sources(self._composite, image, target) as sources:
+            if self.loss is not None:
                 return self._run("forward", sources)[0].output
-        with self._sources(image, None) as sources:
             graph = self._captures.get(sources).graph
-            if not _delivers_image(graph):
-                if out is not None:
-                    raise ConfigError("out= needs a model whose output is an image")
-                return self._run("forward", sources)[0].outputs
-        if out is not None:
-            return self._write(image, Path(out), graph)
-        node = graph[graph.output]
-        result = torch.empty(node.shape, dtype=node.dtype, device=self._device)
-        for box, crop in self.stream(image):
-            result[..., box.y0 : box.y1, box.x0 : box.x1] = crop
-        return result if graph.structure is None else tree_unflatten([result], graph.structure)
+            if _delivers_image(graph):
+                return self._delivered(graph, sources, out)
+            if out is not None:
+                raise ConfigError("out= needs a model whose output is an image")
+            return self._run("forward", sources)[0].outputs
 
     @stream_lets_go
     def stream(self, image: Any) -> Generator[tuple[Box, torch.Tensor], None, None]:
@@ -257,14 +257,8 @@ class Engine:
         """
         if self.loss is not None:
             raise ConfigError("stream needs an engine without a loss: compile(model)")
-        with self._sources(image, None) as sources, self._measured("forward", sources) as (prepared, captured, _):
-            if not _delivers_image(prepared.graph):
-                raise ConfigError("stream needs a model whose output is an image")
-            with self._random():
-                run = Run(prepared, sources, self._stored(prepared.graph), self.events, backward=False)
-            with run, closing(run):
-                yield from run.stream()
-        self._leave_state(run, captured)
+        with opened_sources(self._composite, image, None) as sources:
+            yield from self._pieces(sources, Handed())
 
     def state_dict(self) -> dict[str, Any]:
         """Tile shapes and memory layouts by size, which depend on the machine and on the memory at hand, and the norms
@@ -279,132 +273,58 @@ class Engine:
         self._planner.load_state_dict(state)
         self._errors = RunningErrors(state.get("gradient_errors"))
 
-    def _write(self, image: Any, path: Path, graph: Graph) -> Path:
-        from gigagrad.images.write import write_pyramid
-
-        _, channels, height, width = graph[graph.output].shape
-        opened = image_source(image)
-        tiles = self.stream(opened.image)
+    def _delivered(self, graph: Graph, sources: dict[str, Source], out: str | Path | Sink | None) -> Any:
+        """What the sink makes of the output field."""
+        node, image = graph[graph.output], sources["image"]
+        sink: Sink = WholeTensor(node.dtype) if out is None else out if isinstance(out, Sink) else Pyramid(Path(out))
+        alike = image.image is not None and image.spec.shape[-2:] == node.shape[-2:]
+        mpp = image.image.mpp if image.image is not None and alike else None
+        pieces = self._pieces(sources, sink)
         try:
-            mpp = opened.image.mpp if opened.image is not None and opened.spec.shape[-2:] == (height, width) else None
-            write_pyramid(
-                path,
-                assemble(_pixels(tiles), height, width),
-                shape=(height, width, channels),
-                dtype=np.dtype(np.float32),
-                mpp=mpp,
-                nearest=False,
-            )
+            taken = sink.take(pieces, OutputField(node.shape, node.dtype, self._device.torch_device, mpp))
         finally:
-            tiles.close()  # the traceback of an error may keep it
-            opened.close()
-        return path
+            pieces.close()  # the traceback of an error may keep it
+        return tree_unflatten([taken], graph.structure) if out is None and graph.structure is not None else taken
+
+    def _pieces(self, sources: dict[str, Source], sink: Sink) -> Generator[tuple[Box, torch.Tensor], None, None]:
+        """The output field as it is computed, planned with what the sink holds of it."""
+        with self._measured("forward", sources, sink) as (prepared, captured, _):
+            if not _delivers_image(prepared.graph):
+                raise ConfigError("stream needs a model whose output is an image")
+            with self._seeds.of_this_run():
+                run = Run(prepared, sources, stored_in(self._composite, prepared.graph), self.events, backward=False)
+            with run, closing(run):
+                yield from run.stream()
+        leave_state(self._composite, run.updates, captured)
 
     def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run, Graph]:
         """A finished run of a graph whose output is no image."""
-        with self._measured(phase, sources) as (prepared, captured, more), self._random():
+        with self._measured(phase, sources) as (prepared, captured, more), self._seeds.of_this_run():
             for overflows in range(self._overflows, MOST_OVERFLOWS + 1):
                 try:
-                    run = self._attempt(prepared, sources, backward=phase == "backward", overflows=overflows)
+                    stored, backward = stored_in(self._composite, prepared.graph), phase == "backward"
+                    run = Run(prepared, sources, stored, self.events, backward=backward, overflows=overflows)
+                    with run, closing(run):
+                        run.run()
                     break
                 except CotangentOverflow:
                     told = "a gradient left the range of float16; the step begins anew, with smaller cotangents inside"
                     self.events.emit(Notice(told))
             if overflows != self._overflows and all(g.isfinite().all() for g in run.gradients.values()):
                 self._overflows = overflows
-            more["gradient_error"] = self._gradient_error(run, prepared.graph)
-        self._leave_state(run, captured)
+            gradients = {prepared.graph[i].arguments["name"]: g for i, g in run.gradients.items()}
+            more["gradient_error"] = self._errors.refresh(run.rounding_errors, gradients)
+        leave_state(self._composite, run.updates, captured)
         return run, prepared.graph
-
-    def _attempt(self, prepared: Prepared, sources: dict[str, Source], *, backward: bool, overflows: int) -> Run:
-        """A finished run. Raises CotangentOverflow."""
-        stored = self._stored(prepared.graph)
-        with (
-            Run(prepared, sources, stored, self.events, backward=backward, overflows=overflows) as run,
-            closing(run),
-        ):
-            run.run()
-        return run
-
-    @contextmanager
-    def _random(self) -> Iterator[None]:
-        """PyTorch's generators, or with a seed this run's own: of the CPU, and of the GPU that it runs on."""
-        gpus = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=gpus, enabled=self._seed is not None):
-            if self._seed is not None:
-                # Any two (seed, run) pairs start apart: the multiplier is odd and larger than any number of runs.
-                seed = (self._seed * 1_000_003 + self._runs) % 2**63
-                torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach every GPU there is
-                for gpu in gpus:
-                    with torch.cuda.device(gpu):
-                        torch.cuda.manual_seed(seed)
-                self._runs += 1
-            yield
-
-    def _stored(self, graph: Graph) -> Callable[[str, str], torch.Tensor]:
-        """Looks up a parameter or buffer as it is now, by its kind and name in the graph."""
-        composite = self._composite
-
-        def look_up(kind: str, name: str) -> torch.Tensor:
-            if name in graph.closed:
-                return graph.closed[name].detach()
-            tensor = composite.get_parameter(name) if kind == "parameter" else composite.get_buffer(name)
-            return tensor.detach().to(composite.dtype_of(tensor.dtype))
-
-        return look_up
-
-    def _leave_state(self, run: Run, captured: Captured) -> None:
-        """Running statistics and the like, counters too: once a run, as PyTorch would."""
-        for name, value in run.updates.items():
-            if name in captured.graph.closed:
-                captured.graph.closed[name].copy_(value)
-                continue
-            path, _, own = name.rpartition(".")
-            owner = self._composite.get_submodule(path)
-            buffer = getattr(owner, own)
-            if buffer is not None and buffer.shape == value.shape:
-                buffer.copy_(value)
-            else:
-                setattr(owner, own, value.clone() if buffer is None else value.to(buffer, copy=True))
-        captured.leave_effects()
-
-    @contextmanager
-    def _sources(self, image: Any, target: Any) -> Iterator[dict[str, Source]]:
-        sources: dict[str, Source] = {}
-        dtype_of = self._composite.dtype_of
-        try:
-            for index, one in enumerate(image if isinstance(image, tuple | list) else (image,)):
-                sources[f"image{index or ''}"] = image_source(one, dtype_of)
-            if self.loss is not None:
-                if target is None:
-                    raise TargetError("this engine has a loss, which needs a target: an image or a label tensor")
-                for index, one in enumerate(target if isinstance(target, tuple) else (target,)):
-                    sources[f"target{index or ''}"] = target_source(one, sources["image"], dtype_of)
-            yield sources
-        finally:
-            for source in sources.values():
-                source.close()
-
-    def _gradient_error(self, run: Run, graph: Graph) -> float:
-        """Take in what this run knows about rounding errors; what it is expected to have added, in all weights at once,
-        relative to their gradients."""
-        found = run.rounding_errors
-        self._errors.refresh(found)
-        expected = {name: error for name, error in self._errors.errors().items() if name in found}
-        names = {i: graph[i].arguments["name"] for i in run.gradients}
-        pairs = [(expected[names[i]], gradient) for i, gradient in run.gradients.items() if names[i] in expected]
-        size = math.hypot(*(gradient.norm().item() for _, gradient in pairs))
-        return math.hypot(*(error for error, _ in pairs)) / size if size else 0.0
 
     @contextmanager
     def _measured(
-        self, phase: str, sources: dict[str, Source]
+        self, phase: str, sources: dict[str, Source], sink: Sink | None = None
     ) -> Iterator[tuple[Prepared, Captured, dict[str, float]]]:
         """The plan, what was captured, and a place for what else the run is to tell in `last_run`."""
         captured = self._captures.get(sources)
-        prepared = self._planner.prepare(captured.graph, sources, backward=phase == "backward")
-        # The peak is the process's own since it started, whoever set it.
-        predicted = max(prepared.plan.predicted_peak_bytes, peak_bytes(self._device))
+        prepared = self._planner.prepare(captured.graph, sources, sink, backward=phase == "backward")
+        earlier = self._device.peak_bytes()
         start = time.perf_counter()
         more: dict[str, float] = {}
         yield prepared, captured, more
@@ -414,9 +334,10 @@ class Engine:
             phase=phase,
             pixels=height * width,
             seconds=time.perf_counter() - start,
-            peak_bytes=peak_bytes(self._device),
-            predicted_peak_bytes=predicted,
-            budget_bytes=self._budgets.memory_bytes or 0,
+            peak_bytes=self._device.peak_bytes(),
+            predicted_peak_bytes=prepared.plan.predicted_peak_bytes,
+            budget_bytes=self._budget_bytes or 0,
+            earlier_peak_bytes=earlier,
             **more,
         )
         self.events.emit(self.last_run)
@@ -441,19 +362,29 @@ def _delivers_image(graph: Graph) -> bool:
     return node.is_field
 
 
-def _pixels(stream: Iterator[tuple[Box, torch.Tensor]]) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
-    """Crops `(1, C, h, w)` as float32 arrays `(h, w, C)`."""
-    for box, crop in stream:
-        yield box, crop[0].permute(1, 2, 0).to("cpu", torch.float32).numpy()
+def tiers_for(
+    device: Device, host_memory: str | int | None, scratch: str | Path | Tier | None, scratch_bytes: str | int | None
+) -> tuple[Tier, ...]:
+    """Where a device's fields may be kept: its own memory, the host's if that is another, what `scratch` names.
+
+    Raises ConfigError for what is no number of bytes, and for `scratch_bytes` without `scratch`.
+    """
+    if scratch is None and scratch_bytes is not None:
+        raise ConfigError("scratch_bytes bounds the files in a scratch folder; name one with scratch=")
+    tiers: list[Tier] = [MemoryTier(device.torch_device)]
+    if not device.is_host:
+        tiers.append(HostTier(bytes_or_none(host_memory)))
+    if isinstance(scratch, Tier):
+        tiers.append(scratch)
+    elif scratch is not None:
+        room = bytes_or_none(scratch_bytes)
+        tiers.append(registered_tier(str(scratch), room) or DiskTier(Path(scratch), room))
+    return tuple(tiers)
 
 
-def _usable_device(device: str | torch.device) -> torch.device:
+def bytes_or_none(given: str | int | None) -> int | None:
+    """A size as `compile` takes it. Raises ConfigError for what is no number of bytes."""
     try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise ConfigError(f"unknown device {device!r}; use 'cpu' or 'cuda'") from None
-    if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' was asked for, but PyTorch finds no CUDA device here")
-    return chosen
+        return None if given is None else parse_bytes(given)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -5,7 +5,7 @@ A tile's inputs are read here, whatever tier or image they come from.
 
 from __future__ import annotations
 
-from pathlib import Path
+from contextlib import ExitStack
 
 import torch
 
@@ -15,8 +15,8 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import TileInputs
 from gigagrad.graphs import SCATTER
-from gigagrad.plans import DISK, EXACT, HOST, MEMORY, Lifetime, Stage, TileGeometry, lifetimes
-from gigagrad.stores import Blosc, DiskStore, HostStore, Quantised, RoundedStore, Rounding, Scratch, Store
+from gigagrad.plans import EXACT, Lifetime, Stage, TileGeometry, lifetimes
+from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store
 
 
 class Fields:
@@ -32,19 +32,20 @@ class Fields:
         self._tape = tape
         self._tiers = {field.node: field.tier for field in prepared.plan.kept}
         self._lifetimes = lifetimes(prepared.graph, prepared.stages, prepared.plan.passes)
-        self._scratch: Scratch | None = None
+        self._open: dict[str, OpenTier] = {}
 
     def open(self) -> None:
-        """Raises StoreError if the scratch folder has no room for what the plan keeps there."""
-        plan, folder = self._prepared.plan, self._prepared.scratch
-        if plan.scratch_bytes:
-            assert isinstance(folder, Path)
-            self._scratch = Scratch(folder, plan.scratch_bytes)
+        """Raises StoreError if a tier has no room for what the plan keeps there."""
+        plan, problem = self._prepared.plan, self._prepared.problem
+        for tier in problem.tiers:
+            if tier.in_budget or plan.bytes_in(tier.name):
+                self._open[tier.name] = tier.open(plan.bytes_in(tier.name), problem.machine)
 
     def close(self) -> None:
         """Remove the files; what is in memory stays."""
-        if self._scratch is not None:
-            self._scratch.close()
+        with ExitStack() as stack:  # goes on past errors
+            for tier in self._open.values():
+                stack.callback(tier.close)
 
     def forget(self) -> None:
         """Give back what is in memory too: there will be no results. After `close`."""
@@ -57,7 +58,8 @@ class Fields:
     def bytes_from(self, index: int) -> int:
         """What the stores that begin their life with this pass take of the memory that tiles are computed in."""
         beginning = (life.field for life in self._lifetimes if life.first == index)
-        return sum(self._graph[i].nbytes for i in beginning if self._tiers.get(i, MEMORY) == MEMORY)
+        memory = self._prepared.problem.memory.name
+        return sum(self._graph[i].nbytes for i in beginning if self._tiers.get(i, memory) == memory)
 
     def begin(self, index: int) -> None:
         """The stores that begin their life with this pass. Raises StoreError."""
@@ -84,16 +86,12 @@ class Fields:
         assert node.axes is not None
         rounding = None if life.cotangent else self.roundings.get(life.field)
         dtype = node.dtype if rounding is None else rounding.packed_dtype(node.dtype)
-        tier, prepared = self._tiers.get(life.field, MEMORY), self._prepared
-        store: Store
-        if tier == DISK:
-            assert self._scratch is not None
-            name = f"{'cotangent' if life.cotangent else 'field'}-{life.field}"
-            codec = Blosc() if isinstance(rounding, Quantised) else prepared.codec  # codes take fewer bytes only so
-            store = DiskStore(node.shape, dtype, node.axes, scratch=self._scratch, name=name, codec=codec)
-        else:
-            device = torch.device("cpu") if tier == HOST else prepared.device
-            store = HostStore(node.shape, dtype, node.axes, device=device, memory_format=prepared.layout)
+        tier = self._tiers.get(life.field, self._prepared.problem.memory.name)
+        name = f"{'cotangent' if life.cotangent else 'field'}-{life.field}"
+        coded = isinstance(rounding, Quantised)
+        store = self._open[tier].open_store(
+            FieldSpec(name, node.shape, dtype, node.axes, layout=self._prepared.layout, coded=coded)
+        )
         return store if rounding is None else RoundedStore(store, rounding, node.dtype)
 
     @staticmethod
@@ -136,5 +134,5 @@ class Fields:
         return self.kept[node_id].read(box)
 
     def _ordered(self, crop: torch.Tensor) -> torch.Tensor:
-        crop = crop.detach().to(self._prepared.device)
+        crop = crop.detach().to(self._prepared.device.torch_device)
         return crop.contiguous(memory_format=self._prepared.layout if crop.ndim == 4 else torch.contiguous_format)

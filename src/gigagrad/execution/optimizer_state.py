@@ -8,11 +8,35 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 _USUAL_COPIES = 2
 """Of the trainable parameters, where nothing says what there will be: Adam's two moments."""
 _OTHER_KERNELS = ("foreach", "fused", "capturable")
 """Options that ask for kernels which tensors without storage do not have; the state is the same without."""
+
+
+class OptimizerState:
+    """What the optimizer that steps a model's parameters will hold beside what it holds already."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._versions: int | None = None
+        """Of the trainable parameters when they were first looked at: any write to one counts up."""
+        self._stepped = False
+
+    def coming_bytes(self) -> int:
+        """Nothing once that is part of what the process holds. One that nobody named is taken for Adam, until a write
+        to the parameters shows that it has stepped.
+        """
+        if self._optimizer is not None:
+            return coming_state_bytes(self._optimizer)
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        versions = sum(parameter._version for parameter in trained)
+        if self._versions is None:
+            self._versions = versions
+        self._stepped = self._stepped or versions != self._versions
+        return 0 if self._stepped else usual_state_bytes(trained)
 
 
 def usual_state_bytes(parameters: Iterable[torch.Tensor]) -> int:

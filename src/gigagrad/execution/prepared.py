@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from gigagrad.devices import Device
 from gigagrad.graphs import Graph
-from gigagrad.plans import Grid, Plan, Stage
-from gigagrad.stores import Codec, Rounding
+from gigagrad.plans import Grid, Plan, Problem, Stage
+from gigagrad.stores import Rounding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """A captured graph with its plan, ready to run on any image of the same size."""
 
-    graph: Graph
     plan: Plan
     stages: tuple[Stage, ...]
-    device: torch.device
-    scratch: Path | None = None
-    """The folder for the files of kept fields."""
+    device: Device
+    problem: Problem
     rounding: Rounding | None = None
     """What the plan's packed fields are rounded by."""
-    codec: Codec | None = None
-    """What makes fewer bytes of bricks whose values are exact, where that is faster than the disk."""
+
+    @property
+    def graph(self) -> Graph:
+        return self.problem.graph
 
     def grid(self, stage: Stage) -> Grid:
         return Grid(self.graph, stage, self.plan.stages[stage.index].tile)

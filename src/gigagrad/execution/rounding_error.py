@@ -126,11 +126,16 @@ class RunningErrors:
     def __init__(self, squares: Mapping[str, float] | None = None) -> None:
         self._squares = dict(squares or {})
 
-    def refresh(self, squares: Mapping[str, float]) -> None:
-        """Take in one more run, `RoundingErrors.by_weight`."""
+    def refresh(self, squares: Mapping[str, float], gradients: Mapping[str, torch.Tensor]) -> float:
+        """Take in one more run, `RoundingErrors.by_weight`. Returns what it is expected to have added, in all weights
+        at once, relative to their gradients.
+        """
         for name, square in squares.items():
             known = self._squares.get(name, square)
             self._squares[name] = known + self.NEWEST * (square - known)
+        found = [name for name in squares if name in gradients]
+        size = math.hypot(*(gradients[name].norm().item() for name in found))
+        return math.hypot(*(math.sqrt(self._squares[name]) for name in found)) / size if size else 0.0
 
     def errors(self) -> dict[str, float]:
         """The expected 2-norm of the error of each weight's gradient, by the weight's name."""

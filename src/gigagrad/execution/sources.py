@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from gigagrad.allowances import READ_AHEAD
 from gigagrad.boxes import Box
-from gigagrad.errors import ImageError
-from gigagrad.execution.parallel import ahead
-from gigagrad.graphs import InputSpec
+from gigagrad.errors import ImageError, TargetError
+from gigagrad.execution.executor import ahead
+from gigagrad.graphs import Composite, InputSpec
 from gigagrad.images import Image, open_image
 from gigagrad.threads import SideThreads
-
-_AHEAD = 2
-"""Crops read ahead of the one in use. The planner counts them."""
 
 Read = TypeVar("Read")
 
@@ -49,6 +48,25 @@ class Source:
     def cache_bytes(self) -> int:
         """What the reader may hold decoded."""
         return self.image.cache_bytes if self.image is not None else 0
+
+
+@contextmanager
+def opened_sources(composite: Composite, image: Any, target: Any) -> Iterator[dict[str, Source]]:
+    """The inputs of a graph by name; what is opened here is closed. Raises ImageError, TargetError."""
+    sources: dict[str, Source] = {}
+    dtype_of = composite.dtype_of
+    try:
+        for index, one in enumerate(image if isinstance(image, tuple | list) else (image,)):
+            sources[f"image{index or ''}"] = image_source(one, dtype_of)
+        if composite.loss is not None:
+            if target is None:
+                raise TargetError("this engine has a loss, which needs a target: an image or a label tensor")
+            for index, one in enumerate(target if isinstance(target, tuple) else (target,)):
+                sources[f"target{index or ''}"] = target_source(one, sources["image"], dtype_of)
+        yield sources
+    finally:
+        for source in sources.values():
+            source.close()
 
 
 def image_source(image: Any, dtype_of: Callable[[torch.dtype], torch.dtype] = lambda given: given) -> Source:
@@ -92,4 +110,4 @@ def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:
 
 def read_ahead(tiles: Iterable[Any], read: Callable[[Any], Read], pool: SideThreads) -> Iterator[tuple[Any, Read]]:
     """`(tile, read(tile))` for every tile in order; the next ones are read in the pool's only thread meanwhile."""
-    return ahead(tiles, lambda tile: (tile, read(tile)), pool, _AHEAD)
+    return ahead(tiles, lambda tile: (tile, read(tile)), pool, READ_AHEAD)

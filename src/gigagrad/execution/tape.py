@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from gigagrad.devices import Device
 from gigagrad.execution.cotangent_unit import CotangentUnit, multiplied
 from gigagrad.execution.refusals import explained
 from gigagrad.graphs import GATHER, Graph
@@ -20,7 +21,7 @@ from gigagrad.plans.schedule import differentiable_reductions
 Values = dict[int, torch.Tensor]
 
 
-def add(sums: Values, key: int, value: torch.Tensor, dtype: torch.dtype = torch.float64) -> None:
+def add(sums: Values, key: int, value: torch.Tensor, dtype: torch.dtype) -> None:
     """Add to a sum in this dtype."""
     total = sums.get(key)
     if total is None:
@@ -32,11 +33,9 @@ def add(sums: Values, key: int, value: torch.Tensor, dtype: torch.dtype = torch.
 class Tape:
     """Values by node id; `backward` says whether a tape is kept at all."""
 
-    def __init__(
-        self, graph: Graph, kept: set[int], device: torch.device, *, backward: bool, overflows: int = 0
-    ) -> None:
+    def __init__(self, graph: Graph, kept: set[int], device: Device, *, backward: bool, overflows: int = 0) -> None:
         self.graph = graph
-        self.device = device
+        self._device = device
         self.backward = backward
         self.unit = CotangentUnit(graph, overflows)
         self.values: Values = {}
@@ -63,7 +62,7 @@ class Tape:
                 if node.is_field or node.id in self.values or node.is_reduction or node.op == GATHER:
                     continue
                 if not node.is_source and all(i in self.values for i in node.operands):
-                    self.values[node.id] = self._evaluate(node.id, self.values)
+                    self.values[node.id] = _evaluated(self.graph, node.id, self.values, self._device.torch_device)
 
     def give(self, node_id: int, cotangent: torch.Tensor) -> None:
         """Add a contribution to the cotangent of a value."""
@@ -72,7 +71,7 @@ class Tape:
         elif node_id in self._leaves:
             self._receive(node_id, cotangent)
         elif self.values[node_id].requires_grad:
-            add(self._pending, node_id, cotangent)
+            add(self._pending, node_id, cotangent, self._device.sum_dtype)
 
     def forget(self) -> None:
         """Give back all values: there will be no results."""
@@ -134,12 +133,12 @@ class Tape:
         leaves = {}
         for reduction in stage.reductions:
             node = self.graph[reduction]
-            leaf = torch.zeros(node.shape, dtype=node.dtype, device=self.device)
+            leaf = torch.zeros(node.shape, dtype=node.dtype, device=self._device.torch_device)
             values[reduction] = leaves[reduction] = leaf.requires_grad_(node.differentiable)
         with torch.enable_grad():
             for node in self.graph.nodes:
                 if not node.is_field and node.id not in values:
-                    values[node.id] = self._evaluate(node.id, values)
+                    values[node.id] = _evaluated(self.graph, node.id, values, self._device.torch_device)
         gradients = torch.autograd.grad(values[self.graph.output], [leaves[i] for i in varying], allow_unused=True)
         return {
             i: torch.zeros_like(leaves[i]) if gradient is None else gradient
@@ -162,12 +161,13 @@ class Tape:
         value = cotangent.detach().to(self.values[leaf].dtype)
         self._cotangents[leaf] = value if known is None else known + value
 
-    def _evaluate(self, node_id: int, values: Values) -> torch.Tensor:
-        """The value, or the tuple of values of an operator with several outputs, which only `gigagrad.item` reads."""
-        node = self.graph[node_id]
-        arguments = {name: substitute(value, values) for name, value in node.arguments.items()}
-        if arguments.get("device") is not None:
-            arguments["device"] = self.device
-        with explained(node):
-            result: torch.Tensor = call_operator(node.op, arguments)
-        return result
+
+def _evaluated(graph: Graph, node_id: int, values: Values, device: torch.device) -> torch.Tensor:
+    """The value, or the tuple of values of an operator with several outputs, which only `gigagrad.item` reads."""
+    node = graph[node_id]
+    arguments = {name: substitute(value, values) for name, value in node.arguments.items()}
+    if arguments.get("device") is not None:
+        arguments["device"] = device
+    with explained(node):
+        result: torch.Tensor = call_operator(node.op, arguments)
+    return result

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gigagrad.allowances import ANNOUNCED_BYTES
 from gigagrad.boxes import Box, Span
 from gigagrad.execution.refusals import explained
 from gigagrad.execution.rounding_error import Watch
@@ -29,9 +30,6 @@ class TileInputs:
     """Of the kept fields' shares, from later stages."""
     stored: dict[int, torch.Tensor]
     """The kept fields' shares themselves."""
-
-
-_ANNOUNCED_BYTES = 2**20
 
 
 class StageProgram:
@@ -153,7 +151,7 @@ class StageProgram:
 
     def _announce(self, tile: TileGeometry, node_id: int, nbytes: int) -> None:
         """Results of so many bytes, and what the operator takes for itself."""
-        if self._make_room is not None and nbytes >= _ANNOUNCED_BYTES:
+        if self._make_room is not None and nbytes >= ANNOUNCED_BYTES:
             self._make_room(nbytes + workspace_bytes(self.graph, tile, node_id))
 
     def _announce_gradients(
@@ -162,7 +160,7 @@ class StageProgram:
         """The same of the gradients that are made once the value is pulled back."""
         if self._make_room is not None and value.grad_fn is not None:
             nbytes = sum(x.nbytes for x in inputs if x is not None and x.requires_grad)
-            if nbytes >= _ANNOUNCED_BYTES:
+            if nbytes >= ANNOUNCED_BYTES:
                 value.grad_fn.register_prehook(lambda _: self._announce(tile, node_id, nbytes))
 
     def _rounded(self, node_id: int, value: torch.Tensor, tile: TileGeometry) -> torch.Tensor:

@@ -45,7 +45,7 @@ def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torc
             made = torch.rand(shape, generator=generator).to(dtype)
         else:  # 0 and 1 are legal as class ids, as pixels and as truth values
             made = torch.randint(0, 2, shape, generator=generator).to(dtype)
-        made = made.to(prepared.device)
+        made = made.to(prepared.device.torch_device)
         return made.contiguous(memory_format=layout) if made.ndim == 4 else made
 
     crops, shares = {}, {}
@@ -63,10 +63,10 @@ def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torc
     }
     wanted = [value for value in (*crops.values(), *boundary.values()) if value.requires_grad]
     ones = {
-        r: torch.ones(graph[r].shape, dtype=graph[r].dtype, device=prepared.device)
+        r: torch.ones(graph[r].shape, dtype=graph[r].dtype, device=prepared.device.torch_device)
         for r in differentiable_reductions(graph, stage)
     }
-    program = StageProgram(graph, stage, prepared.device)
+    program = StageProgram(graph, stage, prepared.device.torch_device)
     start = time.perf_counter()
     if backward:
         inputs = TileInputs(crops, shares, dict(shares))
@@ -76,8 +76,7 @@ def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torc
     else:
         with torch.no_grad():
             program.partial_sums(tile, program.run(tile, crops, boundary))
-    if prepared.device.type == "cuda":
-        torch.cuda.synchronize(prepared.device)
+    prepared.device.synchronize()
     return time.perf_counter() - start
 
 

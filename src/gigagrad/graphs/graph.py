@@ -157,6 +157,10 @@ class Graph:
         """The `image` or `target` node, or None if the graph never reads it."""
         return next((node for node in self.nodes if node.op == op), None)
 
+    def gathers(self, field: int) -> list[int]:
+        """The nodes that hand a field whole to whole-field operators."""
+        return [node.id for node in self.nodes if node.op == GATHER and node.operands[0] == field]
+
     def read_late(self) -> set[int]:
         """The globals made of parameters and constants alone that are read by globals which need the pixels, too.
 

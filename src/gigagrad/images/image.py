@@ -136,7 +136,7 @@ class Image(ABC):
             self._closed = True
             self._release()
 
-    def _release(self) -> None:  # noqa: B027 - nothing to do for images in memory, and that is no mistake
+    def _release(self) -> None:
         """Give back what the reader holds; called once."""
 
     def __enter__(self) -> Self:

@@ -82,6 +82,15 @@ def write_pyramid(
     return path
 
 
+def pyramid_bytes(shape: tuple[int, int, int], dtype: np.dtype[Any], tile: int = 512) -> int:
+    """What writing rows of shape `(H, W, C)` holds beside the rows themselves: a band of tiles of each level with the
+    one that is made of it, and tiles on their way through the encoder.
+    """
+    height, width, channels = shape
+    band = min(tile, height) * width * channels * dtype.itemsize
+    return 3 * band + 2 * (_IN_FLIGHT + _ENCODERS) * tile * tile * channels * dtype.itemsize
+
+
 class _SourceError(Exception):
     """Carries an error of the strips' producer past the handler for errors of the output file."""
 

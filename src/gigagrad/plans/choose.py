@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 from gigagrad.errors import BudgetError
-from gigagrad.graphs import GATHER, Graph
+from gigagrad.graphs import GATHER
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.fit import Fitter, Kept, Option
 from gigagrad.plans.keeping import kept_bytes
-from gigagrad.plans.limits import Limits
-from gigagrad.plans.machine import Machine
-from gigagrad.plans.memory import whole_field_bytes
-from gigagrad.plans.packing import AS_THEY_ARE, Packing
-from gigagrad.plans.plan import DISK, EXACT, HOST, MEMORY, KeptField, Plan, WholeField
+from gigagrad.plans.plan import EXACT, KeptField, Plan, WholeField
+from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import Stage, gathered, split_stages
+from gigagrad.stores import Tier
 
 _GOOD_ENOUGH = 1.1
 """An option this close to what unlimited memory would allow is taken without looking at what else could be done."""
@@ -26,94 +24,73 @@ _USUAL_SIDE_PX = 128
 
 
 def make_plan(
-    graph: Graph,
-    limits: Limits,
-    machine: Machine,
+    problem: Problem,
     *,
-    image_shape: tuple[int, ...],
-    backward: bool,
-    device: str,
-    memory_format: str,
-    tiles: tuple[tuple[int, int], ...] | None,
-    kept: Mapping[int, str] | None = None,
-    packing: Packing = AS_THEY_ARE,
+    memory_format: str = "contiguous",
+    tiles: tuple[tuple[int, int], ...] | None = None,
+    kept: Kept | None = None,
     costs: Costs | None = None,
 ) -> Plan:
     """The fastest plan that fits, or the one with these `tiles` (one shape for each stage; the last serves the rest)
-    that keeps these fields in these tiers, stored as `packing` says. Several plans of one graph are
-    made sooner with the same `costs`, made for the same packing.
+    that keeps these fields in these tiers. Several plans of one graph are made sooner with the same `costs`, made for
+    the same machine and packing.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
     """
-    costs = costs or Costs(graph, machine, packing)
-    chooser = _Chooser(graph, limits, machine, tiles, costs, packing, backward=backward)
+    graph, backward = problem.graph, problem.backward
+    costs = costs or Costs(graph, problem.machine, problem.packing)
+    chooser = _Chooser(problem, costs, tiles)
     best = chooser.best() if kept is None else chooser.again(kept)
     whole = [node for node in graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
     return Plan(
-        image_shape=image_shape,
-        device=device,
+        image_shape=problem.image_shape,
+        device=problem.device,
         memory_format=memory_format,
         workers=best.workers,
         stages=best.stages,
         passes=best.passes,
-        kept=tuple(_kept_field(graph, i, best.kept[i], packing) for i in sorted(best.kept)),
+        kept=tuple(_kept_field(problem, i, problem.tier(best.kept[i])) for i in sorted(best.kept)),
         whole_field=tuple(WholeField(node.op, node.origin.module_path, node.nbytes) for node in whole),
-        budget_bytes=limits.budget_bytes,
-        base_bytes=limits.base_bytes,
-        parameter_bytes=best.parameter_bytes + limits.optimizer_bytes,
-        kept_bytes=best.kept_bytes,
-        whole_field_bytes=whole_field_bytes(graph, backward=backward),
-        reader_bytes=limits.reader_cache_bytes + best.ahead_bytes,
-        runtime_bytes=best.runtime_bytes,
-        predicted_peak_bytes=best.peak_bytes,
-        host_bytes=best.tier_bytes[HOST],
-        scratch_bytes=best.tier_bytes[DISK],
+        budget_bytes=problem.budget_bytes,
+        fixed=best.fixed,
+        elsewhere=best.elsewhere,
         whole_seconds=costs.whole_seconds(backward=backward),
     )
 
 
-def _kept_field(graph: Graph, node_id: int, tier: str, packing: Packing) -> KeptField:
-    node, storage = graph[node_id], packing.name if packing.applies(graph, node_id, tier) else EXACT
-    nbytes = kept_bytes(graph, node_id, tier, packing)
-    return KeptField(node_id, tier, node.op, node.origin.module_path, node.shape, nbytes, storage)
+def _kept_field(problem: Problem, node_id: int, tier: Tier) -> KeptField:
+    node, packing = problem.graph[node_id], problem.packing
+    storage = packing.name if packing.applies(problem.graph, node_id, tier) else EXACT
+    nbytes = kept_bytes(problem, node_id, tier)
+    return KeptField(node_id, tier.name, node.op, node.origin.module_path, node.shape, nbytes, storage)
 
 
 class _Chooser:
     """Looks for the fastest option that fits."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        limits: Limits,
-        machine: Machine,
-        tiles: tuple[tuple[int, int], ...] | None,
-        costs: Costs,
-        packing: Packing,
-        *,
-        backward: bool,
-    ) -> None:
-        self._graph, self._limits, self._costs, self._backward = graph, limits, costs, backward
-        self._fitter = Fitter(graph, limits, machine, costs, tiles, packing, backward=backward)
+    def __init__(self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None) -> None:
+        self._problem, self._graph, self._costs = problem, problem.graph, costs
+        self._fitter = Fitter(problem, costs, tiles)
         self._refusals: list[BudgetError] = []
 
     def best(self) -> Option:
         """Keep what is worth keeping in memory; where that does not fit, the faster of moving fields to other tiers and
         of keeping fewer. The refusal names the leanest of all options tried.
         """
-        chain = Cuts(self._graph, self._usual_seconds, backward=self._backward)
+        chain = Cuts(self._graph, self._usual_seconds, backward=self._problem.backward)
         selections = [selection.kept for selection in chain.selections()]
-        first = self._attempt(_in_memory(selections[0]))
+        first = self._attempt(self._in_memory(selections[0]))
         if len(split_stages(self._graph, selections[-1])) == 1:  # all at once may be faster: the chain model is rough
-            first = _faster(first, self._attempt(_in_memory(selections[-1])))
+            first = _faster(first, self._attempt(self._in_memory(selections[-1])))
         if first is not None:
             return first
         moved = self._moved(selections[0])
         if moved is not None and moved.seconds < _GOOD_ENOUGH * self._fitter.unbounded().fit(moved.kept).seconds:
             return moved
-        fewer = self._fastest(len(selections) - 1, lambda count: _in_memory(selections[count]))
+        fewer = self._fastest(len(selections) - 1, lambda count: self._in_memory(selections[count]))
         order = self._order_of_dropping(selections[0])
-        single = self._fastest(len(order), lambda count: _in_memory(selections[0].difference(order[:count])))
+        single = self._fastest(len(order), lambda count: self._in_memory(selections[0].difference(order[:count])))
         fewer = _faster(fewer, single)
         if moved is None:
             moved = next(filter(None, map(self._moved, _spread(selections[1:]))), None)
@@ -169,7 +146,7 @@ class _Chooser:
 
     def _moved(self, wanted: frozenset[int]) -> Option | None:
         """All of these fields kept, as many in other tiers as is fastest; None if those have too little room."""
-        if not self._limits.host_bytes and not self._limits.scratch_bytes:
+        if not any(self._problem.rooms.values()):
             return None
         movable = self._order_of_moving(wanted)
         return self._fastest(len(movable), lambda count: self._placed(wanted, movable[:count]))
@@ -183,13 +160,16 @@ class _Chooser:
         return sorted(kept - gathered(self._graph), key=lambda i: (readers[i], -self._graph[i].nbytes))
 
     def _placed(self, kept: frozenset[int], moved: list[int]) -> Kept:
-        """The moved fields in host memory beside a GPU while it has room, with their cotangents, and then in files."""
-        placed, room = _in_memory(kept), self._limits.host_bytes
+        """The moved fields in the first of the other tiers that has room for them and their cotangents."""
+        placed, rooms = self._in_memory(kept), dict(self._problem.rooms)
         for i in moved:
             needed = 2 * self._graph[i].nbytes
-            placed[i] = HOST if needed <= room else DISK
-            room -= needed if needed <= room else 0
+            placed[i] = next((tier for tier, room in rooms.items() if needed <= room), [*rooms][-1])
+            rooms[placed[i]] -= needed
         return placed
+
+    def _in_memory(self, kept: frozenset[int]) -> dict[int, str]:
+        return dict.fromkeys(kept, self._problem.memory.name)
 
     def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Option | None:
         """The fastest option that gives up 1 to `most` steps of something.
@@ -214,10 +194,6 @@ class _Chooser:
                 first = middle
             best = _faster(best, option)
         return best
-
-
-def _in_memory(kept: frozenset[int]) -> dict[int, str]:
-    return dict.fromkeys(kept, MEMORY)
 
 
 def _faster(one: Option | None, other: Option | None) -> Option | None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gigagrad.devices import Machine
 from gigagrad.graphs import GATHER, Call, Graph, Node, lookup
 from gigagrad.plans.geometry import Grid, TileGeometry, lattice
-from gigagrad.plans.machine import Machine
 from gigagrad.plans.memory import compiled_convolutions, crop_bytes, tile_peak_bytes, worst_tile
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
-from gigagrad.plans.plan import EXACT, StagePlan
+from gigagrad.plans.plan import EXACT
 from gigagrad.plans.stages import Stage
 
 _SWEEPS = 3
@@ -28,7 +28,15 @@ _LARGEST_SIDE_PX = 4096
 class TileCost:
     """One stage with one tile shape. Seconds are one thread's, for one sweep over the whole stage."""
 
-    plan: StagePlan
+    tile: tuple[int, int]
+    """Height and width on the stage's largest target field."""
+    tiles: tuple[int, int]
+    """Rows and columns of the grid."""
+    crop: tuple[int, int]
+    """Height and width of the largest crop read of an image: tile plus halo."""
+    computed_ratio: float
+    """Pixels read per pixel of the image."""
+    tile_peak_bytes: int
     forward_seconds: float
     """Without gradients."""
     backward_seconds: float
@@ -41,6 +49,10 @@ class TileCost:
     """How many kernels its convolutions are compiled to."""
     crops: Mapping[int, tuple[int, int]]
     """Height and width of a tile's crop of each field that the stage reads or keeps."""
+
+    @property
+    def tile_count(self) -> int:
+        return self.tiles[0] * self.tiles[1]
 
 
 class Costs:
@@ -100,17 +112,6 @@ class Costs:
         reference = graph[grid.reference]
         useful = min(shape[0], reference.size(0)) * min(shape[1], reference.size(1))
         scale = _largest_read_px(graph, stage) / (reference.size(0) * reference.size(1))
-        plan = StagePlan(
-            index=stage.index,
-            operators=len(stage.fields),
-            reductions=len(stage.reductions),
-            keeps=len(stage.kept),
-            tile=shape,
-            tiles=grid.shape,
-            crop=crop,
-            computed_ratio=crop[0] * crop[1] / (useful * scale),
-            tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward, rounds=self.packing.name != EXACT),
-        )
         read = sum(crop_bytes(graph, tile, i) for i in stage.reads)
         # They come along with their cotangents.
         kept_shares = sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
@@ -118,9 +119,19 @@ class Costs:
         forward, backward_too = (seconds * tiles for seconds in self._tile_seconds(stage, tile))
         own = {i: tile.wanted(i).shape for i in stage.kept}
         crops = {i: box.shape for i in stage.reads if (box := tile.box(i)) is not None} | own
-        compiled = compiled_convolutions(grid, backward=backward)
-        both = backward_too if backward else forward
-        return TileCost(plan, forward, both, read + 2 * kept_shares, kept_shares, compiled, crops)
+        return TileCost(
+            tile=shape,
+            tiles=grid.shape,
+            crop=crop,
+            computed_ratio=crop[0] * crop[1] / (useful * scale),
+            tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward, rounds=self.packing.name != EXACT),
+            forward_seconds=forward,
+            backward_seconds=backward_too if backward else forward,
+            crop_bytes=read + 2 * kept_shares,
+            own_crop_bytes=kept_shares,
+            compiled=compiled_convolutions(grid, backward=backward),
+            crops=crops,
+        )
 
     def _tile_seconds(self, stage: Stage, tile: TileGeometry) -> tuple[float, float]:
         """One tile's forward, and its forward and backward: that costs about two forwards more."""

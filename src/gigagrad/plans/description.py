@@ -21,6 +21,8 @@ GOOD, COSTLY, OWN = "good", "costly", "own"
 
 _LARGEST = 12
 """Kept fields and whole-field operators listed one by one: a deep network has more than anybody reads about."""
+_PLACES = {"host": "host memory", "disk": "scratch files"}
+"""What people call the tiers beside memory."""
 _WIDTH = 100
 """Characters of a line of plain text."""
 _TEXT_WIDTH = 16
@@ -104,7 +106,7 @@ def facts_of(plan: Plan, source: str) -> Facts:
     channels, height, width = plan.image_shape[-3:]
     at_once = f"{plan.workers} tiles at a time" if plan.workers > 1 else "one tile at a time"
     budget = "no budget set" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
-    elsewhere = (("host memory", plan.host_bytes), ("scratch files", plan.scratch_bytes))
+    elsewhere = [(_PLACES.get(amount.name, amount.name), amount.size_bytes) for amount in plan.elsewhere]
     whole = f", {format_seconds(plan.whole_seconds)} of it for whole fields" if plan.whole_seconds else ""
     return (
         ("image", f"{height} x {width} px ({format_pixels(height * width)}), channels: {channels}"),

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
+from gigagrad.allowances import HEAP_TOP_BYTES
 from gigagrad.errors import BudgetError
-from gigagrad.graphs import Graph
+from gigagrad.plans import ledger
 from gigagrad.plans.cost import Costs, TileCost, candidates
-from gigagrad.plans.keeping import bytes_by_pass
-from gigagrad.plans.limits import Limits
-from gigagrad.plans.machine import Machine
-from gigagrad.plans.memory import MAPPED_BYTES, gradient_sum_bytes, whole_compiled_convolutions, whole_field_bytes
-from gigagrad.plans.packing import Packing
-from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, StagePlan
+from gigagrad.plans.keeping import held_by_pass
+from gigagrad.plans.ledger import StageLedger
+from gigagrad.plans.memory import whole_compiled_convolutions
+from gigagrad.plans.plan import Amount, Pass, StagePlan, amount_of, total
+from gigagrad.plans.problem import Problem
 from gigagrad.plans.schedule import make_passes
 from gigagrad.plans.stages import Stage, split_stages
-from gigagrad.plans.traffic import traffic_bytes, waiting_bytes
+from gigagrad.stores import Tier
 
-_ALLOCATOR_SLACK = 1.5
-"""Resident bytes per byte that tiles allocate: freed blocks that the allocator has not given back."""
-
-_FEW_TILES = 100
-_SLACK_OF_DOUBLING = 0.05
-_MOST_FURTHER_SLACK = 0.25
-"""Tiles side by side take and free blocks in ever another order, and the worst of many orders is worse: beyond a few
-tiles each doubling adds some slack, up to five doublings (docs/decisions/0013-whole-process-accounting.md)."""
-
-_TAPE_SLACK = 1.25
-"""The same for whole fields and the parameters' gradients, beside which nothing is given back while they are made."""
-
-_HOARD_BYTES = 16 * 2**20
-"""What the allocator may keep between tiles beside that, where the budget has room for it: giving it back and faulting
-it in again takes time (docs/decisions/0013-whole-process-accounting.md)."""
+_ABOUT_AS_FAST = 1.1
+"""Times that differ by less are alike, as far as rates can tell."""
 
 Kept = Mapping[int, str]
-"""The fields kept, and the tier of each."""
+"""The fields kept, and the tier of each by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,54 +35,37 @@ class Option:
     stages: tuple[StagePlan, ...]
     passes: tuple[Pass, ...]
     seconds: float
-    parameter_bytes: int
-    kept_bytes: int
-    ahead_bytes: int
-    peak_bytes: int
-    runtime_bytes: int
-    """What kernels, threads and readers add, and the allocator may keep between tiles; part of the peak."""
-    tier_bytes: Mapping[str, int]
+    fixed: tuple[Amount, ...]
+    elsewhere: tuple[Amount, ...]
     """Peak bytes of the fields in each of the other tiers."""
 
 
 class Fitter:
-    """Fits tiles for one graph. `tiles` forces their shapes: one for each stage, the last serves the rest."""
+    """Fits tiles for one problem. `tiles` forces their shapes: one for each stage, the last serves the rest."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        limits: Limits,
-        machine: Machine,
-        costs: Costs,
-        tiles: tuple[tuple[int, int], ...] | None,
-        packing: Packing,
-        *,
-        backward: bool,
-    ) -> None:
-        self._graph, self._limits, self._machine, self._costs = graph, limits, machine, costs
-        self._tiles, self._packing, self._backward = tiles, packing, backward
+    def __init__(self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None) -> None:
+        self._problem, self._costs, self._tiles = problem, costs, tiles
+        self._fixed = ledger.fixed_amounts(problem)
 
     def unbounded(self) -> Fitter:
         """The same for a machine with all the memory it needs."""
-        limits = dataclasses.replace(self._limits, budget_bytes=None)
-        return Fitter(
-            self._graph, limits, self._machine, self._costs, self._tiles, self._packing, backward=self._backward
-        )
+        return Fitter(dataclasses.replace(self._problem, budget_bytes=None), self._costs, self._tiles)
 
     def fit(self, kept: Kept) -> Option:
         """The fastest option that keeps these fields in these tiers. Raises `BudgetError` if there is none."""
-        stages = split_stages(self._graph, kept)
-        passes = make_passes(self._graph, stages, backward=self._backward)
-        tier_bytes = {
-            tier: max(bytes_by_pass(self._graph, stages, passes, kept, tier, self._packing), default=0)
-            for tier in (HOST, DISK)
-        }
-        self._check_tiers(kept, tier_bytes)
+        problem = self._problem
+        stages = split_stages(problem.graph, kept)
+        passes = make_passes(problem.graph, stages, backward=problem.backward)
+        elsewhere = []
+        for tier in problem.tiers[1:]:
+            held = held_by_pass(problem, stages, passes, kept, tier)
+            elsewhere.append(Amount(tier.name, max(map(sum, held), default=0)))
+            self._check(tier, elsewhere[-1].size_bytes, kept)
         options = []
         refusal: BudgetError | None = None
-        for workers in dict.fromkeys((self._machine.threads, 1)):
+        for workers in dict.fromkeys((problem.machine.threads, 1)):
             try:
-                options.append(self._fit(kept, stages, passes, workers, tier_bytes))
+                options.append(self._fit(kept, stages, passes, workers, tuple(elsewhere)))
             except BudgetError as error:
                 refusal = error  # of the last, which is the leanest
         if not options:
@@ -105,12 +73,11 @@ class Fitter:
             raise refusal
         return min(options, key=lambda option: option.seconds)
 
-    def _check_tiers(self, kept: Kept, tier_bytes: Mapping[str, int]) -> None:
+    def _check(self, tier: Tier, tier_bytes: int, kept: Kept) -> None:
         """Raises BudgetError, with the memory that would do instead, if a tier has too little room."""
-        for tier, room in ((HOST, self._limits.host_bytes), (DISK, self._limits.scratch_bytes)):
-            if tier_bytes[tier] > room:
-                enough = self.unbounded().fit(dict.fromkeys(kept, MEMORY)).peak_bytes
-                raise self._limits.tier_refusal(tier, tier_bytes[tier], room, enough)
+        if tier_bytes > self._problem.rooms.get(tier.name, 0):
+            option = self.unbounded().fit(dict.fromkeys(kept, self._problem.memory.name))
+            raise self._problem.tier_refusal(tier, tier_bytes, peak_bytes(option))
 
     def _fit(
         self,
@@ -118,77 +85,81 @@ class Fitter:
         stages: tuple[Stage, ...],
         passes: tuple[Pass, ...],
         workers: int,
-        tier_bytes: Mapping[str, int],
+        elsewhere: tuple[Amount, ...],
     ) -> Option:
         """For each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has none."""
-        graph, limits = self._graph, self._limits
-        gradient_bytes = _gradient_bytes(graph, backward=self._backward)
-        whole_bytes = whole_field_bytes(graph, backward=self._backward)
-        on_tape = int(_TAPE_SLACK * (gradient_bytes + whole_bytes)) if whole_bytes else gradient_bytes
-        fixed = limits.fixed_bytes + limits.runtime_bytes + on_tape
-        held = bytes_by_pass(graph, stages, passes, kept, MEMORY, self._packing)
+        problem = self._problem
+        held = held_by_pass(problem, stages, passes, kept, problem.memory)
         tilings = []
         for stage in stages:
             indices = [index for index, p in enumerate(passes) if p.stage == stage.index]
-            standing = fixed + max((held[index] for index in indices), default=0)
-            tilings.append(self._tilings(stage, [passes[index].phase for index in indices], workers, kept, standing))
-        chosen, compiled = self._choose(tilings, fixed, whole_bytes)
-        seconds = self._costs.whole_seconds(backward=self._backward) + sum(sweeps.seconds for sweeps in chosen)
-        peak = max((sweeps.total_bytes for sweeps in chosen), default=fixed) + compiled
-        most_working = max((sweeps.working_bytes for sweeps in chosen), default=0)
-        hoard = _HOARD_BYTES if chosen else 0
-        if limits.budget_bytes is not None:
-            hoard = max(0, min(hoard, limits.budget_bytes - peak))
-        return Option(
-            workers,
-            kept,
-            tuple(sweeps.plan for sweeps in chosen),
-            passes,
-            seconds,
-            gradient_bytes + most_working,
-            max(held, default=0),
-            max((sweeps.waiting_bytes for sweeps in chosen), default=0),
-            peak + hoard,
-            limits.runtime_bytes + compiled + hoard,
-            tier_bytes,
-        )
+            phases = [passes[index].phase for index in indices]
+            most = max((held[index] for index in indices), key=sum, default=(0, 0))
+            backward = any(phase != "forward" for phase in phases)
+            book = StageLedger(problem, stage, workers, kept, most, backward)
+            tilings.append(_Tilings(book, phases, self._costs_of(stage, backward=backward)))
+        chosen, compiled = self._choose(tilings)
+        described = tuple(tiling.describe(cost) for tiling, cost in zip(tilings, chosen, strict=True))
+        seconds = self._costs.whole_seconds(backward=problem.backward)
+        seconds += sum(tiling.seconds(cost) for tiling, cost in zip(tilings, chosen, strict=True))
+        fixed = (*self._fixed, Amount(ledger.COMPILED, compiled))
+        if chosen:
+            peak = total(fixed) + max(total(stage.memory) for stage in described)
+            fixed = (*fixed, ledger.hoard(problem, peak))
+        return Option(workers, kept, described, passes, seconds, fixed, elsewhere)
 
-    def _tilings(self, stage: Stage, phases: list[str], workers: int, kept: Kept, standing: int) -> _Tilings:
-        """The tile shapes that may serve one stage, whose sweeps have `standing` bytes beside them."""
-        graph, forced = self._graph, self._tiles
-        backward = any(phase != "forward" for phase in phases)
-        shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(graph, stage)
-        costs = tuple(self._costs.of(stage, shape, backward=backward) for shape in shapes)
-        return _Tilings(graph, self._machine, self._packing, stage, phases, workers, kept, standing, costs)
+    def _costs_of(self, stage: Stage, *, backward: bool) -> list[TileCost]:
+        """Of the tile shapes that may serve a stage."""
+        forced = self._tiles
+        shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(self._problem.graph, stage)
+        return [self._costs.of(stage, shape, backward=backward) for shape in shapes]
 
-    def _choose(self, tilings: list[_Tilings], fixed: int, whole_bytes: int) -> tuple[list[_Sweeps], int]:
+    def _choose(self, tilings: list[_Tilings]) -> tuple[list[TileCost], int]:
         """Tiles for every stage, and the bytes that all their convolutions are compiled to, beside every stage.
 
         Either the fastest tiles beside the most that any choice compiles to, or the fastest of those that compile to no
         more than the leanest ones. Raises `BudgetError` if the leanest do not fit.
         """
-        limits = self._limits
-        on_whole_fields = whole_compiled_convolutions(self._graph, backward=self._backward)
+        problem, fixed = self._problem, total(self._fixed)
+        on_whole_fields = whole_compiled_convolutions(problem.graph, backward=problem.backward)
 
         def compiled_bytes(by_stage: Iterable[int]) -> int:
-            return limits.compiled_bytes(on_whole_fields + sum(by_stage))
+            return problem.compiled_bytes(on_whole_fields + sum(by_stage))
 
-        most = [max(cost.compiled for cost in tiling.costs) for tiling in tilings]
-        budget = limits.budget_bytes
-        if budget is None:
-            choices = [[tiling.fastest(None, cap) for tiling, cap in zip(tilings, most, strict=True)]]
-        else:
-            needed, least = _leanest(tilings, compiled_bytes) if tilings else (fixed + compiled_bytes(()), [])
-            if needed > budget:
-                raise limits.refusal(_what_does_not_fit(tilings, fixed, whole_bytes), needed)
-            choices = [
-                [tiling.fastest(budget - compiled_bytes(caps), cap) for tiling, cap in zip(tilings, caps, strict=True)]
-                for caps in (most, least)
-            ]
-        options = [[sweeps for sweeps in choice if sweeps is not None] for choice in choices]
-        whole = [option for option in options if len(option) == len(tilings)]
-        best = min(whole, key=lambda option: sum(sweeps.seconds for sweeps in option))
-        return best, compiled_bytes(sweeps.compiled for sweeps in best)
+        caps = [[max(cost.compiled for cost in tiling.costs) for tiling in tilings]]
+        room = None if problem.budget_bytes is None else problem.budget_bytes - fixed
+        if room is not None:
+            needed, least = _leanest(tilings, compiled_bytes)
+            if needed > room:
+                raise problem.refusal(self._what_does_not_fit(tilings), fixed + needed)
+            caps.append(least)
+        options = []
+        for cap in caps:
+            left = None if room is None else room - compiled_bytes(cap)
+            chosen = [tiling.fastest(left, most) for tiling, most in zip(tilings, cap, strict=True)]
+            found = [cost for cost in chosen if cost is not None]
+            if len(found) == len(tilings):
+                options.append((sum(t.seconds(cost) for t, cost in zip(tilings, found, strict=True)), found))
+        _, best = min(options, key=lambda option: option[0])
+        return best, compiled_bytes(cost.compiled for cost in best)
+
+    def _what_does_not_fit(self, tilings: list[_Tilings]) -> str:
+        if not tilings:
+            whole = amount_of(self._fixed, ledger.WHOLE)
+            return (
+                f"operators that run on whole fields do not fit: they make {whole:,} bytes beside "
+                f"{total(self._fixed) - whole:,} bytes for the process, the parameters and the readers"
+            )
+        leanest_of = {tiling: min(tiling.costs, key=tiling.total) for tiling in tilings}
+        hungriest = max(tilings, key=lambda tiling: tiling.total(leanest_of[tiling]))  # what does for it does for all
+        leanest = leanest_of[hungriest]
+        tiles = leanest.tile_peak_bytes
+        beside = total(self._fixed) + hungriest.total(leanest) - tiles
+        return (
+            f"stage {hungriest.book.stage.index} does not fit: its leanest tile, {leanest.tile[0]} x {leanest.tile[1]} "
+            f"px with a crop of {leanest.crop[0]} x {leanest.crop[1]} px, works on {tiles:,} bytes beside "
+            f"{beside:,} bytes for the process, the parameters, the readers and the fields that are kept"
+        )
 
 
 def _leanest(tilings: list[_Tilings], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, list[int]]:
@@ -196,165 +167,98 @@ def _leanest(tilings: list[_Tilings], compiled_bytes: Callable[[Iterable[int]], 
 
     All stages share what is compiled, so with smaller tiles for one of them, in more shapes, all of them need more.
     """
-    smallest: tuple[int, list[int]] | None = None
+    if not tilings:
+        return compiled_bytes(()), []
+    found = []
     caps: dict[int, int] = {}
     tiles = [(tiling.total(cost), cost.compiled, i) for i, tiling in enumerate(tilings) for cost in tiling.costs]
-    for total, compiled, i in sorted(tiles):
-        if compiled >= caps.get(i, compiled + 1):
-            continue
-        caps[i] = compiled
-        if len(caps) == len(tilings):
-            needed = total + compiled_bytes(caps.values())
-            if smallest is None or needed < smallest[0]:
-                smallest = needed, [caps[j] for j in range(len(tilings))]
-    assert smallest is not None
-    return smallest
+    for size, compiled, i in sorted(tiles):
+        if compiled < caps.get(i, compiled + 1):
+            caps[i] = compiled
+            if len(caps) == len(tilings):
+                found.append((size + compiled_bytes(caps.values()), [caps[j] for j in range(len(tilings))]))
+    return min(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sweeps:
-    """All sweeps of one stage with one tile shape."""
-
-    plan: StagePlan
-    seconds: float
-    total_bytes: int
-    """Of the process while they run, less what convolutions are compiled to."""
-    waiting_bytes: int
-    """Of crops read ahead or to be written."""
-    working_bytes: int
-    """Of working copies and sums of what the stage reads beside fields."""
-    compiled: int
-    """How many kernels convolutions are compiled to."""
+def peak_bytes(option: Option) -> int:
+    return total(option.fixed) + max((total(stage.memory) for stage in option.stages), default=0)
 
 
 @dataclass(frozen=True, eq=False)
 class _Tilings:
     """The tile shapes that may serve one stage."""
 
-    graph: Graph
-    machine: Machine
-    packing: Packing
-    stage: Stage
+    book: StageLedger
     phases: list[str]
-    workers: int
-    kept: Kept
-    standing: int
-    """Bytes beside its sweeps that do not depend on its tiles."""
-    costs: tuple[TileCost, ...]
+    costs: list[TileCost]
 
-    def fastest(self, room: int | None, most_compiled: int) -> _Sweeps | None:
-        """With the fastest of the tiles that fit in `room` bytes and compile to at most so many kernels."""
-        fitting = [cost for cost in self.costs if room is None or self.total(cost) <= room]
-        rated = [(self._seconds(cost), cost) for cost in fitting if cost.compiled <= most_compiled]
-        if not rated:
-            return None
-        seconds, best = min(rated, key=lambda pair: pair[0])
-        plan = dataclasses.replace(
-            best.plan,
-            index=self.stage.index,
-            beside_bytes=self._kept_free(best),
-            forward_seconds=self._sweep_seconds(best, "forward"),
-            backward_seconds=self._sweep_seconds(best, "backward") if self._backward else 0.0,
-        )
-        working = sum(self.working_bytes)
-        return _Sweeps(plan, seconds, self.total(best), self._waiting(best), working, best.compiled)
+    def fastest(self, room: int | None, most_compiled: int) -> TileCost | None:
+        """The fastest of the tiles that fit in `room` bytes beside what is fixed, and compile to so many kernels. Where
+        memory is no matter, the leanest of those that are about as fast.
+        """
+        few = [cost for cost in self.costs if cost.compiled <= most_compiled]
+        if room is not None:
+            return min((cost for cost in few if self.total(cost) <= room), key=self.seconds, default=None)
+        good_enough = _ABOUT_AS_FAST * min(map(self.seconds, few))
+        return min((cost for cost in few if self.seconds(cost) <= good_enough), key=self.total)
 
     def total(self, cost: TileCost) -> int:
-        """Bytes of the process while the stage's sweeps run, less what convolutions are compiled to."""
-        shares, sums = self.working_bytes
-        tiles = int(self.workers * cost.plan.tile_peak_bytes * _ALLOCATOR_SLACK) + self._further_slack(cost)
-        # The only tile is gone when what it gave is added to sums that did not exist before.
-        apart = min(tiles, sums) if cost.plan.tile_count == 1 else 0
-        return self.standing + shares + sums + self._waiting(cost) + tiles - apart
+        return total(self.book.amounts(cost))
 
-    @cached_property
-    def _backward(self) -> bool:
-        return any(phase != "forward" for phase in self.phases)
+    def describe(self, cost: TileCost) -> StagePlan:
+        stage = self.book.stage
+        return StagePlan(
+            index=stage.index,
+            operators=len(stage.fields),
+            reductions=len(stage.reductions),
+            keeps=len(stage.kept),
+            tile=cost.tile,
+            tiles=cost.tiles,
+            crop=cost.crop,
+            computed_ratio=cost.computed_ratio,
+            tile_peak_bytes=cost.tile_peak_bytes,
+            memory=self.book.amounts(cost),
+            beside_bytes=self.book.mapped_bytes(cost),
+            forward_seconds=self._sweep_seconds(cost, "forward"),
+            backward_seconds=self._sweep_seconds(cost, "backward") if self.book.backward else 0.0,
+        )
 
-    @cached_property
-    def working_bytes(self) -> tuple[int, int]:
-        return _working_bytes(self.graph, self.stage, self.workers, backward=self._backward)
-
-    def _waiting(self, cost: TileCost) -> int:
-        # Two being read, and with several workers one more in the queue, where there are as many.
-        ahead = min(2 + (self.workers > 1), max(0, cost.plan.tile_count - self.workers))
-        behind = waiting_bytes(self.graph, self.stage, cost.crops, self.kept, backward=self._backward)
-        return ahead * cost.crop_bytes + self.workers * cost.own_crop_bytes + behind
-
-    def _further_slack(self, cost: TileCost) -> int:
-        """What many tiles side by side need beyond `_ALLOCATOR_SLACK`."""
-        if self.workers == 1 or cost.plan.tile_count <= _FEW_TILES:
-            return 0
-        further = _SLACK_OF_DOUBLING * math.log2(cost.plan.tile_count / _FEW_TILES)
-        return int(self.workers * cost.plan.tile_peak_bytes * min(further, _MOST_FURTHER_SLACK))
-
-    def _kept_free(self, cost: TileCost) -> int:
-        """What freed memory does not serve: of what comes and goes beside the tiles, what is taken from the system
-        block by block, and what tiles need beyond any order of freed blocks.
-        """
-        crops = [height * width * self.graph[i].bytes_per_pixel for i, (height, width) in cost.crops.items()]
-        waiting = self._waiting(cost) if max(crops, default=0) >= MAPPED_BYTES else 0
-        weights = [self.graph[i].nbytes for i in self.stage.globals if self._backward and self.graph[i].differentiable]
-        mapped = waiting + _contributions(self.workers) * sum(n for n in weights if n >= MAPPED_BYTES)
-        return mapped + self._further_slack(cost)
-
-    def _seconds(self, cost: TileCost) -> float:
+    def seconds(self, cost: TileCost) -> float:
         return sum(self._sweep_seconds(cost, phase) for phase in self.phases)
 
     def _sweep_seconds(self, cost: TileCost, phase: str) -> float:
-        """Tiers are read ahead and written behind: the slowest link counts, or the processor, which has to copy and
-        check what goes to files beside computing tiles.
+        """What tiles take in memory beyond what a heap holds is new to the first of them. Tiers are read ahead and
+        written behind: the slowest link counts, or the processor with what they ask of it beside computing tiles.
         """
-        machine, count = self.machine, cost.plan.tile_count
-        disk, host = (
-            count * traffic_bytes(self.graph, self.stage, cost.crops, self.kept, phase, tier, self.packing)
-            for tier in (DISK, HOST)
-        )
+        problem, count = self.book.problem, cost.tile_count
         computing = cost.forward_seconds if phase == "forward" else cost.backward_seconds
-        processing = machine.wall_seconds(computing, self.workers, count) + machine.file_seconds(disk)
-        return max(processing, disk / machine.disk_bytes_per_second, host / machine.copy_bytes_per_second)
+        processing = problem.machine.wall_seconds(computing, self.book.workers, count)
+        new = max(0, self.book.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
+        processing += problem.machine.page_seconds(new)
+        links = [0.0]
+        for tier in problem.tiers[1:]:
+            moved = count * self._moved_bytes(cost, phase, tier)
+            processing += tier.processor_seconds(moved, problem.machine)
+            links.append(tier.link_seconds(moved, problem.machine))
+        return max(processing, *links)
 
+    def _moved_bytes(self, cost: TileCost, phase: str, tier: Tier) -> float:
+        """Bytes that one tile of a sweep reads from and writes to a tier."""
+        book, stage = self.book, self.book.stage
+        graph, packing = book.problem.graph, book.problem.packing
 
-def _what_does_not_fit(tilings: list[_Tilings], fixed: int, whole_bytes: int) -> str:
-    if not tilings:
-        return (
-            f"operators that run on whole fields do not fit: they make {whole_bytes:,} bytes beside "
-            f"{fixed - whole_bytes:,} bytes for the process, the parameters and the readers"
-        )
-    # What does for the hungriest stage does for all.
-    needed, hungriest = max(((min(map(t.total, t.costs)), t) for t in tilings), key=lambda pair: pair[0])
-    leanest = next(cost.plan for cost in hungriest.costs if hungriest.total(cost) == needed)
-    return (
-        f"stage {hungriest.stage.index} does not fit: its leanest tile, {leanest.tile[0]} x {leanest.tile[1]} px with "
-        f"a crop of {leanest.crop[0]} x {leanest.crop[1]} px, works on {leanest.tile_peak_bytes:,} bytes beside "
-        f"{hungriest.standing + sum(hungriest.working_bytes):,} bytes for the process, the parameters, the readers and "
-        "the fields that are kept"
-    )
+        def moved(fields: Iterable[int], *, cotangents: bool = False) -> float:
+            found = 0.0
+            for i in fields:
+                if book.kept.get(i) == tier.name:
+                    pixel = graph[i].bytes_per_pixel if cotangents else packing.bytes_per_pixel(graph, i, tier)
+                    size = graph[i].size(0), graph[i].size(1)
+                    found += tier.crop_bytes(size, cost.crops.get(i, (0, 0)), pixel)
+            return found
 
-
-def _gradient_bytes(graph: Graph, *, backward: bool) -> int:
-    """The gradients of all parameters, and the global values made from parameters and sums."""
-    total = 0
-    for node in graph.nodes:
-        if node.op == "parameter":
-            total += max(node.nbytes, 4 * math.prod(node.shape)) if backward and node.differentiable else 0
-        elif not (node.is_field or node.is_source or node.whole):
-            total += node.nbytes
-    return total
-
-
-def _working_bytes(graph: Graph, stage: Stage, workers: int, *, backward: bool) -> tuple[int, int]:
-    """Of every global that a stage reads, for its sweep: its copy in working layout and the contributions to its
-    gradient of the tiles at work and of one that is done; and the float64 sums of its gradient.
-    """
-    shares = sum(graph[i].nbytes for i in stage.globals if len(graph[i].shape) == 4)
-    sums = 0
-    if backward:
-        shares += _contributions(workers) * sum(graph[i].nbytes for i in stage.globals if graph[i].differentiable)
-        sums = gradient_sum_bytes(graph, stage)
-    return shares, sums
-
-
-def _contributions(workers: int) -> int:
-    """How many tiles' shares of a gradient there are at a time: of those at work, and of one that is being added."""
-    return workers + (workers > 1)
+        values = moved(stage.reads) + moved(stage.kept)
+        if phase == "forward":
+            return values
+        # What the reductions need of a share comes with its cotangent; a cotangent is added to what is there.
+        added = [i for i in stage.reads if graph[i].differentiable]
+        return values + moved(stage.kept, cotangents=True) + 2 * moved(added, cotangents=True)

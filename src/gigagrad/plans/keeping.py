@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gigagrad.bricks import Bricks
 from gigagrad.graphs import SCATTER, Graph
-from gigagrad.plans.memory import whole_pages
-from gigagrad.plans.packing import AS_THEY_ARE, Packing
-from gigagrad.plans.plan import DISK, MEMORY, Pass
+from gigagrad.plans.plan import Pass
+from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import Stage, is_read
+from gigagrad.stores import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +49,25 @@ def _backward_of(passes: tuple[Pass, ...], stage: int) -> int | None:
     return next((i for i, p in enumerate(passes) if p.stage == stage and p.phase != "forward"), None)
 
 
-def bytes_by_pass(
-    graph: Graph,
-    stages: tuple[Stage, ...],
-    passes: tuple[Pass, ...],
-    kept: Mapping[int, str],
-    tier: str,
-    packing: Packing = AS_THEY_ARE,
-) -> list[int]:
-    """Bytes of kept fields and cotangent fields in one tier during every pass."""
-    held = [0] * len(passes)
+def held_by_pass(
+    problem: Problem, stages: tuple[Stage, ...], passes: tuple[Pass, ...], kept: Mapping[int, str], tier: Tier
+) -> list[tuple[int, int]]:
+    """Bytes of kept fields and of cotangent fields in one tier during every pass."""
+    graph = problem.graph
+    held = [[0, 0] for _ in passes]
     for life in lifetimes(graph, stages, passes):
-        if kept.get(life.field, MEMORY) == tier:
+        if kept.get(life.field, problem.memory.name) == tier.name:
             node = graph[life.field]
-            pixel = node.bytes_per_pixel if life.cotangent else packing.bytes_per_pixel(graph, life.field, tier)
-            pixels = node.nbytes // node.bytes_per_pixel
-            on_disk = tier == DISK
-            size = Bricks(node.size(0), node.size(1), pixel).file_bytes if on_disk else whole_pages(pixels * pixel)
+            pixel = node.bytes_per_pixel
+            if not life.cotangent:
+                pixel = problem.packing.bytes_per_pixel(graph, life.field, tier)
+            size = tier.field_bytes((node.size(0), node.size(1)), pixel)
             for index in range(life.first, life.last + 1):
-                held[index] += size
-    return held
+                held[index][life.cotangent] += size
+    return [(fields, cotangents) for fields, cotangents in held]
 
 
-def kept_bytes(graph: Graph, node_id: int, tier: str, packing: Packing) -> int:
+def kept_bytes(problem: Problem, node_id: int, tier: Tier) -> int:
     """Bytes of a kept field as it is stored, without what pads its file."""
-    return graph[node_id].nbytes // graph[node_id].bytes_per_pixel * packing.bytes_per_pixel(graph, node_id, tier)
+    node = problem.graph[node_id]
+    return node.nbytes // node.bytes_per_pixel * problem.packing.bytes_per_pixel(problem.graph, node_id, tier)

@@ -11,19 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import torch
+
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Layout, Node, lookup
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.stages import Stage
-
-MAPPED_BYTES = 8 * 2**20
-"""Blocks as large as this are taken from the system one by one, but for those of tiles where the plan has room; their
-pages cost time when first touched."""
-_HUGE_PAGE_BYTES = 2 * 2**20
-
-
-def whole_pages(nbytes: int) -> int:
-    """What a block takes in memory: a large one is made of huge pages (docs/decisions/0015-huge-pages.md)."""
-    return -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else nbytes
 
 
 def crop_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
@@ -180,9 +172,9 @@ def whole_compiled_convolutions(graph: Graph, *, backward: bool) -> int:
     return count * (3 if backward else 1)
 
 
-def gradient_sum_bytes(graph: Graph, stage: Stage) -> int:
-    """The float64 sums of the gradients of what a stage reads beside fields, while it is swept backward."""
-    return sum(8 * prod(graph[i].shape) for i in stage.globals if graph[i].differentiable)
+def gradient_sum_bytes(graph: Graph, stage: Stage, sum_dtype: torch.dtype) -> int:
+    """The sums of the gradients of what a stage reads beside fields, while it is swept backward."""
+    return sum(sum_dtype.itemsize * prod(graph[i].shape) for i in stage.globals if graph[i].differentiable)
 
 
 def _sample(count: int) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ class StagePlan:
     computed_ratio: float
     """Pixels read per pixel of the image: 1 means that nothing is computed twice."""
     tile_peak_bytes: int
+    memory: tuple[Amount, ...] = ()
+    """What its sweeps add to what is fixed."""
     beside_bytes: int = 0
     """What freed memory does not serve. Of what comes and goes beside its tiles (crops that wait, contributions to
     gradients) those blocks that the allocator takes from the system one by one; and where very many tiles are computed
@@ -48,8 +51,25 @@ class Pass:
 EXACT = "exact"
 """The storage of a field that is kept bit for bit."""
 
-MEMORY, HOST, DISK = "memory", "host", "disk"
-"""The tiers: what `memory` bounds, on a GPU the host's memory, files in the scratch folder."""
+MEMORY = "memory"
+"""The name of the tier that the budget bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A named number of bytes: one line of a ledger."""
+
+    name: str
+    size_bytes: int
+
+
+def total(amounts: Iterable[Amount]) -> int:
+    return sum(amount.size_bytes for amount in amounts)
+
+
+def amount_of(amounts: Iterable[Amount], *names: str) -> int:
+    """Bytes under these names."""
+    return sum(amount.size_bytes for amount in amounts if amount.name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +111,33 @@ class Plan:
     kept: tuple[KeptField, ...]
     whole_field: tuple[WholeField, ...]
     budget_bytes: int | None
-    base_bytes: int
-    """Resident before the run: interpreter, libraries, model, whatever the process already holds."""
-    parameter_bytes: int
-    """Gradients, accumulators and working copies of the parameters, and what an optimizer will hold of them."""
-    kept_bytes: int
-    """Kept fields and their cotangents in memory, at the moment when they are most."""
-    whole_field_bytes: int
-    """What whole-field operators make, with what their gradients need."""
-    reader_bytes: int
-    """Crops read ahead or to be written, and the readers' caches of decoded file tiles."""
-    runtime_bytes: int
-    """Threads, kernels and the allocator's slack that a first step adds."""
-    predicted_peak_bytes: int
-    host_bytes: int
-    """Peak of what is kept in host memory beside a GPU."""
-    scratch_bytes: int
-    """Peak of what is kept in files."""
+    fixed: tuple[Amount, ...] = ()
+    """What is held whichever stage is swept."""
+    elsewhere: tuple[Amount, ...] = ()
+    """Peak of what is kept in each of the other tiers, by its name."""
     whole_seconds: float = 0.0
     """What whole-field operators take, by the cost model."""
     timed_seconds: float | None = None
     """What tiles that were timed on this machine come to in a step; None where none were."""
+
+    @property
+    def ledger(self) -> tuple[Amount, ...]:
+        """What adds up to the peak: what is fixed, and what the stage adds whose sweeps need most."""
+        stages = [stage.memory for stage in self.stages]
+        return (*self.fixed, *max(stages, key=total, default=()))
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        return total(self.ledger)
+
+    def most(self, *names: str) -> int:
+        """Of the bytes under these names of the ledger, what the stage holds that holds most of them."""
+        stages = [amount_of(stage.memory, *names) for stage in self.stages]
+        return amount_of(self.fixed, *names) + max(stages, default=0)
+
+    def bytes_in(self, tier: str) -> int:
+        """Peak of what is kept in another tier than the one that the budget bounds."""
+        return amount_of(self.elsewhere, tier)
 
     @property
     def predicted_seconds(self) -> float:
@@ -149,34 +175,34 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""
-        return dataclasses.asdict(self) | {"predicted_seconds": self.predicted_seconds}
+        derived = {"predicted_peak_bytes": self.predicted_peak_bytes, "predicted_seconds": self.predicted_seconds}
+        return dataclasses.asdict(self) | derived
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """The inverse of `to_dict`, also after a trip through JSON."""
-        fields = {name: value for name, value in data.items() if name != "predicted_seconds"}
-        fields["image_shape"] = tuple(data["image_shape"])
-        fields["stages"] = tuple(
-            StagePlan(**stage | {name: tuple(stage[name]) for name in ("tile", "tiles", "crop")})
+        derived = ("predicted_peak_bytes", "predicted_seconds")
+        fields = {name: value for name, value in data.items() if name not in derived}
+        amounts = {name: tuple(Amount(**one) for one in data[name]) for name in ("fixed", "elsewhere")}
+        stages = tuple(
+            StagePlan(
+                **stage
+                | {name: tuple(stage[name]) for name in ("tile", "tiles", "crop")}
+                | {"memory": tuple(Amount(**one) for one in stage["memory"])}
+            )
             for stage in data["stages"]
         )
-        fields["passes"] = tuple(Pass(**p) for p in data["passes"])
-        fields["kept"] = tuple(KeptField(**field | {"shape": tuple(field["shape"])}) for field in data["kept"])
-        fields["whole_field"] = tuple(WholeField(**operator) for operator in data["whole_field"])
-        return cls(**fields)
+        rest = {
+            "image_shape": tuple(data["image_shape"]),
+            "passes": tuple(Pass(**p) for p in data["passes"]),
+            "kept": tuple(KeptField(**field | {"shape": tuple(field["shape"])}) for field in data["kept"]),
+            "whole_field": tuple(WholeField(**operator) for operator in data["whole_field"]),
+        }
+        return cls(**fields | amounts | rest | {"stages": stages})
 
     def memory_parts(self) -> list[tuple[str, int]]:
-        """What the predicted peak is made of: a name for people, and bytes. Parts of nothing are left out."""
-        parts = [
-            ("process before the run", self.base_bytes),
-            ("gradients, sums, optimizer", self.parameter_bytes),
-            ("fields kept, with cotangents", self.kept_bytes),
-            ("whole-field operators", self.whole_field_bytes),
-            ("crops read ahead", self.reader_bytes),
-            ("kernels, threads, allocator", self.runtime_bytes),
-            ("tiles being computed", self.workers * max((s.tile_peak_bytes for s in self.stages), default=0)),
-        ]
-        return [(name, size) for name, size in parts if size]
+        """What the predicted peak adds up from: a name for people, and bytes. Parts of nothing are left out."""
+        return [(amount.name, amount.size_bytes) for amount in self.ledger if amount.size_bytes]
 
     def __str__(self) -> str:
         from gigagrad.plans.description import describe

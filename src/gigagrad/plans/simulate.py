@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from gigagrad.boxes import Span
 from gigagrad.graphs import Graph
+from gigagrad.plans import ledger
 from gigagrad.plans.geometry import Grid
-from gigagrad.plans.keeping import Lifetime, bytes_by_pass, kept_bytes, lifetimes
-from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, whole_pages, worst_tile
+from gigagrad.plans.keeping import held_by_pass, kept_bytes, lifetimes
+from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
 from gigagrad.plans.order import PlanFault, Walk
-from gigagrad.plans.packing import AS_THEY_ARE, Packing
-from gigagrad.plans.plan import DISK, HOST, MEMORY, Pass, Plan, StagePlan
+from gigagrad.plans.plan import Amount, Pass, Plan, StagePlan, amount_of, total
+from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import Stage, gathered, is_read, split_stages
 
 _ALL_LOOKED_AT = 96
@@ -27,29 +28,19 @@ _ALL_LOOKED_AT = 96
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is in memory during one pass, in bytes.
+    """What is in memory during one pass.
 
-    What readers and parameters take is the most that any pass makes of it, so a total may lie a little above the plan's
-    peak.
+    What does not depend on the pass alone is the most that its stage's passes make of it, so a total may lie a little
+    above the plan's peak.
     """
 
     stage: int
     phase: str
-    process_bytes: int
-    """The process before the run, and what kernels and threads add."""
-    reader_bytes: int
-    parameter_bytes: int
-    whole_field_bytes: int
-    kept_bytes: int
-    """Of kept fields in memory; those in other tiers are not counted."""
-    cotangent_bytes: int
-    tile_bytes: int
-    """All tiles being computed at once, at their peaks."""
+    amounts: tuple[Amount, ...]
 
     @property
     def total_bytes(self) -> int:
-        fixed = self.process_bytes + self.reader_bytes + self.parameter_bytes + self.whole_field_bytes
-        return fixed + self.kept_bytes + self.cotangent_bytes + self.tile_bytes
+        return total(self.amounts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +55,32 @@ class Simulation:
         return not self.faults
 
 
-def simulate(graph: Graph, plan: Plan, *, backward: bool, packing: Packing = AS_THEY_ARE) -> Simulation:
-    """Walk a plan of `graph`; `backward` says whether it is meant to give gradients, `packing` what it was made for.
+def simulate(problem: Problem, plan: Plan) -> Simulation:
+    """Walk a plan that was made for a problem, whatever machine and budget that names.
 
     Checked: the stages are those of the fields kept; tiles partition every target, and what they read lies inside the
     fields; what a pass reads is complete and in memory; reductions and whole fields are finished before they are used;
     every stage that a gradient goes through is swept backward once, after all that read its results; bytes held stay
     within what the plan says, and its peak within the budget.
     """
+    graph = problem.graph
     stages = split_stages(graph, [field.node for field in plan.kept])
-    faults = list(_stage_faults(graph, plan, stages, packing))
+    faults = list(_stage_faults(problem, plan, stages))
     if faults:
         return Simulation(tuple(faults), ())
     for described, stage in zip(plan.stages, stages, strict=True):
         faults += _tile_faults(graph, described, stage, backward=_differentiated(plan.passes, stage))
     lives = lifetimes(graph, stages, plan.passes)
-    faults += Walk(graph, plan.passes, stages, lives, backward=backward).faults()
-    moments = _moments(graph, plan, lives)
-    faults += _memory_faults(graph, plan, moments, backward=backward)
+    faults += Walk(graph, plan.passes, stages, lives, backward=problem.backward).faults()
     tiers = {field.node: field.tier for field in plan.kept}
-    for tier, said in ((HOST, plan.host_bytes), (DISK, plan.scratch_bytes)):
-        most = max(bytes_by_pass(graph, stages, plan.passes, tiers, tier, packing), default=0)
-        if most > said:
-            faults.append(PlanFault("bytes", None, f"{most} bytes are kept on '{tier}', not {said}"))
+    held = held_by_pass(problem, stages, plan.passes, tiers, problem.memory)
+    moments = tuple(_moment(plan, p, pair) for p, pair in zip(plan.passes, held, strict=True))
+    faults += _memory_faults(problem, plan, moments)
+    for tier in problem.tiers[1:]:
+        most = max(map(sum, held_by_pass(problem, stages, plan.passes, tiers, tier)), default=0)
+        if most > plan.bytes_in(tier.name):
+            said = plan.bytes_in(tier.name)
+            faults.append(PlanFault("bytes", None, f"{most} bytes are kept on '{tier.name}', not {said}"))
     return Simulation(tuple(faults), moments)
 
 
@@ -94,15 +88,19 @@ def _differentiated(passes: tuple[Pass, ...], stage: Stage) -> bool:
     return any(p.stage == stage.index and p.phase != "forward" for p in passes)
 
 
-def _stage_faults(graph: Graph, plan: Plan, stages: tuple[Stage, ...], packing: Packing) -> Iterator[PlanFault]:
+def _stage_faults(problem: Problem, plan: Plan, stages: tuple[Stage, ...]) -> Iterator[PlanFault]:
     """Whether the plan describes the stages that its kept fields make. Without that nothing else can be asked."""
+    graph = problem.graph
     for i in sorted(gathered(graph) - {field.node for field in plan.kept}):
         yield PlanFault("kept", None, f"field {i} is read whole, but not kept")
     for field in plan.kept:
         node = graph[field.node]
         if not node.is_field or is_read(graph, field.node):
             yield PlanFault("kept", None, f"node {field.node} is no field that a stage computes")
-        elif (field.shape, field.size_bytes) != (node.shape, size := kept_bytes(graph, node.id, field.tier, packing)):
+        elif (field.shape, field.size_bytes) != (
+            node.shape,
+            size := kept_bytes(problem, node.id, problem.tier(field.tier)),
+        ):
             yield PlanFault("kept", None, f"field {field.node} is {node.shape}, {size} bytes, in the graph")
     if len(plan.stages) != len(stages):
         yield PlanFault("stages", None, f"{len(plan.stages)} described, {len(stages)} by the fields kept")
@@ -157,45 +155,30 @@ def _box_faults(graph: Graph, grid: Grid, axis: int, where: str) -> Iterator[Pla
                 yield PlanFault("boxes", None, f"{where}, axis {axis}: {span} of field {field}, which has {size} px")
 
 
-def _moments(graph: Graph, plan: Plan, lives: tuple[Lifetime, ...]) -> tuple[Moment, ...]:
-    moments = []
-    tiers = {field.node: field.tier for field in plan.kept}
-    stored = {field.node: field.size_bytes for field in plan.kept}
-    for index, p in enumerate(plan.passes):
-        held = {True: 0, False: 0}
-        for life in lives:
-            if life.first <= index <= life.last and tiers.get(life.field, MEMORY) == MEMORY:
-                held[life.cotangent] += whole_pages(graph[life.field].nbytes if life.cotangent else stored[life.field])
-        moments.append(
-            Moment(
-                stage=p.stage,
-                phase=p.phase,
-                process_bytes=plan.base_bytes + plan.runtime_bytes,
-                reader_bytes=plan.reader_bytes,
-                parameter_bytes=plan.parameter_bytes,
-                whole_field_bytes=plan.whole_field_bytes,
-                kept_bytes=held[False],
-                cotangent_bytes=held[True],
-                tile_bytes=plan.workers * plan.stages[p.stage].tile_peak_bytes,
-            )
-        )
-    return tuple(moments)
+def _moment(plan: Plan, p: Pass, held: tuple[int, int]) -> Moment:
+    fields, cotangents = held
+    changed = {ledger.FIELDS: fields, ledger.COTANGENTS: cotangents}
+    own = [Amount(a.name, changed.get(a.name, a.size_bytes)) for a in plan.stages[p.stage].memory]
+    return Moment(p.stage, p.phase, (*plan.fixed, *own))
 
 
-def _memory_faults(graph: Graph, plan: Plan, moments: tuple[Moment, ...], *, backward: bool) -> Iterator[PlanFault]:
+def _memory_faults(problem: Problem, plan: Plan, moments: tuple[Moment, ...]) -> Iterator[PlanFault]:
     """Whether what is held at any time is within what the plan says."""
-    whole = whole_field_bytes(graph, backward=backward)
-    if plan.whole_field_bytes < whole:
-        yield PlanFault("bytes", None, f"whole-field operators take {whole} bytes, not {plan.whole_field_bytes}")
+    whole = whole_field_bytes(problem.graph, backward=problem.backward)
+    if (said := amount_of(plan.fixed, ledger.WHOLE)) < whole:
+        yield PlanFault("bytes", None, f"whole-field operators take {whole} bytes, not {said}")
     for index, moment in enumerate(moments):
-        held = moment.kept_bytes + moment.cotangent_bytes
-        if held > plan.kept_bytes:
-            yield PlanFault("bytes", index, f"{held} bytes of fields are held, more than {plan.kept_bytes}")
-        # What every pass needs for certain; parameters and pixels read ahead are counted at their own peaks.
-        certain = plan.base_bytes + plan.runtime_bytes + whole + held + moment.tile_bytes
-        if certain > plan.predicted_peak_bytes:
-            yield PlanFault(
-                "bytes", index, f"{certain} bytes are held, more than the {plan.predicted_peak_bytes} predicted"
-            )
+        stage = plan.stages[moment.stage]
+        held, most = (
+            amount_of(amounts, ledger.FIELDS, ledger.COTANGENTS) for amounts in (moment.amounts, stage.memory)
+        )
+        if held > most:
+            yield PlanFault("bytes", index, f"{held} bytes of fields are held, more than {most}")
+        tiles = amount_of(stage.memory, ledger.TILES)
+        if tiles < plan.workers * stage.tile_peak_bytes:
+            yield PlanFault("bytes", index, f"{plan.workers} tiles take more than {tiles} bytes")
+        if moment.total_bytes > plan.predicted_peak_bytes:
+            told = f"{moment.total_bytes} bytes are held, more than the {plan.predicted_peak_bytes} predicted"
+            yield PlanFault("bytes", index, told)
     if plan.budget_bytes is not None and plan.predicted_peak_bytes > plan.budget_bytes:
         yield PlanFault("budget", None, f"predicted {plan.predicted_peak_bytes} of {plan.budget_bytes} bytes")

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gigagrad.errors import BudgetError
-from gigagrad.plans.limits import roomy
 from gigagrad.plans.plan import Plan
+from gigagrad.plans.problem import roomy
 
 PlanAt = Callable[[int | None], Plan]
 """Makes a plan for a budget in bytes, or for none. Raises `BudgetError`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gigagrad.cohorts import Row, find_slides
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener
 from gigagrad.execution.engine import compile as compile_engine
@@ -20,7 +21,6 @@ from gigagrad.models import load_model
 from gigagrad.prediction.classes import class_ids, foreground_count
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import Evaluation, Score, score_masks
-from gigagrad.prediction.inputs import SlideInput, find_slides
 from gigagrad.prediction.records import read_records
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion
@@ -55,7 +55,7 @@ def evaluate_model(
     events = Events(listeners)
     engine.events.subscribe(events.emit)
 
-    def score(entry: SlideInput) -> Confusion:
+    def score(entry: Row) -> Confusion:
         level = config.resolved_level
         with open_image(entry.slide, level=level, mpp=entry.mpp) as slide, _truth(entry, level, slide) as truth:
             counts: Confusion | None = None
@@ -89,30 +89,30 @@ def evaluate_masks(
     masks = Path(predictions) / "masks"
     entries, records = find_slides([slides], split), read_records(Path(predictions))
     for entry in entries:
-        if not (masks / f"{entry.stem}.tif").is_file():
-            raise ConfigError(f"there is no prediction {masks / entry.stem}.tif; predict the slide first")
+        if not (masks / f"{entry.name}.tif").is_file():
+            raise ConfigError(f"there is no prediction {masks / entry.name}.tif; predict the slide first")
 
-    def score(entry: SlideInput) -> Confusion:
+    def score(entry: Row) -> Confusion:
         # Level 0 for masks from elsewhere, and for those whose level was chosen by resolution.
-        level = records[entry.stem].made_with.level if entry.stem in records else None
-        with open_image(masks / f"{entry.stem}.tif") as predicted, _truth(entry, level or 0) as truth:
+        level = records[entry.name].made_with.level if entry.name in records else None
+        with open_image(masks / f"{entry.name}.tif") as predicted, _truth(entry, level or 0) as truth:
             return score_masks(predicted, truth, classes)
 
     return Evaluation(tuple(_each(entries, score, Events(listeners))))
 
 
-def _each(entries: Sequence[SlideInput], score: Callable[[SlideInput], Confusion], events: Events) -> Iterator[Score]:
+def _each(entries: Sequence[Row], score: Callable[[Row], Confusion], events: Events) -> Iterator[Score]:
     events.emit(JobStarted("evaluate", len(entries)))
     start = time.monotonic()
     for done, entry in enumerate(entries, 1):
         counts = score(entry)
-        yield Score(entry.stem, counts.dice, counts.iou, counts.pixels)
-        events.emit(JobAdvanced("evaluate", done, len(entries), f"{entry.stem}: Dice {counts.dice:.4f}"))
+        yield Score(entry.name, counts.dice, counts.iou, counts.pixels)
+        events.emit(JobAdvanced("evaluate", done, len(entries), f"{entry.name}: Dice {counts.dice:.4f}"))
     events.emit(JobFinished("evaluate", time.monotonic() - start))
 
 
 @contextmanager
-def _truth(entry: SlideInput, level: int, slide: Image | None = None) -> Iterator[Image]:
+def _truth(entry: Row, level: int, slide: Image | None = None) -> Iterator[Image]:
     """The true mask of a slide; its tissue label where the cohort file names none. `slide` if it is open already."""
     with ExitStack() as opened:
         if entry.mask is None:

@@ -9,37 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from gigagrad.boxes import Box
-from gigagrad.errors import BudgetError, ConfigError, GigagradError, TargetError, WriteError
+from gigagrad.cohorts import Row, find_slides
+from gigagrad.errors import ConfigError, GigagradError, ModelError, TargetError, WriteError
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
-from gigagrad.execution.assemble import assemble
 from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.execution.sinks import OutputField, Pieces, Pyramid
 from gigagrad.images import Image, open_image
 from gigagrad.images.resolution import level_near
-from gigagrad.images.write import write_pyramid
 from gigagrad.models import load_model
 from gigagrad.prediction.classes import class_ids, foreground_count, mask_classes
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import score_masks
-from gigagrad.prediction.inputs import SlideInput, find_slides
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
 from gigagrad.prediction.polygons import trace, write_geojson
 from gigagrad.prediction.records import MadeWith, SlideResult, file_names, read_records, write_records
-from gigagrad.units import format_seconds, parse_bytes
-
-_ROWS_BESIDE = 2048
-"""Mask rows held beside the engine: a row of tiles being assembled, and the writer's tile rows of all levels."""
+from gigagrad.units import format_seconds
 
 
 def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Listener] = ()) -> tuple[SlideResult, ...]:
@@ -65,10 +58,10 @@ def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Liste
     start = time.perf_counter()
     results = []
     for done, entry in enumerate(slides, 1):
-        known = records.get(entry.stem)
+        known = records.get(entry.name)
         if known is not None and not config.overwrite and _current(known, entry, out):
             results.append(known)
-            events.emit(JobAdvanced("predict", done, len(slides), f"{entry.stem}: done before"))
+            events.emit(JobAdvanced("predict", done, len(slides), f"{entry.name}: done before"))
             continue
         results.append(_attempt(entry, model, config, made_with, records, events))
         events.emit(JobAdvanced("predict", done, len(slides), _summary(results[-1])))
@@ -77,14 +70,14 @@ def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Liste
 
 
 def _prepare(
-    out: Path, slides: tuple[SlideInput, ...], records: Mapping[str, SlideResult], made_with: MadeWith, overwrite: bool
+    out: Path, slides: tuple[Row, ...], records: Mapping[str, SlideResult], made_with: MadeWith, overwrite: bool
 ) -> None:
     """Make the folders, after checking that nothing there belongs to somebody else or to other settings."""
     for entry in () if overwrite else slides:
-        known = records.get(entry.stem)
+        known = records.get(entry.name)
         if known is not None and known.status == "done" and known.made_with != made_with:
             raise ConfigError(
-                f"{out} holds a prediction of {entry.stem} by another model, threshold, level or class names; "
+                f"{out} holds a prediction of {entry.name} by another model, threshold, level or class names; "
                 "choose another --out or pass --overwrite"
             )
         if known is not None and known.slide != str(entry.slide.absolute()):
@@ -92,7 +85,7 @@ def _prepare(
                 f"{out} holds a prediction of another slide of this name, {known.slide}; "
                 "choose another --out or pass --overwrite"
             )
-        mask = out / "masks" / f"{entry.stem}.tif"
+        mask = out / "masks" / f"{entry.name}.tif"
         if known is None and mask.exists():
             raise WriteError(f"{mask} exists but was not predicted here; choose another --out or pass --overwrite")
     try:
@@ -102,12 +95,12 @@ def _prepare(
         raise WriteError(f"cannot make folders in {out}: {error.strerror}; choose another --out") from error
 
 
-def _current(known: SlideResult, entry: SlideInput, out: Path) -> bool:
+def _current(known: SlideResult, entry: Row, out: Path) -> bool:
     return known.complete_in(out) and known.slide_bytes == _bytes_of(entry.slide)
 
 
 def _attempt(
-    entry: SlideInput,
+    entry: Row,
     model: nn.Module,
     config: PredictConfig,
     made_with: MadeWith,
@@ -117,13 +110,13 @@ def _attempt(
     """Predict one slide and keep the record up to date, whatever happens."""
     out = Path(config.out)
     result = SlideResult(
-        name=entry.stem,
+        name=entry.name,
         slide=str(entry.slide.absolute()),
         slide_bytes=_bytes_of(entry.slide),
         made_with=made_with,
         status="running",
     )
-    records[entry.stem] = result
+    records[entry.name] = result
     write_records(out, records)
     start = time.perf_counter()
     try:
@@ -131,17 +124,17 @@ def _attempt(
         result = dataclasses.replace(result, status="done", seconds=time.perf_counter() - start)
     except (GigagradError, OSError) as error:
         result = dataclasses.replace(result, status="failed", error=str(error))
-        events.emit(Notice(f"{entry.stem}: {error}", warning=True))
-    records[entry.stem] = result
+        events.emit(Notice(f"{entry.name}: {error}", warning=True))
+    records[entry.name] = result
     write_records(out, records)
     return result
 
 
 def _predict_one(
-    entry: SlideInput, model: nn.Module, config: PredictConfig, result: SlideResult, events: Events
+    entry: Row, model: nn.Module, config: PredictConfig, result: SlideResult, events: Events
 ) -> SlideResult:
     out = Path(config.out)
-    files = file_names(entry.stem)
+    files = file_names(entry.name)
     with ExitStack() as opened:
         level = _level_of(entry, config)
         slide = opened.enter_context(open_image(entry.slide, level=level, mpp=config.mpp or entry.mpp))
@@ -157,7 +150,7 @@ def _predict_one(
         traced = trace(mask, classes)
         full = slide.levels[0].shape
         scale = (full[0] / slide.shape[1], full[1] / slide.shape[2])
-        write_geojson(out / files["geojson"], traced, entry.stem, scale)
+        write_geojson(out / files["geojson"], traced, entry.name, scale)
         write_overlay(out / files["overlay"], draw_overlay(slide, layers(mask, classes, truth)))
         scored = None if truth is None else score_masks(mask, truth, foreground + 1)
         return dataclasses.replace(
@@ -175,7 +168,7 @@ def _predict_one(
         )
 
 
-def _level_of(entry: SlideInput, config: PredictConfig) -> int:
+def _level_of(entry: Row, config: PredictConfig) -> int:
     """Raises `ImageError` where the slide's resolution decides and is unknown."""
     if config.target_mpp is None:
         return config.resolved_level
@@ -183,46 +176,40 @@ def _level_of(entry: SlideInput, config: PredictConfig) -> int:
         return level_near(slide, config.target_mpp)
 
 
-def _write_mask(slide: Image, model: nn.Module, config: PredictConfig, path: Path, events: Events) -> int:
-    """Write the mask of `slide` tile by tile and return the number of foreground classes."""
-    _, height, width = slide.shape
-    beside_bytes = _ROWS_BESIDE * width
-    budget = None if config.memory is None else parse_bytes(config.memory)
-    memory = None if budget is None else max(1, budget - beside_bytes)
-    engine = compile_engine(model, memory=memory, scratch=config.scratch, device=config.device)
-    engine.events.subscribe(events.emit)
-    try:
-        tiles = iter(engine.stream(slide))
-        first = next(tiles)
-        foreground = foreground_count(first[1].shape[1])
-        mask_classes(foreground, config.classes)  # refuses wrong names before the first tile is written
-        write_pyramid(
+class _MaskFile(Pyramid):
+    """The mask of one slide; `foreground`, the number of foreground classes, is known once it is written."""
+
+    def __init__(self, path: Path, slide: Image, config: PredictConfig) -> None:
+        super().__init__(
             path,
-            assemble(_ids(itertools.chain([first], tiles), config.threshold), height, width),
-            shape=(height, width, 1),
             dtype=np.uint8,
+            channels=1,
+            pixels=lambda logits: class_ids(logits, config.threshold),
             nearest=True,
-            mpp=slide.mpp,
             overwrite=True,
             description="gigagrad mask: class ids, 0 is background",
         )
-    except BudgetError as error:
-        raise _restated(error, budget or 0, beside_bytes) from error
-    return foreground
+        self._classes, self._size = config.classes, slide.shape[1:]
+        self.foreground = 0
+
+    def take(self, pieces: Pieces, field: OutputField) -> Path:
+        if field.shape[-2:] != self._size:
+            raise ModelError(
+                f"the model's output is {field.shape[-2]} x {field.shape[-1]} px, the slide {self._size[0]} x "
+                f"{self._size[1]} px; a mask needs a model whose output covers the slide pixel for pixel"
+            )
+        self.foreground = foreground_count(field.shape[1])
+        mask_classes(self.foreground, self._classes)  # refuses wrong names before the first tile is written
+        return super().take(pieces, field)
 
 
-def _ids(tiles: Iterable[tuple[Box, Tensor]], threshold: float) -> Iterator[tuple[Box, NDArray[np.uint8]]]:
-    return ((box, class_ids(logits, threshold)) for box, logits in tiles)
-
-
-def _restated(error: BudgetError, budget_bytes: int, beside_bytes: int) -> BudgetError:
-    """The engine's refusal in terms of the whole process, as the user stated the budget."""
-    return BudgetError(
-        str(error).partition(": needs ")[0],
-        budget_bytes=budget_bytes,
-        needed_bytes=error.needed_bytes + beside_bytes,
-        smallest_bytes=error.smallest_bytes + beside_bytes,
-    )
+def _write_mask(slide: Image, model: nn.Module, config: PredictConfig, path: Path, events: Events) -> int:
+    """Write the mask of `slide` tile by tile and return the number of foreground classes."""
+    engine = compile_engine(model, memory=config.memory, scratch=config.scratch, device=config.device)
+    engine.events.subscribe(events.emit)
+    mask = _MaskFile(path, slide, config)
+    engine.forward(slide, out=mask)
+    return mask.foreground
 
 
 def _bytes_of(slide: Path) -> int:

@@ -97,7 +97,7 @@ def _threads(_: Path) -> Check:
 
 
 def _profile(_: Path) -> Check:
-    from gigagrad.plans.machine import ProfileError, profile_path, read_profile
+    from gigagrad.devices.machine import ProfileError, profile_path, read_profile
 
     path = profile_path()
     if not path.exists():

@@ -9,6 +9,8 @@ import numpy as np
 
 from gigagrad.errors import ConfigError
 from gigagrad.files import replacing
+from gigagrad.plans import ledger
+from gigagrad.plans.plan import amount_of
 from gigagrad.reports.charts import LIGHT, standing_alone
 from gigagrad.reports.plan_study import PlanStudy
 from gigagrad.units import format_bytes, format_pixels, format_seconds
@@ -18,13 +20,13 @@ if TYPE_CHECKING:
 
 _INK, _MUTED, _LINE, _FIRST, _SECOND, _THIRD, _ALARM, _CARD, _FOURTH = LIGHT.values()
 _PARTS = (
-    ("process", "process_bytes", _MUTED),
-    ("pixels read ahead", "reader_bytes", _LINE),
-    ("parameters", "parameter_bytes", _FOURTH),
-    ("whole-field operators", "whole_field_bytes", _INK),
-    ("fields kept", "kept_bytes", _FIRST),
-    ("cotangents", "cotangent_bytes", _THIRD),
-    ("tiles", "tile_bytes", _SECOND),
+    ("process", (ledger.PROCESS, ledger.STEP, ledger.COMPILED, ledger.HOARD), _MUTED),
+    ("pixels on their way", (ledger.READERS, ledger.WAITING, ledger.OUTPUT), _LINE),
+    ("parameters", (ledger.OPTIMIZER, ledger.GRADIENTS, ledger.SUMS), _FOURTH),
+    ("whole-field operators", (ledger.WHOLE, ledger.TAPE), _INK),
+    ("fields kept", (ledger.FIELDS,), _FIRST),
+    ("cotangents", (ledger.COTANGENTS,), _THIRD),
+    ("tiles", (ledger.TILES, ledger.SLACK), _SECOND),
 )
 FORMATS = (".svg", ".png")
 
@@ -94,7 +96,7 @@ def _draw_memory(ax: Axes, study: PlanStudy) -> None:
     ax.set_title("What is in memory, pass by pass", loc="left", fontsize=11)
     moments, plan = study.moments, study.plan
     edges = np.arange(len(moments) + 1) + 0.5
-    shown = [(name, [getattr(m, part) for m in moments], color) for name, part, color in _PARTS]
+    shown = [(name, [amount_of(m.amounts, *part) for m in moments], color) for name, part, color in _PARTS]
     base = np.zeros(len(moments))
     for name, sizes, color in shown:
         if any(sizes):

@@ -98,7 +98,7 @@ def _fate(fate: Fate) -> str:
     if fate.tier is not None:
         readers = ", ".join(map(str, fate.readers[:2])) + (" ..." if len(fate.readers) > 2 else "")
         stored = "" if fate.storage == EXACT else f" as {fate.storage}"
-        return f"kept {_WHERE[fate.tier]}{stored} from stage {fate.stages[0]} for {readers}"
+        return f"kept {_WHERE.get(fate.tier, f'in {fate.tier}')}{stored} from stage {fate.stages[0]} for {readers}"
     if fate.sweeps == 1:
         return "made once"
     stages = f", {len(fate.stages)} stages" if len(fate.stages) > 1 else ""

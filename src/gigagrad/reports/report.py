@@ -125,7 +125,7 @@ def _planned(record: Mapping[str, Any]) -> _Planned | None:
         plan = Plan.from_dict(dict(record))
         planned = _Planned(describe(plan), plan.memory_parts(), plan.budget_bytes or 0)
         str(planned.description)  # a word that is no text would fail later
-        sizes = (planned.budget_bytes, *(size for _, size in planned.parts))
+        sizes = (planned.budget_bytes, *(size for _, size in planned.parts), *(a.size_bytes for a in plan.elsewhere))
         return planned if all(map(math.isfinite, sizes)) else None
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         return None

@@ -2,23 +2,33 @@
 
 from gigagrad.stores.codecs import Blosc, Codec, faster_codec
 from gigagrad.stores.disk import DiskStore
-from gigagrad.stores.host import HostStore
+from gigagrad.stores.disk_tier import DiskTier
+from gigagrad.stores.host import HostStore, HostTier, MemoryTier
 from gigagrad.stores.rounded import RoundedStore
 from gigagrad.stores.rounding import Half, Quantised, Rounding, parse_storage
 from gigagrad.stores.scratch import Scratch
 from gigagrad.stores.store import Store
+from gigagrad.stores.tier import FieldSpec, OpenTier, Tier, register_tier, registered_tier
 
 __all__ = [
     "Blosc",
     "Codec",
     "DiskStore",
+    "DiskTier",
+    "FieldSpec",
     "Half",
     "HostStore",
+    "HostTier",
+    "MemoryTier",
+    "OpenTier",
     "Quantised",
     "RoundedStore",
     "Rounding",
     "Scratch",
     "Store",
+    "Tier",
     "faster_codec",
     "parse_storage",
+    "register_tier",
+    "registered_tier",
 ]

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from gigagrad.boxes import Box
-from gigagrad.bricks import Bricks
 from gigagrad.errors import StoreError
+from gigagrad.stores.bricks import Bricks
 from gigagrad.stores.codecs import Bytes, Codec
 from gigagrad.stores.scratch import Scratch
 from gigagrad.stores.scratch_file import Rows, page_aligned

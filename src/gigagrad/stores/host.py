@@ -1,11 +1,15 @@
-"""A field in memory, on the device whose memory it is given."""
+"""Fields in memory: the device's own, which the budget bounds, and the host's beside a device with another."""
 
 from __future__ import annotations
 
+import psutil
 import torch
 
+from gigagrad.allowances import FREE_SHARE, whole_pages
 from gigagrad.boxes import Box
+from gigagrad.devices import Machine
 from gigagrad.stores.store import Store
+from gigagrad.stores.tier import FieldSpec, OpenTier, Size, Tier
 
 
 class HostStore(Store):
@@ -44,3 +48,55 @@ class HostStore(Store):
 
     def close(self) -> None:
         self.__dict__.pop("_tensor", None)
+
+
+class MemoryTier(Tier):
+    """The memory in which tiles are computed."""
+
+    name = "memory"
+    place = "memory"
+    in_budget = True
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: the host, unless named."""
+        self._device = device or torch.device("cpu")
+
+    def room_bytes(self) -> int | None:
+        return None
+
+    def field_bytes(self, size: Size, pixel_bytes: int) -> int:
+        return whole_pages(super().field_bytes(size, pixel_bytes))
+
+    def open(self, needed_bytes: int, machine: Machine) -> OpenTier:
+        return _OpenMemory(self._device)
+
+
+class HostTier(MemoryTier):
+    """The host's memory beside a GPU."""
+
+    name = "host"
+    place = "host memory"
+    in_budget = False
+    remedy = "close other programs, or raise host_memory"
+
+    def __init__(self, room_bytes: int | None = None) -> None:
+        super().__init__()
+        self._room_bytes = room_bytes
+
+    def room_bytes(self) -> int:
+        free = int(psutil.virtual_memory().available * FREE_SHARE)
+        return free if self._room_bytes is None else self._room_bytes
+
+    def link_seconds(self, nbytes: float, machine: Machine) -> float:
+        return nbytes / machine.copy_bytes_per_second
+
+
+class _OpenMemory:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def open_store(self, field: FieldSpec) -> Store:
+        return HostStore(field.shape, field.dtype, field.axes, device=self._device, memory_format=field.layout)
+
+    def close(self) -> None:
+        """The stores are closed one by one."""

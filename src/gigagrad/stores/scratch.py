@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from gigagrad.bricks import ROWS_AT_ONCE, WRITES_BEHIND
+from gigagrad.allowances import ROWS_AT_ONCE, WRITES_BEHIND
 from gigagrad.errors import StoreError
 from gigagrad.stores.scratch_file import ScratchFile
 from gigagrad.threads import SideThreads, Task, uninterrupted, wait_for

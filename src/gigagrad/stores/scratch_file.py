@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gigagrad.bricks import PAGE_BYTES
 from gigagrad.errors import StoreError
 from gigagrad.files import read_at, reserve, write_at
+from gigagrad.stores.bricks import PAGE_BYTES
 from gigagrad.units import format_bytes
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]

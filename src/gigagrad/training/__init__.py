@@ -1,6 +1,6 @@
 """Train on whole slides: cohorts, losses, turns, the loop, checkpoints and the run folder."""
 
-from gigagrad.training.cohort import Cohort, Row, read_cohort
+from gigagrad.cohorts import Cohort, Row, read_cohort
 from gigagrad.training.config import FitConfig
 from gigagrad.training.loop import fit
 from gigagrad.training.result import FitResult

@@ -7,15 +7,14 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.files import write_text
 from gigagrad.models.registry import check_network
 from gigagrad.stores import parse_storage
@@ -94,7 +93,8 @@ class FitConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in settings:
             if key not in known:
-                raise ConfigError(f"unknown setting {key!r}{_hint(str(key), known)}")
+                meant = did_you_mean(str(key), known) or f"; known settings are {', '.join(known)}"
+                raise ConfigError(f"unknown setting {key!r}{meant}")
         missing = [
             f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in settings
         ]
@@ -164,9 +164,3 @@ def _coerce(name: str, value: object, hint: Any) -> object:
 
 def _range(low: float, high: float) -> str:
     return f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-
-
-def _hint(wrong: str, known: Iterable[str]) -> str:
-    known = list(known)
-    close = get_close_matches(wrong, known, n=1)
-    return f", did you mean {close[0]!r}?" if close else f"; known settings are {', '.join(known)}"

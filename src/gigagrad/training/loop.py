@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gigagrad.cohorts import Cohort, Row, check_images, read_cohort
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, MetricsLogged, Notice
 from gigagrad.execution.engine import Engine
@@ -30,7 +31,6 @@ from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
 from gigagrad.training.augment import order_of, turn_of
 from gigagrad.training.checkpoint import Checkpoint, Progress
-from gigagrad.training.cohort import Cohort, Row, check_images, read_cohort
 from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder, environment
 from gigagrad.training.log import RunLog

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from gigagrad.cohorts import Row
 from gigagrad.images import Image, open_image
 from gigagrad.images.tissue import write_label
 from gigagrad.training.augment import Turned
-from gigagrad.training.cohort import Row
 from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask
 
 
@@ -28,7 +28,7 @@ class Pairs:
     def prepare(self, row: Row) -> None:
         """Make the row's label if the recipe has to, and look at samples of its target. Raises `TargetError`."""
         if row.label is not None:
-            self._rule.label(row.label, row.name)
+            self._rule.label(float(row.label), row.name)
             return
         path = self._mask_path(row)
         if row.mask is None and not path.exists():
@@ -47,7 +47,7 @@ class Pairs:
         with ExitStack() as stack:
             slide = stack.enter_context(open_image(row.slide, level=self._level, mpp=row.mpp))
             if row.label is not None:
-                yield _turned(slide, turn), self._rule.label(row.label, row.name)
+                yield _turned(slide, turn), self._rule.label(float(row.label), row.name)
                 return
             mask = stack.enter_context(self._open_mask(row))
             yield _turned(slide, turn), _turned(mask if row in self._passed else CheckedMask(mask, self._rule), turn)

@@ -56,7 +56,7 @@ def step(case: Case, steps: int, backward: Callable[[], Tensor] | None = None) -
     for i in range(steps):
         if i:
             with torch.no_grad():
-                for parameter in [*case.model.parameters(), *case.loss.parameters()]:
+                for parameter in [*case.model.parameters(), *case.loss.parameters()]:  # type: ignore[attr-defined]
                     parameter.mul_(1.01)
         if backward is not None:
             losses.append(backward())
@@ -69,12 +69,12 @@ def step(case: Case, steps: int, backward: Callable[[], Tensor] | None = None) -
 
 
 def gradients(case: Case) -> dict[str, Tensor]:
-    named = [*_named("model", case.model.named_parameters()), *_named("loss", case.loss.named_parameters())]
+    named = [*_named("model", case.model.named_parameters()), *_named("loss", case.loss.named_parameters())]  # type: ignore[attr-defined]
     return {name: p.grad for name, p in named if p.grad is not None}
 
 
 def buffers(case: Case) -> dict[str, Tensor]:
-    return dict([*_named("model", case.model.named_buffers()), *_named("loss", case.loss.named_buffers())])
+    return dict([*_named("model", case.model.named_buffers()), *_named("loss", case.loss.named_buffers())])  # type: ignore[attr-defined]
 
 
 def _named(prefix: str, items: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:

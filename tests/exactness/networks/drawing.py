@@ -51,7 +51,7 @@ def draw_recipe(draw: Draw) -> Recipe | None:
         outputs=tuple(outputs),
         loss=loss,
         loss_options=options,
-        tile=_draw_tile(draw, shape, tuple(network.values[outputs[0]].shape[2:]) or (1, 1)),
+        tile=_draw_tile(draw, shape, tuple(network.values[outputs[0]].shape[2:]) or (1, 1)),  # type: ignore[arg-type]
         seed=seed,
         training=chance(draw, 85),
         frozen=tuple(i for i in range(1, last + 1) if chance(draw, 6)),
@@ -126,4 +126,4 @@ def _is_sound(recipe: Recipe) -> bool:
     except (RuntimeError, ValueError):
         return False
     numbers = [loss, *gradients(case).values(), *buffers(case).values()]
-    return len(numbers) > 1 and all(torch.isfinite(n).all() for n in numbers) and loss.abs() < 1e8
+    return len(numbers) > 1 and all(torch.isfinite(n).all() for n in numbers) and loss.abs() < 1e8  # type: ignore[return-value]

@@ -134,8 +134,8 @@ class RunningScale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                self.square.mul_(0.9).add_(0.1 * x.square().mean((0, 2, 3)))
-        return x * torch.rsqrt(self.square + 0.1)[:, None, None]
+                self.square.mul_(0.9).add_(0.1 * x.square().mean((0, 2, 3)))  # type: ignore[operator]
+        return x * torch.rsqrt(self.square + 0.1)[:, None, None]  # type: ignore[arg-type, operator]
 
 
 class Warp(nn.Module):

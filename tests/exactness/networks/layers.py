@@ -71,7 +71,7 @@ def make_norm(shapes: Shapes, kind: str, training: bool = True, **options: Any) 
         layer = OverChannels(c)
     else:
         layer = nn.LayerNorm(shapes[0])
-    layer.stays_in_evaluation = not training
+    layer.stays_in_evaluation = not training  # type: ignore[assignment]
     return layer
 
 

@@ -32,7 +32,7 @@ class Network(nn.Module):
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(1000 * self.seed + len(self.nodes))
-                part = self._made(node, [tuple(v.shape[1:]) for v in operands])
+                part = self._made(node, [tuple(v.shape[1:]) for v in operands])  # type: ignore[misc]
         with torch.no_grad():
             value = copy.deepcopy(part)(*operands)
         self.parts.append(part)

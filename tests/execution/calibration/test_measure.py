@@ -1,6 +1,7 @@
 """Calibration from end to end: what is measured, what is saved, what planning makes of it."""
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,9 +9,9 @@ from rich.console import Console
 
 import gigagrad as gg
 from gigagrad.cli import main
+from gigagrad.devices import Machine
 from gigagrad.events import JobFinished
 from gigagrad.execution.calibration import calibrate, measure
-from gigagrad.plans import Machine
 from gigagrad.reports.rates import rates_table
 from gigagrad.training.losses import bce
 
@@ -21,14 +22,14 @@ SIZE = 2**24
 def profile(monkeypatch, tmp_path):
     """Where the profile goes: a folder of the test's own."""
     path = tmp_path / "cache" / "machine.json"
-    for module in ("gigagrad.plans.machine", "gigagrad.execution.calibration.measure"):
+    for module in ("gigagrad.devices.machine", "gigagrad.execution.calibration.measure"):
         monkeypatch.setattr(f"{module}.profile_path", lambda: path)
     monkeypatch.setattr(measure, "cache_bytes", lambda: 2**22)
     return path
 
 
 def test_rates_are_saved_and_planning_uses_them(profile, tmp_path):
-    events = []
+    events: list[Any] = []
     found = calibrate(scratch=tmp_path, size_bytes=SIZE, listeners=(events.append,))
     assert found.path == profile
     assert isinstance(events[-1], JobFinished)
@@ -36,7 +37,7 @@ def test_rates_are_saved_and_planning_uses_them(profile, tmp_path):
     assert Machine.detect(found.machine.threads).rates == found.machine.rates
     console = Console(file=io.StringIO(), width=100)
     console.print(rates_table(found))
-    shown = console.file.getvalue()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
     for text in ("convolutions", "GFLOP/s", "a call of an operator", "disk, write", "fields in files", "codec"):
         assert text in shown
 
@@ -49,7 +50,7 @@ def test_slower_rates_make_longer_plans(profile):
     typical = planned()
     rates = Machine().rates
     slower = {name: rates[name] * (10 if name.startswith("seconds") else 0.1) for name in rates}
-    measure.write_profile(profile, Machine().with_rates(slower))
+    measure.write_profile(profile, Machine().with_rates(slower))  # type: ignore[attr-defined]
     assert planned() > 5 * typical > 0
 
 
@@ -72,7 +73,7 @@ def test_a_damaged_profile_is_noticed_once_and_planning_goes_on(profile):
     profile.write_text("{")
     image, mask = np.zeros((3, 192, 192), np.uint8), np.zeros((1, 192, 192), np.uint8)
     engine = gg.compile(gg.models.resolve("paper-unet"), bce)
-    notices = []
+    notices: list[Any] = []
     engine.events.subscribe(notices.append)
     assert engine.plan(image, mask).predicted_seconds > 0
     engine.plan(image[:, :160], mask[:, :160])

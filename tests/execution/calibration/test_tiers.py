@@ -48,7 +48,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tiers.os, "pwrite", full)
+    monkeypatch.setattr(tiers.os, "pwrite", full)  # type: ignore[attr-defined]
     with pytest.raises(StoreError, match=r"cannot write.*No space left"):
         disk_rates(tmp_path, SIZE)
     assert list(tmp_path.iterdir()) == []

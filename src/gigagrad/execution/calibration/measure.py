@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gigagrad.devices.heap import return_freed_memory, settle_allocator
+from gigagrad.devices.machine import Machine, cache_bytes, profile_path, write_profile
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener
-from gigagrad.execution.allocator import return_freed_memory, settle_allocator
 from gigagrad.execution.calibration.tiers import (
     DiskRates,
     codec_rates,
@@ -29,7 +30,6 @@ from gigagrad.execution.calibration.tiers import (
     file_bytes_per_second,
 )
 from gigagrad.execution.engine import compile
-from gigagrad.plans.machine import Machine, cache_bytes, profile_path, write_profile
 from gigagrad.threads import operator_threads
 
 _JOB = "calibrate"

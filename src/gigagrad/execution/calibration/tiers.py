@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from gigagrad.boxes import Box
-from gigagrad.bricks import MOST_BYTES
 from gigagrad.errors import ConfigError
 from gigagrad.stores import Blosc, DiskStore, Scratch
+from gigagrad.stores.bricks import MOST_BYTES
 from gigagrad.stores.scratch_file import ScratchFile, page_aligned
 from gigagrad.threads import operator_threads
 

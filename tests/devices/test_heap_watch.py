@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gigagrad.execution import allocator, process
-from gigagrad.execution.allocator import Trimmer, return_freed_memory, settle_allocator
-from gigagrad.execution.process import used_bytes
+from gigagrad.allowances import UNNOTICED_BYTES
+from gigagrad.devices import heap
+from gigagrad.devices.cpu import HeapWatch
+from gigagrad.devices.heap import return_freed_memory, settle_allocator, used_bytes
+from tests.devices.fake import FakeCpu
 
 MIB = 2**20
 
@@ -44,80 +46,95 @@ def heap_flags() -> set[str]:
     return flags
 
 
-def trimmer_at(limit, tiles=30, budget=None):
+def watch_at(device, limit, tiles=30, budget=None):
     """Whose limit, beside tiles of so many MiB, is this."""
-    trimmer = Trimmer((limit + tiles) * MIB + process.UNNOTICED_BYTES, budget * MIB if budget else None)
-    trimmer.begin_pass(tiles * MIB, 0)
-    return trimmer
+    peak = (limit + tiles) * MIB + UNNOTICED_BYTES
+    watch = HeapWatch(device, peak, budget * MIB if budget else None)
+    watch.begin_pass(tiles * MIB, 0)
+    return watch
+
+
+class Held:
+    """What a fake processor holds, in MiB."""
+
+    def __init__(self):
+        self.device = FakeCpu(50 * MIB, 40 * MIB)
+        self.told = {}
+
+    def __getitem__(self, name):
+        if name == "given_back":
+            return self.device.trimmed
+        return self.device.held // MIB if name == "now" else self.told[name]
+
+    def __setitem__(self, name, value):
+        if name in ("now", "left"):
+            setattr(self.device, {"now": "held", "left": "left"}[name], value * MIB)
+        else:
+            self.told[name] = value
+
+    def __contains__(self, name):
+        return name in self.told
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """What is resident, in MiB, and what giving memory back leaves of it."""
-    held = {"now": 50, "left": 40, "given_back": 0}
-
-    def give_back():
-        held["given_back"] += 1
-        held["now"] = held["left"]
-
-    monkeypatch.setattr(allocator, "resident_bytes", lambda: held["now"] * MIB)
-    monkeypatch.setattr(allocator, "return_freed_memory", give_back)
-    return held
+def held():
+    """What is held, in MiB, and what giving memory back leaves of it."""
+    return Held()
 
 
-class TestTrimmer:
+class TestHeapWatch:
     def test_gives_nothing_back_within_its_limit(self, held):
-        trimmer = trimmer_at(100)
+        watch = watch_at(held.device, 100)
         for _ in range(10):
-            trimmer.tile_done()
-        trimmer.make_room(50 * MIB)
+            watch.tile_done()
+        watch.make_room(50 * MIB)
         assert held["given_back"] == 0
 
     def test_gives_back_above_it(self, held):
-        trimmer = trimmer_at(100)
+        watch = watch_at(held.device, 100)
         for times in (1, 2):
             held["now"] = 101
-            trimmer.tile_done()
+            watch.tile_done()
             assert held["given_back"] == times
         held["now"] = 90
-        trimmer.make_room(11 * MIB)
+        watch.make_room(11 * MIB)
         assert held["given_back"] == 3
 
     def test_where_it_does_not_help_it_looks_ever_more_rarely_until_the_next_pass(self, held):
         held["now"] = held["left"] = 200
-        trimmer = trimmer_at(100)
+        watch = watch_at(held.device, 100)
         for _ in range(1000):
-            trimmer.tile_done()
+            watch.tile_done()
         given_back = held["given_back"]
         assert 15 < given_back < 25
-        trimmer.begin_pass(30 * MIB, 0)
-        trimmer.tile_done()
+        watch.begin_pass(30 * MIB, 0)
+        watch.tile_done()
         assert held["given_back"] == given_back + 1
 
     def test_every_pass_has_a_limit_of_its_own(self, held):
-        trimmer = trimmer_at(100, tiles=30)
-        trimmer.begin_pass(4 * MIB, 6 * MIB)
+        watch = watch_at(held.device, 100, tiles=30)
+        watch.begin_pass(4 * MIB, 6 * MIB)
         held["now"] = 120
-        trimmer.tile_done()
+        watch.tile_done()
         assert held["given_back"] == 0
-        trimmer.begin_pass(5 * MIB, 6 * MIB)
-        trimmer.tile_done()
+        watch.begin_pass(5 * MIB, 6 * MIB)
+        watch.tile_done()
         assert held["given_back"] == 1
 
     def test_another_tile_fits_where_there_is_room_for_it_after_giving_back(self, held):
-        trimmer = trimmer_at(100, budget=150)
+        watch = watch_at(held.device, 100, budget=150)
         held["now"] = 130
-        assert not trimmer.is_short(10 * MIB, 2)  # room for both: not even looked at what could be given back
+        assert not watch.is_short(10 * MIB, 2)  # room for both: not even looked at what could be given back
         assert held["given_back"] == 0
         held["now"], held["left"] = 131, 140
-        assert not trimmer.is_short(10 * MIB, 2)
+        assert not watch.is_short(10 * MIB, 2)
         assert held["given_back"] == 1
         held["now"], held["left"] = 150, 141
-        assert trimmer.is_short(10 * MIB, 2)
+        assert watch.is_short(10 * MIB, 2)
 
     def test_without_a_budget_nothing_is_short(self, held):
         held["now"] = held["left"] = 10**6
-        assert not trimmer_at(100).is_short(10 * MIB, 2)
+        assert not watch_at(held.device, 100).is_short(10 * MIB, 2)
         assert held["given_back"] == 0
 
 
@@ -129,128 +146,129 @@ class TestLargeBlocks:
         """And what the C library was told last: whether blocks may be mapped, and what it keeps."""
 
         def set_options(options):
-            held["mapped"], held["kept"] = options[allocator._M_MMAP_MAX], options[allocator._M_TRIM_THRESHOLD]
+            held["mapped"], held["kept"] = options[heap._M_MMAP_MAX], options[heap._M_TRIM_THRESHOLD]
 
-        monkeypatch.setattr(allocator, "_set_options", set_options)
+        monkeypatch.setattr(heap, "_set_options", set_options)
         return held
 
     @pytest.fixture
-    def trimmer(self, held):
-        trimmer = Trimmer(113 * MIB + process.UNNOTICED_BYTES, 200 * MIB)
-        trimmer.begin_pass(38 * MIB, 5 * MIB, 8 * MIB)
-        with trimmer.tiles_at_work():
-            yield trimmer
+    def watch(self, held):
+        watch = HeapWatch(held.device, 113 * MIB + UNNOTICED_BYTES, 200 * MIB)
+        watch.begin_pass(38 * MIB, 5 * MIB, 8 * MIB)
+        with watch.tiles_at_work():
+            yield watch
+        watch.close()
 
     def test_small_ones_change_nothing(self, held):
-        trimmer = Trimmer(100 * MIB, None)
-        trimmer.begin_pass(30 * MIB, 0, 8 * MIB - 1)
-        with trimmer.tiles_at_work():
+        watch = HeapWatch(held.device, 100 * MIB, None)
+        watch.begin_pass(30 * MIB, 0, 8 * MIB - 1)
+        with watch.tiles_at_work():
             assert "mapped" not in held
-        trimmer.close()
+        watch.close()
         assert "mapped" not in held
         assert held["given_back"] == 0
 
     def test_come_from_the_heap_while_tiles_are_at_work(self, held):
-        trimmer = Trimmer(200 * MIB, None)
-        trimmer.begin_pass(30 * MIB, 0, 8 * MIB)
+        watch = HeapWatch(held.device, 200 * MIB, None)
+        watch.begin_pass(30 * MIB, 0, 8 * MIB)
         assert (held["mapped"], held["kept"]) == (65536, -1)
-        with trimmer.tiles_at_work():
+        with watch.tiles_at_work():
             assert (held["mapped"], held["kept"]) == (0, -1)
         assert (held["mapped"], held["kept"]) == (65536, -1)
-        trimmer.close()
+        watch.close()
         assert (held["mapped"], held["kept"]) == (65536, 64 * MIB)
         assert held["given_back"] == 0
 
-    def test_after_the_run_no_more_stays_than_the_next_tile_may_find(self, held, trimmer):
+    def test_after_the_run_no_more_stays_than_the_next_tile_may_find(self, held, watch):
         held["now"] = 70
-        trimmer.close()
+        watch.close()
         assert held["given_back"] == 0
         held["now"] = 71
-        trimmer.close()
+        watch.close()
         assert held["given_back"] == 1
 
-    def test_below_the_roof_freed_blocks_stay(self, held, trimmer):
+    def test_below_the_roof_freed_blocks_stay(self, held, watch):
         held["now"] = 92
-        trimmer.block_coming(8 * MIB)
-        trimmer.tile_done()
-        trimmer.make_room(8 * MIB)
+        watch.block_coming(8 * MIB)
+        watch.tile_done()
+        watch.make_room(8 * MIB)
         assert held["given_back"] == 0
         assert not held["mapped"]
         held["now"] = 101
-        trimmer.tile_done()
+        watch.tile_done()
         assert held["given_back"] == 1
         assert not held["mapped"]
 
-    def test_above_it_they_are_given_back_and_the_rest_of_the_tile_is_mapped(self, held, trimmer):
+    def test_above_it_they_are_given_back_and_the_rest_of_the_tile_is_mapped(self, held, watch):
         held["now"] = 93
-        trimmer.block_coming(8 * MIB)
+        watch.block_coming(8 * MIB)
         assert held["given_back"] == 1
         assert (held["mapped"], held["kept"]) == (65536, 64 * MIB)
         held["now"] = 71  # above what may be held where the next tile's blocks are mapped
-        trimmer.make_room(0)
+        watch.make_room(0)
         assert held["given_back"] == 2
-        trimmer.tile_done()
+        watch.tile_done()
         assert (held["mapped"], held["kept"]) == (0, -1)
 
-    def test_the_pause_grows_until_the_next_pass(self, held, trimmer):
+    def test_the_pause_grows_until_the_next_pass(self, held, watch):
         for tiles in (1, 2, 4):
             held["now"] = 93
-            trimmer.block_coming(8 * MIB)
+            watch.block_coming(8 * MIB)
             for _ in range(tiles):
                 assert held["mapped"]
-                trimmer.tile_done()
+                watch.tile_done()
             assert not held["mapped"]
-        trimmer.begin_pass(38 * MIB, 5 * MIB, 8 * MIB)
+        watch.begin_pass(38 * MIB, 5 * MIB, 8 * MIB)
         held["now"] = 93
-        trimmer.block_coming(8 * MIB)
-        trimmer.tile_done()
+        watch.block_coming(8 * MIB)
+        watch.tile_done()
         assert not held["mapped"]
 
-    def test_it_looks_before_every_block_whatever_the_last_look_gave(self, held, trimmer):
+    def test_it_looks_before_every_block_whatever_the_last_look_gave(self, held, watch):
         held["now"] = held["left"] = 99
         for times in range(1, 10):
-            trimmer.block_coming(8 * MIB)
+            watch.block_coming(8 * MIB)
             assert held["given_back"] == times
 
     def test_before_smaller_ones_it_looks_once_they_might_exceed_the_roof(self, held):
-        trimmer = Trimmer(100 * MIB + process.UNNOTICED_BYTES, None)
-        trimmer.begin_pass(30 * MIB, 0, 4 * MIB)
+        watch = HeapWatch(held.device, 100 * MIB + UNNOTICED_BYTES, None)
+        watch.begin_pass(30 * MIB, 0, 4 * MIB)
         held["now"] = held["left"] = 60
-        trimmer.block_coming(4 * MIB)  # room for 32 MiB more, below the roof of 96
+        watch.block_coming(4 * MIB)  # room for 32 MiB more, below the roof of 96
         held["now"] = held["left"] = 99
         for given_back in (0, 0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 3):  # where it does not help not before each of them
-            trimmer.block_coming(4 * MIB)
+            watch.block_coming(4 * MIB)
             assert held["given_back"] == given_back
 
-    def test_what_the_next_tile_is_computed_in_does_not_make_it_short(self, held, trimmer):
+    def test_what_the_next_tile_is_computed_in_does_not_make_it_short(self, held, watch):
         held["now"] = 99
-        assert not trimmer.is_short(120 * MIB, 1)
+        assert not watch.is_short(120 * MIB, 1)
         assert held["given_back"] == 0
         held["now"] = held["left"] = 101  # above the roof: something else has grown
-        assert trimmer.is_short(120 * MIB, 1)
+        assert watch.is_short(120 * MIB, 1)
 
 
 _TAKE_LARGE_BLOCKS = """
 import torch
-from gigagrad.execution.allocator import Trimmer, settle_allocator
-from gigagrad.execution.process import resident_bytes
+from gigagrad.devices.cpu import Cpu, HeapWatch
+from gigagrad.devices.heap import resident_bytes, settle_allocator
 
 settle_allocator()
 taken, below = torch.ones(2**20), resident_bytes()
-trimmer = Trimmer(below + 200 * 2**20, None)
-trimmer.begin_pass(180 * 2**20, 0, 24 * 2**20)
+watch = HeapWatch(Cpu('cpu'), below + 200 * 2**20, None)
+watch.begin_pass(180 * 2**20, 0, 24 * 2**20)
 
 def step(mebibytes):
-    trimmer.block_coming(mebibytes * 2**20)
+    watch.block_coming(mebibytes * 2**20)
     block = torch.ones(mebibytes * 2**18)
     last.append(torch.ones(64))  # above it, so that the heap cannot shrink
 
 last = []
 for mebibytes in (24, 20):  # the second has a place where the first was, wherever the small one came to lie
-    with trimmer.tiles_at_work():
+    with watch.tiles_at_work():
         step(mebibytes)
     print(resident_bytes() - below)
-trimmer.close()
+watch.close()
 print(resident_bytes() - below)
 """
 
@@ -263,3 +281,20 @@ def test_the_heap_keeps_freed_large_blocks_until_the_run_is_over():
     assert 20 * MIB < first < 34 * MIB
     assert abs(second - first) < 2 * MIB
     assert end < 8 * MIB
+
+
+def test_of_two_runs_the_one_that_wants_blocks_mapped_is_heeded(monkeypatch):
+    """The setting is the whole process's: what one run chooses must not undo what another relies on."""
+    told = []
+    monkeypatch.setattr(heap, "_set_options", lambda options: told.append(options[heap._M_MMAP_MAX]))
+    one, other = heap.LargeBlocks(), heap.LargeBlocks()
+    one.choose(in_heap=True, holding=True)
+    assert told[-1] == 0
+    other.choose(in_heap=False, holding=False)
+    assert told[-1] == 65536
+    one.choose(in_heap=True, holding=True)
+    assert told[-1] == 65536
+    other.close()
+    assert told[-1] == 0
+    one.close()
+    assert told[-1] == 65536

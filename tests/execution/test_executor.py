@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 import gigagrad as gg
+from gigagrad.devices.cpu import HeapWatch
 from gigagrad.events import Notice
-from gigagrad.execution.allocator import Trimmer
+from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.fields import Fields
-from gigagrad.execution.parallel import TileThreads, in_order
 from gigagrad.execution.tile import TileInputs
 
 
@@ -39,16 +40,16 @@ def test_results_come_in_the_order_of_the_items() -> None:
             gate.set()
         return item * item
 
-    with TileThreads(3) as pool:
-        assert list(in_order(range(9), work, pool)) == [i * i for i in range(9)]
+    with closing(Threads(3)) as pool:
+        assert list(pool.in_order(range(9), work)) == [i * i for i in range(9)]
 
 
 def test_each_worker_has_one_thread_and_the_callers_setting_stays(two_threads: None) -> None:
-    with TileThreads(2) as pool:
+    with closing(Threads(2)) as pool:
         for _ in range(2):  # one sweep after the other
-            assert set(in_order(range(8), lambda _: torch.get_num_threads(), pool)) == {1}
+            assert set(pool.in_order(range(8), lambda _: torch.get_num_threads())) == {1}
             assert torch.get_num_threads() == 2
-            assert list(in_order(range(2), lambda _: torch.get_num_threads(), None)) == [2, 2]
+            assert list(Serial().in_order(range(2), lambda _: torch.get_num_threads())) == [2, 2]
     assert torch.get_num_threads() == 2
 
 
@@ -83,15 +84,15 @@ def test_fewer_are_at_work_while_one_is_held() -> None:
         with crowd:
             return item
 
-    with TileThreads(3) as pool:
-        for item in in_order(range(30), work, pool):
+    with closing(Threads(3)) as pool:
+        for item in pool.in_order(range(30), work):
             if item in (5, 15):
                 pool.hold_one()
                 crowd.most()
         assert pool.at_a_time == crowd.most() == 1
         pool.let_go()
         together = threading.Barrier(3)  # that no fewer than three can pass
-        assert len(list(in_order(range(3), lambda _: together.wait(60), pool))) == 3
+        assert len(list(pool.in_order(range(3), lambda _: together.wait(60)))) == 3
 
 
 def test_where_memory_is_short_tiles_go_one_at_a_time_and_give_the_same_bits(
@@ -108,7 +109,7 @@ def test_where_memory_is_short_tiles_go_one_at_a_time_and_give_the_same_bits(
         engine.events.subscribe(lambda event: told.append(event.text) if isinstance(event, Notice) else None)
         for _ in range(2):
             asked.clear()
-            monkeypatch.setattr(Trimmer, "is_short", lambda *given, short=short: asked.append(given[2]) or short)
+            monkeypatch.setattr(HeapWatch, "is_short", lambda *given, short=short: asked.append(given[2]) or short)  # type: ignore[func-returns-value]
             model.zero_grad()
             engine.backward(image, target)
             found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
@@ -131,12 +132,12 @@ def test_an_error_in_a_worker_reaches_the_caller_and_ends_the_work(two_threads: 
             raise ValueError("tile 1")
         return item
 
-    with TileThreads(2) as pool:
+    with closing(Threads(2)) as pool:
         with pytest.raises(ValueError, match="tile 1"):
-            list(in_order(range(1000), work, pool))
+            list(pool.in_order(range(1000), work))
         assert len(started) < 10
         ended = len(started)
-        assert list(in_order([5], work, pool)) == [5]  # nobody is still busy, and the pool serves the next sweep
+        assert list(pool.in_order([5], work)) == [5]  # nobody is still busy, and the pool serves the next sweep
         assert len(started) == ended + 1
     assert torch.get_num_threads() == 2
 
@@ -149,7 +150,7 @@ def test_workers_give_the_exact_gradient_and_the_same_bits_every_time(two_thread
     whole = F.binary_cross_entropy_with_logits(model(image[None]), target[None])
     whole.backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    engine = gg.compile(model, F.binary_cross_entropy_with_logits, tile=(100, 90))
+    engine = gg.compile(model, F.binary_cross_entropy_with_logits, tile=(20, 20))
     assert engine.plan(image, target).workers == 2
     found = []
     for _ in range(2):
@@ -183,14 +184,14 @@ def test_a_stream_that_is_garbage_leaves_the_callers_setting(two_threads: None) 
     del stream, held
     gc.collect()
     assert torch.get_num_threads() == 2
-    found = []
+    found: list[Any] = []
 
     def elsewhere() -> None:
         torch.set_num_threads(1)
-        inside.close()
+        inside.close()  # type: ignore[attr-defined]
         found.append(torch.get_num_threads())
 
-    inside = in_order([0, 1], lambda item: item, TileThreads(2))
+    inside = Threads(2).in_order([0, 1], lambda item: item)
     next(inside)
     thread = threading.Thread(target=elsewhere)
     thread.start()

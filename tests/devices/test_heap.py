@@ -5,15 +5,14 @@ import sys
 
 import pytest
 
-from gigagrad.execution.process import peak_resident_bytes, resident_bytes, used_bytes
+from gigagrad.devices.heap import peak_resident_bytes, resident_bytes, used_bytes
 
 MIB = 2**20
 
 
 _TAKE_AND_FREE = """
 import mmap, torch
-from gigagrad.execution.allocator import return_freed_memory, settle_allocator
-from gigagrad.execution.process import used_bytes
+from gigagrad.devices.heap import return_freed_memory, settle_allocator, used_bytes
 
 settle_allocator()
 return_freed_memory()

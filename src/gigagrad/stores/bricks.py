@@ -18,11 +18,6 @@ MOST_BYTES = 64 * 2**10
 _SIDES_PX = (8, 16, 32, 64)
 PAGE_BYTES = 4096
 
-WRITES_BEHIND = 2
-"""Crops that wait to be written, at most, before the computation waits for the disk; plans count them."""
-ROWS_AT_ONCE = 4
-"""Rows of bricks on their way between crops and the disk at once, at most; plans count them."""
-
 
 @dataclass(frozen=True)
 class Bricks:

@@ -3,21 +3,21 @@
 import dataclasses
 import importlib
 import json
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gigagrad.plans import Machine, machine
-from gigagrad.plans.machine import (
+from gigagrad.devices import Machine, machine
+from gigagrad.devices.machine import (
     ProfileError,
     machine_key,
     profile_path,
     read_profile,
     write_profile,
 )
-from tests.plans.networks import plan_of
 
 CALIBRATED = Machine(threads=2).with_rates({name: 1.1 * rate for name, rate in Machine().rates.items()})
 
@@ -30,7 +30,7 @@ def path(tmp_path):
 @pytest.fixture
 def home(monkeypatch, path):
     """Where this machine's profile is looked for."""
-    monkeypatch.setattr("gigagrad.plans.machine.profile_path", lambda: path)
+    monkeypatch.setattr("gigagrad.devices.machine.profile_path", lambda: path)
     return path
 
 
@@ -41,7 +41,7 @@ def test_a_profile_comes_back_as_it_was(home):
 
 
 def test_no_profile_is_no_fault(home):
-    said = []
+    said: list[Any] = []
     assert Machine.detect(3, said.append) == Machine(threads=3, cache_bytes=Machine.detect(1).cache_bytes)
     assert said == []
 
@@ -70,7 +70,7 @@ def broken(path, damage):
 )
 def test_a_damaged_or_foreign_profile_is_refused_in_one_sentence(home, damage, reason):
     broken(home, damage)
-    said = []
+    said: list[Any] = []
     assert not Machine.detect(2, said.append).calibrated
     (text,) = said
     assert reason in text
@@ -103,7 +103,7 @@ def test_no_json_crashes_the_reader(tmp_path_factory, value):
 
 
 def test_the_profile_is_kept_by_machine_in_the_users_cache(monkeypatch, tmp_path):
-    machine = importlib.import_module("gigagrad.plans.machine")
+    machine = importlib.import_module("gigagrad.devices.machine")
     monkeypatch.setattr(machine, "profile_path", profile_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = machine.profile_path()
@@ -131,30 +131,6 @@ def test_threads_share_out_whole_tiles_and_wait_for_the_first_and_the_last():
     slower = dataclasses.replace(plain, shared_efficiency=0.1, side_by_side_efficiency=0.8)
     assert slower.wall_seconds(seconds, 2, 8) == pytest.approx(12 / 1.8 + 0.75)
     assert slower.wall_seconds(seconds, 1, 8) == pytest.approx(12 / 1.1)
-
-
-def test_a_backward_takes_longer_and_two_threads_less(unet, gate):
-    tiles = ((40, 40),)
-    for graph in (unet, gate):
-        full = plan_of(graph, machine=Machine(), tiles=tiles).predicted_seconds
-        assert 0 < plan_of(graph, machine=Machine(), backward=False, tiles=tiles).predicted_seconds < full
-        assert plan_of(graph, machine=Machine(threads=2), tiles=tiles).predicted_seconds < full
-
-
-def test_passes_share_out_the_predicted_time(gate):
-    plan = plan_of(gate, machine=Machine())
-    assert len(plan.passes) > 1
-    assert sum(plan.pass_shares) == pytest.approx(1)
-    timed = dataclasses.replace(plan, timed_seconds=83.0)
-    assert timed.predicted_seconds == 83
-    assert timed.pass_shares == plan.pass_shares
-
-
-def test_dearer_calls_make_larger_tiles(unet):
-    """What the rates say decides: where every call costs a fortune, there are few of them."""
-    cheap = plan_of(unet, machine=Machine(seconds_per_operator=0.0))
-    dear = plan_of(unet, machine=Machine(seconds_per_operator=10.0))
-    assert dear.tile_count == 1 <= cheap.tile_count
 
 
 @pytest.mark.parametrize(

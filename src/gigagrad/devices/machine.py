@@ -31,6 +31,10 @@ _WAITING_TILES = 0.5
 the last one added up, by one thread."""
 
 
+_NEW_PAGES_BYTES_PER_SECOND = 2.5e9
+"""Memory that the system has to find and clear (bench/new_pages.py, docs/decisions/0018-large-blocks.md)."""
+
+
 class ProfileError(GigagradError):
     """A saved machine profile cannot be used (damaged, or of another machine); `gigagrad calibrate` makes a new one."""
 
@@ -119,6 +123,10 @@ class Machine:
         rounds = -(-tile_count // workers)
         side_by_side = seconds / (1 + self.side_by_side_efficiency * (workers - 1))
         return max(rounds * tile, side_by_side + _WAITING_TILES * tile)
+
+    def page_seconds(self, nbytes: float) -> float:
+        """By the clock, touching so many bytes for the first time."""
+        return nbytes / _NEW_PAGES_BYTES_PER_SECOND
 
     def file_seconds(self, nbytes: float) -> float:
         """By the clock, what moving so many bytes between tiles and files keeps from computing tiles: threads of their

@@ -1,0 +1,52 @@
+"""Which slides a person meant: files, folders and cohort files as one list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from gigagrad.cohorts.rows import Row, read_rows
+from gigagrad.errors import ConfigError
+
+SLIDE_SUFFIXES: Final = (
+    *(".bif", ".jpeg", ".jpg", ".mrxs", ".ndpi", ".png", ".scn", ".svs"),
+    *(".svslide", ".tif", ".tiff", ".vms", ".vmu", ".zarr"),
+)
+"""What counts as a slide in a folder; a file that is named itself may have any suffix."""
+
+
+def find_slides(sources: Iterable[str | Path], split: str | None = None) -> tuple[Row, ...]:
+    """All slides of `sources` in order; folders alphabetically, cohort files row by row, those with this split.
+
+    Raises `ConfigError` for a source that does not exist or holds no slide, for unreadable rows (with their line), and
+    for two slides whose outputs would have the same name.
+    """
+    found = [row for source in sources for row in _of_source(Path(source), split)]
+    by_name: dict[str, Path] = {}
+    for row in found:
+        other = by_name.setdefault(row.name, row.slide)
+        if other != row.slide:
+            raise ConfigError(
+                f"{other} and {row.slide} would both be written as {row.name}; rename one or predict them apart"
+            )
+    return tuple({row.name: row for row in found}.values())
+
+
+def _of_source(source: Path, split: str | None) -> Iterator[Row]:
+    if not source.exists():
+        raise ConfigError(f"there is no {source}; name slide files, a folder of slides or a CSV file")
+    if source.suffix.lower() == ".csv":
+        rows = [row for row in read_rows(source)[1] if split is None or row.split == split]
+        if not rows:
+            raise ConfigError(f"{source} has no rows with split '{split}'; list one slide per row")
+        yield from rows
+    elif source.is_dir() and source.suffix.lower() != ".zarr":
+        slides = sorted(
+            path for path in source.iterdir() if path.suffix.lower() in SLIDE_SUFFIXES and not path.name.startswith(".")
+        )
+        if not slides:
+            raise ConfigError(f"{source} holds no slides; expected files ending in {', '.join(SLIDE_SUFFIXES)}")
+        yield from map(Row, slides)
+    else:
+        yield Row(source)

@@ -1,0 +1,74 @@
+"""A GPU through CUDA (or ROCm under the same name): memory is what PyTorch's caching allocator has reserved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gigagrad.allowances import LATER_RUNTIME_BYTES, UNNOTICED_BYTES
+from gigagrad.devices.device import Device, MemoryWatch, Say, register_device
+from gigagrad.devices.machine import Machine
+from gigagrad.errors import ConfigError
+
+
+@register_device
+class Cuda(Device):
+    kind = "cuda"
+
+    def __init__(self, name: str) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("device 'cuda' was asked for, but PyTorch finds no CUDA device here")
+        super().__init__(name)
+
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.torch_device)
+
+    def used_bytes(self, enough: int = 0) -> int | None:
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
+    def step_bytes(self) -> int:
+        return LATER_RUNTIME_BYTES + UNNOTICED_BYTES  # the workspaces of cuBLAS
+
+    def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryWatch:
+        return _CacheWatch(self, peak_bytes)
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        here = self.torch_device
+        with super().seeded(seed), torch.random.fork_rng(devices=[here]), torch.cuda.device(here):
+            torch.cuda.manual_seed(seed)
+            yield
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def machine(self, say: Say = lambda text: None) -> Machine:
+        return Machine.typical_gpu()
+
+
+class _CacheWatch(MemoryWatch):
+    """Empties the cache between tiles where it would grow over the plan."""
+
+    def __init__(self, device: Device, peak_bytes: int) -> None:
+        self._device, self._peak_bytes, self._tile_bytes = device, peak_bytes, 0
+
+    def begin_pass(self, tile_bytes: int, beside_bytes: int, largest_bytes: int = 0) -> None:
+        self._tile_bytes = tile_bytes
+        self.make_room(0)
+
+    def make_room(self, nbytes: int) -> None:
+        """What is free in the cache serves first."""
+        used, held = self._device.used_bytes() or 0, self._device.held_bytes()
+        if max(held, used + nbytes) > self._peak_bytes - self._tile_bytes and held > used:
+            self._device.trim()
+
+    def tile_done(self) -> None:
+        self.make_room(0)

@@ -1,0 +1,190 @@
+"""The memory of this process as the operating system counts it, and what is set for the whole process: the C library's
+allocator and the environment that PyTorch reads when it is loaded. Nothing of it is set anywhere else.
+
+Without glibc nothing is set, and freed memory is given back when the C library likes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import mmap
+import os
+import sys
+import threading
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+from gigagrad.allowances import HEAP_TOP_BYTES, MAPPED_BYTES
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+"""The numbers of these settings in glibc's malloc.h."""
+_MOST_MAPPED = 65536
+"""Blocks that are mapped one by one may be so many, as the library has it."""
+_NEVER = -1
+"""A bound above which the top of the heap would be given back."""
+
+
+def before_pytorch(*, own_process: bool = False) -> None:
+    """What PyTorch reads from the environment once, when it is loaded; what the user has set stays.
+
+    Large blocks in huge pages (docs/decisions/0015-huge-pages.md). In a process of our own (the command line) its
+    threads also wait without spinning: beside another busy process, spinning made steps 3 to 20 times slower.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if own_process:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+class LargeBlocks:
+    """Where the large blocks of one run come from: the heap, which holds on to what is freed, or the system.
+
+    The setting is the whole process's. Of several runs at once, one that wants blocks from the system is heeded.
+    """
+
+    _wanted: ClassVar[WeakKeyDictionary[LargeBlocks, tuple[bool, bool]]] = WeakKeyDictionary()
+    _now: ClassVar[tuple[bool, bool]] = False, False
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def choose(self, *, in_heap: bool, holding: bool) -> None:
+        """`holding`: what is freed in the heap stays there, whether or not large blocks are taken from it just now."""
+        with self._lock:
+            self._wanted[self] = in_heap, holding
+            self._set()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._wanted.pop(self, None):
+                self._set()
+
+    def _set(self) -> None:
+        wanted = list(self._wanted.values())
+        in_heap = bool(wanted) and all(heap for heap, _ in wanted)
+        holding = bool(wanted) and all(holding for _, holding in wanted)
+        if LargeBlocks._now != (in_heap, holding):
+            LargeBlocks._now = in_heap, holding
+            mapped, top = 0 if in_heap else _MOST_MAPPED, _NEVER if holding else HEAP_TOP_BYTES
+            _set_options({_M_MMAP_MAX: mapped, _M_TRIM_THRESHOLD: top})
+
+
+def settle_allocator() -> None:
+    """One arena for all threads, and large blocks mapped one by one (glibc), for the rest of the process.
+
+    Arenas of their own hoard what their tiles freed, and give large blocks back only to fault them in again: with two
+    workers that cost 80 MiB and a quarter of the time (docs/decisions/0005-tiles-side-by-side.md). What large blocks do
+    to a heap is in docs/decisions/0013-whole-process-accounting.md.
+    """
+    # In the heap, a smaller block in the place of a larger one that was freed makes the next large one grow it.
+    _set_options({_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: MAPPED_BYTES, _M_TRIM_THRESHOLD: HEAP_TOP_BYTES})
+
+
+def _set_options(options: dict[int, int]) -> None:
+    if sys.platform.startswith("linux"):
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if set_option is not None:
+            for option, value in options.items():
+                set_option(option, value)
+
+
+def return_freed_memory() -> None:
+    """Ask the C library to give freed memory back to the system, where it can (glibc), and the system to leave it so.
+
+    Where huge pages were asked for once, Linux makes whole ones again in the background (khugepaged), be the range all
+    but empty: what was just given back would be resident again (docs/decisions/0015-huge-pages.md). New tensors ask for
+    theirs anew.
+    """
+    if sys.platform.startswith("linux"):
+        libc = ctypes.CDLL(None)
+        trim = getattr(libc, "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+        heap = _heap()
+        if heap is not None:
+            libc.madvise(ctypes.c_void_p(heap[0]), ctypes.c_size_t(heap[1] - heap[0]), mmap.MADV_NOHUGEPAGE)
+
+
+def _heap() -> tuple[int, int] | None:
+    """The addresses between which the C library's heap lies, the upper one excluded."""
+    try:
+        with open("/proc/self/maps") as maps:
+            ranges = [line.split(maxsplit=1)[0].split("-") for line in maps if line.endswith("[heap]\n")]
+    except OSError:
+        return None
+    return (int(ranges[0][0], 16), int(ranges[-1][1], 16)) if ranges else None
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now. Asked several hundred times in a step, so without buffers.
+
+    A file object, not a descriptor: Ctrl-C just after it was opened would leave that behind.
+    """
+    try:
+        with io.FileIO("/proc/self/statm") as statm:
+            return int(statm.read(256).split()[1]) * mmap.PAGESIZE
+    except OSError:
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """The highest resident memory of this process since it started.
+
+    On Linux from `VmHWM`: `getrusage` would count the parent's memory too, in which a new process begins its life.
+    """
+    try:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        memory = psutil.Process().memory_info()
+        return int(getattr(memory, "peak_wset", memory.rss))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def used_bytes(enough: int = 0) -> int | None:
+    """Resident memory less the freed blocks that the C library keeps in its heap; None where that is not told. Where
+    not even what is resident is more than `enough`, that: to look through a heap takes milliseconds.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return None
+    if (resident := resident_bytes()) <= enough:
+        return resident
+    ask.restype = _MallocInfo
+    allocated = int(ask().uordblks)
+    return resident - max(0, _resident_heap_bytes() - allocated)
+
+
+def _resident_heap_bytes() -> int:
+    """Of the C library's heap, which may be several mappings in a row."""
+    found, inside = 0, False
+    try:
+        with open("/proc/self/smaps") as smaps:
+            for line in smaps:
+                if line[0] in "0123456789abcdef":  # the head of a mapping; what follows begins with capitals
+                    if inside and not line.endswith("[heap]\n"):
+                        break
+                    inside = line.endswith("[heap]\n")
+                elif inside and line.startswith("Rss:"):
+                    found += int(line.split()[1]) * 1024
+    except OSError:
+        return 0
+    return found

@@ -1,0 +1,45 @@
+"""What planning decided for one size: enough to make the same plan again, in another process, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gigagrad.graphs import Graph
+from gigagrad.plans import Plan, split_stages
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    memory_format: str
+    workers: int
+    tiles: tuple[tuple[int, int], ...]
+    """Height and width in pixels, one for each stage."""
+    kept: tuple[tuple[int, str], ...]
+    """The nodes of the fields kept, each with its tier."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Choice:
+        tiles = tuple(stage.tile for stage in plan.stages)
+        return cls(plan.memory_format, plan.workers, tiles, tuple((field.node, field.tier) for field in plan.kept))
+
+    def suits(self, graph: Graph) -> bool:
+        """Whether the graph has these fields and as many stages: a choice may come from another version of a model."""
+        fields = [i for i, _ in self.kept]
+        computed = all(i < len(graph.nodes) and graph[i].is_field and not graph[i].is_source for i in fields)
+        return computed and len(split_stages(graph, fields)) == len(self.tiles)
+
+    def to_dict(self) -> dict[str, Any]:
+        tiles = [list(tile) for tile in self.tiles]
+        return {
+            "memory_format": self.memory_format,
+            "workers": self.workers,
+            "tiles": tiles,
+            "kept": [list(pair) for pair in self.kept],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Choice:
+        tiles = tuple((int(h), int(w)) for h, w in data["tiles"])
+        kept = tuple((int(i), str(tier)) for i, tier in data["kept"])
+        return cls(data["memory_format"], int(data["workers"]), tiles, kept)

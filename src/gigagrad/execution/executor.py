@@ -1,0 +1,103 @@
+"""Who computes tiles: the thread that runs the step, or several threads with one tile each. Results come in order.
+
+A tile's operators are too small to share among threads well: every one of them would wait for the slowest thread, and
+on a machine that does something else besides, it waits long. Whole tiles are independent, so each thread takes one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
+from typing import TypeVar
+
+from gigagrad.threads import SideThreads, Task, beside_a_run, operator_threads, wait_for
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Executor(ABC):
+    """Computes what it is given, tile by tile."""
+
+    at_a_time: int = 1
+    """How many tiles may be computed beside each other now."""
+
+    @abstractmethod
+    def in_order(self, items: Iterable[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
+        """`work(item)` for every item, in the order of the items."""
+
+    def hold_one(self) -> None:
+        """From now on one tile fewer at a time; returns when no more than that are at work."""
+
+    def let_go(self) -> None:
+        """As many at a time as at first again."""
+
+    def close(self) -> None:
+        """No more is computed."""
+
+
+class Serial(Executor):
+    """One tile at a time in the caller's thread; PyTorch's operators share their own threads."""
+
+    def in_order(self, items: Iterable[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
+        yield from map(work, items)
+
+
+class Threads(Executor):
+    """So many threads that compute one tile each; fewer of them at a time where memory is short."""
+
+    def __init__(self, count: int) -> None:
+        self._pool = SideThreads(count, "gigagrad-tile")
+        # Not a semaphore, which an interrupt of `hold_one` would leave locked.
+        self._places: SimpleQueue[None] = SimpleQueue()
+        self._count, self.at_a_time = count, 0
+        self.let_go()
+
+    def in_order(self, items: Iterable[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
+        def in_its_place(item: Item) -> Result:
+            self._places.get()
+            try:
+                return work(item)
+            finally:
+                self._places.put(None)
+
+        with operator_threads(1):
+            # One in the queue, so that nobody waits for whoever delivers the items.
+            yield from ahead(items, in_its_place, self._pool, self._count)
+
+    def hold_one(self) -> None:
+        assert self.at_a_time > 1
+        self._places.get()
+        self.at_a_time -= 1
+
+    def let_go(self) -> None:
+        while self.at_a_time < self._count:
+            self._places.put(None)
+            self.at_a_time += 1
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel=True)
+
+
+def ahead(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThreads, most: int) -> Iterator[Result]:
+    """`work(item)` for every item, in the order of the items: up to `most` of them beyond the one that is waited for.
+
+    Leaving early, by an error too, cancels what has not begun and waits for what has; but for a thread of the pool that
+    collects an iterator which nobody holds any more.
+    """
+    waiting: deque[Task[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            del item
+            if len(waiting) > most:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for task in waiting:
+            task.cancel()
+        if not beside_a_run():
+            wait_for(waiting)

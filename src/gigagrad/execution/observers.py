@@ -1,0 +1,83 @@
+"""Who watches a run from pass to pass and from tile to tile, and has no part in its results."""
+
+from __future__ import annotations
+
+import time
+
+from gigagrad.devices import MemoryWatch
+from gigagrad.events import Events, Notice, TileDone
+from gigagrad.execution.executor import Executor
+from gigagrad.execution.fields import Fields
+from gigagrad.execution.prepared import Prepared
+from gigagrad.plans.memory import gradient_sum_bytes, largest_block_bytes
+
+_PRIOR = 0.1
+"""The share of a step's tiles that the plan's own seconds stand for."""
+
+
+class Observer:
+    """Is told in the thread that runs the step."""
+
+    def pass_begins(self, index: int) -> None:
+        """Of the plan's passes; before its stores are opened."""
+
+    def tile_done(self, phase: str) -> None:
+        """A tile's results are where they belong."""
+
+
+class Progress(Observer):
+    """Tells listeners of every tile, and what is left of the step: the plan's seconds, scaled to what the tiles took so
+    far. The plan counts as much as a tenth of the step would, for its beginning is not typical of it
+    (docs/decisions/0012-time-model.md).
+    """
+
+    def __init__(self, prepared: Prepared, events: Events) -> None:
+        self._plan, self._events = prepared.plan, events
+        self._done = 0
+        self._began = time.perf_counter()
+        # Of the step's predicted time: what is over, and what each tile of the pass adds to it.
+        self._share = self._share_of_tile = 0.0
+
+    def pass_begins(self, index: int) -> None:
+        stage = self._plan.stages[self._plan.passes[index].stage]
+        self._share_of_tile = self._plan.pass_shares[index] / stage.tile_count
+
+    def tile_done(self, phase: str) -> None:
+        self._done += 1
+        self._share += self._share_of_tile
+        planned, gone = self._plan.predicted_seconds, time.perf_counter() - self._began
+        slower = (gone + _PRIOR * planned) / ((self._share + _PRIOR) * planned)
+        left = max(0.0, 1 - self._share) * planned * slower
+        self._events.emit(TileDone(phase, self._done, self._plan.tile_count, left))
+
+
+class Memory(Observer):
+    """Makes room for what a pass takes, and computes fewer tiles at a time where another one might not fit."""
+
+    def __init__(
+        self, prepared: Prepared, watch: MemoryWatch, fields: Fields, executor: Executor, events: Events
+    ) -> None:
+        self._prepared, self._watch, self._fields = prepared, watch, fields
+        self._executor, self._events = executor, events
+        self._tile_bytes = 0
+
+    def pass_begins(self, index: int) -> None:
+        prepared, plan = self._prepared, self._prepared.plan
+        step = plan.passes[index]
+        planned, stage = plan.stages[step.stage], prepared.stages[step.stage]
+        self._tile_bytes = planned.tile_peak_bytes
+        largest = largest_block_bytes(prepared.grid(stage))
+        self._watch.begin_pass(plan.workers * self._tile_bytes, planned.beside_bytes, largest)
+        self._executor.let_go()
+        forward = step.phase == "forward"
+        sums = 0 if forward else gradient_sum_bytes(prepared.graph, stage, prepared.device.sum_dtype)
+        self._watch.make_room(sums + self._fields.bytes_from(index))
+
+    def tile_done(self, phase: str) -> None:
+        executor = self._executor
+        if executor.at_a_time > 1 and self._watch.is_short(self._tile_bytes, executor.at_a_time):
+            executor.hold_one()
+            told = (
+                "the process holds more than was planned; to stay within the budget, fewer tiles are computed at a time"
+            )
+            self._events.emit_once(Notice(told))

@@ -1,0 +1,123 @@
+"""Sinks: where an output field goes, tile by tile. A sink says what it holds, so that it is part of the plan."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gigagrad.boxes import Box
+from gigagrad.execution.assemble import assemble
+
+Pieces = Iterable[tuple[Box, torch.Tensor]]
+"""Disjoint boxes that cover the field with their crops `(1, C, h, w)`: rows of equal height, left to right."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputField:
+    """What a sink is given."""
+
+    shape: tuple[int, ...]
+    """`(1, C, H, W)`."""
+    dtype: torch.dtype
+    device: torch.device
+    mpp: float | None
+    """Micrometres per pixel where the output is as large as the image and that knows."""
+
+
+class Sink(ABC):
+    """Takes one output field. `kind` names what it holds: sinks of one kind hold the same."""
+
+    kind: str
+
+    @abstractmethod
+    def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
+        """What is held at most of a field of this shape that comes in rows of tiles of this height."""
+
+    @abstractmethod
+    def take(self, pieces: Pieces, field: OutputField) -> Any:
+        """Everything, to the end; what is returned is `forward`'s result."""
+
+
+class Handed(Sink):
+    """Whoever asked gets the crops, one at a time, and does with them what they like."""
+
+    kind = "crops"
+
+    def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
+        return 0
+
+    def take(self, pieces: Pieces, field: OutputField) -> Pieces:
+        return pieces
+
+
+class WholeTensor(Sink):
+    """One tensor `(1, C, H, W)` on the device."""
+
+    kind = "tensor"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
+        return prod(shape) * self._dtype.itemsize
+
+    def take(self, pieces: Pieces, field: OutputField) -> torch.Tensor:
+        result = torch.empty(field.shape, dtype=field.dtype, device=field.device)
+        for box, crop in pieces:
+            result[..., box.y0 : box.y1, box.x0 : box.x1] = crop
+        return result
+
+
+class Pyramid(Sink):
+    """A pyramidal TIFF, written row of tiles by row of tiles. `pixels` makes `(h, w)` or `(h, w, C)` of a crop
+    `(1, C, h, w)`; without it they are the values themselves in float32.
+
+    `options` are `write_pyramid`'s. Raises WriteError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: type[np.generic] = np.float32,
+        channels: int | None = None,
+        pixels: Callable[[torch.Tensor], NDArray[Any]] | None = None,
+        nearest: bool = False,
+        **options: Any,
+    ) -> None:
+        self._path, self._dtype, self._channels = path, np.dtype(dtype), channels
+        self._pixels, self._options = pixels or _values, {"nearest": nearest, **options}
+        self.kind = f"pyramid of {self._dtype}, {channels or 'all'} channels"
+
+    def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
+        from gigagrad.images.write import pyramid_bytes
+
+        channels = self._channels or shape[1]
+        row = shape[-1] * channels * self._dtype.itemsize
+        strips = 2 * min(tile_height, shape[-2]) * row  # one is assembled while the one before it is written
+        return strips + pyramid_bytes((shape[-2], shape[-1], channels), self._dtype)
+
+    def take(self, pieces: Pieces, field: OutputField) -> Path:
+        from gigagrad.images.write import write_pyramid
+
+        height, width = field.shape[-2:]
+        channels = self._channels or field.shape[1]
+        rows = assemble(self._converted(pieces), height, width)
+        options = {"shape": (height, width, channels), "dtype": self._dtype, "mpp": field.mpp, **self._options}
+        return write_pyramid(self._path, rows, **options)
+
+    def _converted(self, pieces: Pieces) -> Iterator[tuple[Box, NDArray[Any]]]:
+        for box, crop in pieces:
+            yield box, self._pixels(crop)
+
+
+def _values(crop: torch.Tensor) -> NDArray[Any]:
+    return crop[0].permute(1, 2, 0).to("cpu", torch.float32).numpy()

@@ -1,0 +1,180 @@
+"""Sweeps: for every tile of a stage in order, read, compute, add, write.
+
+Tiles are disjoint, so what they add up to is the whole image's. They come in a fixed order and sums are in float64, so
+that two runs of one plan give the same bits, whoever computes the tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+
+from gigagrad.boxes import Box
+from gigagrad.devices import MemoryWatch
+from gigagrad.execution.cotangent_unit import multiplied
+from gigagrad.execution.executor import Executor
+from gigagrad.execution.fields import Fields
+from gigagrad.execution.observers import Observer
+from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
+from gigagrad.execution.sources import read_ahead
+from gigagrad.execution.tape import Tape, Values, add
+from gigagrad.execution.tile import StageProgram, TileInputs
+from gigagrad.graphs import FIELD_MAX
+from gigagrad.plans import Stage, TileGeometry
+from gigagrad.stores import Quantised
+from gigagrad.threads import SideThreads
+
+Swept = TypeVar("Swept")
+Item = tuple[TileGeometry, TileInputs]
+
+
+class Sweeps:
+    """The sweeps of one run. What they read and write are `fields`; reductions become values of the `tape`."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        fields: Fields,
+        tape: Tape,
+        executor: Executor,
+        reader: SideThreads,
+        watch: MemoryWatch,
+        observers: tuple[Observer, ...],
+    ) -> None:
+        self._prepared, self._graph = prepared, prepared.graph
+        self._fields, self._tape = fields, tape
+        self._executor, self._reader, self._watch, self._observers = executor, reader, watch, observers
+        self._sums: Values = {}
+        roundings = fields.roundings.items()
+        self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
+        self.errors = RoundingErrors(prepared.graph)
+
+    def forward(self, stage: Stage) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Without gradients. Yields the boxes and crops of the output field, if it is this stage's."""
+        program, boundary = self._program(stage), self._boundary(stage, gradients=False)
+
+        def work(item: Item) -> tuple[TileGeometry, Values, Values]:
+            tile, inputs = item
+            with torch.no_grad():
+                shares = program.run(tile, inputs.crops, boundary)
+                sums = program.partial_sums(tile, shares)
+                wanted = (*stage.kept, *([stage.output] if stage.output is not None else []))
+                return tile, sums, {i: shares[i] for i in wanted if i in shares}
+
+        for tile, sums, shares in self._swept(stage, work, backward=False):
+            self._merge(sums)
+            for i in stage.kept:
+                if i in shares:
+                    self._fields.kept[i].write(tile.wanted(i), shares[i])
+            self._tell("forward")
+            if stage.output is not None and stage.output in shares:
+                yield tile.wanted(stage.output), shares[stage.output]
+        for i in stage.kept:
+            self._fields.kept[i].flush()
+        self._finish(stage)
+
+    def gradients(self, stage: Stage, cotangents: Values, *, merge: bool) -> Values:
+        """The vector-Jacobian products of all tiles: sums of the global values' shares are returned, the cotangents of
+        fields that the stage reads are added to theirs. With `merge`, its reductions are computed as well.
+        """
+        program, boundary = self._program(stage), self._boundary(stage, gradients=True)
+        leaves = [i for i in stage.globals if self._graph[i].differentiable]
+        fields = [i for i in stage.reads if i in self._fields.cotangents]
+        gains = error_gains(self._graph, stage, self._quantised, boundary)
+        times = self._tape.unit.times
+        cotangents = {i: multiplied(cotangent, times) for i, cotangent in cotangents.items()}
+
+        def work(item: Item) -> tuple[TileGeometry, Values, Values, Values, Watch]:
+            tile, inputs = item
+            watch = Watch(self._graph, gains)
+            crops = {i: inputs.crops[i] for i in fields if i in inputs.crops}
+            for crop in crops.values():
+                crop.requires_grad_()
+            sums, outputs, seeds = program.run_for_gradient(tile, inputs, boundary, cotangents, watch)
+            wanted = {**{i: boundary[i] for i in leaves}, **crops}
+            found: Values = {}
+            if outputs and wanted:
+                gradients = torch.autograd.grad(outputs, list(wanted.values()), seeds, allow_unused=True)
+                found = {i: g for i, g in zip(wanted, gradients, strict=True) if g is not None}
+            shares = {i: gradient for i, gradient in found.items() if i in boundary}
+            return tile, sums, shares, {i: g for i, g in found.items() if i in crops}, watch
+
+        totals: Values = {}
+        for tile, sums, shares, crops, watch in self._swept(stage, work, backward=True):
+            self.errors.add(watch.norms)
+            for leaf, gradient in shares.items():
+                add(totals, leaf, gradient, self._prepared.device.sum_dtype)
+            for field, gradient in crops.items():
+                box = tile.box(field)
+                assert box is not None
+                self._fields.cotangents[field].add(box, gradient)
+            if merge:
+                self._merge(sums)
+            del sums, shares, crops  # the next tile would be computed beside them
+            self._tell("backward")
+        for field in fields:
+            self._fields.cotangents[field].flush()
+        if merge:
+            self._finish(stage)
+        if times != 1:
+            for total in totals.values():
+                total.div_(times)
+            self.errors.scale(stage.fields, 1 / times)
+        return totals
+
+    def forget(self) -> None:
+        """Give back what was merged: there will be no results."""
+        self._sums.clear()
+
+    def _program(self, stage: Stage) -> StageProgram:
+        roundings = {i: self._fields.roundings[i] for i in stage.kept if i in self._fields.roundings}
+        device = self._prepared.device.torch_device
+        return StageProgram(self._graph, stage, device, roundings, self._watch.block_coming)
+
+    def _boundary(self, stage: Stage, *, gradients: bool) -> Values:
+        """The globals a stage reads, cut off the tape: for a tile they are leaves."""
+        boundary = {}
+        for i in stage.globals:
+            value = self._tape.values[i].detach()
+            if value.ndim == 4 and value.is_contiguous():  # an expanded view stays one
+                value = value.contiguous(memory_format=self._prepared.layout)
+            boundary[i] = value.requires_grad_(gradients and self._graph[i].differentiable)
+        return boundary
+
+    def _swept(self, stage: Stage, work: Callable[[Item], Swept], *, backward: bool) -> Iterator[Swept]:
+        """What `work` makes of every tile and what it reads, in the grid's order."""
+        grid, watch = self._prepared.grid(stage), self._watch
+        tiles = (grid[i] for i in grid.order())
+        read = read_ahead(tiles, lambda tile: self._fields.inputs(stage, tile, backward=backward), self._reader)
+
+        def work_and_look(item: Item) -> Swept:
+            swept = work(item)
+            watch.tile_done()
+            return swept
+
+        with watch.tiles_at_work():
+            yield from self._executor.in_order(read, work_and_look)
+
+    def _merge(self, partial: Values) -> None:
+        for reduction, value in partial.items():
+            if self._graph[reduction].op == FIELD_MAX:
+                known = self._sums.get(reduction)
+                self._sums[reduction] = value if known is None else torch.maximum(known, value)
+            else:
+                add(self._sums, reduction, value, self._prepared.device.sum_dtype)
+
+    def _finish(self, stage: Stage) -> None:
+        """Turn the finished reductions and gathered fields into values of the graph, and compute what waited."""
+        for reduction in stage.reductions:
+            self._tape.put(reduction, self._sums.pop(reduction).to(self._graph[reduction].dtype))
+        for field in stage.kept:
+            for gathering in self._graph.gathers(field):
+                self._tape.put(gathering, self._fields.kept[field].whole())
+        self._tape.compute()
+
+    def _tell(self, phase: str) -> None:
+        for observer in self._observers:
+            observer.tile_done(phase)

@@ -1,0 +1,186 @@
+"""The memory of a plan as a list of named amounts that adds up to its peak. Only here is it counted.
+
+What no choice of tiles changes is *fixed*; the rest is each stage's own, while it is swept. The peak is the fixed part
+and the hungriest stage's. The allowances are in `gigagrad.allowances`, with what each was measured from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from gigagrad.allowances import (
+    ALLOCATOR_SLACK,
+    FEW_TILES,
+    HOARD_BYTES,
+    MAPPED_BYTES,
+    MOST_FURTHER_SLACK,
+    READ_AHEAD,
+    SLACK_OF_DOUBLING,
+    TAPE_SLACK,
+    WRITES_BEHIND,
+)
+from gigagrad.graphs import Graph
+from gigagrad.plans.cost import TileCost
+from gigagrad.plans.memory import gradient_sum_bytes, whole_field_bytes
+from gigagrad.plans.plan import Amount
+from gigagrad.plans.problem import Problem
+from gigagrad.plans.stages import Stage
+
+PROCESS: Final = "process before the run"
+READERS: Final = "readers' caches"
+OPTIMIZER: Final = "optimizer's state"
+STEP: Final = "kernels' code and threads"
+GRADIENTS: Final = "gradients and values of parameters"
+WHOLE: Final = "whole-field operators"
+TAPE: Final = "freed blocks beside whole fields"
+COMPILED: Final = "compiled convolutions"
+HOARD: Final = "freed blocks held for the next tiles"
+FIELDS: Final = "fields kept"
+COTANGENTS: Final = "cotangents of fields kept"
+SUMS: Final = "sums and working copies of parameters"
+WAITING: Final = "crops on their way"
+OUTPUT: Final = "output"
+TILES: Final = "tiles being computed"
+SLACK: Final = "freed blocks of tiles"
+
+WHERE_FROM: Final[Mapping[str, str]] = {
+    PROCESS: "measured before the run",
+    READERS: "what the readers may hold decoded",
+    OPTIMIZER: "what its next step will make",
+    STEP: "measured on other networks",
+    GRADIENTS: "shapes in the graph",
+    WHOLE: "liveness of whole fields in the graph",
+    TAPE: "a quarter of gradients and whole fields",
+    COMPILED: "shapes of convolutions, at the size of a kernel",
+    HOARD: "what the budget leaves, 16 MiB at most",
+    FIELDS: "shapes in the graph",
+    COTANGENTS: "shapes in the graph",
+    SUMS: "shapes in the graph",
+    WAITING: "crops read ahead or to be written",
+    OUTPUT: "what its writer holds",
+    TILES: "liveness of crops",
+    SLACK: "half of what tiles take, and more where there are many",
+}
+"""Where each number comes from."""
+
+
+def fixed_amounts(problem: Problem) -> tuple[Amount, ...]:
+    """What no choice of tiles changes, but for compiled convolutions."""
+    graph, backward = problem.graph, problem.backward
+    gradients, whole = _gradient_bytes(graph, backward=backward), whole_field_bytes(graph, backward=backward)
+    tape = int(TAPE_SLACK * (gradients + whole)) if whole else 0
+    return (*problem.held, Amount(GRADIENTS, gradients), Amount(WHOLE, whole), Amount(TAPE, tape))
+
+
+def hoard(problem: Problem, peak_bytes: int) -> Amount:
+    """What the allocator may hold between tiles, where the budget has room beside a peak without it."""
+    room = HOARD_BYTES if problem.budget_bytes is None else problem.budget_bytes - peak_bytes
+    return Amount(HOARD, max(0, min(HOARD_BYTES, room)))
+
+
+@dataclass(frozen=True, eq=False)
+class StageLedger:
+    """The memory of one stage's sweeps, for any of its tile shapes. `held` is what is kept in memory during them: the
+    fields and the cotangents of the pass in which both together are most.
+    """
+
+    problem: Problem
+    stage: Stage
+    workers: int
+    kept: Mapping[int, str]
+    held: tuple[int, int]
+    backward: bool
+
+    def amounts(self, cost: TileCost) -> tuple[Amount, ...]:
+        tiles = self.workers * cost.tile_peak_bytes
+        slack = int(ALLOCATOR_SLACK * tiles) + self._further_slack(cost)
+        copies, sums = self._working_bytes()
+        # The only tile is gone when what it gave is added to sums that did not exist before.
+        apart = min(tiles + slack, sums) if cost.tile_count == 1 else 0
+        return (
+            Amount(FIELDS, self.held[0]),
+            Amount(COTANGENTS, self.held[1]),
+            Amount(SUMS, copies + sums - apart),
+            Amount(WAITING, self._waiting_bytes(cost)),
+            Amount(OUTPUT, self._output_bytes(cost)),
+            Amount(TILES, tiles),
+            Amount(SLACK, slack),
+        )
+
+    def mapped_bytes(self, cost: TileCost) -> int:
+        """What freed memory does not serve: of what comes and goes beside the tiles, what is taken from the system
+        block by block, and what tiles need beyond any order of freed blocks.
+        """
+        graph = self.problem.graph
+        crops = [height * width * graph[i].bytes_per_pixel for i, (height, width) in cost.crops.items()]
+        waiting = self._waiting_bytes(cost) if max(crops, default=0) >= MAPPED_BYTES else 0
+        weights = [graph[i].nbytes for i in self.stage.globals if self.backward and graph[i].differentiable]
+        mapped = waiting + self._shares * sum(n for n in weights if n >= MAPPED_BYTES)
+        return mapped + self._further_slack(cost)
+
+    @property
+    def _shares(self) -> int:
+        """Of a gradient, how many tiles' shares there are at a time: of those at work, and one that is being added."""
+        return self.workers + (self.workers > 1)
+
+    def _working_bytes(self) -> tuple[int, int]:
+        """Of every global that the stage reads: its copy in working layout and the tiles' shares of its gradient; and
+        the sums of those.
+        """
+        graph, read = self.problem.graph, self.stage.globals
+        copies = sum(graph[i].nbytes for i in read if len(graph[i].shape) == 4)
+        if not self.backward:
+            return copies, 0
+        copies += self._shares * sum(graph[i].nbytes for i in read if graph[i].differentiable)
+        return copies, gradient_sum_bytes(graph, self.stage, self.problem.sum_dtype)
+
+    def _waiting_bytes(self, cost: TileCost) -> int:
+        # With several workers one more is in the queue, where there are as many.
+        ahead = min(READ_AHEAD + (self.workers > 1), max(0, cost.tile_count - self.workers))
+        return ahead * cost.crop_bytes + self.workers * cost.own_crop_bytes + self._behind_bytes(cost)
+
+    def _behind_bytes(self, cost: TileCost) -> int:
+        """Results that wait to be written to other tiers, and what goes to or from these on its way, at most."""
+        graph, stage, memory = self.problem.graph, self.stage, self.problem.memory.name
+        elsewhere = [i for i in (*stage.reads, *stage.kept) if self.kept.get(i, memory) != memory]
+
+        def behind(fields: tuple[int, ...]) -> int:
+            sizes = [cost.crops.get(i, (0, 0)) for i in fields]
+            return sum(h * w * graph[i].bytes_per_pixel for i, (h, w) in zip(fields, sizes, strict=True))
+
+        most = behind(tuple(i for i in stage.kept if i in elsewhere))
+        if self.backward:
+            most = max(most, behind(tuple(i for i in stage.reads if i in elsewhere and graph[i].differentiable)))
+        buffers = [
+            self.problem.tier(self.kept[i]).buffer_bytes(
+                (graph[i].size(0), graph[i].size(1)), cost.crops.get(i, (0, 0)), graph[i].bytes_per_pixel
+            )
+            for i in elsewhere
+        ]
+        return (WRITES_BEHIND + 1) * most + max(buffers, default=0)  # those that wait, and the one on its way
+
+    def _further_slack(self, cost: TileCost) -> int:
+        """What many tiles side by side need beyond `ALLOCATOR_SLACK`."""
+        if self.workers == 1 or cost.tile_count <= FEW_TILES:
+            return 0
+        further = SLACK_OF_DOUBLING * math.log2(cost.tile_count / FEW_TILES)
+        return int(self.workers * cost.tile_peak_bytes * min(further, MOST_FURTHER_SLACK))
+
+    def _output_bytes(self, cost: TileCost) -> int:
+        if self.stage.output is None:
+            return 0
+        return self.problem.output_bytes(cost.tile[0], self.problem.graph[self.stage.output].shape)
+
+
+def _gradient_bytes(graph: Graph, *, backward: bool) -> int:
+    """The gradients of all parameters, and the global values made from parameters and sums."""
+    found = 0
+    for node in graph.nodes:
+        if node.op == "parameter":
+            found += max(node.nbytes, 4 * math.prod(node.shape)) if backward and node.differentiable else 0
+        elif not (node.is_field or node.is_source or node.whole):
+            found += node.nbytes
+    return found

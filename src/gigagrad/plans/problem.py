@@ -1,0 +1,94 @@
+"""What planning is asked: a graph, the machine, and the memory there is in every tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from gigagrad.allowances import KERNEL_BYTES, MOST_COMPILED, ROOM_BYTES
+from gigagrad.devices import Machine
+from gigagrad.errors import BudgetError
+from gigagrad.graphs import Graph
+from gigagrad.plans.packing import AS_THEY_ARE, Packing
+from gigagrad.plans.plan import Amount
+from gigagrad.stores import MemoryTier, Tier
+from gigagrad.units import format_bytes
+
+
+def compiled_by_default(count: int) -> int:
+    """What so many compiled convolutions add to a process that has none yet."""
+    return min(count, MOST_COMPILED) * KERNEL_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """Everything a plan depends on. `budget_bytes=None` means that only speed decides."""
+
+    graph: Graph
+    backward: bool
+    machine: Machine = field(default_factory=Machine)
+    device: str = "cpu"
+    sum_dtype: torch.dtype = torch.float64
+    """Of sums over tiles."""
+    budget_bytes: int | None = None
+    held: tuple[Amount, ...] = ()
+    """What is held whatever the plan: the process, readers' caches, what a step and an optimizer will add."""
+    compiled_bytes: Callable[[int], int] = compiled_by_default
+    """What so many compiled convolutions will add."""
+    output_bytes: Callable[[int, tuple[int, ...]], int] = lambda tile_height, shape: 0
+    """What the sink holds of an output field of this shape that comes in rows of tiles of that height."""
+    tiers: tuple[Tier, ...] = (MemoryTier(),)
+    """Where fields may be kept, the memory that the budget bounds first and others in the order of preference."""
+    rooms: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that fields may take in each of the other tiers."""
+    packing: Packing = AS_THEY_ARE
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        image = self.graph.source("image")
+        assert image is not None
+        return image.shape
+
+    @property
+    def memory(self) -> Tier:
+        return self.tiers[0]
+
+    def tier(self, name: str) -> Tier:
+        """Raises BudgetError for one that is not there, as when a plan comes from elsewhere."""
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise BudgetError(
+            f"there is no tier {name!r} here",
+            budget_bytes=self.budget_bytes or 0,
+            needed_bytes=0,
+            smallest_bytes=0,
+            remedy="name one with scratch=, or plan anew",
+        )
+
+    def refusal(self, what: str, needed_bytes: int) -> BudgetError:
+        """What does not fit in the budget, and a budget that would do."""
+        return BudgetError(
+            what, budget_bytes=self.budget_bytes or 0, needed_bytes=needed_bytes, smallest_bytes=roomy(needed_bytes)
+        )
+
+    def tier_refusal(self, tier: Tier, tier_bytes: int, needed_bytes: int) -> BudgetError:
+        """What does not fit in another tier; `needed_bytes` of the memory that the budget bounds would do instead."""
+        return BudgetError(
+            f"the fields that this plan keeps in {tier.place} take {format_bytes(tier_bytes)}, there is room for "
+            f"{format_bytes(self.rooms.get(tier.name, 0))}",
+            budget_bytes=self.budget_bytes or 0,
+            needed_bytes=needed_bytes,
+            smallest_bytes=roomy(needed_bytes),
+            remedy=f"{tier.remedy}; with all of them in memory it takes {format_bytes(needed_bytes)} there",
+        )
+
+
+def roomy(needed_bytes: int) -> int:
+    """A budget to recommend: with room to spare, because a process never has the same size twice, and rounded up to a
+    number that survives being printed with three digits and typed in again.
+    """
+    step = max(16 * 2**20, 1 << (needed_bytes.bit_length() - 6))
+    return -(-(needed_bytes + ROOM_BYTES) // step) * step

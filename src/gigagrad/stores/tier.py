@@ -1,0 +1,108 @@
+"""The interface of a tier, a place where fields are kept, and the registry in which kinds of them are found by name.
+
+Planning asks a tier how much room it has, what fields and tiles' crops of them come to, and how fast that moves; a run
+opens it once and takes stores from it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from gigagrad.devices import Machine
+from gigagrad.errors import ConfigError
+from gigagrad.stores.store import Store
+
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """A field to be stored; `axes` are the (negative) positions of y and x."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axes: tuple[int, int]
+    layout: torch.memory_format = torch.contiguous_format
+    """That of the tiles' crops."""
+    coded: bool = False
+    """Whether the values are codes, which take fewer bytes behind a codec."""
+
+
+class OpenTier(Protocol):
+    """A tier during one run."""
+
+    def open_store(self, field: FieldSpec) -> Store:
+        """A new field of zeros. Raises StoreError."""
+
+    def close(self) -> None:
+        """Give back what is not in memory. May be called again, by any thread."""
+
+
+class Tier(ABC):
+    """A place for fields that a plan keeps.
+
+    A kind of tier is a subclass, given to `compile(..., scratch=MyTier(...))`, or found by name with a line in the
+    registry (`register_tier`): `scratch="name:where"`.
+    """
+
+    name: ClassVar[str]
+    """As plans have it."""
+    place: ClassVar[str]
+    """As in "fields that this plan keeps in ...", "kept in ...: 2 GiB at most"."""
+    in_budget: ClassVar[bool] = False
+    """Whether it is the memory that the budget bounds."""
+    encodes: ClassVar[bool] = False
+    """Whether its bytes go through a codec, so that codes take fewer of them."""
+    remedy: ClassVar[str] = "make room there"
+    """What helps where it has too little room."""
+
+    @abstractmethod
+    def room_bytes(self) -> int | None:
+        """What fields may take now; None where only the budget bounds it. Raises StoreError where it is not there."""
+
+    @abstractmethod
+    def open(self, needed_bytes: int, machine: Machine) -> OpenTier:
+        """For one run, whose fields take up to so many bytes. Raises StoreError."""
+
+    def field_bytes(self, size: Size, pixel_bytes: int) -> int:
+        """What a field of so many pixels takes."""
+        return size[0] * size[1] * pixel_bytes
+
+    def crop_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> float:
+        """What moves when a crop of a field is read or written, on average over where it may lie."""
+        return crop[0] * crop[1] * pixel_bytes
+
+    def buffer_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> int:
+        """What crops take in memory on their way, beside themselves."""
+        return 0
+
+    def link_seconds(self, nbytes: float, machine: Machine) -> float:
+        """What moving so many bytes takes, beside the computation."""
+        return 0.0
+
+    def processor_seconds(self, nbytes: float, machine: Machine) -> float:
+        """By the clock, what moving them keeps the processor from computing."""
+        return 0.0
+
+
+_KINDS: dict[str, Callable[[str, int | None], Tier]] = {}
+
+
+def register_tier(name: str, make: Callable[[str, int | None], Tier]) -> None:
+    """Makes `scratch="name:where"` mean `make(where, scratch_bytes)`."""
+    if len(name) < 2:  # of one letter are Windows' drives
+        raise ConfigError(f"a tier's name has two letters or more, got {name!r}")
+    _KINDS[name] = make
+
+
+def registered_tier(scratch: str, room_bytes: int | None) -> Tier | None:
+    """The tier that `scratch="name:where"` means; None where no tier has that name, so that it is a folder."""
+    name, colon, where = scratch.partition(":")
+    return _KINDS[name](where, room_bytes) if colon and name in _KINDS else None

@@ -1,0 +1,66 @@
+"""Files, folders and CSV files as one list of slides."""
+
+import pytest
+
+from gigagrad.cohorts import Row, find_slides
+from gigagrad.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("b.svs", "a.tif", ".a.tif.partial", "notes.txt", "m.tif"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def test_folders_and_files(folder):
+    assert [entry.name for entry in find_slides([folder])] == ["a", "b", "m"]
+    assert find_slides([folder / "b.svs", folder / "b.svs"]) == (Row(folder / "b.svs"),)
+
+
+def test_csv_rows(folder):
+    table = folder / "cohort.csv"
+    table.write_text("\ufeffslide, mask,split,mpp\na.tif,m.tif,test,0.5\nb.svs,,train,\n", encoding="utf-8")
+    assert find_slides([table]) == (
+        Row(folder / "a.tif", folder / "m.tif", 0.5, "test"),
+        Row(folder / "b.svs", split="train"),
+    )
+    assert [entry.name for entry in find_slides([table], split="test")] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "column 'slide' is missing"),
+        ("\n\n", "column 'slide' is missing"),
+        ("image\na.tif\n", "column 'slide' is missing, got image"),
+        ("slide\n", "lists no slides"),
+        ("slide\n\nnone.tif\n", "line 3: .*none.tif does not exist"),
+        ("slide,mask\n,m.tif\n", "line 2: the slide is empty"),
+        ("slide,mask\na.tif,none.tif\n", "line 2: .*none.tif does not exist"),
+        ("slide,mpp\na.tif,fine\n", "line 2: the mpp must be a number, got 'fine'"),
+    ],
+)
+def test_bad_csv_files_get_one_clear_line(folder, text, message):
+    table = folder / "cohort.csv"
+    table.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        find_slides([table])
+
+
+def test_bytes_are_no_csv(folder):
+    table = folder / "cohort.csv"
+    table.write_bytes(b"slide\n\xff\xfe\n")
+    with pytest.raises(ConfigError, match="it is not UTF-8 text"):
+        find_slides([table])
+
+
+def test_missing_empty_and_colliding_sources(folder, tmp_path_factory):
+    with pytest.raises(ConfigError, match="there is no"):
+        find_slides([folder / "none.svs"])
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(ConfigError, match="holds no slides"):
+        find_slides([empty])
+    (empty / "a.svs").touch()
+    with pytest.raises(ConfigError, match="both be written as a"):
+        find_slides([folder, empty])

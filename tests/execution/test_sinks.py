@@ -1,0 +1,100 @@
+"""Where an output field goes, and that what is held of it is part of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gigagrad as gg
+from gigagrad.boxes import Box
+from gigagrad.errors import BudgetError
+from gigagrad.execution.sinks import Handed, OutputField, Pieces, Pyramid, Sink, WholeTensor
+from gigagrad.images import open_image
+from tests.devices.fake import FakeCpu
+
+MIB = 2**20
+SIZE = (700, 900)
+
+
+class Both(nn.Module):
+    """Of two images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(2, 3, 1)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        found: Tensor = self.a(first) + self.b(second)
+        return found
+
+
+@pytest.fixture
+def pair() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.rand(1, *SIZE), torch.rand(2, *SIZE)
+
+
+def test_several_images_are_predicted_into_a_file(pair: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    model = Both()
+    path = gg.compile(model, tile=(300, 200)).forward(pair, out=tmp_path / "both.tif")
+    with open_image(path) as found:
+        assert found.shape == (3, *SIZE)
+        whole = model(*(image[None] for image in pair))[0].detach()
+        assert torch.allclose(torch.from_numpy(np.asarray(found.read(Box.whole(*SIZE)))), whole, atol=1e-6)
+
+
+def test_what_a_sink_holds_is_predicted(pair: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    device = FakeCpu()
+    device.residue.warm = True
+    engine = gg.compile(Both(), tile=(300, 200), device=device)
+    for _ in engine.stream(pair):
+        pass
+    assert engine.last_run is not None
+    peaks = [engine.last_run.predicted_peak_bytes]
+    for out in (None, tmp_path / "both.tif"):
+        engine.forward(pair, out=out)
+        peaks.append(engine.last_run.predicted_peak_bytes)
+    handed, whole, written = peaks
+    assert whole - handed == 3 * SIZE[0] * SIZE[1] * 4
+    row = 3 * SIZE[1] * 4
+    assert written - handed >= 2 * 300 * row + 512 * row  # two strips, and a band of the file's tiles
+
+
+def test_a_sink_that_holds_much_makes_smaller_tiles_or_is_refused(pair: tuple[Tensor, Tensor]) -> None:
+    class Hoard(Sink):
+        kind = "hoard"
+
+        def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
+            return tile_height * MIB
+
+        def take(self, pieces: Pieces, field: OutputField) -> int:
+            return len({box.y0 for box, _ in pieces})
+
+    rows = gg.compile(Both(), device=FakeCpu(), memory=700 * MIB).forward(pair, out=Hoard())
+    assert rows >= SIZE[0] // 200  # of tiles, of fewer than 200 px
+    with pytest.raises(BudgetError):
+        gg.compile(Both(), device=FakeCpu(), memory=700 * MIB, tile=(500, 500)).forward(pair, out=Hoard())
+
+
+@pytest.mark.parametrize("sink", [Handed(), WholeTensor(torch.float32), Pyramid(Path("x.tif"))])
+def test_lower_rows_hold_no_more(sink: Sink) -> None:
+    held = [sink.held_bytes(height, (1, 3, *SIZE)) for height in (1, 100, 700, 5000)]
+    assert held == sorted(held)
+    assert held[-1] == held[-2]
+
+
+def test_an_error_of_the_sink_ends_the_run(pair: tuple[Tensor, Tensor]) -> None:
+    class Full(Handed):
+        def take(self, pieces: Pieces, field: OutputField) -> Iterator[None]:  # type: ignore[override]
+            next(iter(pieces))
+            raise OSError("full")
+
+    engine = gg.compile(Both(), tile=(300, 200))
+    with pytest.raises(OSError, match="full"):
+        engine.forward(pair, out=Full())
+    assert engine.forward(pair).shape == (1, 3, *SIZE)

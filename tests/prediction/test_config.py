@@ -1,0 +1,53 @@
+"""Settings that make no sense are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from gigagrad.errors import ConfigError
+from gigagrad.prediction.config import PredictConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threshold": 0}, "threshold"),
+        ({"threshold": 1.0}, "threshold"),
+        ({"mpp": -1}, "mpp"),
+        ({"memory": "much"}, "much"),
+        ({"slides": ()}, "no slides"),
+        ({"treshold": 0.4}, "treshold"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        PredictConfig.of({"run": "r", "slides": ("s",), "out": "o", **settings})
+
+
+def test_settings_from_a_mapping():
+    with pytest.raises(ConfigError, match="'out'"):
+        PredictConfig.of({"run": "r", "slides": "s"})
+    config = PredictConfig.of({"run": "r", "slides": "s.svs", "out": "o"})
+    assert config.slides == ("s.svs",)
+    assert PredictConfig.of(config) is config
+    assert config.model_path == Path("r")
+
+
+def test_the_level_is_the_one_of_the_run(tmp_path):
+    config = PredictConfig(run=tmp_path, slides=("s",), out="o")
+    assert config.resolved_level == 0
+    (tmp_path / "config.yaml").write_text("level: 2\n")
+    assert config.resolved_level == 2
+    assert PredictConfig(run=tmp_path, slides=("s",), out="o", level=1).resolved_level == 1
+    (tmp_path / "config.yaml").write_text("- no mapping\n")
+    with pytest.raises(ConfigError, match="level"):
+        _ = config.resolved_level
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, "level: .inf", "level: [1]", "level: 2001-99-99", "level: !!python/name:os.system"]
+)
+def test_a_level_that_is_none_is_one_line(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="give one as --level"):
+        _ = PredictConfig(run=tmp_path, slides=("a",), out="out").resolved_level
