@@ -28,8 +28,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 import gigagrad as gg
-from gigagrad.devices.heap import peak_resident_bytes, resident_bytes, return_freed_memory
-from gigagrad.plans import ledger
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -213,6 +211,8 @@ def tile_counts(plan: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def compare(subject: Subject, record: dict[str, Any], report: Report) -> None:
+    from gigagrad.plans import ledger
+
     report("plain PyTorch")
     record |= settle(subject)
     dtype = getattr(torch, record["dtype"])
@@ -270,6 +270,8 @@ def single_precision(right: Step, before: nn.Module, image: Tensor, target: Tens
 
 def measure(subject: Subject, record: dict[str, Any], report: Report, *, engine: bool) -> None:
     """Seconds of one step in float32, and its peak memory above what the process held before."""
+    from gigagrad.devices.heap import peak_resident_bytes, resident_bytes, return_freed_memory  # not in every version
+
     size = LARGE if tuple(record["size"]) == subject.sizes[0] and len(subject.sizes) > 1 else tuple(record["size"])
     model = build(subject, torch.float32, record["frozen"])
     image, target = make_inputs(subject, size, torch.float32)
