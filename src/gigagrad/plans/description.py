@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
-from gigagrad.plans.plan import Plan
 from gigagrad.units import format_bytes, format_pixels, format_seconds
+
+if TYPE_CHECKING:
+    from gigagrad.plans.plan import Plan
 
 Facts = tuple[tuple[str, str], ...]
 """Labels and what is said under them."""

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from gigagrad.plans.description import describe
+
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
@@ -205,6 +207,4 @@ class Plan:
         return [(amount.name, amount.size_bytes) for amount in self.ledger if amount.size_bytes]
 
     def __str__(self) -> str:
-        from gigagrad.plans.description import describe
-
         return str(describe(self))
