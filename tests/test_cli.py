@@ -1,6 +1,7 @@
 """The command line: its words are frozen here, and each command does what it says."""
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from gigagrad.cli import main
 from gigagrad.cli.parser import build_parser
 from gigagrad.images import open_image
 from gigagrad.models import save_model
+from gigagrad.prediction import PredictConfig
+from gigagrad.training import FitConfig
 
 WORDS = {
     "demo": "--memory --out --quick --slides",
@@ -366,3 +369,14 @@ def test_a_class_of_one_s_own_is_loaded_when_it_is_named(cohort, tmp_path, monke
 def test_a_message_cannot_steer_the_terminal(tmp_path, capsys):
     assert main(["evaluate", "--run", "x", "--slides", f"{tmp_path}/a\x1b[2Jb\x07.csv"]) == 2
     assert "a?[2Jb?.csv" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "settings", "elsewhere"), [
+    ("fit", FitConfig, {"checkpoint_seconds"}),
+    ("predict", PredictConfig, set()),
+])  # fmt: skip
+def test_the_flags_of_a_command_are_its_settings_and_their_defaults_stand_there(command, settings, elsewhere):
+    flags = {action.dest: action for action in subcommands()[command]._actions}
+    fields = {field.name for field in dataclasses.fields(settings)}
+    assert flags.keys() - {"help", "config"} - ({"trust", "overwrite"} - fields) == fields - elsewhere
+    assert {action.default for name, action in flags.items() if name in fields} == {argparse.SUPPRESS}

@@ -1,5 +1,6 @@
 """Settings that make no sense are refused."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,15 @@ from gigagrad.prediction.config import PredictConfig
 )
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(ConfigError, match=message):
-        PredictConfig.of({"run": "r", "slides": ("s",), "out": "o", **settings})
+        PredictConfig.from_dict({"run": "r", "slides": ("s",), "out": "o", **settings})
 
 
 def test_settings_from_a_mapping():
     with pytest.raises(ConfigError, match="'out'"):
-        PredictConfig.of({"run": "r", "slides": "s"})
-    config = PredictConfig.of({"run": "r", "slides": "s.svs", "out": "o"})
+        PredictConfig.from_dict({"run": "r", "slides": "s"})
+    config = PredictConfig.from_dict({"run": "r", "slides": "s.svs", "out": "o"})
     assert config.slides == ("s.svs",)
-    assert PredictConfig.of(config) is config
+    assert PredictConfig.from_dict(dataclasses.asdict(config)) == config
     assert config.model_path == Path("r")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -98,14 +98,13 @@ def _study(model: str, problem: plans.Problem, made: plans.Plan) -> PlanStudy:
 def fit(args: argparse.Namespace) -> None:
     from gigagrad import training
 
-    names = ("model", "memory", "storage", "epochs", "learning_rate", "loss", "seed", "level", "device")
-    settings: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    settings |= {name: str(path.absolute()) for name in ("slides", "out", "scratch") if (path := getattr(args, name))}
-    if args.no_augment:
-        settings["augment"] = False
+    settings = _given(args, without=("config", "trust", "overwrite"))
     if args.config is None:
         config = training.FitConfig.from_dict(settings)
     else:
+        for name in ("slides", "out", "scratch"):  # relative to where they were typed, not to the file
+            if name in settings:
+                settings[name] = settings[name].absolute()
         config = training.FitConfig.from_yaml(args.config, settings, args.trust)
     with _progress() as listener:
         result = training.fit(config, (listener,), overwrite=args.overwrite)
@@ -118,22 +117,7 @@ def fit(args: argparse.Namespace) -> None:
 def predict(args: argparse.Namespace) -> None:
     from gigagrad import prediction
 
-    config = prediction.PredictConfig(
-        run=args.run_dir,
-        slides=tuple(args.slides),
-        out=args.out,
-        memory=args.memory,
-        scratch=args.scratch,
-        threshold=args.threshold,
-        classes=tuple(args.classes),
-        mpp=args.mpp,
-        level=args.level,
-        target_mpp=args.target_mpp,
-        device=args.device,
-        split=args.split,
-        trust=tuple(args.trust),
-        overwrite=args.overwrite,
-    )
+    config = prediction.PredictConfig.from_dict(_given(args))
     with _progress() as listener:
         results = prediction.predict(config, (listener,))
     failed = [result for result in results if result.failed]
@@ -155,7 +139,7 @@ def evaluate(args: argparse.Namespace) -> None:
             )
         else:
             evaluation = evaluate_model(
-                args.run_dir,
+                args.run,
                 args.slides,
                 split=split,
                 memory=args.memory,
@@ -173,7 +157,7 @@ def evaluate(args: argparse.Namespace) -> None:
 def report(args: argparse.Namespace) -> None:
     from gigagrad.reports import write_report
 
-    print(write_report(args.run_dir, args.out, predictions_dir=args.predictions))
+    print(write_report(args.run, args.out, predictions_dir=args.predictions))
 
 
 def calibrate(args: argparse.Namespace) -> None:
@@ -194,6 +178,11 @@ def doctor(args: argparse.Namespace) -> None:
     failed = [check for check in checks if check.status == "failed"]
     if failed:
         raise ConfigError(f"{failed[0].name}: {failed[0].detail}; {failed[0].remedy}")
+
+
+def _given(args: argparse.Namespace, without: Collection[str] = ()) -> dict[str, Any]:
+    """What was typed of a command whose flags are the fields of a settings class and have no defaults of their own."""
+    return {name: value for name, value in vars(args).items() if name not in {"command", "traceback", *without}}
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(argv)
         traceback = args.traceback
         with _warnings_in_one_line():
-            args.run(args)
+            args.command(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
         return _complain("interrupted; give the same command again to go on from what is finished", 130)

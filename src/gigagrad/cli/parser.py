@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line. `parse_args` raises `ConfigError` and sets `run`, what to call with it."""
+    """The parser of the whole command line. `parse_args` raises `ConfigError`; its `command` takes what it returned."""
     parser = _Parser(
         prog="gigagrad",
         description="Train networks on whole gigapixel slides, exactly, in the memory you name.",
@@ -108,7 +108,7 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "--out": {"type": Path, "metavar": "DIR", "required": True},
     "--overwrite": {"action": "store_true"},
     "--predictions": {"type": Path, "metavar": "DIR", "help": "folder that 'predict' wrote"},
-    "--run": {"dest": "run_dir", "type": Path, "metavar": "DIR", "required": True, "help": "run folder or model"},
+    "--run": {"type": Path, "metavar": "DIR", "required": True, "help": "run folder or model"},
     "--scratch": {
         "type": Path,
         "metavar": "DIR",
@@ -133,7 +133,10 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
 
 def _flag(parser: argparse._ActionsContainer, name: str, **changes: Any) -> None:
     """Add one of `_FLAGS`, with what this command says otherwise."""
-    parser.add_argument(name, **_FLAGS[name] | changes)
+    words = _FLAGS[name] | changes
+    if parser.argument_default is argparse.SUPPRESS and "default" not in changes:
+        words.pop("default", None)
+    parser.add_argument(name, **words)
 
 
 _Commands = Any  # argparse keeps the class of `add_subparsers`' result to itself
@@ -142,13 +145,16 @@ _Commands = Any  # argparse keeps the class of `add_subparsers`' result to itsel
 def _command(
     found: _Commands, name: str, run: Callable[[argparse.Namespace], None], summary: str, details: str
 ) -> argparse.ArgumentParser:
+    # The settings class of a command has the defaults: what is not given must not hide a setting of a file.
+    settings = argparse.SUPPRESS if name in ("fit", "predict") else None
     parser: argparse.ArgumentParser = found.add_parser(
         name,
+        argument_default=settings,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}. {details}",
         allow_abbrev=False,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(command=run)
     return parser
 
 
@@ -226,25 +232,31 @@ def _fit(found: _Commands) -> None:
         "One step of Adam per slide, with exact gradients; keeps the weights of the lowest validation loss and tests "
         "them. Interrupted and started again, it continues bit for bit.",
     )
-    # What is not given must not hide a setting of the file, so nothing here is required and nothing has a default.
     _flag(parser, "--slides", required=False, metavar="CSV", help="cohort: slide,mask,split per line (required)")
     _flag(parser, "--out", required=False, help="run folder (required)")
-    parser.add_argument("--config", type=Path, metavar="YAML", help="settings from a file; flags win over it")
+    parser.add_argument(
+        "--config", type=Path, default=None, metavar="YAML", help="settings from a file; flags win over it"
+    )
     parser.add_argument("--model", help=f"{_MODEL} (default: paper-unet)")
     _flag(parser, "--memory")
     _flag(parser, "--scratch")
     _flag(parser, "--storage")
     parser.add_argument("--epochs", type=int, help="passes over the training slides (default: 20)")
     parser.add_argument("--learning-rate", type=float, help="of Adam (default: 1e-3)")
-    _flag(parser, "--loss", default=None)
+    _flag(parser, "--loss")
     parser.add_argument("--seed", type=int, help="of weights, order and augmentation (default: 0)")
     parser.add_argument("--level", type=int, help="pyramid level of slides and masks (default: 0, full resolution)")
-    _flag(parser, "--device", default=None)
-    parser.add_argument("--no-augment", action="store_true", help="train without turned and mirrored slides")
-    _flag(
-        parser, "--trust", help="code that --config may import as model or loss, package.module:callable (repeatable)"
+    _flag(parser, "--device")
+    parser.add_argument(
+        "--no-augment", dest="augment", action="store_false", help="train without turned and mirrored slides"
     )
-    _flag(parser, "--overwrite", help="start anew in a folder that holds a run")
+    _flag(
+        parser,
+        "--trust",
+        default=[],
+        help="code that --config may import as model or loss, package.module:callable (repeatable)",
+    )
+    _flag(parser, "--overwrite", default=False, help="start anew in a folder that holds a run")
 
 
 def _predict(found: _Commands) -> None:
@@ -261,10 +273,8 @@ def _predict(found: _Commands) -> None:
     _flag(parser, "--out", help="folder for the predictions")
     _flag(parser, "--memory")
     _flag(parser, "--scratch")
-    parser.add_argument(
-        "--threshold", type=float, default=0.5, help="probability above which a pixel is foreground (default: 0.5)"
-    )
-    parser.add_argument("--classes", nargs="+", default=(), metavar="NAME", help="names of the foreground classes")
+    parser.add_argument("--threshold", type=float, help="probability above which a pixel is foreground (default: 0.5)")
+    parser.add_argument("--classes", nargs="+", metavar="NAME", help="names of the foreground classes")
     parser.add_argument("--split", choices=("train", "val", "test"), help="only these rows of a CSV")
     _flag(parser, "--mpp")
     parser.add_argument("--level", type=int, help="pyramid level; default: the level of the training run")

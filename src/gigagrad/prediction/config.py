@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import yaml
 
 from gigagrad.errors import ConfigError
-from gigagrad.units import parse_bytes
+from gigagrad.settings import Settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictConfig:
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig(Settings):
     """What to predict, with what, and where to.
 
     Attributes:
@@ -34,8 +33,6 @@ class PredictConfig:
         split: of the rows of a CSV file, only those with this split; None takes all.
         trust: what the saved model may import beside the project's and the libraries' networks, as in `load_model`.
         overwrite: predict again what is there already, and replace files that some other program wrote.
-
-    Raises `ConfigError` for values that make no sense; nothing is opened or written yet.
     """
 
     run: str | Path
@@ -53,24 +50,20 @@ class PredictConfig:
     trust: tuple[str, ...] = ()
     overwrite: bool = False
 
+    LIMITS: ClassVar = {"level": (0, math.inf)}
+
     def __post_init__(self) -> None:
-        if isinstance(self.slides, (str, Path)):
-            object.__setattr__(self, "slides", (self.slides,))
+        super().__post_init__()
         if not self.slides:
             raise ConfigError("no slides to predict; name files, a folder or a CSV file")
         if not 0 < self.threshold < 1:
             raise ConfigError(f"the threshold is a probability between 0 and 1 (both excluded), got {self.threshold}")
-        if self.mpp is not None and not 0 < self.mpp < float("inf"):
-            raise ConfigError(f"mpp must be a positive number of micrometres per pixel, got {self.mpp}")
-        if self.target_mpp is not None and not 0 < self.target_mpp < float("inf"):
-            raise ConfigError(f"target_mpp must be a positive number of micrometres per pixel, got {self.target_mpp}")
+        for name in ("mpp", "target_mpp"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a positive number of micrometres per pixel, got {value}")
         if self.target_mpp is not None and self.level is not None:
             raise ConfigError("level and target_mpp both choose the level of a slide; give one of them")
-        if self.memory is not None:
-            try:
-                parse_bytes(self.memory)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
 
     @property
     def resolved_level(self) -> int:
@@ -99,17 +92,3 @@ class PredictConfig:
         """The saved model: `run` itself if it is a file, else the run's `best.pt`."""
         run = Path(self.run)
         return run / "best.pt" if run.is_dir() else run
-
-    @classmethod
-    def of(cls, config: PredictConfig | Mapping[str, Any]) -> PredictConfig:
-        """`config` itself, or one made from a mapping of its fields. Raises `ConfigError` for unknown fields."""
-        if isinstance(config, PredictConfig):
-            return config
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(config) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown setting '{unknown[0]}' for predict; the settings are: {', '.join(known)}")
-        missing = [name for name in ("run", "slides", "out") if name not in config]
-        if missing:
-            raise ConfigError(f"predict needs the setting '{missing[0]}'")
-        return cls(**config)

@@ -42,7 +42,7 @@ def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Liste
 
     Raises `ConfigError`, `ModelError` or `WriteError` for what concerns all slides; nothing has been predicted then.
     """
-    config = PredictConfig.of(config)
+    config = config if isinstance(config, PredictConfig) else PredictConfig.from_dict(config)
     slides = find_slides(config.slides, config.split)
     spec, model = load_model(config.model_path, config.trust)
     with config.model_path.open("rb") as file:

@@ -67,7 +67,8 @@ def fit(
 def _as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collection[str]) -> FitConfig:
     if isinstance(config, (str, Path)):
         return FitConfig.from_yaml(config, trust=trust)
-    return FitConfig.from_dict(config.to_dict() if isinstance(config, FitConfig) else config)
+    settings = config if isinstance(config, FitConfig) else FitConfig.from_dict(config)
+    return settings.relative_to(Path.cwd())
 
 
 def _forward(engine: Engine, slide: Image, target: Image | torch.Tensor) -> float:

@@ -1,0 +1,89 @@
+"""What the settings of every command share: names are known, types are right, values in range, in one clear line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import reprlib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from gigagrad.errors import ConfigError, did_you_mean
+from gigagrad.units import parse_bytes
+
+
+class Settings:
+    """Base of a frozen dataclass of settings. Raises `ConfigError` for a value of the wrong type or out of range.
+
+    Fields are plain values, tuples of them, or paths. One named `memory` is an amount of memory as people write it.
+    """
+
+    LIMITS: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    """Smallest and largest value of a field, both included. None, where a field accepts it, is never out of range."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in _fields(type(self)):
+            value = _coerce(field.name, getattr(self, field.name), hints[field.name])
+            object.__setattr__(self, field.name, value)
+        for name, (low, high) in self.LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name} must be {_range(low, high)}, got {value}")
+        memory = getattr(self, "memory", None)
+        if memory is not None:
+            try:
+                parse_bytes(memory)
+            except ValueError as error:
+                raise ConfigError(f"memory: {error}") from error
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Settings from plain values. Raises `ConfigError` for unknown or missing names and unusable values."""
+        known = [field.name for field in _fields(cls)]
+        for key in settings:
+            if key not in known:
+                meant = did_you_mean(str(key), known) or f"; known settings are {', '.join(known)}"
+                raise ConfigError(f"unknown setting {key!r}{meant}")
+        for field in _fields(cls):
+            if field.default is dataclasses.MISSING and field.name not in settings:
+                raise ConfigError(f"the setting {field.name!r} is missing; give it in the config or as --{field.name}")
+        return cls(**settings)
+
+
+def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
+    assert dataclasses.is_dataclass(cls), "settings are dataclasses"
+    return dataclasses.fields(cls)
+
+
+def _coerce(name: str, value: object, hint: Any) -> object:
+    """`value` as the field's type where nothing is lost by it (YAML reads `1e-3` as text and `2` as an integer)."""
+    if typing.get_origin(hint) is tuple:
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        return tuple(_coerce(name, item, typing.get_args(hint)[0]) for item in items)
+    accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if isinstance(value, Path) and str in accepted:
+        return str(value)
+    if isinstance(value, str) and float in accepted:
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):  # NumPy's as well
+        if isinstance(value, numbers.Integral) and int in accepted:
+            return int(value)
+        if float in accepted:
+            return float(value)
+    # By exact type, because a bool is an int to isinstance.
+    if type(value) in accepted or (value is None and type(None) in accepted):
+        return value
+    kinds = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in accepted)
+    raise ConfigError(f"{name} must be {kinds}, got {reprlib.repr(value)[:200]}")
+
+
+def _range(low: float, high: float) -> str:
+    return f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
