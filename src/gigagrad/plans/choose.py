@@ -19,8 +19,13 @@ from gigagrad.stores import Tier
 _GOOD_ENOUGH = 1.1
 """An option this close to what unlimited memory would allow is taken without looking at what else could be done."""
 
+_FIRST_LOOK = 24
+"""Options of one kind that are tried before the search narrows."""
+
 _USUAL_SIDE_PX = 128
 """Tile side at which pieces between cuts are compared."""
+_USUAL_CROP_PX = 512
+"""At most so many pixels of the finest field are such a tile's own share."""
 
 
 def make_plan(
@@ -80,21 +85,21 @@ class _Chooser:
         """
         chain = Cuts(self._graph, self._usual_seconds, backward=self._problem.backward)
         selections = [selection.kept for selection in chain.selections()]
-        first = self._attempt(self._in_memory(selections[0]))
-        if len(split_stages(self._graph, selections[-1])) == 1:  # all at once may be faster: the chain model is rough
-            first = _faster(first, self._attempt(self._in_memory(selections[-1])))
-        if first is not None:
-            return first
+        wanted = self._attempt(self._in_memory(selections[0]))
+        at_once = None
+        if len(split_stages(self._graph, selections[-1])) == 1:  # may be faster: the chain model is rough
+            at_once = self._attempt(self._in_memory(selections[-1]))
+        if wanted is not None:
+            return min(filter(None, (wanted, at_once)), key=_seconds)
         moved = self._moved(selections[0])
         if moved is not None and moved.seconds < _GOOD_ENOUGH * self._fitter.unbounded().fit(moved.kept).seconds:
             return moved
         fewer = self._fastest(len(selections) - 1, lambda count: self._in_memory(selections[count]))
         order = self._order_of_dropping(selections[0])
         single = self._fastest(len(order), lambda count: self._in_memory(selections[0].difference(order[:count])))
-        fewer = _faster(fewer, single)
         if moved is None:
             moved = next(filter(None, map(self._moved, _spread(selections[1:]))), None)
-        found = _faster(moved, fewer)
+        found = min(filter(None, (at_once, moved, fewer, single)), key=_seconds, default=None)
         if found is None:
             raise min(self._refusals, key=lambda error: error.needed_bytes)
         return found
@@ -107,9 +112,16 @@ class _Chooser:
         return found
 
     def _usual_seconds(self, stage: Stage) -> float:
-        """Time of a sweep with tiles of a usual size."""
-        sizes = [max(self._graph[i].size(axis) for i in stage.targets(self._graph)) for axis in (0, 1)]
-        return self._costs.sweep_seconds(stage, (min(sizes[0], _USUAL_SIDE_PX), min(sizes[1], _USUAL_SIDE_PX)))
+        """Time of a sweep with tiles of a usual size. What computes a coarse field works on finer ones: tiles that are
+        small for it have large crops, and without a cut in between nearly all of these are halo.
+        """
+        graph, targets = self._graph, stage.targets(self._graph)
+        sides = []
+        for axis in (0, 1):
+            size = max(graph[i].size(axis) for i in targets)
+            finest = max(graph[i].size(axis) for i in (*stage.fields, *stage.reads))
+            sides.append(min(size, _USUAL_SIDE_PX, max(1, _USUAL_CROP_PX * size // finest)))
+        return self._costs.sweep_seconds(stage, (sides[0], sides[1]))
 
     def _order_of_dropping(self, kept: frozenset[int]) -> list[int]:
         """Single fields, the one that costs the least time per byte first, given that those before it are gone: cuts
@@ -174,30 +186,28 @@ class _Chooser:
     def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Option | None:
         """The fastest option that gives up 1 to `most` steps of something.
 
-        Giving up more leaves room for larger tiles, and does not always need less memory (halos grow): how much is
-        tried in growing steps, and by bisection where the first option that fits lies between two of them.
+        Giving up more leaves room for larger tiles, and neither its memory nor its time grows steadily (halos do), so
+        that no bisection finds it: all are tried, of many first some at equal distances, then those near the best.
         """
-        best, first, low = None, most, 0
-        for count in dict.fromkeys(-(-most * eighths // 8) for eighths in (1, 2, 3, 4, 6, 8) if most):
-            option = self._attempt(keeping(count))
-            if option is not None:
-                first = min(first, count)
-            elif best is None:
-                low = count
-            best = _faster(best, option)
-        while best is not None and first - low > max(1, most // 16):
-            middle = (low + first) // 2
-            option = self._attempt(keeping(middle))
-            if option is None:
-                low = middle
-            else:
-                first = middle
-            best = _faster(best, option)
-        return best
+        tried: dict[int, Option | None] = {}
+
+        def best() -> int | None:
+            fitting = [(option.seconds, count) for count, option in tried.items() if option is not None]
+            return min(fitting)[1] if fitting else None
+
+        step = max(1, -(-most // _FIRST_LOOK))
+        asked = [*range(most, 0, -step)]
+        while True:
+            tried |= {count: self._attempt(keeping(count)) for count in asked if count not in tried}
+            centre = best()
+            if centre is None or step == 1:
+                return None if centre is None else tried[centre]
+            step = -(-step // 2)
+            asked = [count for count in (centre - step, centre + step) if 0 < count <= most]
 
 
-def _faster(one: Option | None, other: Option | None) -> Option | None:
-    return min((o for o in (one, other) if o is not None), key=lambda option: option.seconds, default=None)
+def _seconds(option: Option) -> float:
+    return option.seconds
 
 
 def _spread(selections: list[frozenset[int]]) -> list[frozenset[int]]:

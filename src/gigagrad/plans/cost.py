@@ -24,7 +24,7 @@ _SMALLEST_SIDE_PX = 16
 _LARGEST_SIDE_PX = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TileCost:
     """One stage with one tile shape. Seconds are one thread's, for one sweep over the whole stage."""
 

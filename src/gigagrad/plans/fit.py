@@ -21,6 +21,8 @@ from gigagrad.stores import Tier
 
 _ABOUT_AS_FAST = 1.1
 """Times that differ by less are alike, as far as rates can tell."""
+_TOO_LARGE_IN_A_ROW = 3
+"""Where so many tile shapes in a row do not fit, no larger one is looked at."""
 
 Kept = Mapping[int, str]
 """The fields kept, and the tier of each by name."""
@@ -97,7 +99,7 @@ class Fitter:
             most = max((held[index] for index in indices), key=sum, default=(0, 0))
             backward = any(phase != "forward" for phase in phases)
             book = StageLedger(problem, stage, workers, kept, most, backward)
-            tilings.append(_Tilings(book, phases, self._costs_of(stage, backward=backward)))
+            tilings.append(_Tilings(book, phases, self._costs_of(book)))
         chosen, compiled = self._choose(tilings)
         described = tuple(tiling.describe(cost) for tiling, cost in zip(tilings, chosen, strict=True))
         seconds = self._costs.whole_seconds(backward=problem.backward)
@@ -108,11 +110,20 @@ class Fitter:
             fixed = (*fixed, ledger.hoard(problem, peak))
         return Option(workers, kept, described, passes, seconds, fixed, elsewhere)
 
-    def _costs_of(self, stage: Stage, *, backward: bool) -> list[TileCost]:
-        """Of the tile shapes that may serve a stage."""
-        forced = self._tiles
-        shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(self._problem.graph, stage)
-        return [self._costs.of(stage, shape, backward=backward) for shape in shapes]
+    def _costs_of(self, book: StageLedger) -> list[TileCost]:
+        """Of the tile shapes that may serve a stage, from the smallest to the first few that no longer fit."""
+        problem, forced, stage = self._problem, self._tiles, book.stage
+        shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(problem.graph, stage)
+        found: list[TileCost] = []
+        too_large = 0
+        for shape in shapes:
+            found.append(self._costs.of(stage, shape, backward=book.backward))
+            if problem.budget_bytes is not None:
+                fits = total(self._fixed) + total(book.amounts(found[-1])) <= problem.budget_bytes
+                too_large = 0 if fits else too_large + 1
+            if too_large == _TOO_LARGE_IN_A_ROW:
+                break
+        return found
 
     def _choose(self, tilings: list[_Tilings]) -> tuple[list[TileCost], int]:
         """Tiles for every stage, and the bytes that all their convolutions are compiled to, beside every stage.

@@ -111,10 +111,16 @@ def axis_geometry(calls: list[Call], axis: int, wanted: dict[int, Span]) -> Axis
         needs = row.needs(call, axis, out)
         operand_spans[call.node.id] = needs
         for operand, need in zip(call.operands, needs, strict=True):
-            if need is not None:
-                assert not need.empty, (call.node.op, out, need)
-                assert need.within(Span(0, operand.size(axis))), (call.node.op, out, need)
-                spans[operand.id] = need.hull(spans.get(operand.id))
+            if need is None:
+                continue
+            start, stop = need.start, need.stop
+            assert 0 <= start < stop <= operand.size(axis), (call.node.op, out, need)
+            known = spans.get(operand.id)
+            # Most operands have one reader, and most readers of one field want the same of it.
+            if known is None:
+                spans[operand.id] = need
+            elif start < known.start or stop > known.stop:
+                spans[operand.id] = known.hull(need)
     return AxisGeometry(spans, operand_spans, wanted)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 from gigagrad.allowances import (
@@ -93,11 +94,18 @@ class StageLedger:
     kept: Mapping[int, str]
     held: tuple[int, int]
     backward: bool
+    _counted: dict[TileCost, tuple[Amount, ...]] = field(default_factory=dict)
 
     def amounts(self, cost: TileCost) -> tuple[Amount, ...]:
+        """Asked again and again while tiles are chosen, so counted once."""
+        if cost not in self._counted:
+            self._counted[cost] = self._count(cost)
+        return self._counted[cost]
+
+    def _count(self, cost: TileCost) -> tuple[Amount, ...]:
         tiles = self.workers * cost.tile_peak_bytes
         slack = int(ALLOCATOR_SLACK * tiles) + self._further_slack(cost)
-        copies, sums = self._working_bytes()
+        copies, sums = self._working_bytes
         # The only tile is gone when what it gave is added to sums that did not exist before.
         apart = min(tiles + slack, sums) if cost.tile_count == 1 else 0
         return (
@@ -126,6 +134,7 @@ class StageLedger:
         """Of a gradient, how many tiles' shares there are at a time: of those at work, and one that is being added."""
         return self.workers + (self.workers > 1)
 
+    @cached_property
     def _working_bytes(self) -> tuple[int, int]:
         """Of every global that the stage reads: its copy in working layout and the tiles' shares of its gradient; and
         the sums of those.

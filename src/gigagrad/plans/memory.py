@@ -179,7 +179,7 @@ def gradient_sum_bytes(graph: Graph, stage: Stage, sum_dtype: torch.dtype) -> in
 
 def _sample(count: int) -> Sequence[int]:
     """Indices along an axis of a grid: all, or those at both ends and in the middle."""
-    return range(count) if count <= 24 else sorted({*range(6), count // 2, count // 2 + 1, *range(count - 6, count)})
+    return range(count) if count <= 8 else sorted({*range(3), count // 2, count // 2 + 1, *range(count - 3, count)})
 
 
 def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:
