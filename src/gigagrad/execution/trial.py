@@ -18,6 +18,7 @@ from gigagrad.threads import operator_threads
 
 _ROUNDS = 5
 _WINS_NEEDED = 4
+_TIMINGS = 2
 _CLEARLY = 0.85
 """Contiguous must take at most this share of channels_last's time, in most rounds, to be taken: on a busy machine
 single timings are off by large factors, and the choice should not flicker."""
@@ -96,10 +97,12 @@ def faster_layout(prepared: Prepared) -> tuple[str, float]:
     """
     small = _with_tiles(prepared, [(max(1, h // 2), max(1, w // 2)) for h, w in (s.tile for s in prepared.plan.stages)])
     trial_seconds(small, "channels_last")  # the first run of every kernel is slower
-    rounds = [(trial_seconds(small, "contiguous"), trial_seconds(small, "channels_last")) for _ in range(_ROUNDS)]
-    wins = sum(contiguous < _CLEARLY * last for contiguous, last in rounds)
-    layout = "contiguous" if wins >= _WINS_NEEDED else "channels_last"
-    return layout, min(trial_seconds(prepared, layout) for _ in range(_ROUNDS))
+    wins = losses = 0
+    while wins < _WINS_NEEDED and losses <= _ROUNDS - _WINS_NEEDED:
+        won = trial_seconds(small, "contiguous") < _CLEARLY * trial_seconds(small, "channels_last")
+        wins, losses = wins + won, losses + (not won)
+    layout = "contiguous" if wins == _WINS_NEEDED else "channels_last"
+    return layout, min(trial_seconds(prepared, layout) for _ in range(_TIMINGS))
 
 
 def _with_tiles(prepared: Prepared, tiles: list[tuple[int, int]]) -> Prepared:

@@ -247,7 +247,7 @@ def registered() -> tuple[str, ...]:
 
 def per_operand(call: Call, need: Callable[[Node], Span | None]) -> tuple[Span | None, ...]:
     """`need(operand)` for every field operand, None for globals."""
-    return tuple(need(operand) if operand.is_field else None for operand in call.operands)
+    return tuple([need(operand) if operand.is_field else None for operand in call.operands])
 
 
 def common_axes(call: Call) -> Axes:

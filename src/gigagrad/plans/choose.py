@@ -9,7 +9,7 @@ from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
-from gigagrad.plans.fit import Fitter, Kept, Option
+from gigagrad.plans.fit import ABOUT_AS_FAST, Fitter, Kept, Option, peak_bytes
 from gigagrad.plans.keeping import kept_bytes
 from gigagrad.plans.plan import EXACT, KeptField, Plan, WholeField
 from gigagrad.plans.problem import Problem
@@ -78,6 +78,7 @@ class _Chooser:
         self._problem, self._graph, self._costs = problem, problem.graph, costs
         self._fitter = Fitter(problem, costs, tiles)
         self._refusals: list[BudgetError] = []
+        self._passed_over: list[tuple[int, Kept]] = []
 
     def best(self) -> Option:
         """Keep what is worth keeping in memory; where that does not fit, the faster of moving fields to other tiers and
@@ -90,7 +91,7 @@ class _Chooser:
         if len(split_stages(self._graph, selections[-1])) == 1:  # may be faster: the chain model is rough
             at_once = self._attempt(self._in_memory(selections[-1]))
         if wanted is not None:
-            return min(filter(None, (wanted, at_once)), key=_seconds)
+            return self._better([wanted, at_once or wanted])
         moved = self._moved(selections[0])
         if moved is not None and moved.seconds < _GOOD_ENOUGH * self._fitter.unbounded().fit(moved.kept).seconds:
             return moved
@@ -101,15 +102,33 @@ class _Chooser:
             moved = next(filter(None, map(self._moved, _spread(selections[1:]))), None)
         found = min(filter(None, (at_once, moved, fewer, single)), key=_seconds, default=None)
         if found is None:
-            raise min(self._refusals, key=lambda error: error.needed_bytes)
+            self._passed_over.append((0, self._in_memory(selections[-1])))
+            raise self._leanest()
         return found
+
+    def _leanest(self) -> BudgetError:
+        """The refusal that asks for least. What was passed over is looked at as long as its fields leave it a chance."""
+        leanest = min(self._refusals, key=_needed, default=None)
+        for least, kept in sorted(self._passed_over, key=lambda passed: passed[0]):
+            if leanest is not None and least >= leanest.needed_bytes:
+                break
+            try:
+                self._fitter.fit(kept)
+            except BudgetError as error:
+                leanest = error if leanest is None else min(leanest, error, key=_needed)
+        assert leanest is not None
+        return leanest
+
+    def _better(self, options: list[Option]) -> Option:
+        """The fastest; where memory is no matter, the leanest of those that are about as fast."""
+        fastest = min(options, key=_seconds)
+        if self._problem.budget_bytes is not None:
+            return fastest
+        return min((o for o in options if o.seconds <= ABOUT_AS_FAST * fastest.seconds), key=peak_bytes)
 
     def again(self, kept: Kept) -> Option:
         """An earlier choice. Raises `BudgetError` if it does not fit, also where a tier has less room than before."""
-        found = self._attempt(kept)
-        if found is None:
-            raise self._refusals[-1]
-        return found
+        return self._fitter.fit(kept)
 
     def _usual_seconds(self, stage: Stage) -> float:
         """Time of a sweep with tiles of a usual size. What computes a coarse field works on finer ones: tiles that are
@@ -150,6 +169,10 @@ class _Chooser:
         return sum(self._usual_seconds(stage) for stage in split_stages(self._graph, kept))
 
     def _attempt(self, kept: Kept) -> Option | None:
+        least, budget = self._fitter.least_bytes(kept), self._problem.budget_bytes
+        if budget is not None and least > budget:
+            self._passed_over.append((least, kept))
+            return None
         try:
             return self._fitter.fit(kept)
         except BudgetError as error:
@@ -208,6 +231,10 @@ class _Chooser:
 
 def _seconds(option: Option) -> float:
     return option.seconds
+
+
+def _needed(refusal: BudgetError) -> int:
+    return refusal.needed_bytes
 
 
 def _spread(selections: list[frozenset[int]]) -> list[frozenset[int]]:

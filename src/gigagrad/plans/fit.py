@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,10 +20,10 @@ from gigagrad.plans.schedule import make_passes
 from gigagrad.plans.stages import Stage, split_stages
 from gigagrad.stores import Tier
 
-_ABOUT_AS_FAST = 1.1
+ABOUT_AS_FAST = 1.1
 """Times that differ by less are alike, as far as rates can tell."""
 _TOO_LARGE_IN_A_ROW = 3
-"""Where so many tile shapes in a row do not fit, no larger one is looked at."""
+"""Where so many tile shapes in a row do not fit and smaller ones do, no larger one is looked at."""
 
 Kept = Mapping[int, str]
 """The fields kept, and the tier of each by name."""
@@ -52,6 +53,14 @@ class Fitter:
     def unbounded(self) -> Fitter:
         """The same for a machine with all the memory it needs."""
         return Fitter(dataclasses.replace(self._problem, budget_bytes=None), self._costs, self._tiles)
+
+    def least_bytes(self, kept: Kept) -> int:
+        """What these fields take in memory with their cotangents, without any tile: found quickly."""
+        problem = self._problem
+        stages = split_stages(problem.graph, kept)
+        passes = make_passes(problem.graph, stages, backward=problem.backward)
+        held = held_by_pass(problem, stages, passes, kept, problem.memory)
+        return total(self._fixed) + max(map(sum, held), default=0)
 
     def fit(self, kept: Kept) -> Option:
         """The fastest option that keeps these fields in these tiers. Raises `BudgetError` if there is none."""
@@ -111,17 +120,16 @@ class Fitter:
         return Option(workers, kept, described, passes, seconds, fixed, elsewhere)
 
     def _costs_of(self, book: StageLedger) -> list[TileCost]:
-        """Of the tile shapes that may serve a stage, from the smallest to the first few that no longer fit."""
+        """Of the tile shapes that may serve a stage, from the smallest on; behind those that fit only a few more."""
         problem, forced, stage = self._problem, self._tiles, book.stage
         shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(problem.graph, stage)
+        room = math.inf if problem.budget_bytes is None else problem.budget_bytes - total(self._fixed)
         found: list[TileCost] = []
-        too_large = 0
+        fit: list[bool] = []
         for shape in shapes:
             found.append(self._costs.of(stage, shape, backward=book.backward))
-            if problem.budget_bytes is not None:
-                fits = total(self._fixed) + total(book.amounts(found[-1])) <= problem.budget_bytes
-                too_large = 0 if fits else too_large + 1
-            if too_large == _TOO_LARGE_IN_A_ROW:
+            fit.append(total(book.amounts(found[-1])) <= room)
+            if any(fit) and not any(fit[-_TOO_LARGE_IN_A_ROW:]):
                 break
         return found
 
@@ -210,7 +218,7 @@ class _Tilings:
         few = [cost for cost in self.costs if cost.compiled <= most_compiled]
         if room is not None:
             return min((cost for cost in few if self.total(cost) <= room), key=self.seconds, default=None)
-        good_enough = _ABOUT_AS_FAST * min(map(self.seconds, few))
+        good_enough = ABOUT_AS_FAST * min(map(self.seconds, few))
         return min((cost for cost in few if self.seconds(cost) <= good_enough), key=self.total)
 
     def total(self, cost: TileCost) -> int:

@@ -136,7 +136,7 @@ def worst_tile(grid: Grid) -> TileGeometry:
     chosen = []
     for axis in (0, 1):
         lengths = {
-            i: sum(s.length for s in grid.axis_geometry(axis, i).spans.values()) for i in _sample(grid.shape[axis])
+            i: sum(s.length for s in grid.axis_geometry(axis, i).spans.values()) for i in _sample(grid.shape[axis], 3)
         }
         chosen.append(max(lengths, key=lengths.__getitem__))
     return grid[chosen[0] * grid.shape[1] + chosen[1]]
@@ -152,7 +152,7 @@ def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
     """How many kernels oneDNN's cache comes to hold of a stage: one for every convolution, forward and twice backward,
     in every shape that tiles ask of it.
     """
-    axes = [[grid.axis_geometry(axis, i) for i in _sample(grid.shape[axis])] for axis in (0, 1)]
+    axes = [[grid.axis_geometry(axis, i) for i in _sample(grid.shape[axis], 6)] for axis in (0, 1)]
     shapes = 0
     for node_id in grid.stage.fields:
         call = Call(grid.graph[node_id], grid.graph.operands(grid.graph[node_id]))
@@ -177,9 +177,10 @@ def gradient_sum_bytes(graph: Graph, stage: Stage, sum_dtype: torch.dtype) -> in
     return sum(sum_dtype.itemsize * prod(graph[i].shape) for i in stage.globals if graph[i].differentiable)
 
 
-def _sample(count: int) -> Sequence[int]:
-    """Indices along an axis of a grid: all, or those at both ends and in the middle."""
-    return range(count) if count <= 8 else sorted({*range(3), count // 2, count // 2 + 1, *range(count - 3, count)})
+def _sample(count: int, ends: int) -> Sequence[int]:
+    """Indices along an axis of a grid: so many at both ends and two in the middle, or all where they are few."""
+    middle = (count // 2, count // 2 + 1)
+    return range(count) if count <= 4 * ends else sorted({*range(ends), *middle, *range(count - ends, count)})
 
 
 def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:
