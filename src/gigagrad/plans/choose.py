@@ -107,7 +107,7 @@ class _Chooser:
         return found
 
     def _leanest(self) -> BudgetError:
-        """The refusal that asks for least. What was passed over is looked at as long as its fields leave it a chance."""
+        """The refusal that asks for least. What was passed over is looked at while its fields leave it a chance."""
         leanest = min(self._refusals, key=_needed, default=None)
         for least, kept in sorted(self._passed_over, key=lambda passed: passed[0]):
             if leanest is not None and least >= leanest.needed_bytes:
