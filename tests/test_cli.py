@@ -261,12 +261,12 @@ def test_evaluating_a_slide_without_a_mask_uses_the_recipe(cohort, jpeg_slide, r
 def test_doctor_fails_when_a_check_does(monkeypatch, capsys):
     from gigagrad.reports import doctor
 
-    monkeypatch.setattr(doctor, "_CHECKS", {"Python": doctor._python})
-    monkeypatch.setattr(doctor, "_OPTIONAL", {})
+    monkeypatch.setattr(doctor, "CHECKS", {"Python": doctor.CHECKS["Python"]})
+    monkeypatch.setattr(doctor, "OPTIONAL", {})
     assert main(["doctor"]) == 0
     assert "Python" in capsys.readouterr().out
     broken = doctor.Check("Codecs", "failed", "lacks JPEG", "reinstall imagecodecs")
-    monkeypatch.setattr(doctor, "_CHECKS", {"Codecs": lambda folder: broken})
+    monkeypatch.setattr(doctor, "CHECKS", {"Codecs": lambda folder: broken})
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err == "gigagrad: error: Codecs: lacks JPEG; reinstall imagecodecs\n"
 

@@ -14,13 +14,14 @@ TILE = (5, 8)
 
 def test_new_values_are_simply_used(engine, net, bce, pair, whole, assert_exact):
     engine.backward(pair.image, pair.target)
+    planned = engine.plan(pair.image, pair.target)
     for p in net.parameters():
         p.data.mul_(0.5)
     net.zero_grad()
     _, expected = whole(net, bce, pair.image, pair.target[None])
     engine.backward(pair.image, pair.target)
     assert_exact(net, expected)
-    assert len(engine._planner._planned) == 1
+    assert engine.plan(pair.image, pair.target) is planned
 
 
 def test_a_changed_requires_grad_is_noticed(engine, net, pair):
@@ -114,9 +115,10 @@ def test_a_changed_model_is_planned_anew(net, bce, pair):
 def test_several_sizes_live_side_by_side(engine, net, bce, whole, assert_exact):
     torch.manual_seed(3)
     pairs = [(torch.rand(2, h, w).double(), torch.rand(1, h, w).double()) for h, w in ((23, 31), (17, 12), (40, 9))]
+    plans = [engine.plan(image, target) for image, target in pairs]
     for image, target in [*pairs, *pairs]:
         net.zero_grad()
         _, expected = whole(net, bce, image, target[None])
         engine.backward(image, target)
         assert_exact(net, expected)
-    assert len(engine._planner._planned) == 3
+    assert all(engine.plan(*pair) is plan for pair, plan in zip(pairs, plans, strict=True))

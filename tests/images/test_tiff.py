@@ -15,7 +15,8 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images import GuessedResolutionWarning, open_image
 from gigagrad.images.openslide import open_openslide
-from gigagrad.images.tiff import TiffImage, open_tiff
+from gigagrad.images.tiff import TiffImage
+from gigagrad.images.tile_cache import TileCache
 
 CORNER = Box(0, 0, 1, 1)
 
@@ -208,6 +209,22 @@ def test_layouts_that_are_no_slide_are_refused(tmp_path: Path, options: dict[str
         open_image(write(tmp_path / "a.tif", **options))
 
 
+def decoded_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, np.ndarray]]:
+    """What will be decoded from now on, with its key in the cache."""
+    pieces: list[tuple[Any, np.ndarray]] = []
+    get = TileCache.get
+
+    def watched(cache: TileCache, key: Any, decode: Any) -> np.ndarray:
+        def decode_and_tell() -> np.ndarray:
+            pieces.append((key, decode()))
+            return pieces[-1][1]
+
+        return get(cache, key, decode_and_tell)
+
+    monkeypatch.setattr(TileCache, "get", watched)
+    return pieces
+
+
 def test_one_enormous_compressed_strip_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gigagrad.images.tiff_segments.LARGEST_SEGMENT_BYTES", 96 * 80 * 3 - 1)
     path = write(tmp_path / "a.tif", tile=None, rowsperstrip=96)
@@ -218,10 +235,9 @@ def test_one_enormous_compressed_strip_is_refused(tmp_path: Path, monkeypatch: p
 def test_uncompressed_strips_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gigagrad.images.tiff_segments._RAW_STRIP_BYTES", 5 * 80 * 3)
     path = write(tmp_path / "a.tif", tile=None, compression=None, rowsperstrip=96)
-    image = open_tiff(path)
-    assert image is not None
-    assert image._segments.segment == (5, 80)
+    pieces = decoded_pieces(monkeypatch)
     np.testing.assert_array_equal(whole(path), tifffile.imread(path).transpose(2, 0, 1))
+    assert max(pixels_HWC.shape for _, pixels_HWC in pieces) == (5, 80, 3)
 
 
 def test_a_file_that_shrinks_after_opening_is_noticed(tmp_path: Path) -> None:
@@ -235,14 +251,11 @@ def test_a_file_that_shrinks_after_opening_is_noticed(tmp_path: Path) -> None:
 
 
 def test_neighbouring_reads_decode_a_tile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = open_tiff(write(tmp_path / "a.tif"))
-    assert image is not None
-    decoded: list[tuple[int, int, int]] = []
-    decode = image._decode
-    monkeypatch.setattr(image, "_decode", lambda *tile: decoded.append(tile) or decode(*tile))  # type: ignore[func-returns-value]
-    for y in range(0, 96, 24):
-        image.read(Box(y - 4, -4, y + 28, 84))
-    assert sorted(decoded) == [(0, row, column) for row in range(3) for column in range(3)]
+    pieces = decoded_pieces(monkeypatch)
+    with open_image(write(tmp_path / "a.tif")) as image:
+        for y in range(0, 96, 24):
+            image.read(Box(y - 4, -4, y + 28, 84))
+    assert sorted(key for key, _ in pieces) == [(0, row, column) for row in range(3) for column in range(3)]
 
 
 def test_an_image_nobody_closed_gives_its_file_back(tmp_path: Path) -> None:

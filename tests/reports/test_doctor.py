@@ -23,7 +23,7 @@ def test_a_broken_installation_is_a_finding(monkeypatch, tmp_path):
     def broken(_):
         raise ImportError("libopenjp2.so: cannot open shared object file\nmore")
 
-    monkeypatch.setitem(doctor._CHECKS, "Codecs", broken)
+    monkeypatch.setitem(doctor.CHECKS, "Codecs", broken)
     (check,) = (check for check in diagnose(tmp_path) if check.name == "Codecs")
     assert check.status == "failed"
     assert check.detail == "ImportError: libopenjp2.so: cannot open shared object file"
@@ -70,7 +70,9 @@ def test_importing_the_package_asks_for_huge_pages_unless_told_otherwise():
 
 
 def test_optional_packages(monkeypatch):
-    missing = doctor._optional("no_such_package_anywhere", "gigagrad[none]")
+    monkeypatch.setattr(doctor, "CHECKS", {})
+    monkeypatch.setattr(doctor, "OPTIONAL", {"no_such_package_anywhere": "gigagrad[none]"})
+    (missing,) = doctor.diagnose()
     assert missing.status == "ok"
     assert "pip install 'gigagrad[none]'" in missing.remedy
 

@@ -196,13 +196,13 @@ def test_the_picture(tmp_path, stages):
 
 
 def test_no_line_crosses_the_legend_wherever_the_budget_is(tmp_path, monkeypatch):
-    drawn, draw = [], plan_picture._draw_curve
+    drawn, draw = [], plan_picture.draw_curve
 
     def draw_curve(ax, study):
         drawn.append(ax)
         draw(ax, study)
 
-    monkeypatch.setattr(plan_picture, "_draw_curve", draw_curve)
+    monkeypatch.setattr(plan_picture, "draw_curve", draw_curve)
     draw_plan(study_of(), tmp_path / "plan.png")
     (ax,) = drawn
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["this plan", "budget 8 GiB"]

@@ -24,7 +24,7 @@ Status = Literal["ok", "warning", "failed"]
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LEAST_MEMORY_BYTES = 2 << 30
 _LEAST_DISK_BYTES = 4 << 30
-_OPTIONAL = {
+OPTIONAL = {
     "timm": "gigagrad[timm]",
     "segmentation_models_pytorch": "gigagrad[smp]",
     "monai": "gigagrad[monai]",
@@ -48,13 +48,13 @@ def diagnose(folder: str | Path = ".") -> list[Check]:
     A check that breaks is itself a failed check; nothing is raised.
     """
     checks: list[Check] = []
-    for name, check in _CHECKS.items():
+    for name, check in CHECKS.items():
         try:
             checks.append(check(Path(folder)))
         except Exception as error:  # a broken installation fails in ways of its own; that is the finding
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             checks.append(Check(name, "failed", reason, "reinstall gigagrad in a fresh environment"))
-    return [*checks, *(_optional(module, extra) for module, extra in _OPTIONAL.items())]
+    return [*checks, *(_optional(module, extra) for module, extra in OPTIONAL.items())]
 
 
 def doctor_table(checks: list[Check]) -> Table:
@@ -213,7 +213,7 @@ def _optional(module: str, extra: str) -> Check:
     return Check(module, "ok", version)
 
 
-_CHECKS: dict[str, Callable[[Path], Check]] = {
+CHECKS: dict[str, Callable[[Path], Check]] = {
     "Python": _python,
     "PyTorch": _torch,
     "Threads": _threads,

@@ -50,7 +50,7 @@ def draw_plan(study: PlanStudy, path: Path) -> None:
         figure = Figure(figsize=(11, 4.8), layout="constrained")
         figure.suptitle(f"{study.model}, {height} x {width} px ({format_pixels(height * width)})", fontsize=13)
         curve, held = figure.subplots(1, 2, width_ratios=(5, 6))
-        _draw_curve(curve, study)
+        draw_curve(curve, study)
         _draw_memory(held, study)
         with replacing(path) as file:
             if path.suffix.lower() == ".svg":
@@ -60,7 +60,7 @@ def draw_plan(study: PlanStudy, path: Path) -> None:
                 figure.savefig(file, format="png", dpi=150, metadata={"Software": None})
 
 
-def _draw_curve(ax: Axes, study: PlanStudy) -> None:
+def draw_curve(ax: Axes, study: PlanStudy) -> None:
     """Time against memory, both logarithmic: what a factor of memory buys as a factor of time."""
     ax.set_title("Memory against time", loc="left", fontsize=11)
     plan, points = study.plan, study.points
