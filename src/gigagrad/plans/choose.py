@@ -19,6 +19,9 @@ from gigagrad.stores import Tier
 _GOOD_ENOUGH = 1.1
 """An option this close to what unlimited memory would allow is taken without looking at what else could be done."""
 
+_ABOUT_AS_LEAN = 1.1
+"""Peaks that differ by less are alike."""
+
 _FIRST_LOOK = 24
 """Options of one kind that are tried before the search narrows."""
 
@@ -120,11 +123,14 @@ class _Chooser:
         return leanest
 
     def _better(self, options: list[Option]) -> Option:
-        """The fastest; where memory is no matter, the leanest of those that are about as fast."""
+        """The fastest; where memory is no matter, of those that are about as fast and as lean the simplest."""
         fastest = min(options, key=_seconds)
         if self._problem.budget_bytes is not None:
             return fastest
-        return min((o for o in options if o.seconds <= ABOUT_AS_FAST * fastest.seconds), key=peak_bytes)
+        fast = [option for option in options if option.seconds <= ABOUT_AS_FAST * fastest.seconds]
+        leanest = min(map(peak_bytes, fast))
+        lean = [option for option in fast if peak_bytes(option) <= _ABOUT_AS_LEAN * leanest]
+        return min(lean, key=lambda option: len(option.stages))
 
     def again(self, kept: Kept) -> Option:
         """An earlier choice. Raises `BudgetError` if it does not fit, also where a tier has less room than before."""
