@@ -23,7 +23,7 @@ ALLOCATORS = {"glibc": None, "jemalloc": "libjemalloc.so.2", "mimalloc": "libmim
 _EAGER = {"jemalloc": {"MALLOC_CONF": "dirty_decay_ms:0,muzzy_decay_ms:0"}, "mimalloc": {"MIMALLOC_PURGE_DELAY": "0"}}
 """What makes them give freed pages back at once."""
 CASES = {
-    "paper-unet": ("paper-unet", 8192, "640MiB"),
+    "paper-unet": ("paper-unet", 8192, "1GiB"),
     "unet-resnet34": ("smp:Unet?encoder_name=resnet34", 1024, "1536MiB"),
 }
 
