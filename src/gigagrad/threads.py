@@ -4,11 +4,15 @@ Ctrl-C is raised in the main thread between any two instructions of Python. `thr
 semaphores, futures and executors, is Python, too: an interrupt in the middle of it leaves its lock held, and whoever
 needs that waits for ever. So the main thread meets other threads here only through locks and queues whose operations
 are one call of C each.
+
+Python collects garbage in the middle of anything, with any lock held, so that whoever ends a run because it is garbage
+waits for nobody: another thread may need that lock in order to go on.
 """
 
 from __future__ import annotations
 
 import _thread
+import gc
 import sys
 import threading
 import weakref
@@ -25,6 +29,13 @@ _LOOK_SECONDS = 1.0
 """How often a waiting thread looks for itself: one that was interrupted may not have passed the bell on."""
 
 _here = threading.local()
+
+
+def _collecting(phase: str, _: object) -> None:
+    _here.collecting = phase == "start"
+
+
+gc.callbacks.append(_collecting)
 
 
 class Task(Generic[Result]):
@@ -184,9 +195,9 @@ def _share_operators(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def beside_a_run() -> bool:
-    """Whether this thread is one of `SideThreads`. It must not wait for their end."""
-    return getattr(_here, "beside", False)
+def may_wait() -> bool:
+    """Whether this thread may wait for others to end: not if it is one of `SideThreads`, nor while it collects garbage."""
+    return not (getattr(_here, "beside", False) or getattr(_here, "collecting", False))
 
 
 _unfinished: set[Task[None]] = set()
@@ -196,17 +207,17 @@ _unfinished: set[Task[None]] = set()
 def uninterrupted(work: Callable[[], object]) -> None:
     """Do `work` to its end, whatever becomes of the caller: in a thread of its own.
 
-    Ctrl-C, and another one while the first is dealt with, ends this waiting, not the work. Garbage is collected in any
-    thread: a `SideThreads` one, whose end the work may wait for, goes on at once. Raises what the work raised.
+    Ctrl-C, and another one while the first is dealt with, ends this waiting, not the work. Who must not wait
+    (`may_wait`) goes on at once. Raises what the work raised.
     """
-    beside = beside_a_run()
-    if not beside and threading.get_ident() != threading.main_thread().ident:
+    waits = may_wait()
+    if waits and threading.get_ident() != threading.main_thread().ident:
         work()
         return
     count = _sharing()
 
     def whole() -> None:
-        if not beside:
+        if waits:
             _share_operators(count)  # as in the caller
         work()
 
@@ -214,15 +225,20 @@ def uninterrupted(work: Callable[[], object]) -> None:
         done.run()
         _unfinished.discard(done)
 
-    done = Task(whole)
-    started = Task(threading.Thread(target=finish, name="gigagrad-close").start)
+    def begin() -> None:
+        try:
+            threading.Thread(target=finish, name="gigagrad-close", daemon=False).start()
+        except RuntimeError:  # no more threads: too little memory, or the interpreter's end
+            finish()
+
+    done, begun = Task(whole), Task(begin)
     _unfinished.add(done)
     try:
-        _thread.start_new_thread(started.run, ())
-        started.result()
-    except RuntimeError:  # no more threads: too little memory, or the interpreter's end
-        finish()
-    if not beside:
+        _thread.start_new_thread(begun.run, ())
+    except RuntimeError:
+        begun.run()
+    if waits:
+        begun.wait()
         done.result()
 
 

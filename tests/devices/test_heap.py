@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from gigagrad.devices.heap import peak_resident_bytes, resident_bytes, used_bytes
+from gigagrad.devices import heap
+from gigagrad.devices.heap import LargeBlocks, peak_resident_bytes, resident_bytes, used_bytes
 
 MIB = 2**20
 
@@ -47,3 +48,21 @@ def test_elsewhere_nobody_tells(monkeypatch):
 
 def test_the_peak_is_no_less_than_what_is_held():
     assert 0 < resident_bytes() <= peak_resident_bytes()
+
+
+def test_a_run_that_ends_in_the_middle_of_anothers_choice_is_heeded(monkeypatch):
+    """As where garbage is collected there, or by another thread: nobody waits, and what is set last is what is wanted."""
+    mapped, in_heap, was_set = LargeBlocks(), LargeBlocks(), []
+
+    def set_and_interrupt(options):
+        was_set.append(options)
+        if len(was_set) == 2:
+            mapped.close()
+
+    monkeypatch.setattr(heap, "_set_options", set_and_interrupt)
+    in_heap.choose(in_heap=True, holding=True)
+    mapped.choose(in_heap=False, holding=False)
+    assert len(was_set) == 3
+    assert was_set[2] == was_set[0] != was_set[1]
+    in_heap.close()
+    assert was_set[3] == was_set[1]

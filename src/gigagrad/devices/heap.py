@@ -44,27 +44,35 @@ class LargeBlocks:
 
     _wanted: ClassVar[WeakKeyDictionary[LargeBlocks, tuple[bool, bool]]] = WeakKeyDictionary()
     _now: ClassVar[tuple[bool, bool]] = False, False
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _setting: ClassVar[threading.Lock] = threading.Lock()
+    _changed: ClassVar[bool] = False
 
     def choose(self, *, in_heap: bool, holding: bool) -> None:
         """`holding`: what is freed in the heap stays there, whether or not large blocks are taken from it just now."""
-        with self._lock:
-            self._wanted[self] = in_heap, holding
-            self._set()
+        self._wanted[self] = in_heap, holding
+        self._set()
 
     def close(self) -> None:
-        with self._lock:
-            if self._wanted.pop(self, None):
-                self._set()
+        self._wanted.pop(self, None)
+        self._set()
 
-    def _set(self) -> None:
-        wanted = list(self._wanted.values())
-        in_heap = bool(wanted) and all(heap for heap, _ in wanted)
-        holding = bool(wanted) and all(holding for _, holding in wanted)
-        if LargeBlocks._now != (in_heap, holding):
-            LargeBlocks._now = in_heap, holding
-            mapped, top = 0 if in_heap else _MOST_MAPPED, _NEVER if holding else HEAP_TOP_BYTES
-            _set_options({_M_MMAP_MAX: mapped, _M_TRIM_THRESHOLD: top})
+    @classmethod
+    def _set(cls) -> None:
+        """Heed what is wanted. Nobody waits: a run may be closed as garbage in the middle of this, so whoever comes
+        meanwhile only says so to whoever is at it.
+        """
+        cls._changed = True
+        while cls._changed and cls._setting.acquire(blocking=False):
+            try:
+                cls._changed = False
+                wanted = list(cls._wanted.values())
+                now = tuple(bool(wanted) and all(one[i] for one in wanted) for i in (0, 1))
+                if now != cls._now:
+                    cls._now = in_heap, holding = now[0], now[1]
+                    mapped, top = 0 if in_heap else _MOST_MAPPED, _NEVER if holding else HEAP_TOP_BYTES
+                    _set_options({_M_MMAP_MAX: mapped, _M_TRIM_THRESHOLD: top})
+            finally:
+                cls._setting.release()
 
 
 def settle_allocator() -> None:

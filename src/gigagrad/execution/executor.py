@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import TypeVar
 
-from gigagrad.threads import SideThreads, Task, beside_a_run, operator_threads, wait_for
+from gigagrad.threads import SideThreads, Task, may_wait, operator_threads, wait_for
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -99,5 +99,5 @@ def ahead(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThrea
     finally:
         for task in waiting:
             task.cancel()
-        if not beside_a_run():
+        if may_wait():
             wait_for(waiting)

@@ -1,0 +1,50 @@
+"""Threads beside a run, and ends that come as garbage is collected."""
+
+import gc
+import threading
+
+from gigagrad import threads
+
+
+def test_an_end_that_comes_as_garbage_is_collected_waits_for_nobody():
+    """Whoever collects may hold what the end needs; here, what another thread needs in order to end it."""
+    lock, ended = threading.Lock(), []
+
+    def end():
+        if lock.acquire(timeout=10):
+            ended.append(1)
+            lock.release()
+
+    class Run:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            threads.uninterrupted(end)
+
+    gc.collect()
+    Run()
+    with lock:
+        gc.collect()
+        assert ended == []
+    threads.settle()
+    assert ended == [1]
+
+
+def test_any_other_end_is_waited_for():
+    ended = []
+    threads.uninterrupted(lambda: ended.append(threading.current_thread()))
+    assert len(ended) == 1
+    assert ended != [threading.main_thread()]
+
+
+def test_without_a_further_thread_the_caller_does_it(monkeypatch):
+    def none(*_):
+        raise RuntimeError("can't start new thread")
+
+    ended = []
+    for owner, name in ((threads._thread, "start_new_thread"), (threading.Thread, "start")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, none)
+            threads.uninterrupted(lambda: ended.append(1))
+    assert ended == [1, 1]
