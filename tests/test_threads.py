@@ -1,5 +1,6 @@
 """Threads beside a run, and ends that come as garbage is collected."""
 
+import _thread
 import gc
 import threading
 
@@ -43,7 +44,7 @@ def test_without_a_further_thread_the_caller_does_it(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     ended = []
-    for owner, name in ((threads._thread, "start_new_thread"), (threading.Thread, "start")):
+    for owner, name in ((_thread, "start_new_thread"), (threading.Thread, "start")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, none)
             threads.uninterrupted(lambda: ended.append(1))

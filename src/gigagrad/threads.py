@@ -196,7 +196,7 @@ def _share_operators(count: int) -> None:
 
 
 def may_wait() -> bool:
-    """Whether this thread may wait for others to end: not if it is one of `SideThreads`, nor while it collects garbage."""
+    """Whether this thread may wait for others: not if it is one of `SideThreads`, nor while it collects garbage."""
     return not (getattr(_here, "beside", False) or getattr(_here, "collecting", False))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from gigagrad.allowances import HEAP_TOP_BYTES
 from gigagrad.devices import MemoryWatch, device_for, heap
 from gigagrad.devices.cpu import Cpu, HeapWatch
 from gigagrad.events import StepMeasured, TileDone
+from gigagrad.execution import observers
 from gigagrad.execution.fields import Fields
+from gigagrad.execution.observers import Progress
 from gigagrad.execution.tape import Tape
 from gigagrad.graphs import InputSpec, capture
 
@@ -48,6 +51,27 @@ def test_two_stages_run_forward_and_then_backward_in_reverse(gate, bce, pair):
     assert [event.phase for event in seen[:-1]] == ["forward"] * 2 + ["backward"] * 4
     assert [event.done for event in seen[:-1]] == list(range(1, 7))
     assert {event.total for event in seen[:-1]} == {6}
+
+
+def test_what_is_left_is_foretold_by_what_the_passes_took_before(gate, bce, pair, monkeypatch):
+    engine = gg.compile(gate, bce, tile=(12, 31))
+    plan = engine.plan(pair.image, pair.target)
+    counts = [plan.stages[p.stage].tile_count for p in plan.passes]
+    clock = [0.0]
+    monkeypatch.setattr(observers, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    tell = Progress.tile_done
+
+    def tick(self, phase):  # tiles of later passes take longer
+        clock[0] += 1.0 if phase == "forward" else 5.0
+        tell(self, phase)
+
+    monkeypatch.setattr(Progress, "tile_done", tick)
+    engine.backward(pair.image, pair.target)
+    seen = events_of(engine)
+    engine.backward(pair.image, pair.target)
+    seconds = [1.0 if p.phase == "forward" else 5.0 for p in plan.passes for _ in range(counts[p.stage])]
+    left = [sum(seconds[done:]) for done in range(1, len(seconds) + 1)]
+    assert [event.seconds_left for event in seen[:-1]] == pytest.approx(left)
 
 
 def test_a_forward_with_loss_and_a_stream_report_forward_tiles(net, bce, pair):

@@ -34,7 +34,7 @@ PLAN = Plan(
     whole_field=(),
     budget_bytes=None,
     fixed=(Amount(ledger.PROCESS, 400 * MIB), Amount(ledger.READERS, 96 * MIB), Amount(ledger.GRADIENTS, MIB)),
-    timed_seconds=32.4,
+    timed_seconds=(32.4,),
 )
 
 
@@ -111,7 +111,7 @@ def test_other_tiers_whole_fields_and_predictions():
 def test_passes_are_told_as_runs():
     order = [(i, "forward") for i in range(3)] + [(2, "one pass"), (1, "backward"), (0, "backward")]
     stages = tuple(dataclasses.replace(STAGE, index=i) for i in range(3))
-    description = changed(stages=stages, passes=tuple(Pass(*one) for one in order))
+    description = changed(stages=stages, passes=tuple(Pass(*one) for one in order), timed_seconds=(1.0,) * len(order))
     assert dict(description.facts)["passes over stages"] == "forward 0 to 2, one pass 2, backward 1 to 0"
     assert [row["sweeps"] for row in cells(description.tables[0])] == ["both", "both", "both"]
 

@@ -53,7 +53,7 @@ def test_totals(plan):
 
 
 def test_a_predicted_time_is_shown(plan):
-    timed = dataclasses.replace(plan, timed_seconds=83.0)
+    timed = dataclasses.replace(plan, timed_seconds=(83.0, *(0.0 for _ in plan.passes[1:])))
     assert "about 1 min 23 s a step" in str(timed)
     assert "a step (from tiles that were timed)" in str(timed)
     assert re.search(r"predicted time +about .* a step \(by the cost model\)", str(plan))

@@ -59,7 +59,10 @@ def study_of(stages=3, fields=4, **changes):
             Amount(ledger.STEP, 160 << 20),
             Amount(ledger.TILES, 7 * GIB - 5 * GIB - (956 << 20)),
         ),
-        timed_seconds=210.0,
+        timed_seconds=tuple(
+            10 * (described[p.stage].forward_seconds if p.phase == "forward" else described[p.stage].backward_seconds)
+            for p in passes
+        ),
     )
     found = tuple(
         Fate(

@@ -295,6 +295,7 @@ class Engine:
                 run = Run(prepared, sources, stored_in(self._composite, prepared.graph), self.events, backward=False)
             with run, closing(run):
                 yield from run.stream()
+            self._planner.finished(prepared, None)
         leave_state(self._composite, run.updates, captured)
 
     def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run, Graph]:
@@ -312,6 +313,7 @@ class Engine:
                     self.events.emit(Notice(told))
             if overflows != self._overflows and all(g.isfinite().all() for g in run.gradients.values()):
                 self._overflows = overflows
+            self._planner.finished(prepared, run.pass_seconds)
             gradients = {prepared.graph[i].arguments["name"]: g for i, g in run.gradients.items()}
             more["gradient_error"] = self._errors.refresh(run.rounding_errors, gradients)
         leave_state(self._composite, run.updates, captured)
@@ -328,7 +330,6 @@ class Engine:
         start = time.perf_counter()
         more: dict[str, float] = {}
         yield prepared, captured, more
-        self._planner.finished(prepared)
         height, width = sources["image"].spec.shape[-2:]
         self.last_run = StepMeasured(
             phase=phase,

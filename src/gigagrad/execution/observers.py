@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 from gigagrad.devices import MemoryWatch
 from gigagrad.events import Events, Notice, TileDone
@@ -26,28 +27,37 @@ class Observer:
 
 
 class Progress(Observer):
-    """Tells listeners of every tile, and what is left of the step: the plan's seconds, scaled to what the tiles took so
-    far. The plan counts as much as a tenth of the step would, for its beginning is not typical of it
-    (docs/decisions/0012-time-model.md).
+    """Tells listeners of every tile, and what is left of the step: what the passes took the last time, else the plan's
+    seconds, scaled to what the tiles took so far. What was foretold counts as much as a tenth of the step would, for
+    its beginning is not typical of it (docs/decisions/0012-time-model.md).
     """
 
     def __init__(self, prepared: Prepared, events: Events) -> None:
         self._plan, self._events = prepared.plan, events
+        planned = [share * self._plan.predicted_seconds for share in self._plan.pass_shares]
+        self._foretold = planned if prepared.taken is None else prepared.taken
         self._done = 0
         self._began = time.perf_counter()
-        # Of the step's predicted time: what is over, and what each tile of the pass adds to it.
-        self._share = self._share_of_tile = 0.0
+        self._passes_began: list[float] = []
+        # Of what was foretold: what is over, and what each tile of the pass adds to it.
+        self._over = self._of_tile = 0.0
+
+    @property
+    def pass_seconds(self) -> tuple[float, ...]:
+        """What each pass took, asked at the end of the last one."""
+        return tuple(end - start for start, end in pairwise([*self._passes_began, time.perf_counter()]))
 
     def pass_begins(self, index: int) -> None:
+        self._passes_began.append(time.perf_counter())
         stage = self._plan.stages[self._plan.passes[index].stage]
-        self._share_of_tile = self._plan.pass_shares[index] / stage.tile_count
+        self._of_tile = self._foretold[index] / stage.tile_count
 
     def tile_done(self, phase: str) -> None:
         self._done += 1
-        self._share += self._share_of_tile
-        planned, gone = self._plan.predicted_seconds, time.perf_counter() - self._began
-        slower = (gone + _PRIOR * planned) / ((self._share + _PRIOR) * planned)
-        left = max(0.0, 1 - self._share) * planned * slower
+        self._over += self._of_tile
+        foretold, gone = sum(self._foretold), time.perf_counter() - self._began
+        slower = (gone + _PRIOR * foretold) / (self._over + _PRIOR * foretold)
+        left = max(0.0, foretold - self._over) * slower
         self._events.emit(TileDone(phase, self._done, self._plan.tile_count, left))
 
 

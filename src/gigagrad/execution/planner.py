@@ -23,7 +23,7 @@ from gigagrad.execution.optimizer_state import OptimizerState
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.sinks import Handed, Sink
 from gigagrad.execution.sources import Source
-from gigagrad.execution.trial import faster_layout
+from gigagrad.execution.trial import faster_layout, trial_seconds
 from gigagrad.graphs import Call, Composite, Graph, lookup
 from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan, split_stages
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
@@ -35,6 +35,8 @@ _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""
 _MOST_TRIED = 4
 """With more stages than this the trial would take longer than it saves."""
+_CHEAP = 0.02
+"""A tile of every pass is timed before a first run where that takes at most this share of it."""
 _UNSEEN_BYTES = UNNOTICED_BYTES // 2
 """By how much a process may use more than a plan counts on before it is planned for anew."""
 _MOST_SIZES = 32
@@ -96,12 +98,15 @@ class Planner:
         self._choices[_name(sources, backward=backward)] = Choice.of(planned.prepared.plan)
         return planned.prepared
 
-    def finished(self, prepared: Prepared) -> None:
-        """It has run: what it added to the process beside tensors is there."""
+    def finished(self, prepared: Prepared, pass_seconds: tuple[float, ...] | None) -> None:
+        """It has run: what it added to the process beside tensors is there, and what its passes took is known."""
         for key, planned in self._planned.items():
-            if planned.prepared is prepared and not planned.ran:
-                self._planned[key] = dataclasses.replace(planned, ran=True)
-                self._device.ran(planned.compiled)
+            if planned.prepared is prepared:
+                if not planned.ran:
+                    self._device.ran(planned.compiled)
+                taken = dataclasses.replace(prepared, taken=pass_seconds)
+                self._planned[key] = dataclasses.replace(planned, prepared=taken, ran=True)
+                return
 
     def problem(self, graph: Graph, sources: dict[str, Source], sink: Sink | None, *, backward: bool) -> Problem:
         """What there is to plan for; asked after capture, which loads much. Raises StoreError for a missing folder."""
@@ -182,11 +187,18 @@ class Planner:
         many = plan.tile_count >= _WORTH_A_TRIAL and len(plan.stages) <= _MOST_TRIED
         if adopted is None and many and plan.memory_format == "channels_last":
             layout, seconds = faster_layout(prepared)
-            self._device.trim()  # what the slower layout left behind would lie under the run's own peak
-            self._device.tried(max(0, self._device.held_bytes() - amount_of(problem.held, ledger.PROCESS)))
+            self._tried(problem)
             plan = dataclasses.replace(plan, memory_format=layout, timed_seconds=seconds)
-            prepared = dataclasses.replace(prepared, plan=plan)
+        elif _trial_share(plan) <= _CHEAP:
+            plan = dataclasses.replace(plan, timed_seconds=trial_seconds(prepared, plan.memory_format))
+            self._tried(problem)
+        prepared = dataclasses.replace(prepared, plan=plan)
         return _Planned(prepared, _compiled(prepared))
+
+    def _tried(self, problem: Problem) -> None:
+        """What a trial left behind would lie under the run's own peak; what it loaded the run need not load again."""
+        self._device.trim()
+        self._device.tried(max(0, self._device.held_bytes() - amount_of(problem.held, ledger.PROCESS)))
 
     def _again(self, problem: Problem, choice: Choice) -> Plan:
         """The plan of an earlier choice; where it no longer fits, another one, and a notice that says so."""
@@ -217,6 +229,12 @@ def _compiled(prepared: Prepared) -> int:
     backward = prepared.problem.backward
     on_tiles = sum(compiled_convolutions(prepared.grid(stage), backward=backward) for stage in prepared.stages)
     return on_tiles + whole_compiled_convolutions(prepared.graph, backward=backward)
+
+
+def _trial_share(plan: Plan) -> float:
+    """The part of a step that one tile of each of its passes takes, by the cost model."""
+    tiles = [plan.stages[p.stage].tile_count for p in plan.passes]
+    return sum(share * plan.workers / count for share, count in zip(plan.pass_shares, tiles, strict=True))
 
 
 def _packing_of(rounding: Rounding | None) -> Packing:

@@ -22,6 +22,8 @@ class Prepared:
     problem: Problem
     rounding: Rounding | None = None
     """What the plan's packed fields are rounded by."""
+    taken: tuple[float, ...] | None = None
+    """Seconds that each pass took when this ran last; None before, and after streams, in which others have a part."""
 
     @property
     def graph(self) -> Graph:

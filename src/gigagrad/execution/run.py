@@ -61,10 +61,13 @@ class Run:
         self._executor = Threads(plan.workers) if plan.workers > 1 else Serial()
         self._watch = device.watch(plan.predicted_peak_bytes, plan.budget_bytes)
         memory = Memory(prepared, self._watch, self._fields, self._executor, events)
-        self._observers = (memory, Progress(prepared, events))
+        self._progress = Progress(prepared, events)
+        self._observers = (memory, self._progress)
         self._sweeps = Sweeps(
             prepared, self._fields, self._tape, self._executor, self._reader, self._watch, self._observers
         )
+        self.pass_seconds: tuple[float, ...] | None = None
+        """What each pass took, once `run` is over; in a stream whoever takes the pieces has a part in that."""
         self._backward = Backward(prepared, self._sweeps, self._tape, self._fields, self._watch)
         _put_what_is_known(self._tape, prepared, sources, stored)
 
@@ -119,6 +122,7 @@ class Run:
             self._fields.end(index)
         if self._tape.backward:
             self._backward.finish()
+        self.pass_seconds = self._progress.pass_seconds
 
     def stream(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """The boxes and crops of the output field, tile by tile in row-major order."""

@@ -1,4 +1,4 @@
-"""Which memory layout is faster for this network on this machine: one tile of random pixels, both ways, timed."""
+"""How long a step will take, and in which memory layout it is faster: tiles of random pixels, timed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ _CLEARLY = 0.85
 single timings are off by large factors, and the choice should not flicker."""
 
 
-def trial_seconds(prepared: Prepared, memory_format: str) -> float:
-    """Seconds one step would take in this layout, by one run of a middle tile of each pass."""
+def trial_seconds(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
+    """Seconds each pass would take in this layout, by one run of a middle tile of it; whole-field operators by the
+    cost model.
+    """
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
-    plan, total = prepared.plan, 0.0
+    plan, found = prepared.plan, []
+    whole = plan.whole_seconds / max(1, len(plan.passes))
     with operator_threads(1 if plan.workers > 1 else torch.get_num_threads()):
         for step in plan.passes:
             seconds = _tile_seconds(prepared, prepared.stages[step.stage], step.phase != "forward", layout)
-            total += seconds * plan.stages[step.stage].tile_count / plan.workers
-    return total
+            found.append(seconds * plan.stages[step.stage].tile_count / plan.workers + whole)
+    return tuple(found)
 
 
 def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torch.memory_format) -> float:
@@ -89,8 +92,8 @@ def _crop_shape(node: Node, box: Box) -> list[int]:
     return shape
 
 
-def faster_layout(prepared: Prepared) -> tuple[str, float]:
-    """The faster memory format of the two and the seconds a step would take in it (pixels at hand).
+def faster_layout(prepared: Prepared) -> tuple[str, tuple[float, ...]]:
+    """The faster memory format of the two and the seconds each pass would take in it (pixels at hand).
 
     The two are compared on tiles of half the side, so that the slower one, which may need more memory than the plan
     counts on, stays below the plan's own peak.
@@ -99,10 +102,10 @@ def faster_layout(prepared: Prepared) -> tuple[str, float]:
     trial_seconds(small, "channels_last")  # the first run of every kernel is slower
     wins = losses = 0
     while wins < _WINS_NEEDED and losses <= _ROUNDS - _WINS_NEEDED:
-        won = trial_seconds(small, "contiguous") < _CLEARLY * trial_seconds(small, "channels_last")
+        won = sum(trial_seconds(small, "contiguous")) < _CLEARLY * sum(trial_seconds(small, "channels_last"))
         wins, losses = wins + won, losses + (not won)
     layout = "contiguous" if wins == _WINS_NEEDED else "channels_last"
-    return layout, min(trial_seconds(prepared, layout) for _ in range(_TIMINGS))
+    return layout, min((trial_seconds(prepared, layout) for _ in range(_TIMINGS)), key=sum)
 
 
 def _with_tiles(prepared: Prepared, tiles: list[tuple[int, int]]) -> Prepared:

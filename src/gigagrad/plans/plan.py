@@ -119,8 +119,8 @@ class Plan:
     """Peak of what is kept in each of the other tiers, by its name."""
     whole_seconds: float = 0.0
     """What whole-field operators take, by the cost model."""
-    timed_seconds: float | None = None
-    """What tiles that were timed on this machine come to in a step; None where none were."""
+    timed_seconds: tuple[float, ...] | None = None
+    """Of each pass, by a tile of it that was timed on this machine; None where none was."""
 
     @property
     def ledger(self) -> tuple[Amount, ...]:
@@ -144,7 +144,7 @@ class Plan:
     @property
     def predicted_seconds(self) -> float:
         """Of one step."""
-        return self.modelled_seconds if self.timed_seconds is None else self.timed_seconds
+        return self.modelled_seconds if self.timed_seconds is None else sum(self.timed_seconds)
 
     @property
     def modelled_seconds(self) -> float:
@@ -154,8 +154,9 @@ class Plan:
     @property
     def pass_shares(self) -> tuple[float, ...]:
         """What part of the predicted time each pass takes; whole-field operators count to all passes alike."""
-        total = sum(self._sweep_seconds)
-        return tuple(seconds / total if total else 1 / len(self.passes) for seconds in self._sweep_seconds)
+        passes = self._sweep_seconds if self.timed_seconds is None else self.timed_seconds
+        total = sum(passes)
+        return tuple(seconds / total if total else 1 / len(passes) for seconds in passes)
 
     @property
     def _sweep_seconds(self) -> tuple[float, ...]:
@@ -196,6 +197,7 @@ class Plan:
         )
         rest = {
             "image_shape": tuple(data["image_shape"]),
+            "timed_seconds": None if data["timed_seconds"] is None else tuple(data["timed_seconds"]),
             "passes": tuple(Pass(**p) for p in data["passes"]),
             "kept": tuple(KeptField(**field | {"shape": tuple(field["shape"])}) for field in data["kept"]),
             "whole_field": tuple(WholeField(**operator) for operator in data["whole_field"]),
