@@ -281,7 +281,6 @@ READING = {
         sources.Source.close,
         opening.open_image,
         opening._open_path,
-        opening._open_tiff,
         tiff.open_tiff,
         tiff.TiffImage.__init__,
         tiff.TiffImage._release,

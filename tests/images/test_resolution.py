@@ -28,18 +28,18 @@ from gigagrad.images.resolution import GuessedResolutionWarning, choose_mpp, mic
 def test_precedence_and_range(given: float, claims: list[float], power: float | None, expected: float | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose_mpp(given, claims, power, "slide") == expected
+        assert choose_mpp(given, "slide", claims, power) == expected
 
 
 def test_a_guess_warns() -> None:
     with pytest.warns(GuessedResolutionWarning, match=r"slide names no micrometres per pixel.*20x objective = 0\.5"):
-        assert choose_mpp(None, [1000.0], 20.0, "slide") == 0.5
+        assert choose_mpp(None, "slide", [1000.0], 20.0) == 0.5
 
 
 @pytest.mark.parametrize("given", [0.0, -1.0, 25400.0, float("nan")])
 def test_an_impossible_argument_is_refused(given: float) -> None:
     with pytest.raises(ImageError, match=r"expected micrometres per pixel from 0\.05 to 20"):
-        choose_mpp(given, [0.5], None, "slide")
+        choose_mpp(given, "slide", [0.5])
 
 
 @pytest.mark.parametrize(

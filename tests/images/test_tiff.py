@@ -215,8 +215,8 @@ def decoded_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, np.ndarra
     get = TileCache.get
 
     def watched(cache: TileCache, key: Any, decode: Any) -> np.ndarray:
-        def decode_and_tell() -> np.ndarray:
-            pieces.append((key, decode()))
+        def decode_and_tell(key: Any) -> np.ndarray:
+            pieces.append((key, decode(key)))
             return pieces[-1][1]
 
         return get(cache, key, decode_and_tell)

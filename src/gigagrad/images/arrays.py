@@ -1,12 +1,17 @@
-"""NumPy arrays as images: `(C, H, W)` or `(H, W)`, as everywhere in PyTorch."""
+"""NumPy arrays and tensors as images: `(C, H, W)` or `(H, W)`, as everywhere in PyTorch, which need not be there."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images.image import Array, Image, fill_of
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_CHANNELS_OF_BYTES = 32
 
@@ -25,6 +30,23 @@ class ArrayImage(Image):
 
     def _read_inside(self, box: Box) -> Array:
         return self._array_CHW[:, box.y0 : box.y1, box.x0 : box.x1].astype(self._native)
+
+
+class TensorImage(Image):
+    """A tensor as an image; `read` gives tensors of its dtype on its device, detached from any autograd graph."""
+
+    def __init__(self, tensor: torch.Tensor, *, mpp: float | None = None, name: str = "tensor") -> None:
+        of_bytes = str(tensor.dtype) == "torch.uint8"
+        shape = channels_first(tuple(tensor.shape), of_bytes, name)
+        fill = 255 if of_bytes and shape[0] == 3 else 0
+        super().__init__(shape=shape, dtype=tensor.dtype, name=name, fill=fill, mpp=mpp)
+        self._tensor_CHW = tensor.detach().reshape(shape)
+
+    def _read_inside(self, box: Box) -> torch.Tensor:
+        return self._tensor_CHW[:, box.y0 : box.y1, box.x0 : box.x1].clone()
+
+    def _blank(self, height: int, width: int) -> torch.Tensor:
+        return self._tensor_CHW.new_full((self.channels, height, width), self.fill)
 
 
 def channels_first(shape: tuple[int, ...], of_bytes: bool, name: str) -> tuple[int, int, int]:

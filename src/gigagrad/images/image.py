@@ -60,18 +60,20 @@ class Image(ABC):
         fill: int | float = 0,
         mpp: float | None = None,
         levels: tuple[Level, ...] | None = None,
-        open_level: Callable[[int], Image] | None = None,
+        level: int = 0,
+        open_level: Callable[[int], Image | None] | None = None,
         cache_bytes: int = 0,
     ) -> None:
+        """`mpp` is level 0's, `level` the chosen one; what `open_level` makes of another is an image."""
         if min(shape) < 1:
             raise ImageError(f"{name} has no pixels: its shape (C, H, W) is {shape}; every axis must be at least 1")
         self.shape: Final = shape
         self.dtype: Final = dtype
         self.name: Final = name
         self.fill: Final = fill
-        self.mpp: Final = mpp
         self.cache_bytes: Final = cache_bytes
         self.levels: Final = levels or (Level(shape[1:], 1.0),)
+        self.mpp: Final = None if mpp is None else mpp * self.levels[level].downsample
         self._open_level = open_level
         self._closed = False
 
@@ -127,7 +129,9 @@ class Image(ABC):
         choose_level(self.levels, level, self.name)
         if self._open_level is None:
             raise ImageError(f"{self.name} has but one level; open its source with open_image(level=...)")
-        return self._open_level(level)
+        another = self._open_level(level)
+        assert another is not None, "a source that could be opened can be opened again"
+        return another
 
     @final
     def close(self) -> None:

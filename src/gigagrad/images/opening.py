@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gigagrad.errors import ImageError
+from gigagrad.images.arrays import ArrayImage, TensorImage
 from gigagrad.images.image import Array, Image, choose_level
+from gigagrad.images.openslide import open_openslide
+from gigagrad.images.pictures import is_picture, open_picture
 from gigagrad.images.resolution import choose_mpp
+from gigagrad.images.tiff import open_tiff
+from gigagrad.images.zarr import from_array, is_zarr, open_zarr
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +52,6 @@ def open_image(
 
 def _open_path(path: Path, level: int, mpp: float | None) -> Image:
     if path.is_dir():
-        from gigagrad.images.zarr import is_zarr, open_zarr
-
         if is_zarr(path):
             return open_zarr(path, level=level, mpp=mpp)
         raise ImageError(f"{path} is a folder, not an image (and not a Zarr store); name a file inside it")
@@ -61,35 +64,16 @@ def _open_path(path: Path, level: int, mpp: float | None) -> Image:
         raise ImageError(f"cannot read {path}: {error.strerror}") from error
     if not head:
         raise ImageError(f"{path} is empty (0 bytes); copy or download it again")
-    image = _open_tiff(path, level, mpp) if head.startswith(_TIFF_SIGNATURES) else _open_picture(path, head, level, mpp)
-    return image or _open_openslide(path, level, mpp)
-
-
-def _open_tiff(path: Path, level: int, mpp: float | None) -> Image | None:
-    from gigagrad.images.tiff import open_tiff
-
-    return open_tiff(path, level=level, mpp=mpp)
-
-
-def _open_picture(path: Path, head: bytes, level: int, mpp: float | None) -> Image | None:
-    from gigagrad.images.pictures import is_picture, open_picture
-
-    if not is_picture(head):
-        return None
-    image = open_picture(path, mpp=choose_mpp(mpp, [], None, path.name))
-    choose_level(image.levels, level, path.name)
-    return image
-
-
-def _open_openslide(path: Path, level: int, mpp: float | None) -> Image:
-    from gigagrad.images.openslide import open_openslide
-
-    image = open_openslide(path, level=level, mpp=mpp)
-    if image is None:
-        raise ImageError(
-            f"{path} is of no known kind; expected a slide that OpenSlide reads, a TIFF, a Zarr folder, a PNG or a JPEG"
-        )
-    return image
+    if is_picture(head):
+        image = open_picture(path, mpp=choose_mpp(mpp, path.name))
+        choose_level(image.levels, level, path.name)
+        return image
+    tiff = open_tiff(path, level=level, mpp=mpp) if head.startswith(_TIFF_SIGNATURES) else None
+    if slide := tiff or open_openslide(path, level=level, mpp=mpp):
+        return slide
+    raise ImageError(
+        f"{path} is of no known kind; expected a slide that OpenSlide reads, a TIFF, a Zarr folder, a PNG or a JPEG"
+    )
 
 
 def _open_array(source: object, level: int, mpp: float | None) -> Image:
@@ -97,17 +81,11 @@ def _open_array(source: object, level: int, mpp: float | None) -> Image:
     image: Image
     torch, zarr = sys.modules.get("torch"), sys.modules.get("zarr")
     if zarr is not None and isinstance(source, zarr.Array):
-        from gigagrad.images.zarr import from_array
-
         return from_array(source, level=level, mpp=mpp)
     if torch is not None and isinstance(source, torch.Tensor):
-        from gigagrad.images.tensors import TensorImage
-
-        image = TensorImage(source, mpp=choose_mpp(mpp, [], None, "the tensor"))
+        image = TensorImage(source, mpp=choose_mpp(mpp, "the tensor"))
     elif isinstance(source, np.ndarray):
-        from gigagrad.images.arrays import ArrayImage
-
-        image = ArrayImage(source, mpp=choose_mpp(mpp, [], None, "the array"))
+        image = ArrayImage(source, mpp=choose_mpp(mpp, "the array"))
     else:
         raise ImageError(
             f"cannot open a {type(source).__name__} as an image; expected a path, a NumPy array, a tensor, "

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gigagrad.boxes import Box, tiles
+from gigagrad.boxes import Box
 from gigagrad.images.image import Array, Image, Level, check_size, choose_level, in_our_words
 from gigagrad.images.resolution import choose_mpp, number
-from gigagrad.images.tile_cache import DEFAULT_CACHE_BYTES, TileCache
+from gigagrad.images.tile_cache import DEFAULT_CACHE_BYTES, TileCache, grid_parts
 
 _WHITE = 255
 _BLOCK = 512
@@ -25,26 +24,29 @@ class OpenSlideImage(Image):
     with, lower levels are read in blocks of one fixed grid.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        slide: Any,
-        *,
-        level: int,
-        levels: tuple[Level, ...],
-        mpp: float | None,
-        cache_bytes: int,
-        open_level: Callable[[int], Image],
-    ) -> None:
-        chosen = levels[level]
+    def __init__(self, path: Path, slide: Any, *, level: int, mpp: float | None, cache_bytes: int) -> None:
+        import openslide
+
+        with in_our_words(f"cannot open {path}"):
+            # OpenSlide says (width, height).
+            levels = tuple(
+                Level((height, width), float(downsample))
+                for (width, height), downsample in zip(slide.level_dimensions, slide.level_downsamples, strict=True)
+            )
+            chosen = choose_level(levels, level, path.name)
+            claim = number(slide.properties.get(openslide.PROPERTY_NAME_MPP_X, ""))
+            power = number(slide.properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER, ""))
+            check_size((3, *chosen.shape), path.name)
+        base = choose_mpp(mpp, path.name, [claim], power)
         super().__init__(
             shape=(3, *chosen.shape),
             dtype=np.dtype(np.uint8),
             name=path.stem,
             fill=_WHITE,
-            mpp=mpp,
+            mpp=base,
             levels=levels,
-            open_level=open_level,
+            level=level,
+            open_level=lambda other: open_openslide(path, level=other, mpp=base, cache_bytes=cache_bytes),
             cache_bytes=cache_bytes,
         )
         self._path = path
@@ -57,14 +59,8 @@ class OpenSlideImage(Image):
         if self._level == 0:
             return self._region(box).transpose(2, 0, 1)
         pixels_HWC = np.empty((*box.shape, 3), np.uint8)
-        first_y, first_x = box.y0 // _BLOCK * _BLOCK, box.x0 // _BLOCK * _BLOCK
-        for cell in tiles(box.y1 - first_y, box.x1 - first_x, _BLOCK, _BLOCK):
-            corner = cell.shift(first_y, first_x)
-            block = Box(corner.y0, corner.x0, corner.y0 + _BLOCK, corner.x0 + _BLOCK).clamp(self.height, self.width)
-            part = block.intersect(box)
-            to = part.shift(-box.y0, -box.x0)
-            of = part.shift(-block.y0, -block.x0)
-            pixels = self._cache.get(block, lambda block=block: self._region(block))  # type: ignore[misc]
+        for block, to, of in grid_parts(box, _BLOCK, _BLOCK):
+            pixels = self._cache.get(block.clamp(self.height, self.width), self._region)
             pixels_HWC[to.y0 : to.y1, to.x0 : to.x1] = pixels[of.y0 : of.y1, of.x0 : of.x1]
         return pixels_HWC.transpose(2, 0, 1)
 
@@ -97,33 +93,7 @@ def open_openslide(
             return None
         slide = openslide.OpenSlide(path)
     try:
-        with in_our_words(f"cannot open {path}"):
-            # OpenSlide says (width, height).
-            levels = tuple(
-                Level((height, width), float(downsample))
-                for (width, height), downsample in zip(slide.level_dimensions, slide.level_downsamples, strict=True)
-            )
-            chosen = choose_level(levels, level, path.name)
-            claim = number(slide.properties.get(openslide.PROPERTY_NAME_MPP_X, ""))
-            power = number(slide.properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER, ""))
-            check_size((3, *chosen.shape), path.name)
-        base = choose_mpp(mpp, [claim], power, path.name)
-        scaled = None if base is None else base * chosen.downsample
-        return OpenSlideImage(
-            path,
-            slide,
-            level=level,
-            levels=levels,
-            mpp=scaled,
-            cache_bytes=cache_bytes,
-            open_level=lambda other: _open_again(path, other, base, cache_bytes),
-        )
+        return OpenSlideImage(path, slide, level=level, mpp=mpp, cache_bytes=cache_bytes)
     except BaseException:
         slide.close()
         raise
-
-
-def _open_again(path: Path, level: int, mpp: float | None, cache_bytes: int) -> Image:
-    image = open_openslide(path, level=level, mpp=mpp, cache_bytes=cache_bytes)
-    assert image is not None
-    return image

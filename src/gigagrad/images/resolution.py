@@ -21,21 +21,14 @@ LARGEST_MPP = 20.0
 _NEAR = 1.5
 """Between two levels a factor of two apart, the nearer one is at most the square root of two away."""
 
-_UM_PER_UNIT = {
-    "nm": 1e-3,
-    "nanometer": 1e-3,
-    "um": 1.0,
-    "\u00b5m": 1.0,  # the micro sign
-    "\u03bcm": 1.0,  # the Greek letter
-    "micrometer": 1.0,
-    "micron": 1.0,
-    "mm": 1e3,
-    "millimeter": 1e3,
-    "cm": 1e4,
-    "centimeter": 1e4,
-    "m": 1e6,
-    "meter": 1e6,
+_UNITS_OF_UM = {
+    1e-3: ("nm", "nanometer"),
+    1.0: ("um", "\u00b5m", "\u03bcm", "micrometer", "micron"),  # with the micro sign, and with the Greek letter
+    1e3: ("mm", "millimeter"),
+    1e4: ("cm", "centimeter"),
+    1e6: ("m", "meter"),
 }
+_UM_PER_UNIT = {unit: um for um, units in _UNITS_OF_UM.items() for unit in units}
 
 
 class GuessedResolutionWarning(UserWarning):
@@ -59,7 +52,7 @@ def number(text: object) -> float | None:
 
 
 def choose_mpp(
-    given: float | None, claims: Iterable[float | None], objective_power: float | None, name: str
+    given: float | None, name: str, claims: Iterable[float | None] = (), objective_power: float | None = None
 ) -> float | None:
     """Level 0's micrometres per pixel by the precedence above, None if nothing credible is known.
 

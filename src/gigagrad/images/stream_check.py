@@ -24,49 +24,27 @@ _PNG_COMPRESSION = 34933
 _WEBP_COMPRESSIONS = frozenset({34927, 50001})
 
 
-def stream_fault(data: bytes, compression: int) -> str | None:
-    """What is wrong with a tile's stream, in a few words; None if it looks sound or cannot be judged from outside.
-
-    `compression` is the TIFF tag's value.
-    """
-    if compression in JPEG_2000_COMPRESSIONS:
-        return _jpeg_2000_fault(data)
-    if compression in JPEG_COMPRESSIONS:
-        try:
-            Jpeg.parse(data)
-        except ValueError as fault:
-            return str(fault)
-    return None
-
-
 def check_stream(data: bytes, compression: int, *, whole: tuple[int, int], inside: tuple[int, int]) -> Jpeg | None:
     """The stream, if it is a JPEG. Raises `ValueError` for one that is not sound or of another size than its tile.
 
-    A tile is `whole` in `(height, width)`, and `inside` of it lies in the image; streams have the one or the other.
-    Decoders take as much memory as a stream asks for, so this comes first.
+    `compression` is the TIFF tag's value. A tile is `whole` in `(height, width)`, and `inside` of it lies in the image;
+    streams have the one or the other. Decoders take as much memory as a stream asks for, so this comes first.
     """
     jpeg = Jpeg.parse(data) if compression in JPEG_COMPRESSIONS else None
-    if jpeg is None and (fault := stream_fault(data, compression)):
-        raise ValueError(fault)
-    size = _size(data, compression) if jpeg is None else (jpeg.height, jpeg.width)
+    size = (jpeg.height, jpeg.width) if jpeg else None
+    if compression in JPEG_2000_COMPRESSIONS:
+        size = check_jpeg_2000(data)
+    elif compression == _PNG_COMPRESSION:
+        size = png_size(data)
+    elif compression in _WEBP_COMPRESSIONS:
+        size = _webp_size(data)
     if size and not all(got in allowed for got, *allowed in zip(size, whole, inside, strict=True)):
         raise ValueError(f"it says that it is {size[0]} x {size[1]} px, the directory says {whole[0]} x {whole[1]}")
     return jpeg
 
 
-def _size(data: bytes, compression: int) -> tuple[int, int] | None:
-    """`(height, width)` as a sound stream's own header says, (0, 0) where it says none; None for other codecs."""
-    if compression in JPEG_2000_COMPRESSIONS:
-        return _jpeg_2000_size(data)
-    if compression == _PNG_COMPRESSION:
-        return png_size(data)
-    if compression in _WEBP_COMPRESSIONS:
-        return _webp_size(data)
-    return None
-
-
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Of the canvas (VP8X), of a lossless stream (VP8L) or of a lossy one."""
+    """`(height, width)` of the canvas (VP8X), a lossless stream (VP8L) or a lossy one; (0, 0) of anything else."""
     kind, body = data[12:16], data[20:30]
     if kind == b"VP8X":
         return int.from_bytes(body[7:10], "little") + 1, int.from_bytes(body[4:7], "little") + 1
@@ -180,29 +158,27 @@ _J2K_TILE_PART, _J2K_TILE_DATA, _J2K_END = b"\xff\x90", b"\xff\x93", b"\xff\xd9"
 _J2K_STRAY = re.compile(rb"\xff[\x90\x93-\xff]")
 
 
-def _jpeg_2000_size(data: bytes) -> tuple[int, int]:
-    at = data.find(_J2K_START)
-    width, height, left, top = (int.from_bytes(data[place : place + 4], "big") for place in range(at + 8, at + 24, 4))
-    return height - top, width - left
-
-
-def _jpeg_2000_fault(data: bytes) -> str | None:
-    """For a bare codestream, and for one inside a JP2 file."""
-    at = data.find(_J2K_START) if data.startswith(_J2K_FILE) else 0
-    if at < 0 or not data.startswith(_J2K_START, at):
-        return "it does not begin like a JPEG 2000"
-    at += 2
+def check_jpeg_2000(data: bytes) -> tuple[int, int]:
+    """`(height, width)` of a codestream, bare or inside a JP2 file. Raises `ValueError` for one that is not sound."""
+    start = data.find(_J2K_START) if data.startswith(_J2K_FILE) else 0
+    if start < 0 or not data.startswith(_J2K_START, start):
+        raise ValueError("it does not begin like a JPEG 2000")
+    places = range(start + 8, start + 24, 4)
+    width, height, left, top = (int.from_bytes(data[place : place + 4], "big") for place in places)
+    at = start + 2
     part_end = parts = 0
     while at + 2 <= len(data):
         marker = data[at : at + 2]
         if marker == _J2K_END:
-            return None if parts else "it holds no image"
+            if not parts:
+                raise ValueError("it holds no image")
+            return height - top, width - left
         if marker[0] != 0xFF:
-            return f"it has foreign bytes at {at}"
+            raise ValueError(f"it has foreign bytes at {at}")
         if marker == _J2K_TILE_DATA:
             stray = _J2K_STRAY.search(data, at + 2, part_end)
             if stray or part_end > len(data):
-                return f"it has foreign bytes at {stray.start()}" if stray else _CUT_OFF
+                raise ValueError(f"it has foreign bytes at {stray.start()}" if stray else _CUT_OFF)
             parts += 1
             at = part_end
             continue
@@ -211,4 +187,4 @@ def _jpeg_2000_fault(data: bytes) -> str | None:
             # Length 0 means: up to the end of the stream.
             part_end = at + length if length else data.rfind(_J2K_END)
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return _CUT_OFF
+    raise ValueError(_CUT_OFF)

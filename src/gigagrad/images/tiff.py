@@ -9,35 +9,30 @@ from __future__ import annotations
 import io
 import logging
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.files import bytes_at
-from gigagrad.images.image import Array, Image, Level, choose_level, fill_of, in_our_words, levels_of
+from gigagrad.images.image import Array, Image, choose_level, fill_of, in_our_words, levels_of
 from gigagrad.images.tiff_directory import base_mpp, better_by_openslide, check_kind, check_layout, is_colour
 from gigagrad.images.tiff_segments import Segments, segments_of
 from gigagrad.images.tiff_walk import walk_tiff
-from gigagrad.images.tile_cache import DEFAULT_CACHE_BYTES, TileCache
+from gigagrad.images.tile_cache import DEFAULT_CACHE_BYTES, TileCache, grid_parts
 
 
 class TiffImage(Image):
     """One level of a TIFF. Use `open_tiff`."""
 
     def __init__(
-        self,
-        path: Path,
-        segments: Segments,
-        *,
-        channels: int,
-        colour: bool,
-        levels: tuple[Level, ...],
-        mpp: float | None,
-        cache_bytes: int,
-        open_level: Callable[[int], Image],
+        self, path: Path, tables: list[Segments], *, colour: bool, level: int, mpp: float | None, cache_bytes: int
     ) -> None:
+        levels = levels_of([table.shape for table in tables])
+        choose_level(levels, level, path.name)
+        segments = tables[level]
+        channels = segments.planes * segments.samples
+        channels = 3 if colour and channels == 4 else channels
         super().__init__(
             shape=(channels, *segments.shape),
             dtype=segments.dtype,
@@ -45,7 +40,8 @@ class TiffImage(Image):
             fill=fill_of(segments.dtype, channels, says_colour=colour),
             mpp=mpp,
             levels=levels,
-            open_level=open_level,
+            level=level,
+            open_level=lambda other: open_tiff(path, level=other, mpp=mpp, cache_bytes=cache_bytes),
             cache_bytes=min(cache_bytes, channels * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize),
         )
         self._path = path
@@ -62,31 +58,25 @@ class TiffImage(Image):
     def _read_inside(self, box: Box) -> Array:
         height, width = self._segments.segment
         pixels_HWC = np.empty((*box.shape, self.channels), self._segments.dtype)
-        for row in range(box.y0 // height, -(-box.y1 // height)):
-            for column in range(box.x0 // width, -(-box.x1 // width)):
-                y, x = row * height, column * width
-                part = box.intersect(Box(y, x, y + height, x + width))
-                to = part.shift(-box.y0, -box.x0)
-                of = part.shift(-y, -x)
-                for plane in range(self._planes):
-                    target = pixels_HWC[to.y0 : to.y1, to.x0 : to.x1, plane * self._kept : (plane + 1) * self._kept]
-                    if self._segments.counts[plane, row, column] == 0:
-                        target[...] = self.fill
-                    else:
-                        tile = self._tile(plane, row, column)
-                        target[...] = tile[of.y0 : of.y1, of.x0 : of.x1, : self._kept]
+        for cell, to, of in grid_parts(box, height, width):
+            for plane in range(self._planes):
+                place = plane, cell.y0 // height, cell.x0 // width
+                target = pixels_HWC[to.y0 : to.y1, to.x0 : to.x1, plane * self._kept : (plane + 1) * self._kept]
+                if self._segments.counts[place] == 0:
+                    target[...] = self.fill
+                else:
+                    tile = self._cache.get(place, self._decode)
+                    target[...] = tile[of.y0 : of.y1, of.x0 : of.x1, : self._kept]
         return pixels_HWC.transpose(2, 0, 1)
 
-    def _tile(self, plane: int, row: int, column: int) -> Array:
-        return self._cache.get((plane, row, column), lambda: self._decode(plane, row, column))
-
-    def _decode(self, plane: int, row: int, column: int) -> Array:
-        count = int(self._segments.counts[plane, row, column])
+    def _decode(self, place: tuple[int, int, int]) -> Array:
+        _, row, column = place
+        count = int(self._segments.counts[place])
         with in_our_words(
             f"cannot decode the tile in row {row}, column {column} of {self._path}",
             "the file is corrupt there, copy or download it again",
         ):
-            data = bytes_at(self._file, count, int(self._segments.offsets[plane, row, column]))
+            data = bytes_at(self._file, count, int(self._segments.offsets[place]))
             if len(data) != count:
                 raise ValueError(f"it has {len(data)} of {count} bytes; the file shrank")
             tile = self._segments.decode(data, row, column)
@@ -131,22 +121,4 @@ def open_tiff(
         base = base_mpp(tif, series.keyframe, mpp, path.name)
     for table in tables:
         table.check_within(found.file_bytes, path.name)
-    levels = levels_of([table.shape for table in tables])
-    chosen = choose_level(levels, level, path.name)
-    channels = tables[level].planes * tables[level].samples
-    return TiffImage(
-        path,
-        tables[level],
-        channels=3 if colour and channels == 4 else channels,
-        colour=colour,
-        levels=levels,
-        mpp=None if base is None else base * chosen.downsample,
-        cache_bytes=cache_bytes,
-        open_level=lambda other: _open_again(path, other, base, cache_bytes),
-    )
-
-
-def _open_again(path: Path, level: int, mpp: float | None, cache_bytes: int) -> Image:
-    image = open_tiff(path, level=level, mpp=mpp, cache_bytes=cache_bytes)
-    assert image is not None
-    return image
+    return TiffImage(path, tables, colour=colour, level=level, mpp=base, cache_bytes=cache_bytes)

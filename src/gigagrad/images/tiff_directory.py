@@ -112,7 +112,7 @@ def base_mpp(tif: Any, page: Any, given: float | None, name: str) -> float | Non
     # The resolution is asked for before the guess, so an Aperio file's objective counts only where nothing else does.
     description = str(page.description or "")
     claims = [_aperio(description, "MPP"), _ome(tif.ome_metadata), _resolution_tags(page)]
-    return choose_mpp(given, claims, _aperio(description, "AppMag"), name)
+    return choose_mpp(given, name, claims, _aperio(description, "AppMag"))
 
 
 def _aperio(description: str, key: str) -> float | None:

@@ -41,15 +41,14 @@ class ZarrImage(Image):
         *,
         name: str,
         levels: tuple[Level, ...],
+        level: int = 0,
         mpp: float | None,
         open_level: Callable[[int], Image] | None = None,
     ) -> None:
         from gigagrad.images.zarr_codecs import with_bounded_chunks
 
-        sizes = dict(zip(axes, array.shape, strict=True))
-        shape = (sizes.get("c", 1), sizes["y"], sizes["x"])
-        dtype = np.dtype(array.dtype)
-        native = dtype.newbyteorder("=")
+        shape = _shape_of(array, axes)
+        native = np.dtype(array.dtype).newbyteorder("=")
         super().__init__(
             shape=shape,
             dtype=native,
@@ -57,6 +56,7 @@ class ZarrImage(Image):
             fill=fill_of(native, shape[0]),
             mpp=mpp,
             levels=levels,
+            level=level,
             open_level=open_level,
         )
         self._array = with_bounded_chunks(array)
@@ -102,10 +102,9 @@ def from_array(array: Any, *, name: str | None = None, level: int = 0, mpp: floa
             channels_first(array.shape, np.dtype(array.dtype) == np.uint8, name)
             axes = ["c", "y", "x"][-array.ndim :]
         _check_array(array, axes, name)
-        sizes = dict(zip(axes, array.shape, strict=True))
-        levels = levels_of([(sizes["y"], sizes["x"])])
+        levels = levels_of([_shape_of(array, axes)[1:]])
         choose_level(levels, level, name)
-        return ZarrImage(array, axes, name=name, levels=levels, mpp=choose_mpp(mpp, [], None, name))
+        return ZarrImage(array, axes, name=name, levels=levels, mpp=choose_mpp(mpp, name))
 
 
 def _named_axes(array: Any) -> list[str] | None:
@@ -134,17 +133,17 @@ def _from_group(group: Any, path: Path, name: str, level: int, mpp: float | None
         scale = _scale(entry["datasets"][0], entry)
         for array in arrays:
             _check_array(array, axes, name)
-    y, x = axes.index("y"), axes.index("x")
-    levels = levels_of([(array.shape[y], array.shape[x]) for array in arrays])
-    chosen = choose_level(levels, level, name)
-    base = choose_mpp(mpp, [micrometres(scale[x], units[x]) if scale else None], None, name)
-    scaled = None if base is None else base * chosen.downsample
+    levels = levels_of([_shape_of(array, axes)[1:] for array in arrays])
+    choose_level(levels, level, name)
+    x = axes.index("x")
+    base = choose_mpp(mpp, name, [micrometres(scale[x], units[x]) if scale else None])
     return ZarrImage(
         arrays[level],
         axes,
         name=name,
         levels=levels,
-        mpp=scaled,
+        level=level,
+        mpp=base,
         open_level=lambda other: open_zarr(path, level=other, mpp=base),
     )
 
@@ -172,6 +171,12 @@ def _scale(dataset: Mapping[str, Any], entry: Mapping[str, Any]) -> list[float] 
     return found
 
 
+def _shape_of(array: Any, axes: Sequence[str]) -> tuple[int, int, int]:
+    """`(C, H, W)`, whatever the order of its axes."""
+    sizes = dict(zip(axes, array.shape, strict=True))
+    return sizes.get("c", 1), sizes["y"], sizes["x"]
+
+
 def _check_array(array: Any, axes: Sequence[str], name: str) -> None:
     """Raises `ImageError` if there is more than channels, y and x, or what cannot be read safely in bounded memory."""
     from gigagrad.images.zarr_codecs import LARGEST_CHUNK_BYTES, codec_name, codecs_of
@@ -182,10 +187,10 @@ def _check_array(array: Any, axes: Sequence[str], name: str) -> None:
             f"{name} has axes {', '.join(axes)} of lengths {tuple(array.shape)}; expected channels, y and x (others of "
             "length 1); extract the plane you mean into its own array"
         )
-    dtype, sizes = np.dtype(array.dtype), dict(zip(axes, array.shape, strict=True))
+    dtype = np.dtype(array.dtype)
     if dtype.kind not in "buif":
         raise ImageError(f"{name} has dtype {dtype}; expected integers, floats or bool")
-    check_size((sizes.get("c", 1), sizes["y"], sizes["x"]), name)
+    check_size(_shape_of(array, axes), name)
     chunk_bytes = math.prod(array.chunks) * dtype.itemsize
     index_bytes = math.prod(array.shards or ()) // max(1, math.prod(array.chunks)) * _INDEX_ENTRY_BYTES
     if max(chunk_bytes, index_bytes) > LARGEST_CHUNK_BYTES:
