@@ -1,11 +1,9 @@
 """Where kept fields live: one abstract store, in memory or in files under a scratch folder."""
 
 from gigagrad.stores.codecs import Blosc, Codec, faster_codec
-from gigagrad.stores.disk import DiskStore
-from gigagrad.stores.disk_tier import DiskTier
+from gigagrad.stores.disk import DiskStore, DiskTier
 from gigagrad.stores.host import HostStore, HostTier, MemoryTier
-from gigagrad.stores.rounded import RoundedStore
-from gigagrad.stores.rounding import Half, Quantised, Rounding, parse_storage
+from gigagrad.stores.rounding import Half, Quantised, RoundedStore, Rounding, parse_storage
 from gigagrad.stores.scratch import Scratch
 from gigagrad.stores.store import Store
 from gigagrad.stores.tier import FieldSpec, OpenTier, Tier, register_tier, registered_tier

@@ -2,27 +2,32 @@
 
 A box touches the bricks around it, so reading costs little more than its own bytes, and a row of bricks is one call.
 The checksum of what is read is compared with that of what was written before anything is decoded: a file that changed
-in between, be it to an older brick, is an error, never a wrong gradient.
+in between, be it to an older brick, is an error, never a wrong gradient. The tier of such files stands below.
 """
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import imagecodecs
 import numpy as np
 import torch
 
+from gigagrad.allowances import FREE_SHARE, ROWS_AT_ONCE
 from gigagrad.boxes import Box
+from gigagrad.devices import Machine
 from gigagrad.errors import StoreError
 from gigagrad.stores.bricks import Bricks
-from gigagrad.stores.codecs import Bytes, Codec
+from gigagrad.stores.codecs import Blosc, Bytes, Codec, faster_codec
 from gigagrad.stores.scratch import Scratch
 from gigagrad.stores.scratch_file import Rows, page_aligned
 from gigagrad.stores.store import Store
+from gigagrad.stores.tier import FieldSpec, OpenTier, Size, Tier
 from gigagrad.threads import Task, wait_for
 
 _crc32: Any = imagecodecs.deflate_crc32  # takes any buffer; its type stubs name only three kinds
@@ -48,8 +53,7 @@ class DiskStore(Store):
         codec: Codec | None = None,
     ) -> None:
         super().__init__(shape, dtype, axes)
-        self._others = [axis for axis in range(-len(shape), 0) if axis not in axes]
-        self._rest = tuple(shape[axis] for axis in self._others)
+        self._rest = tuple(shape[axis] for axis in range(-len(shape), 0) if axis not in axes)
         self._layout = Bricks(shape[axes[0]], shape[axes[1]], prod(self._rest) * dtype.itemsize)
         self._checksums = np.zeros(self._layout.shape, np.uint32)
         self._lengths = np.zeros(self._layout.shape, np.uint32)
@@ -73,7 +77,7 @@ class DiskStore(Store):
 
         with self._in_the_file:
             self._scratch.each(fill, self._layout.rows(box))
-        return self._as_stored(result)
+        return result.movedim((0, 1), self.axes)
 
     def write(self, box: Box, crop: torch.Tensor) -> None:
         self._update_behind(box, crop, add=False)
@@ -95,7 +99,7 @@ class DiskStore(Store):
         pixels = crop.detach().to("cpu", self.dtype)
         if pixels.untyped_storage().nbytes() > pixels.nbytes:
             pixels = pixels.clone()  # a view would keep all of a larger crop until it is written
-        pixels = pixels.permute(*self.axes, *self._others)
+        pixels = pixels.movedim(self.axes, (0, 1))
         with self._handing_over:
             earlier = self._newest
             if earlier is not None and earlier.done():
@@ -190,10 +194,54 @@ class DiskStore(Store):
         if self._codec is None:
             self._file.write(memoryview(bricks).cast("B"), self._layout.offset(row, columns.start))
 
-    def _as_stored(self, pixels: torch.Tensor) -> torch.Tensor:
-        """From `(height, width, others...)` to the field's own order of axes: a view."""
-        rank = len(self.shape)
-        order = [0] * rank
-        for position, axis in enumerate((*self.axes, *self._others)):
-            order[axis + rank] = position
-        return pixels.permute(order)
+
+class DiskTier(Tier):
+    """Files in `folder`, of at most `room_bytes` in all; without that, of what is free there."""
+
+    name = "disk"
+    place = "scratch files"
+    encodes = True
+    remedy = "make room in the scratch folder, name another one, or raise scratch_bytes"
+
+    def __init__(self, folder: Path, room_bytes: int | None = None) -> None:
+        self._folder, self._room_bytes = folder, room_bytes
+
+    def room_bytes(self) -> int:
+        try:
+            free = int(shutil.disk_usage(self._folder).free * FREE_SHARE)
+        except OSError as error:
+            raise StoreError(f"cannot use scratch folder '{self._folder}': {error.strerror or error}") from error
+        return free if self._room_bytes is None else min(free, self._room_bytes)
+
+    def open(self, needed_bytes: int, machine: Machine) -> OpenTier:
+        codec = faster_codec(machine.disk_bytes_per_second, machine.codec_bytes_per_second, machine.codec_ratio)
+        return _OpenFolder(Scratch(self._folder, needed_bytes), codec)
+
+    def field_bytes(self, size: Size, pixel_bytes: int) -> int:
+        return Bricks(*size, pixel_bytes).file_bytes
+
+    def crop_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> float:
+        """Of the bricks that it touches."""
+        nbytes = crop[0] * crop[1] * pixel_bytes
+        return Bricks(*size, pixel_bytes).read_ratio(*crop) * nbytes if nbytes else 0.0
+
+    def buffer_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> int:
+        return ROWS_AT_ONCE * Bricks(*size, pixel_bytes).row_bytes(crop[1])
+
+    def link_seconds(self, nbytes: float, machine: Machine) -> float:
+        return nbytes / machine.disk_bytes_per_second
+
+    def processor_seconds(self, nbytes: float, machine: Machine) -> float:
+        return machine.file_seconds(nbytes)
+
+
+class _OpenFolder:
+    def __init__(self, scratch: Scratch, codec: Codec | None) -> None:
+        self._scratch, self._codec = scratch, codec
+
+    def open_store(self, field: FieldSpec) -> Store:
+        codec = Blosc() if field.coded else self._codec
+        return DiskStore(field.shape, field.dtype, field.axes, scratch=self._scratch, name=field.name, codec=codec)
+
+    def close(self) -> None:
+        self._scratch.close()

@@ -51,7 +51,7 @@ class HostStore(Store):
 
 
 class MemoryTier(Tier):
-    """The memory in which tiles are computed."""
+    """The memory in which tiles are computed. It is open at any time, and its stores are closed one by one."""
 
     name = "memory"
     place = "memory"
@@ -68,7 +68,13 @@ class MemoryTier(Tier):
         return whole_pages(super().field_bytes(size, pixel_bytes))
 
     def open(self, needed_bytes: int, machine: Machine) -> OpenTier:
-        return _OpenMemory(self._device)
+        return self
+
+    def open_store(self, field: FieldSpec) -> Store:
+        return HostStore(field.shape, field.dtype, field.axes, device=self._device, memory_format=field.layout)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class HostTier(MemoryTier):
@@ -89,14 +95,3 @@ class HostTier(MemoryTier):
 
     def link_seconds(self, nbytes: float, machine: Machine) -> float:
         return nbytes / machine.copy_bytes_per_second
-
-
-class _OpenMemory:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def open_store(self, field: FieldSpec) -> Store:
-        return HostStore(field.shape, field.dtype, field.axes, device=self._device, memory_format=field.layout)
-
-    def close(self) -> None:
-        """The stores are closed one by one."""

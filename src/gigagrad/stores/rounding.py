@@ -23,6 +23,7 @@ from torch import Tensor
 from gigagrad.boxes import Box, split
 from gigagrad.errors import ConfigError, StoreError
 from gigagrad.stores.dither import dither
+from gigagrad.stores.store import Store
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _STRIP_VALUES = 1 << 17  # so many values at a time stay in the processor's cache through some twenty operations
@@ -209,6 +210,36 @@ def _values(codes: Tensor, noise: Tensor, grid: _Grid) -> Tensor:
         return values
     exact = (codes < 0) | (codes > grid.codes)
     return torch.where(exact, codes.view(grid.working), values)
+
+
+class RoundedStore(Store):
+    """A field of `dtype` in an `inner` store of the rounding's packed dtype. What is read is `rounding.round` of it.
+
+    For fields of the forward pass only: `add` is refused, because cotangents stay exact, and so are integers.
+    """
+
+    def __init__(self, inner: Store, rounding: Rounding, dtype: torch.dtype) -> None:
+        assert dtype.is_floating_point, f"a field of {dtype} is stored as it is"
+        packed = rounding.packed_dtype(dtype)
+        assert inner.dtype == packed, f"the inner store holds {inner.dtype}; {rounding} packs {dtype} as {packed}"
+        super().__init__(inner.shape, dtype, inner.axes)
+        self._inner = inner
+        self._rounding = rounding
+
+    def read(self, box: Box) -> torch.Tensor:
+        return self._rounding.unpack(self._inner.read(box), box, self.axes, self.dtype)
+
+    def write(self, box: Box, crop: torch.Tensor) -> None:
+        self._inner.write(box, self._rounding.pack(crop, box, self.axes))
+
+    def add(self, box: Box, crop: torch.Tensor) -> None:
+        raise AssertionError("sums are never rounded: a cotangent belongs in a store of its own dtype")
+
+    def flush(self) -> None:
+        self._inner.flush()
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 def parse_storage(text: str | None) -> Rounding | None:
