@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from gigagrad.boxes import Box, tiles
@@ -47,10 +45,7 @@ def _averaged(image: Image, max_side: int) -> Array:
         sums = np.add.reduceat(pixels, columns[:-1] - columns[0], axis=2, dtype=exact)
         sums = np.add.reduceat(sums, rows[:-1] - rows[0], axis=1)
         means = sums / (np.diff(rows)[:, None] * np.diff(columns))
-        small_HWC[out.y0 : out.y1, out.x0 : out.x1] = _as_bytes(means, pixels.dtype).transpose(1, 2, 0)
+        largest = float(np.iinfo(pixels.dtype).max) if pixels.dtype.kind in "iu" else 1.0
+        rounded = np.clip(np.rint(means * (255 / largest)), 0, 255)
+        small_HWC[out.y0 : out.y1, out.x0 : out.x1] = rounded.transpose(1, 2, 0)
     return small_HWC
-
-
-def _as_bytes(means: Array, dtype: np.dtype[Any]) -> Array:
-    largest = float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0
-    return np.clip(np.rint(means * (255 / largest)), 0, 255).astype(np.uint8)

@@ -72,11 +72,11 @@ def write_pyramid(
     codec = _Codec(np.dtype(dtype), shape[2], tile, compression, quality, nearest)
     codec.check(path, shape)
     check_destination(path, overwrite=overwrite, expected_bytes=expected_bytes)
-    job = _Pyramid(path, codec, _level_shapes(shape[0], shape[1], tile, levels))
     text = None if description is None else description.encode("ascii", "replace").decode()
+    job = _Pyramid(path, codec, _level_shapes(shape[0], shape[1], tile, levels), mpp, text, ome)
     try:
         with replacing(path, lambda: job.estimated_bytes) as file:
-            job.write(file, rows, mpp=mpp, description=text, ome=ome)
+            job.write(file, rows)
     except _SourceError as error:
         raise error.original from None
     return path
@@ -135,13 +135,8 @@ class _Codec:
         pixels = np.ascontiguousarray(pixels)
         if self.compression == "deflate":
             return bytes(imagecodecs.deflate_encode(pixels.tobytes(), 6))
-        if self.channels == 1:
-            return bytes(imagecodecs.jpeg8_encode(pixels, level=self.quality))
-        return bytes(
-            imagecodecs.jpeg8_encode(
-                pixels, level=self.quality, colorspace="RGB", outcolorspace="YCBCR", subsampling="420"
-            )
-        )
+        colours: dict[str, Any] = {"colorspace": "RGB", "outcolorspace": "YCBCR", "subsampling": "420"}
+        return bytes(imagecodecs.jpeg8_encode(pixels, level=self.quality, **(colours if self.channels == 3 else {})))
 
     def halve(self, pixels: Array) -> Array:
         """The next lower level of `(h, w, C)` pixels, `(h // 2, w // 2, C)`; an odd last row or column is left out."""
@@ -151,9 +146,8 @@ class _Codec:
             return pixels[::2, ::2]
         import cv2
 
-        return np.asarray(cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)).reshape(
-            height, width, self.channels
-        )
+        means = np.asarray(cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA))
+        return means.reshape(height, width, self.channels)
 
 
 class _Stack:
@@ -188,9 +182,12 @@ class _Stack:
 class _Pyramid:
     """One file being written: level 0 as it comes, the lower levels through spools."""
 
-    def __init__(self, path: Path, codec: _Codec, shapes: list[tuple[int, int]]) -> None:
+    def __init__(
+        self, path: Path, codec: _Codec, shapes: list[tuple[int, int]], mpp: float | None, text: str | None, ome: bool
+    ) -> None:
         self._path = path
         self._codec = codec
+        self._mpp, self._description, self._ome = mpp, text, ome
         self._stacks = [_Stack(shape, codec) for shape in shapes]
         self._spools: list[IO[bytes]] = []
         self._sizes: list[list[int]] = [[] for _ in shapes]
@@ -203,9 +200,7 @@ class _Pyramid:
         done = max(height - missing, 1)
         return (level_bytes[0] + 2 * sum(level_bytes[1:])) * height // done
 
-    def write(
-        self, file: IO[bytes], rows: Iterable[Array], *, mpp: float | None, description: str | None, ome: bool
-    ) -> None:
+    def write(self, file: IO[bytes], rows: Iterable[Array]) -> None:
         import tifffile
 
         with ExitStack() as stack:
@@ -214,21 +209,16 @@ class _Pyramid:
                 self._spools.append(stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent)))
             encoded = self._encode_rows(rows, pool)
             # BigTIFF always: how large a compressed file becomes is known too late, and every reader knows the format.
-            tiff = stack.enter_context(tifffile.TiffWriter(file, bigtiff=True, ome=ome, shaped=False))
+            tiff = stack.enter_context(tifffile.TiffWriter(file, bigtiff=True, ome=self._ome, shaped=False))
             for index, stacked in enumerate(self._stacks):
-                tiff.write(
-                    encoded if index == 0 else self._spooled(index),
-                    **self._page(index, stacked.shape, mpp=mpp, description=description, ome=ome),
-                )
+                tiff.write(encoded if index == 0 else self._spooled(index), **self._page(index, stacked.shape))
                 if index == 0:
                     for _ in encoded:  # runs the producer to its end, so that surplus rows are noticed
                         raise AssertionError("tifffile left tiles of level 0 unwritten")
 
-    def _page(
-        self, index: int, shape: tuple[int, int], *, mpp: float | None, description: str | None, ome: bool
-    ) -> dict[str, Any]:
+    def _page(self, index: int, shape: tuple[int, int]) -> dict[str, Any]:
         """tifffile's arguments for the page of one level."""
-        codec, first = self._codec, index == 0
+        codec, mpp, first = self._codec, self._mpp, index == 0
         page: dict[str, Any] = {
             "shape": shape if codec.channels == 1 else (*shape, codec.channels),
             "dtype": codec.dtype,
@@ -242,16 +232,16 @@ class _Pyramid:
         if mpp is not None:
             per_cm = [1e4 / mpp * side / full for side, full in zip(shape, self._stacks[0].shape, strict=True)]
             page |= {"resolution": (per_cm[1], per_cm[0]), "resolutionunit": "CENTIMETER"}
-        if ome and first:
+        if self._ome and first:
             page["subifds"] = len(self._stacks) - 1
             page["metadata"] = {"axes": "YX" if codec.channels == 1 else "YXS", "Name": self._path.name}
-            if description is not None:
-                page["metadata"]["Description"] = description
+            if self._description is not None:
+                page["metadata"]["Description"] = self._description
             if mpp is not None:
                 page["metadata"] |= {f"PhysicalSize{axis}": mpp for axis in "XY"}
                 page["metadata"] |= {f"PhysicalSize{axis}Unit": "\u00b5m" for axis in "XY"}
         elif first:
-            page["description"] = description
+            page["description"] = self._description
         return page
 
     def _encode_rows(self, rows: Iterable[Array], pool: SideThreads) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ import numpy as np
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images.arrays import channels_first
-from gigagrad.images.image import Array, Image, Level, check_size, choose_level, fill_of, in_our_words, levels_of
+from gigagrad.images.image import Array, Image, check_size, choose_level, fill_of, in_our_words, levels_of
 from gigagrad.images.resolution import choose_mpp, micrometres
 from gigagrad.units import format_bytes
 
@@ -32,22 +32,23 @@ _CODECS = frozenset({
 
 
 class ZarrImage(Image):
-    """One zarr.Array, whose axes are named in `axes` (a permutation of `c`, `y`, `x` and axes of length 1)."""
+    """One of several zarr.Arrays, its levels, whose `axes` are named: a permutation of c, y, x and axes of length 1."""
 
     def __init__(
         self,
-        array: Any,
+        arrays: Sequence[Any],
         axes: Sequence[str],
         *,
         name: str,
-        levels: tuple[Level, ...],
-        level: int = 0,
+        level: int,
         mpp: float | None,
         open_level: Callable[[int], Image] | None = None,
     ) -> None:
         from gigagrad.images.zarr_codecs import with_bounded_chunks
 
-        shape = _shape_of(array, axes)
+        levels = levels_of([_shape_of(array, axes)[1:] for array in arrays])
+        choose_level(levels, level, name)
+        array, shape = arrays[level], _shape_of(arrays[level], axes)
         native = np.dtype(array.dtype).newbyteorder("=")
         super().__init__(
             shape=shape,
@@ -102,9 +103,7 @@ def from_array(array: Any, *, name: str | None = None, level: int = 0, mpp: floa
             channels_first(array.shape, np.dtype(array.dtype) == np.uint8, name)
             axes = ["c", "y", "x"][-array.ndim :]
         _check_array(array, axes, name)
-        levels = levels_of([_shape_of(array, axes)[1:]])
-        choose_level(levels, level, name)
-        return ZarrImage(array, axes, name=name, levels=levels, mpp=choose_mpp(mpp, name))
+        return ZarrImage([array], axes, name=name, level=level, mpp=choose_mpp(mpp, name))
 
 
 def _named_axes(array: Any) -> list[str] | None:
@@ -133,18 +132,10 @@ def _from_group(group: Any, path: Path, name: str, level: int, mpp: float | None
         scale = _scale(entry["datasets"][0], entry)
         for array in arrays:
             _check_array(array, axes, name)
-    levels = levels_of([_shape_of(array, axes)[1:] for array in arrays])
-    choose_level(levels, level, name)
     x = axes.index("x")
     base = choose_mpp(mpp, name, [micrometres(scale[x], units[x]) if scale else None])
     return ZarrImage(
-        arrays[level],
-        axes,
-        name=name,
-        levels=levels,
-        level=level,
-        mpp=base,
-        open_level=lambda other: open_zarr(path, level=other, mpp=base),
+        arrays, axes, name=name, level=level, mpp=base, open_level=lambda other: open_zarr(path, level=other, mpp=base)
     )
 
 

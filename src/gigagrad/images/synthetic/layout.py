@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -87,11 +88,8 @@ def make_layout(height: int, width: int, rng: np.random.Generator) -> Layout:
 
 def upsample(plane: Array, box: Box) -> Array:
     """A plane at full resolution inside `box` (its corner a multiple of `STEP`), bilinear: `(h, w[, n])`."""
-    import cv2
-
-    y, x = box.y0 // STEP, box.x0 // STEP
-    assert (y * STEP, x * STEP) == (box.y0, box.x0), box
-    near = plane[y : -(-box.y1 // STEP) + 2, x : -(-box.x1 // STEP) + 2]
+    assert box.y0 % STEP == box.x0 % STEP == 0, box
+    near = cells(plane, box)
     size = near.shape[1] * STEP, near.shape[0] * STEP
     full = cv2.resize(np.ascontiguousarray(near), size, interpolation=cv2.INTER_LINEAR)
     return np.asarray(full)[STEP : STEP + box.height, STEP : STEP + box.width]
@@ -109,8 +107,6 @@ def pen_half_width(short: int) -> float:
 
 def _noise(shape: tuple[int, int], wavelengths_px: tuple[float, ...], rng: np.random.Generator) -> Plane:
     """Smooth noise with mean 0 and standard deviation about 1; each shorter wavelength is weaker in proportion."""
-    import cv2
-
     total = np.zeros(shape, np.float32)
     weights = [(wave / wavelengths_px[0]) ** 0.8 for wave in wavelengths_px]
     for wave, weight in zip(wavelengths_px, weights, strict=True):
@@ -122,8 +118,6 @@ def _noise(shape: tuple[int, int], wavelengths_px: tuple[float, ...], rng: np.ra
 
 def _outline(shape: tuple[int, int], height: int, width: int, rng: np.random.Generator) -> Plane:
     """Signed distance in pixels to the border of a few lobed pieces of tissue in a row, with fragments around them."""
-    import cv2
-
     short, long = min(height, width), max(height, width)
     count = min(6, max(1, round(long / short)))
     pitch = long / count
@@ -163,8 +157,6 @@ def _outline(shape: tuple[int, int], height: int, width: int, rng: np.random.Gen
 
 def _distance(region: Bytes) -> Plane:
     """Distance in pixels from inside `region` to its border, 0 outside."""
-    import cv2
-
     cells_away = np.asarray(cv2.distanceTransform(region, cv2.DIST_L2, cv2.DIST_MASK_5), np.float32)
     # Without a border to be away from, OpenCV answers with the largest float.
     return np.asarray(np.clip(cells_away - 0.5, 0, 10_000) * STEP, np.float32)
@@ -181,8 +173,6 @@ def _folds(shape: tuple[int, int], rng: np.random.Generator) -> Plane:
 
 def _pen(shape: tuple[int, int], outline: Plane, short: int, rng: np.random.Generator) -> NDArray[np.int8] | None:
     """Signed distance to one or two marker strokes that cross a border of the tissue."""
-    import cv2
-
     border = np.argwhere(np.abs(outline) < STEP)
     if not len(border):
         return None

@@ -9,7 +9,6 @@ import numpy as np
 
 from gigagrad.errors import ConfigError, WriteError
 from gigagrad.files import write_csv, write_error
-from gigagrad.images.synthetic.render import make_painter
 from gigagrad.images.synthetic.textures import Textures, make_textures
 from gigagrad.images.write import write_pyramid
 
@@ -37,6 +36,8 @@ def make_slide(
 
     Raises `ConfigError` for a side below 64 px or an mpp outside 0.2..2, `WriteError` as `write_pyramid` does.
     """
+    from gigagrad.images.synthetic.render import make_painter  # and with it OpenCV, only where a slide is made
+
     if min(height, width) < _SMALLEST_SIDE:
         raise ConfigError(f"got a slide of {height} x {width} px, expected at least {_SMALLEST_SIDE} px on each side")
     if not 0.2 <= mpp <= 2:

@@ -11,10 +11,11 @@ the recipe's threshold between thin dark rims that its median removes. On tissue
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +23,7 @@ from gigagrad.boxes import Box, Span, split
 from gigagrad.images.image import Array
 from gigagrad.images.synthetic.layout import FAR, Layout, cells, make_layout, pen_half_width, upsample
 from gigagrad.images.synthetic.textures import GRAIN_MEAN, PERIOD, Bytes, Textures
+from gigagrad.images.tile_cache import grid_parts
 from gigagrad.threads import SideThreads
 
 BLOCK_HEIGHT: Final = 256
@@ -72,15 +74,14 @@ class Painter:
 
     def paint(self, box: Box) -> Bytes:
         """The pixels of one block, `(h, w, 3)`; its corner must lie on the layout's cells."""
-        import cv2
-
-        if self._fields(box).max() < 0:
+        fields = list(self._fields(box))
+        if all(level < 0 for level, _ in fields):
             pixels = np.full((*box.shape, 3), 255, np.uint8)
         else:
             index = self._stains(box).view(np.uint16)[..., 0]
             pixels = np.take(self.colours, index).view(np.uint8).reshape(*box.shape, 4)[..., :3]
             pixels = np.asarray(cv2.subtract(np.ascontiguousarray(pixels), _periodic(self.textures.grain, box)))
-            self._stitch(pixels, box)
+            _stitch(pixels, fields)
         if self.layout.pen is not None and cells(self.layout.pen, box).max() > -FAR:
             pixels = self._mark(pixels, box)
         return pixels
@@ -96,8 +97,6 @@ class Painter:
 
     def _stains(self, box: Box) -> Bytes:
         """Amounts of hematoxylin and eosin in every pixel, `(h, w, 2)`."""
-        import cv2
-
         depth = self._depth(box)
         if isinstance(depth, float) and depth < 0:
             return np.zeros((*box.shape, 2), np.uint8)
@@ -132,24 +131,11 @@ class Painter:
         x = warp[..., 1] + (np.float32(x0) - np.float32(sin) * down) + np.float32(cos) * right
         return x, y
 
-    def _fields(self, box: Box) -> NDArray[np.int16]:
-        """The part of the layout's field table that meets `box`."""
+    def _fields(self, box: Box) -> Iterator[tuple[np.int16, Box]]:
+        """The layout's offset of each field of view that meets `box`, and the part of `box` that it is."""
         side, (y, x) = self.layout.field_px, self.layout.field_origin
-        rows = slice((box.y0 - y) // side, (box.y1 - 1 - y) // side + 1)
-        return self.layout.fields[rows, (box.x0 - x) // side : (box.x1 - 1 - x) // side + 1]
-
-    def _stitch(self, pixels: Bytes, box: Box) -> None:
-        """Give each field of view its brightness, and pure white where the scanner never was."""
-        side, (y, x) = self.layout.field_px, self.layout.field_origin
-        first_row, first_column = (box.y0 - y) // side, (box.x0 - x) // side
-        for (row, column), level in np.ndenumerate(self._fields(box)):
-            field = Box.whole(side, side).shift(y + (first_row + row) * side, x + (first_column + column) * side)
-            here = field.intersect(box).shift(-box.y0, -box.x0)
-            view = pixels[here.y0 : here.y1, here.x0 : here.x1]
-            if level < 0:
-                view[:] = 255
-            elif level > 0:
-                np.add(view, level.astype(np.uint8), out=view, where=view < 252)
+        for field, here, _ in grid_parts(box.shift(-y, -x), side, side):
+            yield self.layout.fields[field.y0 // side, field.x0 // side], here
 
     def _mark(self, pixels: Bytes, box: Box) -> Bytes:
         """The block with marker ink on it."""
@@ -190,6 +176,16 @@ def _colour_table(hematoxylin: Array, eosin: Array) -> NDArray[np.uint32]:
     return np.asarray(table.reshape(-1).view(np.uint32))
 
 
+def _stitch(pixels: Bytes, fields: Iterable[tuple[np.int16, Box]]) -> None:
+    """Give each field of view its brightness, and pure white where the scanner never was."""
+    for level, here in fields:
+        view = pixels[here.y0 : here.y1, here.x0 : here.x1]
+        if level < 0:
+            view[:] = 255
+        elif level > 0:
+            np.add(view, level.astype(np.uint8), out=view, where=view < 252)
+
+
 def _periodic(texture: Array, box: Box) -> Array:
     """A texture laid out without end, cut to `box`."""
     rows = np.arange(box.y0, box.y1) % PERIOD
@@ -198,7 +194,5 @@ def _periodic(texture: Array, box: Box) -> Array:
 
 
 def _fetch(texture: Bytes, x: NDArray[np.float32], y: NDArray[np.float32]) -> Bytes:
-    import cv2
-
     fetched = cv2.remap(texture, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_WRAP)
     return np.asarray(fetched, np.uint8)
