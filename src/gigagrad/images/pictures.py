@@ -37,10 +37,7 @@ def open_picture(path: Path, *, mpp: float | None = None) -> ArrayImage:
     Raises `ImageError` for a damaged file, for one that ends before its pixels and for one of more than 67 Mpx.
     """
     if (size := path.stat().st_size) > _LARGEST_PICTURE_BYTES:
-        raise ImageError(
-            f"{path} is too large for a PNG or JPEG, which must be decoded whole ({format_bytes(size)}); expected at "
-            f"most {format_bytes(_LARGEST_PICTURE_BYTES)}; convert it to a tiled TIFF"
-        )
+        raise _too_large(path, format_bytes(size), format_bytes(_LARGEST_PICTURE_BYTES))
     # Pillow raises errors of any class for damaged files, and its own size limit warns or
     # raises by the global settings of the process; ours comes first.
     with in_our_words(f"cannot read {path}"), warnings.catch_warnings():
@@ -71,10 +68,14 @@ def _jpeg(data: bytes, path: Path) -> Array:
 
 def _check_size(height: int, width: int, path: Path) -> None:
     if height * width > _LARGEST_PICTURE_PX:
-        raise ImageError(
-            f"{path} is too large for a PNG or JPEG, which must be decoded whole ({height} x {width} px); expected at "
-            f"most {_LARGEST_PICTURE_PX} px; convert it to a tiled TIFF"
-        )
+        raise _too_large(path, f"{height} x {width} px", f"{_LARGEST_PICTURE_PX} px")
+
+
+def _too_large(path: Path, got: str, most: str) -> ImageError:
+    return ImageError(
+        f"{path} is too large for a PNG or JPEG, which must be decoded whole ({got}); expected at most {most}; convert "
+        "it to a tiled TIFF"
+    )
 
 
 def _decoded(data: bytes) -> PIL.Image.Image:

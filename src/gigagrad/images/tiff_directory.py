@@ -81,10 +81,6 @@ def check_layout(series: Any, name: str) -> None:
             f"{name} stores its colours as {getattr(page.photometric, 'name', page.photometric)}; expected RGB or "
             "MINISBLACK (or YCBCR as JPEG); convert it to RGB"
         )
-    _check_compression(page, name)
-
-
-def _check_compression(page: Any, name: str) -> None:
     if int(page.compression) not in _CODECS:
         label = getattr(page.compression, "name", int(page.compression))
         raise ImageError(

@@ -79,6 +79,4 @@ class Bricks:
 
     def read_ratio(self, height: int, width: int) -> float:
         """Pixels of bricks touched per pixel of a box of this size, on average over where it may lie."""
-        side = self.side
-        touched = [(length + side - 1) for length in (height, width)]
-        return touched[0] * touched[1] / (height * width)
+        return (height + self.side - 1) * (width + self.side - 1) / (height * width)

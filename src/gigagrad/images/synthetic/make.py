@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -44,28 +45,23 @@ def make_slide(
         raise ConfigError(f"got mpp {mpp:g}, expected 0.2 to 2 micrometres per pixel for a synthetic slide")
     assert textures is None or textures.mpp == mpp, (textures, mpp)
     painter = make_painter(height, width, seed, textures or make_textures(mpp))
+    write = partial(write_pyramid, dtype=np.uint8, mpp=mpp, overwrite=overwrite)
     if mask_path is not None:
-        write_pyramid(
+        write(
             mask_path,
             painter.mask_rows(),
             shape=(height, width, 1),
-            dtype=np.uint8,
             nearest=True,
-            mpp=mpp,
-            overwrite=overwrite,
             description=f"gigagrad exact tissue mask of a synthetic slide, seed {seed}: 0 background, 1 tissue",
         )
-    return write_pyramid(
+    return write(
         path,
         painter.rows(),
         shape=(height, width, 3),
-        dtype=np.uint8,
         nearest=False,
         tile=tile,
         compression="jpeg",
         quality=quality,
-        mpp=mpp,
-        overwrite=overwrite,
         description=f"gigagrad synthetic H&E slide, seed {seed}",
         expected_bytes=height * width // 5,  # measured: about 0.15 bytes per pixel with all levels
     )

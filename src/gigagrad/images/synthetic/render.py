@@ -67,10 +67,7 @@ class Painter:
 
     def tissue(self, box: Box) -> Bytes:
         """The exact mask of one block, `(h, w)` of 0 and 1."""
-        depth = self._depth(box)
-        if isinstance(depth, float):
-            return np.full(box.shape, depth > 0, np.uint8)
-        return (depth > 0).astype(np.uint8)
+        return np.broadcast_to(np.asarray(self._depth(box)) > 0, box.shape).astype(np.uint8)
 
     def paint(self, box: Box) -> Bytes:
         """The pixels of one block, `(h, w, 3)`; its corner must lie on the layout's cells."""
