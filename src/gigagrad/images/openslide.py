@@ -10,7 +10,7 @@ import numpy as np
 from gigagrad.boxes import Box
 from gigagrad.images.image import Array, Image, Level, check_size, choose_level, in_our_words
 from gigagrad.images.resolution import choose_mpp, number
-from gigagrad.images.tile_cache import DEFAULT_CACHE_BYTES, TileCache, grid_parts
+from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, grid_parts
 
 _WHITE = 255
 _BLOCK = 512
@@ -24,7 +24,7 @@ class OpenSlideImage(Image):
     with, lower levels are read in blocks of one fixed grid.
     """
 
-    def __init__(self, path: Path, slide: Any, *, level: int, mpp: float | None, cache_bytes: int) -> None:
+    def __init__(self, path: Path, slide: Any, *, level: int, mpp: float | None) -> None:
         import openslide
 
         with in_our_words(f"cannot open {path}"):
@@ -46,14 +46,14 @@ class OpenSlideImage(Image):
             mpp=base,
             levels=levels,
             level=level,
-            open_level=lambda other: open_openslide(path, level=other, mpp=base, cache_bytes=cache_bytes),
-            cache_bytes=cache_bytes,
+            open_level=lambda other: open_openslide(path, level=other, mpp=base),
+            cache_bytes=CACHE_BYTES,
         )
         self._path = path
         self._slide = slide
         self._level = level
         self._downsample = chosen.downsample
-        self._cache = TileCache(cache_bytes)
+        self._cache = TileCache(CACHE_BYTES)
 
     def _read_inside(self, box: Box) -> Array:
         if self._level == 0:
@@ -79,9 +79,7 @@ class OpenSlideImage(Image):
         self._slide.close()
 
 
-def open_openslide(
-    path: Path, *, level: int = 0, mpp: float | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
-) -> OpenSlideImage | None:
+def open_openslide(path: Path, *, level: int = 0, mpp: float | None = None) -> OpenSlideImage | None:
     """One level of a slide through OpenSlide; None if OpenSlide does not know the format.
 
     Raises `ImageError` for a file of a known format that is damaged, and for a level that is not there.
@@ -93,7 +91,7 @@ def open_openslide(
             return None
         slide = openslide.OpenSlide(path)
     try:
-        return OpenSlideImage(path, slide, level=level, mpp=mpp, cache_bytes=cache_bytes)
+        return OpenSlideImage(path, slide, level=level, mpp=mpp)
     except BaseException:
         slide.close()
         raise

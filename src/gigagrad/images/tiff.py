@@ -19,15 +19,13 @@ from gigagrad.images.image import Array, Image, choose_level, fill_of, in_our_wo
 from gigagrad.images.tiff_directory import base_mpp, better_by_openslide, check_kind, check_layout, is_colour
 from gigagrad.images.tiff_segments import Segments, segments_of
 from gigagrad.images.tiff_walk import walk_tiff
-from gigagrad.images.tile_cache import DEFAULT_CACHE_BYTES, TileCache, grid_parts
+from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, grid_parts
 
 
 class TiffImage(Image):
     """One level of a TIFF. Use `open_tiff`."""
 
-    def __init__(
-        self, path: Path, tables: list[Segments], *, colour: bool, level: int, mpp: float | None, cache_bytes: int
-    ) -> None:
+    def __init__(self, path: Path, tables: list[Segments], *, colour: bool, level: int, mpp: float | None) -> None:
         levels = levels_of([table.shape for table in tables])
         choose_level(levels, level, path.name)
         segments = tables[level]
@@ -41,15 +39,15 @@ class TiffImage(Image):
             mpp=mpp,
             levels=levels,
             level=level,
-            open_level=lambda other: open_tiff(path, level=other, mpp=mpp, cache_bytes=cache_bytes),
-            cache_bytes=min(cache_bytes, channels * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize),
+            open_level=lambda other: open_tiff(path, level=other, mpp=mpp),
+            cache_bytes=min(CACHE_BYTES, channels * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize),
         )
         self._path = path
         self._segments = segments
         # A colour image's alpha channel, stored as the last sample or the last plane, is not read.
         self._planes = min(segments.planes, channels)
         self._kept = channels // self._planes
-        self._cache = TileCache(cache_bytes)
+        self._cache = TileCache(CACHE_BYTES)
         # A file object, which goes with an image that Ctrl-C lets nobody have.
         self._file = io.FileIO(path)
         # Runs at close, or when an image that nobody closed is collected.
@@ -91,13 +89,11 @@ class TiffImage(Image):
         self._close_file()
 
 
-def open_tiff(
-    path: Path, *, level: int = 0, mpp: float | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
-) -> TiffImage | None:
+def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None) -> TiffImage | None:
     """One level of a TIFF file; None where the file is a TIFF that had better be read by OpenSlide.
 
-    `cache_bytes` bounds the decoded tiles that are kept (see `tile_cache`). Raises `ImageError` for a file that is
-    corrupt, truncated (every tile of every level is checked against the file's length) or laid out unusably.
+    Raises `ImageError` for a file that is corrupt, truncated (every tile of every level is checked against the file's
+    length) or laid out unusably.
     """
     import tifffile
 
@@ -121,4 +117,4 @@ def open_tiff(
         base = base_mpp(tif, series.keyframe, mpp, path.name)
     for table in tables:
         table.check_within(found.file_bytes, path.name)
-    return TiffImage(path, tables, colour=colour, level=level, mpp=base, cache_bytes=cache_bytes)
+    return TiffImage(path, tables, colour=colour, level=level, mpp=base)

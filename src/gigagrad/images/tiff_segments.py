@@ -75,9 +75,8 @@ def segments_of(series: Any, name: str, found: Directories) -> Segments:
     page = series.keyframe
     if page.imagedepth != 1 or page.tiledepth != 1:
         raise ImageError(f"{name} has pixels in depth; expected a 2-D image; extract the plane you mean")
-    raw_offset = series.dataoffset
-    if raw_offset is not None:
-        return _raw_strips(series, page, int(raw_offset), name, found)
+    if (offset := series.dataoffset) is not None:
+        return _raw_strips(series, page, int(offset), name, found)
     return _file_segments(series, page, name, found)
 
 
@@ -85,7 +84,7 @@ def _raw_strips(series: Any, page: Any, offset: int, name: str, found: Directori
     """Contiguous uncompressed pixels, cut into strips of our own choosing."""
     height, width, samples = page.imagelength, page.imagewidth, page.shaped[-1]
     stored = np.dtype(page.parent.byteorder + page.dtype.char)
-    row_bytes = width * samples * stored.itemsize
+    native, row_bytes = stored.newbyteorder("="), width * samples * stored.itemsize
     planes = math.prod(series.shape) // (height * width * samples)
     if not 0 <= offset <= found.file_bytes - planes * height * row_bytes:
         raise ImageError(
@@ -98,17 +97,10 @@ def _raw_strips(series: Any, page: Any, offset: int, name: str, found: Directori
     offsets = offset + np.arange(planes, dtype=np.int64)[:, None] * (height * row_bytes) + starts * row_bytes
 
     def decode(data: bytes, row: int, column: int) -> Array:
-        return np.frombuffer(data, stored).reshape(-1, width, samples).astype(stored.newbyteorder("="), copy=False)
+        return np.frombuffer(data, stored).reshape(-1, width, samples).astype(native, copy=False)
 
-    return Segments(
-        shape=(height, width),
-        segment=(rows, width),
-        samples=samples,
-        dtype=stored.newbyteorder("="),
-        offsets=offsets[:, :, None],
-        counts=np.broadcast_to(lengths, offsets.shape)[:, :, None],
-        decode=decode,
-    )
+    counts = np.broadcast_to(lengths, offsets.shape)
+    return Segments((height, width), (rows, width), samples, native, offsets[..., None], counts[..., None], decode)
 
 
 def _file_segments(series: Any, page: Any, name: str, found: Directories) -> Segments:

@@ -16,9 +16,9 @@ from gigagrad.images.image import Array
 
 Key = TypeVar("Key", bound=Hashable)
 
-# Holds two rows of file tiles along the short side of the founding experiment's slides (2 x 16000 x 256 px x RGB is
-# 24 MiB), which is what a walk in strips along that side needs in order to decode every file tile once.
-DEFAULT_CACHE_BYTES = 32 * 2**20
+# Of tiles that one image keeps: two rows of file tiles along the short side of the founding experiment's slides (2 x
+# 16000 x 256 px x RGB is 24 MiB), which a walk in strips along that side needs to decode every file tile once.
+CACHE_BYTES = 32 * 2**20
 
 
 def grid_parts(box: Box, height: int, width: int) -> Iterator[tuple[Box, Box, Box]]:

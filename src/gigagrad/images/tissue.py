@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from gigagrad.boxes import Box, Span, split, tiles
+from gigagrad.boxes import Box, Span, tiles
 from gigagrad.errors import ConfigError, ImageError
 from gigagrad.images.image import Array, Image
 from gigagrad.images.write import write_pyramid
@@ -181,7 +181,7 @@ def write_label(slide: Image, path: str | Path, recipe: Recipe = PAPER_RECIPE, *
     """
     label = label_image(slide, recipe)
     _, height, width = label.shape
-    rows = (np.asarray(label.read(Box.of(span, Span(0, width))))[0] for span in split(height, _WRITE_HEIGHT))
+    rows = (np.asarray(label.read(strip))[0] for strip in tiles(height, width, _WRITE_HEIGHT, width))
     return write_pyramid(
         path,
         rows,

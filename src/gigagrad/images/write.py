@@ -248,11 +248,7 @@ class _Pyramid:
         """Level 0's compressed tiles in file order; the lower levels are spooled on the way."""
         stack = self._stacks[0]
         for strip in _guarded(rows):
-            for band in stack.push(self._checked(strip)):
-                self._spool(1, self._codec.halve(band), pool)  # first, because nobody resumes us after the last tile
-                for data in self._encode_band(band, pool):
-                    self._sizes[0].append(len(data))
-                    yield data
+            yield from self._encode_level(0, self._checked(strip), pool)
         if stack.missing_rows:
             done = stack.shape[0] - stack.missing_rows
             raise WriteError(f"cannot write {self._path}: the rows ended at {done} of {stack.shape[0]}")
@@ -270,15 +266,14 @@ class _Pyramid:
             raise WriteError(f"cannot write {self._path}: got more than the promised {stack.shape[0]} rows")
         return np.ascontiguousarray(strip)
 
-    def _spool(self, index: int, rows: Array, pool: SideThreads) -> None:
-        """Append rows to level `index` and whatever follows from them to the levels below."""
-        if index == len(self._stacks):
-            return
+    def _encode_level(self, index: int, rows: Array, pool: SideThreads) -> Iterator[bytes]:
+        """The tiles that these rows complete in a level; what follows from them below it goes to the spools."""
         for band in self._stacks[index].push(rows):
+            if index + 1 < len(self._stacks):  # first, because nobody resumes us after the last tile
+                self._spools[index].writelines(self._encode_level(index + 1, self._codec.halve(band), pool))
             for data in self._encode_band(band, pool):
-                self._spools[index - 1].write(data)
                 self._sizes[index].append(len(data))
-            self._spool(index + 1, self._codec.halve(band), pool)
+                yield data
 
     def _encode_band(self, band: Array, pool: SideThreads) -> Iterator[bytes]:
         waiting: deque[Task[bytes]] = deque()
