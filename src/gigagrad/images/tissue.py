@@ -20,14 +20,14 @@ Only the plane at one eighth (2000 x 8000 for 16000 x 64000) is ever held; `labe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from gigagrad.boxes import Box, Span, tiles
+from gigagrad.boxes import Box, tiles
 from gigagrad.errors import ConfigError, ImageError
 from gigagrad.images.image import Array, Image
 from gigagrad.images.write import write_pyramid
@@ -132,21 +132,16 @@ def block_means(pixels_HWC: Array, step: int) -> NDArray[np.uint8]:
     height, width, channels = pixels_HWC.shape
     means = np.empty((-(-height // step), -(-width // step), channels), np.uint8)
     pixels_HWC = np.ascontiguousarray(pixels_HWC)
-    for rows, below in _whole_and_cut(height, step):
-        for columns, beside in _whole_and_cut(width, step):
-            part = pixels_HWC[rows.start : rows.stop, columns.start : columns.stop]
+    # All whole blocks along an axis, and the one that the border cuts.
+    edges_y, edges_x = (sorted({0, side // step * step, side}) for side in (height, width))
+    for y0, y1 in pairwise(edges_y):
+        for x0, x1 in pairwise(edges_x):
+            rows, columns = -(-(y1 - y0) // step), -(-(x1 - x0) // step)
             # With an integer ratio on both axes, OpenCV's area interpolation is exactly the mean of each block.
-            small = cv2.resize(part, (beside.length, below.length), interpolation=cv2.INTER_AREA)
-            means[below.start : below.stop, beside.start : beside.stop] = small.reshape(below.length, -1, channels)
+            small = cv2.resize(pixels_HWC[y0:y1, x0:x1], (columns, rows), interpolation=cv2.INTER_AREA)
+            y, x = y0 // step, x0 // step
+            means[y : y + rows, x : x + columns] = small.reshape(rows, columns, channels)
     return means
-
-
-def _whole_and_cut(size: int, step: int) -> Iterator[tuple[Span, Span]]:
-    """The pixels of all whole blocks along an axis and of the cut one, each with the blocks they become."""
-    whole = size // step
-    for pixels, blocks in ((Span(0, whole * step), Span(0, whole)), (Span(whole * step, size), Span(whole, whole + 1))):
-        if not pixels.empty:
-            yield pixels, blocks
 
 
 class TissueLabel(Image):
