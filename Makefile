@@ -16,10 +16,10 @@ demo: $(INSTALLED)
 	$(BIN)/gigagrad demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 quick: lint
-	$(BIN)/python -m pytest --quiet --numprocesses 2 --hypothesis-profile quick -m "not slow" \
+	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist worksteal --hypothesis-profile quick -m "not slow" \
 		tests/test_boxes.py tests/test_documents.py tests/graphs tests/plans tests/stores tests/execution/test_engine_gradients.py
 
 zoo: $(INSTALLED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import gc
 import logging
 import math
 import threading
@@ -108,7 +109,7 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
         CaptureError: `torch.export` refuses the model or the loss, or the loss is not one number.
         UnsupportedOperatorError: an operator has no row in the operator table; names module and source line.
     """
-    with _CAPTURING, _builtins_kept(), torch_state_kept():
+    with _CAPTURING, _without_collection(), _builtins_kept(), torch_state_kept():
         walk = Walk(roots_of(composite.model, composite.loss))
         inside = {id(tensor) for tensor in (*composite.parameters(), *composite.buffers())}
         outside = [tensor for _, tensor in walk.tensors if id(tensor) not in inside]
@@ -144,6 +145,18 @@ def _exported(
             raise
         except Exception as error:
             raise _explain(error) from error
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """What the collection of garbage calls is nobody's forward; and there is little of it, but much to look through."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextmanager

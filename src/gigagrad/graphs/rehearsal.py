@@ -7,7 +7,6 @@ could give the user faithfully is refused by name: hooks on gradients, a backwar
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -289,7 +288,7 @@ def _stands_for(originals: Originals, change: Change) -> bool:
 def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
     """Note what code runs; the snapshot is extended by the globals of each before it runs for the first time.
 
-    No garbage is collected meanwhile: what that calls is nobody's forward. A profiler of the user's goes on, or pauses.
+    A profiler of the user's goes on, or pauses.
     """
     importing: list[FrameType] = []  # modules that are loaded meanwhile run code that is nobody's forward
 
@@ -308,8 +307,6 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
             raise hook_error(user_line(frame))
 
     before: Any = sys.getprofile()
-    collecting = gc.isenabled()
-    gc.disable()
     sys.setprofile(see)
     try:
         yield
@@ -318,8 +315,6 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
             sys.setprofile(before)
         else:  # cProfile, before Python 3.12
             before.enable()
-        if collecting:
-            gc.enable()
 
 
 @contextmanager
