@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from gigagrad.errors import ConfigError
@@ -40,11 +41,11 @@ def plan(args: argparse.Namespace) -> None:
 
     from gigagrad.execution import compile
     from gigagrad.models import resolve
+    from gigagrad.reports.plan_picture import check_picture, draw_plan
+    from gigagrad.reports.plan_study import plan_page
     from gigagrad.training.losses import named_loss
 
     if args.picture is not None:
-        from gigagrad.reports.plan_picture import check_picture
-
         check_picture(args.picture)
     model = resolve(args.model).train(not args.predict)
     loss = None if args.predict else named_loss(args.loss).function
@@ -59,12 +60,8 @@ def plan(args: argparse.Namespace) -> None:
             return
     study = _study(args.model, engine.problem(slide, target), made)
     if args.picture is not None:
-        from gigagrad.reports.plan_picture import draw_plan
-
         draw_plan(study, args.picture)
     if not args.json:
-        from gigagrad.reports.plan_study import plan_page
-
         _show(plan_page(study))
         if args.picture is not None:
             print(args.picture)
@@ -185,23 +182,18 @@ def _given(args: argparse.Namespace, without: Collection[str] = ()) -> dict[str,
     return {name: value for name, value in vars(args).items() if name not in {"command", "traceback", *without}}
 
 
-@contextmanager
-def _progress(*, quiet: bool = False) -> Iterator[Listener]:
+def _progress(*, quiet: bool = False) -> AbstractContextManager[Listener]:
     """A listener that shows the work on standard output, or nothing at all."""
     if quiet:
-        yield lambda event: None
-        return
+        return nullcontext(lambda event: None)
     from rich.console import Console
 
     from gigagrad.reports.terminal import Terminal
 
-    with Terminal(Console()) as terminal:
-        yield terminal
+    return Terminal(Console())
 
 
 def _show(renderable: Any) -> None:
-    import sys
-
     from rich.console import Console
 
     # Into a file or a pipe as wide as most windows are; rich would assume 80.

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
 
 from gigagrad.cli.parser import build_parser
 from gigagrad.devices.heap import before_pytorch
@@ -38,28 +37,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has seen enough; Python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except GigagradError as error:
-        if traceback:
-            raise
-        return _complain(f"error: {error}", 2)
-    except OSError as error:
-        if traceback:
-            raise
-        where = f"{error.filename}: " if error.filename else ""
-        return _complain(f"error: {where}{error.strerror or error}", 2)
-    except MemoryError:
-        if traceback:
-            raise
-        return _complain("error: out of memory; give a smaller budget with --memory or close other programs", 2)
     except Exception as error:  # a traceback never reaches someone at the command line
         if traceback:
             raise
-        return _complain(
-            f"internal error: {type(error).__name__}: {error}; please report it with the output of "
-            "'gigagrad --traceback ...'",
-            1,
-        )
+        return _complain(*_in_words(error))
     return 0
+
+
+def _in_words(error: Exception) -> tuple[str, int]:
+    """The line and the exit code for what ended a command."""
+    match error:
+        case GigagradError():
+            return f"error: {error}", 2
+        case OSError():
+            where = f"{error.filename}: " if error.filename else ""
+            return f"error: {where}{error.strerror or error}", 2
+        case MemoryError():
+            return "error: out of memory; give a smaller budget with --memory or close other programs", 2
+    reported = "please report it with the output of 'gigagrad --traceback ...'"
+    return f"internal error: {type(error).__name__}: {error}; {reported}", 1
 
 
 def _complain(text: str, code: int) -> int:
@@ -75,14 +71,7 @@ def _warnings_in_one_line() -> Iterator[None]:
     """Our own warnings as `gigagrad: warning: ...`; those of libraries are for developers, who pass `python -W`."""
     from gigagrad.images.resolution import GuessedResolutionWarning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, *rest: object, **named: object) -> None:
         _complain(f"warning: {message}", 0)
 
     with warnings.catch_warnings():

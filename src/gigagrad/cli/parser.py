@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -60,8 +60,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gigagrad {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from, for bug reports")
     found = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_demo, _label, _plan, _fit, _predict, _evaluate, _report, _calibrate, _doctor):
-        add(found)
+    for name, (summary, details, flags) in _COMMANDS.items():
+        command = found.add_parser(
+            name,
+            # Their settings classes have the defaults: what is not given must not hide a setting of a file.
+            argument_default=argparse.SUPPRESS if name in ("fit", "predict") else None,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}. {details}",
+            allow_abbrev=False,
+        )
+        command.set_defaults(command=getattr(commands, name))
+        source = command.add_mutually_exclusive_group(required=True) if name == "evaluate" else command
+        for flag, own in flags.items():
+            words = {"help": own} if isinstance(own, str) else own
+            shared = _FLAGS.get(flag, {})
+            if command.argument_default == argparse.SUPPRESS:
+                shared = {word: value for word, value in shared.items() if word != "default"}
+            (source if flag in ("--run", "--predictions") else command).add_argument(flag, **shared | words)
     return parser
 
 
@@ -130,217 +145,161 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
 }
 """The flags of more than one command: the same words mean the same everywhere."""
 
-
-def _flag(parser: argparse._ActionsContainer, name: str, **changes: Any) -> None:
-    """Add one of `_FLAGS`, with what this command says otherwise."""
-    words = _FLAGS[name] | changes
-    if parser.argument_default is argparse.SUPPRESS and "default" not in changes:
-        words.pop("default", None)
-    parser.add_argument(name, **words)
-
-
-_Commands = Any  # argparse keeps the class of `add_subparsers`' result to itself
-
-
-def _command(
-    found: _Commands, name: str, run: Callable[[argparse.Namespace], None], summary: str, details: str
-) -> argparse.ArgumentParser:
-    # The settings class of a command has the defaults: what is not given must not hide a setting of a file.
-    settings = argparse.SUPPRESS if name in ("fit", "predict") else None
-    parser: argparse.ArgumentParser = found.add_parser(
-        name,
-        argument_default=settings,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}. {details}",
-        allow_abbrev=False,
-    )
-    parser.set_defaults(command=run)
-    return parser
-
-
-def _demo(found: _Commands) -> None:
-    parser = _command(
-        found,
-        "demo",
-        commands.demo,
+_COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] = {
+    "demo": (
         "everything once, on slides made up for it, ending in a report",
         "Makes a small cohort, labels it, trains paper-unet, tests and predicts, takes one full training step on a "
         "16000 x 64000 slide, and prints the path of the report. Started again, it continues where it stopped.",
-    )
-    _flag(parser, "--slides", required=False, metavar="DIR", help="test on the real slides in this folder as well")
-    _flag(
-        parser,
-        "--out",
-        required=False,
-        default=Path("gigagrad-demo"),
-        help="folder for everything (default: gigagrad-demo)",
-    )
-    _flag(parser, "--memory", default="1GiB", help="budget of training and of the large step (default: 1GiB)")
-    parser.add_argument(
-        "--quick", action="store_true", help="a minute's version: fewer, smaller slides and a poor network"
-    )
-
-
-def _label(found: _Commands) -> None:
-    parser = _command(
-        found,
-        "label",
-        commands.label,
+        {
+            "--slides": {"required": False, "metavar": "DIR", "help": "test on the real slides in this folder as well"},
+            "--out": {
+                "required": False,
+                "default": Path("gigagrad-demo"),
+                "help": "folder for everything (default: gigagrad-demo)",
+            },
+            "--memory": {"default": "1GiB", "help": "budget of training and of the large step (default: 1GiB)"},
+            "--quick": {"action": "store_true", "help": "a minute's version: fewer, smaller slides and a poor network"},
+        },
+    ),
+    "label": (
         "make tissue masks of slides",
         "Follows the recipe of the founding experiment (Remedios et al., MIDL 2023): dark enough at one eighth of the "
         "size, smoothed, holes filled. Writes DIR/STEM.tif per slide, 1 tissue and 0 background, at full size.",
-    )
-    parser.add_argument("slides", nargs="+", type=Path, metavar="SLIDE", help="slide files")
-    _flag(parser, "--out", help="folder for the masks")
-    _flag(parser, "--mpp")
-    _flag(parser, "--overwrite", help="make masks again that exist; otherwise they are kept")
-
-
-def _plan(found: _Commands) -> None:
-    parser = _command(
-        found,
-        "plan",
-        commands.plan,
+        {
+            "slides": {"nargs": "+", "type": Path, "metavar": "SLIDE", "help": "slide files"},
+            "--out": "folder for the masks",
+            "--mpp": {},
+            "--overwrite": "make masks again that exist; otherwise they are kept",
+        },
+    ),
+    "plan": (
         "show what a training step would cost, without a slide",
         "Captures the model at the true size, chooses tiles within the budget, and prints its stages, the fate of each "
         "field, where memory and time go, the smallest budget that works, and what more memory would buy.",
-    )
-    parser.add_argument("--model", required=True, help=_MODEL)
-    parser.add_argument("--size", type=_size, metavar="HEIGHTxWIDTH", required=True, help="in pixels, e.g. 16000x64000")
-    parser.add_argument("--channels", type=_positive, default=3, help="of the slide (default: 3)")
-    _flag(parser, "--memory")
-    _flag(parser, "--scratch")
-    _flag(parser, "--storage")
-    _flag(parser, "--loss")
-    parser.add_argument("--predict", action="store_true", help="plan a prediction instead of a training step")
-    _flag(parser, "--device")
-    _flag(parser, "--json", help="print the plan as JSON")
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="draw memory against time, and memory over the passes: .svg or .png",
-    )
-
-
-def _fit(found: _Commands) -> None:
-    parser = _command(
-        found,
-        "fit",
-        commands.fit,
+        {
+            "--model": {"required": True, "help": _MODEL},
+            "--size": {
+                "type": _size,
+                "metavar": "HEIGHTxWIDTH",
+                "required": True,
+                "help": "in pixels, e.g. 16000x64000",
+            },
+            "--channels": {"type": _positive, "default": 3, "help": "of the slide (default: 3)"},
+            "--memory": {},
+            "--scratch": {},
+            "--storage": {},
+            "--loss": {},
+            "--predict": {"action": "store_true", "help": "plan a prediction instead of a training step"},
+            "--device": {},
+            "--json": "print the plan as JSON",
+            "--picture": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "draw memory against time, and memory over the passes: .svg or .png",
+            },
+        },
+    ),
+    "fit": (
         "train a network on whole slides",
         "One step of Adam per slide, with exact gradients; keeps the weights of the lowest validation loss and tests "
         "them. Interrupted and started again, it continues bit for bit.",
-    )
-    _flag(parser, "--slides", required=False, metavar="CSV", help="cohort: slide,mask,split per line (required)")
-    _flag(parser, "--out", required=False, help="run folder (required)")
-    parser.add_argument(
-        "--config", type=Path, default=None, metavar="YAML", help="settings from a file; flags win over it"
-    )
-    parser.add_argument("--model", help=f"{_MODEL} (default: paper-unet)")
-    _flag(parser, "--memory")
-    _flag(parser, "--scratch")
-    _flag(parser, "--storage")
-    parser.add_argument("--epochs", type=int, help="passes over the training slides (default: 20)")
-    parser.add_argument("--learning-rate", type=float, help="of Adam (default: 1e-3)")
-    _flag(parser, "--loss")
-    parser.add_argument("--seed", type=int, help="of weights, order and augmentation (default: 0)")
-    parser.add_argument("--level", type=int, help="pyramid level of slides and masks (default: 0, full resolution)")
-    _flag(parser, "--device")
-    parser.add_argument(
-        "--no-augment", dest="augment", action="store_false", help="train without turned and mirrored slides"
-    )
-    _flag(
-        parser,
-        "--trust",
-        default=[],
-        help="code that --config may import as model or loss, package.module:callable (repeatable)",
-    )
-    _flag(parser, "--overwrite", default=False, help="start anew in a folder that holds a run")
-
-
-def _predict(found: _Commands) -> None:
-    parser = _command(
-        found,
-        "predict",
-        commands.predict,
+        {
+            "--slides": {"required": False, "metavar": "CSV", "help": "cohort: slide,mask,split per line (required)"},
+            "--out": {"required": False, "help": "run folder (required)"},
+            "--config": {
+                "type": Path,
+                "default": None,
+                "metavar": "YAML",
+                "help": "settings from a file; flags win over it",
+            },
+            "--model": f"{_MODEL} (default: paper-unet)",
+            "--memory": {},
+            "--scratch": {},
+            "--storage": {},
+            "--epochs": {"type": int, "help": "passes over the training slides (default: 20)"},
+            "--learning-rate": {"type": float, "help": "of Adam (default: 1e-3)"},
+            "--loss": {},
+            "--seed": {"type": int, "help": "of weights, order and augmentation (default: 0)"},
+            "--level": {"type": int, "help": "pyramid level of slides and masks (default: 0, full resolution)"},
+            "--device": {},
+            "--no-augment": {
+                "dest": "augment",
+                "action": "store_false",
+                "help": "train without turned and mirrored slides",
+            },
+            "--trust": {
+                "default": [],
+                "help": "code that --config may import as model or loss, package.module:callable (repeatable)",
+            },
+            "--overwrite": {"default": False, "help": "start anew in a folder that holds a run"},
+        },
+    ),
+    "predict": (
         "write a mask, QuPath outlines and a picture of every slide",
         "Whole slides without seams: DIR/masks/STEM.tif, DIR/geojson/STEM.geojson and DIR/overlays/STEM.png. Slides "
         "that are finished are left alone, and one that fails does not stop the others.",
-    )
-    _flag(parser, "--run")
-    _flag(parser, "--slides", metavar="SLIDE", nargs="+", help="files, folders, or CSVs with a 'slide'")
-    _flag(parser, "--out", help="folder for the predictions")
-    _flag(parser, "--memory")
-    _flag(parser, "--scratch")
-    parser.add_argument("--threshold", type=float, help="probability above which a pixel is foreground (default: 0.5)")
-    parser.add_argument("--classes", nargs="+", metavar="NAME", help="names of the foreground classes")
-    parser.add_argument("--split", choices=("train", "val", "test"), help="only these rows of a CSV")
-    _flag(parser, "--mpp")
-    parser.add_argument("--level", type=int, help="pyramid level; default: the level of the training run")
-    parser.add_argument(
-        "--target-mpp", type=float, metavar="MPP", help="predict each slide at its level nearest to this resolution"
-    )
-    _flag(parser, "--device")
-    _flag(parser, "--trust")
-    _flag(parser, "--overwrite", help="predict again what is there already")
-
-
-def _evaluate(found: _Commands) -> None:
-    parser = _command(
-        found,
-        "evaluate",
-        commands.evaluate,
+        {
+            "--run": {},
+            "--slides": {"metavar": "SLIDE", "nargs": "+", "help": "files, folders, or CSVs with a 'slide'"},
+            "--out": "folder for the predictions",
+            "--memory": {},
+            "--scratch": {},
+            "--threshold": {"type": float, "help": "probability above which a pixel is foreground (default: 0.5)"},
+            "--classes": {"nargs": "+", "metavar": "NAME", "help": "names of the foreground classes"},
+            "--split": {"choices": ("train", "val", "test"), "help": "only these rows of a CSV"},
+            "--mpp": {},
+            "--level": {"type": int, "help": "pyramid level; default: the level of the training run"},
+            "--target-mpp": {
+                "type": float,
+                "metavar": "MPP",
+                "help": "predict each slide at its level nearest to this resolution",
+            },
+            "--device": {},
+            "--trust": {},
+            "--overwrite": "predict again what is there already",
+        },
+    ),
+    "evaluate": (
         "score a network, or masks it wrote, against true masks",
         "Prints Dice and IoU per slide with their mean and standard deviation. Nothing is written.",
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    _flag(source, "--run", required=False, help="run folder or model to score")
-    _flag(source, "--predictions")
-    _flag(parser, "--slides", metavar="CSV", help="cohort with true masks")
-    parser.add_argument(
-        "--split", choices=("train", "val", "test", "all"), default="test", help="which rows (default: test)"
-    )
-    parser.add_argument("--classes", type=_positive, default=2, help="in masks, background included (default: 2)")
-    _flag(parser, "--memory")
-    _flag(parser, "--scratch")
-    _flag(parser, "--device")
-    _flag(parser, "--trust")
-    _flag(parser, "--json", help="print the scores as JSON")
-
-
-def _report(found: _Commands) -> None:
-    parser = _command(
-        found,
-        "report",
-        commands.report,
+        {
+            "--run": {"required": False, "help": "run folder or model to score"},
+            "--predictions": {},
+            "--slides": {"metavar": "CSV", "help": "cohort with true masks"},
+            "--split": {
+                "choices": ("train", "val", "test", "all"),
+                "default": "test",
+                "help": "which rows (default: test)",
+            },
+            "--classes": {"type": _positive, "default": 2, "help": "in masks, background included (default: 2)"},
+            "--memory": {},
+            "--scratch": {},
+            "--device": {},
+            "--trust": {},
+            "--json": "print the scores as JSON",
+        },
+    ),
+    "report": (
         "write a run as one HTML file",
         "Loss curves, Dice, overlays, the plan, and predicted beside measured memory; the file needs no network.",
-    )
-    _flag(parser, "--run", help="run folder")
-    _flag(parser, "--predictions", help="folder that 'predict' wrote, for pictures")
-    _flag(parser, "--out", metavar="HTML", help="file to write")
-
-
-def _calibrate(found: _Commands) -> None:
-    parser = _command(
-        found,
-        "calibrate",
-        commands.calibrate,
+        {
+            "--run": "run folder",
+            "--predictions": "folder that 'predict' wrote, for pictures",
+            "--out": {"metavar": "HTML", "help": "file to write"},
+        },
+    ),
+    "calibrate": (
         "measure this machine's rates once, so that plans foretell seconds better",
         "Times operators, threads, copies in memory and the disk, and saves the rates in the user's cache folder. "
         "Takes less than a minute; let nothing else run meanwhile.",
-    )
-    parser.add_argument(
-        "--scratch", type=Path, metavar="DIR", default=Path(), help="folder whose disk is measured (default: this one)"
-    )
-
-
-def _doctor(found: _Commands) -> None:
-    _command(
-        found,
-        "doctor",
-        commands.doctor,
+        {"--scratch": {"default": Path(), "help": "folder whose disk is measured (default: this one)"}},
+    ),
+    "doctor": (
         "check this machine and installation",
         "Python, PyTorch, memory, disk, codecs, slide readers, optional packages and CUDA, each with what to do.",
-    )
+        {},
+    ),
+}
+"""Each command's summary, further text and flags: a flag's help, or all that is said of it beside `_FLAGS`. It is run
+by the function in `commands` of the same name.
+"""
