@@ -265,7 +265,7 @@ def test_doctor_fails_when_a_check_does(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "OPTIONAL", {})
     assert main(["doctor"]) == 0
     assert "Python" in capsys.readouterr().out
-    broken = doctor.Check("Codecs", "failed", "lacks JPEG", "reinstall imagecodecs")
+    broken = ("failed", "lacks JPEG", "reinstall imagecodecs")
     monkeypatch.setattr(doctor, "CHECKS", {"Codecs": lambda folder: broken})
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err == "gigagrad: error: Codecs: lacks JPEG; reinstall imagecodecs\n"

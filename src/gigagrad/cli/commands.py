@@ -126,7 +126,7 @@ def predict(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
-    from gigagrad.reports.score_table import score_table
+    from gigagrad.reports.tables import score_table
 
     split = None if args.split == "all" else args.split
     with _progress(quiet=args.json) as listener:
@@ -159,7 +159,7 @@ def report(args: argparse.Namespace) -> None:
 
 def calibrate(args: argparse.Namespace) -> None:
     from gigagrad.execution.calibration import calibrate as measure
-    from gigagrad.reports.rates import rates_table
+    from gigagrad.reports.tables import rates_table
 
     with _progress() as listener:
         calibration = measure(scratch=args.scratch, listeners=(listener,))

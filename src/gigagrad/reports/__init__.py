@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,19 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Check", "Terminal", "diagnose", "doctor_table", "write_report"]
 
-_HOMES = {
-    "Check": "doctor",
-    "Terminal": "terminal",
-    "diagnose": "doctor",
-    "doctor_table": "doctor",
-    "write_report": "report",
-}
-
 
 def __getattr__(name: str) -> Any:
     """Entered when its names are used: a progress bar need not load PyTorch, matplotlib and jinja2."""
-    import importlib
-
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"gigagrad.reports.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'gigagrad.reports' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'gigagrad.reports' has no attribute {name!r}")
+    home = {"Terminal": "terminal", "write_report": "report"}.get(name, "doctor")
+    return getattr(importlib.import_module(f"gigagrad.reports.{home}"), name)

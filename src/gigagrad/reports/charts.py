@@ -1,7 +1,7 @@
 """The report's charts as inline SVG that follows the page's colours, light or dark.
 
-Matplotlib draws with placeholder colours; each is then replaced by the CSS variable of its role, so that one drawing
-serves both schemes and the printed page.
+Matplotlib draws in the light colours; each is then replaced by the CSS variable of its role, so that one drawing serves
+both schemes and the printed page.
 """
 
 from __future__ import annotations
@@ -22,57 +22,48 @@ from gigagrad.reports.run_data import RunData
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_ROLES = {
-    "#010101": "var(--ink)",
-    "#020202": "var(--muted)",
-    "#030303": "var(--line)",
-    "#040404": "var(--first)",
-    "#050505": "var(--second)",
-    "#060606": "var(--third)",
-    "#070707": "var(--alarm)",
-    "#080808": "var(--card)",
-    "#090909": "var(--fourth)",
+COLOURS = {
+    "ink": "#1d2126",
+    "muted": "#667079",
+    "line": "#e2e0da",
+    "first": "#2f6f9f",
+    "second": "#b3591b",
+    "third": "#8aa9bd",
+    "alarm": "#b3261e",
+    "card": "#ffffff",
+    "fourth": "#c9b48a",
 }
-LIGHT = {
-    "#010101": "#1d2126",
-    "#020202": "#667079",
-    "#030303": "#e2e0da",
-    "#040404": "#2f6f9f",
-    "#050505": "#b3591b",
-    "#060606": "#8aa9bd",
-    "#070707": "#b3261e",
-    "#080808": "#ffffff",
-    "#090909": "#c9b48a",
-}
-"""The page's light colours by placeholder, for pictures that stand alone."""
-_INK, _MUTED, _LINE, _FIRST, _SECOND, _THIRD, _ALARM, _CARD, _FOURTH = _ROLES
+"""The page's light colours by role, which is also the name of their CSS variable."""
+INK, MUTED, LINE, FIRST, SECOND, THIRD, ALARM, CARD, FOURTH = COLOURS.values()
 _STYLE = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.size": 11,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
-    "axes.edgecolor": _LINE,
-    "axes.labelcolor": _MUTED,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": MUTED,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.spines.left": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
-    "grid.color": _LINE,
+    "grid.color": LINE,
     "grid.linewidth": 0.8,
-    "xtick.color": _LINE,
-    "xtick.labelcolor": _MUTED,
-    "ytick.color": _LINE,
-    "ytick.labelcolor": _MUTED,
+    "xtick.color": LINE,
+    "xtick.labelcolor": MUTED,
+    "ytick.color": LINE,
+    "ytick.labelcolor": MUTED,
     "ytick.major.size": 0,
-    "text.color": _INK,
+    "text.color": INK,
     "legend.frameon": False,
-    "legend.labelcolor": _INK,
+    "legend.labelcolor": INK,
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
 }
+STANDING_ALONE = {**_STYLE, "figure.facecolor": CARD, "axes.facecolor": CARD, "savefig.facecolor": CARD}
+"""The charts' style for a picture outside the page."""
 _MOST_LABELLED = 40
 """Slides that get a name each in the Dice chart; more are drawn as one row of dots."""
 
@@ -86,14 +77,14 @@ def loss_chart(run: RunData) -> str | None:
         if len(train):
             window = max(1, len(train) // 25)
             smooth = window > 1
-            ax.plot(*train.T, color=_FIRST, alpha=0.35 if smooth else 1, lw=1.2, label=None if smooth else "train")
+            ax.plot(*train.T, color=FIRST, alpha=0.35 if smooth else 1, lw=1.2, label=None if smooth else "train")
             if smooth:
                 mean = np.convolve(train[:, 1], np.full(window, 1 / window), "valid")
-                ax.plot(train[window - 1 :, 0], mean, color=_FIRST, label=f"train, mean of {window} steps")
+                ax.plot(train[window - 1 :, 0], mean, color=FIRST, label=f"train, mean of {window} steps")
         if len(val):
-            ax.plot(*val.T, "o-", color=_SECOND, ms=4, lw=1.4, label="validation")
+            ax.plot(*val.T, "o-", color=SECOND, ms=4, lw=1.4, label="validation")
             best = val[val[:, 1].argmin()]
-            ax.plot(*best, "o", ms=10, mfc="none", mec=_SECOND, mew=1.4, label=f"best {best[1]:.4g}")
+            ax.plot(*best, "o", ms=10, mfc="none", mec=SECOND, mew=1.4, label=f"best {best[1]:.4g}")
         values = np.concatenate([train[:, 1], val[:, 1]])
         if values.min() > 0 and values.max() > 30 * values.min():
             ax.set_yscale("log")
@@ -118,10 +109,10 @@ def dice_chart(scores: Mapping[str, float]) -> str | None:
     with _axes("Dice by slide", height) as (ax, svg):
         ax.grid(False, axis="y")
         ax.grid(True, axis="x")
-        ax.axvspan(max(0, mean - sd), min(1, mean + sd), color=_SECOND, alpha=0.14, lw=0)
-        ax.axvline(mean, color=_SECOND, lw=1.4, label=f"mean {mean:.4f}, sd {sd:.4f}")
+        ax.axvspan(max(0, mean - sd), min(1, mean + sd), color=SECOND, alpha=0.14, lw=0)
+        ax.axvline(mean, color=SECOND, lw=1.4, label=f"mean {mean:.4f}, sd {sd:.4f}")
         values = [value for _, value in ordered]
-        ax.plot(values, range(len(values)), "o", color=_FIRST, ms=7 if labelled else 4, mec=_CARD, mew=1)
+        ax.plot(values, range(len(values)), "o", color=FIRST, ms=7 if labelled else 4, mec=CARD, mew=1)
         ax.set_yticks(range(len(values)) if labelled else [])
         if labelled:
             ax.set_yticklabels([_shortened(name) for name, _ in ordered])
@@ -141,19 +132,13 @@ def memory_chart(steps: Sequence[StepMeasured]) -> str | None:
     mib = 1 << 20
     x = np.arange(1, len(known) + 1)
     with _axes("Peak memory by step", 3.4) as (ax, svg):
-        ax.step(
-            x,
-            [s.predicted_peak_bytes / mib for s in known],
-            where="mid",
-            color=_MUTED,
-            ls=(0, (4, 3)),
-            label="predicted",
-        )
-        ax.plot(x, [s.peak_bytes / mib for s in known], "o-" if len(known) <= 60 else "-", color=_FIRST, ms=4,
-                label="measured")  # fmt: skip
+        predicted = [s.predicted_peak_bytes / mib for s in known]
+        measured = [s.peak_bytes / mib for s in known]
+        ax.step(x, predicted, where="mid", color=MUTED, ls=(0, (4, 3)), label="predicted")
+        ax.plot(x, measured, "o-" if len(known) <= 60 else "-", color=FIRST, ms=4, label="measured")
         budgets = np.array([s.budget_bytes / mib for s in known])
         if budgets.any():
-            ax.step(x, np.where(budgets > 0, budgets, np.nan), where="mid", color=_ALARM, lw=1.6, label="budget")
+            ax.step(x, np.where(budgets > 0, budgets, np.nan), where="mid", color=ALARM, lw=1.6, label="budget")
         ax.set_ylim(bottom=0)
         ax.set_ylabel("MiB")
         _finish(ax, "step")
@@ -165,15 +150,15 @@ def parts_chart(parts: Sequence[tuple[str, int]], budget_bytes: int) -> str | No
     shown = [(name, size / (1 << 20)) for name, size in parts if size > 0]
     if not shown:
         return None
-    shades = (_MUTED, _THIRD, _SECOND, _FOURTH, _FIRST, _INK, _LINE)
+    shades = (MUTED, THIRD, SECOND, FOURTH, FIRST, INK, LINE)
     with _axes("Where the predicted memory goes", 1.5 + 0.1 * len(shown)) as (ax, svg):
         ax.grid(False)
         left = 0.0
         for index, (name, size) in enumerate(shown):
-            ax.barh(0, size, left=left, height=0.5, color=shades[index % len(shades)], ec=_CARD, lw=1.2, label=name)
+            ax.barh(0, size, left=left, height=0.5, color=shades[index % len(shades)], ec=CARD, lw=1.2, label=name)
             left += size
         if budget_bytes:
-            ax.axvline(budget_bytes / (1 << 20), color=_ALARM, lw=1.8, label="budget")
+            ax.axvline(budget_bytes / (1 << 20), color=ALARM, lw=1.8, label="budget")
         ax.set_yticks([])
         ax.set_ylim(-0.4, 0.4)
         ax.set_xlim(left=0)
@@ -197,31 +182,23 @@ def _axes(title: str, height_inches: float) -> Iterator[tuple[Axes, Callable[[],
         canvas.print_svg(buffer, metadata={"Date": None, "Creator": None})
 
 
-def standing_alone() -> dict[str, Any]:
-    """The charts' style for a picture outside the page: in the page's light colours, on white."""
-    style = {key: LIGHT.get(value, value) if isinstance(value, str) else value for key, value in _STYLE.items()}
-    white = LIGHT[_CARD]
-    return {**style, "figure.facecolor": white, "axes.facecolor": white, "savefig.facecolor": white}
-
-
 def _finish(ax: Axes, x_label: str, columns: int = 4) -> None:
     ax.set_xlabel(x_label)
     ax.margins(x=0.02)
-    handles, _ = ax.get_legend_handles_labels()
-    if handles:
+    if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=columns, handlelength=1.6, columnspacing=1.4,
                   borderaxespad=0.2)  # fmt: skip
 
 
 def _themed(svg: str, title: str) -> str:
-    """The bare `<svg>` element with placeholders as CSS variables, the page's font, and a name for screen readers."""
+    """The bare `<svg>` element with colours as CSS variables, the page's font, and a name for screen readers."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    for placeholder, variable in _ROLES.items():
-        svg = svg.replace(placeholder, variable)
+    for role, colour in COLOURS.items():
+        svg = svg.replace(colour, f"var(--{role})")
     svg = re.sub(r"(font(?:-family)?: [^;\"]*?)'[^;\"]*", r"\1var(--sans)", svg)
-    svg = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg, count=1)
-    svg = re.sub(r'<svg ([^>]*?)height="[^"]*"', r"<svg \1", svg, count=1)
+    for side in ("width", "height"):
+        svg = re.sub(rf'<svg ([^>]*?){side}="[^"]*"', r"<svg \1", svg, count=1)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
 
 

@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,15 +21,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Status = Literal["ok", "warning", "failed"]
+_Finding = tuple[Status, str] | tuple[Status, str, str]
+"""Status, detail and, where there is something to do, remedy."""
+_Check = Callable[[Path], _Finding]
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LEAST_MEMORY_BYTES = 2 << 30
 _LEAST_DISK_BYTES = 4 << 30
-OPTIONAL = {
-    "timm": "gigagrad[timm]",
-    "segmentation_models_pytorch": "gigagrad[smp]",
-    "monai": "gigagrad[monai]",
-}
+OPTIONAL = {"timm": "gigagrad[timm]", "segmentation_models_pytorch": "gigagrad[smp]", "monai": "gigagrad[monai]"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,14 @@ def diagnose(folder: str | Path = ".") -> list[Check]:
     A check that breaks is itself a failed check; nothing is raised.
     """
     checks: list[Check] = []
-    for name, check in CHECKS.items():
+    optional: dict[str, _Check] = {module: partial(_optional, module, extra) for module, extra in OPTIONAL.items()}
+    for name, check in (CHECKS | optional).items():
         try:
-            checks.append(check(Path(folder)))
+            checks.append(Check(name, *check(Path(folder))))
         except Exception as error:  # a broken installation fails in ways of its own; that is the finding
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             checks.append(Check(name, "failed", reason, "reinstall gigagrad in a fresh environment"))
-    return [*checks, *(_optional(module, extra) for module, extra in OPTIONAL.items())]
+    return checks
 
 
 def doctor_table(checks: list[Check]) -> Table:
@@ -72,44 +73,44 @@ def doctor_table(checks: list[Check]) -> Table:
     return table
 
 
-def _python(_: Path) -> Check:
-    return Check("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+def _python(_: Path) -> _Finding:
+    return "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
 
 
-def _torch(_: Path) -> Check:
+def _torch(_: Path) -> _Finding:
     import torch
 
     total = torch.ones(8, 8).matmul(torch.ones(8, 8)).sum().item()
     assert total == 512, f"8 x 8 ones times itself sums to {total}"
     onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return Check("PyTorch", "ok", f"{torch.__version__}, oneDNN {'on' if onednn else 'off'}")
+    return "ok", f"{torch.__version__}, oneDNN {'on' if onednn else 'off'}"
 
 
-def _threads(_: Path) -> Check:
+def _threads(_: Path) -> _Finding:
     import torch
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     used = torch.get_num_threads()
     detail = f"PyTorch uses {used} of {usable} usable cores"
     if used > usable:
-        return Check("Threads", "warning", detail, f"set OMP_NUM_THREADS={usable}")
-    return Check("Threads", "ok", detail)
+        return "warning", detail, f"set OMP_NUM_THREADS={usable}"
+    return "ok", detail
 
 
-def _profile(_: Path) -> Check:
+def _profile(_: Path) -> _Finding:
     from gigagrad.devices.machine import ProfileError, profile_path, read_profile
 
     path = profile_path()
     if not path.exists():
-        return Check("Profile", "ok", "this machine is not calibrated (optional)", "gigagrad calibrate")
+        return "ok", "this machine is not calibrated (optional)", "gigagrad calibrate"
     try:
         read_profile(path)
     except ProfileError as reason:
-        return Check("Profile", "warning", str(reason), "gigagrad calibrate")
-    return Check("Profile", "ok", f"this machine's rates are measured; {path}")
+        return "warning", str(reason), "gigagrad calibrate"
+    return "ok", f"this machine's rates are measured; {path}"
 
 
-def _memory(_: Path) -> Check:
+def _memory(_: Path) -> _Finding:
     import psutil
 
     memory = psutil.virtual_memory()
@@ -118,22 +119,21 @@ def _memory(_: Path) -> Check:
     capped = f", capped at {format_bytes(limit)} for this container" if limit and limit < memory.total else ""
     detail = f"{format_bytes(free)} free of {format_bytes(memory.total)}{capped}"
     if free < _LEAST_MEMORY_BYTES:
-        return Check("Memory", "warning", detail, "close other programs; 1 GiB is the least for a 16000 x 64000 slide")
-    return Check("Memory", "ok", detail)
+        return "warning", detail, "close other programs; 1 GiB is the least for a 16000 x 64000 slide"
+    return "ok", detail
 
 
-def _huge_pages(_: Path) -> Check:
-    name = "Huge pages"
+def _huge_pages(_: Path) -> _Finding:
     try:
         modes = _HUGE_PAGES.read_text(encoding="ascii").strip()
     except OSError:
-        return Check(name, "ok", "not on this system (they are Linux's)")
+        return "ok", "not on this system (they are Linux's)"
     if "[never]" in modes:
         remedy = f"echo madvise | sudo tee {_HUGE_PAGES}; steps of thin networks then take about half the time"
-        return Check(name, "warning", "switched off in the kernel", remedy)
+        return "warning", "switched off in the kernel", remedy
     if os.environ.get("THP_MEM_ALLOC_ENABLE") != "1":
-        return Check(name, "warning", "switched off by THP_MEM_ALLOC_ENABLE", "unset THP_MEM_ALLOC_ENABLE")
-    return Check(name, "ok", "used for large blocks of memory")
+        return "warning", "switched off by THP_MEM_ALLOC_ENABLE", "unset THP_MEM_ALLOC_ENABLE"
+    return "ok", "used for large blocks of memory"
 
 
 def _container_limit_bytes() -> int | None:
@@ -148,60 +148,53 @@ def _container_limit_bytes() -> int | None:
     return None
 
 
-def _disk(folder: Path) -> Check:
+def _disk(folder: Path) -> _Finding:
     usage = shutil.disk_usage(folder)
     detail = f"{format_bytes(usage.free)} free in {folder.resolve()}"
     if not os.access(folder, os.W_OK):
-        return Check("Disk", "failed", f"{folder.resolve()} cannot be written", "choose another folder for --out")
+        return "failed", f"{folder.resolve()} cannot be written", "choose another folder for --out"
     if usage.free < _LEAST_DISK_BYTES:
-        return Check("Disk", "warning", detail, "free some space; a gigapixel slide and its masks take 1 to 2 GB")
-    return Check("Disk", "ok", detail)
+        return "warning", detail, "free some space; a gigapixel slide and its masks take 1 to 2 GB"
+    return "ok", detail
 
 
-def _codecs(_: Path) -> Check:
+def _codecs(_: Path) -> _Finding:
     import imagecodecs
     import numpy as np
 
     pixels = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
     missing = []
-    for name, encode, decode in (
-        ("JPEG", "jpeg8_encode", "jpeg8_decode"),
-        ("JPEG 2000", "jpeg2k_encode", "jpeg2k_decode"),
-        ("deflate", "zlib_encode", "zlib_decode"),
-        ("LZW", "lzw_encode", "lzw_decode"),
-    ):
+    for name, codec in {"JPEG": "jpeg8", "JPEG 2000": "jpeg2k", "deflate": "zlib", "LZW": "lzw"}.items():
         try:
-            getattr(imagecodecs, decode)(getattr(imagecodecs, encode)(pixels))
+            getattr(imagecodecs, f"{codec}_decode")(getattr(imagecodecs, f"{codec}_encode")(pixels))
         except Exception:  # imagecodecs raises its own kinds for codecs it was built without
             missing.append(name)
     version = f"imagecodecs {imagecodecs.__version__}"
     if missing:
-        return Check(
-            "Codecs", "failed", f"{version} lacks {', '.join(missing)}", "pip install --force-reinstall imagecodecs"
-        )
-    return Check("Codecs", "ok", f"JPEG, JPEG 2000, deflate and LZW work ({version})")
+        return "failed", f"{version} lacks {', '.join(missing)}", "pip install --force-reinstall imagecodecs"
+    return "ok", f"JPEG, JPEG 2000, deflate and LZW work ({version})"
 
 
-def _openslide(_: Path) -> Check:
+def _openslide(_: Path) -> _Finding:
     import openslide
 
-    return Check("OpenSlide", "ok", f"library {openslide.__library_version__}, Python {openslide.__version__}")
+    return "ok", f"library {openslide.__library_version__}, Python {openslide.__version__}"
 
 
-def _cuda(_: Path) -> Check:
+def _cuda(_: Path) -> _Finding:
     import torch
 
     if not torch.cuda.is_available():
-        return Check("CUDA", "ok", "no device; everything runs on the CPU")
+        return "ok", "no device; everything runs on the CPU"
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
-    return Check("CUDA", "ok", f"{name}, {format_bytes(free)} free of {format_bytes(total)}, CUDA {torch.version.cuda}")
+    return "ok", f"{name}, {format_bytes(free)} free of {format_bytes(total)}, CUDA {torch.version.cuda}"
 
 
-def _optional(module: str, extra: str) -> Check:
+def _optional(module: str, extra: str, _: Path) -> _Finding:
     """Importing is the check: a torchvision built for another PyTorch, say, shows only then."""
     if importlib.util.find_spec(module) is None:
-        return Check(module, "ok", "not installed (optional)", f"pip install '{extra}' to use its models")
+        return "ok", "not installed (optional)", f"pip install '{extra}' to use its models"
     version = importlib.metadata.version(module.replace("_", "-"))
     try:
         with warnings.catch_warnings():
@@ -209,11 +202,11 @@ def _optional(module: str, extra: str) -> Check:
             importlib.import_module(module)
     except Exception as error:  # whatever its own dependencies raise
         reason = f"{version} cannot be imported: {error}".splitlines()[0]
-        return Check(module, "warning", reason, "install the torchvision that was built for this PyTorch")
-    return Check(module, "ok", version)
+        return "warning", reason, "install the torchvision that was built for this PyTorch"
+    return "ok", version
 
 
-CHECKS: dict[str, Callable[[Path], Check]] = {
+CHECKS: dict[str, _Check] = {
     "Python": _python,
     "PyTorch": _torch,
     "Threads": _threads,

@@ -11,22 +11,21 @@ from gigagrad.errors import ConfigError
 from gigagrad.files import replacing
 from gigagrad.plans import ledger
 from gigagrad.plans.plan import amount_of
-from gigagrad.reports.charts import LIGHT, standing_alone
+from gigagrad.reports.charts import ALARM, CARD, FIRST, FOURTH, INK, LINE, MUTED, SECOND, STANDING_ALONE, THIRD
 from gigagrad.reports.plan_study import PlanStudy
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INK, _MUTED, _LINE, _FIRST, _SECOND, _THIRD, _ALARM, _CARD, _FOURTH = LIGHT.values()
 _PARTS = (
-    ("process", (ledger.PROCESS, ledger.STEP, ledger.COMPILED, ledger.HOARD), _MUTED),
-    ("pixels on their way", (ledger.READERS, ledger.WAITING, ledger.OUTPUT), _LINE),
-    ("parameters", (ledger.OPTIMIZER, ledger.GRADIENTS, ledger.SUMS), _FOURTH),
-    ("whole-field operators", (ledger.WHOLE, ledger.TAPE), _INK),
-    ("fields kept", (ledger.FIELDS,), _FIRST),
-    ("cotangents", (ledger.COTANGENTS,), _THIRD),
-    ("tiles", (ledger.TILES, ledger.SLACK), _SECOND),
+    ("process", (ledger.PROCESS, ledger.STEP, ledger.COMPILED, ledger.HOARD), MUTED),
+    ("pixels on their way", (ledger.READERS, ledger.WAITING, ledger.OUTPUT), LINE),
+    ("parameters", (ledger.OPTIMIZER, ledger.GRADIENTS, ledger.SUMS), FOURTH),
+    ("whole-field operators", (ledger.WHOLE, ledger.TAPE), INK),
+    ("fields kept", (ledger.FIELDS,), FIRST),
+    ("cotangents", (ledger.COTANGENTS,), THIRD),
+    ("tiles", (ledger.TILES, ledger.SLACK), SECOND),
 )
 FORMATS = (".svg", ".png")
 
@@ -46,7 +45,7 @@ def draw_plan(study: PlanStudy, path: Path) -> None:
 
     check_picture(path)
     height, width = study.plan.image_shape[-2:]
-    with mpl.rc_context({**standing_alone(), "svg.fonttype": "path", "svg.hashsalt": study.model}):
+    with mpl.rc_context({**STANDING_ALONE, "svg.fonttype": "path", "svg.hashsalt": study.model}):
         figure = Figure(figsize=(11, 4.8), layout="constrained")
         figure.suptitle(f"{study.model}, {height} x {width} px ({format_pixels(height * width)})", fontsize=13)
         curve, held = figure.subplots(1, 2, width_ratios=(5, 6))
@@ -66,11 +65,11 @@ def draw_curve(ax: Axes, study: PlanStudy) -> None:
     plan, points = study.plan, study.points
     corners = [(p.predicted_peak_bytes, p.seconds) for p in points] + [(plan.predicted_peak_bytes, study.seconds)]
     memory, seconds = np.array(sorted(corners), dtype=float).T
-    ax.step(memory, seconds, where="post", color=_THIRD, lw=1.4)
-    ax.plot(memory, seconds, "o", color=_FIRST, ms=5)
-    ax.plot(plan.predicted_peak_bytes, study.seconds, "o", color=_SECOND, ms=10, mec=_CARD, mew=1.5, label="this plan")
+    ax.step(memory, seconds, where="post", color=THIRD, lw=1.4)
+    ax.plot(memory, seconds, "o", color=FIRST, ms=5)
+    ax.plot(plan.predicted_peak_bytes, study.seconds, "o", color=SECOND, ms=10, mec=CARD, mew=1.5, label="this plan")
     if plan.budget_bytes is not None:
-        ax.axvline(plan.budget_bytes, color=_ALARM, lw=1.4, label=f"budget {format_bytes(plan.budget_bytes)}")
+        ax.axvline(plan.budget_bytes, color=ALARM, lw=1.4, label=f"budget {format_bytes(plan.budget_bytes)}")
     known = [*memory, *([plan.budget_bytes] if plan.budget_bytes else [])]
     ax.set_xscale("log", base=2)
     ax.set_xticks(_ticks(min(known), max(known), 4))
@@ -101,12 +100,12 @@ def _draw_memory(ax: Axes, study: PlanStudy) -> None:
     for name, sizes, color in shown:
         if any(sizes):
             top = base + np.array(sizes, dtype=float)
-            ax.stairs(top, edges, baseline=base, fill=True, color=color, ec=_CARD, lw=0.3, label=name)
+            ax.stairs(top, edges, baseline=base, fill=True, color=color, ec=CARD, lw=0.3, label=name)
             base = top
-    ax.axhline(plan.predicted_peak_bytes, color=_INK, lw=1.2, ls=(0, (4, 3)), label="predicted peak")
+    ax.axhline(plan.predicted_peak_bytes, color=INK, lw=1.2, ls=(0, (4, 3)), label="predicted peak")
     top = plan.predicted_peak_bytes
     if plan.budget_bytes is not None and plan.budget_bytes < 3 * top:
-        ax.axhline(plan.budget_bytes, color=_ALARM, lw=1.4, label="budget")
+        ax.axhline(plan.budget_bytes, color=ALARM, lw=1.4, label="budget")
         top = max(top, plan.budget_bytes)
     ax.set_ylim(0, 1.05 * top)
     ax.set_xlim(edges[0], max(edges[-1], 1.5))  # a plan without stages has no pass

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_text
 from gigagrad.plans import Plan
-from gigagrad.plans.description import Description, describe
+from gigagrad.plans.description import describe
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
 from gigagrad.reports.run_data import Predicted, RunData, read_run
@@ -85,14 +85,14 @@ def write_report(
 
 
 def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
-    planned = _planned(run.plan)
+    plan = _plan(run.plan)
     pictured = sum(entry.overlay is not None for entry in run.predictions)
     shown = _to_look_at(run.predictions)
     charts = {
         "loss": loss_chart(run),
         "dice": dice_chart(_dice(run)),
         "memory": memory_chart(run.steps),
-        "parts": None if planned is None else parts_chart(planned.parts, planned.budget_bytes),
+        "parts": None if plan is None else parts_chart(plan.memory_parts(), plan.budget_bytes or 0),
     }
     return {
         "run": run,
@@ -104,29 +104,20 @@ def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
         "dice_rows": sorted(_dice(run).items()),
         "pictures": [_picture(entry) for entry in shown],
         "not_shown": pictured - len(shown),
-        "plan": None if planned is None else planned.description,
+        "plan": None if plan is None else describe(plan),
         "config": [(key, _shown(key, value)) for key, value in run.config.items()],
         "environment": _environment(run),
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """What a plan's file says, in words and as the parts of its peak."""
-
-    description: Description
-    parts: Sequence[tuple[str, int]]
-    budget_bytes: int
-
-
-def _planned(record: Mapping[str, Any]) -> _Planned | None:
+def _plan(record: Mapping[str, Any]) -> Plan | None:
     """None where the file is missing or no plan's, such as that of another version."""
     try:
         plan = Plan.from_dict(dict(record))
-        planned = _Planned(describe(plan), plan.memory_parts(), plan.budget_bytes or 0)
-        str(planned.description)  # a word that is no text would fail later
-        sizes = (planned.budget_bytes, *(size for _, size in planned.parts), *(a.size_bytes for a in plan.elsewhere))
-        return planned if all(map(math.isfinite, sizes)) else None
+        str(describe(plan))  # a word that is no text would fail later
+        parts = [size for _, size in plan.memory_parts()]
+        sizes = (plan.budget_bytes or 0, *parts, *(amount.size_bytes for amount in plan.elsewhere))
+        return plan if all(map(math.isfinite, sizes)) else None
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         return None
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar, get_type_hints
 
 import yaml
 
 from gigagrad.events import MetricsLogged, StepMeasured
+
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,13 @@ def read_run(run_dir: Path, predictions_dir: Path | None = None) -> RunData:
     return RunData(
         name=run_dir.resolve().name,
         metrics=tuple(_metric(record) for record in records if record.get("event") == "metrics"),
-        steps=tuple(_step(record) for record in records if record.get("event") == "step"),
+        steps=tuple(_filled(StepMeasured, record) for record in records if record.get("event") == "step"),
         dice={str(name): value for name, value in mapping(summary.get("dice")).items() if _is_number(value)},
         plan=mapping(_json(run_dir / "plan.json")),
         plan_text=_text(run_dir / "plan.txt"),
         config=_settings(run_dir / "config.yaml"),
         environment=mapping(_json(run_dir / "environment.json")),
-        predictions=() if predictions_dir is None else _predictions(predictions_dir),
+        predictions=() if predictions_dir is None else tuple(_predictions(predictions_dir)),
     )
 
 
@@ -93,8 +95,9 @@ def _settings(path: Path) -> Mapping[str, Any]:
     """The settings of a run's configuration: each is a word or a number. A list of aliases of lists of aliases would be
     short in the file and endless on the page."""
     try:
-        found = mapping(yaml.safe_load(_text(path)))
-        return mapping(_parsed(json.dumps({str(key): found[key] for key in found if _is_setting(found[key])})))
+        found = mapping(yaml.safe_load(_text(path))).items()
+        plain = {str(key): value for key, value in found if isinstance(value, (str, int, float, type(None)))}
+        return mapping(_parsed(json.dumps(plain)))
     except (ValueError, OverflowError, RecursionError, yaml.YAMLError):
         return {}
 
@@ -108,10 +111,6 @@ def _json_lines(path: Path) -> list[Mapping[str, Any]]:
 def mapping(value: Any) -> Mapping[str, Any]:
     """`value` if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
-
-
-def _is_setting(value: Any) -> bool:
-    return isinstance(value, (str, int, float, type(None)))
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -128,42 +127,25 @@ def _metric(record: Mapping[str, Any]) -> MetricsLogged:
     """A logged number that is not finite is JSON `null` or NaN, depending on who wrote it; both are NaN here."""
     logged = mapping(record.get("values"))
     values = {str(name): float(value) if _is_number(value) else math.nan for name, value in logged.items()}
-    return MetricsLogged(
-        str(record.get("split", "")), int(number(record, "epoch")), int(number(record, "step")), values
-    )
+    return _filled(MetricsLogged, record, values=values)
 
 
-def _step(record: Mapping[str, Any]) -> StepMeasured:
-    return StepMeasured(
-        phase=str(record.get("phase", "")),
-        pixels=int(number(record, "pixels")),
-        seconds=number(record, "seconds"),
-        peak_bytes=int(number(record, "peak_bytes")),
-        predicted_peak_bytes=int(number(record, "predicted_peak_bytes")),
-        budget_bytes=int(number(record, "budget_bytes")),
-        gradient_error=number(record, "gradient_error"),
-    )
+def _filled(cls: type[_Record], record: Mapping[str, Any], **known: Any) -> _Record:
+    """A record of texts and numbers from a JSON object, empty and 0 where they are missing; `known` fields as given."""
+    values = {
+        name: str(record.get(name, "")) if kind is str else kind(number(record, name))
+        for name, kind in get_type_hints(cls).items()
+        if name not in known
+    }
+    return cls(**values, **known)
 
 
-def _predictions(folder: Path) -> tuple[Predicted, ...]:
+def _predictions(folder: Path) -> Iterator[Predicted]:
     entries = mapping(_json(folder / "predictions.json")).get("slides")
-    found = []
-    for entry in entries if isinstance(entries, list) else []:
-        record = mapping(entry)
-        found.append(
-            Predicted(
-                name=str(record.get("name", "")),
-                status=str(record.get("status", "")),
-                error=str(record.get("error", "")),
-                dice=number(record, "dice") if _is_number(record.get("dice")) else None,
-                height=int(number(record, "height")),
-                width=int(number(record, "width")),
-                seconds=number(record, "seconds"),
-                regions=int(number(record, "regions")),
-                overlay=_inside(folder, str(record.get("overlay") or "overlays/none")),
-            )
-        )
-    return tuple(found)
+    for record in map(mapping, entries if isinstance(entries, list) else []):
+        overlay = _inside(folder, str(record.get("overlay") or "overlays/none"))
+        dice = number(record, "dice") if _is_number(record.get("dice")) else None
+        yield _filled(Predicted, record, dice=dice, overlay=overlay)
 
 
 def _inside(folder: Path, name: str) -> Path | None:

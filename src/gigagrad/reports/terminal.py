@@ -15,16 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from gigagrad.events import (
-    Event,
-    JobAdvanced,
-    JobFinished,
-    JobStarted,
-    MetricsLogged,
-    Notice,
-    StepMeasured,
-    TileDone,
-)
+from gigagrad.events import Event, JobAdvanced, JobFinished, JobStarted, MetricsLogged, Notice, StepMeasured, TileDone
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 _TILES: Final = "tiles"
@@ -36,13 +27,13 @@ class _Work:
 
     started: float
     total: int
+    detail: str
+    nested: bool
+    bar: TaskID
     done: int = 0
     left: float | None = None
     """Seconds, where who does the work says so."""
-    detail: str = ""
     printed: float = float("-inf")
-    nested: bool = False
-    task: TaskID | None = None
 
     def seconds_left(self, now: float) -> float | None:
         if self.left is not None or not self.done:
@@ -69,17 +60,16 @@ class Terminal:
         self._interval: Final = interval_seconds
         self._clock: Final = clock
         self._work: dict[str, _Work] = {}
-        self._bars: Final = _bars(self.console, clock) if self.console.is_terminal else None
+        self._bars: Final = _bars(self.console, clock)
 
     def __enter__(self) -> Self:
-        if self._bars is not None:
-            self._bars.start()
+        self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bars is not None:
+        if not self._bars.disable:
             self._bars.stop()
 
     def __call__(self, event: Event) -> None:
@@ -106,30 +96,25 @@ class Terminal:
 
     def _begin(self, job: str, total: int, detail: str) -> None:
         self._end(job)
-        work = self._work[job] = _Work(self._clock(), total, detail=detail, nested=bool(self._work) or job == _TILES)
-        if self._bars is not None:
-            work.task = self._bars.add_task(job, total=total, detail=detail, left=None)
-        elif not work.nested:
+        nested = bool(self._work) or job == _TILES
+        bar = self._bars.add_task(job, total=total, detail=detail, left=None)
+        self._work[job] = _Work(self._clock(), total, detail, nested, bar)
+        if self._bars.disable and not nested:
             self._line(f"{job}: {total} to do", detail)
 
     def _advance(self, job: str, done: int, total: int, detail: str, left: float | None = None) -> None:
         if job not in self._work:
             self._begin(job, total, "")
-        work = self._work[job]
+        work, now = self._work[job], self._clock()
         work.done, work.total, work.detail = done, total, detail or work.detail
         work.left = left
-        if self._bars is not None and work.task is not None:
-            self._bars.update(
-                work.task, completed=done, total=total, detail=work.detail, left=work.seconds_left(self._clock())
-            )
-            return
-        now = self._clock()
-        if now - work.printed < self._interval and done < total:
+        left = work.seconds_left(now)
+        self._bars.update(work.bar, completed=done, total=total, detail=work.detail, left=left)
+        if not self._bars.disable or (now - work.printed < self._interval and done < total):
             return
         if work.nested and (done == total or now - work.started < self._interval):
             return
         work.printed = now
-        left = work.seconds_left(now)
         time_left = f", {format_seconds(left)} left" if left and done < total else ""
         self._line(f"{job} {done}/{total} ({100 * done // max(total, 1)} %){time_left}", work.detail)
 
@@ -145,16 +130,13 @@ class Terminal:
             f"{format_pixels(step.pixels)} in {format_seconds(step.seconds)}, "
             f"peak {format_bytes(step.peak_bytes)}{of_budget}"
         )
-        for work in reversed(self._work.values()):
+        for work in list(self._work.values())[-1:]:
             work.detail = detail
-            if self._bars is not None and work.task is not None:
-                self._bars.update(work.task, detail=detail)
-            return
+            self._bars.update(work.bar, detail=detail)
 
     def _end(self, job: str) -> None:
-        work = self._work.pop(job, None)
-        if work is not None and self._bars is not None and work.task is not None:
-            self._bars.remove_task(work.task)
+        if job in self._work:
+            self._bars.remove_task(self._work.pop(job).bar)
 
     def _line(self, text: str, detail: str = "") -> None:
         self.console.print(Text(f"{text}: {detail}" if detail else text), soft_wrap=True)
@@ -173,6 +155,7 @@ class _Pace(ProgressColumn):
 
 
 def _bars(console: Console, clock: Callable[[], float]) -> Progress:
+    """A bar for each job; where there is no terminal, none is ever shown."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
@@ -182,4 +165,5 @@ def _bars(console: Console, clock: Callable[[], float]) -> Progress:
         console=console,
         get_time=clock,
         refresh_per_second=5,
+        disable=not console.is_terminal,
     )

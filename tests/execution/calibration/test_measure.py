@@ -12,7 +12,7 @@ from gigagrad.cli import main
 from gigagrad.devices import Machine
 from gigagrad.events import JobFinished
 from gigagrad.execution.calibration import calibrate, measure
-from gigagrad.reports.rates import rates_table
+from gigagrad.reports.tables import rates_table
 from gigagrad.training.losses import bce
 
 SIZE = 2**24

@@ -1,10 +1,30 @@
-"""What a calibration measured, as a table for a person."""
+"""Scores and rates as tables for a rich console."""
 
 from __future__ import annotations
 
-from rich.table import Table
+from typing import TYPE_CHECKING
 
-from gigagrad.execution.calibration import Calibration
+from rich.table import Table
+from rich.text import Text
+
+from gigagrad.units import format_pixels
+
+if TYPE_CHECKING:
+    from gigagrad.execution.calibration import Calibration
+    from gigagrad.prediction import Evaluation
+
+
+def score_table(evaluation: Evaluation) -> Table:
+    """One line per slide; below them the mean and the sample standard deviation over slides."""
+    table = Table(header_style="bold", show_footer=True)
+    (dice, dice_sd), (iou, iou_sd) = evaluation.dice, evaluation.iou
+    table.add_column("Slide", footer="mean +/- sd", overflow="fold")
+    table.add_column("Pixels", justify="right")
+    table.add_column("Dice", footer=f"{dice:.4f} +/- {dice_sd:.4f}", justify="right", no_wrap=True)
+    table.add_column("IoU", footer=f"{iou:.4f} +/- {iou_sd:.4f}", justify="right", no_wrap=True)
+    for score in evaluation.scores:
+        table.add_row(Text(score.name), format_pixels(score.pixels), f"{score.dice:.4f}", f"{score.iou:.4f}")
+    return table
 
 
 def rates_table(calibration: Calibration) -> Table:
@@ -24,10 +44,9 @@ def rates_table(calibration: Calibration) -> Table:
         "fields in files, one thread's work": f"{machine.file_bytes_per_second / 1e9:,.2f} GB/s",
         "lossless codec": f"{machine.codec_bytes_per_second / 1e9:,.2f} GB/s, {machine.codec_ratio:.2f} : 1",
     }
-    table = Table(header_style="bold")
+    table = Table(header_style="bold", caption=f"measured in {calibration.seconds:.0f} s")
     table.add_column("What one thread does")
     table.add_column("Rate", justify="right")
     for name, rate in rows.items():
         table.add_row(name, rate)
-    table.caption = f"measured in {calibration.seconds:.0f} s"
     return table
