@@ -6,7 +6,9 @@ listeners, so a progress bar, a metrics file and a test are the same thing to it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -115,3 +117,11 @@ class Events:
         if notice not in self._told:
             self._told.add(notice)
             self.emit(notice)
+
+    @contextmanager
+    def job(self, name: str, total: int, detail: str = "") -> Iterator[Callable[[int, str], None]]:
+        """Tell of a job that is done in the block: call what this gives with how many parts are done, and a phrase."""
+        self.emit(JobStarted(name, total, detail))
+        start = time.monotonic()
+        yield lambda done, detail: self.emit(JobAdvanced(name, done, total, detail))
+        self.emit(JobFinished(name, time.monotonic() - start))

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import yaml
+
 from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.units import parse_bytes
 
@@ -53,6 +55,15 @@ class Settings:
             if field.default is dataclasses.MISSING and field.name not in settings:
                 raise ConfigError(f"the setting {field.name!r} is missing; give it in the config or as --{field.name}")
         return cls(**settings)
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds, plain values only. Raises `ValueError` with the reason for a missing or damaged file."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ValueError(reason) from error
 
 
 def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:

@@ -34,7 +34,7 @@ def test_slides_by_name_with_mean_and_spread(tmp_path, monkeypatch):
     assert result.to_dict()["dice"] == {"same": 1.0, "worse": pytest.approx(dice)}
     assert result.to_dict()["mean"] == pytest.approx((1 + dice) / 2)
     assert result.to_dict()["sd"] == pytest.approx(abs(1 - dice) / np.sqrt(2))
-    assert len(heard) == 3
+    assert len(heard) == 4
 
 
 def test_masks_of_other_sizes_are_refused():

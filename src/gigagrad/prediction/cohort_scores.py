@@ -5,28 +5,22 @@ Slides without a mask in the cohort file are compared with the tissue recipe's l
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from gigagrad.cohorts import Row, find_slides
-from gigagrad.errors import ConfigError, TargetError
-from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener
+from gigagrad.errors import ConfigError
+from gigagrad.events import Events, Listener
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.images import Image, label_image, open_image
 from gigagrad.models import load_model
-from gigagrad.prediction.classes import class_ids, foreground_count
 from gigagrad.prediction.config import PredictConfig
-from gigagrad.prediction.evaluate import Evaluation, Score, score_masks
+from gigagrad.prediction.evaluate import Evaluation, check_size, score_each, score_logits, score_masks
 from gigagrad.prediction.records import read_records
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion
-
-_IGNORED = 255
-"""What training skips in a mask of several classes is skipped here too."""
 
 
 def evaluate_model(
@@ -58,18 +52,10 @@ def evaluate_model(
     def score(entry: Row) -> Confusion:
         level = config.resolved_level
         with open_image(entry.slide, level=level, mpp=entry.mpp) as slide, _truth(entry, level, slide) as truth:
-            counts: Confusion | None = None
-            for box, logits in engine.stream(slide):
-                counts = counts or Confusion(foreground_count(logits.shape[1]) + 1)
-                ids, true = class_ids(logits), np.asarray(truth.read(box))[0]
-                if counts.classes > 2:
-                    # Agreement on background is what no score of a foreground class looks at.
-                    ids, true = np.where(true == _IGNORED, 0, ids), np.where(true == _IGNORED, 0, true)
-                counts.add(ids, true)
-            assert counts is not None, "a prediction has at least one tile"
-            return counts
+            # What training skips in a mask of several classes is skipped here too.
+            return score_logits(engine.stream(slide), truth, ignored_from=3)
 
-    return Evaluation(tuple(_each(entries, score, events)))
+    return score_each([(entry.name, partial(score, entry)) for entry in entries], events)
 
 
 def evaluate_masks(
@@ -98,17 +84,7 @@ def evaluate_masks(
         with open_image(masks / f"{entry.name}.tif") as predicted, _truth(entry, level or 0) as truth:
             return score_masks(predicted, truth, classes)
 
-    return Evaluation(tuple(_each(entries, score, Events(listeners))))
-
-
-def _each(entries: Sequence[Row], score: Callable[[Row], Confusion], events: Events) -> Iterator[Score]:
-    events.emit(JobStarted("evaluate", len(entries)))
-    start = time.monotonic()
-    for done, entry in enumerate(entries, 1):
-        counts = score(entry)
-        yield Score(entry.name, counts.dice, counts.iou, counts.pixels)
-        events.emit(JobAdvanced("evaluate", done, len(entries), f"{entry.name}: Dice {counts.dice:.4f}"))
-    events.emit(JobFinished("evaluate", time.monotonic() - start))
+    return score_each([(entry.name, partial(score, entry)) for entry in entries], Events(listeners))
 
 
 @contextmanager
@@ -121,9 +97,6 @@ def _truth(entry: Row, level: int, slide: Image | None = None) -> Iterator[Image
             return
         truth = opened.enter_context(open_image(entry.mask, level=level))
         require_mask(truth)
-        if slide is not None and truth.shape[1:] != slide.shape[1:]:
-            raise TargetError(
-                f"the true mask {entry.mask} is {truth.shape[1]} x {truth.shape[2]} px and its slide "
-                f"{slide.shape[1]} x {slide.shape[2]} px; both must have the same size"
-            )
+        if slide is not None:
+            check_size(truth, entry.mask, slide)
         yield truth

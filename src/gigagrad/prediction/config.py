@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import yaml
-
 from gigagrad.errors import ConfigError
-from gigagrad.settings import Settings
+from gigagrad.settings import Settings, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +72,8 @@ class PredictConfig(Settings):
         if not path.is_file():
             return 0
         try:
-            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-            return int(settings.get("level", 0))
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-            yaml.YAMLError,
-        ) as error:
+            return int(read_yaml(path).get("level", 0))
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
             raise ConfigError(f"cannot read the level from {path}; give one as --level") from error
 
     @property

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gigagrad.boxes import Box, tiles
 from gigagrad.errors import TargetError
-from gigagrad.events import JobAdvanced, JobStarted, Listener
+from gigagrad.events import Events, Listener
 from gigagrad.images import Image, open_image
+from gigagrad.prediction.classes import IGNORED, class_ids, foreground_count
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion, mean_sd
 
@@ -83,23 +86,58 @@ def score_masks(predicted: Image, truth: Image, classes: int = 2) -> Confusion:
     return score_tiles(((box, np.asarray(predicted.read(box))[0]) for box in blocks), truth, classes)
 
 
+def score_logits(prediction: Iterable[tuple[Box, Tensor]], truth: Image, *, ignored_from: int) -> Confusion:
+    """Compare tiles of `(1, C, h, w)` logits with the same boxes of the true mask; holds one tile at a time.
+
+    With one channel every value of the mask above 0 is foreground; with `ignored_from` channels or more, pixels of
+    class 255 do not count. Raises `ModelError` for outputs that are no segmentation, `TargetError` as `Confusion` does.
+    """
+    counts: Confusion | None = None
+    for box, logits in prediction:
+        channels = logits.shape[1]
+        counts = counts or Confusion(foreground_count(channels) + 1)
+        predicted, true = class_ids(logits), np.asarray(truth.read(box))[0]
+        if channels >= ignored_from:
+            # Agreement on background is what no score of a foreground class looks at.
+            ignored = true == IGNORED
+            predicted, true = np.where(ignored, 0, predicted), np.where(ignored, 0, true)
+        counts.add(predicted, true)
+    assert counts is not None, "a prediction has at least one tile"
+    return counts
+
+
+def check_size(truth: Image, path: Path, slide: Image) -> None:
+    """Raises `TargetError` where the true mask in the file `path` is of another size than its slide."""
+    if truth.shape[1:] != slide.shape[1:]:
+        raise TargetError(
+            f"the true mask {path} is {truth.shape[1]} x {truth.shape[2]} px and its slide "
+            f"{slide.shape[1]} x {slide.shape[2]} px; both must have the same size"
+        )
+
+
+def score_each(scored: Sequence[tuple[str, Callable[[], Confusion]]], events: Events) -> Evaluation:
+    """Score slides by name, one after the other. Emits the job `evaluate`."""
+    scores: list[Score] = []
+    with events.job("evaluate", len(scored)) as advance:
+        for name, count in scored:
+            counts = count()
+            scores.append(Score(name, counts.dice, counts.iou, counts.pixels))
+            advance(len(scores), f"{name}: Dice {counts.dice:.4f}")
+    return Evaluation(tuple(scores))
+
+
 def evaluate(
     pairs: Iterable[tuple[str, str | Path, str | Path]],
     classes: int = 2,
     listeners: tuple[Listener, ...] = (),
 ) -> Evaluation:
-    """Score `(name, path of the predicted mask, path of the true mask)` for each slide.
+    """Score `(name, path of the predicted mask, path of the true mask)` for each slide. Emits the job `evaluate`.
 
     Raises `ImageError` or `TargetError` at the first pair that cannot be compared.
     """
-    todo = list(pairs)
-    scores = []
-    for listener in listeners:
-        listener(JobStarted("evaluate", len(todo)))
-    for name, predicted_source, truth_source in todo:
+
+    def score(predicted_source: str | Path, truth_source: str | Path) -> Confusion:
         with open_image(predicted_source) as predicted, open_image(truth_source) as truth:
-            confusion = score_masks(predicted, truth, classes)
-        scores.append(Score(name, confusion.dice, confusion.iou, confusion.pixels))
-        for listener in listeners:
-            listener(JobAdvanced("evaluate", len(scores), len(todo), f"{name}: Dice {confusion.dice:.4f}"))
-    return Evaluation(tuple(scores))
+            return score_masks(predicted, truth, classes)
+
+    return score_each([(name, partial(score, predicted, truth)) for name, predicted, truth in pairs], Events(listeners))

@@ -19,8 +19,8 @@ import numpy as np
 from torch import nn
 
 from gigagrad.cohorts import Row, find_slides
-from gigagrad.errors import ConfigError, GigagradError, ModelError, TargetError, WriteError
-from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
+from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
+from gigagrad.events import Events, Listener, Notice
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.execution.sinks import OutputField, Pieces, Pyramid
 from gigagrad.images import Image, open_image
@@ -28,7 +28,7 @@ from gigagrad.images.resolution import level_near
 from gigagrad.models import load_model
 from gigagrad.prediction.classes import class_ids, foreground_count, mask_classes
 from gigagrad.prediction.config import PredictConfig
-from gigagrad.prediction.evaluate import score_masks
+from gigagrad.prediction.evaluate import check_size, score_masks
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
 from gigagrad.prediction.polygons import trace, write_geojson
 from gigagrad.prediction.records import MadeWith, SlideResult, file_names, read_records, write_records
@@ -54,18 +54,16 @@ def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Liste
     _prepare(out, slides, records, made_with, config.overwrite)
 
     events = Events(tuple(listeners))
-    events.emit(JobStarted("predict", len(slides), spec))
-    start = time.perf_counter()
-    results = []
-    for done, entry in enumerate(slides, 1):
-        known = records.get(entry.name)
-        if known is not None and not config.overwrite and _current(known, entry, out):
-            results.append(known)
-            events.emit(JobAdvanced("predict", done, len(slides), f"{entry.name}: done before"))
-            continue
-        results.append(_attempt(entry, model, config, made_with, records, events))
-        events.emit(JobAdvanced("predict", done, len(slides), _summary(results[-1])))
-    events.emit(JobFinished("predict", time.perf_counter() - start))
+    results: list[SlideResult] = []
+    with events.job("predict", len(slides), spec) as advance:
+        for done, entry in enumerate(slides, 1):
+            known = records.get(entry.name)
+            if known is not None and not config.overwrite and _current(known, entry, out):
+                results.append(known)
+                advance(done, f"{entry.name}: done before")
+            else:
+                results.append(_attempt(entry, model, config, made_with, records, events))
+                advance(done, _summary(results[-1]))
     return tuple(results)
 
 
@@ -139,11 +137,8 @@ def _predict_one(
         level = _level_of(entry, config)
         slide = opened.enter_context(open_image(entry.slide, level=level, mpp=config.mpp or entry.mpp))
         truth = None if entry.mask is None else opened.enter_context(open_image(entry.mask, level=level))
-        if truth is not None and truth.shape[1:] != slide.shape[1:]:
-            raise TargetError(
-                f"the true mask {entry.mask} is {truth.shape[1]} x {truth.shape[2]} px and its slide "
-                f"{slide.shape[1]} x {slide.shape[2]} px; both must have the same size"
-            )
+        if truth is not None and entry.mask is not None:
+            check_size(truth, entry.mask, slide)
         foreground = _write_mask(slide, model, config, out / files["mask"], events)
         classes = mask_classes(foreground, config.classes)
         mask = opened.enter_context(open_image(out / files["mask"]))

@@ -12,7 +12,7 @@ import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.images import Image
-from gigagrad.images.image import Pixels
+from gigagrad.images.image import Level, Pixels
 
 TURNS = 8
 
@@ -20,31 +20,44 @@ TURNS = 8
 _ORDER, _TURN = 1, 2
 
 
-class Turned(Image):
+class View(Image):
+    """Another image as it is, but for what a subclass makes of its pixels. Closing it leaves `image` open."""
+
+    def __init__(
+        self, image: Image, shape: tuple[int, int, int] | None = None, levels: tuple[Level, ...] | None = None
+    ) -> None:
+        self._image = image
+        super().__init__(
+            shape=shape or image.shape,
+            dtype=image.dtype,
+            name=image.name,
+            fill=image.fill,
+            mpp=image.mpp,
+            levels=levels or image.levels,
+            cache_bytes=image.cache_bytes,
+        )
+
+    def _blank(self, height: int, width: int) -> Pixels:
+        # An array or a tensor, whichever the image gives.
+        return self._image._blank(height, width)
+
+
+class Turned(View):
     """`image` mirrored left to right if `turn >= 4`, then turned `turn % 4` quarters counter-clockwise (`np.rot90`).
 
-    Turn 0 is the image as it is. Odd turns exchange height and width. Closing it leaves `image` open: it is a view.
+    Turn 0 is the image as it is. Odd turns exchange height and width.
     """
 
     def __init__(self, image: Image, turn: int) -> None:
         if not 0 <= turn < TURNS:
             raise ValueError(f"a turn is a number from 0 to {TURNS - 1}, got {turn}")
-        self._image = image
         self._quarters, self._mirrored = turn % 4, turn >= 4
-        channels, height, width = image.shape
-        shape = (channels, width, height) if turn % 2 else image.shape
-        levels = image.levels
         if turn % 2:
-            levels = tuple(dataclasses.replace(level, shape=level.shape[::-1]) for level in levels)
-        super().__init__(
-            shape=shape,
-            dtype=image.dtype,
-            name=image.name,
-            fill=image.fill,
-            mpp=image.mpp,
-            levels=levels,
-            cache_bytes=image.cache_bytes,
-        )
+            channels, height, width = image.shape
+            levels = tuple(dataclasses.replace(level, shape=level.shape[::-1]) for level in image.levels)
+            super().__init__(image, (channels, width, height), levels)
+        else:
+            super().__init__(image)
 
     def _read_inside(self, box: Box) -> Pixels:
         pixels = self._image.read(self.source_box(box))
@@ -56,10 +69,6 @@ class Turned(Image):
         turned = np.rot90(pixels, self._quarters, axes=(-2, -1))
         # Torch takes no negative strides; order "K" keeps channels last where the reader gave them so.
         return turned.copy(order="K")
-
-    def _blank(self, height: int, width: int) -> Pixels:
-        # An array or a tensor, whichever the image gives.
-        return self._image._blank(height, width)
 
     def source_box(self, box: Box) -> Box:
         """The box of the underlying image that lands on `box` of this one."""

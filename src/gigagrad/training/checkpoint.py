@@ -23,7 +23,6 @@ _KIND = "gigagrad checkpoint"
 # What may change between the parts of a run: how long, where and in how much memory, but not what is computed.
 _FREE = ("epochs", "memory", "scratch", "out", "checkpoint_seconds")
 
-
 _KINDS = {"config": dict, "cohort": str, "model": dict, "optimizer": dict, "engine": dict, "random": Tensor}
 
 
@@ -78,7 +77,9 @@ class Checkpoint:
 
     def check_same_run(self, config: FitConfig, cohort: str) -> None:
         """Raises `ConfigError` naming the settings that differ from those the run began with."""
-        differing = _differences(self.config, config.to_dict())
+        old, new = self.config, config.to_dict()
+        changed = [key for key in {**old, **new} if key not in _FREE and old.get(key) != new.get(key)]
+        differing = [f"{key}: {old.get(key)!r} then, {new.get(key)!r} now" for key in changed]
         if differing:
             raise ConfigError(
                 f"{config.out} holds a run with other settings ({'; '.join(differing)}); "
@@ -99,8 +100,3 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
         raise TypeError("a field of another type")
     if not all(type(count) is int and count >= 0 for count in counts) or type(progress.best_loss) is not float:
         raise TypeError("no progress")
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    keys = [key for key in {**old, **new} if key not in _FREE]
-    return [f"{key}: {old.get(key)!r} then, {new.get(key)!r} now" for key in keys if old.get(key) != new.get(key)]

@@ -14,7 +14,7 @@ import yaml
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_text
 from gigagrad.models.registry import check_network
-from gigagrad.settings import Settings
+from gigagrad.settings import Settings, read_yaml
 from gigagrad.stores import parse_storage
 from gigagrad.training.losses import check_loss
 
@@ -87,10 +87,9 @@ class FitConfig(Settings):
         """
         path = Path(path)
         try:
-            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
-            reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-            raise ConfigError(f"cannot read the config {path}: {reason}") from error
+            settings = read_yaml(path)
+        except ValueError as error:
+            raise ConfigError(f"cannot read the config {path}: {error}") from error
         if not isinstance(settings, dict):
             raise ConfigError(f"{path} must hold one 'setting: value' per line, got {type(settings).__name__}")
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,56 +16,22 @@ from gigagrad.errors import ConfigError
 _PACKAGES = ("gigagrad", "torch", "numpy", "tifffile", "imagecodecs", "openslide-python", "zarr")
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The files of one run. Only these are ever written or removed, whatever else lies in the folder."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def plan_data(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def plan_text(self) -> Path:
-        return self.path / "plan.txt"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def curves(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.path / "checkpoint.pt"
-
-    @property
-    def best(self) -> Path:
-        return self.path / "best.pt"
-
-    @property
-    def _all(self) -> tuple[Path, ...]:
-        files = (self.checkpoint, self.summary, self.best, self.metrics, self.curves, self.labels)
-        return (*files, self.config, self.environment, self.plan_data, self.plan_text)
-
-    @property
-    def labels(self) -> Path:
-        return self.path / "labels"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
+    def __init__(self, path: Path) -> None:
+        self.checkpoint = path / "checkpoint.pt"
+        self.summary = path / "summary.json"
+        self.best = path / "best.pt"
+        self.metrics = path / "metrics.jsonl"
+        self.curves = path / "tensorboard"
+        self.labels = path / "labels"
+        self.config = path / "config.yaml"
+        self.environment = path / "environment.json"
+        self.plan_data = path / "plan.json"
+        self.plan_text = path / "plan.txt"
+        self._all: tuple[Path, ...] = tuple(vars(self).values())
+        self.path = path
 
     def clear(self) -> None:
         """Remove the files of an earlier run; the checkpoint first, so that half a run is never continued."""

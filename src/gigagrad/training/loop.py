@@ -20,7 +20,7 @@ import torch
 
 from gigagrad.cohorts import Cohort, Row, check_images, read_cohort
 from gigagrad.errors import ConfigError, TargetError
-from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, MetricsLogged, Notice
+from gigagrad.events import Events, Listener, MetricsLogged, Notice
 from gigagrad.execution.engine import Engine
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.files import write_json, write_text
@@ -29,13 +29,13 @@ from gigagrad.models import resolve, save_model
 from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
+from gigagrad.prediction.evaluate import score_logits
 from gigagrad.training.augment import order_of, turn_of
 from gigagrad.training.checkpoint import Checkpoint, Progress
 from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder, environment
 from gigagrad.training.log import RunLog
 from gigagrad.training.losses import named_loss
-from gigagrad.training.metrics import confusion_of
 from gigagrad.training.pairs import Pairs
 from gigagrad.training.result import FitResult
 from gigagrad.training.targets import TargetRule, output_channels
@@ -193,38 +193,33 @@ class _Run:
     def _label(self) -> None:
         """Make the labels that the cohort leaves to the recipe, and sample every target."""
         rows = self.cohort.rows
-        self.events.emit(JobStarted("label", len(rows)))
-        start = time.monotonic()
-        for done, row in enumerate(rows, 1):
-            try:
-                self.pairs.prepare(row)
-            except TargetError as error:
-                raise TargetError(f"{self.cohort.path} line {row.line}: {error}") from error
-            self.events.emit(JobAdvanced("label", done, len(rows), row.name))
-        self.events.emit(JobFinished("label", time.monotonic() - start))
+        with self.events.job("label", len(rows)) as advance:
+            for done, row in enumerate(rows, 1):
+                try:
+                    self.pairs.prepare(row)
+                except TargetError as error:
+                    raise TargetError(f"{self.cohort.path} line {row.line}: {error}") from error
+                advance(done, row.name)
 
     def _train(self) -> None:
         config, rows = self.config, self.cohort.of("train")
         total = config.epochs * len(rows)
         if not self.cohort.of("val"):
-            self.events.emit(
-                Notice("no slide has the split 'val': the weights of the last epoch are kept", warning=True)
-            )
-        self.events.emit(JobStarted("train", total, config.model))
-        start = self.saved_at = time.monotonic()
-        while self.progress.epoch < config.epochs:
-            epoch = self.progress.epoch
-            order = order_of(config.seed, epoch, len(rows))
-            for index in order[self.progress.index :]:
-                turn = turn_of(config.seed, epoch, index) if config.augment else 0
-                value = self._step(rows[index], turn)
-                detail = f"epoch {epoch + 1} of {config.epochs}, loss {value:.4g}"
-                self.events.emit(JobAdvanced("train", self.progress.step, total, detail))
-                if time.monotonic() - self.saved_at >= config.checkpoint_seconds:
-                    self._save(self.log.position())
-            self._end_epoch()
-        self._save(self.log.position())
-        self.events.emit(JobFinished("train", time.monotonic() - start))
+            text = "no slide has the split 'val': the weights of the last epoch are kept"
+            self.events.emit(Notice(text, warning=True))
+        self.saved_at = time.monotonic()
+        with self.events.job("train", total, config.model) as advance:
+            while self.progress.epoch < config.epochs:
+                epoch = self.progress.epoch
+                order = order_of(config.seed, epoch, len(rows))
+                for index in order[self.progress.index :]:
+                    turn = turn_of(config.seed, epoch, index) if config.augment else 0
+                    value = self._step(rows[index], turn)
+                    advance(self.progress.step, f"epoch {epoch + 1} of {config.epochs}, loss {value:.4g}")
+                    if time.monotonic() - self.saved_at >= config.checkpoint_seconds:
+                        self._save(self.log.position())
+                self._end_epoch()
+            self._save(self.log.position())
 
     def _step(self, row: Row, turn: int) -> float:
         """One slide, one step of Adam. Returns the loss; raises `ConfigError` if it is no longer a number."""
@@ -269,14 +264,13 @@ class _Run:
     def _validate(self, rows: tuple[Row, ...]) -> float:
         """Mean loss over `rows`, without turns and in eval mode."""
         self.model.eval()
-        self.events.emit(JobStarted("validate", len(rows)))
-        start, losses = time.monotonic(), []
-        for row in rows:
-            with self.pairs.open(row) as (slide, target):
-                losses.append(_forward(self.engine, slide, target))
-            self.pairs.passed(row)
-            self.events.emit(JobAdvanced("validate", len(losses), len(rows), row.name))
-        self.events.emit(JobFinished("validate", time.monotonic() - start))
+        losses: list[float] = []
+        with self.events.job("validate", len(rows)) as advance:
+            for row in rows:
+                with self.pairs.open(row) as (slide, target):
+                    losses.append(_forward(self.engine, slide, target))
+                self.pairs.passed(row)
+                advance(len(losses), row.name)
         return math.fsum(losses) / len(losses)
 
     def _save(self, metrics_bytes: int) -> None:
@@ -302,17 +296,16 @@ class _Run:
         loss = None if dense else self.loss.function
         engine = compile_engine(model, loss, memory=config.memory, scratch=config.scratch, device=config.device)
         engine.events.subscribe(self.events.emit)
-        self.events.emit(JobStarted("test", len(rows)))
-        start, scores = time.monotonic(), {}
-        for row in rows:
-            with self.pairs.open(row) as (slide, target):
-                if dense:
-                    assert not isinstance(target, torch.Tensor)
-                    scores[row.name] = confusion_of(engine.stream(slide), target).dice
-                else:
-                    scores[row.name] = _forward(engine, slide, target)
-            self.events.emit(JobAdvanced("test", len(scores), len(rows), f"{row.name}: {scores[row.name]:.4f}"))
-        self.events.emit(JobFinished("test", time.monotonic() - start))
+        scores: dict[str, float] = {}
+        with self.events.job("test", len(rows)) as advance:
+            for row in rows:
+                with self.pairs.open(row) as (slide, target):
+                    if dense:
+                        assert not isinstance(target, torch.Tensor)
+                        scores[row.name] = score_logits(engine.stream(slide), target, ignored_from=2).dice
+                    else:
+                        scores[row.name] = _forward(engine, slide, target)
+                advance(len(scores), f"{row.name}: {scores[row.name]:.4f}")
         result = FitResult(
             out=self.folder.path,
             metric="dice" if dense else "loss",

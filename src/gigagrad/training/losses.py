@@ -15,9 +15,7 @@ from torch import Tensor
 
 from gigagrad.errors import ConfigError
 from gigagrad.models.trust import check_trusted, import_callable
-
-IGNORED = 255
-"""The class id that `ce` skips."""
+from gigagrad.prediction.classes import IGNORED
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
 from gigagrad.images import Image
 from gigagrad.images.image import Pixels
-from gigagrad.training.losses import IGNORED, Loss
+from gigagrad.prediction.classes import IGNORED
+from gigagrad.training.augment import View
+from gigagrad.training.losses import Loss
 
 _SAMPLES_PER_SIDE = 4
 _SAMPLE_PX = 256
@@ -55,11 +57,8 @@ class TargetRule:
         if self.loss.binary:
             known = largest if foreground is None or largest == 0 else foreground
             wrong = pixels[(pixels != 0) & (pixels != known)] if largest else pixels[pixels != 0]
-            return (
-                f"the values {wrong[0]:g} and {known:g}; a binary loss takes 0 and one other value"
-                if wrong.size
-                else None
-            )
+            if wrong.size:
+                return f"the values {wrong[0]:g} and {known:g}; a binary loss takes 0 and one other value"
         if self.loss.class_ids:
             if pixels.dtype.kind not in "ub":
                 return f"{pixels.dtype} values; ce takes unsigned class ids"
@@ -70,27 +69,17 @@ class TargetRule:
         return None
 
 
-class CheckedMask(Image):
-    """`mask` as it is, except that reading values which break `rule` raises `TargetError`. A view: closing it leaves
-    `mask` open.
-    """
+class CheckedMask(View):
+    """`mask` as it is, except that reading values which break `rule` raises `TargetError`."""
 
     def __init__(self, mask: Image, rule: TargetRule) -> None:
-        super().__init__(
-            shape=mask.shape,
-            dtype=mask.dtype,
-            name=mask.name,
-            fill=mask.fill,
-            mpp=mask.mpp,
-            levels=mask.levels,
-            cache_bytes=mask.cache_bytes,
-        )
-        self._mask, self._rule = mask, rule
+        super().__init__(mask)
+        self._rule = rule
         self._foreground: float | None = None
         self._lock = Lock()
 
     def _read_inside(self, box: Box) -> Pixels:
-        pixels = self._mask.read(box)
+        pixels = self._image.read(box)
         values = np.asarray(pixels)
         with self._lock:
             problem = self._rule.foreign(values, self._foreground)
