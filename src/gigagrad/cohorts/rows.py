@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -57,9 +57,8 @@ def read_rows(path: Path) -> tuple[tuple[str, ...], tuple[Row, ...]]:
         raise ConfigError(f"cannot read the cohort file {path}: {reason}") from error
     reader = csv.DictReader(text.splitlines(), skipinitialspace=True, strict=True)
     try:
-        columns = tuple(_columns(path, reader.fieldnames or ()))
-        reader.fieldnames = columns
-        rows = tuple(_rows(path, reader))
+        columns = reader.fieldnames = _columns(path, reader.fieldnames or ())
+        rows = tuple(_row(path, reader.line_num, cells) for cells in reader if any(cells.values()))
     except csv.Error as error:
         raise ConfigError(f"{path} line {reader.line_num}: {error}; write it as comma-separated text") from error
     if not rows:
@@ -78,9 +77,8 @@ def number_in(where: str, column: str, text: str) -> float:
     return value
 
 
-def _columns(path: Path, names: object) -> Iterator[str]:
-    assert isinstance(names, (list, tuple))
-    columns = [str(name).strip().lower() for name in names]
+def _columns(path: Path, names: Sequence[str]) -> tuple[str, ...]:
+    columns = tuple(name.strip().lower() for name in names)
     for column in columns:
         meant = did_you_mean(column, _COLUMNS)
         if meant and column not in _COLUMNS:
@@ -90,13 +88,7 @@ def _columns(path: Path, names: object) -> Iterator[str]:
             f"{path} line 1: the column 'slide' is missing, got {', '.join(columns)[:200] or 'nothing'}; "
             "a cohort file begins with a line like: slide,mask,split"
         )
-    yield from columns
-
-
-def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[Row]:
-    for cells in reader:
-        if any(cells.values()):
-            yield _row(path, reader.line_num, cells)
+    return columns
 
 
 def _row(path: Path, line: int, cells: Mapping[str | None, object]) -> Row:

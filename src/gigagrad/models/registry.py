@@ -60,7 +60,7 @@ def resolve(name: str) -> nn.Module:
     if path == "paper-unet":
         if settings:
             raise ModelError(f"model {name!r} has settings, but paper-unet takes none; leave out everything after '?'")
-        return _with_front(Preprocess(), PaperUNet())
+        return _fronted(PaperUNet(), channels=1)
     if path == "multi-stain":
         network: nn.Module = _build(name, MultiStainNet, settings)
         return network
@@ -99,13 +99,12 @@ def _is_imported(path: str) -> bool:
     return bool(source and rest) and source not in _LIBRARIES
 
 
-def _with_front(front: nn.Module, network: nn.Module) -> nn.Module:
+def _fronted(
+    network: nn.Module, channels: object, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD
+) -> nn.Module:
+    """`network`, which takes so many channels, behind what turns a uint8 RGB slide into its input."""
+    front = Preprocess() if channels == 1 else Normalise(mean, std)
     return nn.Sequential(OrderedDict(preprocess=front, network=network))
-
-
-def _front(channels: object, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD) -> nn.Module:
-    """What turns a uint8 RGB slide into the input of a network with this many input channels."""
-    return Preprocess() if channels == 1 else Normalise(mean, std)
 
 
 def _timm(name: str, model_name: str, settings: dict[str, Literal]) -> nn.Module:
@@ -115,7 +114,7 @@ def _timm(name: str, model_name: str, settings: dict[str, Literal]) -> nn.Module
     network = _build(name, timm.create_model, {"pretrained": False, **settings}, model_name)
     published = network.pretrained_cfg or {}
     mean, std = published.get("mean", IMAGENET_MEAN), published.get("std", IMAGENET_STD)
-    return _with_front(_front(settings.get("in_chans", 3), mean, std), network)
+    return _fronted(network, settings.get("in_chans", 3), mean, std)
 
 
 def _smp(name: str, model_name: str, settings: dict[str, Literal]) -> nn.Module:
@@ -128,7 +127,7 @@ def _smp(name: str, model_name: str, settings: dict[str, Literal]) -> nn.Module:
         _unknown(name, str(encoder), smp.encoders.get_encoder_names())
     # Only None means random weights to smp: False and 0 download.
     network = _build(name, smp.create_model, {**settings, "encoder_weights": None}, model_name)
-    return _with_front(_front(settings.get("in_channels", 3)), network)
+    return _fronted(network, settings.get("in_channels", 3))
 
 
 def _monai(name: str, model_name: str, settings: dict[str, Literal]) -> nn.Module:
@@ -141,8 +140,7 @@ def _monai(name: str, model_name: str, settings: dict[str, Literal]) -> nn.Modul
     if defaults.get("pretrained") is True:
         defaults["pretrained"] = settings.setdefault("pretrained", False)
     _check_loads_nothing(name, defaults)
-    network = _build(name, build, settings)
-    return _with_front(_front(settings.get("in_channels", 3)), network)
+    return _fronted(_build(name, build, settings), settings.get("in_channels", 3))
 
 
 def _makes_network(found: object, package: str) -> bool:
@@ -151,35 +149,23 @@ def _makes_network(found: object, package: str) -> bool:
     if inspect.isfunction(found):
         made = found.__annotations__.get("return")
         made = found.__globals__.get(made) if isinstance(made, str) else made
-    return (
-        isinstance(made, type)
-        and issubclass(made, nn.Module)
-        and str(getattr(found, "__module__", "")).startswith(f"{package}.")
-    )
+    of_package = str(getattr(found, "__module__", "")).startswith(f"{package}.")
+    return of_package and isinstance(made, type) and issubclass(made, nn.Module)
 
 
-_LIBRARIES: dict[str, Callable[[str, str, dict[str, Literal]], nn.Module]] = {
-    "timm": _timm,
-    "smp": _smp,
-    "monai": _monai,
-}
+_LIBRARIES = {"timm": _timm, "smp": _smp, "monai": _monai}
 
 
 def _import(module: str, name: str, *, extra: str) -> Any:
+    needs = f"model {name!r} needs the package {module.partition('.')[0]}"
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ModelError(
-            f"model {name!r} needs the package {module.partition('.')[0]} ({error}); "
-            f"install it with: pip install 'gigagrad[{extra}]'"
-        ) from error
+        raise ModelError(f"{needs} ({error}); install it with: pip install 'gigagrad[{extra}]'") from error
     except Exception as error:  # a torchvision built for another PyTorch raises RuntimeError, for one
-        reason = " ".join(str(error).split())[:300]
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         advice = "; install the torchvision that was built for this PyTorch" if "torchvision" in reason else ""
-        raise ModelError(
-            f"model {name!r} needs the package {module.partition('.')[0]}, which is installed but fails to import: "
-            f"{type(error).__name__}: {reason}{advice}"
-        ) from error
+        raise ModelError(f"{needs}, which is installed but fails to import: {reason}{advice}") from error
 
 
 def _check_loads_nothing(name: str, settings: Mapping[str, object]) -> None:

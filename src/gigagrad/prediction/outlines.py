@@ -9,8 +9,6 @@ doubling, Wyllie 1979). Regions are 4-connected: pixels that touch at a point on
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,25 +17,15 @@ from numpy.typing import NDArray
 _Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Corners:
-    """Corners of a region on the pixel lattice; arrays of one length.
+Corners = NDArray[np.void]
+NO_CORNERS: Corners = np.empty(
+    0, [("y", np.int64), ("x", np.int64), ("to_right", bool), ("to_bottom", bool), ("leaves_sideways", bool)]
+)
+"""Corners of a region on the pixel lattice, here none.
 
-    Each has one horizontal arm (to its right, else to its left) and one vertical arm (down, else up). `leaves_sideways`
-    says which arm the walk takes when it goes around with the region on its right hand as seen on a screen (y down).
-    """
-
-    y: _Ints
-    x: _Ints
-    to_right: NDArray[np.bool_]
-    to_bottom: NDArray[np.bool_]
-    leaves_sideways: NDArray[np.bool_]
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(Corners))
+Each has one horizontal arm (to its right, else to its left) and one vertical arm (down, else up). `leaves_sideways`
+says which arm the walk takes when it goes around with the region on its right hand as seen on a screen (y down).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +39,6 @@ class Rings:
     points: _Ints
     starts: _Ints
     areas: NDArray[np.float64]
-
-    def __len__(self) -> int:
-        return len(self.areas)
 
     def ring(self, index: int) -> _Ints:
         return self.points[self.starts[index] : self.starts[index + 1]]
@@ -76,25 +61,13 @@ def corners_in(inside: NDArray[np.bool_], y0: int, x0: int) -> Corners:
         (left & bottom & (~right | ne), False, True, nw),
         (right & bottom & (~left | nw), True, True, se),
     )
-    chosen = [np.flatnonzero(where) for where, *_ in arms]
-    lengths = [len(c) for c in chosen]
-    order = np.concatenate(chosen)
-    return Corners(
-        y=ys[order] + y0,
-        x=xs[order] + x0,
-        to_right=np.repeat([r for _, r, _, _ in arms], lengths),
-        to_bottom=np.repeat([b for _, _, b, _ in arms], lengths),
-        leaves_sideways=np.concatenate([leaves[c] for (*_, leaves), c in zip(arms, chosen, strict=True)]),
-    )
-
-
-def join(parts: Iterable[Corners]) -> Corners:
-    """All corners of several disjoint blocks."""
-    held = list(parts)
-    if not held:
-        none = np.zeros(0, np.int64)
-        return Corners(none, none, none.astype(bool), none.astype(bool), none.astype(bool))
-    return Corners(**{name: np.concatenate([getattr(part, name) for part in held]) for name in _FIELDS})
+    found = []
+    for here, to_right, to_bottom, sideways in arms:
+        part = np.empty(np.count_nonzero(here), NO_CORNERS.dtype)
+        part["y"], part["x"] = ys[here] + y0, xs[here] + x0
+        part["to_right"], part["to_bottom"], part["leaves_sideways"] = to_right, to_bottom, sideways[here]
+        found.append(part)
+    return np.concatenate(found)
 
 
 def rings_of(corners: Corners) -> Rings:
@@ -105,10 +78,11 @@ def rings_of(corners: Corners) -> Rings:
     count = len(corners)
     if not count:
         return Rings(np.zeros((0, 2), np.int64), np.zeros(1, np.int64), np.zeros(0))
-    corners = _take(corners, np.lexsort((corners.to_bottom, corners.x, corners.y)))
-    sideways = _partners(corners.y, corners.x, corners.to_right)
-    lengthways = _partners(corners.x, corners.y, corners.to_bottom)
-    following = np.where(corners.leaves_sideways, sideways, lengthways)
+    corners = corners[np.lexsort((corners["to_bottom"], corners["x"], corners["y"]))]
+    y, x = corners["y"], corners["x"]
+    sideways = _partners(y, x, corners["to_right"])
+    lengthways = _partners(x, y, corners["to_bottom"])
+    following = np.where(corners["leaves_sideways"], sideways, lengthways)
 
     leader = np.arange(count)
     ahead = following.copy()
@@ -124,7 +98,7 @@ def rings_of(corners: Corners) -> Rings:
 
     steps_to_leader[is_leader] = count  # the leader opens its ring
     order = np.lexsort((-steps_to_leader, leader))
-    points = np.stack((corners.x[order], corners.y[order]), axis=1)
+    points = np.stack((x[order], y[order]), axis=1)
     firsts = np.flatnonzero(is_leader[order])
     starts = np.append(firsts, count)
     following_point = np.roll(points, -1, axis=0)
@@ -132,10 +106,6 @@ def rings_of(corners: Corners) -> Rings:
     x, y = points.T
     twice = x * following_point[:, 1] - following_point[:, 0] * y
     return Rings(points, starts, np.add.reduceat(twice, firsts) / 2)
-
-
-def _take(corners: Corners, order: _Ints) -> Corners:
-    return Corners(**{name: getattr(corners, name)[order] for name in _FIELDS})
 
 
 def _partners(line: _Ints, along: _Ints, forward: NDArray[np.bool_]) -> _Ints:

@@ -21,7 +21,7 @@ from gigagrad.boxes import Box, tiles
 from gigagrad.files import replacing
 from gigagrad.images.image import Image
 from gigagrad.prediction.classes import MaskClass
-from gigagrad.prediction.outlines import Corners, Rings, corners_in, join, rings_of
+from gigagrad.prediction.outlines import NO_CORNERS, Corners, Rings, corners_in, rings_of
 from gigagrad.prediction.sampling import block_side, read_sampled, require_mask, sampled_shape
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _corners(mask: Image, classes: Sequence[MaskClass], downsample: int, max_cor
     """Corners by class id, or None as soon as there are too many of them."""
     height, width = sampled_shape(mask, downsample)
     side = block_side(downsample)
-    parts: dict[int, list[Corners]] = {kind.id: [] for kind in classes}
+    parts: dict[int, list[Corners]] = {kind.id: [NO_CORNERS] for kind in classes}
     count = 0
     for box in tiles(height + 1, width + 1, side, side):
         pixels = read_sampled(mask, Box(box.y0 - 1, box.x0 - 1, box.y1, box.x1), downsample)
@@ -96,7 +96,7 @@ def _corners(mask: Image, classes: Sequence[MaskClass], downsample: int, max_cor
             count += len(corners)
         if count > max_corners and min(height, width) > 1:
             return None
-    return {class_id: join(held) for class_id, held in parts.items()}
+    return {class_id: np.concatenate(held) for class_id, held in parts.items()}
 
 
 def _polygons(rings: Rings, downsample: int, limits: Any, min_area_px: float) -> Iterator[Polygon]:
