@@ -35,7 +35,8 @@ class Settings:
         for name, (low, high) in self.LIMITS.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise ConfigError(f"{name} must be {_range(low, high)}, got {value}")
+                limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+                raise ConfigError(f"{name} must be {limits}, got {value}")
         memory = getattr(self, "memory", None)
         if memory is not None:
             try:
@@ -94,7 +95,3 @@ def _coerce(name: str, value: object, hint: Any) -> object:
         return value
     kinds = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in accepted)
     raise ConfigError(f"{name} must be {kinds}, got {reprlib.repr(value)[:200]}")
-
-
-def _range(low: float, high: float) -> str:
-    return f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"

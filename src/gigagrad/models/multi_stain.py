@@ -62,7 +62,10 @@ class MultiStainNet(nn.Module):
             made = level(known)
             skips.append(torch.cat(made, dim=1))
             # Own features first: that order, and the stain's own image at the end, tell the paths apart.
-            known = [_halve(torch.cat([*made[s:], *made[:s], x], dim=1)) for s, x in enumerate(known)]
+            known = [
+                F.max_pool2d(torch.cat([*made[s:], *made[:s], x], dim=1), 2, ceil_mode=True)
+                for s, x in enumerate(known)
+            ]
         # All paths now hold the same features, in another order, but for the image.
         x = self.bridge(torch.cat([known[0], *(path[:, -RGB:] for path in known[1:])], dim=1))
         for up, block, skip in zip(self.up, self.decoder, reversed(skips), strict=True):
@@ -127,7 +130,3 @@ def _convolution(inputs: int, outputs: int, kernel: tuple[int, int], *, dilation
     padding = (dilation * (kernel[0] // 2), dilation * (kernel[1] // 2))
     convolution = nn.Conv2d(inputs, outputs, kernel, padding=padding, dilation=dilation, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
-
-
-def _halve(x_NCHW: Tensor) -> Tensor:
-    return F.max_pool2d(x_NCHW, 2, ceil_mode=True)

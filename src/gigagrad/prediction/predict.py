@@ -58,7 +58,8 @@ def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Liste
     with events.job("predict", len(slides), spec) as advance:
         for done, entry in enumerate(slides, 1):
             known = records.get(entry.name)
-            if known is not None and not config.overwrite and _current(known, entry, out):
+            done_before = known is not None and known.complete_in(out) and known.slide_bytes == _bytes_of(entry.slide)
+            if known is not None and done_before and not config.overwrite:
                 results.append(known)
                 advance(done, f"{entry.name}: done before")
             else:
@@ -93,10 +94,6 @@ def _prepare(
         raise WriteError(f"cannot make folders in {out}: {error.strerror}; choose another --out") from error
 
 
-def _current(known: SlideResult, entry: Row, out: Path) -> bool:
-    return known.complete_in(out) and known.slide_bytes == _bytes_of(entry.slide)
-
-
 def _attempt(
     entry: Row,
     model: nn.Module,
@@ -107,13 +104,8 @@ def _attempt(
 ) -> SlideResult:
     """Predict one slide and keep the record up to date, whatever happens."""
     out = Path(config.out)
-    result = SlideResult(
-        name=entry.name,
-        slide=str(entry.slide.absolute()),
-        slide_bytes=_bytes_of(entry.slide),
-        made_with=made_with,
-        status="running",
-    )
+    slide, size = str(entry.slide.absolute()), _bytes_of(entry.slide)
+    result = SlideResult(name=entry.name, slide=slide, slide_bytes=size, made_with=made_with, status="running")
     records[entry.name] = result
     write_records(out, records)
     start = time.perf_counter()

@@ -43,16 +43,14 @@ class Confusion:
                 f"the prediction is {pred.shape} and the true mask {truth.shape}; give a mask of its slide's size"
             )
         if self.classes == 2:
-            self._add_binary(pred != 0, truth != 0)
+            of_pred, of_truth = pred != 0, truth != 0
+            both, predicted, true = (int(np.count_nonzero(a)) for a in (of_pred & of_truth, of_pred, of_truth))
+            self.counts += np.array([[pred.size - predicted - true + both, predicted - both], [true - both, both]])
             return
         flat_pred, flat_truth = pred.reshape(-1), truth.reshape(-1)
         for start in range(0, flat_pred.size, _CHUNK_PIXELS):
             chunk = slice(start, start + _CHUNK_PIXELS)
             self._add_classes(flat_pred[chunk].astype(np.int64), flat_truth[chunk].astype(np.int64))
-
-    def _add_binary(self, pred: NDArray[np.bool_], truth: NDArray[np.bool_]) -> None:
-        both, predicted, true = (int(np.count_nonzero(a)) for a in (pred & truth, pred, truth))
-        self.counts += np.array([[pred.size - predicted - true + both, predicted - both], [true - both, both]])
 
     def _add_classes(self, pred: NDArray[np.int64], truth: NDArray[np.int64]) -> None:
         for name, ids in (("prediction", pred), ("true mask", truth)):

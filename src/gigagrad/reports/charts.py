@@ -115,7 +115,7 @@ def dice_chart(scores: Mapping[str, float]) -> str | None:
         ax.plot(values, range(len(values)), "o", color=FIRST, ms=7 if labelled else 4, mec=CARD, mew=1)
         ax.set_yticks(range(len(values)) if labelled else [])
         if labelled:
-            ax.set_yticklabels([_shortened(name) for name, _ in ordered])
+            ax.set_yticklabels([name if len(name) <= 22 else f"{name[:11]}...{name[-8:]}" for name, _ in ordered])
         ax.set_ylim(-0.7, len(values) - 0.3)
         ax.xaxis.set_major_locator(MaxNLocator(5))
         low = min(*values, mean - sd)
@@ -206,7 +206,3 @@ def _finite(series: Sequence[tuple[int, float]]) -> Any:
     """`(n, 2)` of the finite points."""
     points = np.array(series, dtype=float).reshape(-1, 2)
     return points[np.isfinite(points[:, 1])]
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 22 else f"{name[:11]}...{name[-8:]}"

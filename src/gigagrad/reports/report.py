@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -86,8 +86,8 @@ def write_report(
 
 def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
     plan = _plan(run.plan)
-    pictured = sum(entry.overlay is not None for entry in run.predictions)
-    shown = _to_look_at(run.predictions)
+    pictured = [entry for entry in run.predictions if entry.overlay is not None]
+    shown = sorted(pictured, key=lambda entry: 2.0 if entry.dice is None else entry.dice)[:_MOST_OVERLAYS]
     charts = {
         "loss": loss_chart(run),
         "dice": dice_chart(_dice(run)),
@@ -103,7 +103,7 @@ def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
         "charts": {name: Markup(svg) if svg else None for name, svg in charts.items()},  # noqa: S704 - our own drawing
         "dice_rows": sorted(_dice(run).items()),
         "pictures": [_picture(entry) for entry in shown],
-        "not_shown": pictured - len(shown),
+        "not_shown": len(pictured) - len(shown),
         "plan": None if plan is None else describe(plan),
         "config": [(key, _shown(key, value)) for key, value in run.config.items()],
         "environment": _environment(run),
@@ -143,9 +143,8 @@ def _cards(run: RunData) -> Iterator[Card]:
     backward = [s for s in run.steps if s.phase == "backward"] or list(run.steps)
     if backward:
         seconds = sorted(s.seconds for s in backward)[len(backward) // 2]
-        yield Card(
-            "Time per step", format_seconds(seconds), f"median, up to {format_pixels(max(s.pixels for s in backward))}"
-        )
+        most = format_pixels(max(s.pixels for s in backward))
+        yield Card("Time per step", format_seconds(seconds), f"median, up to {most}")
     if run.steps:
         peak = max(run.steps, key=lambda s: s.peak_bytes)
         budget = f"budget {format_bytes(peak.budget_bytes)}" if peak.budget_bytes else "no budget set"
@@ -157,8 +156,6 @@ def _cards(run: RunData) -> Iterator[Card]:
 
 def _step_cards(step: Mapping[str, Any]) -> Iterator[Card]:
     """The large step's numbers, the published ones beside them where the size is the same."""
-    if not step:
-        return
     pixels = step.get("pixels")
     published = pixels == _PUBLISHED_PIXELS
     if pixels:
@@ -167,16 +164,12 @@ def _step_cards(step: Mapping[str, Any]) -> Iterator[Card]:
     if seconds := step.get("seconds_per_step"):
         yield Card("Time", format_seconds(seconds), f"published: {_PUBLISHED_SECONDS} s" if published else "")
     if peak := step.get("peak_rss_bytes"):
-        yield Card(
-            "Peak memory",
-            format_bytes(int(peak)),
-            f"published: {_PUBLISHED_BYTES / 1e9:.2f} GB" if published else "the whole process",
-        )
-    predicted, budget = step.get("predicted_peak_bytes"), step.get("budget_bytes")
-    if predicted:
-        yield Card(
-            "Predicted peak", format_bytes(int(predicted)), f"budget {format_bytes(int(budget))}" if budget else ""
-        )
+        note = f"published: {_PUBLISHED_BYTES / 1e9:.2f} GB" if published else "the whole process"
+        yield Card("Peak memory", format_bytes(int(peak)), note)
+    if predicted := step.get("predicted_peak_bytes"):
+        budget = step.get("budget_bytes")
+        note = f"budget {format_bytes(int(budget))}" if budget else ""
+        yield Card("Predicted peak", format_bytes(int(predicted)), note)
     if step.get("loss") is not None:
         yield Card("Loss", f"{step['loss']:.6g}", "exact, over every pixel")
 
@@ -197,12 +190,6 @@ def _notes(run: RunData) -> Iterator[str]:
     for entry in run.predictions:
         if entry.status == "failed":
             yield f"The prediction of {entry.name} failed: {entry.error}"
-
-
-def _to_look_at(predictions: Sequence[Predicted]) -> list[Predicted]:
-    """The predictions with a picture, the lowest Dice first, as many as fit."""
-    pictured = [entry for entry in predictions if entry.overlay is not None]
-    return sorted(pictured, key=lambda entry: 2.0 if entry.dice is None else entry.dice)[:_MOST_OVERLAYS]
 
 
 def _picture(entry: Predicted) -> Picture:

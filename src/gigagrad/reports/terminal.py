@@ -81,7 +81,9 @@ class Terminal:
                 if not nested or seconds >= self._interval:
                     self._line(f"{job} finished in {format_seconds(seconds)}", detail)
             case TileDone(phase, done, total, left):
-                self._tile(phase, done, total, left)
+                if _TILES not in self._work or done < self._work[_TILES].done:
+                    self._begin(_TILES, total, phase)
+                self._advance(_TILES, done, total, phase, left)
             case StepMeasured():
                 self._end(_TILES)
                 self._measured(event)
@@ -115,18 +117,11 @@ class Terminal:
         time_left = f", {format_seconds(left)} left" if left and done < total else ""
         self._line(f"{job} {done}/{total} ({100 * done // max(total, 1)} %){time_left}", work.detail)
 
-    def _tile(self, phase: str, done: int, total: int, left: float) -> None:
-        if _TILES not in self._work or done < self._work[_TILES].done:
-            self._begin(_TILES, total, phase)
-        self._advance(_TILES, done, total, phase, left)
-
     def _measured(self, step: StepMeasured) -> None:
         """The last step's cost goes to the innermost job's line rather than making a line of its own."""
         of_budget = f" of {format_bytes(step.budget_bytes)}" if step.budget_bytes else ""
-        detail = (
-            f"{format_pixels(step.pixels)} in {format_seconds(step.seconds)}, "
-            f"peak {format_bytes(step.peak_bytes)}{of_budget}"
-        )
+        speed = f"{format_pixels(step.pixels)} in {format_seconds(step.seconds)}"
+        detail = f"{speed}, peak {format_bytes(step.peak_bytes)}{of_budget}"
         for work in list(self._work.values())[-1:]:
             work.detail = detail
             self._bars.update(work.bar, detail=detail)
