@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
@@ -26,7 +25,7 @@ from gigagrad.execution.sinks import OutputField, Pieces, Pyramid
 from gigagrad.images import Image, open_image
 from gigagrad.images.resolution import level_near
 from gigagrad.models import load_model
-from gigagrad.prediction.classes import class_ids, foreground_count, mask_classes
+from gigagrad.prediction.classes import MaskClass, class_ids, foreground_count, mask_classes
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import check_size, score_masks
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
@@ -43,128 +42,127 @@ def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Liste
     Raises `ConfigError`, `ModelError` or `WriteError` for what concerns all slides; nothing has been predicted then.
     """
     config = config if isinstance(config, PredictConfig) else PredictConfig.from_dict(config)
-    slides = find_slides(config.slides, config.split)
-    spec, model = load_model(config.model_path, config.trust)
-    with config.model_path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    level = config.resolved_level if config.target_mpp is None else None
-    made_with = MadeWith(spec, digest, config.threshold, config.classes, level, config.target_mpp)
-    out = Path(config.out)
-    records = read_records(out)
-    _prepare(out, slides, records, made_with, config.overwrite)
-
-    events = Events(tuple(listeners))
+    run = _Run(config, Events(tuple(listeners)))
     results: list[SlideResult] = []
-    with events.job("predict", len(slides), spec) as advance:
-        for done, entry in enumerate(slides, 1):
-            known = records.get(entry.name)
-            done_before = known is not None and known.complete_in(out) and known.slide_bytes == _bytes_of(entry.slide)
-            if known is not None and done_before and not config.overwrite:
-                results.append(known)
-                advance(done, f"{entry.name}: done before")
-            else:
-                results.append(_attempt(entry, model, config, made_with, records, events))
-                advance(done, _summary(results[-1]))
+    with run.events.job("predict", len(run.slides), run.made_with.model) as advance:
+        for done, entry in enumerate(run.slides, 1):
+            known = None if config.overwrite else run.finished(entry)
+            results.append(known or run.attempt(entry))
+            advance(done, f"{entry.name}: done before" if known else _summary(results[-1]))
     return tuple(results)
 
 
-def _prepare(
-    out: Path, slides: tuple[Row, ...], records: Mapping[str, SlideResult], made_with: MadeWith, overwrite: bool
-) -> None:
-    """Make the folders, after checking that nothing there belongs to somebody else or to other settings."""
-    for entry in () if overwrite else slides:
-        known = records.get(entry.name)
-        if known is not None and known.status == "done" and known.made_with != made_with:
+class _Run:
+    """What is the same for all slides, and the record of those that are done."""
+
+    def __init__(self, config: PredictConfig, events: Events) -> None:
+        self.config, self.events, self.out = config, events, Path(config.out)
+        self.slides = find_slides(config.slides, config.split)
+        spec, self.model = load_model(config.model_path, config.trust)
+        with config.model_path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        level = config.resolved_level if config.target_mpp is None else None
+        self.made_with = MadeWith(spec, digest, config.threshold, config.classes, level, config.target_mpp)
+        self.records = read_records(self.out)
+        for entry in () if config.overwrite else self.slides:
+            self._check_own(entry)
+        try:
+            for folder in ("masks", "geojson", "overlays"):
+                (self.out / folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WriteError(f"cannot make folders in {self.out}: {error.strerror}; choose another --out") from error
+
+    def _check_own(self, entry: Row) -> None:
+        """Refuse what is there of this slide's name and belongs to somebody else or to other settings."""
+        known = self.records.get(entry.name)
+        if known is not None and known.status == "done" and known.made_with != self.made_with:
             raise ConfigError(
-                f"{out} holds a prediction of {entry.name} by another model, threshold, level or class names; "
+                f"{self.out} holds a prediction of {entry.name} by another model, threshold, level or class names; "
                 "choose another --out or pass --overwrite"
             )
         if known is not None and known.slide != str(entry.slide.absolute()):
             raise ConfigError(
-                f"{out} holds a prediction of another slide of this name, {known.slide}; "
+                f"{self.out} holds a prediction of another slide of this name, {known.slide}; "
                 "choose another --out or pass --overwrite"
             )
-        mask = out / "masks" / f"{entry.name}.tif"
+        mask = self.out / "masks" / f"{entry.name}.tif"
         if known is None and mask.exists():
             raise WriteError(f"{mask} exists but was not predicted here; choose another --out or pass --overwrite")
-    try:
-        for folder in ("masks", "geojson", "overlays"):
-            (out / folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WriteError(f"cannot make folders in {out}: {error.strerror}; choose another --out") from error
 
+    def finished(self, entry: Row) -> SlideResult | None:
+        """What an earlier run made of the slide, None where its files are not all there or the slide has changed."""
+        known = self.records.get(entry.name)
+        same = known is not None and known.complete_in(self.out) and known.slide_bytes == _bytes_of(entry.slide)
+        return known if same else None
 
-def _attempt(
-    entry: Row,
-    model: nn.Module,
-    config: PredictConfig,
-    made_with: MadeWith,
-    records: dict[str, SlideResult],
-    events: Events,
-) -> SlideResult:
-    """Predict one slide and keep the record up to date, whatever happens."""
-    out = Path(config.out)
-    slide, size = str(entry.slide.absolute()), _bytes_of(entry.slide)
-    result = SlideResult(name=entry.name, slide=slide, slide_bytes=size, made_with=made_with, status="running")
-    records[entry.name] = result
-    write_records(out, records)
-    start = time.perf_counter()
-    try:
-        result = _predict_one(entry, model, config, result, events)
-        result = dataclasses.replace(result, status="done", seconds=time.perf_counter() - start)
-    except (GigagradError, OSError) as error:
-        result = dataclasses.replace(result, status="failed", error=str(error))
-        events.emit(Notice(f"{entry.name}: {error}", warning=True))
-    records[entry.name] = result
-    write_records(out, records)
-    return result
+    def attempt(self, entry: Row) -> SlideResult:
+        """Predict one slide and keep the record up to date, whatever happens."""
+        slide, size = str(entry.slide.absolute()), _bytes_of(entry.slide)
+        result = SlideResult(name=entry.name, slide=slide, slide_bytes=size, made_with=self.made_with, status="running")
+        self._record(result)
+        start = time.perf_counter()
+        try:
+            result = self._predict(entry, result)
+            result = dataclasses.replace(result, status="done", seconds=time.perf_counter() - start)
+        except (GigagradError, OSError) as error:
+            result = dataclasses.replace(result, status="failed", error=str(error))
+            self.events.emit(Notice(f"{entry.name}: {error}", warning=True))
+        self._record(result)
+        return result
 
+    def _record(self, result: SlideResult) -> None:
+        self.records[result.name] = result
+        write_records(self.out, self.records)
 
-def _predict_one(
-    entry: Row, model: nn.Module, config: PredictConfig, result: SlideResult, events: Events
-) -> SlideResult:
-    out = Path(config.out)
-    files = file_names(entry.name)
-    with ExitStack() as opened:
-        level = _level_of(entry, config)
-        slide = opened.enter_context(open_image(entry.slide, level=level, mpp=config.mpp or entry.mpp))
-        truth = None if entry.mask is None else opened.enter_context(open_image(entry.mask, level=level))
-        if truth is not None and entry.mask is not None:
-            check_size(truth, entry.mask, slide)
-        foreground = _write_mask(slide, model, config, out / files["mask"], events)
-        classes = mask_classes(foreground, config.classes)
-        mask = opened.enter_context(open_image(out / files["mask"]))
-        traced = trace(mask, classes)
-        full = slide.levels[0].shape
-        scale = (full[0] / slide.shape[1], full[1] / slide.shape[2])
-        write_geojson(out / files["geojson"], traced, entry.name, scale)
-        write_overlay(out / files["overlay"], draw_overlay(slide, layers(mask, classes, truth)))
-        scored = None if truth is None else score_masks(mask, truth, foreground + 1)
-        return dataclasses.replace(
-            result,
-            mask=files["mask"],
-            geojson=files["geojson"],
-            overlay=files["overlay"],
-            height=slide.shape[1],
-            width=slide.shape[2],
-            mpp=slide.mpp,
-            regions=len(traced.regions),
-            traced_downsample=traced.downsample,
-            dice=None if scored is None else scored.dice,
-            iou=None if scored is None else scored.iou,
-        )
+    def _predict(self, entry: Row, result: SlideResult) -> SlideResult:
+        files = file_names(entry.name)
+        with ExitStack() as opened:
+            level = self._level_of(entry)
+            slide = opened.enter_context(open_image(entry.slide, level=level, mpp=self.config.mpp or entry.mpp))
+            truth = None if entry.mask is None else opened.enter_context(open_image(entry.mask, level=level))
+            if truth is not None and entry.mask is not None:
+                check_size(truth, entry.mask, slide)
+            classes = self._write_mask(slide, self.out / files["mask"])
+            mask = opened.enter_context(open_image(self.out / files["mask"]))
+            traced = trace(mask, classes)
+            full = slide.levels[0].shape
+            scale = (full[0] / slide.shape[1], full[1] / slide.shape[2])
+            write_geojson(self.out / files["geojson"], traced, entry.name, scale)
+            write_overlay(self.out / files["overlay"], draw_overlay(slide, layers(mask, classes, truth)))
+            scored = None if truth is None else score_masks(mask, truth, len(classes) + 1)
+            return dataclasses.replace(
+                result,
+                mask=files["mask"],
+                geojson=files["geojson"],
+                overlay=files["overlay"],
+                height=slide.shape[1],
+                width=slide.shape[2],
+                mpp=slide.mpp,
+                regions=len(traced.regions),
+                traced_downsample=traced.downsample,
+                dice=None if scored is None else scored.dice,
+                iou=None if scored is None else scored.iou,
+            )
 
+    def _level_of(self, entry: Row) -> int:
+        """Raises `ImageError` where the slide's resolution decides and is unknown."""
+        if self.config.target_mpp is None:
+            return self.config.resolved_level
+        with open_image(entry.slide, mpp=self.config.mpp or entry.mpp) as slide:
+            return level_near(slide, self.config.target_mpp)
 
-def _level_of(entry: Row, config: PredictConfig) -> int:
-    """Raises `ImageError` where the slide's resolution decides and is unknown."""
-    if config.target_mpp is None:
-        return config.resolved_level
-    with open_image(entry.slide, mpp=config.mpp or entry.mpp) as slide:
-        return level_near(slide, config.target_mpp)
+    def _write_mask(self, slide: Image, path: Path) -> tuple[MaskClass, ...]:
+        """Write the mask of `slide` tile by tile and return the foreground classes."""
+        config = self.config
+        engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
+        engine.events.subscribe(self.events.emit)
+        mask = _MaskFile(path, slide, config)
+        engine.forward(slide, out=mask)
+        return mask.classes
 
 
 class _MaskFile(Pyramid):
-    """The mask of one slide; `foreground`, the number of foreground classes, is known once it is written."""
+    """The mask of one slide; its foreground classes are known once it is written."""
 
     def __init__(self, path: Path, slide: Image, config: PredictConfig) -> None:
         super().__init__(
@@ -176,8 +174,8 @@ class _MaskFile(Pyramid):
             overwrite=True,
             description="gigagrad mask: class ids, 0 is background",
         )
-        self._classes, self._size = config.classes, slide.shape[1:]
-        self.foreground = 0
+        self._names, self._size = config.classes, slide.shape[1:]
+        self.classes: tuple[MaskClass, ...] = ()
 
     def take(self, pieces: Pieces, field: OutputField) -> Path:
         if field.shape[-2:] != self._size:
@@ -185,18 +183,9 @@ class _MaskFile(Pyramid):
                 f"the model's output is {field.shape[-2]} x {field.shape[-1]} px, the slide {self._size[0]} x "
                 f"{self._size[1]} px; a mask needs a model whose output covers the slide pixel for pixel"
             )
-        self.foreground = foreground_count(field.shape[1])
-        mask_classes(self.foreground, self._classes)  # refuses wrong names before the first tile is written
+        # Refuses wrong names before the first tile is written.
+        self.classes = mask_classes(foreground_count(field.shape[1]), self._names)
         return super().take(pieces, field)
-
-
-def _write_mask(slide: Image, model: nn.Module, config: PredictConfig, path: Path, events: Events) -> int:
-    """Write the mask of `slide` tile by tile and return the number of foreground classes."""
-    engine = compile_engine(model, memory=config.memory, scratch=config.scratch, device=config.device)
-    engine.events.subscribe(events.emit)
-    mask = _MaskFile(path, slide, config)
-    engine.forward(slide, out=mask)
-    return mask.foreground
 
 
 def _bytes_of(slide: Path) -> int:

@@ -170,16 +170,14 @@ def parts_chart(parts: Sequence[tuple[str, int]], budget_bytes: int) -> str | No
 def _axes(title: str, height_inches: float) -> Iterator[tuple[Axes, Callable[[], str]]]:
     """Axes of one chart, and a function that gives its SVG after the block."""
     import matplotlib as mpl
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     # The salt keeps the ids of several charts in one page apart.
     with mpl.rc_context({**_STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=(6.8, height_inches), layout="constrained")
-        canvas = FigureCanvasSVG(figure)
         buffer = io.StringIO()
         yield figure.add_subplot(), lambda: _themed(buffer.getvalue(), title)
-        canvas.print_svg(buffer, metadata={"Date": None, "Creator": None})
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def _finish(ax: Axes, x_label: str, columns: int = 4) -> None:

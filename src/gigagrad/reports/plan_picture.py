@@ -27,23 +27,23 @@ _PARTS = (
     ("cotangents", (ledger.COTANGENTS,), THIRD),
     ("tiles", (ledger.TILES, ledger.SLACK), SECOND),
 )
-FORMATS = (".svg", ".png")
+_UNSIGNED = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
+"""The kinds of picture, and what each would say of when and by what it was made."""
 
 
 def check_picture(path: Path) -> None:
     """Refuse a file name before anything is worked out. Raises `ConfigError`."""
-    if path.suffix.lower() not in FORMATS or path.is_dir():
-        raise ConfigError(f"cannot draw {path}: name a file that ends in {' or '.join(FORMATS)}")
+    if path.suffix.lower() not in _UNSIGNED or path.is_dir():
+        raise ConfigError(f"cannot draw {path}: name a file that ends in {' or '.join(_UNSIGNED)}")
 
 
 def draw_plan(study: PlanStudy, path: Path) -> None:
     """Write the picture. Raises `ConfigError` for another kind of file, `WriteError` if it cannot be written."""
     import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     check_picture(path)
+    kind = path.suffix.lower()
     height, width = study.plan.image_shape[-2:]
     with mpl.rc_context({**STANDING_ALONE, "svg.fonttype": "path", "svg.hashsalt": study.model}):
         figure = Figure(figsize=(11, 4.8), layout="constrained")
@@ -52,11 +52,7 @@ def draw_plan(study: PlanStudy, path: Path) -> None:
         draw_curve(curve, study)
         _draw_memory(held, study)
         with replacing(path) as file:
-            if path.suffix.lower() == ".svg":
-                FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None})
-            else:
-                FigureCanvasAgg(figure)
-                figure.savefig(file, format="png", dpi=150, metadata={"Software": None})
+            figure.savefig(file, format=kind.removeprefix("."), dpi=150, metadata=_UNSIGNED[kind])
 
 
 def draw_curve(ax: Axes, study: PlanStudy) -> None:
