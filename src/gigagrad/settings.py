@@ -18,6 +18,7 @@ from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.units import parse_bytes
 
 
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """Base of a frozen dataclass of settings. Raises `ConfigError` for a value of the wrong type or out of range.
 
@@ -29,7 +30,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
-        for field in _fields(type(self)):
+        for field in dataclasses.fields(self):
             value = _coerce(field.name, getattr(self, field.name), hints[field.name])
             object.__setattr__(self, field.name, value)
         for name, (low, high) in self.LIMITS.items():
@@ -47,12 +48,12 @@ class Settings:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
         """Settings from plain values. Raises `ConfigError` for unknown or missing names and unusable values."""
-        known = [field.name for field in _fields(cls)]
+        known = [field.name for field in dataclasses.fields(cls)]
         for key in settings:
             if key not in known:
                 meant = did_you_mean(str(key), known) or f"; known settings are {', '.join(known)}"
                 raise ConfigError(f"unknown setting {key!r}{meant}")
-        for field in _fields(cls):
+        for field in dataclasses.fields(cls):
             if field.default is dataclasses.MISSING and field.name not in settings:
                 raise ConfigError(f"the setting {field.name!r} is missing; give it in the config or as --{field.name}")
         return cls(**settings)
@@ -65,11 +66,6 @@ def read_yaml(path: Path) -> Any:
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ValueError(reason) from error
-
-
-def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
-    assert dataclasses.is_dataclass(cls), "settings are dataclasses"
-    return dataclasses.fields(cls)
 
 
 def _coerce(name: str, value: object, hint: Any) -> object:

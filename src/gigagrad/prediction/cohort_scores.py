@@ -18,7 +18,7 @@ from gigagrad.images import Image, label_image, open_image
 from gigagrad.models import load_model
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import Evaluation, check_size, score_each, score_logits, score_masks
-from gigagrad.prediction.records import read_records
+from gigagrad.prediction.records import file_names, read_records
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion
 
@@ -72,16 +72,16 @@ def evaluate_masks(
 
     Raises `ConfigError` for the cohort file or a missing prediction, `ImageError` and `TargetError`.
     """
-    masks = Path(predictions) / "masks"
     entries, records = find_slides([slides], split), read_records(Path(predictions))
-    for entry in entries:
-        if not (masks / f"{entry.name}.tif").is_file():
-            raise ConfigError(f"there is no prediction {masks / entry.name}.tif; predict the slide first")
+    masks = {entry.name: Path(predictions) / file_names(entry.name)["mask"] for entry in entries}
+    for mask in masks.values():
+        if not mask.is_file():
+            raise ConfigError(f"there is no prediction {mask}; predict the slide first")
 
     def score(entry: Row) -> Confusion:
         # Level 0 for masks from elsewhere, and for those whose level was chosen by resolution.
         level = records[entry.name].made_with.level if entry.name in records else None
-        with open_image(masks / f"{entry.name}.tif") as predicted, _truth(entry, level or 0) as truth:
+        with open_image(masks[entry.name]) as predicted, _truth(entry, level or 0) as truth:
             return score_masks(predicted, truth, classes)
 
     return score_each([(entry.name, partial(score, entry)) for entry in entries], Events(listeners))

@@ -127,9 +127,7 @@ def score_each(scored: Sequence[tuple[str, Callable[[], Confusion]]], events: Ev
 
 
 def evaluate(
-    pairs: Iterable[tuple[str, str | Path, str | Path]],
-    classes: int = 2,
-    listeners: tuple[Listener, ...] = (),
+    pairs: Iterable[tuple[str, str | Path, str | Path]], classes: int = 2, listeners: tuple[Listener, ...] = ()
 ) -> Evaluation:
     """Score `(name, path of the predicted mask, path of the true mask)` for each slide. Emits the job `evaluate`.
 

@@ -67,8 +67,8 @@ class _Run:
         for entry in () if config.overwrite else self.slides:
             self._check_own(entry)
         try:
-            for folder in ("masks", "geojson", "overlays"):
-                (self.out / folder).mkdir(parents=True, exist_ok=True)
+            for written in file_names("").values():
+                (self.out / written).parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise WriteError(f"cannot make folders in {self.out}: {error.strerror}; choose another --out") from error
 
@@ -85,7 +85,7 @@ class _Run:
                 f"{self.out} holds a prediction of another slide of this name, {known.slide}; "
                 "choose another --out or pass --overwrite"
             )
-        mask = self.out / "masks" / f"{entry.name}.tif"
+        mask = self.out / file_names(entry.name)["mask"]
         if known is None and mask.exists():
             raise WriteError(f"{mask} exists but was not predicted here; choose another --out or pass --overwrite")
 

@@ -15,6 +15,8 @@ from typing import Any, TypeGuard, TypeVar, get_type_hints
 import yaml
 
 from gigagrad.events import MetricsLogged, StepMeasured
+from gigagrad.prediction.records import FILE_NAME
+from gigagrad.training.folder import RunFolder
 
 _Record = TypeVar("_Record")
 
@@ -55,17 +57,18 @@ class RunData:
 
 def read_run(run_dir: Path, predictions_dir: Path | None = None) -> RunData:
     """Read both folders. Raises nothing for missing or damaged files."""
-    records = _json_lines(run_dir / "metrics.jsonl")
-    summary = mapping(_json(run_dir / "summary.json"))
+    folder = RunFolder(run_dir)
+    records = _json_lines(folder.metrics)
+    summary = mapping(_json(folder.summary))
     return RunData(
         name=run_dir.resolve().name,
         metrics=tuple(_metric(record) for record in records if record.get("event") == "metrics"),
         steps=tuple(_filled(StepMeasured, record) for record in records if record.get("event") == "step"),
         dice={str(name): value for name, value in mapping(summary.get("dice")).items() if _is_number(value)},
-        plan=mapping(_json(run_dir / "plan.json")),
-        plan_text=_text(run_dir / "plan.txt"),
-        config=_settings(run_dir / "config.yaml"),
-        environment=mapping(_json(run_dir / "environment.json")),
+        plan=mapping(_json(folder.plan_data)),
+        plan_text=_text(folder.plan_text),
+        config=_settings(folder.config),
+        environment=mapping(_json(folder.environment)),
         predictions=() if predictions_dir is None else tuple(_predictions(predictions_dir)),
     )
 
@@ -141,7 +144,7 @@ def _filled(cls: type[_Record], record: Mapping[str, Any], **known: Any) -> _Rec
 
 
 def _predictions(folder: Path) -> Iterator[Predicted]:
-    entries = mapping(_json(folder / "predictions.json")).get("slides")
+    entries = mapping(_json(folder / FILE_NAME)).get("slides")
     for record in map(mapping, entries if isinstance(entries, list) else []):
         overlay = _inside(folder, str(record.get("overlay") or "overlays/none"))
         dice = number(record, "dice") if _is_number(record.get("dice")) else None

@@ -8,36 +8,35 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Self
 
 from gigagrad.errors import WriteError
 from gigagrad.events import Event, MetricsLogged, StepMeasured
+from gigagrad.training.folder import RunFolder
 
 
 class RunLog:
-    """Appends to `metrics` (JSON lines) and to the TensorBoard folder `curves`; a context manager and a listener.
+    """Appends to a run's metrics (JSON lines) and its TensorBoard curves; a context manager and a listener.
 
     A run that continues gives the `metrics_bytes` and the `step` of its checkpoint: what was written after it is about
     to happen again, so both records are cut back to that point and no step appears twice.
     """
 
-    def __init__(self, metrics: Path, curves: Path, *, metrics_bytes: int = 0, step: int = 0) -> None:
+    def __init__(self, folder: RunFolder, *, metrics_bytes: int = 0, step: int = 0) -> None:
         # Loaded here: it costs memory and most of a second, and only a run needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._path = metrics
+        metrics = self._path = folder.metrics
         try:
             metrics.parent.mkdir(parents=True, exist_ok=True)
             metrics.touch()
             self._lines = metrics.open("r+b")
             self._lines.truncate(min(metrics_bytes, metrics.stat().st_size))
             self._lines.seek(0, 2)
-            self._curves = SummaryWriter(str(curves), purge_step=step + 1)
+            self._curves = SummaryWriter(str(folder.curves), purge_step=step + 1)
         except OSError as error:
-            raise WriteError(
-                f"cannot write the run's record {metrics}: {error.strerror}; choose another --out"
-            ) from error
+            reason = f"{error.strerror}; choose another --out"
+            raise WriteError(f"cannot write the run's record {metrics}: {reason}") from error
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, MetricsLogged):

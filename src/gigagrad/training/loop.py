@@ -100,15 +100,9 @@ class _Run:
             self.events.emit(Notice(f"{self.folder.path} holds this run, finished; --overwrite starts it anew"))
             return FitResult.load(self.folder.path)
         self._build()
-        plan = self._plan()
-        self._prepare_folder(plan)
-        resumed = self.resumed
-        with RunLog(
-            self.folder.metrics,
-            self.folder.curves,
-            metrics_bytes=resumed.metrics_bytes if resumed else 0,
-            step=self.progress.step,
-        ) as self.log:
+        self._prepare_folder(self._plan())
+        metrics_bytes = self.resumed.metrics_bytes if self.resumed else 0
+        with RunLog(self.folder, metrics_bytes=metrics_bytes, step=self.progress.step) as self.log:
             self.events.subscribe(self.log)
             self.engine.events.subscribe(self.events.emit)
             self._label()
@@ -123,9 +117,8 @@ class _Run:
         if not is_reloadable(config.model):
             text = f"{config.model} is made by a function; only a class can be loaded again by predict and evaluate"
             self.events.emit(Notice(text, warning=True))
-        self.optimizer = torch.optim.Adam(
-            [parameter for parameter in self.model.parameters() if parameter.requires_grad], lr=config.learning_rate
-        )
+        learned = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.Adam(learned, lr=config.learning_rate)
         shapes = zip(self.cohort.rows, self.shapes, strict=True)
         # The other splits only need a forward pass, which takes less than any backward pass.
         trained = [(row, shape) for row, shape in shapes if row.split == "train"]
@@ -152,10 +145,8 @@ class _Run:
             self.engine.load_state_dict(checkpoint.engine)
         except Exception as error:  # whatever lies in the place of what was saved
             reason = " ".join(str(error).split())[:200]
-            raise ConfigError(
-                f"cannot continue the run: {self.folder.checkpoint} does not fit this model ({reason}); start anew "
-                "with --overwrite"
-            ) from error
+            unfit = f"{self.folder.checkpoint} does not fit this model ({reason})"
+            raise ConfigError(f"cannot continue the run: {unfit}; start anew with --overwrite") from error
 
     def _plan(self) -> Plan:
         """The plan of the largest training slide. Raises `BudgetError` while nothing has been written yet."""
@@ -237,11 +228,10 @@ class _Run:
         progress = self.progress
         self.progress = replace(progress, index=progress.index + 1, step=progress.step + 1)
         values = {"loss": value}
-        if self.engine.last_run is not None:
-            values["seconds"] = self.engine.last_run.seconds
-            values["peak_bytes"] = float(self.engine.last_run.peak_bytes)
-            if self.engine.last_run.gradient_error:
-                values["gradient_error"] = self.engine.last_run.gradient_error
+        if (run := self.engine.last_run) is not None:
+            values |= {"seconds": run.seconds, "peak_bytes": float(run.peak_bytes)}
+            if run.gradient_error:
+                values["gradient_error"] = run.gradient_error
         self.events.emit(MetricsLogged("train", progress.epoch + 1, self.progress.step, values))
         return value
 
@@ -315,9 +305,8 @@ class _Run:
             best_epoch=self.progress.best_epoch,
             best_loss=self.progress.best_loss if math.isfinite(self.progress.best_loss) else None,
         )
-        values = {"mean": result.mean, "sd": result.sd}
         if scores:
-            named = {f"{result.metric}_{name}": value for name, value in values.items()}
+            named = {f"{result.metric}_mean": result.mean, f"{result.metric}_sd": result.sd}
             self.events.emit(MetricsLogged("test", self.progress.epoch, self.progress.step, named))
         result.save(model=config.model, parameters=sum(p.numel() for p in model.parameters()))
         return result
