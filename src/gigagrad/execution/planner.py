@@ -35,8 +35,8 @@ _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""
 _MOST_TRIED = 4
 """With more stages than this the trial would take longer than it saves."""
-_CHEAP = 0.02
-"""A tile of every pass is timed before a first run where that takes at most this share of it."""
+_CHEAP, _SOON = 0.02, 2.0
+"""A tile of every pass is timed before a first run where that takes at most this share of it, and so many seconds."""
 _UNSEEN_BYTES = UNNOTICED_BYTES // 2
 """By how much a process may use more than a plan counts on before it is planned for anew."""
 _MOST_SIZES = 32
@@ -189,7 +189,7 @@ class Planner:
             layout, seconds = faster_layout(prepared)
             self._tried(problem)
             plan = dataclasses.replace(plan, memory_format=layout, timed_seconds=seconds)
-        elif _trial_share(plan) <= _CHEAP:
+        elif _trial_seconds(plan) <= min(_CHEAP * plan.predicted_seconds, _SOON):
             plan = dataclasses.replace(plan, timed_seconds=trial_seconds(prepared, plan.memory_format))
             self._tried(problem)
         prepared = dataclasses.replace(prepared, plan=plan)
@@ -231,10 +231,11 @@ def _compiled(prepared: Prepared) -> int:
     return on_tiles + whole_compiled_convolutions(prepared.graph, backward=backward)
 
 
-def _trial_share(plan: Plan) -> float:
-    """The part of a step that one tile of each of its passes takes, by the cost model."""
+def _trial_seconds(plan: Plan) -> float:
+    """What one tile of each pass takes, by the cost model."""
     tiles = [plan.stages[p.stage].tile_count for p in plan.passes]
-    return sum(share * plan.workers / count for share, count in zip(plan.pass_shares, tiles, strict=True))
+    shares = sum(share / count for share, count in zip(plan.pass_shares, tiles, strict=True))
+    return plan.workers * shares * plan.predicted_seconds
 
 
 def _packing_of(rounding: Rounding | None) -> Packing:
