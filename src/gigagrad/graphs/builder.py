@@ -65,8 +65,7 @@ class Builder:
         node = self.node(field)
         rank = len(node.shape)
         positive = sorted(range(rank) if dims is None else {dim % rank for dim in dims})
-        assert node.axes is not None
-        if not all(axis + rank in positive for axis in node.axes):
+        if not all(axis + rank in positive for axis in node.spatial):
             raise Refused("it reduces one axis of the image but not the other")
         return self.one(op, {"field": field, "dims": positive, **settings})
 

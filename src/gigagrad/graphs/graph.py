@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -78,6 +79,12 @@ class Node:
         return self.axes is not None
 
     @property
+    def spatial(self) -> Axes:
+        """The axes of a field."""
+        assert self.axes is not None
+        return self.axes
+
+    @property
     def is_source(self) -> bool:
         return self.op in SOURCES
 
@@ -87,19 +94,17 @@ class Node:
 
     def size(self, axis: int) -> int:
         """Length in pixels of the whole field along `axis` (0 is y, 1 is x)."""
-        assert self.axes is not None
-        return self.shape[self.axes[axis]]
+        return self.shape[self.spatial[axis]]
 
     @property
     def bytes_per_pixel(self) -> int:
         """Bytes one spatial position of this field takes."""
-        assert self.axes is not None
         positions = self.size(0) * self.size(1)
-        return self.dtype.itemsize * (_product(self.shape) // positions)
+        return self.dtype.itemsize * (prod(self.shape) // positions)
 
     @property
     def nbytes(self) -> int:
-        return self.dtype.itemsize * _product(self.shape)
+        return self.dtype.itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,10 +239,3 @@ def _exactly(value: Any) -> Any:
 
 def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from inspect import Parameter
+from inspect import signature as signature_of
 from typing import Any, Final
 
 import torch
@@ -174,12 +176,9 @@ def uniform(
     return ((bits >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24
 
 
-def contiguous_strides(shape: Sequence[int]) -> list[int]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Values from one index to the next along every axis of a contiguous tensor."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return strides[: len(shape)]
+    return torch.empty(shape, device="meta").stride()
 
 
 def _int64(value: int) -> int:
@@ -187,27 +186,19 @@ def _int64(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_OWN: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "gigagrad.class_weights": (class_weights, ("target", "weight", "ignore_index")),
-    "gigagrad.field_sum": (field_sum, ("field", "dims", "keepdim")),
-    "gigagrad.field_max": (field_max, ("field", "dims", "keepdim")),
-    "gigagrad.field_bins": (field_bins, ("field", "dims", "weights_y", "weights_x")),
-    "gigagrad.moments": (moments, ("field", "dims")),
-    "gigagrad.variance": (variance, ("square", "mean")),
-    "gigagrad.normalise": (normalise, ("input", "mean", "scale", "shift")),
-    "gigagrad.gather": (gather, ("field",)),
-    "gigagrad.item": (item, ("outputs", "index")),
-    "gigagrad.positions": (positions, ("like",)),
-    "gigagrad.seed": (seed, ()),
-    "gigagrad.uniform": (uniform, ("like", "seed")),
-}
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(class_weights, field_sum, field_max, field_bins, moments, variance, normalise),
+    *(gather, item, positions, seed, uniform),
+)
+_OWN = {f"gigagrad.{function.__name__}": function for function in _FUNCTIONS}
+"""Their arguments are those that have no default: the others say where a crop lies, which only a row knows."""
 
 
 @cache
 def function(op: str) -> Callable[..., Any]:
     """The callable behind an operator's name, e.g. `aten.conv2d.default`."""
     if op in _OWN:
-        return _OWN[op][0]
+        return _OWN[op]
     # A view asks for strides that crops and whole fields in another layout need not have.
     op = "aten.reshape.default" if op in ("aten.view.default", "aten._unsafe_view.default") else op
     namespace, name, overload = op.split(".", 2)
@@ -219,7 +210,8 @@ def function(op: str) -> Callable[..., Any]:
 def signature(op: str) -> tuple[tuple[str, bool, Any], ...]:
     """`(name, keyword-only, default)` of every argument, in order."""
     if op in _OWN:
-        return tuple((name, False, None) for name in _OWN[op][1])
+        parameters = signature_of(_OWN[op]).parameters.values()
+        return tuple((p.name, False, None) for p in parameters if p.default is Parameter.empty)
     schema = function(op)._schema  # type: ignore[attr-defined]
     return tuple((a.name, a.kwarg_only, a.default_value if a.has_default_value() else None) for a in schema.arguments)
 
@@ -261,11 +253,4 @@ def bind(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, An
 
 def call(op: str, arguments: dict[str, Any]) -> Any:
     """Run an operator on arguments bound by name."""
-    positional = []
-    keywords = {}
-    for name, keyword_only, _ in signature(op):
-        if keyword_only:
-            keywords[name] = arguments[name]
-        else:
-            positional.append(arguments[name])
-    return function(op)(*positional, **keywords)
+    return function(op)(**arguments)

@@ -13,7 +13,7 @@ nobody has registered has the row `Whole()`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 
 from gigagrad.boxes import Span
 from gigagrad.graphs import operators
-from gigagrad.graphs.graph import Axes, Node, Ref
+from gigagrad.graphs.graph import IMAGE_AXES, Axes, Node, Ref
 
 
 class Refused(Exception):
@@ -87,6 +87,13 @@ class Site:
     values: bool = True
     """Whether the output's values are asked for; without them only its vector-Jacobian product is."""
 
+    @property
+    def inside(self) -> tuple[Span, Span]:
+        """Where the crop of the first operand lies, of operators that always read it."""
+        first = self.operands[0]
+        assert first is not None
+        return first
+
 
 class Row(ABC):
     """How one family of operators maps boxes and runs on crops, and what both cost."""
@@ -108,6 +115,12 @@ class Row(ABC):
     errors_reach_weight: bool = False
     """Whether its weight's gradient is a sum of products of what it reads and its cotangents, so that rounding errors
     of what it reads pass to that gradient (docs/math.md)."""
+
+    def __init__(self, **facts: Any) -> None:
+        """`facts` are the attributes in which this row differs from others of its class: `Whole(compiled=True)`."""
+        for name, fact in facts.items():
+            assert hasattr(type(self), name), f"no row states {name}"
+            setattr(self, name, fact)
 
     @abstractmethod
     def axes(self, call: Call, rank: int) -> Axes:
@@ -162,16 +175,6 @@ class Row(ABC):
 class Whole(Row):
     """What runs on whole tensors only: numbers, and fields that are gathered for it."""
 
-    def __init__(
-        self,
-        *,
-        affine: Affine = Affine.NO,
-        compiled: bool = False,
-        differentiable: bool = True,
-        on_images: bool = False,
-    ) -> None:
-        self.affine, self.compiled, self.differentiable, self.on_images = affine, compiled, differentiable, on_images
-
     def axes(self, call: Call, rank: int) -> Axes:
         raise Refused("it has no row in the operator table")
 
@@ -186,9 +189,14 @@ class Unmoved(Row):
     """What reads of every field the positions that it makes, and runs on crops as it is."""
 
     pixelwise = True
+    temporaries: int = 0
+    """How many results of the output's size its derivative formulas hold between the first and the last."""
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         return per_operand(call, lambda _: out)
+
+    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
+        return self.temporaries * call.node.bytes_per_pixel * out_pixels
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         result: torch.Tensor = operators.call(call.node.op, arguments)
@@ -231,6 +239,11 @@ def register(row: Row, operators: Sequence[str]) -> None:
         _TABLE[op] = row
 
 
+def aten(words: str) -> list[str]:
+    """Full names of ATen operators, the overload `default` where none is given: `aten("relu add.Tensor")`."""
+    return [f"aten.{word}" if "." in word else f"aten.{word}.default" for word in words.split()]
+
+
 register(Part(), ["gigagrad.item"])
 _UNKNOWN = Whole()
 
@@ -252,12 +265,16 @@ def per_operand(call: Call, need: Callable[[Node], Span | None]) -> tuple[Span |
 
 def common_axes(call: Call) -> Axes:
     """The one position at which all field operands hold their spatial axes."""
-    found = {operand.axes for operand in call.fields}
+    found = {operand.spatial for operand in call.fields}
     if len(found) != 1:
         raise Refused(f"its inputs hold their spatial axes at different positions, {sorted(found, key=str)}")
-    axes = found.pop()
-    assert axes is not None
-    return axes
+    return found.pop()
+
+
+def axes_without(gone: Collection[int], axes: Axes) -> Axes:
+    """Where an operator leaves the spatial axes that removes the axes `gone`; all are negative."""
+    y, x = (axis + sum(other > axis for other in set(gone)) for axis in axes)
+    return y, x
 
 
 def single_field(call: Call) -> Node:
@@ -266,3 +283,11 @@ def single_field(call: Call) -> Node:
     if len(fields) != 1 or call.operands[0] is not fields[0]:
         raise Refused("more than its first input depends on the image's pixels")
     return fields[0]
+
+
+def require_nchw(call: Call) -> Axes:
+    """The axes of the only field operand, if they are those of `(N, C, H, W)`."""
+    field = single_field(call)
+    if field.axes != IMAGE_AXES or len(field.shape) != 4:
+        raise Refused("its input is not laid out as (N, C, H, W)")
+    return IMAGE_AXES

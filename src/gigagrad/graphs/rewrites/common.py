@@ -22,8 +22,7 @@ def spatial_dims(builder: Builder, field: Ref, dims: Sequence[int] | int | None)
     if isinstance(dims, int):
         dims = [dims]
     positive = list(range(rank)) if not dims else sorted({dim % rank for dim in dims})
-    assert node.axes is not None
-    return positive, sum(axis + rank in positive for axis in node.axes)
+    return positive, sum(axis + rank in positive for axis in node.spatial)
 
 
 def require_nchw(builder: Builder, field: Ref) -> tuple[int, ...]:

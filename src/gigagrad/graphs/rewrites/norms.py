@@ -6,7 +6,6 @@ and He, 2018) and layer normalisation (Ba et al., 2016) differ only in the axes 
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def _normalised(
     dtype = _statistics_dtype(builder.node(field).dtype)
     mean, scale = (to_dtype(builder, value, dtype) for value in (mean, scale))
     shift = builder.aten("zeros_like.default", mean) if bias is None else to_dtype(builder, bias, dtype)
-    return builder.one("gigagrad.normalise", {"input": field, "mean": mean, "scale": scale, "shift": shift})
+    return builder.one("gigagrad.normalise", {"field": field, "mean": mean, "scale": scale, "shift": shift})
 
 
 def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
@@ -118,14 +117,10 @@ def _layer_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     """Over trailing axes: both spatial ones are a reduction, none is a row; one alone is refused."""
     field, shape = arguments["input"], arguments["normalized_shape"]
     node = builder.node(field)
-    assert node.axes is not None
-    inside = [-axis <= len(shape) for axis in node.axes]
-    if not any(inside):
+    if not any(-axis <= len(shape) for axis in node.spatial):
         return builder.call(op, arguments)
     rank = len(node.shape)
-    dims = list(range(rank - len(shape), rank))
-    sums = builder.reduction(MOMENTS, field, dims)
-    mean, variance = from_sums(builder, sums, prod(shape))
+    mean, variance, _ = mean_and_variance(builder, field, list(range(rank - len(shape), rank)))
     scale = builder.aten("rsqrt.default", builder.aten("add.Scalar", variance, arguments["eps"]))
     kept = [*node.shape[: rank - len(shape)], *[1] * len(shape)]
     dtype = _statistics_dtype(node.dtype)

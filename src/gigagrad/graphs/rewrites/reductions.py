@@ -182,7 +182,7 @@ _SPREADS = "var.default var.dim var.correction var_mean.default var_mean.dim var
 register(Whole(differentiable=False), [FIELD_MAX])
 
 REWRITES: dict[str, Rewrite] = {
-    **{f"aten.{name}.default": _pixel_loss for name in PIXEL_LOSSES},
+    **dict.fromkeys(PIXEL_LOSSES, _pixel_loss),
     **{f"aten.{name}": _spread for name in (_SPREADS + " " + _SPREADS.replace("var", "std")).split()},
     "aten.adaptive_avg_pool2d.default": _adaptive_average,
     "aten.adaptive_max_pool2d.default": _adaptive_maximum,

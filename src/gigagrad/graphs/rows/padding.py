@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.graph import Axes, Node
+from gigagrad.graphs.graph import Axes
 from gigagrad.graphs.rows.windows import fit, inside_or_nearest, select
-from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, common_axes, per_operand, register
+from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, aten, common_axes, register
 
 
 def _fold(index: int, size: int, mode: str) -> int:
@@ -44,26 +44,19 @@ class Padding(Row):
         pad = call["pad"]
         return (pad[first], pad[first + 1]) if first < len(pad) else (0, 0)
 
-    def _before(self, call: Call, axis: int) -> int:
-        axes = call.operands[0].axes
-        assert axes is not None
-        return self._amount(call, axes[axis])[0]
+    def _raw(self, call: Call, axis: int, out: Span) -> Span:
+        """Where the output lies beside the unpadded field."""
+        return out.shift(-self._amount(call, call.operands[0].spatial[axis])[0])
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        before, mode = self._before(call, axis), call["mode"]
-
-        def need(field: Node) -> Span:
-            size = field.size(axis)
-            raw = out.shift(-before)
-            inside = raw.clamp(size)
-            if mode == "constant":
-                return inside_or_nearest(raw, size)
-            outside = [*range(raw.start, min(raw.stop, 0)), *range(max(raw.start, size), raw.stop)]
-            folded = [_fold(index, size, mode) for index in outside]
-            hull = Span(min(folded), max(folded) + 1) if folded else inside
-            return hull.hull(inside)
-
-        return per_operand(call, need)
+        raw, mode, size = self._raw(call, axis, out), call["mode"], call.operands[0].size(axis)
+        if mode == "constant":
+            return (inside_or_nearest(raw, size),)
+        outside = [*range(raw.start, min(raw.stop, 0)), *range(max(raw.start, size), raw.stop)]
+        folded = [_fold(index, size, mode) for index in outside]
+        inside = raw.clamp(size)
+        hull = Span(min(folded), max(folded) + 1) if folded else inside
+        return (hull.hull(inside),)
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         """The other axis' result, where pixels are copied one axis after the other."""
@@ -71,22 +64,18 @@ class Padding(Row):
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         crop: torch.Tensor = arguments["self"]
-        mode = call["mode"]
-        field, inside = call.operands[0], site.operands[0]
-        assert inside is not None
-        assert field.axes is not None
-        for axis in (0, 1):
-            raw, size, dim = site.out[axis].shift(-self._before(call, axis)), field.size(axis), field.axes[axis]
-            if raw == inside[axis]:
+        mode, field = call["mode"], call.operands[0]
+        for axis, inside in enumerate(site.inside):
+            raw, size, dim = self._raw(call, axis, site.out[axis]), field.size(axis), field.spatial[axis]
+            if raw == inside:
                 continue
             if mode == "constant":
-                amounts = [inside[axis].start - raw.start, raw.stop - inside[axis].stop]
-                pads = [0, 0] * (-dim - 1) + amounts
+                pads = [0, 0] * (-dim - 1) + [inside.start - raw.start, raw.stop - inside.stop]
                 crop = fit(crop, pads, value=call["value"] or 0)
             else:
-                indices = [_fold(i, size, mode) - inside[axis].start for i in range(raw.start, raw.stop)]
+                indices = [_fold(i, size, mode) - inside.start for i in range(raw.start, raw.stop)]
                 crop = select(crop, dim, torch.tensor(indices, device=crop.device))
         return crop
 
 
-register(Padding(), ["aten.pad.default"])
+register(Padding(), aten("pad"))

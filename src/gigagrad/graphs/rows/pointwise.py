@@ -13,7 +13,7 @@ import torch
 
 from gigagrad.boxes import Span
 from gigagrad.graphs import operators
-from gigagrad.graphs.graph import Axes, Node, Ref
+from gigagrad.graphs.graph import Axes, Ref
 from gigagrad.graphs.statistics import normalise
 from gigagrad.graphs.table import (
     Affine,
@@ -26,33 +26,19 @@ from gigagrad.graphs.table import (
     Site,
     Unmoved,
     Whole,
+    aten,
+    axes_without,
     common_axes,
     per_operand,
     register,
+    require_nchw,
     scaled_gains,
     sum_of_gains,
 )
 
 
-def _size_at(shape: tuple[int, ...], axis: int) -> int:
-    """Length of a shape at a negative axis; 1 where broadcasting would add the axis."""
-    return shape[axis] if -axis <= len(shape) else 1
-
-
 class Broadcasting(Unmoved):
-    """Elementwise operators whose tensor operands broadcast against each other.
-
-    `temporaries`: how many results of the output's size their derivative formulas hold between the first and the last.
-    """
-
-    def __init__(
-        self, saved: Saved, temporaries: int = 0, *, affine: Affine = Affine.NO, differentiable: bool = True
-    ) -> None:
-        self.saved, self.affine, self.differentiable = saved, affine, differentiable
-        self._temporaries = temporaries
-
-    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
-        return self._temporaries * call.node.bytes_per_pixel * out_pixels
+    """Elementwise operators whose tensor operands broadcast against each other."""
 
     def axes(self, call: Call, rank: int) -> Axes:
         axes = common_axes(call)
@@ -66,27 +52,21 @@ class Broadcasting(Unmoved):
         return per_operand(call, lambda operand: out if operand.size(axis) == size else Span(0, 1))
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        wide = {operand.id for operand in call.operands if self._extends(call, operand)}
-        if wide:
+        globals_ = {operand.id for operand in call.operands if not operand.is_field}
+        if globals_:
             arguments = {
                 name: self._narrow(call, arguments[name], site)
-                if isinstance(value, Ref) and value.id in wide
+                if isinstance(value, Ref) and value.id in globals_
                 else arguments[name]
                 for name, value in call.node.arguments.items()
             }
         return super().run(call, arguments, site)
 
     @staticmethod
-    def _extends(call: Call, operand: Node) -> bool:
-        """Whether a global operand varies along a spatial axis of the field and must be narrowed to the crop."""
-        assert call.node.axes is not None
-        return not operand.is_field and any(_size_at(operand.shape, axis) > 1 for axis in call.node.axes)
-
-    @staticmethod
     def _narrow(call: Call, tensor: torch.Tensor, site: Site) -> torch.Tensor:
-        assert call.node.axes is not None
-        for axis, span in zip(call.node.axes, site.out, strict=True):
-            if _size_at(tuple(tensor.shape), axis) > 1:
+        """A global operand on the crop: narrowed along the spatial axes that it varies along."""
+        for axis, span in zip(call.node.spatial, site.out, strict=True):
+            if -axis <= tensor.ndim and tensor.shape[axis] > 1:
                 tensor = tensor.narrow(axis, span.start, span.length)
         return tensor
 
@@ -95,9 +75,8 @@ class Copy(Broadcasting):
     """The same values, at most in another dtype."""
 
     copies = True
-
-    def __init__(self, *, differentiable: bool = True) -> None:
-        super().__init__(Saved.NOTHING, affine=Affine.JOINTLY, differentiable=differentiable)
+    saved = Saved.NOTHING
+    affine = Affine.JOINTLY
 
 
 class Contiguous(Copy):
@@ -117,8 +96,8 @@ class Rectifier(Broadcasting):
 class Sum(Broadcasting):
     """Sums and differences."""
 
-    def __init__(self) -> None:
-        super().__init__(Saved.NOTHING, affine=Affine.JOINTLY)
+    saved = Saved.NOTHING
+    affine = Affine.JOINTLY
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
         plain = call["alpha"] == 1 and all(field.shape == call.node.shape for field in call.fields)
@@ -128,8 +107,8 @@ class Sum(Broadcasting):
 class Product(Broadcasting):
     """A factor is kept only for the gradient of the other one."""
 
-    def __init__(self) -> None:
-        super().__init__(Saved.INPUTS, 2, affine=Affine.SEPARATELY)
+    temporaries = 2
+    affine = Affine.SEPARATELY
 
     def saves(self, call: Call) -> set[int]:
         pairs = zip(call.operands, reversed(call.operands), strict=True)
@@ -139,8 +118,8 @@ class Product(Broadcasting):
 class Quotient(Broadcasting):
     """The denominator is kept for the gradient of the numerator, and both for its own."""
 
-    def __init__(self) -> None:
-        super().__init__(Saved.INPUTS, 2, affine=Affine.FIRST)
+    temporaries = 2
+    affine = Affine.FIRST
 
     def saves(self, call: Call) -> set[int]:
         if len(call.operands) != 2:
@@ -153,32 +132,19 @@ class Quotient(Broadcasting):
 class PerPosition(Unmoved):
     """Operators that mix channels of one position only: the axes they name must not be spatial."""
 
-    def __init__(
-        self, saved: Saved, dims: str | None = None, keeps: str | None = None, *, affine: Affine = Affine.NO
-    ) -> None:
-        self.saved, self.affine = saved, affine
-        self._dims = dims
-        self._keepdim = keeps
+    dims: str = "dim"
+    """The argument that names them."""
+    removes: bool = False
+    """Whether the output lacks these axes unless it is asked to keep them (`keepdim`)."""
 
     def axes(self, call: Call, rank: int) -> Axes:
-        axes = common_axes(call)
-        field = call.fields[0]
-        dims = self._named_dims(call, len(field.shape))
-        positive = [axis + len(field.shape) for axis in axes]
-        if any(dim in positive for dim in dims):
-            raise Refused("it works along an axis of the image")
-        removed = dims if self._keepdim is not None and not call[self._keepdim] else []
-        kept = [dim for dim in range(len(field.shape)) if dim not in removed]
-        y, x = (kept.index(axis) - len(kept) for axis in positive)
-        return y, x
-
-    def _named_dims(self, call: Call, rank: int) -> list[int]:
-        if self._dims is None:
-            return []
-        value = call[self._dims]
+        axes, in_rank, value = common_axes(call), len(call.fields[0].shape), call[self.dims]
         if value is None or value == []:
             raise Refused("it works along all axes of the image")
-        return [dim % rank for dim in ([value] if isinstance(value, int) else value)]
+        dims = [dim % in_rank - in_rank for dim in ([value] if isinstance(value, int) else value)]
+        if not set(axes).isdisjoint(dims):
+            raise Refused("it works along an axis of the image")
+        return axes_without(dims if self.removes and not call["keepdim"] else [], axes)
 
 
 class Folding(PerPosition):
@@ -188,18 +154,17 @@ class Folding(PerPosition):
         return 3 * call.operands[0].bytes_per_pixel * out_pixels
 
 
-class ChannelLayer(PerPosition):
-    """Layers with per-channel parameters; `channel` is the axis their parameters belong to."""
+class ChannelLayer(Unmoved):
+    """Layers with per-channel parameters."""
 
-    def __init__(self, channel: int) -> None:
-        super().__init__(Saved.INPUTS)
-        self._channel = channel
+    channel: int = 1
+    """The axis that the parameters belong to."""
 
     def axes(self, call: Call, rank: int) -> Axes:
         axes = common_axes(call)
         if len(call.fields) > 1:
             raise Refused("its parameters depend on the image's pixels")
-        if self._channel % rank in (axes[0] + rank, axes[1] + rank):
+        if self.channel % rank - rank in axes:
             raise Refused("its channel axis is an axis of the image")
         return axes
 
@@ -207,6 +172,7 @@ class ChannelLayer(PerPosition):
 class Linear(ChannelLayer):
     """A matrix product at every position: pixelwise, but not cheap."""
 
+    channel = -1
     pixelwise = False
 
     def flops(self, call: Call) -> float:
@@ -230,49 +196,41 @@ class BatchNormEval(ChannelLayer):
         return scaled_gains(read[0], scale if call["weight"] is None else (scale * value(call["weight"])).abs())
 
 
-class Normalise(ChannelLayer):
+class Normalise(Unmoved):
     """Pixels normalised by given statistics of their channel, which are global values."""
 
     def axes(self, call: Call, rank: int) -> Axes:
-        if call.operands[0].axes != (-2, -1) or len(call.fields) > 1:
-            raise Refused("its input is not laid out as (N, C, H, W)")
-        return -2, -1
+        return require_nchw(call)
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
         return scaled_gains(read[0], value(call["scale"]).abs())
 
 
-class Counted(Row):
+class Counted(Unmoved):
     """Fields that are made of places alone: random numbers and pixel numbers. They read no value of their operand."""
 
     saved = Saved.NOTHING
-    pixelwise = True
     differentiable = False
 
-    def __init__(self, strides: Callable[[Sequence[int]], list[int]]) -> None:
+    def __init__(self, strides: Callable[[Sequence[int]], Sequence[int]]) -> None:
+        super().__init__()
         self._strides = strides
 
     def axes(self, call: Call, rank: int) -> Axes:
         return common_axes(call)
 
-    def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        return per_operand(call, lambda _: out)
-
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return 3 * 8 * out_pixels * (call.node.bytes_per_pixel // call.node.dtype.itemsize)
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        like: torch.Tensor = arguments["like"]
-        assert call.node.axes is not None
-        starts = [0] * like.ndim
-        for axis, span in zip(call.node.axes, site.out, strict=True):
+        starts = [0] * len(call.node.shape)
+        for axis, span in zip(call.node.spatial, site.out, strict=True):
             starts[axis] = span.start
-        arguments = {**arguments, "starts": starts, "strides": self._strides(call.node.shape)}
-        result: torch.Tensor = operators.function(call.node.op)(**arguments)
-        return result
+        strides = self._strides(call.node.shape)
+        return super().run(call, {**arguments, "starts": starts, "strides": strides}, site)
 
 
-class LayerNorm(PerPosition):
+class LayerNorm(Unmoved):
     """Layer normalisation over trailing axes none of which is spatial."""
 
     def axes(self, call: Call, rank: int) -> Axes:
@@ -284,13 +242,15 @@ class LayerNorm(PerPosition):
         return axes
 
 
-class ClassWeights(PerPosition):
+class ClassWeights(Unmoved):
     """The weight of every position's class: looked up in a global table, as wide as there are classes."""
 
+    saved = Saved.NOTHING
+    temporaries = 2
     differentiable = False
 
-    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
-        return 2 * call.node.bytes_per_pixel * out_pixels
+    def axes(self, call: Call, rank: int) -> Axes:
+        return common_axes(call)
 
 
 class CrossEntropy(Folding):
@@ -306,72 +266,63 @@ class CrossEntropy(Folding):
         return -2, -1
 
 
-_UNARY_INPUT = (
-    "abs ceil clamp.default clamp.Tensor clamp_min.default clamp_max.default cos elu gelu hardsigmoid hardswish "
-    "log log1p log2 log10 mish pow.Tensor_Scalar relu6 selu silu sin softplus softshrink celu "
-    "hardshrink threshold atan asin acos log_sigmoid square erf"
-).split()
-_UNARY_OUTPUT = "exp expm1 sigmoid tanh".split()
-_UNARY_OUTPUT_CHAINED = "rsqrt sqrt tan reciprocal".split()
-_LINEAR = "add.Scalar sub.Scalar rsub.Scalar rsub.Tensor mul.Scalar div.Scalar neg positive".split()
-_STEPS = (
+_UNARY_INPUT = aten(
+    "abs ceil clamp clamp.Tensor clamp_min clamp_max cos elu gelu hardsigmoid hardswish log log1p log2 log10 mish "
+    "pow.Tensor_Scalar relu6 selu silu sin softplus softshrink celu hardshrink threshold atan asin acos log_sigmoid "
+    "square erf"
+)
+_UNARY_OUTPUT = aten("exp expm1 sigmoid tanh")
+_UNARY_OUTPUT_CHAINED = aten("rsqrt sqrt tan reciprocal")
+_LINEAR = aten("add.Scalar sub.Scalar rsub.Scalar rsub.Tensor mul.Scalar div.Scalar neg positive")
+_STEPS = aten(
     "div.Scalar_mode floor round sign trunc zeros_like ones_like full_like bitwise_not logical_not isnan isinf "
     "isfinite nan_to_num"
-).split()
-_BINARY_INPUTS = (
+)
+_BINARY_INPUTS = aten(
     "div.Tensor_mode pow.Tensor_Tensor pow.Scalar maximum minimum atan2 fmod.Tensor fmod.Scalar "
     "remainder.Tensor remainder.Scalar lerp.Scalar lerp.Tensor addcmul addcdiv hypot logaddexp xlogy.Tensor"
-).split()
-_NO_GRADIENT = (
+)
+_NO_GRADIENT = aten(
     "eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor "
     "ge.Scalar logical_and logical_or logical_xor bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor "
     "bitwise_or.Scalar bitwise_xor.Tensor floor_divide floor_divide.Scalar"
-).split()
-_CHOICE = (
+)
+_CHOICE = aten(
     "where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor fill.Scalar "
     "fill.Tensor"
-).split()
+)
 # The losses that reduce: lowering sets their reduction to none and sums the field itself.
-PIXEL_LOSSES = (
+PIXEL_LOSSES = aten(
     "binary_cross_entropy_with_logits binary_cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss"
-).split()
+)
 
-
-def _names(words: list[str]) -> list[str]:
-    return [f"aten.{word}" if "." in word else f"aten.{word}.default" for word in words]
-
-
-register(Broadcasting(Saved.INPUTS, 1), _names(_UNARY_INPUT + _CHOICE))
-register(Broadcasting(Saved.INPUTS, 2), _names(_BINARY_INPUTS + PIXEL_LOSSES))
-register(Broadcasting(Saved.OUTPUT), _names(_UNARY_OUTPUT))
-register(Broadcasting(Saved.OUTPUT, 2), _names(_UNARY_OUTPUT_CHAINED))
-register(Rectifier(Saved.INPUTS, 1), _names(["hardtanh", "leaky_relu"]))
-register(Rectifier(Saved.OUTPUT), _names(["relu"]))
-register(Broadcasting(Saved.NOTHING), _names(_STEPS + _NO_GRADIENT))
-register(Broadcasting(Saved.NOTHING, affine=Affine.JOINTLY), _names(_LINEAR))
-register(Copy(), _names("_to_copy to.dtype alias clone lift_fresh_copy".split()))
-register(Contiguous(), _names(["contiguous"]))
-register(Copy(differentiable=False), _names(["detach"]))
-register(Sum(), _names(["add.Tensor", "sub.Tensor"]))
-register(Product(), _names(["mul.Tensor"]))
-register(Quotient(), _names(["div.Tensor"]))
-register(PerPosition(Saved.OUTPUT, "dim"), ["aten.softmax.int", "aten._softmax.default"])
-register(PerPosition(Saved.OUTPUT, "dim"), ["aten.log_softmax.int", "aten._log_softmax.default"])
-register(PerPosition(Saved.INPUTS, "dim"), ["aten.glu.default", "aten.cumsum.default"])
-register(PerPosition(Saved.NOTHING, "dims"), ["aten.flip.default"])
-register(PerPosition(Saved.INPUTS, "dim", "keepdim", affine=Affine.JOINTLY), ["aten.mean.dim", "aten.sum.dim_IntList"])
-register(PerPosition(Saved.INPUTS, "dim", "keepdim"), ["aten.amax.default", "aten.amin.default", "aten.argmax.default"])
-register(Whole(affine=Affine.JOINTLY), ["aten.mean.default", "aten.sum.default"])
-register(Folding(Saved.OUTPUT, "dim", "keepdim"), ["aten.logsumexp.default", "aten.linalg_vector_norm.default"])
-register(Linear(-1), ["aten.linear.default"])
-register(ChannelLayer(1), ["aten.prelu.default"])
-register(BatchNormEval(1), ["aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default"])
-register(LayerNorm(Saved.INPUTS), ["aten.layer_norm.default"])
-register(CrossEntropy(Saved.INPUTS), ["aten.cross_entropy_loss.default", "aten.nll_loss_nd.default"])
-register(ClassWeights(Saved.NOTHING), ["gigagrad.class_weights"])
-register(Normalise(1), ["gigagrad.normalise"])
+register(Broadcasting(temporaries=1), _UNARY_INPUT + _CHOICE)
+register(Broadcasting(temporaries=2), _BINARY_INPUTS + PIXEL_LOSSES)
+register(Broadcasting(saved=Saved.OUTPUT), _UNARY_OUTPUT)
+register(Broadcasting(saved=Saved.OUTPUT, temporaries=2), _UNARY_OUTPUT_CHAINED)
+register(Broadcasting(saved=Saved.NOTHING), _STEPS + _NO_GRADIENT)
+register(Broadcasting(saved=Saved.NOTHING, affine=Affine.JOINTLY), _LINEAR)
+register(Rectifier(temporaries=1), aten("hardtanh leaky_relu"))
+register(Rectifier(saved=Saved.OUTPUT), aten("relu"))
+register(Copy(), aten("_to_copy to.dtype alias clone lift_fresh_copy"))
+register(Copy(differentiable=False), aten("detach"))
+register(Contiguous(), aten("contiguous"))
+register(Sum(), aten("add.Tensor sub.Tensor"))
+register(Product(), aten("mul.Tensor"))
+register(Quotient(), aten("div.Tensor"))
+register(PerPosition(saved=Saved.OUTPUT), aten("softmax.int _softmax log_softmax.int _log_softmax"))
+register(PerPosition(), aten("glu cumsum"))
+register(PerPosition(saved=Saved.NOTHING, dims="dims"), aten("flip"))
+register(PerPosition(removes=True, affine=Affine.JOINTLY), aten("mean.dim sum.dim_IntList"))
+register(PerPosition(removes=True), aten("amax amin argmax var.dim var.correction std.correction"))
+register(Whole(affine=Affine.JOINTLY), aten("mean sum"))
+register(Folding(saved=Saved.OUTPUT, removes=True), aten("logsumexp linalg_vector_norm"))
+register(CrossEntropy(), aten("cross_entropy_loss nll_loss_nd"))
+register(ClassWeights(), ["gigagrad.class_weights"])
+register(Linear(), aten("linear"))
+register(ChannelLayer(), aten("prelu"))
+register(BatchNormEval(), aten("batch_norm _native_batch_norm_legit_no_training"))
+register(LayerNorm(), aten("layer_norm"))
+register(Normalise(), ["gigagrad.normalise"])
 register(Counted(operators.contiguous_strides), ["gigagrad.uniform"])
 register(Counted(lambda shape: [*[0] * (len(shape) - 2), shape[-1], 1]), ["gigagrad.positions"])
-register(
-    PerPosition(Saved.INPUTS, "dim", "keepdim"), [f"aten.{n}" for n in ("var.dim", "var.correction", "std.correction")]
-)

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes, Ref
 from gigagrad.graphs.operators import call as call_operator
-from gigagrad.graphs.rows.windows import require_nchw, select
-from gigagrad.graphs.table import Call, Gains, Refused, Row, Saved, Site, per_operand, register, scaled_gains
+from gigagrad.graphs.rows.windows import select, trim
+from gigagrad.graphs.table import Call, Gains, Refused, Row, Saved, Site, register, require_nchw, scaled_gains
 
 RESIZING = {
     "aten.upsample_nearest2d.vec": "nearest",
@@ -147,12 +147,10 @@ class Resampling(Row):
         factor = resize.whole_factor
         if factor and resize.mode != "bicubic":
             margin = 0 if resize.mode.startswith("nearest") else 1
-            need = Span(out.start // factor - margin, -(-out.stop // factor) + margin).clamp(resize.size)
-        else:
-            # Source coordinates grow with the output's, so the ends of the span see the outermost pixels.
-            index = torch.cat([_taps(resize, Span(o, o + 1))[0] for o in (out.start, out.stop - 1)])
-            need = Span(int(index.min()), int(index.max()) + 1)
-        return per_operand(call, lambda _: need)
+            return (Span(out.start // factor - margin, -(-out.stop // factor) + margin).clamp(resize.size),)
+        # Source coordinates grow with the output's, so the ends of the span see the outermost pixels.
+        index = torch.cat([_taps(resize, Span(o, o + 1))[0] for o in (out.start, out.stop - 1)])
+        return (Span(int(index.min()), int(index.max()) + 1),)
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         """With explicit weights: a copy for each tap and sums, of one axis, then of the other; in float32 at least."""
@@ -169,9 +167,7 @@ class Resampling(Row):
         return (taps + 3) * wider * call.node.bytes_per_pixel * pixels
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        resizes = self._resizes(call)
-        inside = site.operands[0]
-        assert inside is not None
+        resizes, inside = self._resizes(call), site.inside
         crop_NCHW: torch.Tensor = arguments["input"]
         if _copies(resizes):
             return self._by_whole_factor(crop_NCHW, resizes, inside, site.out)
@@ -218,11 +214,8 @@ class Resampling(Row):
         factors = [resize.whole_factor for resize in resizes]
         size = [factor * length for factor, length in zip(factors, crop_NCHW.shape[-2:], strict=True)]
         resized = F.interpolate(crop_NCHW, size=size, mode=resizes[0].mode)
-        for axis in (0, 1):
-            start = out[axis].start - inside[axis].start * factors[axis]
-            if start or resized.shape[2 + axis] != out[axis].length:
-                resized = resized.narrow(2 + axis, start, out[axis].length)
-        return resized
+        starts = [out[axis].start - inside[axis].start * factors[axis] for axis in (0, 1)]
+        return trim(resized, starts, out)
 
 
 register(Resampling(), list(RESIZING))

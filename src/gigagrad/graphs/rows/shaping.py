@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.graph import Axes, Node, Ref
-from gigagrad.graphs.rows.windows import require_nchw
+from gigagrad.graphs.graph import Axes, Ref
+from gigagrad.graphs.rows.windows import trim
 from gigagrad.graphs.table import (
     Affine,
     Call,
@@ -21,9 +21,11 @@ from gigagrad.graphs.table import (
     Saved,
     Site,
     Unmoved,
+    aten,
+    axes_without,
     common_axes,
-    per_operand,
     register,
+    require_nchw,
     single_field,
     sum_of_gains,
 )
@@ -38,8 +40,7 @@ class Moving(Unmoved):
 
 def _spatial_dim(call: Call) -> int | None:
     """0 or 1 if what an operator's `dim` names is y or x."""
-    rank, axes = len(call.operands[0].shape), call.operands[0].axes
-    assert axes is not None
+    rank, axes = len(call.operands[0].shape), call.operands[0].spatial
     dim = call["dim"] % rank - rank
     return axes.index(dim) if dim in axes else None
 
@@ -54,7 +55,7 @@ class Concatenation(Moving):
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         if _spatial_dim(call) != axis:
-            return per_operand(call, lambda _: out)
+            return tuple([out for _ in call.operands])
         spans: list[Span | None] = []
         offset = 0
         for field in call.operands:
@@ -87,21 +88,12 @@ class Slicing(Moving):
     def axes(self, call: Call, rank: int) -> Axes:
         return common_axes(call)
 
-    @staticmethod
-    def _start(call: Call, size: int) -> int:
-        start = call["start"] or 0
-        return min(max(start + size if start < 0 else start, 0), size)
-
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         if _spatial_dim(call) != axis:
-            return per_operand(call, lambda _: out)
-        step = call["step"]
-
-        def need(field: Node) -> Span:
-            first = self._start(call, field.size(axis)) + out.start * step
-            return Span(first, first + (out.length - 1) * step + 1)
-
-        return per_operand(call, need)
+            return (out,)
+        start, _, step = slice(call["start"], None, call["step"]).indices(call.operands[0].size(axis))
+        first = start + out.start * step
+        return (Span(first, first + (out.length - 1) * step + 1),)
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         crop: torch.Tensor = arguments["self"]
@@ -112,59 +104,45 @@ class Slicing(Moving):
         return crop if step == 1 else torch.ops.aten.slice.Tensor(crop, dim, 0, crop.shape[dim], step)
 
 
-class AxisMove(Moving):
-    """permute, transpose, unsqueeze, squeeze: the spatial axes travel along; the batch axis of 1 may go."""
+class Turn(Moving):
+    """permute, transpose: the spatial axes travel along."""
 
     def axes(self, call: Call, rank: int) -> Axes:
-        field = single_field(call)
-        in_rank = len(field.shape)
-        assert field.axes is not None
-        order = self._order(call, in_rank)
-        y, x = (order.index(axis + in_rank) - rank for axis in field.axes)
-        if len(order) != rank:
-            raise Refused("it changes the number of axes in a way that has no row")
+        order = list(range(-rank, 0))
+        if "permute" in call.node.op:
+            order = [order[dim] for dim in call["dims"]]
+        else:
+            one, other = call["dim0"], call["dim1"]
+            order[one], order[other] = order[other], order[one]
+        y, x = (order.index(axis) - rank for axis in single_field(call).spatial)
         if y > x:
             raise Refused("it swaps the image's two axes")
         return y, x
 
-    @staticmethod
-    def _order(call: Call, rank: int) -> list[int | None]:
-        """For each output axis the input axis it shows; None for a new one."""
-        name = call.node.op.split(".")[1]
-        order: list[int | None] = list(range(rank))
-        if name == "permute":
-            return [dim % rank for dim in call["dims"]]
-        if name == "transpose":
-            a, b = call["dim0"] % rank, call["dim1"] % rank
-            order[a], order[b] = b, a
-        elif name == "unsqueeze":
-            order.insert(call["dim"] % (rank + 1), None)
-        elif name == "squeeze":
-            dims = call["dim"]
-            gone = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
-            field = call.operands[0]
-            assert field.axes is not None
-            if gone & {axis + rank for axis in field.axes}:
-                raise Refused("it squeezes an axis of the image")
-            return [axis for axis in order if axis not in gone or field.shape[axis or 0] != 1]
-        return order
-
     def layout(self, call: Call) -> Layout:
-        return Layout.TURNED if call.node.op.split(".")[1] in ("permute", "transpose") else Layout.VIEW
+        return Layout.TURNED
 
 
-class Select(Moving):
-    """`select` of one index along an axis that is not spatial."""
+class Unsqueeze(Moving):
+    """One axis more."""
 
     def axes(self, call: Call, rank: int) -> Axes:
-        field = single_field(call)
-        assert field.axes is not None
-        in_rank = len(field.shape)
-        dim = call["dim"] % in_rank - in_rank
-        if dim in field.axes:
-            raise Refused("it picks one row or column of the image")
-        y, x = (axis + 1 if axis < dim else axis for axis in field.axes)
+        new = call["dim"] % rank - rank
+        y, x = (axis - 1 if axis <= new else axis for axis in single_field(call).spatial)
         return y, x
+
+
+class Removal(Moving):
+    """squeeze, select: axes go that are not spatial, such as the batch axis of 1."""
+
+    def axes(self, call: Call, rank: int) -> Axes:
+        field, dims = single_field(call), call["dim"]
+        in_rank = len(field.shape)
+        gone = {dim % in_rank - in_rank for dim in ([dims] if isinstance(dims, int) else dims)}
+        selects = "select" in call.node.op
+        if not gone.isdisjoint(field.spatial):
+            raise Refused(f"it {'picks one row or column' if selects else 'squeezes an axis'} of the image")
+        return axes_without({dim for dim in gone if selects or field.shape[dim] == 1}, field.spatial)
 
 
 class Scatter(Moving):
@@ -172,12 +150,11 @@ class Scatter(Moving):
 
     def axes(self, call: Call, rank: int) -> Axes:
         field = call.operands[0]
-        if not field.is_field or call["dim"] % rank - rank in (field.axes or ()):
+        if not field.is_field or call["dim"] % rank - rank in field.spatial:
             raise Refused("it writes along an axis of the image")
         if not call.operands[1].is_field:
             raise Refused("it writes a value without spatial axes into a field")
-        assert field.axes is not None
-        return field.axes
+        return field.spatial
 
 
 class Regroup(Moving):
@@ -190,9 +167,8 @@ class Regroup(Moving):
         return -2, -1
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crop: torch.Tensor = arguments[next(iter(arguments))]
-        shape = [*call.node.shape[:-2], *crop.shape[-2:]]
-        return crop.reshape(shape)
+        crop: torch.Tensor = arguments["self"]
+        return crop.reshape([*call.node.shape[:-2], *crop.shape[-2:]])
 
     def layout(self, call: Call) -> Layout:
         return Layout.PACKED
@@ -220,16 +196,12 @@ class PixelShuffle(Moving):
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         factor = call["upscale_factor"]
-        return per_operand(call, lambda _: Span(out.start // factor, -(-out.stop // factor)))
+        return (Span(out.start // factor, -(-out.stop // factor)),)
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        factor, inside = call["upscale_factor"], site.operands[0]
-        assert inside is not None
-        shuffled = torch.pixel_shuffle(arguments["self"], factor)
-        for axis in (0, 1):
-            start = site.out[axis].start - inside[axis].start * factor
-            shuffled = shuffled.narrow(2 + axis, start, site.out[axis].length)
-        return shuffled
+        factor = call["upscale_factor"]
+        starts = [out.start - inside.start * factor for out, inside in zip(site.out, site.inside, strict=True)]
+        return trim(torch.pixel_shuffle(arguments["self"], factor), starts, site.out)
 
 
 class PixelUnshuffle(Moving):
@@ -243,27 +215,16 @@ class PixelUnshuffle(Moving):
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         factor = call["downscale_factor"]
-        return per_operand(call, lambda _: Span(out.start * factor, out.stop * factor))
-
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        return torch.pixel_unshuffle(arguments["self"], call["downscale_factor"])
+        return (Span(out.start * factor, out.stop * factor),)
 
 
-register(Concatenation(), ["aten.cat.default"])
-register(Slicing(), ["aten.slice.Tensor"])
-register(
-    AxisMove(),
-    [
-        "aten.permute.default",
-        "aten.transpose.int",
-        "aten.unsqueeze.default",
-        "aten.squeeze.dim",
-        "aten.squeeze.dims",
-    ],
-)
-register(Select(), ["aten.select.int"])
-register(Scatter(), ["aten.select_scatter.default", "aten.slice_scatter.default"])
-register(Regroup(), ["aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"])
-register(Expansion(), ["aten.expand.default"])
-register(PixelShuffle(), ["aten.pixel_shuffle.default"])
-register(PixelUnshuffle(), ["aten.pixel_unshuffle.default"])
+register(Concatenation(), aten("cat"))
+register(Slicing(), aten("slice.Tensor"))
+register(Turn(), aten("permute transpose.int"))
+register(Unsqueeze(), aten("unsqueeze"))
+register(Removal(), aten("squeeze.dim squeeze.dims select.int"))
+register(Scatter(), aten("select_scatter slice_scatter"))
+register(Regroup(), aten("view reshape _unsafe_view"))
+register(Expansion(), aten("expand"))
+register(PixelShuffle(), aten("pixel_shuffle"))
+register(PixelUnshuffle(), aten("pixel_unshuffle"))

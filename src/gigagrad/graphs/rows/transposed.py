@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.rows.windows import Window, WindowRow, filled, fit, inside_or_nearest, pair, reordered_bytes
-from gigagrad.graphs.table import Call, Site, per_operand, register
+from gigagrad.graphs.rows.windows import Window, WindowRow, filled, fit, inside_or_nearest, pair, reordered_bytes, trim
+from gigagrad.graphs.table import Call, Site, aten, per_operand, register
 
 _BLOCK_CHANNELS = 8
 _BLOCK_STRIDE = 4
@@ -106,8 +106,7 @@ class TransposedConvolution(WindowRow):
         """The product over blocks; what the bias alone reaches comes out right by itself."""
         weight, stride = arguments["weight"], pair(call["stride"])[0]
         channels_in, channels_out = weight.shape[:2]
-        inside = site.operands[0]
-        assert inside is not None
+        inside = site.inside
         taps, pads, starts = [], [], []
         for axis in (1, 0):
             window = self.window(call, axis)
@@ -134,9 +133,7 @@ class TransposedConvolution(WindowRow):
         return y_HWC.permute(2, 0, 1)[None]
 
     def _by_kernel(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        inside = site.operands[0]
-        assert inside is not None
-        cuts = [_Cut.of(self.window(call, axis), site.out[axis], inside[axis]) for axis in (0, 1)]
+        cuts = [_Cut.of(self.window(call, axis), site.out[axis], site.inside[axis]) for axis in (0, 1)]
         # Where no input reaches, the output is the bias alone: fill with zeros first, add the bias to everything last.
         filled = any(cut.extend or cut.crop < 0 for cut in cuts)
         y_NCHW = torch.conv_transpose2d(
@@ -152,13 +149,10 @@ class TransposedConvolution(WindowRow):
         if filled:
             y, x = cuts
             y_NCHW = F.pad(y_NCHW, [max(0, -x.crop), x.extend, max(0, -y.crop), y.extend])
-        for axis in (0, 1):
-            start, length = max(0, cuts[axis].crop), site.out[axis].length
-            if start or y_NCHW.shape[2 + axis] != length:
-                y_NCHW = y_NCHW.narrow(2 + axis, start, length)
+        y_NCHW = trim(y_NCHW, [max(0, cut.crop) for cut in cuts], site.out)
         if filled and arguments["bias"] is not None:
             y_NCHW = y_NCHW + arguments["bias"].reshape(1, -1, 1, 1)
         return y_NCHW
 
 
-register(TransposedConvolution(), ["aten.conv_transpose2d.input"])
+register(TransposedConvolution(), aten("conv_transpose2d.input"))

@@ -26,10 +26,11 @@ from gigagrad.graphs.table import (
     Saved,
     Site,
     Whole,
+    aten,
     per_operand,
     register,
+    require_nchw,
     scaled_gains,
-    single_field,
 )
 
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -82,6 +83,14 @@ def fit(crop: torch.Tensor, pads: list[int], value: float = 0.0) -> torch.Tensor
     return F.pad(grown, [min(0, amount) for amount in pads]) if min(pads) < 0 else grown
 
 
+def trim(x_NCHW: torch.Tensor, starts: Sequence[int], out: tuple[Span, Span]) -> torch.Tensor:
+    """As many pixels as `out` has, from `starts` on: the tensor itself where those are all."""
+    for axis, (start, span) in enumerate(zip(starts, out, strict=True)):
+        if start or x_NCHW.shape[2 + axis] != span.length:
+            x_NCHW = x_NCHW.narrow(2 + axis, start, span.length)
+    return x_NCHW
+
+
 def select(crop: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Rows or columns by their indices: `crop.index_select(dim, index)` for `dim` -1 or -2 of NCHW, -2 or -3 of NHWC.
 
@@ -102,12 +111,6 @@ def pair(value: Any) -> tuple[int, int]:
     return values[0], values[-1]
 
 
-def require_nchw(call: Call) -> Axes:
-    if single_field(call).axes != (-2, -1) or len(call.operands[0].shape) != 4:
-        raise Refused("its input is not laid out as (N, C, H, W)")
-    return -2, -1
-
-
 class WindowRow(Row):
     """A row whose geometry is one `Window` per axis."""
 
@@ -126,11 +129,9 @@ class WindowRow(Row):
     def missing(self, call: Call, site: Site) -> list[int]:
         """Pixels the border cut off, in the order `F.pad` wants: left, right, top, bottom."""
         pads: list[int] = []
-        inside = site.operands[0]
-        assert inside is not None
         for axis in (1, 0):
-            reads = self.window(call, axis).reads(site.out[axis])
-            pads += [inside[axis].start - reads.start, reads.stop - inside[axis].stop]
+            reads, inside = self.window(call, axis).reads(site.out[axis]), site.inside[axis]
+            pads += [inside.start - reads.start, reads.stop - inside.stop]
         return pads
 
 
@@ -322,10 +323,7 @@ class MaxPooling(Pooling):
             padding=(top, left),
             dilation=[w.dilation for w in windows],
         )
-        for axis, span in enumerate(site.out):
-            if pooled.shape[2 + axis] != span.length:
-                pooled = pooled.narrow(2 + axis, 0, span.length)
-        return pooled
+        return trim(pooled, (0, 0), site.out)
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
         windows = [self.window(call, axis) for axis in (0, 1)]
@@ -360,18 +358,10 @@ class AveragePooling(Pooling):
         return (last.clamp(max=size + margin) - first.clamp(min=-margin)).to(like.dtype)
 
 
-register(Convolution(), ["aten.conv2d.default", "aten.conv2d.padding"])
+register(Convolution(), aten("conv2d conv2d.padding"))
 register(
     Whole(compiled=True),
-    [
-        "aten.conv1d.default",
-        "aten.conv1d.padding",
-        "aten.conv3d.default",
-        "aten.conv3d.padding",
-        "aten.conv_transpose1d.default",
-        "aten.conv_transpose3d.input",
-        "aten.convolution.default",
-    ],
+    aten("conv1d conv1d.padding conv3d conv3d.padding conv_transpose1d conv_transpose3d.input convolution"),
 )
-register(MaxPooling(), ["aten.max_pool2d.default"])
-register(AveragePooling(), ["aten.avg_pool2d.default"])
+register(MaxPooling(), aten("max_pool2d"))
+register(AveragePooling(), aten("avg_pool2d"))
