@@ -137,7 +137,7 @@ def _exported(
             with _autocast(home, composite.autocast):
                 rehearsal = rehearse(composite, mode, inputs, outside)
                 # A copy of its own: a model may keep what its first forward made.
-                fake = composite.fake_copy(mode, outside, rehearsal.closed).module
+                fake = composite.fake_copy(mode, outside, rehearsal.closed).composite
                 with rehearsal.undone():
                     exported = torch.export.export(fake, inputs, strict=False)
                 return exported.run_decompositions({}), rehearsal

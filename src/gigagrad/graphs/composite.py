@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -62,8 +61,12 @@ class Composite(nn.Module):
         full = self.precision is not None and self.autocast is None and given.is_floating_point
         return self.precision if full and self.precision is not None else given
 
-    def fake_copy(self, mode: FakeTensorMode, outside: Iterable[torch.Tensor], closed: Iterable[torch.Tensor]) -> Copy:
-        """A copy whose parameters and buffers are fake: the memo keeps deepcopy from ever copying a real tensor.
+    def fake_copy(
+        self, mode: FakeTensorMode, outside: Iterable[torch.Tensor], closed: Iterable[torch.Tensor]
+    ) -> Originals:
+        """A copy, as `composite` of what is returned, whose parameters and buffers are fake.
+
+        The memo keeps deepcopy from ever copying a real tensor.
 
         Tensors that are `outside` all modules stay themselves in it; those among them that are `closed` over become
         parameters and buffers of the copy, like those that are not outside.
@@ -81,7 +84,7 @@ class Composite(nn.Module):
         made.__dict__["_originals"] = originals = Originals(made, mode, named)
         for tensor in closed:
             originals.adopt(tensor)
-        return Copy(made, originals)
+        return originals
 
 
 class Originals:
@@ -132,14 +135,6 @@ class Originals:
         """Whether one is what is in the place of the other."""
         known = isinstance(original, torch.Tensor) and id(original) in self._named
         return known and self.replacement(original) is value
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """A copy of a composite on fake tensors, and the originals of its tensors."""
-
-    module: Composite
-    originals: Originals
 
 
 class _Observed(TorchFunctionMode):

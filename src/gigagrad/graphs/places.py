@@ -85,7 +85,6 @@ def _are_identical(one: tuple[Collection[Any], Collection[Any]], other: Contents
 class Place(ABC):
     """Something that holds values by key. `path` says where it was found; `attributes`: its keys are names in code."""
 
-    __slots__ = ("attributes", "holder", "path")
     restorable = True
 
     def __init__(self, holder: Any, path: str, *, attributes: bool = False) -> None:
@@ -115,8 +114,6 @@ class Place(ABC):
 class DictPlace(Place):
     """A dictionary, an object's attributes among them."""
 
-    __slots__ = ()
-
     def read(self) -> Contents:
         return tuple(dict.keys(self.holder)), tuple(dict.values(self.holder))
 
@@ -138,8 +135,6 @@ class DictPlace(Place):
 class ListPlace(Place):
     """A list, a deque or a bytearray, told by positions."""
 
-    __slots__ = ()
-
     def read(self) -> Contents:
         values = tuple(self.holder)
         return tuple(range(len(values))), values
@@ -150,8 +145,6 @@ class ListPlace(Place):
 
 
 class SetPlace(Place):
-    __slots__ = ()
-
     def read(self) -> Contents:
         keys = tuple(self.holder)
         return keys, keys
@@ -161,28 +154,8 @@ class SetPlace(Place):
         self.holder.update(contents[0])
 
 
-class CellPlace(Place):
-    """A variable of an enclosing function."""
-
-    __slots__ = ()
-
-    def read(self) -> Contents:
-        try:
-            return ("",), (self.holder.cell_contents,)
-        except ValueError:
-            return ("",), (MISSING,)
-
-    def put(self, contents: Contents) -> None:
-        if contents[1][0] is MISSING:
-            del self.holder.cell_contents
-        else:
-            self.holder.cell_contents = contents[1][0]
-
-
 class NamesPlace(Place):
     """Globals that code mentions."""
-
-    __slots__ = ("names",)
 
     def __init__(self, holder: dict[str, Any], path: str, names: Collection[str]) -> None:
         super().__init__(holder, path, attributes=True)
@@ -202,8 +175,6 @@ class NamesPlace(Place):
 class ClassPlace(Place):
     """A class's own attributes."""
 
-    __slots__ = ()
-
     def read(self) -> Contents:
         own = vars(self.holder)
         return tuple(own), tuple(own.values())
@@ -218,49 +189,47 @@ class ClassPlace(Place):
 
 
 class SlotsPlace(Place):
-    """An object's `__slots__`, read by their descriptors: (name, descriptor) pairs."""
+    """What descriptors read of an object, its `__slots__` for one: (key, descriptor) pairs."""
 
-    __slots__ = ("slots",)
-
-    def __init__(self, holder: Any, path: str, slots: Collection[tuple[str, Any]]) -> None:
-        super().__init__(holder, path, attributes=True)
-        self.slots = tuple(slots)
+    def __init__(self, holder: Any, path: str, slots: Collection[tuple[str, Any]], *, attributes: bool = True) -> None:
+        super().__init__(holder, path, attributes=attributes)
+        self.keys, self.slots = zip(*slots, strict=True)
 
     def read(self) -> Contents:
-        return tuple(name for name, _ in self.slots), tuple(self._value(slot) for _, slot in self.slots)
+        return self.keys, tuple([self._value(slot) for slot in self.slots])
 
     def _value(self, slot: Any) -> Any:
         try:
             return slot.__get__(self.holder)
-        except AttributeError:
+        except (AttributeError, ValueError):
             return MISSING
 
     def put(self, contents: Contents) -> None:
-        for (_, slot), value in zip(self.slots, contents[1], strict=True):
+        for slot, value in zip(self.slots, contents[1], strict=True):
             if value is not MISSING:
                 slot.__set__(self.holder, value)
             elif self._value(slot) is not MISSING:
                 slot.__delete__(self.holder)
 
 
-class FunctionPlace(Place):
+class CellPlace(SlotsPlace):
+    """A variable of an enclosing function."""
+
+    def __init__(self, holder: Any, path: str) -> None:
+        super().__init__(holder, path, [("", vars(types.CellType)["cell_contents"])], attributes=False)
+
+
+class FunctionPlace(SlotsPlace):
     """What a function is made of, besides its cells."""
 
-    __slots__ = ()
-    _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
-
-    def read(self) -> Contents:
-        return self._PARTS, tuple(getattr(self.holder, part) for part in self._PARTS)
-
-    def put(self, contents: Contents) -> None:
-        for part, value in zip(*contents, strict=True):
-            setattr(self.holder, part, value)
+    def __init__(self, holder: Any, path: str) -> None:
+        parts = [(part, vars(types.FunctionType)[part]) for part in ("__code__", "__defaults__", "__kwdefaults__")]
+        super().__init__(holder, path, parts, attributes=False)
 
 
 class ArrayPlace(Place):
     """A NumPy array's values: their bytes, or a digest of them where they are many."""
 
-    __slots__ = ()
     _MOST_BYTES = 2**20
 
     @property
@@ -280,8 +249,6 @@ class ArrayPlace(Place):
 
 class RandomPlace(Place):
     """The state of a generator of random numbers: Python's or NumPy's."""
-
-    __slots__ = ()
 
     def read(self) -> Contents:
         holder = self.holder
@@ -304,7 +271,6 @@ class RandomPlace(Place):
 class IteratorPlace(Place):
     """How far an iterator has come. It cannot be put back."""
 
-    __slots__ = ()
     restorable = False
 
     def read(self) -> Contents:

@@ -23,7 +23,7 @@ from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
 from gigagrad.errors import CaptureError
-from gigagrad.graphs.composite import CLOSED, Composite, Originals, hook_error, user_line
+from gigagrad.graphs.composite import CLOSED, Composite, hook_error, user_line
 from gigagrad.graphs.places import MISSING, Contents, Place, RandomPlace, is_plain, same
 from gigagrad.graphs.walk import Ran, Walk
 
@@ -193,22 +193,22 @@ def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: l
     """
     _refuse_gradient_hooks(composite)
     copy = composite.fake_copy(mode, outside, ())
-    copy.originals.adopting = True
-    snapshot = Snapshot(Walk(roots_of(copy.module.model, copy.module.loss)))
+    copy.adopting = True
+    snapshot = Snapshot(Walk(roots_of(copy.composite.model, copy.composite.loss)))
     ran = Ran()
     try:
         first = _Trace(inputs)
-        copy.originals.trace = first
-        with mode, _profiled(ran, snapshot), _buffers_kept(copy.module):
-            output = copy.module(*inputs)
+        copy.trace = first
+        with mode, _profiled(ran, snapshot), _buffers_kept(copy.composite):
+            output = copy.composite(*inputs)
         _refuse_own_gradients(output)
-        changes = [change for change in snapshot.changes() if not _stands_for(copy.originals, change)]
+        changes = [change for change in snapshot.changes() if not copy.stands_for(change.after, change.before)]
         later = Snapshot(snapshot.walk)
         second: _Trace | None = _Trace(inputs)
-        copy.originals.trace = second
+        copy.trace = second
         try:
-            with mode, _buffers_kept(copy.module):
-                copy.module(*inputs)
+            with mode, _buffers_kept(copy.composite):
+                copy.composite(*inputs)
         except Exception:  # a model may be meant to run once; whether that matters is seen from what it left behind
             second = None
         again = {(_key(change.place), change.key) for change in later.changes()}
@@ -219,7 +219,7 @@ def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: l
     return Rehearsal(
         snapshot,
         ran,
-        tuple(copy.originals.closed),
+        tuple(copy.closed),
         Effects(carried, _places(composite, ran) if carried else {}, steady=alike and not again),
         {name: made for name, made in _SHARED_GENERATORS.items() if _drawn_from(made, changes)},
         tuple(change.name for change in left_out),
@@ -269,19 +269,12 @@ def _tidy(name: str) -> str:
 def _places(composite: Composite, ran: Ran) -> dict[Any, Place]:
     """The places of the composite itself, by what its copies' places share with them."""
     walk = Walk(roots_of(composite.model, composite.loss))
-    for code, globals_ in ran.globals.values():
-        if ran.is_users(code):
-            walk.visit_globals(code, globals_)
+    walk.visit_ran(ran)
     return {_key(place): place for place in walk.places}
 
 
 def _drawn_from(generator: Any, changes: list[Change]) -> bool:
     return any(type(change.place) is RandomPlace and change.place.holder is generator for change in changes)
-
-
-def _stands_for(originals: Originals, change: Change) -> bool:
-    """Whether a tensor was only exchanged for what stands for it in the copy."""
-    return originals.stands_for(change.after, change.before)
 
 
 @contextmanager

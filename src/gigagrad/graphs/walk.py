@@ -103,9 +103,7 @@ class Walk:
         for path, root in roots.items():
             self.visit(root, path)
         if ran is not None:
-            for code, globals_ in ran.globals.values():
-                if ran.is_users(code):
-                    self.visit_globals(code, globals_)
+            self.visit_ran(ran)
 
     def visit(self, value: Any, path: str) -> None:
         """The value and all that it leads to."""
@@ -119,6 +117,12 @@ class Walk:
                 continue
             self._seen[id(found)] = found
             waiting.extend(reversed(list(self._look(found, where))))
+
+    def visit_ran(self, ran: Ran) -> None:
+        """The globals of all the user's code that ran."""
+        for code, globals_ in ran.globals.values():
+            if ran.is_users(code):
+                self.visit_globals(code, globals_)
 
     def visit_globals(self, code: types.CodeType, globals_: dict[str, Any]) -> None:
         """The globals that code mentions, and attributes of modules among them."""

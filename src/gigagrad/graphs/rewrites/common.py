@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +13,21 @@ from gigagrad.graphs.graph import IMAGE_AXES, MOMENTS, Ref
 from gigagrad.graphs.table import Refused
 
 Rewrite = Callable[[Builder, str, dict[str, Any]], Any]
+_Rewrite = TypeVar("_Rewrite", bound=Rewrite)
+STRUCTURE: dict[str, Rewrite] = {}
+"""What holds for an operator wherever it stands."""
+ON_FIELDS: dict[str, Rewrite] = {}
+"""What holds only where it reads a field: on values without spatial axes it is arithmetic like any other."""
+
+
+def rewrites(table: dict[str, Rewrite], operators: Iterable[str]) -> Callable[[_Rewrite], _Rewrite]:
+    """Enter a function into a table as the rewrite of these operators."""
+
+    def enter(rewrite: _Rewrite) -> _Rewrite:
+        table.update(dict.fromkeys(operators, rewrite))
+        return rewrite
+
+    return enter
 
 
 def spatial_dims(builder: Builder, field: Ref, dims: Sequence[int] | int | None) -> tuple[list[int], int]:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from gigagrad.graphs import operators
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import MOMENTS, Ref
-from gigagrad.graphs.rewrites.common import Rewrite, from_sums, mean_and_variance, require_nchw, to_dtype
-from gigagrad.graphs.table import Refused, Whole, register
+from gigagrad.graphs.rewrites.common import ON_FIELDS, from_sums, mean_and_variance, require_nchw, rewrites, to_dtype
+from gigagrad.graphs.table import Refused, Whole, aten, register
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -34,14 +35,15 @@ def _normalised(
     return builder.one("gigagrad.normalise", {"field": field, "mean": mean, "scale": scale, "shift": shift})
 
 
+@rewrites(ON_FIELDS, aten("batch_norm _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional"))
 def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     """In the functional form the outputs are followed by the new running mean and variance."""
     field, training = arguments["input"], arguments.get("training", True)
-    running = arguments.get("running_mean"), arguments.get("running_var")
+    running: tuple[Any, Any] = arguments.get("running_mean"), arguments.get("running_var")
     if not training:
         plain = {**arguments, "training": False, "cudnn_enabled": False}
-        names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
-        return builder.call("aten.batch_norm.default", {n: plain[n] for n in (*names, "cudnn_enabled")})
+        names = [name for name, *_ in operators.signature("aten.batch_norm.default")]
+        return builder.call("aten.batch_norm.default", {name: plain[name] for name in names})
     require_nchw(builder, field)
     mean, variance, count = mean_and_variance(builder, field, [0, 2, 3])
     if count == 1:
@@ -50,26 +52,22 @@ def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     if op == "aten.batch_norm.default":
         assert running[0] is None, "a layer that tracks statistics is exported in its functional form"
         return output
-    return [output, None, None, *_running(builder, running, mean, variance, count, arguments["momentum"])]
-
-
-def _running(
-    builder: Builder, running: tuple[Any, Any], mean: Ref, variance: Ref, count: int, momentum: float
-) -> list[Ref]:
-    """The new running mean and (unbiased) variance, if there are old ones."""
     if running[0] is None:
-        return []
+        return [output, None, None]
     unbiased = builder.aten("mul.Scalar", variance, count / (count - 1))
-    return [_blend(builder, old, new, momentum) for old, new in zip(running, (mean, unbiased), strict=True)]
+    updated = [_blend(builder, *both, arguments["momentum"]) for both in zip(running, (mean, unbiased), strict=True)]
+    return [output, None, None, *updated]
 
 
 def _blend(builder: Builder, old: Ref, new: Ref, momentum: float) -> Ref:
+    """A running statistic after this step."""
     dtype = builder.node(old).dtype
     kept = builder.aten("mul.Scalar", to_dtype(builder, old, torch.float64), 1 - momentum)
     taken = builder.aten("mul.Scalar", builder.aten("detach.default", new), momentum)
     return to_dtype(builder, builder.aten("add.Tensor", kept, taken), dtype)
 
 
+@rewrites(ON_FIELDS, aten("group_norm"))
 def _group_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field, groups = arguments["input"], arguments["num_groups"]
     images, channels, height, width = require_nchw(builder, field)
@@ -85,6 +83,7 @@ def _group_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     return _per_image(builder, field, mean, variance, arguments)
 
 
+@rewrites(ON_FIELDS, aten("instance_norm"))
 def _instance_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field = arguments["input"]
     images, channels, *_ = require_nchw(builder, field)
@@ -113,6 +112,7 @@ def _per_image(builder: Builder, field: Ref, mean: Ref, variance: Ref, arguments
     return builder.aten("view.default", output, [images, channels, height, width]) if images > 1 else output
 
 
+@rewrites(ON_FIELDS, aten("layer_norm"))
 def _layer_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     """Over trailing axes: both spatial ones are a reduction, none is a row; one alone is refused."""
     field, shape = arguments["input"], arguments["normalized_shape"]
@@ -133,19 +133,7 @@ def _layer_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     return to_dtype(builder, result, node.dtype)
 
 
-_ON_IMAGES = (
-    "aten._native_batch_norm_legit.no_stats",
-    "aten._native_batch_norm_legit_functional.default",
-    "aten.group_norm.default",
-    "aten.instance_norm.default",
+register(
+    Whole(on_images=True),
+    aten("_native_batch_norm_legit.no_stats _native_batch_norm_legit_functional group_norm instance_norm"),
 )
-register(Whole(on_images=True), _ON_IMAGES)
-
-REWRITES: dict[str, Rewrite] = {
-    "aten._native_batch_norm_legit.no_stats": _batch_norm,
-    "aten._native_batch_norm_legit_functional.default": _batch_norm,
-    "aten.batch_norm.default": _batch_norm,
-    "aten.group_norm.default": _group_norm,
-    "aten.instance_norm.default": _instance_norm,
-    "aten.layer_norm.default": _layer_norm,
-}

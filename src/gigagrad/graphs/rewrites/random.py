@@ -10,13 +10,15 @@ from typing import Any
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import Ref
-from gigagrad.graphs.rewrites.common import Rewrite, to_dtype
+from gigagrad.graphs.rewrites.common import ON_FIELDS, rewrites, to_dtype
+from gigagrad.graphs.table import aten
 
 
 def _uniform(builder: Builder, like: Ref) -> Ref:
     return builder.one("gigagrad.uniform", {"like": like, "seed": builder.one("gigagrad.seed", {})})
 
 
+@rewrites(ON_FIELDS, aten("dropout native_dropout"))
 def _dropout(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     """`native_dropout` returns the mask, too, which nobody reads but its own backward."""
     field = arguments["input"]
@@ -33,6 +35,7 @@ def _dropout(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     return [output, None] if several else output
 
 
+@rewrites(ON_FIELDS, aten("bernoulli bernoulli.p"))
 def _bernoulli(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field: Ref = arguments["self"]
     noise = _uniform(builder, field)
@@ -45,11 +48,13 @@ def _bernoulli(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     return to_dtype(builder, drawn, builder.node(field).dtype)
 
 
+@rewrites(ON_FIELDS, aten("rand_like"))
 def _rand_like(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field: Ref = arguments["self"]
     return to_dtype(builder, _uniform(builder, field), arguments.get("dtype") or builder.node(field).dtype)
 
 
+@rewrites(ON_FIELDS, aten("randn_like"))
 def _randn_like(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """Two uniform numbers make a normal one (Box and Muller, 1958)."""
     field: Ref = arguments["self"]
@@ -59,13 +64,3 @@ def _randn_like(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     wave = builder.aten("cos.default", builder.aten("mul.Scalar", angle, 6.283185307179586))
     normal = builder.aten("mul.Tensor", radius, wave)
     return to_dtype(builder, normal, arguments.get("dtype") or builder.node(field).dtype)
-
-
-REWRITES: dict[str, Rewrite] = {
-    "aten.bernoulli.default": _bernoulli,
-    "aten.bernoulli.p": _bernoulli,
-    "aten.dropout.default": _dropout,
-    "aten.native_dropout.default": _dropout,
-    "aten.rand_like.default": _rand_like,
-    "aten.randn_like.default": _randn_like,
-}

@@ -12,13 +12,23 @@ import torch
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, Ref
-from gigagrad.graphs.rewrites.common import Rewrite, mean_and_variance, require_nchw, spatial_dims, to_dtype
+from gigagrad.graphs.rewrites.common import (
+    ON_FIELDS,
+    mean_and_variance,
+    require_nchw,
+    rewrites,
+    spatial_dims,
+    to_dtype,
+)
 from gigagrad.graphs.rows.pointwise import PIXEL_LOSSES
-from gigagrad.graphs.table import Refused, Whole, register
+from gigagrad.graphs.table import Refused, Whole, aten, register
 
 _NONE, _MEAN = 0, 1  # ATen's codes for a loss's reduction; 2 is the sum
 
+register(Whole(differentiable=False), [FIELD_MAX])
 
+
+@rewrites(ON_FIELDS, aten("mean mean.dim sum sum.dim_IntList"))
 def _sum(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field = arguments["self"]
     if arguments.get("dtype") is not None:
@@ -26,13 +36,19 @@ def _sum(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     dims, spatial = spatial_dims(builder, field, arguments.get("dim"))
     if spatial == 0:
         return builder.one(op, arguments)
-    total = builder.field_sum(field, dims, keepdim=bool(arguments.get("keepdim")))
-    node = builder.node(field)
-    if "mean" in op:
+    return _total(builder, field, dims, mean="mean" in op, keepdim=bool(arguments.get("keepdim")))
+
+
+def _total(builder: Builder, field: Ref, dims: list[int], *, mean: bool, keepdim: bool = False) -> Ref:
+    """The sum or the mean over `dims`: in the field's dtype, or that of sums of integers."""
+    node, total = builder.node(field), builder.field_sum(field, dims, keepdim=keepdim)
+    if mean:
         total = builder.aten("div.Tensor", total, math.prod(node.shape[dim] for dim in dims))
     return to_dtype(builder, total, node.dtype) if node.dtype.is_floating_point else total
 
 
+@rewrites(ON_FIELDS, aten("var var.dim var.correction var_mean var_mean.dim var_mean.correction"))
+@rewrites(ON_FIELDS, aten("std std.dim std.correction std_mean std_mean.dim std_mean.correction"))
 def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     """Variance and standard deviation, alone or with the mean."""
     field: Ref = arguments["self"]
@@ -69,6 +85,7 @@ def _deviation(builder: Builder, variance: Ref, mean: Ref) -> Ref:
     return builder.aten("where.self", varies, builder.aten("sqrt.default", safe), zeros)
 
 
+@rewrites(ON_FIELDS, aten("amax amin max min"))
 def _extreme(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """Equal values share the gradient. Where NaN is the result, those of max and min go to the pixels that hold it, and
     those of amax and amin are NaN everywhere, as in PyTorch.
@@ -117,6 +134,7 @@ def _first_maximum(builder: Builder, field: Ref) -> Ref:
     return to_dtype(builder, builder.field_sum(chosen, dims, keepdim=True), builder.node(field).dtype)
 
 
+@rewrites(ON_FIELDS, aten("adaptive_avg_pool2d"))
 def _adaptive_average(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """Bin o of n averages [floor(o s / n), ceil((o + 1) s / n)): two small matrices, so tiles add up."""
     field: Ref = arguments["self"]
@@ -139,6 +157,7 @@ def _bin_weights(bins: int, size: int) -> torch.Tensor:
     return weights
 
 
+@rewrites(ON_FIELDS, aten("adaptive_max_pool2d"))
 def _adaptive_maximum(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     field: Ref = arguments["self"]
     require_nchw(builder, field)
@@ -147,53 +166,23 @@ def _adaptive_maximum(builder: Builder, op: str, arguments: dict[str, Any]) -> A
     return [_first_maximum(builder, field), None]
 
 
-def _reduced(builder: Builder, pixels: Ref, reduction: int) -> Ref:
-    total = builder.field_sum(pixels)
-    node = builder.node(pixels)
-    if reduction == _MEAN:
-        total = builder.aten("div.Tensor", total, math.prod(node.shape))
-    return to_dtype(builder, total, node.dtype)
-
-
+@rewrites(ON_FIELDS, PIXEL_LOSSES)
 def _pixel_loss(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    pixels = builder.one(op, {**arguments, "reduction": _NONE})
-    return pixels if arguments["reduction"] == _NONE else _reduced(builder, pixels, arguments["reduction"])
-
-
-def _cross_entropy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     pixels = builder.one(op, {**arguments, "reduction": _NONE})
     if arguments["reduction"] == _NONE:
         return pixels
-    target = arguments["target"]
-    if arguments["reduction"] != _MEAN or builder.node(target).dtype.is_floating_point:
+    dims = list(range(len(builder.node(pixels).shape)))
+    return _total(builder, pixels, dims, mean=arguments["reduction"] == _MEAN)
+
+
+@rewrites(ON_FIELDS, aten("cross_entropy_loss nll_loss_nd"))
+def _cross_entropy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    if arguments["reduction"] != _MEAN or builder.node(arguments["target"]).dtype.is_floating_point:
         # Class probabilities as target: PyTorch's mean divides by the number of positions.
-        return _reduced(builder, pixels, arguments["reduction"])
+        return _pixel_loss(builder, op, arguments)
+    pixels = builder.one(op, {**arguments, "reduction": _NONE})
     total = builder.field_sum(pixels)
-    weights = builder.one(
-        "gigagrad.class_weights",
-        {"target": target, "weight": arguments["weight"], "ignore_index": arguments["ignore_index"]},
-    )
+    names = ("target", "weight", "ignore_index")
+    weights = builder.one("gigagrad.class_weights", {name: arguments[name] for name in names})
     mean = builder.aten("div.Tensor", total, builder.field_sum(weights))
     return to_dtype(builder, mean, builder.node(pixels).dtype)
-
-
-_SPREADS = "var.default var.dim var.correction var_mean.default var_mean.dim var_mean.correction"
-
-register(Whole(differentiable=False), [FIELD_MAX])
-
-REWRITES: dict[str, Rewrite] = {
-    **dict.fromkeys(PIXEL_LOSSES, _pixel_loss),
-    **{f"aten.{name}": _spread for name in (_SPREADS + " " + _SPREADS.replace("var", "std")).split()},
-    "aten.adaptive_avg_pool2d.default": _adaptive_average,
-    "aten.adaptive_max_pool2d.default": _adaptive_maximum,
-    "aten.amax.default": _extreme,
-    "aten.amin.default": _extreme,
-    "aten.cross_entropy_loss.default": _cross_entropy,
-    "aten.max.default": _extreme,
-    "aten.mean.default": _sum,
-    "aten.mean.dim": _sum,
-    "aten.min.default": _extreme,
-    "aten.nll_loss_nd.default": _cross_entropy,
-    "aten.sum.default": _sum,
-    "aten.sum.dim_IntList": _sum,
-}

@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import Ref
-from gigagrad.graphs.rewrites.common import Rewrite
+from gigagrad.graphs.rewrites.common import STRUCTURE, rewrites, to_dtype
 from gigagrad.graphs.rows.resampling import RESIZING
-from gigagrad.graphs.table import Whole, register
+from gigagrad.graphs.table import Whole, aten, register
 
 
+@rewrites(STRUCTURE, aten("chunk split.Tensor split_with_sizes unbind.int"))
 def _split(builder: Builder, op: str, arguments: dict[str, Any]) -> list[Ref]:
     field, dim = arguments["self"], arguments["dim"]
     size = builder.node(field).shape[dim]
     if op == "aten.unbind.int":
         return [builder.aten("select.int", field, dim, index) for index in range(size)]
-    sizes = arguments.get("split_sizes") or arguments.get("split_size")
+    sizes = arguments.get("split_sizes") or arguments.get("split_size") or -(-size // arguments["chunks"])
     if isinstance(sizes, int):
         sizes = [min(sizes, size - start) for start in range(0, size, sizes)]
-    if op == "aten.chunk.default":
-        step = -(-size // arguments["chunks"])
-        sizes = [min(step, size - start) for start in range(0, size, step)]
-    assert isinstance(sizes, list | tuple)
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [
-        builder.aten("slice.Tensor", field, dim, start, start + length, 1)
-        for start, length in zip(starts, sizes, strict=True)
-    ]
+    edges = pairwise(accumulate(sizes, initial=0))
+    return [builder.aten("slice.Tensor", field, dim, start, stop, 1) for start, stop in edges]
 
 
+@rewrites(STRUCTURE, aten("stack"))
 def _stack(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     parts = [builder.aten("unsqueeze.default", part, arguments["dim"]) for part in arguments["tensors"]]
     return builder.aten("cat.default", parts, arguments["dim"])
 
 
+@rewrites(STRUCTURE, aten("cat"))
 def _cat(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """Joined to fields, a value without spatial axes (DeepLab's image pooling) becomes a field of constants."""
     # Some encoders hand over a level of no channels.
@@ -61,6 +58,7 @@ def _cat(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     return builder.one(op, {**arguments, "tensors": [spread(part) for part in parts]})
 
 
+@rewrites(STRUCTURE, RESIZING)
 def _upsample(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """One pixel, resized: the same value everywhere, which as a view takes no memory."""
     node = builder.node(arguments["input"])
@@ -71,6 +69,7 @@ def _upsample(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     return builder.aten("expand.default", pixel, list(builder.node(resized).shape))
 
 
+@rewrites(STRUCTURE, aten("broadcast_tensors"))
 def _broadcast(builder: Builder, op: str, arguments: dict[str, Any]) -> list[Ref]:
     shape = tuple(torch.broadcast_shapes(*(builder.node(part).shape for part in arguments["tensors"])))  # type: ignore[no-untyped-call]
     return [
@@ -79,10 +78,12 @@ def _broadcast(builder: Builder, op: str, arguments: dict[str, Any]) -> list[Ref
     ]
 
 
+@rewrites(STRUCTURE, aten("max_pool2d_with_indices"))
 def _pool_with_indices(builder: Builder, op: str, arguments: dict[str, Any]) -> list[Ref | None]:
     return [builder.one("aten.max_pool2d.default", arguments), None]
 
 
+@rewrites(STRUCTURE, aten("copy"))
 def _copy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """`x[...] = y` after functionalisation: y in the place, shape and dtype of x, whose own values are not read.
 
@@ -90,45 +91,26 @@ def _copy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """
     place: Ref = arguments["self"]
     value: Ref = arguments["src"]
-    dtype = builder.node(place).dtype
-    if builder.node(value).dtype != dtype:
-        value = builder.aten("_to_copy.default", value, dtype=dtype)
+    value = to_dtype(builder, value, builder.node(place).dtype)
     if builder.node(value).shape == builder.node(place).shape and builder.is_field(value) == builder.is_field(place):
         return value
     return builder.aten("add.Tensor", builder.aten("zeros_like.default", place), value)
 
 
+@rewrites(STRUCTURE, aten("new_empty new_zeros new_ones new_full"))
 def _zeros_of_size(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """`x.new_zeros(size)` and its kin take nothing from x but dtype and device."""
     node = builder.node(arguments["self"])
-    if node.is_field and tuple(arguments["size"]) == node.shape:
-        like = {"new_ones": "ones_like.default", "new_full": "full_like.default"}.get(
-            op.split(".")[1], "zeros_like.default"
-        )
-        fill = [arguments["fill_value"]] if "full" in like else []
-        return builder.aten(like, arguments["self"], *fill, dtype=arguments.get("dtype") or node.dtype)
     value = {"new_ones": 1, "new_full": arguments.get("fill_value")}.get(op.split(".")[1], 0)
     dtype = arguments.get("dtype") or node.dtype
+    if node.is_field and tuple(arguments["size"]) == node.shape:
+        return builder.aten("full_like.default", arguments["self"], value, dtype=dtype)
     return builder.aten("full.default", list(arguments["size"]), value, dtype=dtype, device=torch.device("cpu"))
 
 
+@rewrites(STRUCTURE, aten("empty_like"))
 def _empty_like(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     return builder.aten("zeros_like.default", arguments["self"], dtype=arguments.get("dtype"))
 
 
-register(Whole(on_images=True), ["aten.max_pool2d_with_indices.default"])
-
-REWRITES: dict[str, Rewrite] = {
-    "aten.broadcast_tensors.default": _broadcast,
-    "aten.cat.default": _cat,
-    "aten.chunk.default": _split,
-    "aten.copy.default": _copy,
-    "aten.empty_like.default": _empty_like,
-    "aten.max_pool2d_with_indices.default": _pool_with_indices,
-    **{f"aten.{name}.default": _zeros_of_size for name in ("new_empty", "new_zeros", "new_ones", "new_full")},
-    "aten.split.Tensor": _split,
-    "aten.split_with_sizes.default": _split,
-    "aten.stack.default": _stack,
-    "aten.unbind.int": _split,
-    **dict.fromkeys(RESIZING, _upsample),
-}
+register(Whole(on_images=True), aten("max_pool2d_with_indices"))

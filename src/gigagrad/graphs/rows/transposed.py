@@ -53,14 +53,6 @@ class TransposedConvolution(WindowRow):
 
     compiled = True
 
-    def window(self, call: Call, axis: int) -> Window:
-        return Window(
-            call.operands[1].shape[2 + axis],
-            pair(call["stride"])[axis],
-            pair(call["padding"])[axis],
-            pair(call["dilation"])[axis],
-        )
-
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         window = self.window(call, axis)
         return per_operand(call, lambda field: inside_or_nearest(window.writers(out), field.size(axis)))

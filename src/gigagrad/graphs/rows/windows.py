@@ -7,7 +7,6 @@ needs is cut at the image's border; what was cut is padded back when the crop ru
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
@@ -23,7 +22,6 @@ from gigagrad.graphs.table import (
     Gains,
     Refused,
     Row,
-    Saved,
     Site,
     Whole,
     aten,
@@ -116,11 +114,17 @@ class WindowRow(Row):
 
     on_images = True
 
-    @abstractmethod
-    def window(self, call: Call, axis: int) -> Window: ...
-
     def axes(self, call: Call, rank: int) -> Axes:
         return require_nchw(call)
+
+    def window(self, call: Call, axis: int) -> Window:
+        """Pools name their kernel's size, and without a stride it is that; a convolution's is its weight's."""
+        given = call.node.arguments
+        kernel = pair(given["kernel_size"])[axis] if "kernel_size" in given else call.operands[1].shape[2 + axis]
+        dilation, padding = pair(given.get("dilation", 1))[axis], given["padding"]
+        if isinstance(padding, str):  # of an odd number of pixels that keep the size, PyTorch puts one more at the end
+            padding = dilation * (kernel - 1) // 2 if padding == "same" else 0
+        return Window(kernel, pair(given["stride"] or kernel)[axis], pair(padding)[axis], dilation)
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         window = self.window(call, axis)
@@ -211,21 +215,9 @@ class Convolution(WindowRow):
     errors_reach_weight = True
 
     def axes(self, call: Call, rank: int) -> Axes:
-        if isinstance(call["padding"], str) and call["padding"] == "same" and pair(call["stride"]) != (1, 1):
+        if call["padding"] == "same" and pair(call["stride"]) != (1, 1):
             raise Refused("padding='same' with a stride")
         return require_nchw(call)
-
-    def window(self, call: Call, axis: int) -> Window:
-        kernel = call.operands[1].shape[2 + axis]
-        dilation = pair(call["dilation"])[axis]
-        padding = call["padding"]
-        if padding == "valid":
-            before = 0
-        elif padding == "same":  # PyTorch puts the odd pixel at the end
-            before = dilation * (kernel - 1) // 2
-        else:
-            before = pair(padding)[axis]
-        return Window(kernel, pair(call["stride"])[axis], before, dilation)
 
     def flops(self, call: Call) -> float:
         """Channels count as the vectors that they fill."""
@@ -292,17 +284,7 @@ class Convolution(WindowRow):
         return pair(call["dilation"])
 
 
-class Pooling(WindowRow):
-    """Arithmetic shared by the pools: an empty stride means the kernel's size."""
-
-    def window(self, call: Call, axis: int) -> Window:
-        kernel = pair(call["kernel_size"])[axis]
-        stride = pair(call["stride"])[axis] if call["stride"] else kernel
-        dilation = pair(call.node.arguments.get("dilation", 1))[axis]
-        return Window(kernel, stride, pair(call["padding"])[axis], dilation)
-
-
-class MaxPooling(Pooling):
+class MaxPooling(WindowRow):
     """2-D max pooling, ceil_mode included: whatever the border cuts can never be the maximum.
 
     Of equal values the first counts. So a window of -inf must not begin with padding of ours: before the image the
@@ -330,10 +312,8 @@ class MaxPooling(Pooling):
         return scaled_gains(read[0], prod(ceil(window.kernel / window.stride) for window in windows) ** 0.5)
 
 
-class AveragePooling(Pooling):
+class AveragePooling(WindowRow):
     """2-D average pooling with ceil_mode, count_include_pad and divisor_override."""
-
-    saved = Saved.INPUTS
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         x_NCHW: torch.Tensor = arguments["self"]
