@@ -20,7 +20,7 @@ def test_every_row_belongs_to_an_operator_that_exists(op):
 @pytest.mark.parametrize("op", with_rows())
 def test_arguments_that_rows_name_exist(op):
     """A row registered for an operator whose schema calls the argument otherwise would fail with a KeyError."""
-    names = {name for name, _, _ in operators.signature(op)}
+    names = operators.signature(op)
     row = lookup(op)
     if isinstance(row, PerPosition) and type(row).axes is PerPosition.axes:
         assert row.dims in names

@@ -5,10 +5,9 @@ ATen operators are resolved through `torch.ops`; the few of our own (made by low
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from inspect import Parameter
-from inspect import signature as signature_of
 from typing import Any, Final
 
 import torch
@@ -131,14 +130,14 @@ def item(outputs: Any, index: int) -> Any:
 def numbered(like: torch.Tensor, starts: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     """`sum((start + index) * stride)` over all axes: numbers for the values of a crop at `starts`; int64."""
     number = torch.zeros((), dtype=torch.int64, device=like.device)
-    for start, size, stride in zip(starts, like.shape, strides, strict=True):
+    for start, size, stride in zip(starts or [0] * like.ndim, like.shape, strides, strict=True):
         number = number[..., None] + torch.arange(start, start + size, device=like.device) * stride
     return number
 
 
-def positions(like: torch.Tensor, starts: Sequence[int] = (), strides: Sequence[int] = ()) -> torch.Tensor:
-    """The number of every value's pixel, row by row over the whole field; int64."""
-    return numbered(like, starts or [0] * like.ndim, strides or (*[0] * (like.ndim - 2), like.shape[-1], 1))
+def positions(like: torch.Tensor, starts: Sequence[int] = (), shape: Sequence[int] = ()) -> torch.Tensor:
+    """The number of every value's pixel, row by row over the whole field; int64. As `uniform`."""
+    return numbered(like, starts, (*[0] * (like.ndim - 2), (shape or like.shape)[-1], 1))
 
 
 def seed() -> torch.Tensor:
@@ -163,22 +162,17 @@ def scrambled(counter: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
 
 
 def uniform(
-    like: torch.Tensor, seed: torch.Tensor, starts: Sequence[int] = (), strides: Sequence[int] = ()
+    like: torch.Tensor, seed: torch.Tensor, starts: Sequence[int] = (), shape: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Uniform numbers in [0, 1) for a field or for a crop at `starts` of one with these strides.
+    """Uniform numbers in [0, 1) for a field or for a crop at `starts` of one of this shape.
 
     Each is a function of the key and of the value's place in the whole field. float64 for float64 fields, else float32.
     """
-    counter = numbered(like, starts or [0] * like.ndim, strides or contiguous_strides(like.shape))
-    bits = scrambled(counter, seed.to(like.device))
+    strides = torch.empty(shape or like.shape, device="meta").stride()
+    bits = scrambled(numbered(like, starts, strides), seed.to(like.device))
     if like.dtype == torch.float64:
         return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
     return ((bits >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Values from one index to the next along every axis of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
 
 
 def _int64(value: int) -> int:
@@ -207,13 +201,13 @@ def function(op: str) -> Callable[..., Any]:
 
 
 @cache
-def signature(op: str) -> tuple[tuple[str, bool, Any], ...]:
-    """`(name, keyword-only, default)` of every argument, in order."""
+def signature(op: str) -> Mapping[str, Any]:
+    """The names of all arguments, in order, and their defaults: None for those that have none."""
     if op in _OWN:
-        parameters = signature_of(_OWN[op]).parameters.values()
-        return tuple((p.name, False, None) for p in parameters if p.default is Parameter.empty)
-    schema = function(op)._schema  # type: ignore[attr-defined]
-    return tuple((a.name, a.kwarg_only, a.default_value if a.has_default_value() else None) for a in schema.arguments)
+        parameters = inspect.signature(_OWN[op]).parameters.values()
+        return {parameter.name: None for parameter in parameters if parameter.default is inspect.Parameter.empty}
+    arguments = function(op)._schema.arguments  # type: ignore[attr-defined]
+    return {a.name: a.default_value if a.has_default_value() else None for a in arguments}
 
 
 @cache
@@ -245,10 +239,7 @@ def bind(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, An
     """Positional and keyword arguments as one ordered mapping by name, defaults filled in."""
     names = signature(op)
     assert len(args) <= len(names), op
-    bound = {name: default for name, _, default in names}
-    bound.update({name: value for (name, _, _), value in zip(names, args, strict=False)})
-    bound.update(kwargs)
-    return bound
+    return {**names, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def call(op: str, arguments: dict[str, Any]) -> Any:

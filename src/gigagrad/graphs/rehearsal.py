@@ -109,10 +109,6 @@ class Snapshot:
         """Take in the places that the walk has found since."""
         self._then.extend(place.read() for place in self.walk.places[len(self._then) :])
 
-    def renew(self) -> None:
-        self._then = []
-        self.extend()
-
     def changes(self) -> list[Change]:
         return [
             change

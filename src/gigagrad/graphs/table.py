@@ -110,6 +110,8 @@ class Row(ABC):
     affine: Affine = Affine.NO
     copies: bool = False
     """Whether the output is the only input's values again, at most in another dtype."""
+    lies: Layout | None = None
+    """Where the output lies in memory, if not as the operator's schema declares it."""
     compiled: bool = False
     """Whether the library compiles code for it and keeps that (`compiled_for`)."""
     errors_reach_weight: bool = False
@@ -158,8 +160,7 @@ class Row(ABC):
         return operators.flops(call.node.op, call.node.arguments, call.operands)
 
     def layout(self, call: Call) -> Layout:
-        """By default as the operator's schema declares it."""
-        return Layout.VIEW if operators.is_view(call.node.op) else Layout.OWN
+        return self.lies or (Layout.VIEW if operators.is_view(call.node.op) else Layout.OWN)
 
     def compiled_for(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> tuple[int, ...]:
         """What of a crop's extent along `axis` code is compiled for, and kept; nothing where none is compiled."""
@@ -192,6 +193,9 @@ class Unmoved(Row):
     temporaries: int = 0
     """How many results of the output's size its derivative formulas hold between the first and the last."""
 
+    def axes(self, call: Call, rank: int) -> Axes:
+        return common_axes(call)
+
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         return per_operand(call, lambda _: out)
 
@@ -209,11 +213,10 @@ class Unmoved(Row):
 class Part(Whole):
     """One output of an operator that has several."""
 
+    lies = Layout.VIEW
+
     def flops(self, call: Call) -> float:
         return 0.0
-
-    def layout(self, call: Call) -> Layout:
-        return Layout.VIEW
 
 
 def sum_of_gains(terms: Iterable[Gains]) -> Gains:

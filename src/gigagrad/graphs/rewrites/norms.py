@@ -42,7 +42,7 @@ def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     running: tuple[Any, Any] = arguments.get("running_mean"), arguments.get("running_var")
     if not training:
         plain = {**arguments, "training": False, "cudnn_enabled": False}
-        names = [name for name, *_ in operators.signature("aten.batch_norm.default")]
+        names = operators.signature("aten.batch_norm.default")
         return builder.call("aten.batch_norm.default", {name: plain[name] for name in names})
     require_nchw(builder, field)
     mean, variance, count = mean_and_variance(builder, field, [0, 2, 3])

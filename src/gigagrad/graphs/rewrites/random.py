@@ -38,14 +38,8 @@ def _dropout(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
 @rewrites(ON_FIELDS, aten("bernoulli bernoulli.p"))
 def _bernoulli(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field: Ref = arguments["self"]
-    noise = _uniform(builder, field)
-    probability = arguments.get("p")
-    drawn = (
-        builder.aten("lt.Tensor", noise, field)
-        if probability is None
-        else builder.aten("lt.Scalar", noise, probability)
-    )
-    return to_dtype(builder, drawn, builder.node(field).dtype)
+    less, probability = ("lt.Scalar", arguments["p"]) if "p" in arguments else ("lt.Tensor", field)
+    return to_dtype(builder, builder.aten(less, _uniform(builder, field), probability), builder.node(field).dtype)
 
 
 @rewrites(ON_FIELDS, aten("rand_like"))

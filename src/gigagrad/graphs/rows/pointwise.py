@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from gigagrad.boxes import Span
-from gigagrad.graphs import operators
 from gigagrad.graphs.graph import Axes, Ref
 from gigagrad.graphs.statistics import normalise
 from gigagrad.graphs.table import (
@@ -33,6 +32,7 @@ from gigagrad.graphs.table import (
     register,
     require_nchw,
     scaled_gains,
+    single_field,
     sum_of_gains,
 )
 
@@ -79,13 +79,6 @@ class Copy(Broadcasting):
     affine = Affine.JOINTLY
 
 
-class Contiguous(Copy):
-    """The same values in order in memory."""
-
-    def layout(self, call: Call) -> Layout:
-        return Layout.PACKED
-
-
 class Rectifier(Broadcasting):
     """Activations whose slope is at most 1; where it is 0, so is mostly the value, and zeros are counted."""
 
@@ -105,27 +98,17 @@ class Sum(Broadcasting):
 
 
 class Product(Broadcasting):
-    """A factor is kept only for the gradient of the other one."""
+    """Products and quotients: an operand is kept only for the gradients that need it."""
 
     temporaries = 2
-    affine = Affine.SEPARATELY
-
-    def saves(self, call: Call) -> set[int]:
-        pairs = zip(call.operands, reversed(call.operands), strict=True)
-        return {one.id for one, other in pairs if len(call.operands) == 2 and one.is_field and other.differentiable}
-
-
-class Quotient(Broadcasting):
-    """The denominator is kept for the gradient of the numerator, and both for its own."""
-
-    temporaries = 2
-    affine = Affine.FIRST
+    gradients_read: tuple[tuple[int, ...], tuple[int, ...]] = (1,), (0,)
+    """Which operands the gradient of the first one needs, and that of the second."""
 
     def saves(self, call: Call) -> set[int]:
         if len(call.operands) != 2:
             return set()
-        above, below = call.operands
-        kept = call.operands if below.differentiable else (below,) if above.differentiable else ()
+        pairs = zip(call.operands, self.gradients_read, strict=True)
+        kept = {call.operands[index] for operand, read in pairs if operand.differentiable for index in read}
         return {operand.id for operand in kept if operand.is_field}
 
 
@@ -161,9 +144,7 @@ class ChannelLayer(Unmoved):
     """The axis that the parameters belong to."""
 
     def axes(self, call: Call, rank: int) -> Axes:
-        axes = common_axes(call)
-        if len(call.fields) > 1:
-            raise Refused("its parameters depend on the image's pixels")
+        axes = single_field(call).spatial
         if self.channel % rank - rank in axes:
             raise Refused("its channel axis is an axis of the image")
         return axes
@@ -212,13 +193,6 @@ class Counted(Unmoved):
     saved = Saved.NOTHING
     differentiable = False
 
-    def __init__(self, strides: Callable[[Sequence[int]], Sequence[int]]) -> None:
-        super().__init__()
-        self._strides = strides
-
-    def axes(self, call: Call, rank: int) -> Axes:
-        return common_axes(call)
-
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return 3 * 8 * out_pixels * (call.node.bytes_per_pixel // call.node.dtype.itemsize)
 
@@ -226,31 +200,17 @@ class Counted(Unmoved):
         starts = [0] * len(call.node.shape)
         for axis, span in zip(call.node.spatial, site.out, strict=True):
             starts[axis] = span.start
-        strides = self._strides(call.node.shape)
-        return super().run(call, {**arguments, "starts": starts, "strides": strides}, site)
+        return super().run(call, {**arguments, "starts": starts, "shape": call.node.shape}, site)
 
 
 class LayerNorm(Unmoved):
     """Layer normalisation over trailing axes none of which is spatial."""
 
     def axes(self, call: Call, rank: int) -> Axes:
-        axes = common_axes(call)
-        if len(call.fields) > 1:
-            raise Refused("its parameters depend on the image's pixels")
+        axes = single_field(call).spatial
         if any(-axis <= len(call["normalized_shape"]) for axis in axes):
             raise Refused("it normalises over the axes of the image, which is a reduction")
         return axes
-
-
-class ClassWeights(Unmoved):
-    """The weight of every position's class: looked up in a global table, as wide as there are classes."""
-
-    saved = Saved.NOTHING
-    temporaries = 2
-    differentiable = False
-
-    def axes(self, call: Call, rank: int) -> Axes:
-        return common_axes(call)
 
 
 class CrossEntropy(Folding):
@@ -306,10 +266,10 @@ register(Rectifier(temporaries=1), aten("hardtanh leaky_relu"))
 register(Rectifier(saved=Saved.OUTPUT), aten("relu"))
 register(Copy(), aten("_to_copy to.dtype alias clone lift_fresh_copy"))
 register(Copy(differentiable=False), aten("detach"))
-register(Contiguous(), aten("contiguous"))
+register(Copy(lies=Layout.PACKED), aten("contiguous"))
 register(Sum(), aten("add.Tensor sub.Tensor"))
-register(Product(), aten("mul.Tensor"))
-register(Quotient(), aten("div.Tensor"))
+register(Product(affine=Affine.SEPARATELY), aten("mul.Tensor"))
+register(Product(affine=Affine.FIRST, gradients_read=((1,), (0, 1))), aten("div.Tensor"))
 register(PerPosition(saved=Saved.OUTPUT), aten("softmax.int _softmax log_softmax.int _log_softmax"))
 register(PerPosition(), aten("glu cumsum"))
 register(PerPosition(saved=Saved.NOTHING, dims="dims"), aten("flip"))
@@ -318,11 +278,10 @@ register(PerPosition(removes=True), aten("amax amin argmax var.dim var.correctio
 register(Whole(affine=Affine.JOINTLY), aten("mean sum"))
 register(Folding(saved=Saved.OUTPUT, removes=True), aten("logsumexp linalg_vector_norm"))
 register(CrossEntropy(), aten("cross_entropy_loss nll_loss_nd"))
-register(ClassWeights(), ["gigagrad.class_weights"])
+register(Unmoved(saved=Saved.NOTHING, temporaries=2, differentiable=False), ["gigagrad.class_weights"])
 register(Linear(), aten("linear"))
 register(ChannelLayer(), aten("prelu"))
 register(BatchNormEval(), aten("batch_norm _native_batch_norm_legit_no_training"))
 register(LayerNorm(), aten("layer_norm"))
 register(Normalise(), ["gigagrad.normalise"])
-register(Counted(operators.contiguous_strides), ["gigagrad.uniform"])
-register(Counted(lambda shape: [*[0] * (len(shape) - 2), shape[-1], 1]), ["gigagrad.positions"])
+register(Counted(), ["gigagrad.uniform", "gigagrad.positions"])

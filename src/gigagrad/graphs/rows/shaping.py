@@ -85,9 +85,6 @@ class Slicing(Moving):
 
     pixelwise = False
 
-    def axes(self, call: Call, rank: int) -> Axes:
-        return common_axes(call)
-
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         if _spatial_dim(call) != axis:
             return (out,)
@@ -107,6 +104,8 @@ class Slicing(Moving):
 class Turn(Moving):
     """permute, transpose: the spatial axes travel along."""
 
+    lies = Layout.TURNED
+
     def axes(self, call: Call, rank: int) -> Axes:
         order = list(range(-rank, 0))
         if "permute" in call.node.op:
@@ -118,9 +117,6 @@ class Turn(Moving):
         if y > x:
             raise Refused("it swaps the image's two axes")
         return y, x
-
-    def layout(self, call: Call) -> Layout:
-        return Layout.TURNED
 
 
 class Unsqueeze(Moving):
@@ -160,6 +156,8 @@ class Scatter(Moving):
 class Regroup(Moving):
     """view / reshape / expand that leaves the two trailing spatial axes whole."""
 
+    lies = Layout.PACKED
+
     def axes(self, call: Call, rank: int) -> Axes:
         field = single_field(call)
         if field.axes != (-2, -1) or rank < 2 or call.node.shape[-2:] != field.shape[-2:]:
@@ -170,19 +168,15 @@ class Regroup(Moving):
         crop: torch.Tensor = arguments["self"]
         return crop.reshape([*call.node.shape[:-2], *crop.shape[-2:]])
 
-    def layout(self, call: Call) -> Layout:
-        return Layout.PACKED
-
 
 class Expansion(Regroup):
     """`expand` of axes that are not spatial."""
 
+    lies = Layout.VIEW
+
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         crop: torch.Tensor = arguments["self"]
         return crop.expand([*call.node.shape[:-2], *crop.shape[-2:]])
-
-    def layout(self, call: Call) -> Layout:
-        return Layout.VIEW
 
 
 class PixelShuffle(Moving):
