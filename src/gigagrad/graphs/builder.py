@@ -50,7 +50,7 @@ class Builder:
     ) -> Ref:
         """An input of the graph: image, target, parameter or buffer."""
         axes = IMAGE_AXES if field else None
-        return self._append(op, {"name": name}, shape, dtype, axes, differentiable)
+        return self._append(op, {"name": name}, operators.meta(shape, dtype), axes, differentiable)
 
     def constant(self, name: str, value: torch.Tensor) -> Ref:
         self._constants[name] = value
@@ -85,8 +85,8 @@ class Builder:
         """A global value as a field that holds its spatial axes at `axes`."""
         if (value.id, axes) not in self._moved:
             node = self.node(value)
-            made = self._append(SCATTER, {"value": value}, node.shape, node.dtype, axes, node.differentiable)
-            self._moved[value.id, axes] = made
+            made = operators.meta(node.shape, node.dtype)
+            self._moved[value.id, axes] = self._append(SCATTER, {"value": value}, made, axes, node.differentiable)
         return self._moved[value.id, axes]
 
     def one(self, op: str, arguments: dict[str, Any]) -> Ref:
@@ -106,26 +106,18 @@ class Builder:
         several = isinstance(result, tuple | list)
         outputs = list(result) if several else [result]
         reads_field = op not in REDUCTIONS and op != GATHER and any(n.is_field for n in operand_nodes)
-        shape, dtype = tuple(outputs[0].shape), outputs[0].dtype
-        axes = _axes(op, arguments, shape, dtype, operand_nodes) if reads_field else None
-        base = self._append(op, arguments, shape, dtype, axes, _differentiable(op, dtype, operand_nodes))
+        axes = _axes(op, arguments, outputs[0], operand_nodes) if reads_field else None
+        base = self._append(op, arguments, outputs[0], axes, _differentiable(op, outputs[0], operand_nodes))
         if not several:
             return base
         if reads_field:
             return [base, *[None for _ in outputs[1:]]]
-        return [
-            None
-            if output is None
-            else self._append(
-                "gigagrad.item",
-                {"outputs": base, "index": index},
-                tuple(output.shape),
-                output.dtype,
-                None,
-                _differentiable(op, output.dtype, operand_nodes),
-            )
-            for index, output in enumerate(outputs)
-        ]
+
+        def item(index: int, made: torch.Tensor) -> Ref:
+            named = {"outputs": base, "index": index}
+            return self._append("gigagrad.item", named, made, None, _differentiable(op, made, operand_nodes))
+
+        return [None if output is None else item(index, output) for index, output in enumerate(outputs)]
 
     def aten(self, op: str, *args: Any, **kwargs: Any) -> Ref:
         """Append an ATen operator called with positional and keyword arguments, e.g. `aten("div.Tensor", a, b)`."""
@@ -150,21 +142,14 @@ class Builder:
         )
 
     def _append(
-        self,
-        op: str,
-        arguments: dict[str, Any],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        axes: Axes | None,
-        differentiable: bool,
+        self, op: str, arguments: dict[str, Any], made: torch.Tensor, axes: Axes | None, differentiable: bool
     ) -> Ref:
-        node_id = len(self._nodes)
+        """A node whose value has the shape and the dtype of `made`."""
+        node_id, shape, given = len(self._nodes), tuple(made.shape), MappingProxyType(arguments)
         whole = op == GATHER or (
             axes is None and op not in REDUCTIONS and any(self.node(ref).whole for ref in references(arguments))
         )
-        self._nodes.append(
-            Node(node_id, op, MappingProxyType(arguments), shape, dtype, axes, self.origin, differentiable, whole)
-        )
+        self._nodes.append(Node(node_id, op, given, shape, made.dtype, axes, self.origin, differentiable, whole))
         return Ref(node_id)
 
 
@@ -173,20 +158,18 @@ def _renumbered(node: Node, numbers: Mapping[int, Ref]) -> Node:
     return replace(node, id=numbers[node.id].id, arguments=MappingProxyType(arguments))
 
 
-def _differentiable(op: str, dtype: torch.dtype, operands: tuple[Node, ...]) -> bool:
-    continuous = dtype.is_floating_point or dtype.is_complex
+def _differentiable(op: str, made: torch.Tensor, operands: tuple[Node, ...]) -> bool:
+    continuous = made.dtype.is_floating_point or made.dtype.is_complex
     return any(n.differentiable for n in operands) and continuous and lookup(op).differentiable
 
 
-def _axes(
-    op: str, arguments: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, operands: tuple[Node, ...]
-) -> Axes:
+def _axes(op: str, arguments: dict[str, Any], made: torch.Tensor, operands: tuple[Node, ...]) -> Axes:
     """Where the spatial axes of an operator's output are, as its row has it. Raises `Refused`."""
-    row = lookup(op)
-    if dtype.is_complex:
+    if made.dtype.is_complex:
         raise Refused("fields of complex numbers have no rule")
-    node = Node(-1, op, arguments, shape, dtype, None, Origin(), differentiable=False)
-    axes = row.axes(Call(node, operands), len(shape))
+    shape = tuple(made.shape)
+    node = Node(-1, op, arguments, shape, made.dtype, None, Origin(), differentiable=False)
+    axes = lookup(op).axes(Call(node, operands), len(shape))
     assert all(-len(shape) <= axis < 0 for axis in axes), (op, shape, axes)
     if 0 in shape:
         raise NoPixels(f"its output has no pixels, shape {shape}; the image is too small for this model")

@@ -66,10 +66,8 @@ class Composite(nn.Module):
     ) -> Originals:
         """A copy, as `composite` of what is returned, whose parameters and buffers are fake.
 
-        The memo keeps deepcopy from ever copying a real tensor.
-
-        Tensors that are `outside` all modules stay themselves in it; those among them that are `closed` over become
-        parameters and buffers of the copy, like those that are not outside.
+        The memo keeps deepcopy from ever copying a real tensor. Tensors that are `outside` all modules stay themselves;
+        those among them that are `closed` over become parameters and buffers of the copy, like those not outside.
         """
         memo: dict[int, Any] = {id(tensor): tensor for tensor in outside}
         for parameter in self.parameters():

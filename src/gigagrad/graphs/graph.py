@@ -198,11 +198,8 @@ def references(value: Any) -> Iterator[Ref]:
     """Every `Ref` inside a nest of mappings, lists and tuples, in order."""
     if isinstance(value, Ref):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from references(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from references(item)
 
 

@@ -219,9 +219,14 @@ def is_view(op: str) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def on_meta(op: str, arguments: Mapping[str, Any], operands: Iterable[Node]) -> Any:
     """Run an operator on tensors that have shapes only, in the places of the nodes that it reads."""
-    metas = {node.id: torch.empty(node.shape, dtype=node.dtype, device="meta") for node in operands}
+    metas = {node.id: meta(node.shape, node.dtype) for node in operands}
     given = {name: substitute(value, metas) for name, value in arguments.items()}
     if given.get("device") is not None:
         given["device"] = torch.device("meta")

@@ -74,7 +74,8 @@ def same(one: Any, other: Any) -> bool:
     return type(one) in _ATOMS and bool(one == other)
 
 
-def _are_identical(one: tuple[Collection[Any], Collection[Any]], other: Contents) -> bool:
+def are_identical(one: tuple[Collection[Any], Collection[Any]], other: Contents) -> bool:
+    """Whether the contents are the very same objects."""
     return (
         len(one[0]) == len(other[0])
         and all(map(operator.is_, one[1], other[1]))
@@ -98,7 +99,7 @@ class Place(ABC):
 
     def holds(self, contents: Contents) -> bool:
         """Whether it holds these very objects. Called for thousands of places in every step."""
-        return _are_identical(self.read(), contents)
+        return are_identical(self.read(), contents)
 
     @abstractmethod
     def put(self, contents: Contents) -> None:
@@ -118,7 +119,7 @@ class DictPlace(Place):
         return tuple(dict.keys(self.holder)), tuple(dict.values(self.holder))
 
     def holds(self, contents: Contents) -> bool:
-        return _are_identical((dict.keys(self.holder), dict.values(self.holder)), contents)
+        return are_identical((dict.keys(self.holder), dict.values(self.holder)), contents)
 
     def put(self, contents: Contents) -> None:
         holder = self.holder

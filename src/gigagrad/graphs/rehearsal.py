@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from gigagrad.errors import CaptureError
 from gigagrad.graphs.composite import CLOSED, Composite, hook_error, user_line
-from gigagrad.graphs.places import MISSING, Contents, Place, RandomPlace, is_plain, same
+from gigagrad.graphs.places import MISSING, Contents, Place, RandomPlace, are_identical, is_plain, same
 from gigagrad.graphs.walk import Ran, Walk
 
 _REGISTERED = "GeneratedBackwardFor_"  # how PyTorch names the backward of an operator registered with it
@@ -123,7 +123,7 @@ class Snapshot:
 
 
 def _changes(place: Place, then: Contents, now: Contents) -> Iterator[Change]:
-    if list(map(id, then[0])) == list(map(id, now[0])) and list(map(id, then[1])) == list(map(id, now[1])):
+    if are_identical(then, now):
         return
     before, after = (dict(zip(*contents, strict=True)) for contents in (then, now))
     for key in {**before, **after}:

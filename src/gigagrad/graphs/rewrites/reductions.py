@@ -12,14 +12,7 @@ import torch
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, Ref
-from gigagrad.graphs.rewrites.common import (
-    ON_FIELDS,
-    mean_and_variance,
-    require_nchw,
-    rewrites,
-    spatial_dims,
-    to_dtype,
-)
+from gigagrad.graphs.rewrites.common import ON_FIELDS, mean_and_variance, require_nchw, rewrites, spatial_dims, to_dtype
 from gigagrad.graphs.rows.pointwise import PIXEL_LOSSES
 from gigagrad.graphs.table import Refused, Whole, aten, register
 
@@ -116,24 +109,6 @@ def _extreme(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     return to_dtype(builder, mean, builder.node(field).dtype)
 
 
-def _first_maximum(builder: Builder, field: Ref) -> Ref:
-    """The maximum of every channel; its gradient goes to one pixel, as in max pooling: the first that has it, or the
-    last that is NaN.
-    """
-    detached = builder.aten("detach.default", field)
-    dims = [2, 3]
-    top = builder.reduction(FIELD_MAX, detached, dims, keepdim=True)
-    position = builder.one("gigagrad.positions", {"like": detached})
-    unknown = builder.aten("isnan.default", detached)
-    later, earlier = builder.aten("add.Scalar", position, 1), builder.aten("neg.default", position)
-    place = builder.aten("where.self", unknown, later, earlier)
-    nowhere = builder.constant("gigagrad.nowhere", torch.tensor(-(2**62)))
-    candidate = builder.aten("logical_or.default", builder.aten("eq.Tensor", detached, top), unknown)
-    first = builder.reduction(FIELD_MAX, builder.aten("where.self", candidate, place, nowhere), dims, keepdim=True)
-    chosen = builder.aten("where.ScalarOther", builder.aten("eq.Tensor", place, first), field, 0)
-    return to_dtype(builder, builder.field_sum(chosen, dims, keepdim=True), builder.node(field).dtype)
-
-
 @rewrites(ON_FIELDS, aten("adaptive_avg_pool2d"))
 def _adaptive_average(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """Bin o of n averages [floor(o s / n), ceil((o + 1) s / n)): two small matrices, so tiles add up."""
@@ -159,11 +134,25 @@ def _bin_weights(bins: int, size: int) -> torch.Tensor:
 
 @rewrites(ON_FIELDS, aten("adaptive_max_pool2d"))
 def _adaptive_maximum(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    """The maximum of every channel; its gradient goes to one pixel, as in max pooling: the first that has it, or the
+    last that is NaN.
+    """
     field: Ref = arguments["self"]
     require_nchw(builder, field)
     if list(arguments["output_size"]) != [1, 1]:
         raise Refused(f"adaptive max pooling to {tuple(arguments['output_size'])}")
-    return [_first_maximum(builder, field), None]
+    detached, dims = builder.aten("detach.default", field), [2, 3]
+    top = builder.reduction(FIELD_MAX, detached, dims, keepdim=True)
+    position = builder.one("gigagrad.positions", {"like": detached})
+    unknown = builder.aten("isnan.default", detached)
+    later, earlier = builder.aten("add.Scalar", position, 1), builder.aten("neg.default", position)
+    place = builder.aten("where.self", unknown, later, earlier)
+    nowhere = builder.constant("gigagrad.nowhere", torch.tensor(-(2**62)))
+    candidate = builder.aten("logical_or.default", builder.aten("eq.Tensor", detached, top), unknown)
+    first = builder.reduction(FIELD_MAX, builder.aten("where.self", candidate, place, nowhere), dims, keepdim=True)
+    chosen = builder.aten("where.ScalarOther", builder.aten("eq.Tensor", place, first), field, 0)
+    total = builder.field_sum(chosen, dims, keepdim=True)
+    return [to_dtype(builder, total, builder.node(field).dtype), None]
 
 
 @rewrites(ON_FIELDS, PIXEL_LOSSES)
