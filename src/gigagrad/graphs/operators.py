@@ -168,7 +168,7 @@ def uniform(
 
     Each is a function of the key and of the value's place in the whole field. float64 for float64 fields, else float32.
     """
-    strides = torch.empty(shape or like.shape, device="meta").stride()
+    strides = meta(shape or like.shape, like.dtype).stride()  # of a contiguous tensor
     bits = scrambled(numbered(like, starts, strides), seed.to(like.device))
     if like.dtype == torch.float64:
         return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
@@ -184,7 +184,7 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(class_weights, field_sum, field_max, field_bins, moments, variance, normalise),
     *(gather, item, positions, seed, uniform),
 )
-_OWN = {f"gigagrad.{function.__name__}": function for function in _FUNCTIONS}
+_OWN = {f"gigagrad.{own.__name__}": own for own in _FUNCTIONS}
 """Their arguments are those that have no default: the others say where a crop lies, which only a row knows."""
 
 

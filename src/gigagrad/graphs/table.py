@@ -160,6 +160,7 @@ class Row(ABC):
         return operators.flops(call.node.op, call.node.arguments, call.operands)
 
     def layout(self, call: Call) -> Layout:
+        """Where the output of this use lies."""
         return self.lies or (Layout.VIEW if operators.is_view(call.node.op) else Layout.OWN)
 
     def compiled_for(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> tuple[int, ...]:
@@ -275,7 +276,7 @@ def common_axes(call: Call) -> Axes:
 
 
 def axes_without(gone: Collection[int], axes: Axes) -> Axes:
-    """Where an operator leaves the spatial axes that removes the axes `gone`; all are negative."""
+    """The spatial axes of a field whose axes `gone` are removed; all are negative."""
     y, x = (axis + sum(other > axis for other in set(gone)) for axis in axes)
     return y, x
 
