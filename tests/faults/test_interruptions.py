@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 import threading
+import time
 import traceback
 import weakref
 from types import CodeType, FrameType, SimpleNamespace
@@ -378,6 +379,8 @@ def test_a_stream_that_its_own_reading_thread_collects_leaves_nothing(watched, m
     threads.settle()
     for thread in threading.enumerate():
         if thread.name.startswith("gigagrad"):
+            while thread.ident is None:  # it is about to begin
+                time.sleep(0.001)
             thread.join(60)
     watched.check()
 
