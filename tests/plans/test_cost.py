@@ -1,10 +1,15 @@
 """What rates make of a graph: seconds, and tiles."""
 
 import dataclasses
+import math
 
 import pytest
+import torch.nn.functional as F
+from torch import nn
 
 from gigagrad.devices import Machine
+from gigagrad.plans import split_stages
+from gigagrad.plans.cost import Costs, candidates
 from tests.plans.networks import plan_of
 
 
@@ -30,3 +35,26 @@ def test_dearer_calls_make_larger_tiles(unet):
     cheap = plan_of(unet, machine=Machine(seconds_per_operator=0.0))
     dear = plan_of(unet, machine=Machine(seconds_per_operator=10.0))
     assert dear.tile_count == 1 <= cheap.tile_count
+
+
+def test_what_is_no_field_is_moved_for_every_tile(graph_of):
+    """Weights are read, and their gradients added up, once a tile: small tiles of a wide layer take long."""
+    wide = nn.Sequential(nn.Conv2d(1, 256, 1), nn.Conv2d(256, 256, 3, padding=1), nn.Conv2d(256, 1, 1))
+    graph = graph_of(wide, F.mse_loss, (64, 64))
+    (stage,) = split_stages(graph)
+    costs = Costs(graph, Machine(seconds_per_operator=0.0, flops_per_second=1e30, cached_bytes_per_second=1e30))
+    sixteen, whole = (costs.of(stage, (side, side), backward=True).backward_seconds for side in (16, 64))
+    assert sixteen > 8 * whole
+
+
+@pytest.mark.parametrize("size", [(64, 100), (331, 517), (1000, 47), (16, 5)])
+def test_tiles_cut_a_field_evenly(graph_of, size):
+    graph = graph_of(nn.Conv2d(1, 1, 3, padding=1), F.mse_loss, size)
+    (stage,) = split_stages(graph)
+    shapes = candidates(graph, stage)
+    assert shapes[-1] == size
+    for tile in shapes:
+        for side, whole in zip(tile, size, strict=True):
+            assert side == whole or side % 16 == 0
+            if side > 16:  # the next smaller one would make more tiles of it
+                assert math.ceil(whole / (math.ceil(side / 16) * 16 - 16)) > math.ceil(whole / side)

@@ -20,6 +20,10 @@ from gigagrad.plans.stages import Stage
 
 _SWEEPS = 3
 """A forward with its backward, in forwards."""
+_REORDERED = 3
+"""Times that weights are moved which the library reorders for itself: read, written and read again."""
+_BYTES_OF_A_SUM = 6
+"""Bytes that adding up moves, per byte of a gradient in float32: it is written and read, its sum in float64 is both."""
 _SMALLEST_SIDE_PX = 16
 _LARGEST_SIDE_PX = 4096
 
@@ -103,6 +107,11 @@ class Costs:
             self._flops[node.id] = lookup(node.op).flops(Call(node, self._graph.operands(node)))
         return self._flops[node.id]
 
+    def _given_bytes(self, node: Node) -> int:
+        """What an operator moves of its operands that are no fields, once a tile: oneDNN reorders weights first."""
+        given = sum(self._graph[i].nbytes for i in set(node.operands) if not self._graph[i].is_field)
+        return given * (_REORDERED if lookup(node.op).compiled else 1)
+
     def _cost(self, stage: Stage, shape: tuple[int, int], *, backward: bool) -> TileCost:
         graph = self._graph
         grid = Grid(graph, stage, shape)
@@ -134,7 +143,9 @@ class Costs:
         )
 
     def _tile_seconds(self, stage: Stage, tile: TileGeometry) -> tuple[float, float]:
-        """One tile's forward, and its forward and backward: that costs about two forwards more."""
+        """One tile's forward, and its forward and backward: that costs about two forwards more, and the gradients of
+        what is no field are added to their sums. Where weights are large, that is most of what a small tile takes.
+        """
         graph, machine = self._graph, self._machine
         moved = sum(crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.kept))
         forward = moved / machine.memory_bytes_per_second
@@ -143,13 +154,16 @@ class Costs:
             node, own = graph[i], crop_bytes(graph, tile, i)
             read = sum(crop_bytes(graph, tile, j) for j in set(node.operands) if graph[j].is_field)
             once = machine.operator_seconds(own + read, own / node.nbytes * self._flops_of(node))
+            once += self._given_bytes(node) / machine.memory_bytes_per_second
             forward += once
             further += once if node.differentiable else 0.0
-        return forward, forward + (_SWEEPS - 1) * further
+        added = sum(graph[i].nbytes for i in stage.globals if graph[i].differentiable)
+        summed = _BYTES_OF_A_SUM * added / machine.memory_bytes_per_second
+        return forward, forward + (_SWEEPS - 1) * further + summed
 
 
 def candidates(graph: Graph, stage: Stage) -> list[tuple[int, int]]:
-    """Tile shapes worth costing: squares in steps of the lattice, cut to the field's own size.
+    """Tile shapes worth costing: about squares, in steps of the lattice, that cut the field evenly.
 
     They are multiples of 16 pixels: files hold bricks of 8 to 64, and a brick that two tiles share is written twice.
     """
@@ -159,9 +173,17 @@ def candidates(graph: Graph, stage: Stage) -> list[tuple[int, int]]:
     shapes = []
     side = _SMALLEST_SIDE_PX
     while side <= _LARGEST_SIDE_PX:
-        shapes.append(tuple(min(_round_up(side, steps[axis]), size[axis]) for axis in (0, 1)))
+        shapes.append(tuple(_even(side, size[axis], steps[axis]) for axis in (0, 1)))
         side = max(side + 16, side * 5 // 4 // 16 * 16)
     return [(h, w) for h, w in dict.fromkeys(shapes)]
+
+
+def _even(side: int, size: int, step: int) -> int:
+    """The least side, in such steps, that cuts an axis into as few tiles: the last one is not a narrow rest, for which
+    whoever computes tiles side by side would wait.
+    """
+    cut = -(-size // min(_round_up(side, step), size))
+    return min(_round_up(_round_up(-(-size // cut), _SMALLEST_SIDE_PX), step), size)
 
 
 def _round_up(value: int, step: int) -> int:
