@@ -1,12 +1,13 @@
-"""Whether this version is slower than another checkout: the founding step and the zoo's dozen, step by step in turn.
+"""Whether this version is slower than another checkout: the founding step, a deep one and the zoo's dozen, in turn.
 
     python bench/against.py --base DIR [--rounds 7] [--slide PATH --mask PATH] [--only SUBSTRING]
 
 DIR is a checkout of the other version. For each case two processes, one with each version's source, capture and plan
 once and then take one step in turn; nothing else should run. `ratio` is the median over the rounds of this version's
-step over the other's, `capture_ratio` the same of the first call, which captures and plans. The founding step (the
-paper's network on a slide of 16000 x 64000 px in 1 GiB) is left out without `--slide` and `--mask`. Prints one JSON
-line last.
+step over the other's, `capture_ratio` the same of the first call, which captures and plans, `peak_mib` the peak of each
+process. The founding step (the paper's network on a slide of 16000 x 64000 px in 1 GiB) is left out without `--slide`
+and `--mask`. The deep step is Unet(resnet34) in training mode on noise of 2048 x 2048 px in 8 GiB. Prints one JSON line
+last.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
-FOUNDING = "founding step"
+FOUNDING, DEEP = "founding step", "deep step"
 _SECONDS, _MOST_ROUNDS = 15.0, 40
 """Short steps are taken more often: so long with each version, but not more than so many times."""
 
@@ -42,7 +43,7 @@ def main() -> None:
         return
     from bench.zoo_models import QUICK
 
-    cases = [FOUNDING, *QUICK] if args.slide and args.mask else list(QUICK)
+    cases = [*([FOUNDING] if args.slide and args.mask else []), DEEP, *QUICK]
     results = {}
     for case in (name for name in cases if args.only in name):
         results[case] = compare(case, args)
@@ -54,14 +55,15 @@ def main() -> None:
 def compare(case: str, args: argparse.Namespace) -> dict[str, Any]:
     sources = {"base": args.base / "src", "now": HERE / "src"}
     versions = {name: start(source, case, args) for name, source in sources.items()}
-    firsts, seconds = {}, {}
+    firsts, seconds, last = {}, {}, {}
     for name, version in versions.items():
         firsts[name] = answer(version)
         seconds[name] = [answer(version)["seconds"]]  # the first step is another
     longest = max(seconds["base"][0], seconds["now"][0])
     for turn in range(max(args.rounds, min(_MOST_ROUNDS, int(_SECONDS / longest)))):
         for name in sorted(versions, reverse=bool(turn % 2)):
-            seconds[name].append(answer(versions[name])["seconds"])
+            last[name] = answer(versions[name])
+            seconds[name].append(last[name]["seconds"])
     for version in versions.values():
         version.kill()
         version.wait()
@@ -72,6 +74,7 @@ def compare(case: str, args: argparse.Namespace) -> dict[str, Any]:
         "seconds": {name: round(value, 4) for name, value in steps.items()},
         "capture_ratio": round(firsts["now"]["seconds"] / firsts["base"]["seconds"], 3),
         "same_plan": firsts["now"]["plan"] == firsts["base"]["plan"],
+        "peak_mib": {name: step["peak_bytes"] >> 20 for name, step in last.items()},
     }
 
 
@@ -103,21 +106,26 @@ def serve(case: str, slide: Path, mask: Path) -> None:
     if case == FOUNDING:
         model, image, target = gg.models.resolve("paper-unet"), str(slide), str(mask)
         engine = gg.compile(model, gg.losses.bce, memory="1 GiB")
-        sys.stdin.readline()
-        begun = time.perf_counter()
-        plan = engine.plan(image, target)
+    elif case == DEEP:
+        import tests.torchvision_operators  # noqa: F401
+
+        model = gg.models.resolve("smp:Unet?encoder_name=resnet34").train()
+        image, target = torch.rand(3, 2048, 2048), (torch.rand(1, 2048, 2048) > 0.5).float()
+        engine = gg.compile(model, torch.nn.functional.binary_cross_entropy_with_logits, memory="8 GiB")
     else:
         model, engine, image, target = of_the_zoo(case)
-        sys.stdin.readline()
-        begun = time.perf_counter()
-        plan = engine.plan(image, target)
+    sys.stdin.readline()
+    begun = time.perf_counter()
+    plan = engine.plan(image, target)
     told = {"tiles": [stage.tile for stage in plan.stages], "layout": plan.memory_format, "workers": plan.workers}
     print(json.dumps({"seconds": time.perf_counter() - begun, "plan": told}, default=str), flush=True)
     while sys.stdin.readline():
         model.zero_grad()
         begun = time.perf_counter()
         engine.backward(image, target)
-        print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
+        took = time.perf_counter() - begun
+        assert engine.last_run is not None
+        print(json.dumps({"seconds": took, "peak_bytes": engine.last_run.peak_bytes}), flush=True)
 
 
 def of_the_zoo(case: str) -> tuple[Any, Any, Any, Any]:
