@@ -103,6 +103,8 @@ def serve(case: str, slide: Path, mask: Path) -> None:
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
+    image: Any
+    target: Any
     if case == FOUNDING:
         model, image, target = gg.models.resolve("paper-unet"), str(slide), str(mask)
         engine = gg.compile(model, gg.losses.bce, memory="1 GiB")

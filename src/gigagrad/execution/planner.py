@@ -23,7 +23,7 @@ from gigagrad.execution.optimizer_state import OptimizerState
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.sinks import Handed, Sink
 from gigagrad.execution.sources import Source
-from gigagrad.execution.trial import faster_layout, trial_seconds
+from gigagrad.execution.trial import faster_layout, timed_passes
 from gigagrad.graphs import Call, Composite, Graph, lookup
 from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan, split_stages
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
@@ -190,7 +190,7 @@ class Planner:
             self._tried(problem)
             plan = dataclasses.replace(plan, memory_format=layout, timed_seconds=seconds)
         elif _trial_seconds(plan) <= min(_CHEAP * plan.predicted_seconds, _SOON):
-            plan = dataclasses.replace(plan, timed_seconds=trial_seconds(prepared, plan.memory_format))
+            plan = dataclasses.replace(plan, timed_seconds=timed_passes(prepared, plan.memory_format))
             self._tried(problem)
         prepared = dataclasses.replace(prepared, plan=plan)
         return _Planned(prepared, _compiled(prepared))
