@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-from math import prod
-
 import psutil
 import torch
 
@@ -29,7 +26,7 @@ class HostStore(Store):
     ) -> None:
         super().__init__(shape, dtype, axes)
         layout = memory_format if len(shape) == 4 else torch.contiguous_format
-        self._tensor = _zeros(shape, dtype, device, layout)
+        self._tensor = torch.empty(shape, dtype=dtype, device=device, memory_format=layout).zero_()
 
     def _view(self, box: Box) -> torch.Tensor:
         view = self._tensor
@@ -51,17 +48,6 @@ class HostStore(Store):
 
     def close(self) -> None:
         self.__dict__.pop("_tensor", None)
-
-
-def _zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: torch.memory_format
-) -> torch.Tensor:
-    """On the host as the system gives pages: each is cleared when it is first written, while others compute."""
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device, memory_format=layout).zero_()
-    values = torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype)
-    strides = torch.empty(shape, dtype=dtype, device="meta").to(memory_format=layout).stride()
-    return values.as_strided(shape, strides)
 
 
 class MemoryTier(Tier):
