@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
-_BYTE_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", 1):
-    _BYTE_UNITS |= {f"{_letter}b": 1000**_power, _letter: 1024**_power, f"{_letter}ib": 1024**_power}
+_BYTE_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for ending, base in (("b", 1000), ("", 1024), ("ib", 1024))
+}
 
 
 def parse_bytes(text: str | int) -> int:

@@ -73,6 +73,14 @@ def test_few_tiles_and_double_precision_have_no_trial(monkeypatch, model, images
     assert plan.timed_seconds is None
 
 
+def test_a_tile_of_each_pass_is_timed_where_that_is_cheap(model, images):
+    image, target = images
+    model = nn.Sequential(model, nn.BatchNorm2d(1)).double()
+    plan = gg.compile(model, bce, tile=(6, 6)).plan(image.double(), target)
+    assert len(plan.timed_seconds) == len(plan.passes) > 1
+    assert min(plan.timed_seconds) > 0
+
+
 def test_frozen_networks_and_class_targets_can_be_tried(model, images):
     def cross_entropy(o, t):
         return F.cross_entropy(torch.cat([o, -o], 1), t[:, 0].long(), torch.ones(2))
