@@ -137,7 +137,7 @@ class MappedStore(HostStore):
     folder: Path
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, int], **layout: Any) -> None:
-        super(HostStore, self).__init__(shape, dtype, axes)
+        super().__init__(shape, dtype, axes, device=torch.device("cpu"))
         path = self.folder / f"mapped-{os.getpid()}-{id(self)}"
         flat = torch.from_file(str(path), shared=True, size=prod(shape), dtype=dtype)
         path.unlink()
@@ -150,13 +150,13 @@ class MappedStore(HostStore):
 
 
 def step(args: argparse.Namespace) -> dict[str, Any]:
-    from gigagrad.execution import fields
+    from gigagrad.stores import host
 
     if args.run == "planned":
         made = engine(args.limit - CACHE_BYTES, args.scratch)
     else:
         MappedStore.folder = args.scratch
-        setattr(fields, "HostStore", MappedStore)  # noqa: B010
+        setattr(host, "HostStore", MappedStore)  # noqa: B010
         made = engine(None, None)
     image, target = pair(args)
     plan = made.plan(image, target)

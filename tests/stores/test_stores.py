@@ -7,9 +7,14 @@ from queue import Queue
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gigagrad.boxes import Box, tiles
+from gigagrad.boxes import Box, Span, tiles
 from gigagrad.stores import Blosc, Codec, DiskStore, Half, HostStore, Quantised, RoundedStore, Scratch, Store
+
+spans = st.tuples(st.integers(0, 8), st.integers(1, 9)).map(lambda span: Span(min(span), max(*span, min(span) + 1)))
+some_box = st.tuples(spans, spans).map(lambda box: Box.of(*box))
 
 
 @pytest.fixture
@@ -109,6 +114,26 @@ class StoreConformance(ABC):
         store.flush()
         assert torch.equal(store.whole(), field)
         assert torch.equal(store.read(Box(1, 2, 3, 6)), field[:, 1:3, 2:6])
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["write", "add", "read"]), some_box), max_size=8),
+    st.sampled_from([torch.contiguous_format, torch.channels_last]),
+)
+def test_boxes_in_memory_in_any_order(steps, layout):
+    """Zeros are written only where nothing else is first."""
+    host = torch.device("cpu")
+    store = HostStore((1, 2, 9, 11), torch.float64, (-2, -1), device=host, memory_format=layout)
+    expected = torch.zeros(1, 2, 9, 11, dtype=torch.float64)
+    for number, (action, box) in enumerate(steps, 1):
+        there = expected[..., box.y0 : box.y1, box.x0 : box.x1]
+        if action == "read":
+            assert torch.equal(store.read(box), there)
+            continue
+        crop = torch.full((1, 2, *box.shape), float(number), dtype=torch.float64)
+        getattr(store, action)(box, crop)
+        there.copy_(crop if action == "write" else there + crop)
+    assert torch.equal(store.whole(), expected)
 
 
 class TestHostStore(StoreConformance):

@@ -13,6 +13,7 @@ from gigagrad.boxes import Box, Span
 from gigagrad.execution.refusals import explained
 from gigagrad.execution.rounding_error import Watch
 from gigagrad.graphs import FIELD_BINS, Call, Graph, Site, lookup
+from gigagrad.graphs.crops import part
 from gigagrad.graphs.graph import fill
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Stage, TileGeometry
@@ -219,9 +220,5 @@ class _StraightThrough(torch.autograd.Function):
 
 def _crop(graph: Graph, node_id: int, value: torch.Tensor, tile: TileGeometry, y: Span, x: Span) -> torch.Tensor:
     """The part `[y) x [x)` of a computed crop, as a view."""
-    axes = graph[node_id].axes
-    assert axes is not None
-    for axis, wanted, computed in ((axes[0], y, tile.y.spans[node_id]), (axes[1], x, tile.x.spans[node_id])):
-        if wanted != computed:
-            value = value.narrow(axis, wanted.start - computed.start, wanted.length)
-    return value
+    starts = [wanted.start - axis.spans[node_id].start for wanted, axis in ((y, tile.y), (x, tile.x))]
+    return part(value, graph[node_id].spatial, starts, (y.length, x.length))

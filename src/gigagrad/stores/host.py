@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import threading
+from itertools import pairwise
+
+import numpy as np
 import psutil
 import torch
 
 from gigagrad.allowances import FREE_SHARE, whole_pages
-from gigagrad.boxes import Box
+from gigagrad.boxes import Box, Span
 from gigagrad.devices import Machine
+from gigagrad.graphs.crops import part
 from gigagrad.stores.store import Store
 from gigagrad.stores.tier import FieldSpec, OpenTier, Size, Tier
 
 
 class HostStore(Store):
-    """One tensor. `memory_format` is that of the tiles, so that crops of it are read without reordering."""
+    """One tensor. `memory_format` is that of the tiles, so that crops of it are read without reordering.
+
+    Tiles come row by row from the top, so what has been reached is a staircase: in each column the pixels above some
+    height. Zeros are written below it only where nothing else is; most pixels are written once by the first crop.
+    """
 
     def __init__(
         self,
@@ -26,7 +35,10 @@ class HostStore(Store):
     ) -> None:
         super().__init__(shape, dtype, axes)
         layout = memory_format if len(shape) == 4 else torch.contiguous_format
-        self._tensor = torch.empty(shape, dtype=dtype, device=device, memory_format=layout).zero_()
+        self._tensor = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
+        self._reached = np.zeros(shape[axes[1]], np.int64)
+        """In each column, the pixels from the top that hold what they should."""
+        self._reaching = threading.Lock()
 
     def _view(self, box: Box) -> torch.Tensor:
         view = self._tensor
@@ -35,19 +47,55 @@ class HostStore(Store):
         return view
 
     def read(self, box: Box) -> torch.Tensor:
+        with self._reaching:
+            self._clear(box.x, box.y1)
         return self._view(box)
 
     def write(self, box: Box, crop: torch.Tensor) -> None:
+        with self._reaching:
+            self._clear(box.x, box.y0)
+            self._raise(box)
         self._view(box).copy_(crop)
 
     def add(self, box: Box, crop: torch.Tensor) -> None:
-        self._view(box).add_(crop.to(self._tensor.device))
+        with self._reaching:
+            self._clear(box.x, box.y0)
+            steps = self._steps(box.x)
+            self._raise(box)
+        for x, height in steps:
+            known = min(max(height, box.y0), box.y1)
+            for y, adds in ((Span(box.y0, known), True), (Span(known, box.y1), False)):
+                if y.empty:
+                    continue
+                share = Box.of(y, x)
+                found = part(crop, self.axes, (y.start - box.y0, x.start - box.x0), share.shape)
+                if adds:
+                    self._view(share).add_(found.to(self._tensor.device))
+                else:
+                    self._view(share).copy_(found)
 
     def flush(self) -> None:
         """Nothing waits."""
 
     def close(self) -> None:
         self.__dict__.pop("_tensor", None)
+
+    def _steps(self, x: Span) -> list[tuple[Span, int]]:
+        """The staircase over some columns: spans of one height each."""
+        heights = self._reached[x.start : x.stop]
+        edges = [0, *(np.flatnonzero(np.diff(heights)) + 1).tolist(), x.length]
+        return [(Span(x.start + a, x.start + b), int(heights[a])) for a, b in pairwise(edges) if a < b]
+
+    def _clear(self, x: Span, height: int) -> None:
+        """Zeros above `height`, where nothing has been reached."""
+        for columns, reached in self._steps(x):
+            if reached < height:
+                self._view(Box.of(Span(reached, height), columns)).zero_()
+                self._reached[columns.start : columns.stop] = height
+
+    def _raise(self, box: Box) -> None:
+        heights = self._reached[box.x0 : box.x1]
+        np.maximum(heights, box.y1, out=heights)
 
 
 class MemoryTier(Tier):

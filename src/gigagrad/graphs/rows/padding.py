@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from gigagrad.boxes import Span
+from gigagrad.graphs.crops import fit
 from gigagrad.graphs.graph import Axes
-from gigagrad.graphs.rows.windows import fit, inside_or_nearest, select
+from gigagrad.graphs.rows.windows import inside_or_nearest, select
 from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, aten, common_axes, register
 
 
@@ -70,8 +71,9 @@ class Padding(Row):
             if raw == inside:
                 continue
             if mode == "constant":
-                pads = [0, 0] * (-dim - 1) + [inside.start - raw.start, raw.stop - inside.stop]
-                crop = fit(crop, pads, value=call["value"] or 0)
+                along = inside.start - raw.start, raw.stop - inside.stop
+                frame = (along, (0, 0)) if axis == 0 else ((0, 0), along)
+                crop = fit(crop, field.spatial, frame, value=call["value"] or 0)
             else:
                 indices = [_fold(i, size, mode) - inside.start for i in range(raw.start, raw.stop)]
                 crop = select(crop, dim, torch.tensor(indices, device=crop.device))

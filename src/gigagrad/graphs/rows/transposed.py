@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.rows.windows import Window, WindowRow, filled, fit, inside_or_nearest, pair, reordered_bytes, trim
+from gigagrad.graphs.crops import fit, part
+from gigagrad.graphs.graph import IMAGE_AXES
+from gigagrad.graphs.rows.windows import Window, WindowRow, filled, inside_or_nearest, pair, reordered_bytes, trim
 from gigagrad.graphs.table import Call, Site, aten, per_operand, register
 
 _BLOCK_CHANNELS = 8
@@ -100,15 +102,15 @@ class TransposedConvolution(WindowRow):
         channels_in, channels_out = weight.shape[:2]
         inside = site.inside
         taps, pads, starts = [], [], []
-        for axis in (1, 0):
+        for axis in (0, 1):
             window = self.window(call, axis)
             taps.append(-(-window.kernel // stride))
             first = (site.out[axis].start + window.padding) // stride
             last = (site.out[axis].stop - 1 + window.padding) // stride
-            pads += [inside[axis].start - (first - taps[-1] + 1), last + 1 - inside[axis].stop]
+            pads.append((inside[axis].start - (first - taps[-1] + 1), last + 1 - inside[axis].stop))
             starts.append(site.out[axis].start + window.padding - first * stride)
-        (taps_x, taps_y), (start_x, start_y) = taps, starts
-        x_NCHW = fit(arguments["input"], pads) if any(pads) else arguments["input"]
+        (taps_y, taps_x), (start_y, start_x), (y, x) = taps, starts, pads
+        x_NCHW = fit(arguments["input"], IMAGE_AXES, (y, x))
         height, width = x_NCHW.shape[2] - taps_y + 1, x_NCHW.shape[3] - taps_x + 1
 
         padded = F.pad(weight, [0, taps_x * stride - weight.shape[3], 0, taps_y * stride - weight.shape[2]])
@@ -121,7 +123,7 @@ class TransposedConvolution(WindowRow):
             product = torch.addmm(arguments["bias"].repeat(stride * stride), windows, matrix)
         blocks = product.reshape(height, width, stride, stride, channels_out).permute(0, 2, 1, 3, 4)
         y_HWC = blocks.reshape(height * stride, width * stride, channels_out)
-        y_HWC = y_HWC[start_y : start_y + site.out[0].length, start_x : start_x + site.out[1].length]
+        y_HWC = part(y_HWC, (-3, -2), (start_y, start_x), [span.length for span in site.out])
         return y_HWC.permute(2, 0, 1)[None]
 
     def _by_kernel(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
@@ -140,7 +142,7 @@ class TransposedConvolution(WindowRow):
         )
         if filled:
             y, x = cuts
-            y_NCHW = F.pad(y_NCHW, [max(0, -x.crop), x.extend, max(0, -y.crop), y.extend])
+            y_NCHW = fit(y_NCHW, IMAGE_AXES, ((max(0, -y.crop), y.extend), (max(0, -x.crop), x.extend)))
         y_NCHW = trim(y_NCHW, [max(0, cut.crop) for cut in cuts], site.out)
         if filled and arguments["bias"] is not None:
             y_NCHW = y_NCHW + arguments["bias"].reshape(1, -1, 1, 1)

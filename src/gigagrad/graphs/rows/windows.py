@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.graph import Axes, Ref
+from gigagrad.graphs.crops import Frame, fit, part
+from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref
 from gigagrad.graphs.table import (
     Call,
     Gains,
@@ -75,18 +76,9 @@ def inside_or_nearest(span: Span, size: int) -> Span:
     return Span(nearest, nearest + 1)
 
 
-def fit(crop: torch.Tensor, pads: list[int], value: float = 0.0) -> torch.Tensor:
-    """`F.pad` for amounts of mixed sign: all padding first, then all cropping, so that no size is negative between."""
-    grown = F.pad(crop, [max(0, amount) for amount in pads], value=value)
-    return F.pad(grown, [min(0, amount) for amount in pads]) if min(pads) < 0 else grown
-
-
 def trim(x_NCHW: torch.Tensor, starts: Sequence[int], out: tuple[Span, Span]) -> torch.Tensor:
     """As many pixels as `out` has, from `starts` on: the tensor itself where those are all."""
-    for axis, (start, span) in enumerate(zip(starts, out, strict=True)):
-        if start or x_NCHW.shape[2 + axis] != span.length:
-            x_NCHW = x_NCHW.narrow(2 + axis, start, span.length)
-    return x_NCHW
+    return part(x_NCHW, IMAGE_AXES, starts, [span.length for span in out])
 
 
 def select(crop: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -130,13 +122,13 @@ class WindowRow(Row):
         window = self.window(call, axis)
         return per_operand(call, lambda field: inside_or_nearest(window.reads(out), field.size(axis)))
 
-    def missing(self, call: Call, site: Site) -> list[int]:
-        """Pixels the border cut off, in the order `F.pad` wants: left, right, top, bottom."""
-        pads: list[int] = []
-        for axis in (1, 0):
-            reads, inside = self.window(call, axis).reads(site.out[axis]), site.inside[axis]
-            pads += [inside.start - reads.start, reads.stop - inside.stop]
-        return pads
+    def missing(self, call: Call, site: Site) -> Frame:
+        """Pixels the border cut off, before and after, along y and x; negative: read beyond the need."""
+        y, x = (
+            (inside.start - reads.start, reads.stop - inside.stop)
+            for reads, inside in ((self.window(call, axis).reads(site.out[axis]), site.inside[axis]) for axis in (0, 1))
+        )
+        return y, x
 
 
 def filled(channels: int) -> int:
@@ -246,12 +238,11 @@ class Convolution(WindowRow):
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         x_NCHW = arguments["input"]
-        pads = self.missing(call, site)
+        missing = self.missing(call, site)
         # Along an axis where both borders cut alike the operator pads by itself.
-        x_pad, y_pad = (low if low == high and low > 0 else 0 for low, high in (pads[:2], pads[2:]))
-        padding, rest = (y_pad, x_pad), [pads[0] - x_pad, pads[1] - x_pad, pads[2] - y_pad, pads[3] - y_pad]
-        if any(rest):
-            x_NCHW = fit(x_NCHW, rest)
+        padding = tuple(before if before == after and before > 0 else 0 for before, after in missing)
+        y, x = ((before - own, after - own) for (before, after), own in zip(missing, padding, strict=True))
+        x_NCHW = fit(x_NCHW, IMAGE_AXES, (y, x))
         dilation = self._dilation(call, x_NCHW)
         if not site.values:
             settings = pair(call["stride"]), padding, dilation, call["groups"]
@@ -293,10 +284,9 @@ class MaxPooling(WindowRow):
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         x_NCHW = arguments["self"]
-        left, right, top, bottom = self.missing(call, site)
-        after = [0, max(0, right - left), 0, max(0, bottom - top)]
-        if any(after):
-            x_NCHW = fit(x_NCHW, after, value=-torch.inf)
+        (top, bottom), (left, right) = self.missing(call, site)
+        after = (0, max(0, bottom - top)), (0, max(0, right - left))
+        x_NCHW = fit(x_NCHW, IMAGE_AXES, after, value=-torch.inf)
         windows = [self.window(call, axis) for axis in (0, 1)]
         pooled = F.max_pool2d(
             x_NCHW,
@@ -320,10 +310,10 @@ class AveragePooling(WindowRow):
         divisor: int | None = call["divisor_override"]
         windows = [self.window(call, axis) for axis in (0, 1)]
         kernel, stride = [w.kernel for w in windows], [w.stride for w in windows]
-        pads = self.missing(call, site)
-        if not any(pads):
+        missing = self.missing(call, site)
+        if not any(map(any, missing)):
             return F.avg_pool2d(x_NCHW, kernel, stride, divisor_override=divisor)
-        total = F.avg_pool2d(fit(x_NCHW, pads), kernel, stride, divisor_override=1)
+        total = F.avg_pool2d(fit(x_NCHW, IMAGE_AXES, missing), kernel, stride, divisor_override=1)
         if divisor:
             return total / divisor
         y, x = (self._counts(call, axis, site.out[axis], total) for axis in (0, 1))
