@@ -92,7 +92,7 @@ def test_every_tile_has_its_like_in_the_sample(unet, gate, mixed, tile):
             for axis in (0, 1):
                 count = grid.shape[axis]
                 there = {lengths(grid.axis_geometry(axis, index)) for index in range(count)}
-                assert {lengths(geometry) for geometry in grid.sample(axis, count)} == there
+                assert {lengths(grid.axis_geometry(axis, index)) for index in grid.sample(axis, count)} == there
 
 
 def test_of_many_tiles_few_are_looked_at(graph_of, models):

@@ -177,31 +177,31 @@ class Grid:
             wanted[target] = Span(cut.start * size // total, cut.stop * size // total)
         return wanted
 
-    def sample(
-        self, axis: int, ends: int, kind: Callable[[AxisGeometry], object] = lambda tile: None
-    ) -> list[AxisGeometry]:
-        """Tiles along an axis, one of every size that crops have: from either end on, at most so many (all, where there
-        are few), up to the first that is like the one in the middle, also by its `kind`.
+    def sample(self, axis: int, ends: int, kind: Callable[[AxisGeometry], object] = lambda tile: None) -> list[int]:
+        """Tiles along an axis, of every size that crops have, by index: from either end on, at most so many (all, where
+        there are few), up to the first that is like the one in the middle, also by its `kind`.
 
-        Between two tiles that are alike and inside the image all are like them. Off the border every row maps the ends
-        of a span by rounded linear functions, and so does a chain of rows, on and on: where the next field's ends move
-        by d pixels a tile, exactly, an end of this one lies at floor(j a + b) behind j tiles. Less j times a whole
-        number that changes in one direction only; so where it is the same at two tiles it is between them.
+        Between two tiles that are alike and inside the image all are like them, so that the largest is looked at. Off
+        the border a row maps the ends of a span by rounded linear functions. Where a field's ends move by as many
+        pixels from each tile to the next, an end of what is read for it lies at floor(a j + b) in tile j. That less j
+        times a whole number grows or falls steadily: equal at two tiles, it is constant between them. So field by
+        field, from the targets on; of several readers' spans the outermost is as constant as they are.
         """
         count = self.shape[axis]
         middle, most = count // 2, count if count <= 4 * ends else ends
         inner = self.axis_geometry(axis, middle)
         is_inside = inner.is_inside(self.graph, axis)
-        found = {middle: inner}
+        found = {middle}
         for inwards in (range(middle), range(count - 1, middle, -1)):
             for index in inwards[:most]:
-                tile = found[index] = self.axis_geometry(axis, index)
+                found.add(index)
+                tile = self.axis_geometry(axis, index)
                 inside = is_inside and tile.is_inside(self.graph, axis)
                 if inside and tile.is_shift_of(inner, middle - index) and kind(tile) == kind(inner):
                     break
             else:
-                found[min(middle + 1, count - 1)] = self.axis_geometry(axis, min(middle + 1, count - 1))
-        return [found[index] for index in sorted(found)]
+                found.add(min(middle + 1, count - 1))
+        return sorted(found)
 
     def _axis_geometry(self, axis: int, index: int) -> AxisGeometry:
         return axis_geometry(self._steps[axis], self.wanted(axis, index))

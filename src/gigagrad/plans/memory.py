@@ -131,12 +131,12 @@ def _layout(graph: Graph, node: Node) -> Layout:
 
 def worst_tile(grid: Grid) -> TileGeometry:
     """The tile with the largest crops: per axis, the index whose spans are longest in total."""
-    y, x = (max(grid.sample(axis, 3), key=_total_length) for axis in (0, 1))
-    return TileGeometry(0, y, x)
 
+    def length(axis: int, index: int) -> int:
+        return sum(span.length for span in grid.axis_geometry(axis, index).spans.values())
 
-def _total_length(tile: AxisGeometry) -> int:
-    return sum(span.length for span in tile.spans.values())
+    row, column = (max(grid.sample(axis, 3), key=partial(length, axis)) for axis in (0, 1))
+    return grid[row * grid.shape[1] + column]
 
 
 def largest_block_bytes(grid: Grid) -> int:
@@ -154,7 +154,7 @@ def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
     extents: list[list[set[tuple[int, ...]]]] = []
     for axis in (0, 1):
         kernels = partial(_kernels, calls, axis)
-        by_tile = [kernels(tile) for tile in grid.sample(axis, 6, kernels)]
+        by_tile = [kernels(grid.axis_geometry(axis, index)) for index in grid.sample(axis, 6, kernels)]
         extents.append([{*asked} - {()} for asked in zip(*by_tile, strict=True)])
     shapes = sum(len(y) * len(x) for y, x in zip(*extents, strict=True))
     return shapes * (3 if backward else 1)
