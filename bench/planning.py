@@ -2,6 +2,9 @@
 
     python bench/planning.py [--cases NAME ...] [--no-curve]
 
+Seconds are the processor's, so that other programs matter little; those of planning are apart from those of capture.
+Cases with a budget have no curve.
+
 Every case in a process of its own, with the model's parameters on PyTorch's meta device: nothing of the network or of
 the image has any storage, and nothing runs. Prints one JSON line last.
 """
@@ -14,13 +17,46 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+GIB = 2**30
+UNET = "smp:Unet?encoder_name=resnet34"
+CONVNEXT = "timm:convnext_xlarge"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Sizes in pixels, memory in bytes; without a budget only speed decides. `room_bytes`: of scratch files."""
+
+    model: str
+    size: tuple[int, int]
+    training: bool = True
+    budget_bytes: int | None = None
+    room_bytes: int = 0
+
+
 CASES = {
-    "terapixel": ("paper-unet", (1_000_000, 1_000_000)),
-    "gigapixel": ("smp:Unet?encoder_name=resnet34", (16_000, 64_000)),
-    "300 million parameters": ("timm:convnext_xlarge", (16_000, 64_000)),
+    "terapixel": Case(model="paper-unet", size=(1_000_000, 1_000_000)),
+    "gigapixel": Case(model=UNET, size=(16_000, 64_000)),
+    "gigapixel, 8 GiB": Case(model=UNET, size=(16_000, 64_000), budget_bytes=8 * GIB),
+    "gigapixel, 8 GiB and scratch": Case(model=UNET, size=(16_000, 64_000), budget_bytes=8 * GIB, room_bytes=73 * GIB),
+    "gigapixel, evaluation, 8 GiB and scratch": Case(
+        model=UNET, size=(16_000, 64_000), training=False, budget_bytes=8 * GIB, room_bytes=73 * GIB
+    ),
+    "10 gigapixel, 4 GiB and scratch": Case(
+        model=UNET, size=(100_000, 100_000), budget_bytes=4 * GIB, room_bytes=73 * GIB
+    ),
+    "10 gigapixel, 16 GiB and scratch": Case(
+        model=UNET, size=(100_000, 100_000), budget_bytes=16 * GIB, room_bytes=73 * GIB
+    ),
+    "2048 px, evaluation, 2 GiB": Case(model=UNET, size=(2048, 2048), training=False, budget_bytes=2 * GIB),
+    "8192 px, evaluation, 2 GiB": Case(model=UNET, size=(8192, 8192), training=False, budget_bytes=2 * GIB),
+    "300 million parameters": Case(model=CONVNEXT, size=(16_000, 64_000)),
+    "300 million parameters, 16 GiB and scratch": Case(
+        model=CONVNEXT, size=(16_000, 64_000), budget_bytes=16 * GIB, room_bytes=200 * GIB
+    ),
 }
 
 
@@ -31,7 +67,8 @@ def main() -> None:
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measured(*CASES[args.one], curve=not args.no_curve)))
+        case = CASES[args.one]
+        print(json.dumps(measured(case, curve=case.budget_bytes is None and not args.no_curve)))
         return
     results = {}
     for name in args.cases:
@@ -42,7 +79,7 @@ def main() -> None:
     print(json.dumps({"cases": results, "faults": sum(result["faults"] for result in results.values())}))
 
 
-def measured(model: str, size: tuple[int, int], *, curve: bool) -> dict[str, Any]:
+def measured(case: Case, *, curve: bool) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import torch
 
@@ -52,47 +89,56 @@ def measured(model: str, size: tuple[int, int], *, curve: bool) -> dict[str, Any
     from gigagrad.graphs import InputSpec, capture
     from gigagrad.models import resolve
     from gigagrad.plans import Amount, Costs, Problem, ledger, make_plan, simulate, trade_off
+    from gigagrad.stores import DiskTier, MemoryTier
     from gigagrad.training.losses import named_loss
 
     seconds: dict[str, float] = {}
 
     def timed(name: str, call: Any) -> Any:
-        start = time.perf_counter()
+        start = time.process_time()
         result = call()
-        seconds[name] = round(time.perf_counter() - start, 3)
+        seconds[name] = round(time.process_time() - start, 3)
         return result
 
     with torch.device("meta"):
-        module = resolve(model).train()
+        module = resolve(case.model).train(case.training)
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    image = InputSpec((1, 3, *size), torch.uint8, field=True)
-    if model.startswith("timm:"):
+    image = InputSpec((1, 3, *case.size), torch.uint8, field=True)
+    if case.model.startswith("timm:"):
         loss, target = named_loss("ce").function, InputSpec((1,), torch.int64, field=False)
     else:
-        loss, target = named_loss("bce").function, InputSpec((1, 1, *size), torch.uint8, field=True)
+        loss, target = named_loss("bce").function, InputSpec((1, 1, *case.size), torch.uint8, field=True)
     graph = timed("capture", lambda: capture(module, loss, image, target))
     machine = Machine.detect(torch.get_num_threads())
     costs = Costs(graph, machine)
     process = 512 * 2**20
     held = (Amount(ledger.PROCESS, process), Amount(ledger.STEP, 160 * 2**20))
-    problem = Problem(graph=graph, backward=True, machine=machine, held=held)
+    scratch = (DiskTier(Path(), case.room_bytes),) if case.room_bytes else ()
+    problem = Problem(
+        graph=graph,
+        backward=True,
+        machine=machine,
+        held=held,
+        tiers=(MemoryTier(), *scratch),
+        rooms={tier.name: case.room_bytes for tier in scratch},
+    )
 
     def plan_at(budget_bytes: int | None) -> Any:
         return make_plan(dataclasses.replace(problem, budget_bytes=budget_bytes), costs=costs)
 
-    plan = timed("plan", lambda: plan_at(None))
-    simulation = timed("simulate", lambda: simulate(problem, plan))
+    plan = timed("plan", lambda: plan_at(case.budget_bytes))
+    simulation = timed("simulate", lambda: simulate(dataclasses.replace(problem, budget_bytes=case.budget_bytes), plan))
     for fault in simulation.faults:
         print(fault)
     points = timed("curve", lambda: trade_off(plan_at)) if curve else ()
     return {
-        "model": model,
-        "height": size[0],
-        "width": size[1],
+        **dataclasses.asdict(case),
+        "operators": sum(not node.is_source for node in graph.nodes),
         "parameters": parameters,
         "stages": len(plan.stages),
         "tiles": plan.tile_count,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "predicted_seconds": plan.modelled_seconds,
         "faults": len(simulation.faults),
         "seconds": seconds,
         "points": [(point.predicted_peak_bytes, round(point.seconds, 1), point.kept) for point in points],

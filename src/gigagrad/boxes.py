@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Span:
-    """A half-open integer interval `[start, stop)` along one axis. `start >= stop` means empty."""
+class Span(NamedTuple):
+    """A half-open integer interval `[start, stop)` along one axis. `start >= stop` means empty.
+
+    A tuple, because planning makes millions of them.
+    """
 
     start: int
     stop: int

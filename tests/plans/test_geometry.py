@@ -1,5 +1,6 @@
 """Tiles partition every target, and what a tile reads is inside the fields and enough."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -8,7 +9,7 @@ from torch import nn
 
 from gigagrad.boxes import Box, Span
 from gigagrad.plans import Grid, split_stages
-from gigagrad.plans.geometry import lattice
+from gigagrad.plans.geometry import Needs, lattice
 
 sides = st.tuples(st.integers(1, 200), st.integers(1, 200))
 
@@ -42,6 +43,62 @@ def test_what_a_tile_computes_covers_what_its_operators_read(unet, gate, tile, d
                         whole = Box.whole(graph[operand].size(0), graph[operand].size(1))
                         assert Box.of(*spans).within(geometry.box(operand))
                         assert geometry.box(operand).within(whole)
+
+
+class Mixed(nn.Module):
+    """Strides that no tile need be a multiple of, paddings that read elsewhere, resampling by odd factors."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Conv2d(1, 2, 5, 3, 2, padding_mode="reflect")
+        self.wide = nn.Conv2d(2, 2, 3, padding=2, dilation=2, padding_mode="replicate")
+        self.up = nn.ConvTranspose2d(2, 2, 4, 3, 1)
+
+    def forward(self, x):
+        y = F.max_pool2d(self.wide(self.down(x).relu()), 2, ceil_mode=True)
+        z = F.interpolate(y, scale_factor=2.0, mode="bilinear", align_corners=False)
+        w = self.up(F.interpolate(z, size=(40, 31), mode="nearest"))
+        return w.mean() + F.avg_pool2d(w, 5, 3).square().mean() + y[:, :, 1:].sum()
+
+
+@pytest.fixture(scope="module")
+def mixed(graph_of):
+    return graph_of(Mixed(), lambda o, t: o, (331, 517))
+
+
+@given(sides, st.data())
+def test_remembered_needs_are_the_rows_own(unet, gate, mixed, tile, data):
+    for graph in (unet, gate, mixed):
+        needs = Needs(graph)
+        for stage in split_stages(graph):
+            direct, remembering = Grid(graph, stage, tile), Grid(graph, stage, tile, needs)
+            for axis in (0, 1):
+                for _ in range(3):
+                    index = data.draw(st.integers(0, direct.shape[axis] - 1))
+                    assert remembering.axis_geometry(axis, index) == direct.axis_geometry(axis, index)
+
+
+@given(st.tuples(st.integers(1, 60), st.integers(1, 60)))
+def test_every_tile_has_its_like_in_the_sample(unet, gate, mixed, tile):
+    """As far as memory goes: as many pixels of everything."""
+
+    def lengths(geometry):
+        own = tuple(span.length for span in geometry.wanted.values())
+        read = tuple(tuple(s and s.length for s in spans) for spans in geometry.operand_spans.values())
+        return own, tuple((i, span.length) for i, span in geometry.spans.items()), read
+
+    for graph in (unet, gate, mixed):
+        for grid in grids(graph, tile):
+            for axis in (0, 1):
+                count = grid.shape[axis]
+                there = {lengths(grid.axis_geometry(axis, index)) for index in range(count)}
+                assert {lengths(grid.axis_geometry(axis, index)) for index in grid.sample(axis, count)} == there
+
+
+def test_of_many_tiles_few_are_looked_at(graph_of, models):
+    graph = graph_of(models.UNet(), F.binary_cross_entropy_with_logits, (160000, 160000))
+    (grid,) = grids(graph, (800, 800))
+    assert len(grid.sample(0, 6)) <= 5
 
 
 def test_targets_of_several_sizes_are_cut_in_proportion(graph_of):

@@ -208,8 +208,8 @@ def test_boxes_outside_their_field_are_found(normed, sound, monkeypatch):
     whole = geometry.axis_geometry
     image = normed.source("image").id
 
-    def beyond(calls, axis, wanted):
-        found = whole(calls, axis, wanted)
+    def beyond(steps, wanted):
+        found = whole(steps, wanted)
         if image in found.spans:
             span = found.spans[image]
             found.spans[image] = Span(span.start - 1, span.stop)

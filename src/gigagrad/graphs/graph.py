@@ -67,16 +67,26 @@ class Node:
     """Whether a gradient flows through this value to a parameter that asks for one."""
     whole: bool = False
     """Whether this is a global that holds what a whole-field operator made of every pixel."""
+    # What follows is derived once: planning asks millions of times.
     operands: tuple[int, ...] = field(init=False)
     """Ids of the nodes this one reads, in the order of the arguments, with repetitions."""
+    is_field: bool = field(init=False)
+    is_source: bool = field(init=False)
+    is_reduction: bool = field(init=False)
+    nbytes: int = field(init=False)
+    _sizes: tuple[int, ...] = field(init=False)
+    """Of a field, height and width in pixels."""
 
     def __post_init__(self) -> None:
-        # Once: planning asks millions of times.
-        object.__setattr__(self, "operands", tuple(ref.id for ref in references(self.arguments)))
+        def derive(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
 
-    @property
-    def is_field(self) -> bool:
-        return self.axes is not None
+        derive("operands", tuple(ref.id for ref in references(self.arguments)))
+        derive("is_field", self.axes is not None)
+        derive("is_source", self.op in SOURCES)
+        derive("is_reduction", self.op in REDUCTIONS)
+        derive("nbytes", self.dtype.itemsize * prod(self.shape))
+        derive("_sizes", tuple(self.shape[axis] for axis in self.axes or ()))
 
     @property
     def spatial(self) -> Axes:
@@ -84,27 +94,15 @@ class Node:
         assert self.axes is not None
         return self.axes
 
-    @property
-    def is_source(self) -> bool:
-        return self.op in SOURCES
-
-    @property
-    def is_reduction(self) -> bool:
-        return self.op in REDUCTIONS
-
     def size(self, axis: int) -> int:
         """Length in pixels of the whole field along `axis` (0 is y, 1 is x)."""
-        return self.shape[self.spatial[axis]]
+        return self._sizes[axis]
 
     @property
     def bytes_per_pixel(self) -> int:
         """Bytes one spatial position of this field takes."""
-        positions = self.size(0) * self.size(1)
-        return self.dtype.itemsize * (prod(self.shape) // positions)
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * prod(self.shape)
+        height, width = self._sizes
+        return self.nbytes // (height * width)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +121,12 @@ class Graph:
 
     structure: TreeSpec | None = None
     """How the outputs are nested in what the model returns; None for a single tensor."""
+    reads: tuple[tuple[int, ...], ...] = field(init=False)
+    """For each node the fields that it reads, without repetitions."""
+
+    def __post_init__(self) -> None:
+        reads = (tuple(i for i in dict.fromkeys(node.operands) if self.nodes[i].is_field) for node in self.nodes)
+        object.__setattr__(self, "reads", tuple(reads))
 
     @property
     def output(self) -> int:

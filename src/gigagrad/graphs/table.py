@@ -133,7 +133,11 @@ class Row(ABC):
 
     @abstractmethod
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        """For each operand the span (inside the field) along `axis` that output span `out` needs; None: nothing."""
+        """For each operand the span (inside the field) along `axis` that output span `out` needs; None: nothing.
+
+        The same for every call of the operator with such shapes, axes and arguments, and off the border of the image a
+        rounded linear function of where `out` begins and ends: planning looks at few tiles for all (`Grid.sample`).
+        """
 
     @abstractmethod
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:

@@ -87,25 +87,26 @@ class _Chooser:
         """Keep what is worth keeping in memory; where that does not fit, the faster of moving fields to other tiers and
         of keeping fewer. The refusal names the leanest of all options tried.
         """
+        in_memory = self._fitter.in_memory
         chain = Cuts(self._graph, self._usual_seconds, backward=self._problem.backward)
         selections = [selection.kept for selection in chain.selections()]
-        wanted = self._attempt(self._in_memory(selections[0]))
+        wanted = self._attempt(in_memory(selections[0]))
         at_once = None
         if len(split_stages(self._graph, selections[-1])) == 1:  # may be faster: the chain model is rough
-            at_once = self._attempt(self._in_memory(selections[-1]))
+            at_once = self._attempt(in_memory(selections[-1]))
         if wanted is not None:
             return self._better([wanted, at_once or wanted])
         moved = self._moved(selections[0])
         if moved is not None and moved.seconds < _GOOD_ENOUGH * self._fitter.unbounded().fit(moved.kept).seconds:
             return moved
-        fewer = self._fastest(len(selections) - 1, lambda count: self._in_memory(selections[count]))
+        fewer = self._fastest(len(selections) - 1, lambda count: in_memory(selections[count]))
         order = self._order_of_dropping(selections[0])
-        single = self._fastest(len(order), lambda count: self._in_memory(selections[0].difference(order[:count])))
+        single = self._fastest(len(order), lambda count: in_memory(selections[0].difference(order[:count])))
         if moved is None:
             moved = next(filter(None, map(self._moved, _spread(selections[1:]))), None)
         found = min(filter(None, (at_once, moved, fewer, single)), key=_seconds, default=None)
         if found is None:
-            self._passed_over.append((0, self._in_memory(selections[-1])))
+            self._passed_over.append((0, in_memory(selections[-1])))
             raise self._leanest()
         return found
 
@@ -175,8 +176,10 @@ class _Chooser:
         return sum(self._usual_seconds(stage) for stage in split_stages(self._graph, kept))
 
     def _attempt(self, kept: Kept) -> Option | None:
-        least, budget = self._fitter.least_bytes(kept), self._problem.budget_bytes
-        if budget is not None and least > budget:
+        budget, has_room = self._problem.budget_bytes, self._fitter.has_room(kept)
+        # Where another tier has too little room, the refusal will say what memory would do instead.
+        least = self._fitter.least_bytes(kept if has_room else self._fitter.in_memory(kept))
+        if not has_room or (budget is not None and least > budget):
             self._passed_over.append((least, kept))
             return None
         try:
@@ -202,15 +205,12 @@ class _Chooser:
 
     def _placed(self, kept: frozenset[int], moved: list[int]) -> Kept:
         """The moved fields in the first of the other tiers that has room for them and their cotangents."""
-        placed, rooms = self._in_memory(kept), dict(self._problem.rooms)
+        placed, rooms = dict(self._fitter.in_memory(kept)), dict(self._problem.rooms)
         for i in moved:
             needed = 2 * self._graph[i].nbytes
             placed[i] = next((tier for tier, room in rooms.items() if needed <= room), [*rooms][-1])
             rooms[placed[i]] -= needed
         return placed
-
-    def _in_memory(self, kept: frozenset[int]) -> dict[int, str]:
-        return dict.fromkeys(kept, self._problem.memory.name)
 
     def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Option | None:
         """The fastest option that gives up 1 to `most` steps of something.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gigagrad.devices import Machine
 from gigagrad.graphs import GATHER, Call, Graph, Node, lookup
-from gigagrad.plans.geometry import Grid, TileGeometry, lattice
+from gigagrad.plans.geometry import Grid, Needs, TileGeometry, lattice, reference
 from gigagrad.plans.memory import compiled_convolutions, crop_bytes, tile_peak_bytes, worst_tile
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import EXACT
@@ -68,7 +68,9 @@ class Costs:
         self.packing = packing
         self._judged: dict[tuple[object, ...], float] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
+        self._needs = Needs(graph)
         self._flops: dict[int, float] = {}
+        self._given: dict[int, int] = {}
 
     def of(self, stage: Stage, shape: tuple[int, int], *, backward: bool) -> TileCost:
         key = (stage.kept, stage.reductions, stage.output, stage.fields, stage.reads, shape, backward)
@@ -84,11 +86,11 @@ class Costs:
         return self._judged[key]
 
     def _judge(self, stage: Stage, shape: tuple[int, int]) -> float:
-        grid = Grid(self._graph, stage, shape)
+        grid = Grid(self._graph, stage, shape, self._needs)
         rows, columns = grid.shape
         tile = grid[rows // 2 * columns + columns // 2]
-        reference = self._graph[grid.reference]
-        pixels = reference.size(0) * reference.size(1)
+        largest = self._graph[grid.reference]
+        pixels = largest.size(0) * largest.size(1)
         forward, _ = self._tile_seconds(stage, tile)
         return forward * pixels / tile.wanted(grid.reference).area
 
@@ -109,22 +111,24 @@ class Costs:
 
     def _given_bytes(self, node: Node) -> int:
         """What an operator moves of its operands that are no fields, once a tile: oneDNN reorders weights first."""
-        given = sum(self._graph[i].nbytes for i in set(node.operands) if not self._graph[i].is_field)
-        return given * (_REORDERED if lookup(node.op).compiled else 1)
+        if node.id not in self._given:
+            given = sum(self._graph[i].nbytes for i in set(node.operands) if not self._graph[i].is_field)
+            self._given[node.id] = given * (_REORDERED if lookup(node.op).compiled else 1)
+        return self._given[node.id]
 
     def _cost(self, stage: Stage, shape: tuple[int, int], *, backward: bool) -> TileCost:
         graph = self._graph
-        grid = Grid(graph, stage, shape)
+        grid = Grid(graph, stage, shape, self._needs)
         tile = worst_tile(grid)
         boxes = [box for i in stage.reads if (box := tile.box(i)) is not None]
         crop = max((box.shape for box in boxes), key=lambda s: s[0] * s[1], default=(0, 0))
-        reference = graph[grid.reference]
-        useful = min(shape[0], reference.size(0)) * min(shape[1], reference.size(1))
-        scale = _largest_read_px(graph, stage) / (reference.size(0) * reference.size(1))
+        height, width = (graph[grid.reference].size(axis) for axis in (0, 1))
+        useful = min(shape[0], height) * min(shape[1], width)
+        scale = _largest_read_px(graph, stage) / (height * width)
         read = sum(crop_bytes(graph, tile, i) for i in stage.reads)
         # They come along with their cotangents.
         kept_shares = sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
-        tiles = reference.size(0) * reference.size(1) / useful
+        tiles = height * width / useful
         forward, backward_too = (seconds * tiles for seconds in self._tile_seconds(stage, tile))
         own = {i: tile.wanted(i).shape for i in stage.kept}
         crops = {i: box.shape for i in stage.reads if (box := tile.box(i)) is not None} | own
@@ -147,12 +151,13 @@ class Costs:
         what is no field are added to their sums. Where weights are large, that is most of what a small tile takes.
         """
         graph, machine = self._graph, self._machine
-        moved = sum(crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.kept))
+        size = {i: crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)}
+        moved = sum(size[i] for i in (*stage.reads, *stage.kept))
         forward = moved / machine.memory_bytes_per_second
         further = forward
         for i in stage.fields:
-            node, own = graph[i], crop_bytes(graph, tile, i)
-            read = sum(crop_bytes(graph, tile, j) for j in set(node.operands) if graph[j].is_field)
+            node, own = graph[i], size[i]
+            read = sum(size[j] for j in graph.reads[i])
             once = machine.operator_seconds(own + read, own / node.nbytes * self._flops_of(node))
             once += self._given_bytes(node) / machine.memory_bytes_per_second
             forward += once
@@ -167,8 +172,8 @@ def candidates(graph: Graph, stage: Stage) -> list[tuple[int, int]]:
 
     They are multiples of 16 pixels: files hold bricks of 8 to 64, and a brick that two tiles share is written twice.
     """
-    grid = Grid(graph, stage, (1, 1))
-    size = tuple(graph[grid.reference].size(axis) for axis in (0, 1))
+    largest = graph[reference(graph, stage)]
+    size = largest.size(0), largest.size(1)
     steps = lattice(graph, stage)
     shapes = []
     side = _SMALLEST_SIDE_PX

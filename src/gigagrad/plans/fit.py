@@ -49,6 +49,7 @@ class Fitter:
     def __init__(self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None) -> None:
         self._problem, self._costs, self._tiles = problem, costs, tiles
         self._fixed = ledger.fixed_amounts(problem)
+        self._orders: dict[frozenset[int], tuple[tuple[Stage, ...], tuple[Pass, ...]]] = {}
 
     def unbounded(self) -> Fitter:
         """The same for a machine with all the memory it needs."""
@@ -56,21 +57,36 @@ class Fitter:
 
     def least_bytes(self, kept: Kept) -> int:
         """What these fields take in memory with their cotangents, without any tile: found quickly."""
-        problem = self._problem
-        stages = split_stages(problem.graph, kept)
-        passes = make_passes(problem.graph, stages, backward=problem.backward)
-        held = held_by_pass(problem, stages, passes, kept, problem.memory)
-        return total(self._fixed) + max(map(sum, held), default=0)
+        return total(self._fixed) + self._most_held(kept, self._problem.memory)
+
+    def has_room(self, kept: Kept) -> bool:
+        """Whether the fields fit in the other tiers: found quickly, too."""
+        return all(self._most_held(kept, tier) <= self._room(tier) for tier in self._problem.tiers[1:])
+
+    def in_memory(self, kept: Iterable[int]) -> Kept:
+        return dict.fromkeys(kept, self._problem.memory.name)
+
+    def _room(self, tier: Tier) -> int:
+        return self._problem.rooms.get(tier.name, 0)
+
+    def _most_held(self, kept: Kept, tier: Tier) -> int:
+        return max(map(sum, held_by_pass(self._problem, *self._order(frozenset(kept)), kept, tier)), default=0)
+
+    def _order(self, kept: frozenset[int]) -> tuple[tuple[Stage, ...], tuple[Pass, ...]]:
+        """The stages that fields split a graph into, wherever they are kept, and their passes."""
+        if kept not in self._orders:
+            stages = split_stages(self._problem.graph, kept)
+            passes = make_passes(self._problem.graph, stages, backward=self._problem.backward)
+            self._orders[kept] = stages, passes
+        return self._orders[kept]
 
     def fit(self, kept: Kept) -> Option:
         """The fastest option that keeps these fields in these tiers. Raises `BudgetError` if there is none."""
         problem = self._problem
-        stages = split_stages(problem.graph, kept)
-        passes = make_passes(problem.graph, stages, backward=problem.backward)
+        stages, passes = self._order(frozenset(kept))
         elsewhere = []
         for tier in problem.tiers[1:]:
-            held = held_by_pass(problem, stages, passes, kept, tier)
-            elsewhere.append(Amount(tier.name, max(map(sum, held), default=0)))
+            elsewhere.append(Amount(tier.name, self._most_held(kept, tier)))
             self._check(tier, elsewhere[-1].size_bytes, kept)
         options = []
         refusal: BudgetError | None = None
@@ -86,8 +102,8 @@ class Fitter:
 
     def _check(self, tier: Tier, tier_bytes: int, kept: Kept) -> None:
         """Raises BudgetError, with the memory that would do instead, if a tier has too little room."""
-        if tier_bytes > self._problem.rooms.get(tier.name, 0):
-            option = self.unbounded().fit(dict.fromkeys(kept, self._problem.memory.name))
+        if tier_bytes > self._room(tier):
+            option = self.unbounded().fit(self.in_memory(kept))
             raise self._problem.tier_refusal(tier, tier_bytes, peak_bytes(option))
 
     def _fit(

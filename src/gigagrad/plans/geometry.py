@@ -7,13 +7,18 @@ of its targets, the spans of all other fields follow backwards through the opera
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import repeat
 
 from gigagrad.boxes import Box, Span, split
-from gigagrad.graphs import Call, Graph, lookup
-from gigagrad.plans.stages import Stage
+from gigagrad.graphs import Call, Graph, Node, lookup
+from gigagrad.graphs.graph import fill
+from gigagrad.plans.stages import Stage, is_read
+
+_MOST_ANSWERS = 1024
+"""Spans of one operator that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,18 @@ class AxisGeometry:
     wanted: dict[int, Span]
     """The tile's own, disjoint share of each target."""
 
+    def is_inside(self, graph: Graph, axis: int) -> bool:
+        """Whether nothing that the tile computes or reads is at a border of its field."""
+        return all(start > 0 and stop < graph[i].size(axis) for i, (start, stop) in self.spans.items())
+
+    def is_shift_of(self, other: AxisGeometry, steps: int) -> bool:
+        """Whether it is the other one moved by whole pixels of every field at each of so many steps."""
+        if [*self.spans] != [*other.spans]:
+            return False
+        own, its = ((*tile.wanted.values(), *tile.spans.values()) for tile in (self, other))
+        moved = ((start - begin, stop - end) for (start, stop), (begin, end) in zip(own, its, strict=True))
+        return all(first == last and first % steps == 0 for first, last in moved)
+
 
 @dataclass(frozen=True, slots=True)
 class TileGeometry:
@@ -35,6 +52,11 @@ class TileGeometry:
     id: int
     y: AxisGeometry
     x: AxisGeometry
+
+    def pixels(self, node_id: int) -> int:
+        """Of the box of a field."""
+        y, x = self.y.spans.get(node_id), self.x.spans.get(node_id)
+        return 0 if y is None or x is None else y.length * x.length
 
     def box(self, node_id: int) -> Box | None:
         """The box of a field that this tile computes or reads; None if it needs nothing of it."""
@@ -52,16 +74,76 @@ class TileGeometry:
         return (self.y.spans[node_id], self.x.spans[node_id]), operands
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One field of a walk along one axis, and how an output span of it leads to those of its operands."""
+
+    node: int
+    operands: tuple[int, ...]
+    needs: Callable[[Span], tuple[Span | None, ...]]
+
+
+class Needs:
+    """What the operators of a graph need, remembered while stages and their tiles are compared: most of them ask for
+    the same spans again, and operators that differ in what they read alone need the same.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        answers: dict[tuple[object, ...], _Answers] = {}
+
+        def step(node: Node, axis: int) -> Step:
+            call = Call(node, graph.operands(node))
+            form = tuple((one.shape, one.axes) for one in (node, *call.operands))
+            kind = (node.op, axis, form, repr([fill(value, repeat(None)) for value in node.arguments.values()]))
+            known = answers.setdefault(kind, _Answers(call, axis))
+            return Step(node.id, node.operands, known.__getitem__)
+
+        computed = [node for node in graph.nodes if node.is_field and not is_read(graph, node.id)]
+        self.steps = tuple({node.id: step(node, axis) for node in computed} for axis in (0, 1))
+        """By axis and field."""
+
+
+class _Answers(dict[Span, tuple[Span | None, ...]]):
+    """Of one operator along one axis; so few that they take some megabytes for a graph."""
+
+    def __init__(self, call: Call, axis: int) -> None:
+        super().__init__()
+        self._call, self._axis = call, axis
+
+    def __missing__(self, out: Span) -> tuple[Span | None, ...]:
+        if len(self) == _MOST_ANSWERS:
+            self.clear()
+        self[out] = needs = _needs(self._call, self._axis, out)
+        return needs
+
+
+def _step(graph: Graph, node_id: int, axis: int) -> Step:
+    node = graph[node_id]
+    return Step(node_id, node.operands, partial(_needs, Call(node, graph.operands(node)), axis))
+
+
+def _needs(call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
+    """What a row says, checked."""
+    needs = lookup(call.node.op).needs(call, axis, out)
+    for operand, need in zip(call.operands, needs, strict=True):
+        inside = need is None or 0 <= need.start < need.stop <= operand.size(axis)
+        assert inside, (call.node.op, out, need)
+    return needs
+
+
 class Grid:
     """The tiles of one stage. Geometry is computed when asked for; neighbouring tiles share rows and columns of it."""
 
-    def __init__(self, graph: Graph, stage: Stage, tile: tuple[int, int]) -> None:
+    def __init__(self, graph: Graph, stage: Stage, tile: tuple[int, int], needs: Needs | None = None) -> None:
         self.graph = graph
         self.stage = stage
         self.tile = tile
         self.targets = stage.targets(graph)
-        self.reference = max(self.targets, key=lambda i: graph[i].size(0) * graph[i].size(1))
-        self._calls = [Call(graph[i], graph.operands(graph[i])) for i in reversed(stage.fields)]
+        self.reference = reference(graph, stage)
+        self._steps = [
+            [needs.steps[axis][i] if needs else _step(graph, i, axis) for i in reversed(stage.fields)]
+            for axis in (0, 1)
+        ]
         self.axes = tuple(split(graph[self.reference].size(axis), tile[axis]) for axis in (0, 1))
         self.axis_geometry = lru_cache(maxsize=512)(self._axis_geometry)
 
@@ -95,33 +177,59 @@ class Grid:
             wanted[target] = Span(cut.start * size // total, cut.stop * size // total)
         return wanted
 
+    def sample(self, axis: int, ends: int, kind: Callable[[AxisGeometry], object] = lambda tile: None) -> list[int]:
+        """Tiles along an axis, of every size that crops have, by index: from either end on, at most so many (all, where
+        there are few), up to the first that is like the one in the middle, also by its `kind`.
+
+        Between two tiles that are alike and inside the image all are like them, so that the largest is looked at. Off
+        the border a row maps the ends of a span by rounded linear functions. Where a field's ends move by as many
+        pixels from each tile to the next, an end of what is read for it lies at floor(a j + b) in tile j. That less j
+        times a whole number grows or falls steadily: equal at two tiles, it is constant between them. So field by
+        field, from the targets on; of several readers' spans the outermost is as constant as they are.
+        """
+        count = self.shape[axis]
+        middle, most = count // 2, count if count <= 4 * ends else ends
+        inner = self.axis_geometry(axis, middle)
+        is_inside = inner.is_inside(self.graph, axis)
+        found = {middle}
+        for inwards in (range(middle), range(count - 1, middle, -1)):
+            for index in inwards[:most]:
+                found.add(index)
+                tile = self.axis_geometry(axis, index)
+                inside = is_inside and tile.is_inside(self.graph, axis)
+                if inside and tile.is_shift_of(inner, middle - index) and kind(tile) == kind(inner):
+                    break
+            else:
+                found.add(min(middle + 1, count - 1))
+        return sorted(found)
+
     def _axis_geometry(self, axis: int, index: int) -> AxisGeometry:
-        return axis_geometry(self._calls, axis, self.wanted(axis, index))
+        return axis_geometry(self._steps[axis], self.wanted(axis, index))
 
 
-def axis_geometry(calls: list[Call], axis: int, wanted: dict[int, Span]) -> AxisGeometry:
-    """Walk the fields backwards (`calls` in reverse topological order), widening each to what its readers need."""
+def axis_geometry(steps: list[Step], wanted: dict[int, Span]) -> AxisGeometry:
+    """Walk the fields backwards (in reverse topological order), widening each to what its readers need."""
     spans = {target: span for target, span in wanted.items() if not span.empty}
     operand_spans: dict[int, tuple[Span | None, ...]] = {}
-    for call in calls:
-        out = spans.get(call.node.id)
+    for step in steps:
+        out = spans.get(step.node)
         if out is None:
             continue
-        row = lookup(call.node.op)
-        needs = row.needs(call, axis, out)
-        operand_spans[call.node.id] = needs
-        for operand, need in zip(call.operands, needs, strict=True):
-            if need is None:
-                continue
-            start, stop = need.start, need.stop
-            assert 0 <= start < stop <= operand.size(axis), (call.node.op, out, need)
-            known = spans.get(operand.id)
-            # Most operands have one reader, and most readers of one field want the same of it.
-            if known is None:
-                spans[operand.id] = need
-            elif start < known.start or stop > known.stop:
-                spans[operand.id] = known.hull(need)
+        operand_spans[step.node] = needs = step.needs(out)
+        for operand, need in zip(step.operands, needs, strict=True):
+            if need is not None:
+                known = spans.get(operand)
+                # Most operands have one reader, and most readers of one field want the same of it.
+                if known is None:
+                    spans[operand] = need
+                elif known != need:
+                    spans[operand] = known.hull(need)
     return AxisGeometry(spans, operand_spans, wanted)
+
+
+def reference(graph: Graph, stage: Stage) -> int:
+    """The largest target."""
+    return max(stage.targets(graph), key=lambda i: graph[i].size(0) * graph[i].size(1))
 
 
 def lattice(graph: Graph, stage: Stage) -> tuple[int, int]:

@@ -8,19 +8,18 @@ cleverer implementation would need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import torch
 
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Layout, Node, lookup
-from gigagrad.plans.geometry import Grid, TileGeometry
+from gigagrad.plans.geometry import AxisGeometry, Grid, TileGeometry
 from gigagrad.plans.stages import Stage
 
 
 def crop_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
-    box = tile.box(node_id)
-    return box.area * graph[node_id].bytes_per_pixel if box is not None else 0
+    return tile.pixels(node_id) * graph[node_id].bytes_per_pixel
 
 
 def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward: bool, rounds: bool = False) -> int:
@@ -30,8 +29,8 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
     size = {i: crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)}
     run = [i for i in stage.fields if size[i]]
     pending = _reader_counts(graph, run)
-    first_saver = _first_savers(graph, run) if backward else {}
-    saved = set(first_saver)
+    released = _released(graph, run) if backward else {}
+    saved = {i for crops in released.values() for i in crops}
     workspace = {i: workspace_bytes(graph, tile, i) for i in run}
     if rounds:  # beside the values, packed ones and what comes back of them
         workspace |= {i: max(workspace[i], 2 * size[i]) for i in run if i in stage.kept}
@@ -41,7 +40,7 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
     for node_id in run:
         live += size[node_id]
         peak = max(peak, live + workspace[node_id])
-        for operand in {i for i in graph[node_id].operands if graph[i].is_field}:
+        for operand in graph.reads[node_id]:
             pending[operand] -= 1
             if not pending[operand] and operand not in saved and operand not in stage.reads:
                 live -= size[operand]
@@ -49,24 +48,23 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
         return peak
 
     cotangents: dict[int, int] = {i: size[i] for i in run if i not in pending and graph[i].differentiable}
+    waiting = sum(cotangents.values())
     # A moment's gradient is made of a few passes over its field, before anything else is pulled back.
     moments = [graph[r].operands[0] for r in stage.reductions if graph[r].op == MOMENTS and graph[r].differentiable]
     passes = [3 * size.get(i, 0) * max(1, 4 // graph[i].dtype.itemsize) for i in moments]
-    peak = max(peak, live + sum(cotangents.values()) + max(passes, default=0))
-    released: set[int] = set()
+    peak = max(peak, live + waiting + max(passes, default=0))
     for node_id in reversed(run):
         if not graph[node_id].differentiable:
             continue
-        flows = [i for i in set(graph[node_id].operands) if graph[i].is_field and graph[i].differentiable]
+        flows = [i for i in graph.reads[node_id] if graph[i].differentiable]
         # Where another reader has given its share already, the new contribution exists beside it for a moment.
         fresh = sum(size.get(i, 0) for i in flows if i in cotangents)
-        cotangents.update({i: size.get(i, 0) for i in flows})
-        peak = max(peak, live + sum(cotangents.values()) + fresh + workspace[node_id])
-        cotangents.pop(node_id, None)
-        for i in saved - released:
-            if first_saver[i] == node_id:
-                released.add(i)
-                live -= size[i] if i not in stage.reads else 0
+        first = {i: size.get(i, 0) for i in flows if i not in cotangents}
+        cotangents |= first
+        waiting += sum(first.values())
+        peak = max(peak, live + waiting + fresh + workspace[node_id])
+        waiting -= cotangents.pop(node_id, 0)
+        live -= sum(size[i] for i in released.get(node_id, ()) if i not in stage.reads)
     return peak
 
 
@@ -133,13 +131,12 @@ def _layout(graph: Graph, node: Node) -> Layout:
 
 def worst_tile(grid: Grid) -> TileGeometry:
     """The tile with the largest crops: per axis, the index whose spans are longest in total."""
-    chosen = []
-    for axis in (0, 1):
-        lengths = {
-            i: sum(s.length for s in grid.axis_geometry(axis, i).spans.values()) for i in _sample(grid.shape[axis], 3)
-        }
-        chosen.append(max(lengths, key=lengths.__getitem__))
-    return grid[chosen[0] * grid.shape[1] + chosen[1]]
+
+    def length(axis: int, index: int) -> int:
+        return sum(span.length for span in grid.axis_geometry(axis, index).spans.values())
+
+    row, column = (max(grid.sample(axis, 3), key=partial(length, axis)) for axis in (0, 1))
+    return grid[row * grid.shape[1] + column]
 
 
 def largest_block_bytes(grid: Grid) -> int:
@@ -152,18 +149,24 @@ def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
     """How many kernels oneDNN's cache comes to hold of a stage: one for every convolution, forward and twice backward,
     in every shape that tiles ask of it.
     """
-    axes = [[grid.axis_geometry(axis, i) for i in _sample(grid.shape[axis], 6)] for axis in (0, 1)]
-    shapes = 0
-    for node_id in grid.stage.fields:
-        call = Call(grid.graph[node_id], grid.graph.operands(grid.graph[node_id]))
-        row = lookup(call.node.op)
-        asked: tuple[set[tuple[int, ...]], ...] = (set(), set())
-        for axis, tiles in enumerate(axes):
-            for tile in tiles:
-                if node_id in tile.spans:
-                    asked[axis].add(row.compiled_for(call, axis, tile.spans[node_id], tile.operand_spans[node_id]))
-        shapes += prod(len(extents - {()}) for extents in asked)
+    graph = grid.graph
+    calls = [Call(graph[i], graph.operands(graph[i])) for i in grid.stage.fields if lookup(graph[i].op).compiled]
+    extents: list[list[set[tuple[int, ...]]]] = []
+    for axis in (0, 1):
+        kernels = partial(_kernels, calls, axis)
+        by_tile = [kernels(grid.axis_geometry(axis, index)) for index in grid.sample(axis, 6, kernels)]
+        extents.append([{*asked} - {()} for asked in zip(*by_tile, strict=True)])
+    shapes = sum(len(y) * len(x) for y, x in zip(*extents, strict=True))
     return shapes * (3 if backward else 1)
+
+
+def _kernels(calls: list[Call], axis: int, tile: AxisGeometry) -> list[tuple[int, ...]]:
+    """For every convolution what its kernel is compiled for along an axis of a tile; nothing where there is none."""
+    return [
+        lookup(call.node.op).compiled_for(call, axis, tile.spans[i], tile.operand_spans[i]) if i in tile.spans else ()
+        for call in calls
+        for i in (call.node.id,)
+    ]
 
 
 def whole_compiled_convolutions(graph: Graph, *, backward: bool) -> int:
@@ -177,16 +180,10 @@ def gradient_sum_bytes(graph: Graph, stage: Stage, sum_dtype: torch.dtype) -> in
     return sum(sum_dtype.itemsize * prod(graph[i].shape) for i in stage.globals if graph[i].differentiable)
 
 
-def _sample(count: int, ends: int) -> Sequence[int]:
-    """Indices along an axis of a grid: so many at both ends and two in the middle, or all where they are few."""
-    middle = (count // 2, count // 2 + 1)
-    return range(count) if count <= 4 * ends else sorted({*range(ends), *middle, *range(count - ends, count)})
-
-
 def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:
     counts: dict[int, int] = {}
     for node_id in run:
-        for operand in {i for i in graph[node_id].operands if graph[i].is_field}:
+        for operand in graph.reads[node_id]:
             counts[operand] = counts.get(operand, 0) + 1
     return counts
 
@@ -197,9 +194,13 @@ def _savers(graph: Graph, node_id: int) -> set[int]:
     return lookup(node.op).saves(Call(node, graph.operands(node))) if node.differentiable else set()
 
 
-def _first_savers(graph: Graph, run: list[int]) -> dict[int, int]:
-    """For each crop that autograd keeps, the operator whose backward is the last to use it: the first one that ran."""
-    return {crop: node_id for node_id in reversed(run) for crop in _savers(graph, node_id)}
+def _released(graph: Graph, run: list[int]) -> dict[int, list[int]]:
+    """By operator the crops that autograd keeps until its backward: of those that keep a crop, it ran first."""
+    first = {crop: node_id for node_id in reversed(run) for crop in _savers(graph, node_id)}
+    released: dict[int, list[int]] = {}
+    for crop, node_id in first.items():
+        released.setdefault(node_id, []).append(crop)
+    return released
 
 
 def workspace_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
