@@ -92,6 +92,8 @@ def test_scratch_is_named_with_what_is_kept_there(planner):
     assert enough.advice() == [("disk", 4, 20)]
     assert enough.advice(rooms={"disk": 2 * GIB}) == [("disk", 4, 20)]
     assert enough.advice(rooms={"disk": 5 * GIB}) == []
+    greedy = planner(lambda budget, room: 100 if 4.5 < room < 6 else 20)  # less room than there is helps nobody
+    assert greedy.advice(rooms={"disk": 5 * GIB}) == [("disk", 8, 20)]
 
 
 def test_what_does_not_fit_is_no_advice_and_no_fault(planner):

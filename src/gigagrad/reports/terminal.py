@@ -91,7 +91,7 @@ class Terminal:
                 self._end(job)
                 if not nested or seconds >= self._interval:
                     self._line(f"{job} finished in {format_seconds(seconds)}", detail)
-            case Preparing() if not self._bars.disable:
+            case Preparing():
                 self._prepare(event)
             case TileDone(phase, done, total, left):
                 if _TILES not in self._work or done < self._work[_TILES].done:
