@@ -13,15 +13,21 @@ import torch
 
 from gigagrad.cli import main
 from gigagrad.cli.parser import build_parser
+from gigagrad.devices import Machine
+from gigagrad.devices.machine import write_profile
 from gigagrad.images import open_image
 from gigagrad.models import save_model
+from gigagrad.plans import Plan
 from gigagrad.prediction import PredictConfig
 from gigagrad.training import FitConfig
 
 WORDS = {
     "demo": "--memory --out --quick --slides",
     "label": "--mpp --out --overwrite SLIDE",
-    "plan": "--channels --device --json --loss --memory --model --picture --predict --scratch --size --storage",
+    "plan": (
+        "--channels --device --json --loss --memory --model --picture --predict --rates --scratch --scratch-bytes "
+        "--size --storage --threads"
+    ),
     "fit": (
         "--config --device --epochs --learning-rate --level --loss --memory --model --no-augment --out --overwrite "
         "--scratch --seed --slides --storage --trust"
@@ -35,6 +41,9 @@ WORDS = {
     "calibrate": "--scratch",
     "doctor": "",
 }
+
+
+PLAN = ["plan", "--model", "paper-unet", "--size", "160x160"]
 
 
 def subcommands():
@@ -85,6 +94,11 @@ def test_help_teaches_every_command(command, capsys):
         (["plan", "--model", "paper-unett", "--size", "160x160"], "did you mean 'paper-unet'"),
         (["plan", "--model", "paper-unet", "--size", "160x160", "--memory", "1MiB"], "the smallest budget that works"),
         (["plan", "--model", "paper-unet", "--size", "160x160", "--picture", "plan.jpg"], ".svg or .png"),
+        ([*PLAN, "--scratch-bytes", "much"], "'2 GiB'"),
+        ([*PLAN, "--threads", "0"], "a whole number of 1 or more"),
+        ([*PLAN, "--rates", "none.json"], "'gigagrad calibrate' saved"),
+        ([*PLAN, "--threads", "8", "--device", "cuda"], "leave them out"),
+        ([*PLAN, "--scratch", "no/such/folder", "--scratch-bytes", "1GiB"], "no/such/folder"),
         (["fit"], "--slides"),
         (["evaluate", "--slides", "c.csv"], "--run --predictions"),
     ],
@@ -187,6 +201,73 @@ def test_plan_as_json_and_for_prediction(capsys):
     made = json.loads(capsys.readouterr().out)
     assert made["image_shape"][-2:] == [320, 480]
     assert [each["phase"] for each in made["passes"]] == ["forward"]
+
+
+DEEP = """
+from torch import nn
+class Net(nn.Sequential):
+    def __init__(self):
+        convs = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
+        super().__init__(nn.Conv2d(3, 8, 3, padding=1), *convs, nn.Conv2d(8, 1, 1))
+    def forward(self, x):
+        return super().forward(x.float())
+"""
+
+
+@pytest.fixture
+def deep(tmp_path, monkeypatch):
+    """The command for a network whose fields are worth keeping in scratch, on a slow processor of 8 threads."""
+    (tmp_path / "nets_to_plan.py").write_text(DEEP)
+    monkeypatch.syspath_prepend(tmp_path)
+    rates = tmp_path / "slow.json"
+    write_profile(rates, Machine(flops_per_second=1e9))
+    profile = json.loads(rates.read_text())
+    profile["machine"] = {"processor": "a slow one", "threads": 8, "torch": "another"}
+    rates.write_text(json.dumps(profile))
+    return ["plan", "--model", "nets_to_plan:Net", "--size", "4000x4000", "--memory", "1GiB", "--rates", str(rates)]
+
+
+def planned(command, capsys):
+    assert main([*command, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    return Plan.from_dict(printed), printed["advice"]
+
+
+def test_plan_for_another_machine(deep, tmp_path, capsys):
+    plain, advice = planned(deep, capsys)
+    assert (plain.elsewhere, plain.timed_seconds) == ((), None)
+    (scratch,) = (each for each in advice if each["tier"] == "disk")
+    assert scratch["seconds"] < 0.95 * plain.predicted_seconds
+    there, _ = planned([*deep, "--scratch-bytes", str(scratch["size_bytes"])], capsys)
+    assert 0 < there.bytes_in("disk") <= scratch["size_bytes"]
+    assert there.predicted_seconds == pytest.approx(scratch["seconds"], rel=0.1)  # the process has grown meanwhile
+    some, _ = planned([*deep, "--scratch", str(tmp_path), "--scratch-bytes", "1MiB"], capsys)
+    assert some.bytes_in("disk") <= 2**20
+    fewer, _ = planned([*deep, "--threads", "1"], capsys)
+    assert (plain.workers, fewer.workers) == (8, 1)
+    assert fewer.predicted_seconds > 2 * plain.predicted_seconds
+
+
+def test_plan_says_what_would_help_and_by_whose_rates(deep, capsys):
+    assert main(deep) == 0
+    text = capsys.readouterr().out
+    assert "(by the rates in slow.json)" in text
+    (first,) = (line for line in lines(text) if line.startswith("what would help"))
+    assert " a step instead of " in first
+    assert " of scratch: " in text
+    assert max(map(len, lines(text))) <= 100
+
+
+def test_plan_shows_how_far_it_is_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
+    doing = ("capture the model", "try other budgets")
+    assert main(PLAN) == 0
+    assert not any(each in capsys.readouterr().out for each in doing)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, this is a terminal
+    assert main(PLAN) == 0
+    text = capsys.readouterr().out
+    assert all(each in text for each in doing)
+    assert main([*PLAN, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["advice"] == []
 
 
 def test_fit_takes_settings_from_a_file_and_flags_win(cohort, tmp_path, monkeypatch, capsys):

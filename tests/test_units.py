@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gigagrad.units import format_bytes, format_pixels, format_seconds, parse_bytes, parse_size
+from gigagrad.units import format_bytes, format_pixels, format_seconds, parse_bytes, parse_size, printable_bytes
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,12 @@ def test_what_is_no_amount(text):
 @given(st.integers(1, 2**44))
 def test_printed_bytes_are_read_back_within_their_digits(count):
     assert abs(parse_bytes(format_bytes(count)) - count) <= 0.006 * count
+
+
+@given(st.integers(1, 2**50))
+def test_printable_bytes_lose_nothing_when_they_are_printed(count):
+    found = printable_bytes(count)
+    assert count <= found == parse_bytes(format_bytes(found)) <= 1.012 * count + 1
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,20 @@ class JobFinished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Preparing(Event):
+    """What has to be done before a step of this size can run, once: its parts are not known beforehand.
+
+    `doing` is one short phrase for a person, the same until it is `over`, be it by an error. Of plans, `tried` counts
+    those looked at, and the fastest that fits takes `best_seconds` a step, None while there is none.
+    """
+
+    doing: str
+    tried: int = 0
+    best_seconds: float | None = None
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TileDone(Event):
     """One tile of one stage ran; `phase` is `"forward"` or `"backward"`, counts are over the whole step.
 
@@ -125,3 +139,23 @@ class Events:
         start = time.monotonic()
         yield lambda done, detail: self.emit(JobAdvanced(name, done, total, detail))
         self.emit(JobFinished(name, time.monotonic() - start))
+
+    @contextmanager
+    def preparing(self, doing: str) -> Iterator[Callable[[float | None], None]]:
+        """Tell of what is prepared in the block: call what this gives with the seconds that a step takes by each plan
+        tried, None where it does not fit.
+        """
+        tried, best_seconds = 0, None
+
+        def tell(seconds: float | None) -> None:
+            nonlocal tried, best_seconds
+            tried += 1
+            if seconds is not None:
+                best_seconds = seconds if best_seconds is None else min(best_seconds, seconds)
+            self.emit(Preparing(doing, tried, best_seconds))
+
+        self.emit(Preparing(doing))
+        try:
+            yield tell
+        finally:
+            self.emit(Preparing(doing, tried, best_seconds, over=True))

@@ -42,6 +42,15 @@ def format_bytes(count: int) -> str:
     return f"{size:.3g} TiB" if abs(size) < 100 else f"{size:.0f} TiB"
 
 
+def printable_bytes(count: int) -> int:
+    """The next number of bytes, from `count` (at least 1) on, that `format_bytes` prints without rounding: whoever
+    types what was printed gets all of it.
+    """
+    while (shown := parse_bytes(format_bytes(count))) < count:
+        count += max(1, count // 1000)
+    return shown
+
+
 def parse_size(text: str) -> tuple[int, int]:
     """`"16000x64000"` as `(height, width)` in pixels. Raises `ValueError` for anything else."""
     match = re.fullmatch(r"\s*(\d+)\s*[xX]\s*(\d+)\s*", text)

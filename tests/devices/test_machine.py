@@ -62,6 +62,8 @@ def broken(path, damage):
         (lambda c: c["rates"].pop("copy_bytes_per_second"), "damaged"),
         (lambda c: c["rates"].update(copy_bytes_per_second="fast"), "damaged"),
         (lambda c: c["rates"].update(flops_per_second=0.0), "damaged"),
+        (lambda c: c["rates"].update(flops_per_second=10**400), "damaged"),
+        (lambda c: c["rates"].update(flops_per_second=1e-300), "damaged"),
         (lambda c: c["rates"].update(flops_per_second=True), "damaged"),
         (lambda c: c["rates"].update(shared_efficiency=-1.0), "damaged"),
         (lambda c: c["rates"].update(shared_efficiency=float("nan")), "damaged"),
@@ -76,6 +78,36 @@ def test_a_damaged_or_foreign_profile_is_refused_in_one_sentence(home, damage, r
     assert reason in text
     assert "gigagrad calibrate" in text
     assert "\n" not in text
+
+
+def test_a_profile_of_another_machine_is_that_machine_for_whoever_asks(path):
+    def elsewhere(content):
+        content["machine"] = {"processor": "another", "threads": 48, "torch": "2.0"}
+
+    broken(path, elsewhere)
+    found = Machine.from_profile(path)
+    assert (found.threads, found.rates, found.calibrated) == (48, CALIBRATED.rates, True)
+    with pytest.raises(ProfileError, match="belongs to"):
+        read_profile(path)
+
+
+@pytest.mark.parametrize(
+    "machine", [None, [], {}, {"threads": 0}, {"threads": True}, {"threads": 2.5}, {"threads": 1e9}]
+)
+def test_a_profile_without_its_threads_is_no_machine(path, machine):
+    broken(path, lambda content: content.update(machine=machine))
+    with pytest.raises(ProfileError, match=r"how many threads.*'gigagrad calibrate' saved"):
+        Machine.from_profile(path)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", "!!python/object/apply:os.abort []", '{"format": "other"}'])
+def test_what_is_no_profile_is_refused_with_a_remedy(path, text):
+    if text is not None:
+        path.parent.mkdir()
+        path.write_text(text)
+    with pytest.raises(ProfileError, match="name a file that this version's 'gigagrad calibrate' saved") as refused:
+        Machine.from_profile(path)
+    assert str(path) in str(refused.value)
 
 
 @given(st.binary(max_size=200))

@@ -8,9 +8,9 @@ import torch
 
 import gigagrad as gg
 from gigagrad.allowances import KERNEL_BYTES, MOST_COMPILED
-from gigagrad.devices import cpu
+from gigagrad.devices import Machine, cpu
 from gigagrad.errors import BudgetError
-from gigagrad.events import Notice
+from gigagrad.events import Notice, Preparing
 from gigagrad.execution import planner
 from gigagrad.plans import ledger
 from gigagrad.plans.plan import amount_of
@@ -241,3 +241,43 @@ def test_dilated_convolutions_in_bfloat16_run_contiguous(dilation, precision, la
     assert engine.plan(image, target).memory_format == layout
     engine.backward(image, target)
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def prepared(engine, pair):
+    """What was prepared, in order, and whether each of it came to its end."""
+    heard: list[Preparing] = []
+    engine.events.subscribe(lambda event: heard.append(event) if isinstance(event, Preparing) else None)
+    try:
+        engine.backward(*pair)
+    finally:
+        for each in {event.doing for event in heard}:
+            assert sum(event.over for event in heard if event.doing == each) == 1
+    return heard
+
+
+def test_a_first_step_tells_what_it_is_prepared_by_and_the_second_has_nothing_to_tell():
+    pair = np.zeros((3, 400, 400), np.uint8), np.zeros((1, 400, 400), np.uint8)
+    engine = gg.compile(gg.models.resolve("paper-unet"), bce)
+    heard = prepared(engine, pair)
+    assert list(dict.fromkeys(event.doing for event in heard))[:2] == ["capture the model", "plan"]
+    last = next(event for event in heard if event.doing == "plan" and event.over)
+    assert last.tried
+    assert last.best_seconds == pytest.approx(engine.plan(*pair).modelled_seconds)
+    assert prepared(engine, pair) == []
+
+
+def test_a_refused_plan_is_over_too():
+    pair = np.zeros((3, 400, 400), np.uint8), np.zeros((1, 400, 400), np.uint8)
+    with pytest.raises(BudgetError):
+        prepared(gg.compile(gg.models.resolve("paper-unet"), bce, memory=1000), pair)
+
+
+def test_a_plan_for_another_machine_is_by_its_rates_and_none_that_runs_here(job):
+    engine, plan, _, _ = job
+    pair = np.zeros((3, 3000, 3000), np.uint8), np.zeros((1, 3000, 3000), np.uint8)
+    slow = Machine(threads=8, flops_per_second=1e9, shared_efficiency=0.0)
+    there = engine.plan(*pair, machine=slow)
+    assert (there.workers, there.timed_seconds) == (8, None)
+    assert there.predicted_seconds > 1
+    assert engine.problem(*pair, machine=slow).machine == slow
+    assert plan().workers != 8

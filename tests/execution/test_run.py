@@ -15,7 +15,7 @@ import gigagrad as gg
 from gigagrad.allowances import HEAP_TOP_BYTES
 from gigagrad.devices import MemoryWatch, device_for, heap
 from gigagrad.devices.cpu import Cpu, HeapWatch
-from gigagrad.events import StepMeasured, TileDone
+from gigagrad.events import Preparing, StepMeasured, TileDone
 from gigagrad.execution import observers
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.observers import Progress
@@ -25,7 +25,7 @@ from gigagrad.graphs import InputSpec, capture
 
 def events_of(engine):
     seen: list[Any] = []
-    engine.events.subscribe(seen.append)
+    engine.events.subscribe(lambda event: None if isinstance(event, Preparing) else seen.append(event))
     return seen
 
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Grid, ledger, split_stages
+from gigagrad.plans import Grid, ledger, make_plan, split_stages
 from gigagrad.plans.geometry import lattice
 from gigagrad.plans.plan import amount_of
 from tests.plans.networks import graph_of as colour_graph_of
-from tests.plans.networks import plan_of
+from tests.plans.networks import plan_of, problem_of
 
 
 def refusal(plan_for, graph, budget):
@@ -151,3 +151,12 @@ def test_without_a_budget_tiles_are_no_larger_than_speed_asks_for():
     assert chosen.predicted_peak_bytes < largest.predicted_peak_bytes / 3
     forced = [plan_of(graph, tiles=((side, side),)).predicted_seconds for side in (16, 32, 64, 128, 256)]
     assert chosen.predicted_seconds <= 1.2 * min(forced)
+
+
+def test_whoever_asks_is_told_of_every_way_that_was_tried(norms):
+    told: list[float | None] = []
+    problem = problem_of(norms, 900 * 2**20)
+    plan = make_plan(problem, tried=told.append)
+    fitting = [seconds for seconds in told if seconds is not None]
+    assert None in told
+    assert min(fitting) == pytest.approx(plan.modelled_seconds)

@@ -10,10 +10,13 @@ from PIL import Image
 from rich.console import Console
 
 from gigagrad.errors import ConfigError, WriteError
-from gigagrad.plans import Amount, Fate, KeptField, Moment, Pass, Plan, Point, StagePlan, ledger
+from gigagrad.events import Preparing
+from gigagrad.plans import Advice, Amount, Fate, KeptField, Moment, Pass, Plan, Point, StagePlan, ledger, make_plan
 from gigagrad.reports import plan_picture
 from gigagrad.reports.plan_picture import check_picture, draw_plan
-from gigagrad.reports.plan_study import PlanStudy, describe_study, plan_page
+from gigagrad.reports.plan_study import PlanStudy, advice_in_words, describe_study, make_study, plan_page
+from gigagrad.units import format_seconds
+from tests.plans.networks import MIB, graph_of, problem_of, residual
 
 GIB = 2**30
 
@@ -95,7 +98,7 @@ def study_of(stages=3, fields=4, **changes):
         for i, p in enumerate(passes)
     )
     points = tuple(Point(2**i * GIB, 2**i * GIB, 10000.0 / 3**i, i, i * GIB) for i in range(1, 7))
-    made = PlanStudy("smp:Unet", plan, False, found, moments, points)
+    made = PlanStudy("smp:Unet", plan, "by typical rates", found, moments, points)
     return dataclasses.replace(made, **changes)
 
 
@@ -125,6 +128,48 @@ def test_everything_is_said_within_100_columns():
         "55 min 33 s",
     ):
         assert said in text, said
+
+
+ADVICE = (Advice("memory", 12 * GIB, 100.0), Advice("memory", 33 * GIB, 60.0), Advice("disk", 28 * GIB, 120.0))
+
+
+def test_what_would_help_is_said_in_a_line_each():
+    text = shown(study_of(advice=ADVICE))
+    assert "what would help     12 GiB of memory: 1 min 40 s a step instead of 3 min 30 s" in text
+    assert "33 GiB of memory: 1 min 00 s" in text
+    assert "28 GiB of scratch: 2 min 00 s" in text
+    assert advice_in_words(study_of(advice=(Advice("host", GIB, 1.0),)))[0].startswith("1 GiB of host memory: 1.0 s")
+
+
+def test_nothing_would_help_where_nothing_does():
+    study = study_of()
+    assert advice_in_words(study) == ("neither memory nor scratch: more would save less than 5 % of the time",)
+    free = dataclasses.replace(study, plan=dataclasses.replace(study.plan, budget_bytes=None))
+    assert advice_in_words(free) == ("nothing: no budget holds this plan back",)
+
+
+def test_the_rates_behind_a_predicted_time_are_named():
+    study = study_of(rates="by the rates in epyc.json")
+    study = dataclasses.replace(study, plan=dataclasses.replace(study.plan, timed_seconds=None))
+    assert "(by the rates in epyc.json)" in shown(study)
+
+
+def test_a_study_is_in_the_seconds_of_timed_tiles_and_tells_how_far_it_is():
+    problem = problem_of(graph_of(residual(2), size=2048), 400 * MIB)
+    plan = make_plan(problem)
+    timed = dataclasses.replace(plan, timed_seconds=tuple(10 * s * plan.modelled_seconds for s in plan.pass_shares))
+    heard: list[Preparing] = []
+    study = make_study("net", problem, timed, listeners=(heard.append,))  # type: ignore[arg-type]
+    plain = make_study("net", problem, plan, rates="by guesses")
+    assert plain.advice
+    assert [each.seconds for each in study.advice] == pytest.approx([10 * each.seconds for each in plain.advice])
+    assert [p.seconds for p in study.points] == pytest.approx([10 * p.seconds for p in plain.points])
+    assert study.advice[0].seconds < study.seconds
+    assert format_seconds(study.seconds) in advice_in_words(study)[0]
+    assert study.rates.startswith("by typical rates; 'gigagrad calibrate'")
+    assert plain.rates == "by guesses"
+    assert [event.tried for event in heard[:-1]] == list(range(len(heard) - 1))
+    assert heard[-1].over
 
 
 def test_names_that_are_too_long_take_another_line():
@@ -210,6 +255,27 @@ def test_no_line_crosses_the_legend_wherever_the_budget_is(tmp_path, monkeypatch
     (ax,) = drawn
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["this plan", "budget 8 GiB"]
     assert ax.get_legend().get_window_extent().y1 < ax.get_window_extent().y0
+
+
+def test_the_picture_says_what_would_help_within_its_width(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    written, save = [], Figure.savefig
+
+    def savefig(figure, *args, **more):
+        save(figure, *args, **more)
+        label = figure._supxlabel
+        dots = more["dpi"]
+        written.append(label and (label.get_text(), label.get_window_extent(dpi=dots).width / dots))
+        assert figure.get_figwidth() == 11
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    draw_plan(study_of(advice=ADVICE), tmp_path / "plan.png")
+    draw_plan(study_of(), tmp_path / "plan.png")
+    (told, width), silent = written
+    assert "28 GiB of scratch: 2 min 00 s" in told
+    assert 7 < width < 10
+    assert silent is None
 
 
 def test_a_picture_of_another_kind_is_refused(tmp_path):

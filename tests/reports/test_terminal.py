@@ -5,7 +5,16 @@ import io
 import pytest
 from rich.console import Console
 
-from gigagrad.events import JobAdvanced, JobFinished, JobStarted, MetricsLogged, Notice, StepMeasured, TileDone
+from gigagrad.events import (
+    JobAdvanced,
+    JobFinished,
+    JobStarted,
+    MetricsLogged,
+    Notice,
+    Preparing,
+    StepMeasured,
+    TileDone,
+)
 from gigagrad.reports.terminal import Terminal
 
 
@@ -101,6 +110,35 @@ def test_bars_show_rate_time_left_and_memory(clock):
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for text in ("train [x]", "4/10", "left", "1.02 Gpx in 31.0 s, peak 600 MiB of 1 GiB", "written"):
         assert text in shown, text
+
+
+def test_preparations_are_shown_on_a_terminal_while_they_last_and_leave_nothing(clock, plain):
+    events = [
+        JobStarted("train", 3),
+        Preparing("plan"),
+        Preparing("plan", 7),
+        Preparing("plan", 9, 245.0),
+        Preparing("plan", 9, 245.0, over=True),
+    ]
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    with Terminal(console, clock=clock) as terminal:
+        frames = []
+        for event in events:
+            clock.now += 3
+            terminal(event)
+            page = Console(file=io.StringIO(), width=160)
+            page.print(terminal._bars.get_renderable())
+            frames.append(page.file.getvalue())  # type: ignore[attr-defined]
+    assert "plan" not in frames[0]
+    assert "3.0 s" in frames[2]
+    assert "7 tried" in frames[2]
+    assert "9 tried, fastest so far 4 min 05 s a step" in frames[3]
+    assert "0/" not in next(line for line in frames[3].splitlines() if "plan" in line)
+    assert "plan" not in frames[4]
+    assert "train" in frames[4]
+    for event in events[1:]:
+        plain(event)
+    assert lines(plain) == []
 
 
 def test_a_job_that_was_never_announced_is_shown_all_the_same(plain):

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from gigagrad.allowances import ROWS_AT_ONCE
 from gigagrad.boxes import Box
+from gigagrad.devices import Machine
 from gigagrad.errors import StoreError
-from gigagrad.stores import Blosc, DiskStore, Scratch
+from gigagrad.stores import Blosc, DiskStore, DiskTier, PlannedDiskTier, Scratch
 from gigagrad.stores.bricks import Bricks
 
 
@@ -480,3 +481,12 @@ def test_rows_past_the_cache_wait_for_the_disk_together(tmp_path, monkeypatch):
     scratch.each(lambda row: together.wait(60), range(3 * ROWS_AT_ONCE))  # type: ignore[arg-type]
     scratch.close()
     assert not together.broken
+
+
+def test_a_disk_that_is_not_here_is_planned_for_like_one_that_is_and_never_opened(tmp_path):
+    planned, real = PlannedDiskTier(1 << 50), DiskTier(tmp_path)
+    assert planned.room_bytes() == 1 << 50 > real.room_bytes()
+    assert planned.field_bytes((300, 200), 4) == real.field_bytes((300, 200), 4)
+    assert planned.name == real.name
+    with pytest.raises(StoreError, match="scratch="):
+        planned.open(1, Machine())

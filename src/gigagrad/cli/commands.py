@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from gigagrad.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gigagrad import plans
+    from gigagrad.devices import Machine
     from gigagrad.events import Listener
-    from gigagrad.reports.plan_study import PlanStudy
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -42,54 +41,55 @@ def plan(args: argparse.Namespace) -> None:
     from gigagrad.execution import compile
     from gigagrad.models import resolve
     from gigagrad.reports.plan_picture import check_picture, draw_plan
-    from gigagrad.reports.plan_study import plan_page
+    from gigagrad.reports.plan_study import make_study, plan_page
+    from gigagrad.stores import PlannedDiskTier
     from gigagrad.training.losses import named_loss
+    from gigagrad.units import parse_bytes
 
     if args.picture is not None:
         check_picture(args.picture)
-    model = resolve(args.model).train(not args.predict)
-    loss = None if args.predict else named_loss(args.loss).function
-    engine = compile(model, loss, memory=args.memory, scratch=args.scratch, storage=args.storage, device=args.device)
+    machine = _other_machine(args)
+    scratch = args.scratch
+    if scratch is None and args.scratch_bytes is not None:
+        scratch = PlannedDiskTier(parse_bytes(args.scratch_bytes))
+    engine = compile(
+        resolve(args.model).train(not args.predict),
+        None if args.predict else named_loss(args.loss).function,
+        memory=args.memory,
+        scratch=scratch,
+        scratch_bytes=args.scratch_bytes,
+        storage=args.storage,
+        device=args.device,
+    )
     # One pixel, seen everywhere: a plan asks for the shape and the dtype of images, not for their memory.
     slide = np.broadcast_to(np.uint8(255), (args.channels, *args.size))
     target = None if args.predict else np.broadcast_to(np.uint8(0), (1, *args.size))
-    made = engine.plan(slide, target)
-    if args.json:
-        print(json.dumps(made.to_dict(), indent=2))
-        if args.picture is None:
-            return
-    study = _study(args.model, engine.problem(slide, target), made)
+    rates = f"by the rates in {args.rates.name}" if args.rates is not None else ""
+    with _progress(quiet=args.json) as listener:
+        engine.events.subscribe(listener)
+        made = engine.plan(slide, target, machine=machine)
+        problem = engine.problem(slide, target, machine=machine)
+        study = make_study(args.model, problem, made, rates=rates, listeners=(listener,))
     if args.picture is not None:
         draw_plan(study, args.picture)
-    if not args.json:
-        _show(plan_page(study))
-        if args.picture is not None:
-            print(args.picture)
+    if args.json:
+        print(json.dumps({**made.to_dict(), "advice": list(map(dataclasses.asdict, study.advice))}, indent=2))
+        return
+    _show(plan_page(study))
+    if args.picture is not None:
+        print(args.picture)
 
 
-def _study(model: str, problem: plans.Problem, made: plans.Plan) -> PlanStudy:
-    """Everything there is to say about a plan, and the curve it stands on."""
-    from gigagrad import plans
-    from gigagrad.reports.plan_study import PlanStudy
+def _other_machine(args: argparse.Namespace) -> Machine | None:
+    """The machine that is planned for where it is not this one. Raises `ConfigError` for one with a GPU."""
+    if args.rates is None and args.threads is None:
+        return None
+    if args.device != "cpu":
+        raise ConfigError(f"--rates and --threads are of processors, got --device {args.device}; leave them out")
+    from gigagrad.devices import Machine, device_for
 
-    simulation = plans.simulate(problem, made)
-    assert simulation.consistent, "; ".join(map(str, simulation.faults))
-    # Where tiles of this plan have been timed, the whole curve is scaled to them.
-    scale = made.predicted_seconds / made.modelled_seconds if made.modelled_seconds else 1.0
-    costs = plans.Costs(problem.graph, problem.machine, problem.packing)
-
-    def plan_at(budget_bytes: int | None) -> plans.Plan:
-        return plans.make_plan(dataclasses.replace(problem, budget_bytes=budget_bytes), costs=costs)
-
-    points = plans.trade_off(plan_at)
-    return PlanStudy(
-        model=model,
-        plan=made,
-        calibrated=problem.machine.calibrated,
-        fates=plans.fates(problem.graph, made),
-        moments=simulation.moments,
-        points=tuple(dataclasses.replace(point, seconds=scale * point.seconds) for point in points),
-    )
+    machine = device_for(args.device).machine() if args.rates is None else Machine.from_profile(args.rates)
+    return machine if args.threads is None else dataclasses.replace(machine, threads=args.threads)
 
 
 def fit(args: argparse.Namespace) -> None:

@@ -175,7 +175,8 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
     "plan": (
         "show what a training step would cost, without a slide",
         "Captures the model at the true size, chooses tiles within the budget, and prints its stages, the fate of each "
-        "field, where memory and time go, the smallest budget that works, and what more memory would buy.",
+        "field, where memory and time go, the smallest budget that works, and what more memory or scratch would buy. "
+        "For another machine name its --memory, --scratch-bytes, --rates and --threads.",
         {
             "--model": {"required": True, "help": _MODEL},
             "--size": {
@@ -187,11 +188,26 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
             "--channels": {"type": _positive, "default": 3, "help": "of the slide (default: 3)"},
             "--memory": {},
             "--scratch": {},
+            "--scratch-bytes": {
+                "type": _memory,
+                "metavar": "SIZE",
+                "help": "room for files in --scratch, e.g. 200GiB; without --scratch, on a disk that need not be here",
+            },
+            "--rates": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "plan by the rates, and for the threads, of the machine on which 'calibrate' saved this file",
+            },
+            "--threads": {
+                "type": _positive,
+                "metavar": "N",
+                "help": "plan for so many threads that compute tiles (default: those of --rates, else of this machine)",
+            },
             "--storage": {},
             "--loss": {},
             "--predict": {"action": "store_true", "help": "plan a prediction instead of a training step"},
             "--device": {},
-            "--json": "print the plan as JSON",
+            "--json": "print the plan, and the advice, as JSON",
             "--picture": {
                 "type": Path,
                 "metavar": "FILE",

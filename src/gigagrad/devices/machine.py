@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +46,7 @@ class Machine:
     threads: int = 1
     cache_bytes: int = _LARGEST_CACHE_BYTES
     calibrated: bool = False
-    """Whether the rates were measured on this machine."""
+    """Whether the rates were measured, on this machine or, for a plan for another one, on that."""
     flops_per_second: float = 100e9
     """Of convolutions of many channels, in float32."""
     cached_bytes_per_second: float = 40e9
@@ -84,6 +84,23 @@ class Machine:
         except ProfileError as error:
             notice(f"{error}; planning without it, run 'gigagrad calibrate' to measure again")
             return bare
+
+    @classmethod
+    def from_profile(cls, path: Path) -> Machine:
+        """The machine, this or another, on which `gigagrad calibrate` saved this profile. A profile says nothing of
+        caches: the one of this machine is taken.
+
+        Raises:
+            ProfileError: the file is no such profile, or one of another version.
+        """
+        try:
+            content = _read(path)
+            threads = content["machine"].get("threads") if isinstance(content.get("machine"), dict) else None
+            if type(threads) is not int or not 1 <= threads <= _MOST_THREADS:
+                raise ProfileError(f"the machine profile {path} is damaged: it does not say how many threads it is for")
+        except ProfileError as error:
+            raise ProfileError(f"{error}; name a file that this version's 'gigagrad calibrate' saved") from error
+        return cls(threads=threads, cache_bytes=cache_bytes()).with_rates(content["rates"])
 
     @classmethod
     def typical_gpu(cls) -> Machine:
@@ -136,6 +153,9 @@ class Machine:
 
 
 _MAY_BE_ZERO = ("shared_efficiency", "side_by_side_efficiency", "codec_bytes_per_second")
+_LEAST_RATE, _MOST_RATE = 1e-12, 1e18
+"""What is beyond them was not measured, and a file may hold any number."""
+_MOST_THREADS = 4096
 _RATES = tuple(field.name for field in dataclasses.fields(Machine) if field.type == "float")
 
 
@@ -171,24 +191,30 @@ def write_profile(path: Path, machine: Machine) -> None:
 
 def read_profile(path: Path) -> dict[str, float]:
     """The rates in a profile of this machine. Raises `ProfileError` with the reason if it is none."""
+    content = _read(path)
+    if content.get("machine") != machine_key():
+        raise ProfileError(f"the machine profile {path} belongs to {content.get('machine')}, this is {machine_key()}")
+    return content["rates"]  # type: ignore[no-any-return]  # `_read` has looked
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A profile of any machine, with rates that can be used. Raises `ProfileError` with the reason if it is none."""
     try:
         content = read_json(path)
     except ValueError as error:
         raise ProfileError(f"the machine profile {path} cannot be read ({error})") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ProfileError(f"the machine profile {path} is not in the format of this version ('{_FORMAT}')")
-    if content.get("machine") != machine_key():
-        raise ProfileError(f"the machine profile {path} belongs to {content.get('machine')}, this is {machine_key()}")
     rates = content.get("rates")
     if not isinstance(rates, dict) or rates.keys() != set(_RATES) or not all(map(_is_rate, rates, rates.values())):
         raise ProfileError(f"the machine profile {path} is damaged: it lacks a rate, or holds one that is no number")
-    return rates
+    return content
 
 
 def _is_rate(name: str, value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return value > 0 or (value == 0 and name in _MAY_BE_ZERO)
+    return _LEAST_RATE <= value <= _MOST_RATE or (value == 0 and name in _MAY_BE_ZERO)
 
 
 def _processor() -> str:

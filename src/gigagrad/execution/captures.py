@@ -49,7 +49,8 @@ class Captures:
             tuple(source.spec for name, source in sources.items() if name.startswith(kind))
             for kind in ("image", "target")
         )
-        captured = trace(self._composite, images, targets if len(targets) > 1 else targets[0] if targets else None)
+        with self._events.preparing("capture the model"):
+            captured = trace(self._composite, images, targets if len(targets) > 1 else targets[0] if targets else None)
         gc.collect()  # tracing leaves cycles behind, which would count as held by the process
         if captured.left_out:
             told = f"forward stores {', '.join(captured.left_out)} for somebody to look at; it will not be found there"

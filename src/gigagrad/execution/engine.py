@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 from gigagrad.boxes import Box
-from gigagrad.devices import Device, device_for
+from gigagrad.devices import Device, Machine, device_for
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Notice, StepMeasured
 from gigagrad.execution.captures import Captures
@@ -182,8 +182,11 @@ class Engine:
         return {name.removeprefix(prefix): error for name, error in found.items() if name.startswith(prefix)}
 
     @lets_go
-    def plan(self, image: Any, target: Any = None) -> Plan:
+    def plan(self, image: Any, target: Any = None, *, machine: Machine | None = None) -> Plan:
         """The plan for an image (and target) of this size: of a backward if the engine has a loss, else of a `stream`.
+
+        With a `machine`, what would be planned on that one, beside what this process holds: no tiles are timed, and
+        runs here have plans of their own.
 
         Raises:
             BudgetError: it cannot fit; nothing has run.
@@ -191,15 +194,17 @@ class Engine:
             ImageError, TargetError: an input cannot be used.
         """
         with opened_sources(self._composite, image, target) as sources:
-            graph = self._captures.get(sources).graph
-            return self._planner.prepare(graph, sources, None, backward=self.loss is not None).plan
+            graph, backward = self._captures.get(sources).graph, self.loss is not None
+            if machine is None:
+                return self._planner.prepare(graph, sources, None, backward=backward).plan
+            return self._planner.make(self._planner.problem(graph, sources, None, backward=backward, machine=machine))
 
     @lets_go
-    def problem(self, image: Any, target: Any = None) -> Problem:
+    def problem(self, image: Any, target: Any = None, *, machine: Machine | None = None) -> Problem:
         """What `plan` is a plan for, to ask for plans with other budgets (`gigagrad.plans.trade_off`)."""
         with opened_sources(self._composite, image, target) as sources:
-            graph = self._captures.get(sources).graph
-            return self._planner.problem(graph, sources, None, backward=self.loss is not None)
+            graph, backward = self._captures.get(sources).graph, self.loss is not None
+            return self._planner.problem(graph, sources, None, backward=backward, machine=machine)
 
     @lets_go
     def backward(self, image: Any, target: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gigagrad.allowances import UNNOTICED_BYTES
-from gigagrad.devices import Device
+from gigagrad.devices import Device, Machine
 from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.choice import Choice
@@ -108,8 +108,18 @@ class Planner:
                 self._planned[key] = dataclasses.replace(planned, prepared=taken, ran=True)
                 return
 
-    def problem(self, graph: Graph, sources: dict[str, Source], sink: Sink | None, *, backward: bool) -> Problem:
-        """What there is to plan for; asked after capture, which loads much. Raises StoreError for a missing folder."""
+    def problem(
+        self,
+        graph: Graph,
+        sources: dict[str, Source],
+        sink: Sink | None,
+        *,
+        backward: bool,
+        machine: Machine | None = None,
+    ) -> Problem:
+        """What there is to plan for, here or on another `machine`; asked after capture, which loads much. Raises
+        StoreError for a missing folder.
+        """
         device = self._device
         device.trim()  # what an earlier run freed is there for this one
         dtypes = {node.dtype for node in graph.nodes if lookup(node.op).compiled}
@@ -122,7 +132,7 @@ class Planner:
         return Problem(
             graph=graph,
             backward=backward,
-            machine=device.machine(lambda text: self._events.emit_once(Notice(text, warning=True))),
+            machine=machine or device.machine(lambda text: self._events.emit_once(Notice(text, warning=True))),
             device=str(device),
             sum_dtype=device.sum_dtype,
             budget_bytes=self._budget_bytes,
@@ -136,9 +146,9 @@ class Planner:
 
     def make(self, problem: Problem) -> Plan:
         """The plan for a problem, as `prepare` makes one on first sight. Raises BudgetError."""
-        return make_plan(
-            problem, memory_format=_usual_layout(problem.graph), tiles=(self._tile,) if self._tile else None
-        )
+        tiles = (self._tile,) if self._tile else None
+        with self._events.preparing("plan") as tried:
+            return make_plan(problem, memory_format=_usual_layout(problem.graph), tiles=tiles, tried=tried)
 
     def state_dict(self) -> dict[str, Any]:
         choices = self._adopted | self._choices
@@ -186,11 +196,13 @@ class Planner:
         prepared = self._prepared(problem, plan)
         many = plan.tile_count >= _WORTH_A_TRIAL and len(plan.stages) <= _MOST_TRIED
         if adopted is None and many and plan.memory_format == "channels_last":
-            layout, seconds = faster_layout(prepared)
+            with self._events.preparing("time tiles"):
+                layout, seconds = faster_layout(prepared)
             self._tried(problem)
             plan = dataclasses.replace(plan, memory_format=layout, timed_seconds=seconds)
         elif _trial_seconds(plan) <= min(_CHEAP * plan.predicted_seconds, _SOON):
-            plan = dataclasses.replace(plan, timed_seconds=timed_passes(prepared, plan.memory_format))
+            with self._events.preparing("time tiles"):
+                plan = dataclasses.replace(plan, timed_seconds=timed_passes(prepared, plan.memory_format))
             self._tried(problem)
         prepared = dataclasses.replace(prepared, plan=plan)
         return _Planned(prepared, _compiled(prepared))

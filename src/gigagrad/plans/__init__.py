@@ -1,5 +1,6 @@
 """From a graph and a budget to a plan: stages, tile geometry, memory, cost. Nothing here runs anything."""
 
+from gigagrad.plans.advice import WORTH_SAYING, Advice, advise
 from gigagrad.plans.choose import make_plan
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.fates import Fate, fates
@@ -16,6 +17,8 @@ from gigagrad.plans.tradeoff import PlanAt, Point, smallest_budget, trade_off
 __all__ = [
     "EXACT",
     "MEMORY",
+    "WORTH_SAYING",
+    "Advice",
     "Amount",
     "Costs",
     "Fate",
@@ -35,6 +38,7 @@ __all__ = [
     "StagePlan",
     "TileGeometry",
     "WholeField",
+    "advise",
     "fates",
     "levels",
     "lifetimes",

@@ -31,6 +31,10 @@ _USUAL_CROP_PX = 512
 """At most so many pixels of the finest field are such a tile's own share."""
 
 
+Tried = Callable[[float | None], None]
+"""Gets the seconds that a step takes in a way that was tried, None where it does not fit."""
+
+
 def make_plan(
     problem: Problem,
     *,
@@ -38,17 +42,18 @@ def make_plan(
     tiles: tuple[tuple[int, int], ...] | None = None,
     kept: Kept | None = None,
     costs: Costs | None = None,
+    tried: Tried = lambda seconds: None,
 ) -> Plan:
     """The fastest plan that fits, or the one with these `tiles` (one shape for each stage; the last serves the rest)
     that keeps these fields in these tiers. Several plans of one graph are made sooner with the same `costs`, made for
-    the same machine and packing.
+    the same machine and packing. `tried` is told of each set of kept fields that was looked at.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
     """
     graph, backward = problem.graph, problem.backward
     costs = costs or Costs(graph, problem.machine, problem.packing)
-    chooser = _Chooser(problem, costs, tiles)
+    chooser = _Chooser(problem, costs, tiles, tried)
     best = chooser.best() if kept is None else chooser.again(kept)
     whole = [node for node in graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
     return Plan(
@@ -77,9 +82,9 @@ def _kept_field(problem: Problem, node_id: int, tier: Tier) -> KeptField:
 class _Chooser:
     """Looks for the fastest option that fits."""
 
-    def __init__(self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None) -> None:
+    def __init__(self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None, tried: Tried) -> None:
         self._problem, self._graph, self._costs = problem, problem.graph, costs
-        self._fitter = Fitter(problem, costs, tiles)
+        self._fitter, self._tried = Fitter(problem, costs, tiles), tried
         self._refusals: list[BudgetError] = []
         self._passed_over: list[tuple[int, Kept]] = []
 
@@ -179,14 +184,16 @@ class _Chooser:
         budget, has_room = self._problem.budget_bytes, self._fitter.has_room(kept)
         # Where another tier has too little room, the refusal will say what memory would do instead.
         least = self._fitter.least_bytes(kept if has_room else self._fitter.in_memory(kept))
+        option = None
         if not has_room or (budget is not None and least > budget):
             self._passed_over.append((least, kept))
-            return None
-        try:
-            return self._fitter.fit(kept)
-        except BudgetError as error:
-            self._refusals.append(error)
-        return None
+        else:
+            try:
+                option = self._fitter.fit(kept)
+            except BudgetError as error:
+                self._refusals.append(error)
+        self._tried(None if option is None else option.seconds)
+        return option
 
     def _moved(self, wanted: frozenset[int]) -> Option | None:
         """All of these fields kept, as many in other tiers as is fastest; None if those have too little room."""

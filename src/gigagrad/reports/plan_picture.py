@@ -12,7 +12,7 @@ from gigagrad.files import replacing
 from gigagrad.plans import ledger
 from gigagrad.plans.plan import amount_of
 from gigagrad.reports.charts import ALARM, CARD, FIRST, FOURTH, INK, LINE, MUTED, SECOND, STANDING_ALONE, THIRD
-from gigagrad.reports.plan_study import PlanStudy
+from gigagrad.reports.plan_study import PlanStudy, advice_in_words
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def draw_plan(study: PlanStudy, path: Path) -> None:
         curve, held = figure.subplots(1, 2, width_ratios=(5, 6))
         draw_curve(curve, study)
         _draw_memory(held, study)
+        if study.advice:
+            figure.supxlabel("What would help: " + "; ".join(advice_in_words(study)), fontsize=9, color=MUTED)
         with replacing(path) as file:
             figure.savefig(file, format=kind.removeprefix("."), dpi=150, metadata=_UNSIGNED[kind])
 

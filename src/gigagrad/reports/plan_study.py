@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gigagrad.plans import EXACT, Fate, Moment, Plan, Point
+from gigagrad import plans
+from gigagrad.events import Events, Listener
+from gigagrad.plans import EXACT, WORTH_SAYING, Advice, Fate, Moment, Plan, Point, Problem
 from gigagrad.plans.description import (
     COSTLY,
     GOOD,
@@ -16,6 +19,7 @@ from gigagrad.plans.description import (
     Table,
     facts_of,
     memory_of,
+    percent,
     stages_of,
     step_of,
     whole_fields_of,
@@ -26,8 +30,10 @@ from gigagrad.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+_TYPICAL = "by typical rates; 'gigagrad calibrate' measures these"
 _STAGES_SHOWN = 10
 _FIELDS_SHOWN = 6
+_RESOURCES = {"host": "host memory", "disk": "scratch"}
 _WHERE = {"memory": "in memory", "host": "on the host", "disk": "on disk"}
 
 
@@ -37,12 +43,14 @@ class PlanStudy:
 
     model: str
     plan: Plan
-    calibrated: bool
-    """Whether the machine's rates were measured."""
+    rates: str
+    """By which rates the time is predicted where no tiles were timed, as in "by this machine's rates"."""
     fates: tuple[Fate, ...]
     moments: tuple[Moment, ...]
     points: tuple[Point, ...]
     """The trade-off curve, least memory first, in the same seconds."""
+    advice: tuple[Advice, ...] = ()
+    """What would make a step clearly faster, in the same seconds."""
 
     @property
     def seconds(self) -> float:
@@ -54,6 +62,37 @@ class PlanStudy:
         return self.points[0].budget_bytes
 
 
+def make_study(
+    model: str, problem: Problem, plan: Plan, *, rates: str = "", listeners: tuple[Listener, ...] = ()
+) -> PlanStudy:
+    """Everything there is to say about a plan that was made for this problem: other plans, with less and more of what
+    holds it back, are made for it. `rates` as in `PlanStudy`, by default those of the machine.
+    """
+    simulation = plans.simulate(problem, plan)
+    assert simulation.consistent, "; ".join(map(str, simulation.faults))
+    # Where tiles of this plan have been timed, the whole curve is scaled to them.
+    scale = plan.predicted_seconds / plan.modelled_seconds if plan.modelled_seconds else 1.0
+    costs = plans.Costs(problem.graph, problem.machine, problem.packing)
+    measured = "by this machine's rates" if problem.machine.calibrated else _TYPICAL
+    with Events(listeners).preparing("try other budgets") as tried:
+
+        def make(changed: Problem) -> Plan:
+            tried(None)  # which of them is fastest says nothing: memory is no object
+            return plans.make_plan(changed, costs=costs)
+
+        points = plans.trade_off(lambda budget: make(dataclasses.replace(problem, budget_bytes=budget)))
+        advice = plans.advise(problem, plan, points, make)
+    return PlanStudy(
+        model=model,
+        plan=plan,
+        rates=rates or measured,
+        fates=plans.fates(problem.graph, plan),
+        moments=simulation.moments,
+        points=tuple(dataclasses.replace(point, seconds=scale * point.seconds) for point in points),
+        advice=tuple(dataclasses.replace(each, seconds=scale * each.seconds) for each in advice),
+    )
+
+
 def plan_page(study: PlanStudy) -> RenderableType:
     """The whole page for a rich console."""
     return renderable(describe_study(study))
@@ -62,13 +101,31 @@ def plan_page(study: PlanStudy) -> RenderableType:
 def describe_study(study: PlanStudy) -> Description:
     """What the plan says of itself, with the fate of every field in place of the list of those that it keeps."""
     plan = study.plan
-    rates = "by this machine's rates" if study.calibrated else "by typical rates; 'gigagrad calibrate' measures these"
-    facts = facts_of(plan, rates if plan.timed_seconds is None else TIMED)
+    facts = facts_of(plan, study.rates if plan.timed_seconds is None else TIMED)
+    labels = ["what would help", *("" for _ in study.advice[1:])]
     return Description(
         f"{step_of(plan)} of {study.model}",
-        (*facts, ("smallest budget", f"{format_bytes(study.smallest_bytes)} would work")),
+        (
+            *facts,
+            ("smallest budget", f"{format_bytes(study.smallest_bytes)} would work"),
+            *zip(labels, advice_in_words(study), strict=True),
+        ),
         (stages_of(plan, _STAGES_SHOWN), *whole_fields_of(plan), _fates(study.fates), memory_of(plan), _curve(study)),
     )
+
+
+def advice_in_words(study: PlanStudy) -> tuple[str, ...]:
+    """A line for each resource of which more would help, or one that says why none would."""
+    if study.plan.budget_bytes is None:
+        return ("nothing: no budget holds this plan back",)
+    if not study.advice:
+        return (f"neither memory nor scratch: more would save less than {percent(WORTH_SAYING, 1)} of the time",)
+    lines = [
+        f"{format_bytes(each.size_bytes)} of {_RESOURCES.get(each.tier, each.tier)}: {format_seconds(each.seconds)}"
+        for each in study.advice
+    ]
+    lines[0] += f" a step instead of {format_seconds(study.seconds)}"
+    return tuple(lines)
 
 
 def _fates(fates: Sequence[Fate]) -> Table:

@@ -14,7 +14,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from gigagrad.events import Event, JobAdvanced, JobFinished, JobStarted, MetricsLogged, Notice, StepMeasured, TileDone
+from gigagrad.events import (
+    Event,
+    JobAdvanced,
+    JobFinished,
+    JobStarted,
+    MetricsLogged,
+    Notice,
+    Preparing,
+    StepMeasured,
+    TileDone,
+)
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 _TILES: Final = "tiles"
@@ -45,7 +55,7 @@ class Terminal:
 
     On a terminal each job is a bar, and the tiles of the current step are one more. Elsewhere (a pipe, a log file) each
     job prints one line at most every `interval_seconds`; tiles, and jobs that are part of another one (a validation
-    between two epochs), print only where one of them outlasts that.
+    between two epochs), print only where one of them outlasts that, and preparations are shown on terminals alone.
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class Terminal:
         self._interval: Final = interval_seconds
         self._clock: Final = clock
         self._work: dict[str, _Work] = {}
+        self._preparing: dict[str, TaskID] = {}
         self._bars: Final = _bars(self.console, clock)
 
     def __enter__(self) -> Self:
@@ -80,6 +91,8 @@ class Terminal:
                 self._end(job)
                 if not nested or seconds >= self._interval:
                     self._line(f"{job} finished in {format_seconds(seconds)}", detail)
+            case Preparing():
+                self._prepare(event)
             case TileDone(phase, done, total, left):
                 if _TILES not in self._work or done < self._work[_TILES].done:
                     self._begin(_TILES, total, phase)
@@ -117,6 +130,17 @@ class Terminal:
         time_left = f", {format_seconds(left)} left" if left and done < total else ""
         self._line(f"{job} {done}/{total} ({100 * done // max(total, 1)} %){time_left}", work.detail)
 
+    def _prepare(self, event: Preparing) -> None:
+        """A bar without an end, gone with what it stands for."""
+        best = "" if event.best_seconds is None else f", fastest so far {format_seconds(event.best_seconds)} a step"
+        detail = f"{event.tried} tried{best}" if event.tried else ""
+        bar = self._preparing.get(event.doing)
+        if bar is None:
+            bar = self._preparing[event.doing] = self._bars.add_task(event.doing, total=None, detail="", left=None)
+        self._bars.update(bar, detail=detail)
+        if event.over:
+            self._bars.remove_task(self._preparing.pop(event.doing))
+
     def _measured(self, step: StepMeasured) -> None:
         """The last step's cost goes to the innermost job's line rather than making a line of its own."""
         of_budget = f" of {format_bytes(step.budget_bytes)}" if step.budget_bytes else ""
@@ -134,10 +158,19 @@ class Terminal:
         self.console.print(Text(f"{text}: {detail}" if detail else text), soft_wrap=True)
 
 
-class _Pace(ProgressColumn):
-    """`1.2 s each, 40 s left`."""
+class _Count(MofNCompleteColumn):
+    """`3/40`, where the parts can be counted."""
 
     def render(self, task: Task) -> Text:
+        return Text("") if task.total is None else super().render(task)
+
+
+class _Pace(ProgressColumn):
+    """`1.2 s each, 40 s left`; where the parts cannot be counted, how long it has taken."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text(format_seconds(task.elapsed or 0.0), style="cyan")
         if not task.completed or task.elapsed is None:
             return Text("")
         each = task.elapsed / task.completed
@@ -151,7 +184,7 @@ def _bars(console: Console, clock: Callable[[], float]) -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
-        MofNCompleteColumn(),
+        _Count(),
         _Pace(),
         TextColumn("{task.fields[detail]}", style="dim", markup=False),
         console=console,

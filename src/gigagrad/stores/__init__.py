@@ -1,7 +1,7 @@
 """Where kept fields live: one abstract store, in memory or in files under a scratch folder."""
 
 from gigagrad.stores.codecs import Blosc, Codec, faster_codec
-from gigagrad.stores.disk import DiskStore, DiskTier
+from gigagrad.stores.disk import DiskStore, DiskTier, PlannedDiskTier
 from gigagrad.stores.host import HostStore, HostTier, MemoryTier
 from gigagrad.stores.rounding import Half, Quantised, RoundedStore, Rounding, parse_storage
 from gigagrad.stores.scratch import Scratch
@@ -19,6 +19,7 @@ __all__ = [
     "HostTier",
     "MemoryTier",
     "OpenTier",
+    "PlannedDiskTier",
     "Quantised",
     "RoundedStore",
     "Rounding",

@@ -235,6 +235,19 @@ class DiskTier(Tier):
         return machine.file_seconds(nbytes)
 
 
+class PlannedDiskTier(DiskTier):
+    """Files of at most `room_bytes` on a disk that need not be here: to plan with, not to run."""
+
+    def __init__(self, room_bytes: int) -> None:
+        super().__init__(Path(), room_bytes)
+
+    def room_bytes(self) -> int:
+        return self._room_bytes or 0
+
+    def open(self, needed_bytes: int, machine: Machine) -> OpenTier:
+        raise StoreError("scratch files were planned for without a folder to put them in; name one with scratch=")
+
+
 class _OpenFolder:
     def __init__(self, scratch: Scratch, codec: Codec | None) -> None:
         self._scratch, self._codec = scratch, codec

@@ -10,7 +10,7 @@ from rich.console import Console
 import gigagrad as gg
 from gigagrad.cli import main
 from gigagrad.devices import Machine
-from gigagrad.events import JobFinished
+from gigagrad.events import JobFinished, Notice
 from gigagrad.execution.calibration import calibrate, measure
 from gigagrad.reports.tables import rates_table
 from gigagrad.training.losses import bce
@@ -73,10 +73,10 @@ def test_a_damaged_profile_is_noticed_once_and_planning_goes_on(profile):
     profile.write_text("{")
     image, mask = np.zeros((3, 192, 192), np.uint8), np.zeros((1, 192, 192), np.uint8)
     engine = gg.compile(gg.models.resolve("paper-unet"), bce)
-    notices: list[Any] = []
-    engine.events.subscribe(notices.append)
+    events: list[Any] = []
+    engine.events.subscribe(events.append)
     assert engine.plan(image, mask).predicted_seconds > 0
     engine.plan(image[:, :160], mask[:, :160])
-    (notice,) = notices
+    (notice,) = (event for event in events if isinstance(event, Notice))
     assert "gigagrad calibrate" in notice.text
     assert notice.warning

@@ -1,0 +1,118 @@
+"""What a faster plan would need: more of which resource, and how much of it.
+
+Whatever is named has been planned with: a planner that finds less in it than was promised would make bad advice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from gigagrad.errors import BudgetError
+from gigagrad.plans.plan import Plan
+from gigagrad.plans.problem import Problem, roomy
+from gigagrad.plans.tradeoff import Point
+from gigagrad.stores import DiskTier, PlannedDiskTier
+from gigagrad.units import printable_bytes
+
+MakePlan = Callable[[Problem], Plan]
+"""Raises `BudgetError`."""
+
+WORTH_SAYING = 0.05
+"""Part of the time that has to be saved."""
+_ENOUGH = 0.8
+"""The least that saves so much of what can be saved is named."""
+_WORTH_MORE = 0.8
+"""More memory is named, too, where a step takes at most this part of that time."""
+_UNLIMITED = 1 << 60
+_SMALLER = (0.75, 0.5)
+"""Parts of what is kept in a tier without bounds that are tried, too: what gains little is kept there as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """With so much of one resource, and all others as they are, there is a faster plan."""
+
+    tier: str
+    size_bytes: int
+    """A budget of memory, or room in another tier; `format_bytes` prints it without rounding."""
+    seconds: float
+    """Of a step, by the cost model."""
+
+
+def advise(problem: Problem, plan: Plan, points: Sequence[Point], make: MakePlan) -> tuple[Advice, ...]:
+    """What would save a twentieth of this plan's time or more: memory by its trade-off curve, room in each other tier.
+
+    Scratch files count as one, also where the problem has none. Nothing where no budget holds the plan back.
+    """
+    if problem.budget_bytes is None:
+        return ()
+    adviser = _Adviser(problem, plan.modelled_seconds, make)
+    others = dict.fromkeys([*(tier.name for tier in problem.tiers if not tier.in_budget), DiskTier.name])
+    return (*adviser.memory(problem.budget_bytes, points), *(found for tier in others for found in adviser.room(tier)))
+
+
+class _Adviser:
+    """Compares plans with more of something with one that takes `seconds`."""
+
+    def __init__(self, problem: Problem, seconds: float, make: MakePlan) -> None:
+        self._problem, self._seconds, self._make = problem, seconds, make
+
+    def memory(self, budget_bytes: int, points: Sequence[Point]) -> list[Advice]:
+        """A budget that saves most of the time that any could save, and one that saves all where that is much less."""
+        faster = [point for point in points if point.budget_bytes > budget_bytes and self._is_worth(point.seconds)]
+        if not faster:
+            return []
+        enough = faster[self._enough([point.seconds for point in faster])]
+        fastest = min(faster, key=lambda point: point.seconds)
+        named = [enough] if fastest.seconds > _WORTH_MORE * enough.seconds else [enough, fastest]
+        tier, found = self._problem.memory.name, list[Advice]()
+        for point in named:
+            sizes = (roomy(point.predicted_peak_bytes), point.budget_bytes)
+            found += self._first(tier, (size for size in map(printable_bytes, sizes) if size > budget_bytes))
+        return [each for i, each in enumerate(found) if each.seconds < min((f.seconds for f in found[:i]), default=inf)]
+
+    def room(self, tier: str) -> list[Advice]:
+        """The least room of a few that saves most of the time that unlimited room would save."""
+        most = self._plan(tier, _UNLIMITED)
+        if most is None or not self._is_worth(most.modelled_seconds):
+            return []
+        kept_bytes = most.bytes_in(tier)
+        fewer = [self._plan(tier, int(part * kept_bytes)) for part in _SMALLER]
+        plans = sorted((plan for plan in (most, *fewer) if plan is not None), key=lambda plan: plan.bytes_in(tier))
+        enough = plans[self._enough([plan.modelled_seconds for plan in plans])].bytes_in(tier)
+        has = self._problem.rooms.get(tier, 0)
+        sizes = (printable_bytes(size) for size in (enough, kept_bytes) if size)
+        return self._first(tier, (size for size in sizes if size > has))
+
+    def _first(self, tier: str, sizes: Iterable[int]) -> list[Advice]:
+        """The first of these sizes whose plan is worth it, if there is one."""
+        for size in sizes:
+            plan = self._plan(tier, size)
+            if plan is not None and self._is_worth(plan.modelled_seconds):
+                return [Advice(tier, size, plan.modelled_seconds)]
+        return []
+
+    def _is_worth(self, seconds: float) -> bool:
+        return seconds <= (1 - WORTH_SAYING) * self._seconds
+
+    def _enough(self, seconds: Sequence[float]) -> int:
+        """The first of these that saves most of what the fastest does."""
+        needed = _ENOUGH * (self._seconds - min(seconds))
+        return next(i for i, each in enumerate(seconds) if self._seconds - each >= needed)
+
+    def _plan(self, tier: str, size_bytes: int) -> Plan | None:
+        """With so much of this tier; None if it does not fit."""
+        problem = self._problem
+        if tier == problem.memory.name:
+            changed = dataclasses.replace(problem, budget_bytes=size_bytes)
+        else:
+            missing = () if tier in problem.rooms else (PlannedDiskTier(size_bytes),)
+            rooms = {**problem.rooms, tier: size_bytes}
+            changed = dataclasses.replace(problem, tiers=(*problem.tiers, *missing), rooms=rooms)
+        try:
+            return self._make(changed)
+        except BudgetError:
+            return None

@@ -1,0 +1,141 @@
+"""What would make a plan faster: named only where it does, and where it is worth it."""
+
+import dataclasses
+
+import pytest
+
+from gigagrad.devices import Machine
+from gigagrad.errors import BudgetError
+from gigagrad.plans import Amount, Costs, Point, advise, make_plan, trade_off
+from gigagrad.stores import PlannedDiskTier
+from gigagrad.units import format_bytes, parse_bytes
+from tests.plans.networks import MIB, plan_of, problem_of
+
+GIB = 2**30
+
+
+class Curve:
+    """A planner for which a step takes what the test says, by the budget and the room in scratch in GiB; of that it
+    uses at most 8 GiB.
+    """
+
+    def __init__(self, problem, plan, seconds):
+        self.problem, self.plan, self.seconds = problem, plan, seconds
+
+    def __call__(self, problem):
+        budget, room = problem.budget_bytes / GIB, problem.rooms.get("disk", 0) / GIB
+        if room and not any(isinstance(tier, PlannedDiskTier) for tier in problem.tiers):
+            raise AssertionError("room in a tier that is not there")
+        return dataclasses.replace(
+            self.plan,
+            stages=(),
+            passes=(),
+            whole_seconds=self.seconds(budget, room),
+            elsewhere=(Amount("disk", int(GIB * min(room, 8))),),
+        )
+
+    def advice(self, budget=4.0, points=(), rooms=None, peak=0.95):
+        tiers = (*self.problem.tiers, PlannedDiskTier(1)) if rooms else self.problem.tiers
+        problem = dataclasses.replace(self.problem, budget_bytes=int(budget * GIB), rooms=rooms or {}, tiers=tiers)
+        room = (rooms or {}).get("disk", 0) / GIB
+        now = dataclasses.replace(self.plan, stages=(), passes=(), whole_seconds=self.seconds(budget, room))
+        curve = [Point(int(at * GIB), int(peak * at * GIB), self.seconds(at, 0), 0, 0) for at in points]
+        found = advise(problem, now, curve, self)
+        return [(each.tier, each.size_bytes / GIB, each.seconds) for each in found]
+
+
+@pytest.fixture
+def planner(unet):
+    return lambda seconds: Curve(problem_of(unet), plan_of(unet, tiles=((64, 64),)), seconds)
+
+
+def test_the_budget_that_saves_most_is_named_and_one_that_saves_much_more(planner):
+    points = (2, 4, 6, 8, 16, 32)
+    times = {2: 500, 4: 100, 6: 40, 8: 22, 16: 20, 32: 19}
+    curve = planner(lambda budget, room: next(times[at] for at in reversed(points) if budget >= at * 0.95))
+    assert curve.advice(points=points) == [("memory", pytest.approx(7.75, abs=0.2), 22)]
+    times[32] = 10
+    assert [seconds for _, _, seconds in curve.advice(points=points)] == [22, 10]
+
+
+def test_more_memory_that_turns_out_no_faster_is_not_named(planner):
+    promised = iter([100, 22, 10])  # the plan, and the curve's points, the last of which nobody can repeat
+    curve = planner(lambda budget, room: 100 if room else next(promised, 22))
+    assert [seconds for _, _, seconds in curve.advice(points=(8, 16))] == [22]
+
+
+def test_nothing_is_named_that_saves_less_than_a_twentieth(planner):
+    curve = planner(lambda budget, room: 96 if budget > 5 or room > 5 else 100)
+    assert curve.advice(points=(2, 4, 8)) == []
+
+
+def test_less_memory_is_never_named_though_a_plan_for_it_is_faster(planner):
+    curve = planner(lambda budget, room: 10 if budget < 3 else 100)
+    assert curve.advice(points=(2, 4)) == []
+
+
+def test_a_budget_that_does_not_keep_its_promise_is_not_named(planner):
+    """What a plan for 16 GiB takes is less than that, and a greedy planner may need all of it."""
+    curve = planner(lambda budget, room: 10 if budget >= 12 else 100)
+    assert curve.advice(points=(4, 16), peak=0.75) == [("memory", pytest.approx(12.2, abs=0.2), 10)]
+    curve = planner(lambda budget, room: 10 if budget >= 16 else 100)
+    assert curve.advice(points=(4, 16), peak=0.75) == [("memory", 16, 10)]
+    hopes = iter([100, 10])  # of the plan, and of the curve's point, which nobody can repeat
+    curve = planner(lambda budget, room: next(hopes, 100))
+    assert curve.advice(points=(16,)) == []
+
+
+def test_scratch_is_named_with_what_is_kept_there(planner):
+    curve = planner(lambda budget, room: 100 - 10 * min(room, 8))
+    assert curve.advice() == [("disk", 8, 20)]
+    enough = planner(lambda budget, room: 20 if room >= 4 else 100)
+    assert enough.advice() == [("disk", 4, 20)]
+    assert enough.advice(rooms={"disk": 2 * GIB}) == [("disk", 4, 20)]
+    assert enough.advice(rooms={"disk": 5 * GIB}) == []
+    greedy = planner(lambda budget, room: 100 if 4.5 < room < 6 else 20)  # less room than there is helps nobody
+    assert greedy.advice(rooms={"disk": 5 * GIB}) == [("disk", 8, 20)]
+
+
+def test_what_does_not_fit_is_no_advice_and_no_fault(planner):
+    curve = planner(lambda budget, room: 20 if room >= 8 else 100)
+
+    def refusing(problem):
+        if 0 < problem.rooms.get("disk", 0) < 7 * GIB:
+            raise BudgetError("room", budget_bytes=0, needed_bytes=1, smallest_bytes=1)
+        return curve(problem)
+
+    problem = dataclasses.replace(curve.problem, budget_bytes=4 * GIB)
+    now = dataclasses.replace(curve.plan, stages=(), passes=(), whole_seconds=100)
+    (found,) = advise(problem, now, (), refusing)
+    assert (found.tier, found.size_bytes) == ("disk", 8 * GIB)
+
+
+def test_without_a_budget_nothing_is_tried(unet):
+    problem = problem_of(unet)
+    assert advise(problem, make_plan(problem), (), lambda problem: pytest.fail("planned")) == ()
+
+
+@pytest.mark.slow
+def test_whoever_types_what_is_printed_gets_it(norms):
+    """Memory and scratch both help three norms over 12 Mpx, on a slow processor."""
+    machine = Machine(flops_per_second=2e9)
+    problem = problem_of(norms, 300 * MIB, machine=machine)
+    costs = Costs(norms, machine)
+
+    def make(changed):
+        return make_plan(changed, costs=costs)
+
+    plan = make(problem)
+    points = trade_off(lambda budget: make(dataclasses.replace(problem, budget_bytes=budget)))
+    found = advise(problem, plan, points, make)
+    assert {each.tier for each in found} == {"memory", "disk"}
+    for each in found:
+        assert each.seconds <= 0.95 * plan.modelled_seconds
+        size = parse_bytes(format_bytes(each.size_bytes))
+        if each.tier == "memory":
+            again = plan_of(norms, size, machine=machine)
+        else:
+            tiers = (*problem.tiers, PlannedDiskTier(size))
+            again = plan_of(norms, 300 * MIB, machine=machine, tiers=tiers, rooms={"disk": size})
+            assert again.bytes_in("disk") <= size
+        assert again.modelled_seconds == pytest.approx(each.seconds)
