@@ -37,6 +37,8 @@ _MOST_TRIED = 4
 """With more stages than this the trial would take longer than it saves."""
 _CHEAP, _SOON = 0.02, 2.0
 """A tile of every pass is timed before a first run where that takes at most this share of it, and so many seconds."""
+_LAYOUTS = 6
+"""Times as long as one tile of every pass: what a trial of memory layouts takes, which may take so many seconds, too."""
 _UNSEEN_BYTES = UNNOTICED_BYTES // 2
 """By how much a process may use more than a plan counts on before it is planned for anew."""
 _MOST_SIZES = 32
@@ -194,13 +196,14 @@ class Planner:
             adopted = None
         plan = self.make(problem) if adopted is None else self._again(problem, adopted)
         prepared = self._prepared(problem, plan)
-        many = plan.tile_count >= _WORTH_A_TRIAL and len(plan.stages) <= _MOST_TRIED
-        if adopted is None and many and plan.memory_format == "channels_last":
+        seconds = _trial_seconds(plan)
+        pays = plan.tile_count >= _WORTH_A_TRIAL and len(plan.stages) <= _MOST_TRIED and _LAYOUTS * seconds <= _SOON
+        if adopted is None and pays and plan.memory_format == "channels_last":
             with self._events.preparing("time tiles"):
-                layout, seconds = faster_layout(prepared)
+                layout, timed = faster_layout(prepared)
             self._tried(problem)
-            plan = dataclasses.replace(plan, memory_format=layout, timed_seconds=seconds)
-        elif _trial_seconds(plan) <= min(_CHEAP * plan.predicted_seconds, _SOON):
+            plan = dataclasses.replace(plan, memory_format=layout, timed_seconds=timed)
+        elif seconds <= min(_CHEAP * plan.predicted_seconds, _SOON):
             with self._events.preparing("time tiles"):
                 plan = dataclasses.replace(plan, timed_seconds=timed_passes(prepared, plan.memory_format))
             self._tried(problem)
