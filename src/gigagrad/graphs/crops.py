@@ -21,6 +21,7 @@ Frame = tuple[tuple[int, int], tuple[int, int]]
 def part(crop: torch.Tensor, axes: Axes, starts: Sequence[int], size: Sequence[int]) -> torch.Tensor:
     """`size` pixels from `starts` on, along the spatial axes: a view, the crop itself where that is all of it."""
     y, x = ((start, crop.shape[axis] - start - n) for axis, start, n in zip(axes, starts, size, strict=True))
+    assert min(*y, *x) >= 0, (tuple(crop.shape), starts, size)
     if not any((*y, *x)):
         return crop
     result: torch.Tensor = _Part.apply(crop, axes, (y, x))  # type: ignore[no-untyped-call]
