@@ -128,11 +128,13 @@ def test_products_keep_what_the_other_factors_gradient_needs():
 
 
 def test_flops_are_pytorchs_or_those_of_filled_vectors():
-    image, few, many = torch.rand(1, 3, 8, 9), *(torch.nn.Parameter(torch.rand(n, 3, 3, 3)) for n in (5, 32))
+    image, few, many = torch.rand(1, 3, 8, 9), *(torch.nn.Parameter(torch.rand(n, 3, 3, 3)) for n in (12, 32))
     op = "aten.conv2d.default"
     pixels = 6 * 7
     assert lookup(op).flops(call_of(op, image, many)) == 2 * 27 * 32 * pixels
     assert lookup(op).flops(call_of(op, image, few)) == 2 * 27 * 16 * pixels
+    fewer = torch.nn.Parameter(torch.rand(5, 3, 3, 3))
+    assert lookup(op).flops(call_of(op, image, fewer)) == 2 * (3 * 3 * 4) * 16 * pixels / 2  # two pixels in a vector
     assert lookup("aten.relu.default").flops(call_of("aten.relu.default", image)) == 0
 
 

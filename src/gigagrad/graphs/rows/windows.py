@@ -1,4 +1,4 @@
-"""Sliding windows: convolution, max and average pooling; the arithmetic that transposed convolution shares.
+"""Sliding windows: their arithmetic, which convolutions share, and max and average pooling.
 
 Along one axis a window operator with kernel k, stride s, padding p and dilation d reads for output o the inputs
 `o s - p + j d, 0 <= j < k` (Dumoulin and Visin, A guide to convolution arithmetic for deep learning, 2016). The span it
@@ -21,10 +21,8 @@ from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref
 from gigagrad.graphs.table import (
     Call,
     Gains,
-    Refused,
     Row,
     Site,
-    Whole,
     aten,
     per_operand,
     register,
@@ -32,9 +30,6 @@ from gigagrad.graphs.table import (
     scaled_gains,
 )
 
-_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-_SMALL_CROP = 20480
-"""Numbers up to which PyTorch keeps a convolution for itself."""
 LANES = 16
 """Channels that a vector register holds; kernels pad to them."""
 
@@ -171,110 +166,6 @@ def padded_groups_bytes(call: Call, out_pixels: int, in_pixels: int) -> int:
     return (2 + 4) * blocks + 2 * LANES * (channels_in * in_pixels + channels_out * out_pixels)
 
 
-class _BackwardOnly(torch.autograd.Function):
-    """A convolution of which only the vector-Jacobian product is wanted: that needs its input, not its output."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_NCHW: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        shape: tuple[int, ...],
-        settings: tuple[Any, ...],
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x_NCHW, weight)
-        ctx.bias = None if bias is None else list(bias.shape)
-        ctx.settings = settings
-        return x_NCHW.new_zeros(()).expand(shape)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_NCHW, weight = ctx.saved_tensors
-        stride, padding, dilation, groups = ctx.settings
-        found = torch.ops.aten.convolution_backward(
-            cotangents[0], x_NCHW, weight, ctx.bias, stride, padding, dilation, False, [0, 0], groups,
-            list(ctx.needs_input_grad[:3]),
-        )  # fmt: skip
-        return (*found, None, None)
-
-
-class Convolution(WindowRow):
-    """2-D convolution: stride, dilation, groups, asymmetric padding and the `'same'` / `'valid'` forms."""
-
-    backward_without_output = True
-    compiled = True
-    errors_reach_weight = True
-
-    def axes(self, call: Call, rank: int) -> Axes:
-        if call["padding"] == "same" and pair(call["stride"]) != (1, 1):
-            raise Refused("padding='same' with a stride")
-        return require_nchw(call)
-
-    def flops(self, call: Call) -> float:
-        """Channels count as the vectors that they fill."""
-        weight, groups = call.operands[1].shape, call["groups"]
-        pixels = prod(call.node.shape) // call.node.shape[1]
-        if weight[1] == 1 and groups > 1:  # depthwise: channels side by side
-            return float(2 * pixels * prod(weight[2:]) * filled(weight[0]))
-        return float(2 * pixels * groups * prod(weight[1:]) * filled(weight[0] // groups))
-
-    def contiguous_only(self, call: Call) -> bool:
-        """In double precision; and in bfloat16 with dilation, where oneDNN's gradient can end the process (24 channels
-        in, PyTorch 2.13: a segmentation fault).
-        """
-        dilated = max(pair(call["dilation"])) > 1
-        return call.node.dtype == torch.float64 or (call.node.dtype == torch.bfloat16 and dilated)
-
-    def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
-        inside = operands[0]
-        assert inside is not None
-        padded = padded_groups_bytes(call, out_pixels, inside[0].length * inside[1].length)
-        return reordered_bytes(call, out_pixels, operands) + padded
-
-    def compiled_for(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> tuple[int, ...]:
-        """At the image's border crops are padded to the shape they have elsewhere."""
-        return (out.length,)
-
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        x_NCHW = arguments["input"]
-        missing = self.missing(call, site)
-        # Along an axis where both borders cut alike the operator pads by itself.
-        padding = tuple(before if before == after and before > 0 else 0 for before, after in missing)
-        y, x = ((before - own, after - own) for (before, after), own in zip(missing, padding, strict=True))
-        x_NCHW = fit(x_NCHW, IMAGE_AXES, (y, x))
-        dilation = self._dilation(call, x_NCHW)
-        if not site.values:
-            settings = pair(call["stride"]), padding, dilation, call["groups"]
-            shape = (*call.node.shape[:2], site.out[0].length, site.out[1].length)
-            silent: torch.Tensor = _BackwardOnly.apply(  # type: ignore[no-untyped-call]
-                x_NCHW, arguments["weight"], arguments["bias"], shape, settings
-            )
-            return silent
-        return torch.conv2d(
-            x_NCHW,
-            arguments["weight"],
-            arguments["bias"],
-            stride=arguments["stride"],
-            padding=padding,
-            dilation=dilation,
-            groups=arguments["groups"],
-        )
-
-    @staticmethod
-    def _dilation(call: Call, x_NCHW: torch.Tensor) -> tuple[int, int]:
-        """The call's own; for a kernel of one pixel, to which it makes no difference, one that is always fast.
-
-        With one thread PyTorch gives such convolutions to oneDNN only if they are strided or dilated, and else takes a
-        kernel of half the speed (docs/decisions/0016-one-pixel-kernels.md).
-        """
-        dense = call.operands[1].shape[2:] == (1, 1) and call["groups"] == 1
-        fast = _ONEDNN and x_NCHW.device.type == "cpu" and x_NCHW.dtype == torch.float32
-        if dense and fast and x_NCHW.numel() > _SMALL_CROP:
-            return 2, 2
-        return pair(call["dilation"])
-
-
 class MaxPooling(WindowRow):
     """2-D max pooling, ceil_mode included: whatever the border cuts can never be the maximum.
 
@@ -328,10 +219,5 @@ class AveragePooling(WindowRow):
         return (last.clamp(max=size + margin) - first.clamp(min=-margin)).to(like.dtype)
 
 
-register(Convolution(), aten("conv2d conv2d.padding"))
-register(
-    Whole(compiled=True),
-    aten("conv1d conv1d.padding conv3d conv3d.padding conv_transpose1d conv_transpose3d.input convolution"),
-)
 register(MaxPooling(), aten("max_pool2d"))
 register(AveragePooling(), aten("avg_pool2d"))
