@@ -1,11 +1,10 @@
 """A tile compiled ahead of time beside the same tile run operator by operator: what a compiler would bring.
 
-    python bench/compiled_tiles.py [--model paper-unet] [--tile 800] [--stages 0 1 ...] [--stencils] [--repeats 9]
+    python bench/compiled_tiles.py [--model paper-unet] [--tile 800] [--stages 0 1 ...] [--repeats 9]
 
 The middle tile of a backward sweep over 3 x 3 tiles is recorded with what it read. Its function, from crops and
 parameters to sums and vector-Jacobian products, is traced to ATen operators (`make_fx`: the gradient is derived ahead
-of time) and compiled by Inductor for these shapes. With `--stencils` convolutions of stride 1 with at most 4 channels
-and 3 x 3 taps become sums of shifted crops, which a compiler can fuse. Both run on one thread, in turns. Prints one
+of time) and compiled by Inductor for these shapes. Both run on one thread, in turns. Prints one
 JSON line last: CPU seconds per gigapixel of the tile, the processor's and the clock's seconds of tracing and compiling,
 and by how much results differ.
 """
@@ -18,7 +17,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,6 @@ from gigagrad.execution.tile import StageProgram, TileInputs
 
 Tile = tuple[StageProgram, Any, TileInputs, dict[int, torch.Tensor], dict[int, torch.Tensor]]
 Function = Callable[..., tuple[torch.Tensor, ...]]
-aten = torch.ops.aten
 
 
 def main() -> None:
@@ -43,7 +40,6 @@ def main() -> None:
     parser.add_argument("--model", default="paper-unet")
     parser.add_argument("--tile", type=int, default=800, help="side in pixels")
     parser.add_argument("--stages", type=int, nargs="+", help="default: all that have a tile in the middle")
-    parser.add_argument("--stencils", action="store_true")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     found = recorded(args.model, args.tile)
@@ -52,7 +48,7 @@ def main() -> None:
     for index in args.stages or sorted(found):
         results[str(index)] = compared(found[index], args)
         print(index, results[str(index)], flush=True)
-    print(json.dumps({"model": args.model, "tile": args.tile, "stencils": args.stencils, "stages": results}))
+    print(json.dumps({"model": args.model, "tile": args.tile, "stages": results}))
 
 
 def recorded(model: str, side: int) -> dict[int, Tile]:
@@ -107,11 +103,7 @@ def as_function(tile: Tile) -> tuple[Function, list[torch.Tensor]]:
 def compared(tile: Tile, args: argparse.Namespace) -> dict[str, Any]:
     run, given = as_function(tile)
     start, cpu = time.perf_counter(), cpu_seconds()
-    table: dict[Any, Function] = {
-        aten.convolution.default: stencil,
-        aten.convolution_backward.default: stencil_backward,
-    }
-    traced = make_fx(run, decomposition_table=table if args.stencils else {})(*given)
+    traced = make_fx(run)(*given)
     with torch.no_grad():
         compiled = torch.compile(traced, fullgraph=True, dynamic=False)
         made = compiled(*given)
@@ -138,48 +130,6 @@ def cpu_seconds() -> float:
     """Of this process and of the compilers that it started."""
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
-
-
-def is_stencil(weight: torch.Tensor, settings: tuple[Any, ...]) -> bool:
-    stride, _, dilation, transposed, _, groups = settings
-    once = {*stride, *dilation, groups} == {1} and not transposed
-    return once and max(weight.shape[:2]) <= 4 and max(weight.shape[2:]) <= 3
-
-
-def stencil(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any) -> Any:
-    if not is_stencil(weight, settings):
-        return NotImplemented
-    (pad_y, pad_x), (channels_out, channels_in, height, width) = settings[1], weight.shape
-    x = aten.constant_pad_nd(x, [pad_x, pad_x, pad_y, pad_y])[0]
-    rows, columns = x.shape[1] - height + 1, x.shape[2] - width + 1
-    made = []
-    for o in range(channels_out):
-        total = 0 if bias is None else bias[o]
-        for c, i, j in product(range(channels_in), range(height), range(width)):
-            total = total + x[c, i : i + rows, j : j + columns] * weight[o, c, i, j]
-        made.append(total)
-    return torch.stack(made)[None]  # type: ignore[arg-type]
-
-
-def stencil_backward(g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, _: Any, *settings: Any) -> Any:
-    *settings_of_it, wanted = settings
-    if not is_stencil(weight, tuple(settings_of_it)):
-        return NotImplemented
-    (pad_y, pad_x), (channels_out, channels_in, height, width) = settings[1], weight.shape
-    to_x = to_weight = None
-    if wanted[0]:
-        flipped = weight.flip(2, 3).transpose(0, 1)
-        pads = [height - 1 - pad_y, width - 1 - pad_x]
-        to_x = stencil(g, flipped, None, [1, 1], pads, [1, 1], False, [0, 0], 1)
-    if wanted[1]:
-        x = aten.constant_pad_nd(x, [pad_x, pad_x, pad_y, pad_y])[0]
-        rows, columns = g.shape[2:]
-        shares = [
-            (g[0, o] * x[c, i : i + rows, j : j + columns]).sum()
-            for o, c, i, j in product(range(channels_out), range(channels_in), range(height), range(width))
-        ]
-        to_weight = torch.stack(shares).reshape(weight.shape)
-    return to_x, to_weight, g.sum((0, 2, 3)) if wanted[2] else None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""3 x 3 convolutions of few channels at full resolution: oneDNN's, on several pixels as one, and as a fused loop.
+"""Convolutions of few channels at full resolution: one by one, several pixels of a row as one, and as a fused loop.
 
     python bench/few_channels.py [--side 800] [--repeats 12]
 
-oneDNN fills a vector register with the channels of one pixel, so most of it is padding. *Pixels as one*: in channels
-last B pixels of a row are one of B times the channels, a view where B divides the width; weights are spread over it.
-*Loop*: a loop over a row compiled by Numba, where that is installed (pip install numba), on contiguous crops. One
-thread; forward, and the gradients of the input and of the weights together. Prints one JSON line last: CPU seconds per
-gigapixel, the best of the repeats, and what Numba adds to the process in MiB, before and after it has compiled.
+oneDNN fills a vector register with the channels of one pixel, so most of it is padding. *Pixels as one*: as
+graphs/rows/convolution.py does, for so many outputs of a row at once. *Loop*: a loop over a row compiled by Numba,
+where that is installed (pip install numba), on contiguous crops. One thread; forward, the gradient of the weights, and
+that with the input's. Prints one JSON line last: CPU seconds per gigapixel of the input, the best of the repeats, and
+what Numba adds to the process in MiB, before and after it has compiled.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ import numpy as np
 import torch
 
 from gigagrad.devices.heap import resident_bytes
+from gigagrad.graphs.rows.convolution import by_groups
 
-_LAYERS = ((3, 1), (3, 3), (1, 3), (4, 2), (8, 8), (8, 1), (3, 8))
-"""Channels in and out."""
-_PIXELS_AS_ONE = (2, 4, 8)
-_BACKWARD = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
+_LAYERS = (
+    (3, 1, 3, 1), (3, 3, 3, 1), (1, 3, 3, 1), (4, 2, 3, 1), (8, 8, 3, 1), (8, 1, 3, 1),
+    (1, 3, 15, 8), (3, 3, 15, 8), (3, 48, 4, 4), (3, 64, 7, 2),
+)  # fmt: skip
+"""Channels in and out, kernel and stride."""
+_OUTPUTS = (1, 2, 4)
 
 
 def main() -> None:
@@ -45,9 +48,9 @@ def main() -> None:
         return round(min(found) / args.side**2 * 1e9, 1)
 
     results: dict[str, Any] = {}
-    for channels_in, channels_out in _LAYERS:
-        name = f"{channels_in} -> {channels_out}"
-        results[name] = by_onednn(channels_in, channels_out, args.side, seconds)
+    for layer in _LAYERS:
+        name = "{} -> {}, {} px, stride {}".format(*layer)
+        results[name] = by_onednn(*layer, args.side, seconds)
         print(name, results[name], flush=True)
     try:
         results["loop, 3 -> 1"] = by_loop(args.side, seconds)
@@ -56,46 +59,39 @@ def main() -> None:
     print(json.dumps({"side": args.side, "cpu_seconds_per_gigapixel": results}))
 
 
-def by_onednn(channels_in: int, channels_out: int, side: int, seconds: Callable[..., float]) -> dict[str, list[float]]:
-    """Forward and backward, by how many pixels are one."""
-    weight = torch.rand(channels_out, channels_in, 3, 3)
-    width = side + max(_PIXELS_AS_ONE)
-    wide_NHWC = torch.rand(1, side + 2, width, channels_in)
+def by_onednn(
+    channels_in: int, channels_out: int, kernel: int, stride: int, side: int, seconds: Callable[..., float]
+) -> dict[str, list[float]]:
+    """One by one, and for so many outputs at once."""
+    weight = torch.rand(channels_out, channels_in, kernel, kernel)
+    steps = (side // stride // max(_OUTPUTS)) * max(_OUTPUTS)
+    widest = (steps * stride + kernel) // (stride * max(_OUTPUTS)) * stride * max(_OUTPUTS)
+    crop = torch.rand(1, widest, widest, channels_in).permute(0, 3, 1, 2)
+
+    def plain(x: torch.Tensor, w: torch.Tensor, outputs: int = 0) -> torch.Tensor:
+        if not outputs:
+            return torch.conv2d(x, w, None, stride)
+        return by_groups(x, w, None, (stride, stride), outputs, lambda *given: torch.conv2d(*given))
+
     found = {}
-    for pixels in (1, *_PIXELS_AS_ONE):
-        if pixels == 1:
-            kernel, crop = weight, wide_NHWC[:, :, : side + 2].contiguous().permute(0, 3, 1, 2)
-        else:
-            kernel = spread(weight, pixels)
-            crop = wide_NHWC.reshape(1, side + 2, width // pixels, -1).permute(0, 3, 1, 2)
-        made = torch.conv2d(crop, kernel)
-        if pixels == 1:
-            expected = made
-        else:
-            pixelwise = made.permute(0, 2, 3, 1).reshape(1, side, -1, channels_out).permute(0, 3, 1, 2)
-            assert torch.allclose(pixelwise[..., :side], expected, rtol=1e-4)
+    for outputs in (0, *(n for n in _OUTPUTS if n > 1 or stride > 1)):
+        x, w = crop.detach().requires_grad_(), weight.requires_grad_()
+        made = plain(x, w, outputs)
+        assert torch.allclose(made, plain(x, w)[..., : made.shape[3]], rtol=1e-3)
         cotangent = torch.rand_like(made)
-        found[str(pixels)] = [
-            seconds(lambda crop=crop, kernel=kernel: torch.conv2d(crop, kernel)),
-            seconds(
-                lambda crop=crop, kernel=kernel, cotangent=cotangent: torch.ops.aten.convolution_backward(
-                    cotangent, crop, kernel, None, *_BACKWARD
-                )
-            ),
+
+        def gradient(*leaves: torch.Tensor, made: Any, cotangent: Any) -> Any:
+            return torch.autograd.grad(made, leaves, cotangent, retain_graph=True)
+
+        fixed, trained = plain(crop, w, outputs), made
+        with torch.no_grad():
+            forward = seconds(lambda outputs=outputs: plain(crop, weight, outputs))
+        found[str(outputs or "one by one")] = [
+            forward,
+            seconds(lambda fixed=fixed, cotangent=cotangent, w=w: gradient(w, made=fixed, cotangent=cotangent)),
+            seconds(lambda trained=trained, x=x, w=w, c=cotangent: gradient(x, w, made=trained, cotangent=c)),
         ]
     return found
-
-
-def spread(weight: torch.Tensor, pixels: int) -> torch.Tensor:
-    """The weights of the same convolution between pixels in groups of so many."""
-    channels_out, channels_in, height, width = weight.shape
-    groups = -(-(pixels + width - 1) // pixels)
-    found = weight.new_zeros(pixels, channels_out, groups * pixels, channels_in, height)
-    for own in range(pixels):
-        for tap in range(width):
-            found[own, :, own + tap] = weight[..., tap]
-    split = found.reshape(pixels, channels_out, groups, pixels, channels_in, height).permute(0, 1, 3, 4, 5, 2)
-    return split.reshape(pixels * channels_out, pixels * channels_in, height, groups)
 
 
 def by_loop(side: int, seconds: Callable[..., float]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def main() -> None:
     for side in args.sides:
         for layout, workers in settings:
             engine = gg.compile(model, bce, tile=(side, side))
-            choice = {"memory_format": layout, "workers": workers, "tiles": [[side, side]]}
+            choice = {"memory_format": layout, "workers": workers, "tiles": [[side, side]], "kept": []}
             engine.load_state_dict({"choices": {f"backward 1x3x{args.size}x{args.size}": choice}})
             engines[f"{side} {layout}, {workers} at a time"] = engine
     engines["planned"] = gg.compile(model, bce)
