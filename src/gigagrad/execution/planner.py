@@ -38,7 +38,7 @@ _MOST_TRIED = 4
 _CHEAP, _SOON = 0.02, 2.0
 """A tile of every pass is timed before a first run where that takes at most this share of it, and so many seconds."""
 _LAYOUTS = 6
-"""Tiles of every pass in a trial of memory layouts, which may take so many seconds, too."""
+"""A trial of memory layouts takes as long as so many tiles of every pass; it may take as many seconds as above."""
 _UNSEEN_BYTES = UNNOTICED_BYTES // 2
 """By how much a process may use more than a plan counts on before it is planned for anew."""
 _MOST_SIZES = 32

@@ -135,8 +135,9 @@ class Row(ABC):
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         """For each operand the span (inside the field) along `axis` that output span `out` needs; None: nothing.
 
-        The same for every call of the operator with such shapes, axes and arguments, and off the border of the image a
-        rounded linear function of where `out` begins and ends: planning looks at few tiles for all (`Grid.sample`).
+        The same for every call of the operator with such shapes, axes, dtypes and arguments, and off the border of the
+        image a rounded linear function of where `out` begins and ends: planning looks at few tiles for all
+        (`Grid.sample`).
         """
 
     @abstractmethod

@@ -93,7 +93,7 @@ class Needs:
 
         def step(node: Node, axis: int) -> Step:
             call = Call(node, graph.operands(node))
-            form = tuple((one.shape, one.axes) for one in (node, *call.operands))
+            form = tuple((one.shape, one.axes, one.dtype) for one in (node, *call.operands))
             kind = (node.op, axis, form, repr([fill(value, repeat(None)) for value in node.arguments.values()]))
             known = answers.setdefault(kind, _Answers(call, axis))
             return Step(node.id, node.operands, known.__getitem__)

@@ -75,9 +75,8 @@ def _outputs_as_one(call: Call) -> int:
 
 
 def _lies_in_rows(x_NCHW: torch.Tensor) -> bool:
-    """Whether pixels that lie side by side in a row are one, and enough of them."""
-    lies = x_NCHW.permute(0, 2, 3, 1).is_contiguous()
-    return lies and _ONEDNN and x_NCHW.device.type == "cpu" and x_NCHW.numel() > _SMALL_CROP
+    """Whether pixels side by side in a row lie as one, and oneDNN computes with them."""
+    return x_NCHW.permute(0, 2, 3, 1).is_contiguous() and _ONEDNN and x_NCHW.device.type == "cpu"
 
 
 def _convolved(
@@ -193,8 +192,12 @@ class Convolution(WindowRow):
         x_NCHW, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
         (top, bottom), (left, right) = self.missing(call, site)
         stride, outputs = pair(call["stride"]), _outputs_as_one(call)
-        if outputs and _lies_in_rows(x_NCHW):
-            more = self._columns(call, site.out[1]) - (x_NCHW.shape[3] + left + right)
+        columns = self._columns(call, site.out[1])
+        numbers = (
+            x_NCHW.shape[1] * (x_NCHW.shape[2] + top + bottom) * columns
+        )  # the same in the middle and at the border
+        if outputs and numbers > _SMALL_CROP and _lies_in_rows(x_NCHW):
+            more = columns - (x_NCHW.shape[3] + left + right)
             x_NCHW = fit(x_NCHW, IMAGE_AXES, ((top, bottom), (left, right + more)))
 
             def convolved(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, s: tuple[int, int]) -> torch.Tensor:
