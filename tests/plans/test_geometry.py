@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gigagrad.boxes import Box, Span
+from gigagrad.graphs import Call, lookup
 from gigagrad.plans import Grid, split_stages
 from gigagrad.plans.geometry import Needs, lattice
 
@@ -166,3 +167,24 @@ def test_a_tile_that_sees_one_part_of_a_join_reads_only_that(graph_of):
     assert first.box(operators["aten.cos.default"]) is None
     assert second.box(operators["aten.sin.default"]) is None
     assert second.y.spans[operators["aten.cos.default"]] == Span(0, 10)
+
+
+def test_spans_that_are_remembered_are_told_apart_by_shapes_and_dtypes(graph_of):
+    """Which of a convolution depend on its kernel's size, and on the dtype: few channels are in groups in float32."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = nn.Conv2d(2, 2, 3, padding=2), nn.Conv2d(2, 2, 5, padding=2)
+            self.short = nn.Conv2d(2, 2, 3, padding=2, dtype=torch.bfloat16)
+
+        def forward(self, x):
+            x = torch.cat([x, x], 1)
+            return self.small(x) + self.short(x.bfloat16()).float(), self.large(x)
+
+    graph = graph_of(Net(), None, (40, 41))
+    needs = Needs(graph)
+    for axis, steps in enumerate(needs.steps):
+        for node in (graph[i] for i in steps if graph[i].op.startswith("aten.conv2d")):
+            call, out = Call(node, graph.operands(node)), Span(11, 20)
+            assert steps[node.id].needs(out) == lookup(node.op).needs(call, axis, out)
