@@ -46,8 +46,9 @@ def printable_bytes(count: int) -> int:
     """The next number of bytes, from `count` (at least 1) on, that `format_bytes` prints without rounding: whoever
     types what was printed gets all of it.
     """
-    while (shown := parse_bytes(format_bytes(count))) < count:
-        count += max(1, count // 1000)
+    near = count
+    while (shown := parse_bytes(format_bytes(near))) < count:
+        near += near - shown  # twice as far from what is shown: short of the next but one
     return shown
 
 

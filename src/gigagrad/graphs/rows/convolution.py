@@ -57,7 +57,7 @@ def by_groups(
     before = [own * stride[1] for own in range(outputs)]
     shifted = torch.stack([F.pad(weight, (first, taps * pixels - width - first)) for first in before])
     split = shifted.reshape(outputs, channels_out, channels_in, height, taps, pixels).permute(0, 1, 5, 2, 3, 4)
-    spread = split.reshape(outputs * channels_out, pixels * channels_in, height, taps)
+    spread = split.reshape(outputs * channels_out, pixels * channels_in, height, taps).contiguous()
     made = convolved(grouped, spread, None if bias is None else bias.repeat(outputs), (stride[0], 1))
     y_NHWC = made.permute(0, 2, 3, 1).reshape(1, made.shape[2], outputs * made.shape[3], channels_out)
     return y_NHWC.permute(0, 3, 1, 2)
