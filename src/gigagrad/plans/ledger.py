@@ -56,7 +56,7 @@ WHERE_FROM: Final[Mapping[str, str]] = {
     WHOLE: "liveness of whole fields in the graph",
     TAPE: "a quarter of gradients and whole fields",
     COMPILED: "shapes of convolutions, at the size of a kernel",
-    HOARD: "what the budget leaves, 16 MiB at most",
+    HOARD: "what the budget leaves, 64 MiB at most",
     FIELDS: "shapes in the graph",
     COTANGENTS: "shapes in the graph",
     SUMS: "shapes in the graph",
