@@ -21,6 +21,7 @@ from gigagrad.execution.fields import Fields
 from gigagrad.execution.observers import Progress
 from gigagrad.execution.tape import Tape
 from gigagrad.graphs import InputSpec, capture
+from gigagrad.stores import HostStore
 
 
 def events_of(engine):
@@ -266,7 +267,7 @@ def test_memory_is_given_back_for_what_each_pass_will_take():
     assert max(stage.beside_bytes for stage in plan.stages) >= 512 * 512 * 9 * 4
     stages = [plan.stages[step.stage] for step in plan.passes]
     assert [tiles[:2] for tiles, *_ in told] == [(plan.workers * s.tile_peak_bytes, s.beside_bytes) for s in stages]
-    assert {tiles[2] for tiles, *_ in told} == {4 * 512 * 10 * 10, 4 * 512 * 8 * 8}
+    assert {tiles[2] for tiles, *_ in told} == {4 * 512 * 512 * 9, 4 * 512 * 8 * 8}  # weights count as blocks, too
     weights = 8 * (512 * 512 * 9 + 512 + 512 + 512)
     backward = [room for (_, room, *_), step in zip(told, plan.passes, strict=True) if step.phase == "backward"]
     assert backward[-1] >= weights  # type: ignore[operator]
@@ -283,3 +284,23 @@ def test_the_prediction_that_is_reported_is_the_plans_whatever_the_process_held_
     assert engine.last_run.predicted_peak_bytes == engine.plan(pair.image, pair.target).predicted_peak_bytes
     assert engine.last_run.earlier_peak_bytes >= 2**29
     assert engine.last_run.peak_bytes >= engine.last_run.earlier_peak_bytes
+
+
+def test_who_computes_a_tile_writes_what_it_keeps(monkeypatch):
+    """Beside whoever puts sums in order; and all of it is there when the pass is over."""
+    written, write = set(), HostStore.write
+
+    def recorded(self, box, crop):
+        written.add(threading.current_thread().name)
+        write(self, box, crop)
+
+    monkeypatch.setattr(HostStore, "write", recorded)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 1, 1))
+    engine = gg.compile(model, F.mse_loss, tile=(16, 16))
+    image, target = torch.rand(1, 100, 70), torch.rand(1, 100, 70)
+    plan = engine.plan(image, target)
+    assert plan.kept
+    loss = float(engine.backward(image, target))
+    assert plan.workers == 1 or all(name.startswith("gigagrad-tile") for name in written)
+    assert written
+    assert loss == pytest.approx(F.mse_loss(model(image[None])[0], target).item(), rel=1e-5)

@@ -1,5 +1,6 @@
 """One conformance suite for all stores: every tier inherits it."""
 
+import math
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gigagrad.boxes import Box, Span, tiles
+from gigagrad.devices.spare import SpareBlocks
 from gigagrad.stores import Blosc, Codec, DiskStore, Half, HostStore, Quantised, RoundedStore, Scratch, Store
 
 spans = st.tuples(st.integers(0, 8), st.integers(1, 9)).map(lambda span: Span(min(span), max(*span, min(span) + 1)))
@@ -144,6 +146,38 @@ class TestHostStore(StoreConformance):
 class TestHostStoreChannelsLast(StoreConformance):
     def make(self, shape, dtype, axes):
         return HostStore(shape, dtype, axes, device=torch.device("cpu"), memory_format=torch.channels_last)
+
+
+class TestHostStoreInSpareMemory(StoreConformance):
+    @pytest.fixture(autouse=True)
+    def any_size(self, monkeypatch):
+        monkeypatch.setattr("gigagrad.devices.spare.MAPPED_BYTES", 0)
+
+    def make(self, shape, dtype, axes):
+        self.spare = SpareBlocks()
+        nbytes = math.prod(shape) * dtype.itemsize
+        self.spare.give(torch.full((nbytes,), 255, dtype=torch.uint8))  # in floats not a number
+        store = HostStore(
+            shape, dtype, axes, device=torch.device("cpu"), memory_format=torch.channels_last, spare=self.spare
+        )
+        assert self.spare.fresh_bytes([nbytes]) == nbytes
+        return store
+
+    def test_a_store_that_retires_leaves_its_memory(self):
+        store = self.make((1, 3, 7, 9), torch.float32, (-2, -1))
+        store.read(Box.whole(7, 9))
+        store.retire()
+        store.retire()
+        assert self.spare.fresh_bytes([3 * 7 * 9 * 4] * 2) == 3 * 7 * 9 * 4
+
+    @pytest.mark.parametrize("end", [HostStore.retire, HostStore.close])
+    def test_what_others_may_hold_is_not_left(self, end):
+        store = self.make((1, 3, 7, 9), torch.float32, (-2, -1))
+        if end is HostStore.retire:
+            held = store.whole()
+            assert held.isfinite().all()
+        end(store)
+        assert self.spare.fresh_bytes([3 * 7 * 9 * 4]) == 3 * 7 * 9 * 4
 
 
 class TestDiskStore(StoreConformance):

@@ -29,6 +29,7 @@ from gigagrad.devices.heap import (
     used_bytes,
 )
 from gigagrad.devices.machine import Machine
+from gigagrad.devices.spare import SpareBlocks
 
 _MATRIX_TILES = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}
 """What a processor must have for its matrix tiles to take numbers of a dtype; their kernels are larger."""
@@ -60,13 +61,19 @@ class Cpu(Device):
         return resident_bytes()
 
     def used_bytes(self, enough: int = 0) -> int | None:
-        return used_bytes(enough)
+        spare = SpareBlocks.held_bytes()
+        used = used_bytes(enough + spare)
+        return None if used is None else used - spare
 
     def peak_bytes(self) -> int:
         return peak_resident_bytes()
 
     def trim(self) -> None:
+        SpareBlocks.give_back()
         return_freed_memory()
+
+    def spare_blocks(self) -> SpareBlocks:
+        return SpareBlocks()
 
     def step_bytes(self) -> int:
         fresh = max(LATER_RUNTIME_BYTES, RUNTIME_BYTES - self.residue.tried_bytes)
@@ -145,8 +152,7 @@ class HeapWatch(MemoryWatch):
 
     def make_room(self, nbytes: int) -> None:
         """Before so many bytes are taken from the system at once, and not from what tiles freed."""
-        if self._device.held_bytes() + nbytes > self._now_bytes:
-            self._device.trim()
+        self._held_within(self._now_bytes - nbytes)
 
     def block_coming(self, nbytes: int) -> None:
         """Before a tile takes a block, in whatever thread. A look before every large one, and of others before so many
@@ -156,7 +162,7 @@ class HeapWatch(MemoryWatch):
             self._unseen_bytes += nbytes
             if nbytes < MAPPED_BYTES and self._unseen_bytes < self._room_bytes:
                 return
-            held = self._device.held_bytes()
+            held = self._without_spare(self._roof_bytes - nbytes)
             if held + nbytes > self._roof_bytes:
                 if self._in_heap:
                     self._serve(in_heap=False)
@@ -176,10 +182,8 @@ class HeapWatch(MemoryWatch):
             if self._tiles_to_go:
                 return
             self._room_bytes = 0
-            if self._device.held_bytes() > self._now_bytes:
-                self._device.trim()
-                helped = self._device.held_bytes() <= self._now_bytes
-                self._pause = 1 if helped else min(2 * self._pause, self._LONGEST_PAUSE)
+            helped = self._held_within(self._now_bytes)
+            self._pause = 1 if helped else min(2 * self._pause, self._LONGEST_PAUSE)
             self._tiles_to_go = self._pause
 
     def is_short(self, tile_bytes: int, at_a_time: int) -> bool:
@@ -193,6 +197,18 @@ class HeapWatch(MemoryWatch):
             return False
         self._device.trim()
         return self._device.held_bytes() + tile_bytes > self._budget_bytes
+
+    def _held_within(self, most: int) -> bool:
+        """Whether no more is held, with as little given back as that takes."""
+        if self._without_spare(most) <= most:
+            return True
+        self._device.trim()
+        return self._device.held_bytes() <= most
+
+    def _without_spare(self, most: int) -> int:
+        """What is held once memory of fields that are gone was given back, as far as it is more."""
+        held = self._device.held_bytes()
+        return self._device.held_bytes() if held > most and SpareBlocks.give_back(held - most) else held
 
     @property
     def _now_bytes(self) -> int:

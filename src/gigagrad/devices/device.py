@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from gigagrad.devices.machine import Machine
+from gigagrad.devices.spare import SpareBlocks
 from gigagrad.errors import ConfigError
 
 Say = Callable[[str], None]
@@ -77,6 +78,12 @@ class Device(ABC):
     @abstractmethod
     def trim(self) -> None:
         """Give back what was freed."""
+
+    def spare_blocks(self) -> SpareBlocks | None:
+        """Where memory of fields that are gone waits for the next ones until `trim`; None where that is the business
+        of the device's own allocator.
+        """
+        return None
 
     def used_bytes(self, enough: int = 0) -> int | None:
         """What is held less what was freed, or None where nobody tells. May be what is held where that is not more

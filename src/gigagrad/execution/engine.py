@@ -377,7 +377,7 @@ def tiers_for(
     """
     if scratch is None and scratch_bytes is not None:
         raise ConfigError("scratch_bytes bounds the files in a scratch folder; name one with scratch=")
-    tiers: list[Tier] = [MemoryTier(device.torch_device)]
+    tiers: list[Tier] = [MemoryTier(device.torch_device, device.spare_blocks())]
     if not device.is_host:
         tiers.append(HostTier(bytes_or_none(host_memory)))
     if isinstance(scratch, Tier):

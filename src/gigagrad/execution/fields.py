@@ -56,10 +56,10 @@ class Fields:
     # From pass to pass
 
     def bytes_from(self, index: int) -> int:
-        """What the stores that begin their life with this pass take of the memory that tiles are computed in."""
-        beginning = (life.field for life in self._lifetimes if life.first == index)
-        memory = self._prepared.problem.memory.name
-        return sum(self._graph[i].nbytes for i in beginning if self._tiers.get(i, memory) == memory)
+        """What the stores that begin their life with this pass add to the memory that tiles are computed in."""
+        memory = self._prepared.problem.memory
+        beginning = (life for life in self._lifetimes if life.first == index)
+        return memory.fresh_bytes(self._spec(life) for life in beginning if self._tier(life) == memory.name)
 
     def begin(self, index: int) -> None:
         """The stores that begin their life with this pass. Raises StoreError."""
@@ -79,20 +79,29 @@ class Fields:
             store = (self.cotangents if life.cotangent else self.kept).pop(life.field)
             if life.cotangent and node.op == SCATTER:
                 self._tape.give(node.operands[0], self._tape.unit.out_of(store.whole()))
-            store.close()
+            if self._tape.backward:
+                store.retire()
+            else:  # whoever takes a stream may hold a view of what its last tiles have read
+                store.close()
 
     def _store(self, life: Lifetime) -> Store:
-        node = self._graph[life.field]
+        rounding = self._rounding(life)
+        store = self._open[self._tier(life)].open_store(self._spec(life))
+        return store if rounding is None else RoundedStore(store, rounding, self._graph[life.field].dtype)
+
+    def _rounding(self, life: Lifetime) -> Rounding | None:
+        return None if life.cotangent else self.roundings.get(life.field)
+
+    def _tier(self, life: Lifetime) -> str:
+        return self._tiers.get(life.field, self._prepared.problem.memory.name)
+
+    def _spec(self, life: Lifetime) -> FieldSpec:
+        node, rounding = self._graph[life.field], self._rounding(life)
         assert node.axes is not None
-        rounding = None if life.cotangent else self.roundings.get(life.field)
         dtype = node.dtype if rounding is None else rounding.packed_dtype(node.dtype)
-        tier = self._tiers.get(life.field, self._prepared.problem.memory.name)
         name = f"{'cotangent' if life.cotangent else 'field'}-{life.field}"
         coded = isinstance(rounding, Quantised)
-        store = self._open[tier].open_store(
-            FieldSpec(name, node.shape, dtype, node.axes, layout=self._prepared.layout, coded=coded)
-        )
-        return store if rounding is None else RoundedStore(store, rounding, node.dtype)
+        return FieldSpec(name, node.shape, dtype, node.axes, layout=self._prepared.layout, coded=coded)
 
     @staticmethod
     def _draw_roundings(prepared: Prepared) -> dict[int, Rounding]:

@@ -53,25 +53,28 @@ class Sweeps:
         self.errors = RoundingErrors(prepared.graph)
 
     def forward(self, stage: Stage) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Without gradients. Yields the boxes and crops of the output field, if it is this stage's."""
+        """Without gradients. Yields the boxes and crops of the output field, if it is this stage's.
+
+        What tiles keep does not overlap, so whoever computes a tile writes it; only sums wait for their turn.
+        """
         program, boundary = self._program(stage), self._boundary(stage, gradients=False)
 
-        def work(item: Item) -> tuple[TileGeometry, Values, Values]:
+        def work(item: Item) -> tuple[TileGeometry, Values, torch.Tensor | None]:
             tile, inputs = item
             with torch.no_grad():
                 shares = program.run(tile, inputs.crops, boundary)
-                sums = program.partial_sums(tile, shares)
-                wanted = (*stage.kept, *([stage.output] if stage.output is not None else []))
-                return tile, sums, {i: shares[i] for i in wanted if i in shares}
+                for i in stage.kept:
+                    if i in shares:
+                        self._fields.kept[i].write(tile.wanted(i), shares[i])
+                output = None if stage.output is None else shares.get(stage.output)
+                return tile, program.partial_sums(tile, shares), output
 
-        for tile, sums, shares in self._swept(stage, work, backward=False):
+        for tile, sums, output in self._swept(stage, work, backward=False):
             self._merge(sums)
-            for i in stage.kept:
-                if i in shares:
-                    self._fields.kept[i].write(tile.wanted(i), shares[i])
             self._tell("forward")
-            if stage.output is not None and stage.output in shares:
-                yield tile.wanted(stage.output), shares[stage.output]
+            if output is not None:
+                assert stage.output is not None
+                yield tile.wanted(stage.output), output
         for i in stage.kept:
             self._fields.kept[i].flush()
         self._finish(stage)

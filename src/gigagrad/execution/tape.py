@@ -21,13 +21,21 @@ from gigagrad.plans.schedule import differentiable_reductions
 Values = dict[int, torch.Tensor]
 
 
+_AT_ONCE = 1 << 17
+"""Numbers: PyTorch adds those of another dtype by way of a copy in the sum's own, which is to fit in a cache."""
+
+
 def add(sums: Values, key: int, value: torch.Tensor, dtype: torch.dtype) -> None:
-    """Add to a sum in this dtype."""
-    total = sums.get(key)
+    """Add to a sum in this dtype. It lies in memory as the first value did: others of the kind are added fastest."""
+    value, total = value.detach(), sums.get(key)
     if total is None:
-        sums[key] = value.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        sums[key] = value.to(dtype, copy=True)
+    elif value.numel() <= _AT_ONCE:
+        total.add_(value)
     else:
-        total.add_(value.detach())
+        rows = max(1, value.shape[0] * _AT_ONCE // value.numel())
+        for row in range(0, len(value), rows):
+            total[row : row + rows].add_(value[row : row + rows])
 
 
 class Tape:
@@ -149,7 +157,8 @@ class Tape:
         """`gradient` is so many times as large as the true one."""
         dtype = self.graph[parameter].dtype
         dtype = dtype if dtype.itemsize >= 4 else torch.float32
-        add(self.gradients, parameter, gradient if times == 1 else gradient.to(dtype) / times, dtype)
+        gradient = gradient.to(dtype, memory_format=torch.contiguous_format)
+        add(self.gradients, parameter, gradient if times == 1 else gradient / times, dtype)
 
     def _receive(self, leaf: int, cotangent: torch.Tensor, times: float = 1) -> None:
         """`cotangent` is so many times as large as the true one."""

@@ -140,9 +140,10 @@ def worst_tile(grid: Grid) -> TileGeometry:
 
 
 def largest_block_bytes(grid: Grid) -> int:
-    """Of the crops of the largest tile."""
-    tile = worst_tile(grid)
-    return max((crop_bytes(grid.graph, tile, i) for i in (*grid.stage.reads, *grid.stage.fields)), default=0)
+    """Of the crops of the largest tile, and of the globals, of which a tile makes copies and gradients."""
+    tile, graph = worst_tile(grid), grid.graph
+    crops = [crop_bytes(graph, tile, i) for i in (*grid.stage.reads, *grid.stage.fields)]
+    return max([*crops, *(graph[i].nbytes for i in grid.stage.globals)], default=0)
 
 
 def compiled_convolutions(grid: Grid, *, backward: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from gigagrad.allowances import FREE_SHARE, whole_pages
 from gigagrad.boxes import Box, Span
 from gigagrad.devices import Machine
+from gigagrad.devices.spare import SpareBlocks
 from gigagrad.graphs.crops import part
 from gigagrad.stores.store import Store
 from gigagrad.stores.tier import FieldSpec, OpenTier, Size, Tier
@@ -22,6 +24,7 @@ class HostStore(Store):
 
     Tiles come row by row from the top, so what has been reached is a staircase: in each column the pixels above some
     height. Zeros are written below it only where nothing else is; most pixels are written once by the first crop.
+    The memory is one of the `spare` blocks, and that again when the store retires, unless the whole field was read.
     """
 
     def __init__(
@@ -32,10 +35,16 @@ class HostStore(Store):
         *,
         device: torch.device,
         memory_format: torch.memory_format = torch.contiguous_format,
+        spare: SpareBlocks | None = None,
     ) -> None:
         super().__init__(shape, dtype, axes)
         layout = memory_format if len(shape) == 4 else torch.contiguous_format
-        self._tensor = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
+        where = device if spare is None else "meta"
+        self._tensor = torch.empty(shape, dtype=dtype, device=where, memory_format=layout)
+        self._spare, self._block = spare, None
+        if spare is not None:
+            self._block = spare.take(self._tensor.nbytes)
+            self._tensor = self._block.view(dtype).as_strided(shape, self._tensor.stride())
         self._reached = np.zeros(shape[axes[1]], np.int64)
         """In each column, the pixels from the top that hold what they should."""
         self._reaching = threading.Lock()
@@ -79,6 +88,16 @@ class HostStore(Store):
 
     def close(self) -> None:
         self.__dict__.pop("_tensor", None)
+        self._block = None
+
+    def retire(self) -> None:
+        if self._spare is not None and self._block is not None:
+            self._spare.give(self._block)
+        self.close()
+
+    def whole(self) -> torch.Tensor:
+        self._block = None  # who has the whole field may hold it longer
+        return super().whole()
 
     def _steps(self, x: Span) -> list[tuple[Span, int]]:
         """The staircase over some columns: spans of one height each."""
@@ -105,9 +124,9 @@ class MemoryTier(Tier):
     place = "memory"
     in_budget = True
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, spare: SpareBlocks | None = None) -> None:
         """`device`: the host, unless named."""
-        self._device = device or torch.device("cpu")
+        self._device, self._spare = device or torch.device("cpu"), spare
 
     def room_bytes(self) -> int | None:
         return None
@@ -119,7 +138,13 @@ class MemoryTier(Tier):
         return self
 
     def open_store(self, field: FieldSpec) -> Store:
-        return HostStore(field.shape, field.dtype, field.axes, device=self._device, memory_format=field.layout)
+        return HostStore(
+            field.shape, field.dtype, field.axes, device=self._device, memory_format=field.layout, spare=self._spare
+        )
+
+    def fresh_bytes(self, fields: Iterable[FieldSpec]) -> int:
+        sizes = [field.nbytes for field in fields]
+        return sum(sizes) if self._spare is None else self._spare.fresh_bytes(sizes)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -241,6 +241,9 @@ class RoundedStore(Store):
     def close(self) -> None:
         self._inner.close()
 
+    def retire(self) -> None:
+        self._inner.retire()
+
 
 def parse_storage(text: str | None) -> Rounding | None:
     """`"float16"`, `"bfloat16"` or `"error 0.01"` as a rounding; None and `"exact"` mean that fields stay as they are.

@@ -41,6 +41,10 @@ class Store(ABC):
     def close(self) -> None:
         """Give back what the store holds; it is not used again, but may be closed again."""
 
+    def retire(self) -> None:
+        """Close it, by whoever knows that no crop that was read is in use any more."""
+        self.close()
+
     def whole(self) -> torch.Tensor:
         """The whole field."""
         return self.read(Box.whole(*(self.shape[axis] for axis in self.axes)))

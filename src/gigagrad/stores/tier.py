@@ -7,8 +7,9 @@ opens it once and takes stores from it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, Protocol
 
 import torch
@@ -33,6 +34,10 @@ class FieldSpec:
     """That of the tiles' crops."""
     coded: bool = False
     """Whether the values are codes, which take fewer bytes behind a codec."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class OpenTier(Protocol):
@@ -74,6 +79,10 @@ class Tier(ABC):
     def field_bytes(self, size: Size, pixel_bytes: int) -> int:
         """What a field of so many pixels takes."""
         return size[0] * size[1] * pixel_bytes
+
+    def fresh_bytes(self, fields: Iterable[FieldSpec]) -> int:
+        """What stores of these fields would add to what the tier holds already."""
+        return sum(field.nbytes for field in fields)
 
     def crop_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> float:
         """What moves when a crop of a field is read or written, on average over where it may lie."""

@@ -1,0 +1,63 @@
+"""Memory of fields that are gone, for those that come: what the system hands out anew it has to clear first.
+
+On a virtual machine that takes 0.4 to 3 s per GB (`bench/new_pages.py`), a seventh of a deep step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+from weakref import WeakSet
+
+import torch
+
+from gigagrad.allowances import MAPPED_BYTES
+
+
+class SpareBlocks:
+    """Blocks by size; small ones are left to the C library. Nobody waits for anybody: a run may be closed as garbage in
+    the middle of this.
+    """
+
+    _all: ClassVar[WeakSet[SpareBlocks]] = WeakSet()
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, list[torch.Tensor]] = {}
+        self._all.add(self)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A block of so many bytes, `(nbytes,)` in uint8, with anything in it."""
+        try:
+            return self._blocks[nbytes].pop()
+        except (KeyError, IndexError):
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give(self, block: torch.Tensor) -> None:
+        """Nobody else uses it any more."""
+        if block.nbytes >= MAPPED_BYTES:
+            self._blocks.setdefault(block.nbytes, []).append(block)
+
+    def fresh_bytes(self, sizes: Iterable[int]) -> int:
+        """What blocks of these sizes would take from the system."""
+        left = {nbytes: len(blocks) for nbytes, blocks in tuple(self._blocks.items())}
+        fresh = 0
+        for nbytes in sizes:
+            left[nbytes] = left.get(nbytes, 0) - 1
+            fresh += nbytes if left[nbytes] < 0 else 0
+        return fresh
+
+    @classmethod
+    def held_bytes(cls) -> int:
+        """By all of them in this process."""
+        return sum(nbytes * len(blocks) for one in tuple(cls._all) for nbytes, blocks in tuple(one._blocks.items()))
+
+    @classmethod
+    def give_back(cls, enough: int | None = None) -> int:
+        """To the system, from anywhere in this process, until that was enough; or all. Returns how many bytes."""
+        given = 0
+        for one in tuple(cls._all):
+            for nbytes in sorted(one._blocks, reverse=True):
+                while (enough is None or given < enough) and one._blocks[nbytes]:
+                    one.take(nbytes)
+                    given += nbytes
+        return given

@@ -1,0 +1,138 @@
+"""Memory of fields that are gone."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gigagrad as gg
+from gigagrad.allowances import MAPPED_BYTES, UNNOTICED_BYTES
+from gigagrad.devices import device_for
+from gigagrad.devices.cpu import HeapWatch
+from gigagrad.devices.spare import SpareBlocks
+from tests.devices.fake import FakeCpu
+
+SIZE = MAPPED_BYTES
+
+
+@pytest.fixture(autouse=True)
+def nothing_spare():
+    gc.collect()
+    SpareBlocks.give_back()
+    yield
+    SpareBlocks.give_back()
+
+
+def test_a_block_serves_again_for_its_size():
+    spare = SpareBlocks()
+    block = spare.take(SIZE)
+    address = block.data_ptr()
+    spare.give(block)
+    assert SpareBlocks.held_bytes() == SIZE
+    assert spare.take(2 * SIZE).nbytes == 2 * SIZE
+    assert spare.take(SIZE).data_ptr() == address
+    assert SpareBlocks.held_bytes() == 0
+
+
+def test_small_blocks_are_left_to_the_c_library():
+    spare = SpareBlocks()
+    spare.give(spare.take(SIZE - 1))
+    assert SpareBlocks.held_bytes() == 0
+
+
+@given(st.lists(st.sampled_from([SIZE, SIZE + 1, SIZE + 2]), max_size=5), st.lists(st.integers(0, 3), max_size=8))
+def test_what_is_taken_from_the_system(held, wanted):
+    SpareBlocks.give_back()
+    spare, sizes = SpareBlocks(), [SIZE + more for more in wanted]
+    for nbytes in held:
+        spare.give(torch.empty(nbytes, dtype=torch.uint8))
+    before = SpareBlocks.held_bytes()
+    assert before == sum(held)
+    told = spare.fresh_bytes(sizes)
+    taken = [spare.take(nbytes) for nbytes in sizes]
+    assert told == sum(block.nbytes for block in taken) - (before - SpareBlocks.held_bytes())
+
+
+@pytest.mark.parametrize("enough", [1, 2 * SIZE, 2 * SIZE + 1, None])
+def test_no_more_is_given_back_than_asked(enough):
+    spares = SpareBlocks(), SpareBlocks()
+    for spare, size, count in zip(spares, (2 * SIZE, SIZE), (1, 3), strict=True):
+        for block in [torch.empty(size, dtype=torch.uint8) for _ in range(count)]:
+            spare.give(block)
+    given_back = SpareBlocks.give_back(enough)
+    assert given_back + SpareBlocks.held_bytes() == 5 * SIZE
+    if enough is None:
+        assert given_back == 5 * SIZE
+    else:
+        assert enough <= given_back < enough + 2 * SIZE
+
+
+def test_what_is_spare_is_not_used_and_goes_with_what_was_freed():
+    device, spare = device_for("cpu"), SpareBlocks()
+
+    def used(enough: int = 0) -> int:
+        found = device.used_bytes(enough)
+        if found is None:
+            pytest.skip("the C library is not glibc")
+        return found
+
+    before = used()
+    block = torch.ones(64 * MAPPED_BYTES, dtype=torch.uint8)
+    assert used() - before > 60 * MAPPED_BYTES
+    spare.give(block)
+    del block
+    assert abs(used() - before) < 4 * MAPPED_BYTES
+    assert abs(used(before + 4 * MAPPED_BYTES) - before) < 4 * MAPPED_BYTES
+    device.trim()
+    assert SpareBlocks.held_bytes() == 0
+
+
+def test_spare_blocks_go_before_the_heap_is_trimmed():
+    device, spare = FakeCpu(1000 * MAPPED_BYTES), SpareBlocks()
+    watch = HeapWatch(device, 900 * MAPPED_BYTES + UNNOTICED_BYTES, None)
+    watch.begin_pass(0, 0)
+
+    class Block:
+        """Of a hundred large blocks, as the fake process holds them."""
+
+        nbytes = 60 * MAPPED_BYTES
+
+        def __del__(self) -> None:
+            device.held -= self.nbytes
+
+    for _ in range(3):
+        spare.give(Block())  # type: ignore[arg-type]
+    watch.make_room(0)
+    assert (device.held, device.trimmed) == (880 * MAPPED_BYTES, 0)
+    watch.tile_done()
+    assert (device.held, device.trimmed) == (880 * MAPPED_BYTES, 0)
+    watch.make_room(50 * MAPPED_BYTES)
+    assert (device.held, device.trimmed) == (820 * MAPPED_BYTES, 0)
+    watch.make_room(100 * MAPPED_BYTES)  # nothing is spare any more
+    assert device.trimmed == 1
+
+
+def test_the_fields_of_a_step_lie_where_those_of_the_last_one_did():
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm2d(8)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 3, padding=1), norm, torch.nn.ReLU(), torch.nn.Conv2d(8, 1, 1))
+    engine = gg.compile(model.train(), torch.nn.functional.mse_loss, memory="4GiB", tile=(300, 300))
+    image, target = torch.rand(1, 600, 600), torch.rand(1, 600, 600)
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        norm.reset_running_stats()
+        engine.backward(image, target)
+        found.append([p.grad.clone() for p in model.parameters()])
+        held = SpareBlocks.held_bytes()
+        assert held >= 600 * 600 * 8 * 4
+        for blocks in tuple(SpareBlocks._all):
+            for block in (block for of_a_size in blocks._blocks.values() for block in of_a_size):
+                block.view(torch.float32).fill_(torch.nan)
+    assert SpareBlocks.held_bytes() == held  # no more from step to step
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    del engine, blocks
+    gc.collect()
+    assert SpareBlocks.held_bytes() == 0
