@@ -1,6 +1,7 @@
 """Memory of fields that are gone."""
 
 import gc
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gigagrad.allowances import MAPPED_BYTES, UNNOTICED_BYTES
 from gigagrad.devices import device_for
 from gigagrad.devices.cpu import HeapWatch
 from gigagrad.devices.spare import SpareBlocks
+from gigagrad.execution.backward import Backward
 from tests.devices.fake import FakeCpu
 
 SIZE = MAPPED_BYTES
@@ -135,4 +137,32 @@ def test_the_fields_of_a_step_lie_where_those_of_the_last_one_did():
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
     del engine, blocks
     gc.collect()
+    assert SpareBlocks.held_bytes() == 0
+
+
+def engine_that_keeps():
+    """An engine with two kept fields, of which one is 11 MiB, and its inputs."""
+    first, norm = torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.BatchNorm2d(8)
+    model = torch.nn.Sequential(first, norm, torch.nn.ReLU(), torch.nn.Conv2d(8, 1, 3, padding=1)).train()
+    engine = gg.compile(model, torch.nn.functional.mse_loss, tile=(300, 300))
+    pair = torch.rand(1, 600, 600), torch.rand(1, 600, 600)
+    assert any(field.size_bytes >= MAPPED_BYTES for field in engine.plan(*pair).kept)
+    return engine, pair
+
+
+def test_nothing_stays_of_a_step_that_fails(monkeypatch):
+    engine, pair = engine_that_keeps()
+    engine.backward(*pair)
+    assert SpareBlocks.held_bytes()
+    monkeypatch.setattr(Backward, "finish", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(*pair)
+    assert SpareBlocks.held_bytes() == 0
+
+
+def test_a_stream_leaves_no_memory_that_its_pieces_may_lie_in():
+    engine, (image, _) = engine_that_keeps()
+    forward = gg.compile(engine.model, tile=(300, 300))
+    assert any(field.size_bytes >= MAPPED_BYTES for field in forward.plan(image).kept)
+    assert list(forward.stream(image))
     assert SpareBlocks.held_bytes() == 0

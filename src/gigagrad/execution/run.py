@@ -92,6 +92,7 @@ class Run:
         self._tape.forget()
         self._sweeps.forget()
         empty_frames(error)
+        self._prepared.device.trim()  # there may be no next step that takes what this one freed
 
     def close(self) -> None:
         """End the threads and remove the files; results stay. May be called again, by any thread."""

@@ -25,11 +25,19 @@ _AT_ONCE = 1 << 17
 """Numbers: PyTorch adds those of another dtype by way of a copy in the sum's own, which is to fit in a cache."""
 
 
-def add(sums: Values, key: int, value: torch.Tensor, dtype: torch.dtype) -> None:
-    """Add to a sum in this dtype. It lies in memory as the first value did: others of the kind are added fastest."""
+def add(
+    sums: Values,
+    key: int,
+    value: torch.Tensor,
+    dtype: torch.dtype,
+    layout: torch.memory_format = torch.preserve_format,
+) -> None:
+    """Add to a sum in this dtype. Unless told otherwise it lies in memory as the first value did: others of the kind
+    are added fastest.
+    """
     value, total = value.detach(), sums.get(key)
     if total is None:
-        sums[key] = value.to(dtype, copy=True)
+        sums[key] = value.to(dtype, copy=True, memory_format=layout)
     elif value.numel() <= _AT_ONCE:
         total.add_(value)
     else:
@@ -157,8 +165,8 @@ class Tape:
         """`gradient` is so many times as large as the true one."""
         dtype = self.graph[parameter].dtype
         dtype = dtype if dtype.itemsize >= 4 else torch.float32
-        gradient = gradient.to(dtype, memory_format=torch.contiguous_format)
-        add(self.gradients, parameter, gradient if times == 1 else gradient / times, dtype)
+        gradient = gradient if times == 1 else gradient.to(dtype) / times
+        add(self.gradients, parameter, gradient, dtype, torch.contiguous_format)
 
     def _receive(self, leaf: int, cotangent: torch.Tensor, times: float = 1) -> None:
         """`cotangent` is so many times as large as the true one."""

@@ -192,11 +192,9 @@ class Convolution(WindowRow):
         x_NCHW, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
         (top, bottom), (left, right) = self.missing(call, site)
         stride, outputs = pair(call["stride"]), _outputs_as_one(call)
-        columns = self._columns(call, site.out[1])
-        numbers = (
-            x_NCHW.shape[1] * (x_NCHW.shape[2] + top + bottom) * columns
-        )  # the same in the middle and at the border
-        if outputs and numbers > _SMALL_CROP and _lies_in_rows(x_NCHW):
+        # With what is missing, so that crops of one shape get one kernel in the middle and at the border.
+        rows, columns = x_NCHW.shape[2] + top + bottom, self._columns(call, site.out[1])
+        if outputs and x_NCHW.shape[1] * rows * columns > _SMALL_CROP and _lies_in_rows(x_NCHW):
             more = columns - (x_NCHW.shape[3] + left + right)
             x_NCHW = fit(x_NCHW, IMAGE_AXES, ((top, bottom), (left, right + more)))
 
