@@ -2,6 +2,8 @@
 
 import _thread
 import gc
+import subprocess
+import sys
 import threading
 
 from gigagrad import threads
@@ -49,3 +51,15 @@ def test_without_a_further_thread_the_caller_does_it(monkeypatch):
             patch.setattr(owner, name, none)
             threads.uninterrupted(lambda: ended.append(1))
     assert ended == [1, 1]
+
+
+def test_side_threads_leave_pytorchs_count_as_it_would_be():
+    """Also where they are the first who ask PyTorch for anything, as where a slide is read before a model is made."""
+    asked = "print(torch.get_num_threads())"
+    read = "with SideThreads(1, 'read') as threads: assert threads.submit(torch.get_num_threads).result() == 1\n"
+    counts = []
+    for before in ("", read):
+        script = "import torch; from gigagrad.threads import SideThreads\n" + before + asked
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        counts.append(int(done.stdout))
+    assert counts[0] == counts[1]

@@ -126,6 +126,7 @@ class SideThreads:
             if self._closed:
                 raise RuntimeError(f"the threads of {self._name} have ended")
             if self._begun is None:
+                _sharing()  # PyTorch settles its count when first asked: here, not where it is set to one
                 self._begun = Task(partial(_begin, self._threads, self.count, self._name, self._tasks))
                 _thread.start_new_thread(self._begun.run, ())
             self._tasks.put(task)
