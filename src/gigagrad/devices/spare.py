@@ -1,6 +1,6 @@
 """Memory of fields that are gone, for those that come: what the system hands out anew it has to clear first.
 
-On a virtual machine that takes 0.4 to 3 s per GB (`bench/new_pages.py`), a seventh of a deep step.
+That took a seventh of a deep step on a virtual machine (docs/decisions/0024-fields-from-step-to-step.md).
 """
 
 from __future__ import annotations
