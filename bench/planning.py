@@ -3,7 +3,7 @@
     python bench/planning.py [--cases NAME ...] [--no-curve]
 
 Seconds are the processor's, so that other programs matter little; those of planning are apart from those of capture.
-Cases with a budget have no curve.
+Cases with a budget have no curve; of one that is refused there is the smallest budget that would do.
 
 Every case in a process of its own, with the model's parameters on PyTorch's meta device: nothing of the network or of
 the image has any storage, and nothing runs. Prints one JSON line last.
@@ -53,6 +53,12 @@ CASES = {
     ),
     "2048 px, evaluation, 2 GiB": Case(model=UNET, size=(2048, 2048), training=False, budget_bytes=2 * GIB),
     "8192 px, evaluation, 2 GiB": Case(model=UNET, size=(8192, 8192), training=False, budget_bytes=2 * GIB),
+    "nested decoder, 4 GiB": Case(
+        model="smp:UnetPlusPlus?encoder_name=resnet34", size=(4096, 4096), budget_bytes=4 * GIB
+    ),
+    "four resolutions, 16 GiB": Case(model="timm:hrnet_w18_small", size=(16_000, 64_000), budget_bytes=16 * GIB),
+    "3461 operators, 4 GiB": Case(model="timm:densenet121", size=(4096, 4096), budget_bytes=4 * GIB),
+    "3461 operators, 16 GiB, refused": Case(model="timm:densenet121", size=(16_000, 64_000), budget_bytes=16 * GIB),
     "300 million parameters": Case(model=CONVNEXT, size=(16_000, 64_000)),
     "300 million parameters, 16 GiB and scratch": Case(
         model=CONVNEXT, size=(16_000, 64_000), budget_bytes=16 * GIB, room_bytes=200 * GIB
@@ -86,6 +92,7 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
     import tests.torchvision_operators  # noqa: F401
     from gigagrad.devices import Machine
     from gigagrad.devices.heap import peak_resident_bytes
+    from gigagrad.errors import BudgetError
     from gigagrad.graphs import InputSpec, capture
     from gigagrad.models import resolve
     from gigagrad.plans import Amount, Costs, Problem, ledger, make_plan, simulate, trade_off
@@ -96,9 +103,10 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
 
     def timed(name: str, call: Any) -> Any:
         start = time.process_time()
-        result = call()
-        seconds[name] = round(time.process_time() - start, 3)
-        return result
+        try:
+            return call()
+        finally:
+            seconds[name] = round(time.process_time() - start, 3)
 
     with torch.device("meta"):
         module = resolve(case.model).train(case.training)
@@ -126,14 +134,17 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
     def plan_at(budget_bytes: int | None) -> Any:
         return make_plan(dataclasses.replace(problem, budget_bytes=budget_bytes), costs=costs)
 
-    plan = timed("plan", lambda: plan_at(case.budget_bytes))
+    asked = {**dataclasses.asdict(case), "operators": sum(not node.is_source for node in graph.nodes)}
+    try:
+        plan = timed("plan", lambda: plan_at(case.budget_bytes))
+    except BudgetError as refusal:
+        return {**asked, "refused_below_bytes": refusal.smallest_bytes, "faults": 0, "seconds": seconds}
     simulation = timed("simulate", lambda: simulate(dataclasses.replace(problem, budget_bytes=case.budget_bytes), plan))
     for fault in simulation.faults:
         print(fault)
     points = timed("curve", lambda: trade_off(plan_at)) if curve else ()
     return {
-        **dataclasses.asdict(case),
-        "operators": sum(not node.is_source for node in graph.nodes),
+        **asked,
         "parameters": parameters,
         "stages": len(plan.stages),
         "tiles": plan.tile_count,

@@ -57,7 +57,11 @@ class Ladder(nn.Module):
 def chain_of(graph, backward=True):
     """The chain of cuts as planning sees it."""
     costs = Costs(graph, Machine())
-    return Cuts(graph, lambda stage: costs.sweep_seconds(stage, (64, 64)), backward=backward)
+
+    def seconds(stage):
+        return costs.of(stage, (64, 64), backward=False, roughly=True).forward_seconds
+
+    return Cuts(graph, seconds, backward=backward)
 
 
 def kept_at_best(graph):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from heapq import heappop, heappush
 
 from gigagrad.errors import BudgetError
@@ -13,7 +14,7 @@ from gigagrad.plans.fit import ABOUT_AS_FAST, Fitter, Kept, Option, peak_bytes
 from gigagrad.plans.keeping import kept_bytes
 from gigagrad.plans.plan import EXACT, KeptField, Plan, WholeField
 from gigagrad.plans.problem import Problem
-from gigagrad.plans.stages import Stage, gathered, split_stages
+from gigagrad.plans.stages import gathered, split_stages
 from gigagrad.stores import Tier
 
 _GOOD_ENOUGH = 1.1
@@ -24,11 +25,6 @@ _ABOUT_AS_LEAN = 1.1
 
 _FIRST_LOOK = 24
 """Options of one kind that are tried before the search narrows."""
-
-_USUAL_SIDE_PX = 128
-"""Tile side at which pieces between cuts are compared."""
-_USUAL_CROP_PX = 512
-"""At most so many pixels of the finest field are such a tile's own share."""
 
 
 Tried = Callable[[float | None], None]
@@ -85,15 +81,15 @@ class _Chooser:
     def __init__(self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None, tried: Tried) -> None:
         self._problem, self._graph, self._costs = problem, problem.graph, costs
         self._fitter, self._tried = Fitter(problem, costs, tiles), tried
-        self._refusals: list[BudgetError] = []
-        self._passed_over: list[tuple[int, Kept]] = []
+        self._refused: list[tuple[int, Kept]] = []
+        """With the bytes that each takes without any tile."""
 
     def best(self) -> Option:
         """Keep what is worth keeping in memory; where that does not fit, the faster of moving fields to other tiers and
         of keeping fewer. The refusal names the leanest of all options tried.
         """
         in_memory = self._fitter.in_memory
-        chain = Cuts(self._graph, self._usual_seconds, backward=self._problem.backward)
+        chain = Cuts(self._graph, self._costs.usual_seconds, backward=self._problem.backward)
         selections = [selection.kept for selection in chain.selections()]
         wanted = self._attempt(in_memory(selections[0]))
         at_once = None
@@ -111,22 +107,27 @@ class _Chooser:
             moved = next(filter(None, map(self._moved, _spread(selections[1:]))), None)
         found = min(filter(None, (at_once, moved, fewer, single)), key=_seconds, default=None)
         if found is None:
-            self._passed_over.append((0, in_memory(selections[-1])))
-            raise self._leanest()
+            self._refused.append((0, in_memory(selections[-1])))
+            return self._closely()
         return found
 
-    def _leanest(self) -> BudgetError:
-        """The refusal that asks for least. What was passed over is looked at while its fields leave it a chance."""
-        leanest = min(self._refusals, key=_needed, default=None)
-        for least, kept in sorted(self._passed_over, key=lambda passed: passed[0]):
+    def _closely(self) -> Option:
+        """What was refused, once more with all shapes of tiles. Raises the `BudgetError` that asks for least: what
+        asks for more without any tile is left out.
+        """
+        leanest: BudgetError | None = None
+        options = []
+        for least, kept in sorted(self._refused, key=lambda refused: refused[0]):
             if leanest is not None and least >= leanest.needed_bytes:
                 break
             try:
-                self._fitter.fit(kept)
+                options.append(self._fitter.fit(kept, closely=True))
             except BudgetError as error:
-                leanest = error if leanest is None else min(leanest, error, key=_needed)
+                leanest = error if leanest is None else min(leanest, error, key=lambda one: one.needed_bytes)
+        if options:
+            return min(options, key=_seconds)
         assert leanest is not None
-        return leanest
+        raise leanest
 
     def _better(self, options: list[Option]) -> Option:
         """The fastest; where memory is no matter, of those that are about as fast and as lean the simplest."""
@@ -140,19 +141,10 @@ class _Chooser:
 
     def again(self, kept: Kept) -> Option:
         """An earlier choice. Raises `BudgetError` if it does not fit, also where a tier has less room than before."""
-        return self._fitter.fit(kept)
-
-    def _usual_seconds(self, stage: Stage) -> float:
-        """Time of a sweep with tiles of a usual size. What computes a coarse field works on finer ones: tiles that are
-        small for it have large crops, and without a cut in between nearly all of these are halo.
-        """
-        graph, targets = self._graph, stage.targets(self._graph)
-        sides = []
-        for axis in (0, 1):
-            size = max(graph[i].size(axis) for i in targets)
-            finest = max(graph[i].size(axis) for i in (*stage.fields, *stage.reads))
-            sides.append(min(size, _USUAL_SIDE_PX, max(1, _USUAL_CROP_PX * size // finest)))
-        return self._costs.sweep_seconds(stage, (sides[0], sides[1]))
+        try:
+            return self._fitter.fit(kept)
+        except BudgetError:
+            return self._fitter.fit(kept, closely=True)
 
     def _order_of_dropping(self, kept: frozenset[int]) -> list[int]:
         """Single fields, the one that costs the least time per byte first, given that those before it are gone: cuts
@@ -178,20 +170,18 @@ class _Chooser:
         return order
 
     def _rough_seconds(self, kept: frozenset[int]) -> float:
-        return sum(self._usual_seconds(stage) for stage in split_stages(self._graph, kept))
+        return sum(self._costs.usual_seconds(stage) for stage in split_stages(self._graph, kept))
 
     def _attempt(self, kept: Kept) -> Option | None:
         budget, has_room = self._problem.budget_bytes, self._fitter.has_room(kept)
         # Where another tier has too little room, the refusal will say what memory would do instead.
         least = self._fitter.least_bytes(kept if has_room else self._fitter.in_memory(kept))
         option = None
-        if not has_room or (budget is not None and least > budget):
-            self._passed_over.append((least, kept))
-        else:
-            try:
+        if has_room and (budget is None or least <= budget):
+            with suppress(BudgetError):
                 option = self._fitter.fit(kept)
-            except BudgetError as error:
-                self._refusals.append(error)
+        if option is None:
+            self._refused.append((least, kept))
         self._tried(None if option is None else option.seconds)
         return option
 
@@ -244,10 +234,6 @@ class _Chooser:
 
 def _seconds(option: Option) -> float:
     return option.seconds
-
-
-def _needed(refusal: BudgetError) -> int:
-    return refusal.needed_bytes
 
 
 def _spread(selections: list[frozenset[int]]) -> list[frozenset[int]]:

@@ -25,6 +25,9 @@ ABOUT_AS_FAST = 1.1
 _TOO_LARGE_IN_A_ROW = 3
 """Where so many tile shapes in a row do not fit and smaller ones do, no larger one is looked at."""
 
+_ALIKE = 2
+"""Of the tile shapes that look fastest so many that fit are looked at closely."""
+
 Kept = Mapping[int, str]
 """The fields kept, and the tier of each by name."""
 
@@ -80,8 +83,11 @@ class Fitter:
             self._orders[kept] = stages, passes
         return self._orders[kept]
 
-    def fit(self, kept: Kept) -> Option:
-        """The fastest option that keeps these fields in these tiers. Raises `BudgetError` if there is none."""
+    def fit(self, kept: Kept, *, closely: bool = False) -> Option:
+        """The fastest option that keeps these fields in these tiers, of tiles that look promising; `closely`: of all.
+
+        Raises `BudgetError` if there is none; only a close look finds the least budget that works.
+        """
         problem = self._problem
         stages, passes = self._order(frozenset(kept))
         elsewhere = []
@@ -92,7 +98,7 @@ class Fitter:
         refusal: BudgetError | None = None
         for workers in dict.fromkeys((problem.machine.threads, 1)):
             try:
-                options.append(self._fit(kept, stages, passes, workers, tuple(elsewhere)))
+                options.append(self._fit(kept, stages, passes, workers, tuple(elsewhere), closely=closely))
             except BudgetError as error:
                 refusal = error  # of the last, which is the leanest
         if not options:
@@ -113,6 +119,8 @@ class Fitter:
         passes: tuple[Pass, ...],
         workers: int,
         elsewhere: tuple[Amount, ...],
+        *,
+        closely: bool,
     ) -> Option:
         """For each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has none."""
         problem = self._problem
@@ -124,7 +132,7 @@ class Fitter:
             most = max((held[index] for index in indices), key=sum, default=(0, 0))
             backward = any(phase != "forward" for phase in phases)
             book = StageLedger(problem, stage, workers, kept, most, backward)
-            tilings.append(_Tilings(book, phases, self._costs_of(book)))
+            tilings.append(self._tilings(book, phases, closely=closely))
         chosen, compiled = self._choose(tilings)
         described = tuple(tiling.describe(cost) for tiling, cost in zip(tilings, chosen, strict=True))
         seconds = self._costs.whole_seconds(backward=problem.backward)
@@ -135,16 +143,35 @@ class Fitter:
             fixed = (*fixed, ledger.hoard(problem, peak))
         return Option(workers, kept, described, passes, seconds, fixed, elsewhere)
 
-    def _costs_of(self, book: StageLedger) -> list[TileCost]:
-        """Of the tile shapes that may serve a stage, from the smallest on; behind those that fit only a few more."""
-        problem, forced, stage = self._problem, self._tiles, book.stage
-        shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(problem.graph, stage)
-        room = math.inf if problem.budget_bytes is None else problem.budget_bytes - total(self._fixed)
+    def _tilings(self, book: StageLedger, phases: list[str], *, closely: bool) -> _Tilings:
+        """The tile shapes that may serve a stage: those that look best by a tile in the middle, and the leanest."""
+        problem = self._problem
+        room = None if problem.budget_bytes is None else problem.budget_bytes - total(self._fixed)
+        looked = _Tilings(book, phases, self._looked_through(book, room, roughly=not (closely or self._tiles)))
+        if closely or self._tiles:
+            return looked
+
+        def exactly(cost: TileCost) -> TileCost:
+            return self._costs.of(book.stage, cost.tile, backward=book.backward)
+
+        found = [exactly(min(looked.costs, key=looked.total))]
+        served = 0
+        for cost in looked.by_speed(room):
+            found.append(exactly(cost))
+            served += room is None or looked.total(found[-1]) <= room
+            if served == _ALIKE:
+                break
+        return _Tilings(book, phases, list(dict.fromkeys(found)))
+
+    def _looked_through(self, book: StageLedger, room: int | None, *, roughly: bool) -> list[TileCost]:
+        """Costs of tile shapes, from the smallest on; behind those that fit only a few more."""
+        forced, stage = self._tiles, book.stage
+        shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(self._problem.graph, stage)
         found: list[TileCost] = []
         fit: list[bool] = []
         for shape in shapes:
-            found.append(self._costs.of(stage, shape, backward=book.backward))
-            fit.append(total(book.amounts(found[-1])) <= room)
+            found.append(self._costs.of(stage, shape, backward=book.backward, roughly=roughly))
+            fit.append(room is None or total(book.amounts(found[-1])) <= room)
             if any(fit) and not any(fit[-_TOO_LARGE_IN_A_ROW:]):
                 break
         return found
@@ -231,11 +258,17 @@ class _Tilings:
         """The fastest of the tiles that fit in `room` bytes beside what is fixed, and compile to so many kernels. Where
         memory is no matter, the leanest of those that are about as fast.
         """
-        few = [cost for cost in self.costs if cost.compiled <= most_compiled]
+        return next((cost for cost in self.by_speed(room) if cost.compiled <= most_compiled), None)
+
+    def by_speed(self, room: int | None) -> list[TileCost]:
+        """The tiles that fit in so many bytes, the fastest first; where memory is no matter, first of all the leanest
+        of those that are about as fast.
+        """
+        costs = sorted(self.costs, key=self.seconds)
         if room is not None:
-            return min((cost for cost in few if self.total(cost) <= room), key=self.seconds, default=None)
-        good_enough = ABOUT_AS_FAST * min(map(self.seconds, few))
-        return min((cost for cost in few if self.seconds(cost) <= good_enough), key=self.total)
+            return [cost for cost in costs if self.total(cost) <= room]
+        good_enough = ABOUT_AS_FAST * self.seconds(costs[0])
+        return sorted(costs, key=lambda cost: self.total(cost) if self.seconds(cost) <= good_enough else math.inf)
 
     def total(self, cost: TileCost) -> int:
         return total(self.book.amounts(cost))

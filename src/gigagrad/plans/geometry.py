@@ -159,6 +159,11 @@ class Grid:
         row, column = divmod(tile_id, self.shape[1])
         return TileGeometry(tile_id, self.axis_geometry(0, row), self.axis_geometry(1, column))
 
+    @property
+    def middle(self) -> TileGeometry:
+        rows, columns = self.shape
+        return self[rows // 2 * columns + columns // 2]
+
     def order(self) -> Iterator[int]:
         """Tile ids in the order of execution: along the shorter side first, so that few pixels are decoded twice."""
         rows, columns = self.shape
@@ -222,8 +227,8 @@ def axis_geometry(steps: list[Step], wanted: dict[int, Span]) -> AxisGeometry:
                 # Most operands have one reader, and most readers of one field want the same of it.
                 if known is None:
                     spans[operand] = need
-                elif known != need:
-                    spans[operand] = known.hull(need)
+                elif known != need:  # neither is empty
+                    spans[operand] = Span(min(known[0], need[0]), max(known[1], need[1]))
     return AxisGeometry(spans, operand_spans, wanted)
 
 
