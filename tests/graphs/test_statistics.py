@@ -32,6 +32,26 @@ def test_the_gradient_of_a_variance_keeps_its_digits_far_from_zero():
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-8)
 
 
+@pytest.mark.parametrize("dims", [[0, 2, 3], [2, 3], [1, 2, 3]])
+@pytest.mark.parametrize("last", [False, True])
+def test_moments_without_values_have_the_same_gradient(dims, last):
+    """Far from zero in float32, also of a view, and of fields of a few pixels."""
+    torch.manual_seed(0)
+    for size in ((50, 50), (1, 3)):
+        whole = 1000 + torch.randn(2, 3, 60, 60)
+        whole = whole.contiguous(memory_format=torch.channels_last) if last else whole
+        field = whole[:, :, 4 : 4 + size[0], 7 : 7 + size[1]].requires_grad_()
+        weights = torch.randn(moments(field, dims).shape, dtype=torch.float64)
+        weights[0] = -2000 * weights[1]  # as of a variance: most of it cancels
+        silent = moments(field, dims, values=False)
+        assert not silent.any()
+        found = [torch.autograd.grad(sums, field, weights)[0] for sums in (moments(field, dims), silent)]
+        reference = field.detach().double().requires_grad_()
+        (expected,) = torch.autograd.grad(moments(reference, dims), reference, weights)
+        for one in found:
+            torch.testing.assert_close(one.double(), expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+
+
 def test_normalise():
     torch.manual_seed(0)
     field = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)

@@ -125,8 +125,9 @@ class Fields:
             for i in stage.kept:
                 box = tile.wanted(i)
                 if i in self.cotangents and not box.empty:
-                    cotangents[i] = self._ordered(self.cotangents[i].read(box))
-                    stored[i] = self._ordered(self.kept[i].read(box))
+                    # Views, where they are in memory: they are read once, and what that makes is new.
+                    cotangents[i] = self._there(self.cotangents[i].read(box))
+                    stored[i] = self._there(self.kept[i].read(box))
         return TileInputs(crops, cotangents, stored)
 
     def _crop(self, node_id: int, box: Box) -> torch.Tensor:
@@ -142,6 +143,9 @@ class Fields:
             return view
         return self.kept[node_id].read(box)
 
+    def _there(self, crop: torch.Tensor) -> torch.Tensor:
+        return crop.detach().to(self._prepared.device.torch_device)
+
     def _ordered(self, crop: torch.Tensor) -> torch.Tensor:
-        crop = crop.detach().to(self._prepared.device.torch_device)
+        crop = self._there(crop)
         return crop.contiguous(memory_format=self._prepared.layout if crop.ndim == 4 else torch.contiguous_format)

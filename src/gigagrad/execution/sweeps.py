@@ -96,7 +96,7 @@ class Sweeps:
             crops = {i: inputs.crops[i] for i in fields if i in inputs.crops}
             for crop in crops.values():
                 crop.requires_grad_()
-            sums, outputs, seeds = program.run_for_gradient(tile, inputs, boundary, cotangents, watch)
+            sums, outputs, seeds = program.run_for_gradient(tile, inputs, boundary, cotangents, watch, values=merge)
             wanted = {**{i: boundary[i] for i in leaves}, **crops}
             found: Values = {}
             if outputs and wanted:

@@ -12,7 +12,7 @@ from gigagrad.allowances import ANNOUNCED_BYTES
 from gigagrad.boxes import Box, Span
 from gigagrad.execution.refusals import explained
 from gigagrad.execution.rounding_error import Watch
-from gigagrad.graphs import FIELD_BINS, Call, Graph, Site, lookup
+from gigagrad.graphs import FIELD_BINS, MOMENTS, Call, Graph, Site, lookup
 from gigagrad.graphs.crops import part
 from gigagrad.graphs.graph import fill
 from gigagrad.graphs.operators import call as call_operator
@@ -97,14 +97,20 @@ class StageProgram:
             if not tile.wanted(target).empty
         }
 
-    def partial_sums(self, tile: TileGeometry, shares: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The tile's contribution to each reduction of the stage whose field has a share."""
+    def partial_sums(
+        self, tile: TileGeometry, shares: dict[int, torch.Tensor], *, values: bool = True
+    ) -> dict[int, torch.Tensor]:
+        """The tile's contribution to each reduction of the stage whose field has a share; without `values` only their
+        gradients are wanted.
+        """
         sums = {}
         for reduction in self.stage.reductions:
             node = self.graph[reduction]
             field = node.operands[0]
             if field in shares:
                 arguments = {**node.arguments, "field": shares[field]}
+                if node.op == MOMENTS:
+                    arguments["values"] = values
                 if node.op == FIELD_BINS:
                     wanted = tile.wanted(field)
                     for name, span in (("weights_y", wanted.y), ("weights_x", wanted.x)):
@@ -121,16 +127,19 @@ class StageProgram:
         globals_: dict[int, torch.Tensor],
         cotangents: dict[int, torch.Tensor],
         watch: Watch | None = None,
+        *,
+        values: bool = True,
     ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Partial sums (off the tape), and the tensors to pull back with their cotangents.
 
+        Without `values` the sums are known, and mean nothing here.
         A kept field's share gets its cotangent from later stages and from its own reductions. Where its operator needs
         no output for its gradient, the share is not computed again: what the reductions need of it is stored.
         """
         with torch.enable_grad():
             shares = self.run(tile, inputs.crops, globals_, silent=self._silent & inputs.stored.keys(), watch=watch)
             stored = {i: share.requires_grad_() for i, share in inputs.stored.items() if i in self._silent}
-            sums = self.partial_sums(tile, {**shares, **stored})
+            sums = self.partial_sums(tile, {**shares, **stored}, values=values)
         outputs = {i: shares[i] for i in inputs.cotangents if i in shares and shares[i].requires_grad}
         seeds = {i: inputs.cotangents[i] for i in outputs}
         pulled: dict[int, list[int]] = {}

@@ -2,7 +2,8 @@
 
 Moments of tiles are added up over the image, so they must be sums; yet a sum of squares minus the square of a sum loses
 its digits where the mean is large beside the deviation. So a tile's own mean and variance are computed stably first
-(Chan, Golub and LeVeque, 1983), and their sums are in float64; the gradient is centred on the tile's mean likewise.
+(Chan, Golub and LeVeque, 1983), and their sums are in float64; the gradient is centred likewise, on the tile's mean or
+on that of some of its pixels.
 """
 
 from __future__ import annotations
@@ -12,27 +13,35 @@ from typing import Any
 
 import torch
 
+_EVERY = 4
+"""Pixels along an axis of which one is looked at where only a centre is wanted."""
+
 
 class _Moments(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, field: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    def forward(ctx: Any, field: torch.Tensor, dims: list[int], values: bool) -> torch.Tensor:
+        ctx.dims = dims
+        if not values:
+            some = _wide(field[tuple(slice(None, None, _EVERY if dim in dims else None) for dim in range(field.ndim))])
+            ctx.save_for_backward(field, _mean(some, dims).to(some.dtype))
+            return field.new_zeros([2, *_kept(field, dims)], dtype=torch.float64)
         wide = _wide(field)
-        count = field.numel() // max(prod(_kept(field, dims)), 1)
-        mean = _total(wide, dims) / count
+        mean = _mean(wide, dims)
         centre = mean.to(wide.dtype)
         difference = wide - centre
+        count = _count(field, dims)
         variance = _total(difference.mul_(difference), dims) / count - (mean - centre) ** 2
         ctx.save_for_backward(field, centre)
-        ctx.dims = dims
         return torch.stack([count * mean, count * (variance + mean * mean)]).flatten(1).reshape(2, *_kept(field, dims))
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None]:
-        field, mean = ctx.saved_tensors
-        first, second = cotangents[0].reshape(2, *mean.shape)
-        constant, slope = first + 2 * mean.double() * second, 2 * second
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        field, centre = ctx.saved_tensors
+        first, second = cotangents[0].reshape(2, *centre.shape)
+        constant, slope = first + 2 * centre.double() * second, 2 * second
         wide = _wide(field)
-        return torch.addcmul(constant.to(wide.dtype), wide - mean, slope.to(wide.dtype)).to(field.dtype), None
+        found = torch.addcmul(constant.to(wide.dtype), wide - centre, slope.to(wide.dtype))
+        return found.to(field.dtype), None, None
 
 
 def _total(values: torch.Tensor, dims: list[int]) -> torch.Tensor:
@@ -45,6 +54,14 @@ def _total(values: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return values.sum(dims[-1], keepdim=True).double().sum(dims, keepdim=True)
 
 
+def _mean(values: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    return _total(values, dims) / _count(values, dims)
+
+
+def _count(field: torch.Tensor, dims: list[int]) -> int:
+    return field.numel() // max(prod(_kept(field, dims)), 1)
+
+
 def _wide(field: torch.Tensor) -> torch.Tensor:
     return field if field.dtype in (torch.float32, torch.float64) else field.to(torch.float32)
 
@@ -53,11 +70,14 @@ def _kept(field: torch.Tensor, dims: list[int]) -> list[int]:
     return [size for dim, size in enumerate(field.shape) if dim not in dims]
 
 
-def moments(field: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """Sums of a field (or of a crop) and of its square over `dims` (positive): `(2, *the other axes)`, float64."""
+def moments(field: torch.Tensor, dims: list[int], values: bool = True) -> torch.Tensor:
+    """Sums of a field (or of a crop) and of its square over `dims` (positive): `(2, *the other axes)`, float64.
+
+    Without `values`, zeros that have its gradient.
+    """
     if field.device.type == "meta":
         return field.new_empty([2, *_kept(field, dims)], dtype=torch.float64)
-    result: torch.Tensor = _Moments.apply(field, dims)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Moments.apply(field, dims, values)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -90,7 +90,7 @@ def compare_forward(recipe: Recipe, device: str = "cpu") -> float:
         expected = first(case.image[None])
     got = gg.compile(first, tile=case.tile, device=device).forward(case.image)
     assert isinstance(got, Tensor)
-    return _relative(got, expected)
+    return _relative(got.cpu(), expected)
 
 
 class First(nn.Module):

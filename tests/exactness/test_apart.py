@@ -1,0 +1,91 @@
+"""Exactness on a device whose memory is its own (tests/devices/apart.py): what is not brought there fails here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+
+import gigagrad as gg
+from tests.devices.apart import NAME, ApartTensor
+from tests.exactness.networks import Recipe, compare_forward, compare_step, draw_recipe, ill_conditioned
+from tests.execution.normed import Net, dice
+
+TOLERANCE = 1e-9
+recipes = st.composite(lambda draw: draw_recipe(lambda low, high: draw(st.integers(low, high))))
+
+
+def needs_fused_cells(recipe: Recipe) -> bool:
+    """Recurrent layers are computed by kernels of a device's own, where it is not the host."""
+    return any(node.op == "recurrent" for node in recipe.nodes)
+
+
+@settings(max_examples=12, derandomize=True, phases=[Phase.generate])  # where one fails, so does a small one below
+@given(recipes())
+def test_a_step_and_a_prediction_are_exact(recipe: Recipe | None) -> None:
+    assume(recipe is not None and not needs_fused_cells(recipe))
+    outcome = compare_step(recipe, NAME)  # type: ignore[arg-type]
+    if outcome.worst > TOLERANCE:
+        assume(not ill_conditioned(recipe, outcome.worst))  # type: ignore[arg-type]
+    assert outcome.worst <= TOLERANCE, outcome
+    assert compare_forward(recipe, NAME) <= TOLERANCE  # type: ignore[arg-type]
+
+
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    draw = [torch.rand(channels, 128, 192, generator=generator, dtype=torch.float64) for channels in (3, 1)]
+    return draw[0], draw[1]
+
+
+@pytest.mark.parametrize("home", ["cpu", NAME])
+@pytest.mark.parametrize("kept", ["device", "host", "scratch"])
+def test_steps_are_exact_wherever_the_model_and_its_fields_are(kept: str, home: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, tiled = Net().double(), Net().double()
+    tiled.load_state_dict(plain.state_dict())
+    tiled.to(home)
+    image, target = pair()
+    tight = {"memory": "4000 KiB"}
+    where = {"device": {}, "host": tight, "scratch": {**tight, "host_memory": 1, "scratch": tmp_path}}[kept]
+    engine = gg.compile(tiled, dice, device=NAME, tile=(16, 24), **where)  # type: ignore[arg-type]
+    optimizers = [torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9) for model in (plain, tiled)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = dice(plain(image[None]), target[None])
+        expected.backward()
+        loss = engine.backward(image, target)
+        assert isinstance(loss, ApartTensor)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-11)
+        for optimizer in optimizers:
+            optimizer.step()
+    tiers = {field.tier for field in engine.plan(image, target).kept}
+    assert {"device": "memory", "host": "host", "scratch": "disk"}[kept] in tiers
+    for (name, found), wanted in zip(tiled.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert found.device.type == home
+        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_the_images_own_gradient_comes_back() -> None:
+    torch.manual_seed(0)
+    net = Net().double()
+    image, target = pair()
+    whole = image.clone().requires_grad_()
+    F.mse_loss(net(whole[None]), target[None]).backward()
+    net.zero_grad()
+    image.requires_grad_()
+    gg.compile(net, F.mse_loss, device=NAME, tile=(16, 24)).backward(image, target)
+    assert image.grad is not None
+    assert whole.grad is not None
+    torch.testing.assert_close(image.grad.cpu(), whole.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_what_is_not_brought_to_the_device_is_refused() -> None:
+    there = torch.ones(3).to(NAME)
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.ones(3)
+    assert (there + torch.tensor(1.0)).cpu().tolist() == [2, 2, 2]
