@@ -43,7 +43,7 @@ class Cuda(Device):
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         here = self.torch_device
-        with super().seeded(seed), torch.random.fork_rng(devices=[here]), torch.cuda.device(here):
+        with super().seeded(seed), torch.random.fork_rng(devices=[here], device_type="cuda"), torch.cuda.device(here):
             torch.cuda.manual_seed(seed)
             yield
 

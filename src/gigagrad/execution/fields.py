@@ -122,12 +122,14 @@ class Fields:
             if box is not None:
                 crops[i] = self._ordered(self._crop(i, box))
         if backward:
+            reduced = {self._graph[r].operands[0] for r in stage.reductions}
             for i in stage.kept:
                 box = tile.wanted(i)
                 if i in self.cotangents and not box.empty:
-                    # Views, where they are in memory: they are read once, and what that makes is new.
-                    cotangents[i] = self._there(self.cotangents[i].read(box))
-                    stored[i] = self._there(self.kept[i].read(box))
+                    # Reductions read them once, and what comes of both is new: views will do, where there are some.
+                    ready = torch.Tensor.detach if i in reduced and self._in_memory(i) else self._ordered
+                    cotangents[i] = ready(self.cotangents[i].read(box))
+                    stored[i] = ready(self.kept[i].read(box))
         return TileInputs(crops, cotangents, stored)
 
     def _crop(self, node_id: int, box: Box) -> torch.Tensor:
@@ -143,9 +145,11 @@ class Fields:
             return view
         return self.kept[node_id].read(box)
 
-    def _there(self, crop: torch.Tensor) -> torch.Tensor:
-        return crop.detach().to(self._prepared.device.torch_device)
+    def _in_memory(self, field: int) -> bool:
+        """Where tiles are computed, in their layout."""
+        memory = self._prepared.problem.memory.name
+        return self._tiers.get(field, memory) == memory
 
     def _ordered(self, crop: torch.Tensor) -> torch.Tensor:
-        crop = self._there(crop)
+        crop = crop.detach().to(self._prepared.device.torch_device)
         return crop.contiguous(memory_format=self._prepared.layout if crop.ndim == 4 else torch.contiguous_format)
