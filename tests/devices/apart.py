@@ -63,7 +63,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             return known[id(one)]
         return ApartTensor(one) if stays else one
 
-    if name == "aten::copy_":
+    if name == "aten::copy_":  # its target may be the host's
         return args[0]
     return tree_map(outside, found)
 

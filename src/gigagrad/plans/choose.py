@@ -81,8 +81,8 @@ class _Chooser:
     def __init__(self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None, tried: Tried) -> None:
         self._problem, self._graph, self._costs = problem, problem.graph, costs
         self._fitter, self._tried = Fitter(problem, costs, tiles), tried
-        self._refused: list[tuple[int, Kept]] = []
-        """With the bytes that each takes without any tile."""
+        self._refused: dict[frozenset[tuple[int, str]], int] = {}
+        """Fields by tier, and the bytes that they take without any tile."""
 
     def best(self) -> Option:
         """Keep what is worth keeping in memory; where that does not fit, the faster of moving fields to other tiers and
@@ -107,7 +107,7 @@ class _Chooser:
             moved = next(filter(None, map(self._moved, _spread(selections[1:]))), None)
         found = min(filter(None, (at_once, moved, fewer, single)), key=_seconds, default=None)
         if found is None:
-            self._refused.append((0, in_memory(selections[-1])))
+            self._refuse(in_memory(selections[-1]), 0)
             return self._closely()
         return found
 
@@ -117,17 +117,20 @@ class _Chooser:
         """
         leanest: BudgetError | None = None
         options = []
-        for least, kept in sorted(self._refused, key=lambda refused: refused[0]):
+        for kept, least in sorted(self._refused.items(), key=lambda refused: refused[1]):
             if leanest is not None and least >= leanest.needed_bytes:
                 break
             try:
-                options.append(self._fitter.fit(kept, closely=True))
+                options.append(self._fitter.fit(dict(kept), closely=True))
             except BudgetError as error:
                 leanest = error if leanest is None else min(leanest, error, key=lambda one: one.needed_bytes)
         if options:
             return min(options, key=_seconds)
         assert leanest is not None
         raise leanest
+
+    def _refuse(self, kept: Kept, least_bytes: int) -> None:
+        self._refused.setdefault(frozenset(kept.items()), least_bytes)
 
     def _better(self, options: list[Option]) -> Option:
         """The fastest; where memory is no matter, of those that are about as fast and as lean the simplest."""
@@ -181,7 +184,7 @@ class _Chooser:
             with suppress(BudgetError):
                 option = self._fitter.fit(kept)
         if option is None:
-            self._refused.append((least, kept))
+            self._refuse(kept, least)
         self._tried(None if option is None else option.seconds)
         return option
 

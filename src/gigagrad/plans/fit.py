@@ -25,8 +25,8 @@ ABOUT_AS_FAST = 1.1
 _TOO_LARGE_IN_A_ROW = 3
 """Where so many tile shapes in a row do not fit and smaller ones do, no larger one is looked at."""
 
-_ALIKE = 2
-"""Of the tile shapes that look fastest so many that fit are looked at closely."""
+_PROMISING = 2
+"""Of the tile shapes that look fastest so many that fit are costed exactly."""
 
 Kept = Mapping[int, str]
 """The fields kept, and the tier of each by name."""
@@ -144,11 +144,13 @@ class Fitter:
         return Option(workers, kept, described, passes, seconds, fixed, elsewhere)
 
     def _tilings(self, book: StageLedger, phases: list[str], *, closely: bool) -> _Tilings:
-        """The tile shapes that may serve a stage: those that look best by a tile in the middle, and the leanest."""
-        problem = self._problem
-        room = None if problem.budget_bytes is None else problem.budget_bytes - total(self._fixed)
-        looked = _Tilings(book, phases, self._looked_through(book, room, roughly=not (closely or self._tiles)))
-        if closely or self._tiles:
+        """The tile shapes that may serve a stage: the leanest and the fastest, as far as a tile in the middle tells;
+        `closely`, or where shapes are forced: all.
+        """
+        budget_bytes, closely = self._problem.budget_bytes, closely or self._tiles is not None
+        room = None if budget_bytes is None else budget_bytes - total(self._fixed)
+        looked = _Tilings(book, phases, self._looked_through(book, room, roughly=not closely))
+        if closely:
             return looked
 
         def exactly(cost: TileCost) -> TileCost:
@@ -159,7 +161,7 @@ class Fitter:
         for cost in looked.by_speed(room):
             found.append(exactly(cost))
             served += room is None or looked.total(found[-1]) <= room
-            if served == _ALIKE:
+            if served == _PROMISING:
                 break
         return _Tilings(book, phases, list(dict.fromkeys(found)))
 
