@@ -1,19 +1,23 @@
 """One exact training step of the paper's network on a gigapixel slide: seconds and peak memory of the whole process.
 
     python bench/gigapixel_step.py --height 16000 --width 64000 --memory 1GiB [--steps 2] [--slide PATH --mask PATH]
+        [--precision bfloat16 | --predict]
 
 Reads a pyramidal JPEG BigTIFF and its mask (made first, in a process of their own, unless given), takes `--steps` steps
 of Adam and prints one JSON line last. `seconds_per_step` is the median step, from reading the slide to the new weights;
-capture and planning, once per size, are `plan_seconds`.
+capture and planning, once per size, are `plan_seconds`. With `--predict` it is that of predictions whose pieces nobody
+keeps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from gigagrad.events import Event, Notice
@@ -27,6 +31,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--slide", type=Path)
     parser.add_argument("--mask", type=Path)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--precision")
+    what.add_argument("--predict", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         slide, mask = args.slide, args.mask
@@ -40,17 +47,43 @@ def main() -> None:
             subprocess.run(
                 [sys.executable, "-c", make, str(slide), str(mask), str(args.height), str(args.width)], check=True
             )
-        print(json.dumps(measure(slide, mask, args.memory, args.steps)))
+        if args.predict:
+            print(json.dumps(predict(slide, args.memory, args.steps)))
+        else:
+            found = measure(slide, mask, args.memory, args.steps, args.precision)
+            print(json.dumps({**found, "precision": args.precision}))
 
 
-def measure(slide: Path, mask: Path, memory: str, steps: int) -> dict[str, object]:
+def measure(slide: Path, mask: Path, memory: str, steps: int, precision: str | None) -> dict[str, object]:
     import torch
 
     from gigagrad.demo.step import take_steps
     from gigagrad.models import resolve
 
     torch.manual_seed(0)
-    return take_steps(resolve("paper-unet"), slide, mask, memory, steps=steps, listeners=(show,))
+    network = resolve("paper-unet")
+    return take_steps(network, slide, mask, memory, steps=steps, precision=precision, listeners=(show,))
+
+
+def predict(slide: Path, memory: str, steps: int) -> dict[str, object]:
+    import gigagrad as gg
+    from gigagrad.devices.heap import peak_resident_bytes
+    from gigagrad.images import open_image
+
+    engine = gg.compile(gg.models.resolve("paper-unet").eval(), memory=memory)
+    with open_image(slide) as image:
+        plan, seconds = engine.plan(image), []
+        for _ in range(steps):
+            start = time.perf_counter()
+            pixels = sum(box.area for box, _ in engine.stream(image))
+            seconds.append(time.perf_counter() - start)
+    return {
+        "pixels": pixels,
+        "seconds_per_prediction": round(statistics.median(seconds), 2),
+        "peak_rss_bytes": peak_resident_bytes(),
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "steps": steps,
+    }
 
 
 def show(event: Event) -> None:

@@ -56,7 +56,14 @@ def measured_step(slide: Path, mask: Path, model: Path, memory: str, events: Eve
 
 
 def take_steps(
-    network: nn.Module, slide: Path, mask: Path, memory: str, *, steps: int = 1, listeners: Iterable[Listener] = ()
+    network: nn.Module,
+    slide: Path,
+    mask: Path,
+    memory: str,
+    *,
+    steps: int = 1,
+    precision: str | None = None,
+    listeners: Iterable[Listener] = (),
 ) -> dict[str, Any]:
     """Steps of Adam on the paper's loss, measured: pixels, seconds, bytes, and the exact loss before the last step.
 
@@ -74,7 +81,7 @@ def take_steps(
 
     network.train()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
-    engine = compile(network, bce, memory=memory)
+    engine = compile(network, bce, memory=memory, precision=precision)
     for listener in listeners:
         engine.events.subscribe(listener)
     seconds, loss = [], math.nan
