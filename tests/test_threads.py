@@ -5,6 +5,8 @@ import gc
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 
 from gigagrad import threads
 
@@ -32,6 +34,40 @@ def test_an_end_that_comes_as_garbage_is_collected_waits_for_nobody():
         assert ended == []
     threads.settle()
     assert ended == [1]
+
+
+def test_threads_end_when_collecting_garbage_lets_them_go_before_their_owner_ends_them():
+    """First they are told, as nobody holds them any more; then their owner's end takes back what is in the queue."""
+    at_work, go_on = threading.Event(), threading.Event()
+
+    class Owner:
+        def __init__(self):
+            self.itself = self
+            self.pool = threads.SideThreads(1, "gigagrad-test")
+
+        def __del__(self):
+            threads.uninterrupted(partial(self.pool.shutdown, cancel=True))
+
+    def work():
+        at_work.set()
+        go_on.wait()
+
+    gc.collect()
+    owner = Owner()
+    owner.pool.submit(work)
+    at_work.wait()
+    (served,) = (thread for thread in threading.enumerate() if thread.name == "gigagrad-test_0")
+    tasks = owner.pool._tasks
+    del owner
+    gc.collect()
+    time.sleep(0.3)  # their owner's end is begun
+    go_on.set()
+    served.join(timeout=10)
+    ended = not served.is_alive()
+    if not ended:
+        tasks.put(None)  # or this process would never end
+    threads.settle()
+    assert ended
 
 
 def test_any_other_end_is_waited_for():

@@ -18,9 +18,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
 Result = TypeVar("Result")
@@ -140,16 +140,25 @@ class SideThreads:
             begun = self._begun
         if begun is not None:
             begun.wait()
-        while cancel and not self._tasks.empty():
-            if (task := self._tasks.get()) is not None:
+        if cancel:
+            for task in self._waiting():
                 task.cancel()
                 task.run()
-        self._dropped()
+        # Also where they were told before, as nobody held these any more: that may just have been taken back.
+        self._dropped.detach()
+        _let_go(self._tasks, self.count)
         for thread in self._threads:
             if thread.ident != threading.get_ident():
                 thread.join()
         # What a thread sets is also the default of every thread that PyTorch meets later.
         _share_operators(_sharing())
+
+    def _waiting(self) -> Iterator[Task[Any]]:
+        """What nobody has taken yet, taken."""
+        with suppress(Empty):
+            while True:
+                if (task := self._tasks.get_nowait()) is not None:
+                    yield task
 
     def __enter__(self) -> Self:
         return self

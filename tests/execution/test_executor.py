@@ -19,7 +19,7 @@ from gigagrad.devices.cpu import HeapWatch
 from gigagrad.events import Notice
 from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.fields import Fields
-from gigagrad.execution.tile import TileInputs
+from gigagrad.execution.tile import StageProgram, TileInputs
 
 
 @pytest.fixture
@@ -164,6 +164,26 @@ def test_workers_give_the_exact_gradient_and_the_same_bits_every_time(two_thread
     for gradient, reference in zip(found[0][1:], expected, strict=True):
         assert (gradient - reference).norm() <= 1e-11 * reference.norm()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_no_two_tiles_share_a_tensor_that_wants_a_gradient(
+    two_threads: None, gate: torch.nn.Module, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that read one can wait for each other for ever: seen in PyTorch 2.13, once in some thousand tiles."""
+    wanting: list[torch.Tensor] = []
+    alone = StageProgram.run_for_gradient
+
+    def recorded(self: StageProgram, tile: Any, inputs: TileInputs, globals_: Any, *args: Any, **options: Any) -> Any:
+        given = [*inputs.crops.values(), *inputs.stored.values(), *globals_.values()]
+        wanting.extend(tensor for tensor in given if tensor.requires_grad)
+        return alone(self, tile, inputs, globals_, *args, **options)
+
+    monkeypatch.setattr(StageProgram, "run_for_gradient", recorded)
+    engine = gg.compile(gate, F.binary_cross_entropy_with_logits, tile=(8, 8))
+    assert engine.plan(pair.image, pair.target).workers == 2
+    engine.backward(pair.image, pair.target)
+    assert len(wanting) > 2 * len(list(gate.parameters())), "several tiles' weights"
+    assert len({id(tensor) for tensor in wanting}) == len(wanting)
 
 
 def test_a_stream_with_workers_is_in_order(two_threads: None) -> None:

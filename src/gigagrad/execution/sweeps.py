@@ -57,7 +57,7 @@ class Sweeps:
 
         What tiles keep does not overlap, so whoever computes a tile writes it; only sums wait for their turn.
         """
-        program, boundary = self._program(stage), self._boundary(stage, gradients=False)
+        program, boundary = self._program(stage), self._boundary(stage)
 
         def work(item: Item) -> tuple[TileGeometry, Values, torch.Tensor | None]:
             tile, inputs = item
@@ -83,7 +83,7 @@ class Sweeps:
         """The vector-Jacobian products of all tiles: sums of the global values' shares are returned, the cotangents of
         fields that the stage reads are added to theirs. With `merge`, its reductions are computed as well.
         """
-        program, boundary = self._program(stage), self._boundary(stage, gradients=True)
+        program, boundary = self._program(stage), self._boundary(stage)
         leaves = [i for i in stage.globals if self._graph[i].differentiable]
         fields = [i for i in stage.reads if i in self._fields.cotangents]
         gains = error_gains(self._graph, stage, self._quantised, boundary)
@@ -94,10 +94,12 @@ class Sweeps:
             tile, inputs = item
             watch = Watch(self._graph, gains)
             crops = {i: inputs.crops[i] for i in fields if i in inputs.crops}
-            for crop in crops.values():
-                crop.requires_grad_()
-            sums, outputs, seeds = program.run_for_gradient(tile, inputs, boundary, cotangents, watch, values=merge)
-            wanted = {**{i: boundary[i] for i in leaves}, **crops}
+            # Of its own: two threads that make the gradient's node of one tensor can wait for each other for ever, one
+            # with Python's lock and one with the tensor's (PyTorch 2.13, torch::autograd::impl::grad_accumulator).
+            own = {i: boundary[i].detach() for i in leaves}
+            wanted = {i: leaf.requires_grad_() for i, leaf in {**own, **crops}.items()}
+            globals_ = {**boundary, **own}
+            sums, outputs, seeds = program.run_for_gradient(tile, inputs, globals_, cotangents, watch, values=merge)
             found: Values = {}
             if outputs and wanted:
                 gradients = torch.autograd.grad(outputs, list(wanted.values()), seeds, allow_unused=True)
@@ -137,14 +139,14 @@ class Sweeps:
         device = self._prepared.device.torch_device
         return StageProgram(self._graph, stage, device, roundings, self._watch.block_coming)
 
-    def _boundary(self, stage: Stage, *, gradients: bool) -> Values:
-        """The globals a stage reads, cut off the tape: for a tile they are leaves."""
+    def _boundary(self, stage: Stage) -> Values:
+        """The globals a stage reads, cut off the tape."""
         boundary = {}
         for i in stage.globals:
             value = self._tape.values[i].detach()
             if value.ndim == 4 and value.is_contiguous():  # an expanded view stays one
                 value = value.contiguous(memory_format=self._prepared.layout)
-            boundary[i] = value.requires_grad_(gradients and self._graph[i].differentiable)
+            boundary[i] = value
         return boundary
 
     def _swept(self, stage: Stage, work: Callable[[Item], Swept], *, backward: bool) -> Iterator[Swept]:
