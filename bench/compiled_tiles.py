@@ -1,12 +1,13 @@
 """A tile compiled ahead of time beside the same tile run operator by operator: what a compiler would bring.
 
-    python bench/compiled_tiles.py [--model paper-unet] [--tile 800] [--stages 0 1 ...] [--repeats 9]
+    python bench/compiled_tiles.py [--model paper-unet] [--eval] [--side 2400] [--memory 8GiB]
+        [--most 100] [--repeats 5]
 
-The middle tile of a backward sweep over 3 x 3 tiles is recorded with what it read. Its function, from crops and
-parameters to sums and vector-Jacobian products, is traced to ATen operators (`make_fx`: the gradient is derived ahead
-of time) and compiled by Inductor for these shapes. Both run on one thread, in turns. Prints one
-JSON line last: CPU seconds per gigapixel of the tile, the processor's and the clock's seconds of tracing and compiling,
-and by how much results differ.
+The middle tile of every stage's backward sweep, in the plan for an image of `--side` px, is recorded with what it read.
+Its function, from crops and parameters to sums and vector-Jacobian products, is traced to ATen operators (`make_fx`:
+the gradient is derived ahead of time) and compiled by Inductor for these shapes. Both run on one thread, in turns; the
+`--most` stages that take longest. Prints one JSON line last: CPU seconds of each stage's tiles either way, the
+processor's and the clock's seconds of tracing and compiling, and by how much results differ.
 """
 
 from __future__ import annotations
@@ -24,35 +25,47 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gigagrad as gg
-import tests.torchvision_operators  # noqa: F401
+from bench.deep_step import loss, network, pair
 from gigagrad.execution.tile import StageProgram, TileInputs
 
-Tile = tuple[StageProgram, Any, TileInputs, dict[int, torch.Tensor], dict[int, torch.Tensor]]
+Tile = tuple[StageProgram, Any, TileInputs, dict[int, torch.Tensor], dict[int, torch.Tensor], bool]
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="paper-unet")
-    parser.add_argument("--tile", type=int, default=800, help="side in pixels")
-    parser.add_argument("--stages", type=int, nargs="+", help="default: all that have a tile in the middle")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--eval", action="store_true", help="norms with running statistics")
+    parser.add_argument("--side", type=int, default=2400, help="of the image, in pixels")
+    parser.add_argument("--memory", default="8GiB")
+    parser.add_argument("--most", type=int, default=100, help="how many stages")
+    parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    found = recorded(args.model, args.tile)
+    found, counts = recorded(args)
     torch.set_num_threads(1)
-    results = {}
-    for index in args.stages or sorted(found):
-        results[str(index)] = compared(found[index], args)
-        print(index, results[str(index)], flush=True)
-    print(json.dumps({"model": args.model, "tile": args.tile, "stages": results}))
+    functions = {index: as_function(tile) for index, tile in found.items()}
+    by_rows = {index: counts[index] * best_of(2, run, given) for index, (run, given) in functions.items()}
+    longest = sorted(by_rows, key=lambda index: -by_rows[index])[: args.most]
+    stages = {}
+    for index in sorted(longest):
+        stages[str(index)] = compared(*functions[index], counts[index], args.repeats)
+        print(index, stages[str(index)], flush=True)
+    total = {
+        name: round(sum(stage["cpu_seconds"][name] for stage in stages.values()), 2) for name in ("by rows", "compiled")
+    }
+    left = round(sum(seconds for index, seconds in by_rows.items() if index not in longest), 2)
+    compiling = round(sum(stage["compile_seconds"]["cpu"] for stage in stages.values()), 1)
+    line = {"model": args.model, "eval": args.eval, "side": args.side, "memory": args.memory, "stages": stages}
+    print(
+        json.dumps({**line, "cpu_seconds": total, "compile_cpu_seconds": compiling, "not_compiled_cpu_seconds": left})
+    )
 
 
-def recorded(model: str, side: int) -> dict[int, Tile]:
-    """What the fifth of nine tiles of each stage is given in a backward sweep."""
+def recorded(args: argparse.Namespace) -> tuple[dict[int, Tile], dict[int, int]]:
+    """What the middle tile of each stage is given in a backward sweep, and of how many it is one."""
     seen: dict[int, int] = {}
     found: dict[int, Tile] = {}
     run = StageProgram.run_for_gradient
@@ -60,30 +73,30 @@ def recorded(model: str, side: int) -> dict[int, Tile]:
     def copies(values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         return {i: value.detach().clone().requires_grad_(value.requires_grad) for i, value in values.items()}
 
-    def noting(self: StageProgram, tile: Any, inputs: TileInputs, globals_: Any, cotangents: Any, *more: Any) -> Any:
+    def noting(
+        self: StageProgram, tile: Any, inputs: TileInputs, globals_: Any, cotangents: Any, watch: Any, *, values: bool
+    ) -> Any:
         index = self.stage.index
-        seen[index] = seen.get(index, 0) + 1
-        if seen[index] == 5:
+        if seen.get(index, 0) == counts[index] // 2:
             own = TileInputs(copies(inputs.crops), copies(inputs.cotangents), copies(inputs.stored))
             program = StageProgram(self.graph, self.stage, self.device)
-            found[index] = program, tile, own, copies(globals_), copies(cotangents)
-        return run(self, tile, inputs, globals_, cotangents, *more)
+            found[index] = program, tile, own, copies(globals_), copies(cotangents), values
+        seen[index] = seen.get(index, 0) + 1
+        return run(self, tile, inputs, globals_, cotangents, watch, values=values)
 
+    image, target = pair(args, args.side, args.side)
+    net = gg.models.resolve(args.model) if args.model == "paper-unet" else network(args)
+    engine = gg.compile(net, loss, memory=args.memory)
+    counts = {stage.index: stage.tile_count for stage in engine.plan(image, target).stages}
     StageProgram.run_for_gradient = noting  # type: ignore[assignment, method-assign]
-    torch.manual_seed(0)
-    image = torch.randint(0, 256, (3, 3 * side, 3 * side), dtype=torch.uint8)
-    mask = torch.randint(0, 2, (1, 3 * side, 3 * side), dtype=torch.uint8)
-    net = gg.models.resolve(model)
-    given = image if model == "paper-unet" else image.float() / 255
-    engine = gg.compile(net, lambda y, t: F.binary_cross_entropy_with_logits(y, t.float()), tile=(side, side))
-    engine.backward(given, mask)
+    engine.backward(image, target)
     StageProgram.run_for_gradient = run  # type: ignore[method-assign]
-    return found
+    return found, counts
 
 
 def as_function(tile: Tile) -> tuple[Function, list[torch.Tensor]]:
     """The tile as a function of everything that it reads."""
-    program, geometry, inputs, globals_, cotangents = tile
+    program, geometry, inputs, globals_, cotangents, merge = tile
     parts = (inputs.crops, inputs.cotangents, inputs.stored, globals_, cotangents)
     names = [(part, i) for part, values in enumerate(parts) for i in values]
     wants = {(part, i): parts[part][i].requires_grad for part, i in names}
@@ -93,37 +106,51 @@ def as_function(tile: Tile) -> tuple[Function, list[torch.Tensor]]:
         for (part, i), value in zip(names, given, strict=True):
             values[part][i] = value.detach().requires_grad_(wants[part, i])
         leaves = [values[part][i] for part, i in names if part in (0, 3) and wants[part, i]]
-        sums, outputs, seeds = program.run_for_gradient(geometry, TileInputs(*values[:3]), values[3], values[4])
+        sums, outputs, seeds = program.run_for_gradient(
+            geometry, TileInputs(*values[:3]), values[3], values[4], values=merge
+        )
         found = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if outputs and leaves else ()
-        return (*sums.values(), *(gradient for gradient in found if gradient is not None))
+        return (*(sums.values() if merge else ()), *(gradient for gradient in found if gradient is not None))
 
     return run, [parts[part][i].detach() for part, i in names]
 
 
-def compared(tile: Tile, args: argparse.Namespace) -> dict[str, Any]:
-    run, given = as_function(tile)
+def compared(run: Function, given: list[torch.Tensor], tiles: int, repeats: int) -> dict[str, Any]:
     start, cpu = time.perf_counter(), cpu_seconds()
     traced = make_fx(run)(*given)
+    for node in traced.graph.nodes:
+        if node.target == torch.ops.aten.view.default:  # where Inductor lays a tensor out otherwise
+            node.target = torch.ops.aten.reshape.default
+    traced.recompile()
     with torch.no_grad():
+        torch._dynamo.reset()  # else the second of one code is not compiled
         compiled = torch.compile(traced, fullgraph=True, dynamic=False)
         made = compiled(*given)
-        costs = {"wall": time.perf_counter() - start, "cpu": cpu_seconds() - cpu}
-        expected = run(*given)
-        best = {"by rows": float("inf"), "compiled": float("inf")}
-        for _ in range(args.repeats):
-            for name, one in (("by rows", run), ("compiled", compiled)):
-                before = cpu_seconds()
-                one(*given)
-                best[name] = min(best[name], cpu_seconds() - before)
-    gigapixels = max(tile[1].wanted(i).area for i in tile[0].targets) / 1e9
+    costs = {"wall": time.perf_counter() - start, "cpu": cpu_seconds() - cpu}
+    best = {"by rows": float("inf"), "compiled": float("inf")}
+    for _ in range(repeats):
+        best["by rows"] = min(best["by rows"], best_of(1, run, given))
+        with torch.no_grad():
+            best["compiled"] = min(best["compiled"], best_of(1, compiled, given))
     errors = [
-        ((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in zip(expected, made, strict=True)
+        ((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in zip(run(*given), made, strict=True)
     ]
     return {
-        "cpu_seconds_per_gigapixel": {name: round(seconds / gigapixels, 1) for name, seconds in best.items()},
+        "tiles": tiles,
+        "cpu_seconds": {name: round(seconds * tiles, 3) for name, seconds in best.items()},
         "compile_seconds": {name: round(seconds, 1) for name, seconds in costs.items()},
-        "largest_difference": max(errors),
+        "largest_difference": max(errors, default=0.0),
     }
+
+
+def best_of(repeats: int, run: Function, given: list[torch.Tensor]) -> float:
+    """CPU seconds."""
+    best = float("inf")
+    for _ in range(repeats):
+        before = cpu_seconds()
+        run(*given)
+        best = min(best, cpu_seconds() - before)
+    return best
 
 
 def cpu_seconds() -> float:

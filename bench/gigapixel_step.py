@@ -6,13 +6,14 @@
 Reads a pyramidal JPEG BigTIFF and its mask (made first, in a process of their own, unless given), takes `--steps` steps
 of Adam and prints one JSON line last. `seconds_per_step` is the median step, from reading the slide to the new weights;
 capture and planning, once per size, are `plan_seconds`. With `--predict` it is that of predictions whose pieces nobody
-keeps.
+keeps. `page_faults` and `system_seconds` are the whole process's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -48,10 +49,14 @@ def main() -> None:
                 [sys.executable, "-c", make, str(slide), str(mask), str(args.height), str(args.width)], check=True
             )
         if args.predict:
-            print(json.dumps(predict(slide, args.memory, args.steps)))
+            found = predict(slide, args.memory, args.steps)
         else:
-            found = measure(slide, mask, args.memory, args.steps, args.precision)
-            print(json.dumps({**found, "precision": args.precision}))
+            found = {
+                **measure(slide, mask, args.memory, args.steps, args.precision),
+                "precision": args.precision,
+            }
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    print(json.dumps({**found, "page_faults": usage.ru_minflt, "system_seconds": round(usage.ru_stime, 1)}))
 
 
 def measure(slide: Path, mask: Path, memory: str, steps: int, precision: str | None) -> dict[str, object]:

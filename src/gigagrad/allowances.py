@@ -34,9 +34,11 @@ MOST_FURTHER_SLACK: Final = 0.25
 doubling adds some slack (1,600 tiles took up to 660 of 632 MiB without it)."""
 TAPE_SLACK: Final = 0.25
 """The same beside whole fields and gradients, while which nothing is given back (ViT-Base, Swin-Tiny)."""
-HOARD_BYTES: Final = 64 * MIB
-"""What the allocator may hold between tiles beside that, where the budget has room: page faults cost time, with 16 MiB
-a tenth of the paper's step (docs/decisions/0018-large-blocks.md)."""
+LEAST_HOARD_BYTES: Final = 64 * MIB
+MOST_HOARD_BYTES: Final = 160 * MIB
+HOARD_PER_TILE: Final = 2.0
+"""What the allocator may hold between tiles beside that, where the budget has room: twice what tiles allocate, within
+these bounds. New pages cost time, with 64 MiB a tenth of the paper's step (docs/decisions/0018-large-blocks.md)."""
 HEAP_TOP_BYTES: Final = 64 * MIB
 """What the top of the C library's heap may hold of small freed blocks."""
 MAPPED_BYTES: Final = 8 * MIB

@@ -1,4 +1,4 @@
-"""Transposed convolution on crops, by PyTorch's kernel (float64) and by block products (float32)."""
+"""Transposed convolution on crops, by PyTorch's kernel (float64) and by block products (float32, bfloat16)."""
 
 import pytest
 import torch
@@ -39,23 +39,26 @@ def test_by_kernel(bench, some_box, noise, size, kernel, stride, padding, groups
     st.tuples(st.integers(1, 15), st.integers(1, 15)),
     st.integers(4, 8),
     st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    st.sampled_from([(torch.float32, 2e-4), (torch.bfloat16, 2e-2)]),
     st.data(),
 )
-def test_by_blocks(bench, some_box, noise, size, kernel, stride, padding, data):
+def test_by_blocks(bench, some_box, noise, size, kernel, stride, padding, precision, data):
+    dtype, tolerance = precision
     extra = data.draw(st.tuples(st.integers(0, stride - 1), st.integers(0, stride - 1)), "output padding")
     out = [(n - 1) * stride - 2 * p + k + e for n, p, k, e in zip(size, padding, kernel, extra, strict=True)]
     assume(min(out) >= 1)
     b = bench()
-    x, w = b.field(noise(1, 2, *size).float()), b.weight(noise(2, 3, *kernel).float())
-    bias = b.weight(noise(3).float()) if data.draw(st.booleans(), "bias") else None
+    x, w = b.field(noise(1, 2, *size).to(dtype)), b.weight(noise(2, 3, *kernel).to(dtype))
+    bias = b.weight(noise(3).to(dtype)) if data.draw(st.booleans(), "bias") else None
     y = b.aten("conv_transpose2d.input", x, w, bias, [stride, stride], list(padding), list(extra))
-    b.check(y, some_box(data, b.node(y)), tolerance=2e-4)
+    b.check(y, some_box(data, b.node(y)), tolerance=tolerance)
 
 
 @pytest.mark.parametrize(
     ("dtype", "stride", "groups", "channels", "blocks"),
     [
         (torch.float32, (8, 8), 1, 3, True),
+        (torch.bfloat16, (8, 8), 1, 3, True),
         (torch.float64, (8, 8), 1, 3, False),
         (torch.float32, (2, 2), 1, 3, False),
         (torch.float32, (8, 4), 1, 3, False),

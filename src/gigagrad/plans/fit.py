@@ -140,7 +140,8 @@ class Fitter:
         fixed = (*self._fixed, Amount(ledger.COMPILED, compiled))
         if chosen:
             peak = total(fixed) + max(total(stage.memory) for stage in described)
-            fixed = (*fixed, ledger.hoard(problem, peak))
+            tiles = max(amount_of(stage.memory, ledger.TILES) for stage in described)
+            fixed = (*fixed, ledger.hoard(problem, peak, tiles))
         return Option(workers, kept, described, passes, seconds, fixed, elsewhere)
 
     def _tilings(self, book: StageLedger, phases: list[str], *, closely: bool) -> _Tilings:

@@ -15,9 +15,11 @@ from typing import Final
 from gigagrad.allowances import (
     ALLOCATOR_SLACK,
     FEW_TILES,
-    HOARD_BYTES,
+    HOARD_PER_TILE,
+    LEAST_HOARD_BYTES,
     MAPPED_BYTES,
     MOST_FURTHER_SLACK,
+    MOST_HOARD_BYTES,
     READ_AHEAD,
     SLACK_OF_DOUBLING,
     TAPE_SLACK,
@@ -56,7 +58,7 @@ WHERE_FROM: Final[Mapping[str, str]] = {
     WHOLE: "liveness of whole fields in the graph",
     TAPE: "a quarter of gradients and whole fields",
     COMPILED: "shapes of convolutions, at the size of a kernel",
-    HOARD: "what the budget leaves, 64 MiB at most",
+    HOARD: "twice what tiles take, as far as the budget has room",
     FIELDS: "shapes in the graph",
     COTANGENTS: "shapes in the graph",
     SUMS: "shapes in the graph",
@@ -76,10 +78,11 @@ def fixed_amounts(problem: Problem) -> tuple[Amount, ...]:
     return (*problem.held, Amount(GRADIENTS, gradients), Amount(WHOLE, whole), Amount(TAPE, tape))
 
 
-def hoard(problem: Problem, peak_bytes: int) -> Amount:
+def hoard(problem: Problem, peak_bytes: int, tiles_bytes: int) -> Amount:
     """What the allocator may hold between tiles, where the budget has room beside a peak without it."""
-    room = HOARD_BYTES if problem.budget_bytes is None else problem.budget_bytes - peak_bytes
-    return Amount(HOARD, max(0, min(HOARD_BYTES, room)))
+    useful = max(LEAST_HOARD_BYTES, min(MOST_HOARD_BYTES, int(HOARD_PER_TILE * tiles_bytes)))
+    room = useful if problem.budget_bytes is None else problem.budget_bytes - peak_bytes
+    return Amount(HOARD, max(0, min(useful, room)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,7 +92,7 @@ class TransposedConvolution(WindowRow):
         plain = (
             call.node.shape[0] == call["groups"] == 1
             and pair(call["dilation"]) == (1, 1)
-            and weight.dtype == torch.float32
+            and weight.dtype in (torch.float32, torch.bfloat16)
         )
         return plain and y == x >= _BLOCK_STRIDE and max(weight.shape[:2]) <= _BLOCK_CHANNELS
 
