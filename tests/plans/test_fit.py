@@ -49,6 +49,18 @@ def test_a_prediction_counts_the_convolutions_of_the_tiles_chosen(tile):
     assert little.predicted_peak_bytes - warm.predicted_peak_bytes == 5000
 
 
+@pytest.mark.parametrize("tile", [(1024, 1024), (700, 1024), (16, 16)])
+def test_freed_blocks_stay_as_far_as_tiles_use_them_and_the_budget_has_room(tile):
+    graph = graph_of(nn.Conv2d(3, 8, 3, padding=1), size=1024)
+    free = plan(graph, tile)
+    held = amount_of(free.ledger, ledger.HOARD)
+    tiles = max(amount_of(stage.memory, ledger.TILES) for stage in free.stages)
+    assert held == min(max(64 * MIB, 2 * tiles), 160 * MIB)
+    without = free.predicted_peak_bytes - held
+    for room in (0, 5 * MIB, held + MIB):
+        assert amount_of(plan(graph, tile, budget=without + room).ledger, ledger.HOARD) == min(room, held)
+
+
 def test_where_memory_is_short_tiles_are_chosen_that_compile_to_little():
     """What is set aside for compiled convolutions is what the chosen tiles need, not the most that any would."""
     graph = graph_of(residual(3), size=100)
