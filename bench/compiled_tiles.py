@@ -84,6 +84,7 @@ def recorded(args: argparse.Namespace) -> tuple[dict[int, Tile], dict[int, int]]
         seen[index] = seen.get(index, 0) + 1
         return run(self, tile, inputs, globals_, cotangents, watch, values=values)
 
+    torch.manual_seed(0)
     image, target = pair(args, args.side, args.side)
     net = gg.models.resolve(args.model) if args.model == "paper-unet" else network(args)
     engine = gg.compile(net, loss, memory=args.memory)

@@ -18,6 +18,7 @@ from gigagrad.boxes import Span
 from gigagrad.graphs.crops import fit
 from gigagrad.graphs.graph import IMAGE_AXES, Axes
 from gigagrad.graphs.rows.windows import (
+    GROUPED,
     LANES,
     WindowRow,
     filled,
@@ -67,7 +68,7 @@ def _outputs_as_one(call: Call) -> int:
     """How many outputs of a row are computed as one; 0 where one by one is faster."""
     weight, stride = call.operands[1], pair(call["stride"])[1]
     plain = (*pair(call["dilation"]), call["groups"], call.node.shape[0]) == (1, 1, 1, 1)
-    if not plain or weight.dtype not in (torch.float32, torch.bfloat16) or weight.shape[1] > LANES // 2:
+    if not plain or weight.dtype not in GROUPED or weight.shape[1] > LANES // 2:
         return 0
     if stride == 1:
         return 2 if weight.shape[0] <= LANES // 2 and weight.shape[3] > 1 else 0

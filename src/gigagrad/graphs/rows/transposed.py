@@ -18,7 +18,16 @@ import torch.nn.functional as F
 from gigagrad.boxes import Span
 from gigagrad.graphs.crops import fit, part
 from gigagrad.graphs.graph import IMAGE_AXES
-from gigagrad.graphs.rows.windows import Window, WindowRow, filled, inside_or_nearest, pair, reordered_bytes, trim
+from gigagrad.graphs.rows.windows import (
+    GROUPED,
+    Window,
+    WindowRow,
+    filled,
+    inside_or_nearest,
+    pair,
+    reordered_bytes,
+    trim,
+)
 from gigagrad.graphs.table import Call, Site, aten, per_operand, register
 
 _BLOCK_CHANNELS = 8
@@ -90,9 +99,7 @@ class TransposedConvolution(WindowRow):
         """Whether this use runs as one matrix product."""
         weight, (y, x) = call.operands[1], pair(call["stride"])
         plain = (
-            call.node.shape[0] == call["groups"] == 1
-            and pair(call["dilation"]) == (1, 1)
-            and weight.dtype in (torch.float32, torch.bfloat16)
+            call.node.shape[0] == call["groups"] == 1 and pair(call["dilation"]) == (1, 1) and weight.dtype in GROUPED
         )
         return plain and y == x >= _BLOCK_STRIDE and max(weight.shape[:2]) <= _BLOCK_CHANNELS
 

@@ -32,6 +32,8 @@ from gigagrad.graphs.table import (
 
 LANES = 16
 """Channels that a vector register holds; kernels pad to them."""
+GROUPED = (torch.float32, torch.bfloat16)
+"""In which few channels are put together to fill it (docs/decisions/0023-few-channels.md)."""
 
 
 @dataclass(frozen=True, slots=True)
