@@ -64,7 +64,7 @@ def test_blocks_in_bfloat16(bench, noise):
     call = Call(node, tuple(b.node(ref) for ref in refs))
     found = lookup(ROW).run(call, arguments, Site(out, ((Span(0, 9), Span(0, 11)), None, None)))
     plain = [value.float().requires_grad_() for value in given]
-    expected = torch.conv_transpose2d(*plain, [8, 8], [4, 4], [1, 1])
+    expected = torch.conv_transpose2d(plain[0], plain[1], plain[2], [8, 8], [4, 4], [1, 1])
     cotangent = torch.rand_like(expected)
     gradients = torch.autograd.grad(found, leaves, cotangent.bfloat16())
     wanted = torch.autograd.grad(expected, plain, cotangent)
