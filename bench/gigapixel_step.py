@@ -1,12 +1,13 @@
 """One exact training step of the paper's network on a gigapixel slide: seconds and peak memory of the whole process.
 
     python bench/gigapixel_step.py --height 16000 --width 64000 --memory 1GiB [--steps 2] [--slide PATH --mask PATH]
-        [--precision bfloat16 | --predict]
+        [--precision bfloat16 | --predict] [--grey]
 
 Reads a pyramidal JPEG BigTIFF and its mask (made first, in a process of their own, unless given), takes `--steps` steps
 of Adam and prints one JSON line last. `seconds_per_step` is the median step, from reading the slide to the new weights;
 capture and planning, once per size, are `plan_seconds`. With `--predict` it is that of predictions whose pieces nobody
-keeps. `page_faults` and `system_seconds` are the whole process's.
+keeps. `--grey` reads the slide in one channel, its JPEG tiles' luma. `page_faults` and `system_seconds` are the whole
+process's.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--slide", type=Path)
     parser.add_argument("--mask", type=Path)
+    parser.add_argument("--grey", action="store_true")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--precision")
     what.add_argument("--predict", action="store_true")
@@ -49,17 +51,20 @@ def main() -> None:
                 [sys.executable, "-c", make, str(slide), str(mask), str(args.height), str(args.width)], check=True
             )
         if args.predict:
-            found = predict(slide, args.memory, args.steps)
+            found = predict(slide, args.memory, args.steps, grey=args.grey)
         else:
             found = {
-                **measure(slide, mask, args.memory, args.steps, args.precision),
+                **measure(slide, mask, args.memory, args.steps, args.precision, grey=args.grey),
                 "precision": args.precision,
             }
     usage = resource.getrusage(resource.RUSAGE_SELF)
+    found["grey"] = args.grey
     print(json.dumps({**found, "page_faults": usage.ru_minflt, "system_seconds": round(usage.ru_stime, 1)}))
 
 
-def measure(slide: Path, mask: Path, memory: str, steps: int, precision: str | None) -> dict[str, object]:
+def measure(
+    slide: Path, mask: Path, memory: str, steps: int, precision: str | None, *, grey: bool
+) -> dict[str, object]:
     import torch
 
     from gigagrad.demo.step import take_steps
@@ -67,16 +72,17 @@ def measure(slide: Path, mask: Path, memory: str, steps: int, precision: str | N
 
     torch.manual_seed(0)
     network = resolve("paper-unet")
-    return take_steps(network, slide, mask, memory, steps=steps, precision=precision, listeners=(show,))
+    return take_steps(network, slide, mask, memory, steps=steps, grey=grey, precision=precision, listeners=(show,))
 
 
-def predict(slide: Path, memory: str, steps: int) -> dict[str, object]:
+def predict(slide: Path, memory: str, steps: int, *, grey: bool) -> dict[str, object]:
     import gigagrad as gg
     from gigagrad.devices.heap import peak_resident_bytes
     from gigagrad.images import open_image
 
     engine = gg.compile(gg.models.resolve("paper-unet").eval(), memory=memory)
-    with open_image(slide) as image:
+    with open_image(slide) as opened:
+        image = opened.grey() if grey else opened
         plan, seconds = engine.plan(image), []
         for _ in range(steps):
             start = time.perf_counter()

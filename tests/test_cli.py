@@ -29,12 +29,12 @@ WORDS = {
         "--size --storage --threads"
     ),
     "fit": (
-        "--config --device --epochs --learning-rate --level --loss --memory --model --no-augment --out --overwrite "
-        "--scratch --seed --slides --storage --trust"
+        "--config --device --epochs --grey --learning-rate --level --loss --memory --model --no-augment --out "
+        "--overwrite --scratch --seed --slides --storage --trust"
     ),
     "predict": (
-        "--classes --device --level --memory --mpp --out --overwrite --run --scratch --slides --split "
-        "--target-mpp --threshold --trust"
+        "--classes --device --level --memory --mpp --no-grey --out --overwrite --run --scratch --slides "
+        "--split --target-mpp --threshold --trust"
     ),
     "evaluate": "--classes --device --json --memory --predictions --run --scratch --slides --split --trust",
     "report": "--out --predictions --run",

@@ -34,12 +34,16 @@ def test_settings_from_a_mapping():
     assert config.model_path == Path("r")
 
 
-def test_the_level_is_the_one_of_the_run(tmp_path):
+def test_level_and_colours_are_those_of_the_run(tmp_path):
     config = PredictConfig(run=tmp_path, slides=("s",), out="o")
     assert config.resolved_level == 0
     (tmp_path / "config.yaml").write_text("level: 2\n")
     assert config.resolved_level == 2
     assert PredictConfig(run=tmp_path, slides=("s",), out="o", level=1).resolved_level == 1
+    assert not config.resolved_grey
+    (tmp_path / "config.yaml").write_text("grey: true\n")
+    assert config.resolved_grey
+    assert not PredictConfig(run=tmp_path, slides=("s",), out="o", grey=False).resolved_grey
     (tmp_path / "config.yaml").write_text("- no mapping\n")
     with pytest.raises(ConfigError, match="level"):
         _ = config.resolved_level
@@ -50,5 +54,5 @@ def test_the_level_is_the_one_of_the_run(tmp_path):
 )
 def test_a_level_that_is_none_is_one_line(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="give one as --level"):
+    with pytest.raises(ConfigError, match="give it as --level"):
         _ = PredictConfig(run=tmp_path, slides=("a",), out="out").resolved_level

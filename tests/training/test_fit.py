@@ -14,9 +14,11 @@ import pytest
 import tifffile
 import torch
 
-from gigagrad.errors import BudgetError, ConfigError, ModelError, TargetError
+from gigagrad.errors import BudgetError, CaptureError, ConfigError, ModelError, TargetError
 from gigagrad.events import JobAdvanced, JobFinished, JobStarted, MetricsLogged, Notice
 from gigagrad.models import load_model
+from gigagrad.prediction import PredictConfig, predict
+from gigagrad.prediction.cohort_scores import evaluate_model
 from gigagrad.training import FitConfig, FitResult, fit
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
@@ -289,6 +291,31 @@ def test_a_network_of_the_users_own_with_several_classes(config, cohort_csv, two
     result = fit(FitConfig(**{**config.to_dict(), "loss": "ce", "model": two_classes}))
     assert result.metric == "dice"
     assert result.scores.keys() == {"slide4", "slide5"}
+
+
+def test_in_grey_a_network_of_one_channel_is_trained_and_used(config, tmp_path, monkeypatch):
+    (tmp_path / "one_channel_of_test_fit.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.conv = torch.nn.Conv2d(1, 1, 3, padding=1)\n"
+        "    def forward(self, x):\n"
+        "        return self.conv(x / 255)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    name = "one_channel_of_test_fit:Net"
+    with pytest.raises(CaptureError, match="1 channel"):
+        fit(replace(config, model=name))
+    grey = replace(config, model=name, grey=True, out=str(tmp_path / "grey"))
+    result = fit(grey)
+    settings = {"run": grey.out, "slides": (config.slides,), "split": "test", "out": tmp_path / "out", "trust": (name,)}
+    predicted = predict(PredictConfig(**settings))
+    assert {slide.name: slide.dice for slide in predicted} == pytest.approx(result.scores)
+    evaluation = evaluate_model(grey.out, config.slides, split="test", trust=[name])
+    assert evaluation.dice[0] == pytest.approx(result.mean)
+    with pytest.raises(ConfigError, match="colours"):
+        predict(PredictConfig(**settings, grey=False))
 
 
 def test_slides_without_masks_are_labelled_by_the_recipe_once(config, cohort_csv, tmp_path):

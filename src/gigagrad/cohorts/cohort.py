@@ -52,8 +52,8 @@ def read_cohort(path: str | Path) -> Cohort:
     return Cohort(path, rows)
 
 
-def check_images(cohort: Cohort, level: int) -> tuple[tuple[int, int, int], ...]:
-    """Open every slide and mask once, and return the slides' shapes `(C, H, W)`. Reads no pixels.
+def check_images(cohort: Cohort, level: int, *, grey: bool = False) -> tuple[tuple[int, int, int], ...]:
+    """Open every slide and mask once, and return the shapes `(C, H, W)` to train on. Reads no pixels.
 
     Raises `ConfigError` with the line of the first that is missing, unreadable or of another size than its partner.
     """
@@ -61,7 +61,7 @@ def check_images(cohort: Cohort, level: int) -> tuple[tuple[int, int, int], ...]
     for row in cohort.rows:
         try:
             with open_image(row.slide, level=level, mpp=row.mpp) as slide:
-                shapes.append(slide.shape)
+                shapes.append((slide.grey() if grey else slide).shape)
                 if row.mask is None:
                     continue
                 with open_image(row.mask, level=level) as mask:

@@ -106,6 +106,7 @@ def run_demo(
         epochs=scale.epochs,
         learning_rate=scale.learning_rate,
         seed=scale.seed,
+        grey=True,  # as the paper's network does itself, and as its slides were
     )
     trained = fit(config, (events.emit,))
 

@@ -28,7 +28,7 @@ _JOB = "large step"
 
 
 def measured_step(slide: Path, mask: Path, model: Path, memory: str, events: Events) -> Mapping[str, Any]:
-    """One step of `take_steps` in a fresh interpreter: its numbers. Emits the job `large step`, counted in tiles.
+    """One step of `take_steps` in grey in a fresh interpreter: its numbers. Emits the job `large step`, in tiles.
 
     Raises `ConfigError` with the other process's reason if it fails.
     """
@@ -62,11 +62,13 @@ def take_steps(
     memory: str,
     *,
     steps: int = 1,
+    grey: bool = False,
     precision: str | None = None,
     listeners: Iterable[Listener] = (),
 ) -> dict[str, Any]:
     """Steps of Adam on the paper's loss, measured: pixels, seconds, bytes, and the exact loss before the last step.
 
+    `grey` reads the slide in one channel, as `Image.grey` does.
     `seconds_per_step` is the median, each from reading the first pixel to the new weights; capture and planning, once
     per size, are `plan_seconds`. `peak_rss_bytes` is of the whole process since it started. Emits the engine's events
     and a `Notice` with the plan and one per step.
@@ -85,7 +87,8 @@ def take_steps(
     for listener in listeners:
         engine.events.subscribe(listener)
     seconds, loss = [], math.nan
-    with open_image(slide) as image, open_image(mask) as target:
+    with open_image(slide) as opened, open_image(mask) as target:
+        image = opened.grey() if grey else opened
         start = time.perf_counter()
         plan = engine.plan(image, target)
         plan_seconds = time.perf_counter() - start
@@ -128,7 +131,7 @@ def _main(slide: str, mask: str, model: str, memory: str) -> int:
 
     try:
         _, network = load_model(model)
-        _print(take_steps(network, Path(slide), Path(mask), memory, listeners=(_print_progress,)))
+        _print(take_steps(network, Path(slide), Path(mask), memory, grey=True, listeners=(_print_progress,)))
     except GigagradError as error:
         _print({"error": str(error)})
         return 2

@@ -21,6 +21,10 @@ from gigagrad.errors import ImageError
 if TYPE_CHECKING:
     import torch
 
+LUMA_BT601 = (0.299, 0.587, 0.114)
+"""Of red, green and blue in grey: ITU-R BT.601, which JPEG's luma follows, too."""
+_LUMA_ROWS = 64
+"""Converted at a time, so that next to no floats are held beside the pixels."""
 _LONGEST_AXIS = 2**31 - 1
 _LONGEST_QUOTATION = 300
 _MOST_CHANNELS = 2**16 - 1
@@ -133,6 +137,28 @@ class Image(ABC):
         return another
 
     @final
+    def grey(self) -> Image:
+        """This image in one channel: the luma of ITU-R BT.601 in this dtype, integers rounded; itself if it has one.
+
+        For networks that grey their input anyway. JPEG tiles of a TIFF are decoded to the luma that they store, in half
+        the time: within 2 of 255 that of their colours, except where these had to be cut to what RGB can show.
+        Closing it leaves this image open. Raises `ImageError` if there are neither one nor three channels.
+        """
+        if self.channels not in (1, 3):
+            raise ImageError(f"{self.name} has {self.channels} channels; grey is made of three: red, green and blue")
+        return self if self.channels == 1 else GreyImage(self)
+
+    def _read_grey(self, box: Box) -> Pixels:
+        """Fresh luma `(1, box.height, box.width)` of a non-empty box that lies inside this RGB image; thread-safe."""
+        colours = self._read_inside(box)
+        grey = self._blank(*box.shape)[:1]
+        for row in range(0, box.height, _LUMA_ROWS):
+            rows = slice(row, row + _LUMA_ROWS)
+            light: Any = sum(colours[channel, rows] * weight for channel, weight in enumerate(LUMA_BT601))
+            grey[0, rows] = light if _is_floating(self.dtype) else light.round()
+        return grey
+
+    @final
     def close(self) -> None:
         """Release files and caches. Closing twice is fine; reading afterwards is an `ImageError`."""
         if not self._closed:
@@ -151,6 +177,47 @@ class Image(ABC):
     def __repr__(self) -> str:
         scale = "mpp unknown" if self.mpp is None else f"{self.mpp:g} um/px"
         return f"<{type(self).__name__} {self.name}: {' x '.join(map(str, self.shape))} {self.dtype}, {scale}>"
+
+
+class View(Image):
+    """Another image as it is, but for what a subclass makes of its pixels. Closing it leaves `image` open."""
+
+    def __init__(
+        self, image: Image, shape: tuple[int, int, int] | None = None, levels: tuple[Level, ...] | None = None
+    ) -> None:
+        self._image = image
+        super().__init__(
+            shape=shape or image.shape,
+            dtype=image.dtype,
+            name=image.name,
+            fill=image.fill,
+            mpp=image.mpp,
+            levels=levels or image.levels,
+            cache_bytes=image.cache_bytes,
+        )
+
+    def _blank(self, height: int, width: int) -> Pixels:
+        # An array or a tensor, whichever the image gives.
+        return self._image._blank(height, width)
+
+
+class GreyImage(View):
+    """The luma of an RGB image. Use `Image.grey`."""
+
+    def __init__(self, image: Image) -> None:
+        super().__init__(image, (1, *image.shape[1:]))
+
+    def _read_inside(self, box: Box) -> Pixels:
+        if self._image._closed:
+            raise ImageError(f"{self.name} is closed; open it again to read from it")
+        return self._image._read_grey(box)
+
+    def _blank(self, height: int, width: int) -> Pixels:
+        return super()._blank(height, width)[:1]
+
+
+def _is_floating(dtype: np.dtype[Any] | torch.dtype) -> bool:
+    return dtype.kind == "f" if isinstance(dtype, np.dtype) else dtype.is_floating_point
 
 
 def check_size(shape: Sequence[int], name: str) -> None:

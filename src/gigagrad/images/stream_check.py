@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gigagrad.images.image import Array
+from gigagrad.images.image import LUMA_BT601, Array
 from gigagrad.images.png_check import png_size
 
 JPEG_COMPRESSIONS = frozenset({6, 7, 34892, 33007})
@@ -70,7 +70,7 @@ _JPEG_WITH_LENGTH = frozenset({*range(0xC0, 0xD0), *range(0xDA, 0xF0), 0xFE}) - 
 # Each scan passes over the whole picture and may cost a hundred bytes; encoders write about ten.
 _JPEG_MOST_SCANS = 100
 # Colour of the last pixels may be mixed with that of decoded neighbours, light is not.
-_LIGHT, _NEARLY_GREY = np.array([0.299, 0.587, 0.114]), 2
+_LIGHT, _NEARLY_GREY = np.array(LUMA_BT601), 2
 # What no sound stream can have between its last pixel and its end; free of markers.
 _JUNK = bytes((73 * index + 41) % 251 for index in range(64))
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.files import bytes_at
-from gigagrad.images.image import Array, Image, choose_level, fill_of, in_our_words, levels_of
+from gigagrad.images.image import Array, Image, Pixels, choose_level, fill_of, in_our_words, levels_of
 from gigagrad.images.tiff_directory import base_mpp, better_by_openslide, check_kind, check_layout, is_colour
-from gigagrad.images.tiff_segments import Segments, segments_of
+from gigagrad.images.tiff_segments import Decode, Segments, segments_of
 from gigagrad.images.tiff_walk import walk_tiff
 from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, grid_parts
 
@@ -54,20 +54,32 @@ class TiffImage(Image):
         self._close_file = weakref.finalize(self, self._file.close)
 
     def _read_inside(self, box: Box) -> Array:
-        height, width = self._segments.segment
         pixels_HWC = np.empty((*box.shape, self.channels), self._segments.dtype)
-        for cell, to, of in grid_parts(box, height, width):
-            for plane in range(self._planes):
-                place = plane, cell.y0 // height, cell.x0 // width
-                target = pixels_HWC[to.y0 : to.y1, to.x0 : to.x1, plane * self._kept : (plane + 1) * self._kept]
-                if self._segments.counts[place] == 0:
-                    target[...] = self.fill
-                else:
-                    tile = self._cache.get(place, self._decode)
-                    target[...] = tile[of.y0 : of.y1, of.x0 : of.x1, : self._kept]
+        for plane in range(self._planes):
+            samples = slice(plane * self._kept, (plane + 1) * self._kept)
+            self._read_plane(box, plane, self._segments.decode, pixels_HWC[..., samples])
         return pixels_HWC.transpose(2, 0, 1)
 
-    def _decode(self, place: tuple[int, int, int]) -> Array:
+    def _read_grey(self, box: Box) -> Pixels:
+        if self._segments.decode_luma is None:
+            return super()._read_grey(box)
+        pixels_HW1 = np.empty((*box.shape, 1), self._segments.dtype)
+        self._read_plane(box, 0, self._segments.decode_luma, pixels_HW1)
+        return pixels_HW1.transpose(2, 0, 1)
+
+    def _read_plane(self, box: Box, plane: int, decode: Decode, pixels_HWC: Array) -> None:
+        height, width = self._segments.segment
+        for cell, to, of in grid_parts(box, height, width):
+            place = plane, cell.y0 // height, cell.x0 // width
+            target = pixels_HWC[to.y0 : to.y1, to.x0 : to.x1]
+            if self._segments.counts[place] == 0:
+                target[...] = self.fill
+            else:
+                tile = self._cache.get((place, decode), self._decode)
+                target[...] = tile[of.y0 : of.y1, of.x0 : of.x1, : target.shape[2]]
+
+    def _decode(self, key: tuple[tuple[int, int, int], Decode]) -> Array:
+        place, decode = key
         _, row, column = place
         count = int(self._segments.counts[place])
         with in_our_words(
@@ -77,7 +89,7 @@ class TiffImage(Image):
             data = bytes_at(self._file, count, int(self._segments.offsets[place]))
             if len(data) != count:
                 raise ValueError(f"it has {len(data)} of {count} bytes; the file shrank")
-            tile = self._segments.decode(data, row, column)
+            tile = decode(data, row, column)
             y, x = row * self._segments.segment[0], column * self._segments.segment[1]
             wanted = Box(0, 0, *self._segments.segment).clamp(self.height - y, self.width - x).shape
             if tile.shape[0] < wanted[0] or tile.shape[1] < wanted[1]:

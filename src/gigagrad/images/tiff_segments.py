@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from gigagrad.units import format_bytes
 # Uncompressed strips may be as tall as the image; they are read in pieces of about this size.
 _RAW_STRIP_BYTES = 2**20
 _HEADER_BYTES = 8
+
+Decode: TypeAlias = Callable[[bytes, int, int], Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +40,7 @@ class Segments:
             a count of 0 means that the file leaves the segment out.
         decode: `(data, row, column) -> pixels` of shape `(h, w, samples)`, at least as large as the part of
             the segment inside the image.
+        decode_luma: the same for the luma alone, `(h, w, 1)`, where it is stored apart from the colours; else None.
     """
 
     shape: tuple[int, int]
@@ -45,7 +49,8 @@ class Segments:
     dtype: np.dtype[Any]
     offsets: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-    decode: Callable[[bytes, int, int], Array]
+    decode: Decode
+    decode_luma: Decode | None = None
 
     @property
     def planes(self) -> int:
@@ -129,7 +134,23 @@ def _file_segments(series: Any, page: Any, name: str, found: Directories) -> Seg
     offsets = np.array([entry.dataoffsets for entry in pages], np.int64).reshape(table)
     counts = np.array([entry.databytecounts for entry in pages], np.int64).reshape(table)
     compression = int(page.compression)
-    unpack = _jpeg_decoder(page, samples) if compression in JPEG_COMPRESSIONS else _page_decoder(page)
+    checked = partial(_checked, compression, (height, width), segment, dtype)
+    unpack, luma = _page_decoder(page), None
+    if compression in JPEG_COMPRESSIONS:
+        unpack = _jpeg_decoder(page, samples)
+        luma = checked(_jpeg_decoder(page, 1, luma=True)) if samples == 3 and dtype == np.uint8 else None
+    return Segments((height, width), segment, samples, dtype, offsets, counts, checked(unpack), luma)
+
+
+def _checked(
+    compression: int,
+    shape: tuple[int, int],
+    segment: tuple[int, int],
+    dtype: np.dtype[Any],
+    unpack: Callable[[bytes, int], Array],
+) -> Decode:
+    """`unpack`, which takes the number of a segment in its plane, with every claim of the stream looked at."""
+    columns = -(-shape[1] // segment[1])
 
     def pixels_of(data: bytes, index: int) -> Array:
         pixels = unpack(data, index)
@@ -139,15 +160,15 @@ def _file_segments(series: Any, page: Any, name: str, found: Directories) -> Seg
 
     def decode(data: bytes, row: int, column: int) -> Array:
         corner = row * segment[0], column * segment[1]
-        inside = (min(segment[0], height - corner[0]), min(segment[1], width - corner[1]))
+        inside = (min(segment[0], shape[0] - corner[0]), min(segment[1], shape[1] - corner[1]))
         jpeg = check_stream(data, compression, whole=segment, inside=inside)
-        index = row * grid[1] + column
+        index = row * columns + column
         pixels = pixels_of(data, index)
         if jpeg is not None:
             jpeg.check_ends(pixels, lambda other: pixels_of(other, index))
         return pixels.astype(dtype, copy=False)
 
-    return Segments((height, width), segment, samples, dtype, offsets, counts, decode)
+    return decode
 
 
 def _page_decoder(page: Any) -> Callable[[bytes, int], Array]:
@@ -155,13 +176,14 @@ def _page_decoder(page: Any) -> Callable[[bytes, int], Array]:
     return lambda data, index: np.asarray(decode(data, index)[0][0])
 
 
-def _jpeg_decoder(page: Any, samples: int) -> Callable[[bytes, int], Array]:
+def _jpeg_decoder(page: Any, samples: int, *, luma: bool = False) -> Callable[[bytes, int], Array]:
     """imagecodecs' libjpeg-turbo itself: tifffile hands what that refuses to a decoder that believes every number."""
     import imagecodecs
     from tifffile.tifffile import jpeg_decode_colorspace
 
     tables = page.jpegtables
     stored, wanted = jpeg_decode_colorspace(page.photometric, page.planarconfig, page.extrasamples, page.is_jfif)
+    wanted = "GRAYSCALE" if luma else wanted
 
     def decode(data: bytes, index: int) -> Array:
         pixels = imagecodecs.jpeg8_decode(data, tables=tables, colorspace=stored, outcolorspace=wanted)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gigagrad.errors import ImageError
+from gigagrad.images.image import LUMA_BT601
 
-LUMA_BT601 = (0.299, 0.587, 0.114)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _FULL_UINT8 = 255.0

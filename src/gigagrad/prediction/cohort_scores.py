@@ -37,8 +37,8 @@ def evaluate_model(
     """Score the model of a run folder (or a saved model's file) on the rows of the cohort file `slides`.
 
     `split` picks rows, None takes all; `memory` and `scratch` are as in `compile`, `trust` as in `load_model`. Holds
-    one tile at a time. The level is the training run's. Emits the job `evaluate`, counted in slides, and the engine's
-    events.
+    one tile at a time. The level is the training run's, and so is whether slides are read in grey. Emits the job
+    `evaluate`, counted in slides, and the engine's events.
 
     Raises `ConfigError` for the cohort file, `ModelError`, `ImageError`, `TargetError` and `BudgetError`.
     """
@@ -53,7 +53,7 @@ def evaluate_model(
         level = config.resolved_level
         with open_image(entry.slide, level=level, mpp=entry.mpp) as slide, _truth(entry, level, slide) as truth:
             # What training skips in a mask of several classes is skipped here too.
-            return score_logits(engine.stream(slide), truth, ignored_from=3)
+            return score_logits(engine.stream(slide.grey() if config.resolved_grey else slide), truth, ignored_from=3)
 
     return score_each([(entry.name, partial(score, entry)) for entry in entries], events)
 

@@ -25,6 +25,7 @@ class PredictConfig(Settings):
         classes: names of the foreground classes; empty for "Foreground" or "Class 1", "Class 2", ...
         mpp: micrometres per pixel of all slides, over what their files say.
         level: pyramid level of slides and true masks to predict at; None takes the level of the training run.
+        grey: read slides in grey, as `Image.grey` does; None does as the training run did.
         target_mpp: instead of one level for all, predict each slide at the level nearest to this resolution; every
             slide must then have a known one.
         device: "cpu" or "cuda".
@@ -42,6 +43,7 @@ class PredictConfig(Settings):
     classes: tuple[str, ...] = ()
     mpp: float | None = None
     level: int | None = None
+    grey: bool | None = None
     target_mpp: float | None = None
     device: str = "cpu"
     split: str | None = None
@@ -66,15 +68,21 @@ class PredictConfig(Settings):
     @property
     def resolved_level(self) -> int:
         """`level`, or what the run's `config.yaml` says, or 0. Raises `ConfigError` if that file is damaged."""
-        if self.level is not None:
-            return self.level
+        return int(self._of_run("level")) if self.level is None else self.level
+
+    @property
+    def resolved_grey(self) -> bool:
+        """`grey`, or what the run's `config.yaml` says, or False. Raises `ConfigError` if that file is damaged."""
+        return bool(self._of_run("grey")) if self.grey is None else self.grey
+
+    def _of_run(self, name: str) -> int:
         path = self.model_path.with_name("config.yaml")
         if not path.is_file():
             return 0
         try:
-            return int(read_yaml(path).get("level", 0))
+            return int(read_yaml(path).get(name, 0))
         except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-            raise ConfigError(f"cannot read the level from {path}; give one as --level") from error
+            raise ConfigError(f"cannot read the {name} from {path}; give it as --{name}") from error
 
     @property
     def model_path(self) -> Path:

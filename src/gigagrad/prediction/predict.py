@@ -62,7 +62,9 @@ class _Run:
         with config.model_path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         level = config.resolved_level if config.target_mpp is None else None
-        self.made_with = MadeWith(spec, digest, config.threshold, config.classes, level, config.target_mpp)
+        self.made_with = MadeWith(
+            spec, digest, config.threshold, config.classes, level, config.target_mpp, config.resolved_grey
+        )
         self.records = read_records(self.out)
         for entry in () if config.overwrite else self.slides:
             self._check_own(entry)
@@ -77,8 +79,8 @@ class _Run:
         known = self.records.get(entry.name)
         if known is not None and known.status == "done" and known.made_with != self.made_with:
             raise ConfigError(
-                f"{self.out} holds a prediction of {entry.name} by another model, threshold, level or class names; "
-                "choose another --out or pass --overwrite"
+                f"{self.out} holds a prediction of {entry.name} by another model, threshold, level, colours or "
+                "class names; choose another --out or pass --overwrite"
             )
         if known is not None and known.slide != str(entry.slide.absolute()):
             raise ConfigError(
@@ -157,7 +159,7 @@ class _Run:
         engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
         engine.events.subscribe(self.events.emit)
         mask = _MaskFile(path, slide, config)
-        engine.forward(slide, out=mask)
+        engine.forward(slide.grey() if self.made_with.grey else slide, out=mask)
         return mask.classes
 
 

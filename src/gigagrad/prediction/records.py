@@ -26,6 +26,7 @@ class MadeWith:
     level: int | None
     """None where `target_mpp` chose it slide by slide."""
     target_mpp: float | None = None
+    grey: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,34 +12,12 @@ import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.images import Image
-from gigagrad.images.image import Level, Pixels
+from gigagrad.images.image import Pixels, View
 
 TURNS = 8
 
 # Tags that keep the two streams of random numbers apart (NumPy pads seeds with zeros, so a tag is never 0).
 _ORDER, _TURN = 1, 2
-
-
-class View(Image):
-    """Another image as it is, but for what a subclass makes of its pixels. Closing it leaves `image` open."""
-
-    def __init__(
-        self, image: Image, shape: tuple[int, int, int] | None = None, levels: tuple[Level, ...] | None = None
-    ) -> None:
-        self._image = image
-        super().__init__(
-            shape=shape or image.shape,
-            dtype=image.dtype,
-            name=image.name,
-            fill=image.fill,
-            mpp=image.mpp,
-            levels=levels or image.levels,
-            cache_bytes=image.cache_bytes,
-        )
-
-    def _blank(self, height: int, width: int) -> Pixels:
-        # An array or a tensor, whichever the image gives.
-        return self._image._blank(height, width)
 
 
 class Turned(View):

@@ -37,6 +37,7 @@ class FitConfig(Settings):
         augment: turn and mirror each training slide, anew in every epoch.
         seed: of the initial weights, the order of slides, the augmentation and random operators.
         level: pyramid level of slides and masks to train on; 0 is full resolution.
+        grey: read slides in grey, one channel, as `Image.grey` does; for networks that grey their input anyway.
         checkpoint_seconds: a checkpoint follows the first step that ends this long after the last one; 0 = every step.
     """
 
@@ -53,6 +54,7 @@ class FitConfig(Settings):
     augment: bool = True
     seed: int = 0
     level: int = 0
+    grey: bool = False
     checkpoint_seconds: float = 30.0
 
     LIMITS: ClassVar = {

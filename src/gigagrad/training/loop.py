@@ -84,7 +84,7 @@ class _Run:
         self.config, self.events = config, events
         self.folder = RunFolder(Path(config.out))
         self.cohort: Cohort = read_cohort(config.slides)
-        self.shapes = check_images(self.cohort, config.level)
+        self.shapes = check_images(self.cohort, config.level, grey=config.grey)
         self.loss = named_loss(config.loss)
         self.overwrite = overwrite
         self.progress = Progress()
@@ -124,7 +124,8 @@ class _Run:
         trained = [(row, shape) for row, shape in shapes if row.split == "train"]
         self.largest, shape = max(trained, key=lambda item: math.prod(item[1]))
         channels = output_channels(self.model, shape) if self.loss.class_ids else 1
-        self.pairs = Pairs(TargetRule(self.loss, channels), level=config.level, labels=self.folder.labels)
+        rule = TargetRule(self.loss, channels)
+        self.pairs = Pairs(rule, level=config.level, grey=config.grey, labels=self.folder.labels)
         self.engine = compile_engine(
             self.model,
             self.loss.function,
@@ -155,7 +156,7 @@ class _Run:
             # Its label does not exist yet; a plan only needs the shape and the dtype.
             with open_image(row.slide, level=self.config.level, mpp=row.mpp) as slide:
                 blank = np.broadcast_to(np.zeros((), np.uint8), (1, *slide.shape[1:]))
-                return self.engine.plan(slide, open_image(blank))
+                return self.engine.plan(slide.grey() if self.config.grey else slide, open_image(blank))
         with self.pairs.open(row) as (slide, target):
             return self.engine.plan(slide, target)
 

@@ -16,13 +16,13 @@ from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask
 
 
 class Pairs:
-    """Opens the slide and the target of a row at one pyramid level.
+    """Opens the slide, in its colours or in grey, and the target of a row at one pyramid level.
 
     Slides without a mask get one from the tissue recipe, written once to `labels` and read from there ever after.
     """
 
-    def __init__(self, rule: TargetRule, *, level: int, labels: Path) -> None:
-        self._rule, self._level, self._labels = rule, level, labels
+    def __init__(self, rule: TargetRule, *, level: int, grey: bool, labels: Path) -> None:
+        self._rule, self._level, self._grey, self._labels = rule, level, grey, labels
         self._passed: set[Row] = set()
 
     def prepare(self, row: Row) -> None:
@@ -46,6 +46,7 @@ class Pairs:
         """
         with ExitStack() as stack:
             slide = stack.enter_context(open_image(row.slide, level=self._level, mpp=row.mpp))
+            slide = slide.grey() if self._grey else slide
             if row.label is not None:
                 yield _turned(slide, turn), self._rule.label(float(row.label), row.name)
                 return

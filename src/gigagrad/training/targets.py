@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
 from gigagrad.images import Image
-from gigagrad.images.image import Pixels
+from gigagrad.images.image import Pixels, View
 from gigagrad.prediction.classes import IGNORED
-from gigagrad.training.augment import View
 from gigagrad.training.losses import Loss
 
 _SAMPLES_PER_SIDE = 4

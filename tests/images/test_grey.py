@@ -1,0 +1,96 @@
+"""Images read in grey, against the luma of what is read in colours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import imagecodecs
+import numpy as np
+import pytest
+import tifffile
+import torch
+from hypothesis import given
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ImageError
+from gigagrad.images import open_image
+from tests.images.conformance import ALL, HEIGHT, WIDTH, boxes
+
+COLOURS = np.random.default_rng(3).integers(0, 256, (3, HEIGHT, WIDTH), dtype=np.uint8)
+
+
+def luma(colours: Any) -> Any:
+    return 0.299 * colours[:1] + 0.587 * colours[1:2] + 0.114 * colours[2:]
+
+
+def source(kind: str, folder: Path) -> Any:
+    """The same colours in every kind; floats between 0 and 1."""
+    if kind == "deflate":
+        tifffile.imwrite(folder / "a.tif", COLOURS.transpose(1, 2, 0), compression="deflate", tile=(32, 32))
+        return folder / "a.tif"
+    return {
+        "array": COLOURS,
+        "16 bit": COLOURS.astype(np.uint16) * 257,
+        "floats": COLOURS.astype(np.float32) / 255,
+        "tensor": torch.from_numpy(COLOURS),
+        "float tensor": torch.from_numpy(COLOURS).double() / 255,
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["array", "16 bit", "floats", "tensor", "float tensor", "deflate"])
+@given(box=boxes())
+def test_is_the_luma_of_the_colours(kind: str, tmp_path_factory: pytest.TempPathFactory, box: Box) -> None:
+    with open_image(source(kind, tmp_path_factory.mktemp("grey"))) as image:
+        grey = image.grey()
+        assert (grey.shape, grey.dtype, grey.mpp) == ((1, *image.shape[1:]), image.dtype, image.mpp)
+        read, expected = grey.read(box), luma(np.asarray(image.read(box)).astype(np.float64))
+    assert isinstance(read, torch.Tensor) == ("tensor" in kind)
+    integers = np.asarray(read).dtype.kind == "u"
+    np.testing.assert_allclose(np.asarray(read), expected, rtol=1e-6, atol=0.501 if integers else 1e-6)
+
+
+def test_jpeg_tiles_give_the_luma_that_they_store(jpeg_slide: Path) -> None:
+    with tifffile.TiffFile(jpeg_slide) as tif:
+        page = tif.pages[0]
+        corner = tif.filehandle.read_array("u1", page.databytecounts[0], page.dataoffsets[0]).tobytes()
+    stored = imagecodecs.jpeg8_decode(corner, tables=page.jpegtables, colorspace="YCBCR", outcolorspace="YCBCR")
+    with open_image(jpeg_slide) as image:
+        box = Box.whole(*stored.shape[:2])
+        read = np.asarray(image.grey().read(box))
+        np.testing.assert_array_equal(read[0], stored[..., 0])
+        # In both ways at once, and through one cache.
+        colours = np.asarray(image.read(box)).astype(float)
+        inside = ((colours > 0) & (colours < 255)).all(axis=0)
+        assert inside.any()
+        assert np.abs(luma(colours) - read)[0][inside].max() <= 2
+        np.testing.assert_array_equal(np.asarray(image.grey().read(box)), read)
+
+
+def test_outside_is_white_as_in_colours() -> None:
+    assert (np.asarray(open_image(COLOURS).grey().read(Box(-3, -3, 0, 0))) == 255).all()
+
+
+def test_one_channel_is_grey_already() -> None:
+    image = open_image(COLOURS[:1])
+    assert image.grey() is image
+
+
+def test_other_channels_are_refused() -> None:
+    with pytest.raises(ImageError, match="has 2 channels; grey is made of three"):
+        open_image(COLOURS[:2]).grey()
+
+
+def test_ends_with_its_image() -> None:
+    image = open_image(COLOURS)
+    grey = image.grey()
+    image.close()
+    with pytest.raises(ImageError, match="closed"):
+        grey.read(ALL)
+    assert grey.height == HEIGHT
+
+
+def test_closing_it_leaves_the_image_open() -> None:
+    image = open_image(COLOURS)
+    image.grey().close()
+    assert np.asarray(image.read(ALL)).shape == (3, HEIGHT, WIDTH)
