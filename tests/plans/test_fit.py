@@ -61,6 +61,22 @@ def test_freed_blocks_stay_as_far_as_tiles_use_them_and_the_budget_has_room(tile
         assert amount_of(plan(graph, tile, budget=without + room).ledger, ledger.HOARD) == min(room, held)
 
 
+def test_where_freed_blocks_may_not_stay_new_pages_take_time():
+    """Each tile touches anew what may not stay, so that a budget is better spent on smaller tiles."""
+    graph = graph_of(nn.Conv2d(3, 8, 3, padding=1), size=1024)
+    free = plan(graph, (256, 256))
+    held = amount_of(free.ledger, ledger.HOARD)
+    without = free.predicted_peak_bytes - held
+    none, half, all_ = (
+        plan(graph, (256, 256), budget=without + room).modelled_seconds for room in (0, held // 2, held)
+    )
+    assert all_ == free.modelled_seconds
+    assert none - all_ == pytest.approx(2 * (half - all_))
+    new = sum(stage.tile_count * stage.tile_peak_bytes for stage in free.stages for p in free.passes)
+    assert len(free.stages) == 1
+    assert none - all_ == pytest.approx(0.4 * problem_of(graph).machine.page_seconds(new))
+
+
 def test_where_memory_is_short_tiles_are_chosen_that_compile_to_little():
     """What is set aside for compiled convolutions is what the chosen tiles need, not the most that any would."""
     graph = graph_of(residual(3), size=100)

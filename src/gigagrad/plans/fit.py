@@ -22,6 +22,9 @@ from gigagrad.stores import Tier
 
 ABOUT_AS_FAST = 1.1
 """Times that differ by less are alike, as far as rates can tell."""
+_GIVEN_BACK = 0.4
+"""Of what a tile takes, what it touches anew where nothing may be held between tiles (the paper's network on a Xeon with
+AMX: 0.37 and 0.39, by page faults)."""
 _TOO_LARGE_IN_A_ROW = 3
 """Where so many tile shapes in a row do not fit and smaller ones do, no larger one is looked at."""
 
@@ -150,7 +153,7 @@ class Fitter:
         """
         budget_bytes, closely = self._problem.budget_bytes, closely or self._tiles is not None
         room = None if budget_bytes is None else budget_bytes - total(self._fixed)
-        looked = _Tilings(book, phases, self._looked_through(book, room, roughly=not closely))
+        looked = _Tilings(book, phases, self._looked_through(book, room, roughly=not closely), room)
         if closely:
             return looked
 
@@ -164,7 +167,7 @@ class Fitter:
             served += room is None or looked.total(found[-1]) <= room
             if served == _PROMISING:
                 break
-        return _Tilings(book, phases, list(dict.fromkeys(found)))
+        return _Tilings(book, phases, list(dict.fromkeys(found)), room)
 
     def _looked_through(self, book: StageLedger, room: int | None, *, roughly: bool) -> list[TileCost]:
         """Costs of tile shapes, from the smallest on; behind those that fit only a few more."""
@@ -256,6 +259,8 @@ class _Tilings:
     book: StageLedger
     phases: list[str]
     costs: list[TileCost]
+    room: int | None
+    """Bytes beside what is fixed, but for compiled convolutions."""
 
     def fastest(self, room: int | None, most_compiled: int) -> TileCost | None:
         """The fastest of the tiles that fit in `room` bytes beside what is fixed, and compile to so many kernels. Where
@@ -298,20 +303,29 @@ class _Tilings:
         return sum(self._sweep_seconds(cost, phase) for phase in self.phases)
 
     def _sweep_seconds(self, cost: TileCost, phase: str) -> float:
-        """What tiles take in memory beyond what a heap holds is new to the first of them. Tiers are read ahead and
-        written behind: the slowest link counts, or the processor with what they ask of it beside computing tiles.
+        """What tiles take in memory beyond what a heap holds is new to the first of them, and some of it to all others
+        where too little may be held between them. Tiers are read ahead and written behind: the slowest link counts, or
+        the processor with what they ask of it beside computing tiles.
         """
         problem, count = self.book.problem, cost.tile_count
         computing = cost.forward_seconds if phase == "forward" else cost.backward_seconds
         processing = problem.machine.wall_seconds(computing, self.book.workers, count)
         new = max(0, self.book.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
-        processing += problem.machine.page_seconds(new)
+        processing += problem.machine.page_seconds(new + count * self._given_back_bytes(cost))
         links = [0.0]
         for tier in problem.tiers[1:]:
             moved = count * self._moved_bytes(cost, phase, tier)
             processing += tier.processor_seconds(moved, problem.machine)
             links.append(tier.link_seconds(moved, problem.machine))
         return max(processing, *links)
+
+    def _given_back_bytes(self, cost: TileCost) -> float:
+        """Of one tile."""
+        if self.room is None:
+            return 0.0
+        useful = ledger.useful_hoard_bytes(self.book.workers * cost.tile_peak_bytes)
+        held = min(max(self.room - self.total(cost), 0), useful)
+        return _GIVEN_BACK * (1 - held / useful) * cost.tile_peak_bytes
 
     def _moved_bytes(self, cost: TileCost, phase: str, tier: Tier) -> float:
         """Bytes that one tile of a sweep reads from and writes to a tier."""

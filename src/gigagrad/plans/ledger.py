@@ -80,9 +80,14 @@ def fixed_amounts(problem: Problem) -> tuple[Amount, ...]:
 
 def hoard(problem: Problem, peak_bytes: int, tiles_bytes: int) -> Amount:
     """What the allocator may hold between tiles, where the budget has room beside a peak without it."""
-    useful = max(LEAST_HOARD_BYTES, min(MOST_HOARD_BYTES, int(HOARD_PER_TILE * tiles_bytes)))
+    useful = useful_hoard_bytes(tiles_bytes)
     room = useful if problem.budget_bytes is None else problem.budget_bytes - peak_bytes
     return Amount(HOARD, max(0, min(useful, room)))
+
+
+def useful_hoard_bytes(tiles_bytes: int) -> int:
+    """So much that next to no tile has to touch new pages, of tiles that take `tiles_bytes` side by side."""
+    return max(LEAST_HOARD_BYTES, min(MOST_HOARD_BYTES, int(HOARD_PER_TILE * tiles_bytes)))
 
 
 @dataclass(frozen=True, eq=False)
