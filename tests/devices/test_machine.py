@@ -156,13 +156,26 @@ def test_an_operator_takes_its_call_its_bytes_and_its_products():
 
 def test_threads_share_out_whole_tiles_and_wait_for_the_first_and_the_last():
     plain, seconds = Machine(threads=2), 12.0
-    assert plain.wall_seconds(seconds, 2, 8) == 6 + 0.5 * 12 / 8
-    assert plain.wall_seconds(seconds, 2, 1) == 12  # one of them has nothing to do
-    assert plain.wall_seconds(seconds, 2, 3) == 8  # two rounds
-    assert plain.wall_seconds(seconds, 1, 8) == 8
-    slower = dataclasses.replace(plain, shared_efficiency=0.1, side_by_side_efficiency=0.8)
-    assert slower.wall_seconds(seconds, 2, 8) == pytest.approx(12 / 1.8 + 0.75)
-    assert slower.wall_seconds(seconds, 1, 8) == pytest.approx(12 / 1.1)
+    assert plain.wall_seconds(seconds, 0, 2, 8) == 6 + 0.5 * 12 / 8
+    assert plain.wall_seconds(seconds, 0, 2, 1) == 12  # one of them has nothing to do
+    assert plain.wall_seconds(seconds, 0, 2, 3) == 8  # two rounds
+    slower = dataclasses.replace(plain, side_by_side_efficiency=0.8)
+    assert slower.wall_seconds(seconds, 0, 2, 8) == pytest.approx(12 / 1.8 + 0.75)
+
+
+def test_pythons_lock_lets_threads_call_one_at_a_time():
+    machine = Machine(threads=4, seconds_per_operator=1e-3)
+    assert machine.wall_seconds(12.0, 9000, 4, 1000) == 9
+    assert machine.wall_seconds(12.0, 1000, 4, 1000) == pytest.approx(3 + 0.5 * 12 / 1000)
+
+
+def test_threads_of_one_tile_share_the_work_of_operators_that_have_enough_and_not_the_calls():
+    machine = Machine(threads=4, seconds_per_operator=1e-3, shared_efficiency=0.5)
+    assert machine.wall_seconds(12.0, 0, 1, 8) == pytest.approx(12 / 2.5)
+    assert machine.wall_seconds(12.0, 2000, 1, 8) == pytest.approx(2 + 10 / 2.5)
+    # 30 us of work each: one and a half thread's.
+    assert machine.wall_seconds(1.03, 1000, 1, 8) == pytest.approx(1 + 0.03 / 1.25)
+    assert machine.wall_seconds(1.01, 1000, 1, 8) == pytest.approx(1.01)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,10 @@ from gigagrad.files import read_json, write_json
 
 _LARGEST_CACHE_BYTES = 32 * 2**20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_FORMAT = "gigagrad machine profile 8"
+_FORMAT = "gigagrad machine profile 9"
 """Changes with the meaning of the rates, so that an older profile is measured again."""
+_SHARED_SECONDS = 20e-6
+"""Of an operator's work, what a thread gets at least where threads share it: PyTorch parts no less than 32,768 numbers."""
 _WAITING_TILES = 0.5
 """What a pass takes longer where every thread computes a tile of its own, in tiles' seconds: the first one is read, and
 the last one added up, by one thread."""
@@ -55,8 +57,8 @@ class Machine:
     """The same where they do not."""
     seconds_per_operator: float = 60e-6
     """What a call of an operator on a tile costs beside its work."""
-    shared_efficiency: float = 0.5
-    """What each further thread adds when threads share the operators of one tile (bench/tile_shape.py)."""
+    shared_efficiency: float = 0.9
+    """What each further thread adds when threads share the work of a tile's operators, where it is enough for them."""
     side_by_side_efficiency: float = 1.0
     """What each further thread adds when every thread computes a tile of its own."""
     copy_bytes_per_second: float = 10e9
@@ -132,14 +134,20 @@ class Machine:
         rate = self.cached_bytes_per_second if cached else self.memory_bytes_per_second
         return self.seconds_per_operator + moved_bytes / rate + flops / self.flops_per_second
 
-    def wall_seconds(self, seconds: float, workers: int, tile_count: int) -> float:
-        """By the clock, a pass that takes one thread so long. Whole tiles share out well unless they are few."""
+    def wall_seconds(self, seconds: float, calls: float, workers: int, tile_count: int) -> float:
+        """By the clock, a pass that takes one thread so long, with so many calls of operators. Threads share the work
+        of operators and not the calls; where each has tiles of its own, Python's lock lets one call at a time
+        (docs/decisions/0027-one-tile-or-several.md).
+        """
+        calling = min(seconds, calls * self.seconds_per_operator)
         if workers == 1:
-            return seconds / (1 + self.shared_efficiency * (self.threads - 1))
+            work = seconds - calling
+            sharing = min(self.threads, max(1.0, work / (max(calls, 1) * _SHARED_SECONDS)))
+            return calling + work / (1 + self.shared_efficiency * (sharing - 1))
         tile = seconds / tile_count
         rounds = -(-tile_count // workers)
         side_by_side = seconds / (1 + self.side_by_side_efficiency * (workers - 1))
-        return max(rounds * tile, side_by_side + _WAITING_TILES * tile)
+        return max(rounds * tile, side_by_side + _WAITING_TILES * tile, calling)
 
     def page_seconds(self, nbytes: float) -> float:
         """By the clock, touching so many bytes for the first time."""

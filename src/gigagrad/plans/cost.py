@@ -49,6 +49,9 @@ class TileCost:
     """Without gradients."""
     backward_seconds: float
     """Computed again and pulled back; as `forward_seconds` where no gradients were asked for."""
+    forward_calls: float
+    """Operators called in that sweep, each of which takes `Machine.seconds_per_operator` of the seconds."""
+    backward_calls: float
     crop_bytes: int
     """What is read ahead for each tile."""
     own_crop_bytes: int
@@ -113,7 +116,7 @@ class Costs:
                 moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
                 once = self._machine.operator_seconds(moved, self._flops_of(node))
                 seconds += once * (_SWEEPS if backward and node.differentiable else 1)
-        return self._machine.wall_seconds(seconds, 1, 1)  # all threads share each of them
+        return self._machine.wall_seconds(seconds, 0, 1, 1)  # all threads share each of them
 
     def _flops_of(self, node: Node) -> float:
         if node.id not in self._flops:
@@ -141,6 +144,7 @@ class Costs:
         kept_shares = sum(crop_bytes(graph, tile, i) for i in stage.kept) if backward else 0
         tiles = height * width / useful
         forward, backward_too = (seconds * tiles for seconds in self._tile_seconds(stage, tile))
+        calls, differentiable = len(stage.fields) * tiles, sum(graph[i].differentiable for i in stage.fields)
         own = {i: tile.wanted(i).shape for i in stage.kept}
         crops = {i: box.shape for i in stage.reads if (box := tile.box(i)) is not None} | own
         return TileCost(
@@ -151,6 +155,8 @@ class Costs:
             tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward, rounds=self.packing.name != EXACT),
             forward_seconds=forward,
             backward_seconds=backward_too if backward else forward,
+            forward_calls=calls,
+            backward_calls=calls + (_SWEEPS - 1) * differentiable * tiles if backward else calls,
             crop_bytes=read + 2 * kept_shares,
             own_crop_bytes=kept_shares,
             compiled=0 if roughly else compiled_convolutions(grid, backward=backward),

@@ -309,7 +309,8 @@ class _Tilings:
         """
         problem, count = self.book.problem, cost.tile_count
         computing = cost.forward_seconds if phase == "forward" else cost.backward_seconds
-        processing = problem.machine.wall_seconds(computing, self.book.workers, count)
+        calls = cost.forward_calls if phase == "forward" else cost.backward_calls
+        processing = problem.machine.wall_seconds(computing, calls, self.book.workers, count)
         new = max(0, self.book.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
         processing += problem.machine.page_seconds(new + count * self._given_back_bytes(cost))
         links = [0.0]

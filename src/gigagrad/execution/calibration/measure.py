@@ -122,9 +122,9 @@ def _convolution() -> Callable[[], object]:
 
 
 def _chain() -> Callable[[], object]:
-    """A step of a few small operators, as tiles have them: threads that share those wait for each other often."""
-    x = torch.rand(1, 16, 64, 64).contiguous(memory_format=torch.channels_last)
-    weights = [torch.rand(16, 16, 3, 3).sub_(0.5).requires_grad_() for _ in range(_LAYERS)]
+    """A step of a few operators as tiles of deep networks have them: what their calls cost is a rate of its own."""
+    x = torch.rand(1, _CHANNELS, _SIDE_PX, _SIDE_PX).contiguous(memory_format=torch.channels_last)
+    weights = [torch.rand(_CHANNELS, _CHANNELS, 3, 3).sub_(0.5).requires_grad_() for _ in range(_LAYERS)]
 
     def step() -> object:
         y = x
