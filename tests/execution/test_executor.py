@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import gigagrad as gg
+from gigagrad.devices import Machine
 from gigagrad.devices.cpu import HeapWatch
 from gigagrad.events import Notice
 from gigagrad.execution.executor import Serial, Threads
@@ -23,9 +24,12 @@ from gigagrad.execution.tile import StageProgram, TileInputs
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a slow processor, which computes tiles side by side, however small they are."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
+    slow: dict[str, Any] = {"shared_efficiency": 0.0, "seconds_per_operator": 0.0, "flops_per_second": 1e6}
+    monkeypatch.setattr(Machine, "detect", lambda threads, *_: Machine(threads=threads, **slow))
     yield
     torch.set_num_threads(before)
 

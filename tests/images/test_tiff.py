@@ -255,7 +255,7 @@ def test_neighbouring_reads_decode_a_tile_once(tmp_path: Path, monkeypatch: pyte
     with open_image(write(tmp_path / "a.tif")) as image:
         for y in range(0, 96, 24):
             image.read(Box(y - 4, -4, y + 28, 84))
-    assert sorted(key for key, _ in pieces) == [(0, row, column) for row in range(3) for column in range(3)]
+    assert sorted(place for (place, _), _ in pieces) == [(0, row, column) for row in range(3) for column in range(3)]
 
 
 def test_an_image_nobody_closed_gives_its_file_back(tmp_path: Path) -> None:

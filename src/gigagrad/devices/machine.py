@@ -27,7 +27,7 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _FORMAT = "gigagrad machine profile 9"
 """Changes with the meaning of the rates, so that an older profile is measured again."""
 _SHARED_SECONDS = 20e-6
-"""Of an operator's work, what a thread gets at least where threads share it: PyTorch parts no less than 32,768 numbers."""
+"""Of an operator's work, what each thread that shares it gets at least: PyTorch parts no less than 32,768 numbers."""
 _WAITING_TILES = 0.5
 """What a pass takes longer where every thread computes a tile of its own, in tiles' seconds: the first one is read, and
 the last one added up, by one thread."""

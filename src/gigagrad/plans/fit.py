@@ -23,8 +23,8 @@ from gigagrad.stores import Tier
 ABOUT_AS_FAST = 1.1
 """Times that differ by less are alike, as far as rates can tell."""
 _GIVEN_BACK = 0.4
-"""Of what a tile takes, what it touches anew where nothing may be held between tiles (the paper's network on a Xeon with
-AMX: 0.37 and 0.39, by page faults)."""
+"""Of what a tile takes, what it touches anew where nothing may be held between tiles (by page faults of the paper's
+network 0.37 and 0.39 on a Xeon with AMX)."""
 _TOO_LARGE_IN_A_ROW = 3
 """Where so many tile shapes in a row do not fit and smaller ones do, no larger one is looked at."""
 
