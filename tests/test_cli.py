@@ -29,7 +29,7 @@ WORDS = {
         "--size --storage --threads"
     ),
     "fit": (
-        "--config --device --epochs --grey --learning-rate --level --loss --memory --model --no-augment --out "
+        "--config --device --epochs --learning-rate --level --loss --memory --model --no-augment --no-grey --out "
         "--overwrite --scratch --seed --slides --storage --trust"
     ),
     "predict": (

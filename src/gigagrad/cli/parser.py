@@ -110,6 +110,10 @@ def _positive(text: str) -> int:
 
 _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "where tiles are computed (default: cpu)"},
+    "--grey": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "read slides in grey, one channel: JPEG decodes in half the time",
+    },
     "--json": {"action": "store_true"},
     "--loss": {
         "default": "bce",
@@ -237,10 +241,7 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
             "--loss": {},
             "--seed": {"type": int, "help": "of weights, order and augmentation (default: 0)"},
             "--level": {"type": int, "help": "pyramid level of slides and masks (default: 0, full resolution)"},
-            "--grey": {
-                "action": "store_true",
-                "help": "read slides in grey, one channel: JPEG decodes in half the time",
-            },
+            "--grey": {},
             "--device": {},
             "--no-augment": {
                 "dest": "augment",
@@ -269,10 +270,7 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
             "--split": {"choices": ("train", "val", "test"), "help": "only these rows of a CSV"},
             "--mpp": {},
             "--level": {"type": int, "help": "pyramid level; default: the level of the training run"},
-            "--grey": {
-                "action": argparse.BooleanOptionalAction,
-                "help": "read slides in grey, one channel; default: as the training run did",
-            },
+            "--grey": {"help": "read slides in grey, one channel; default: as the training run did"},
             "--target-mpp": {
                 "type": float,
                 "metavar": "MPP",

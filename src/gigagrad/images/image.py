@@ -103,8 +103,7 @@ class Image(ABC):
 
         Raises `ImageError` if the image is closed or the file turns out to be corrupt there.
         """
-        if self._closed:
-            raise ImageError(f"{self.name} is closed; open it again to read from it")
+        self._require_open()
         inside = box.clamp(self.height, self.width)
         if inside == box and not box.empty:
             pixels = self._read_inside(box)
@@ -116,6 +115,10 @@ class Image(ABC):
             # The two kinds of array assign to each other's views alike; their stubs do not know that.
             canvas[:, at.y0 : at.y1, at.x0 : at.x1] = self._read_inside(inside)  # type: ignore[assignment]
         return canvas
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ImageError(f"{self.name} is closed; open it again to read from it")
 
     @abstractmethod
     def _read_inside(self, box: Box) -> Pixels:
@@ -208,8 +211,7 @@ class GreyImage(View):
         super().__init__(image, (1, *image.shape[1:]))
 
     def _read_inside(self, box: Box) -> Pixels:
-        if self._image._closed:
-            raise ImageError(f"{self.name} is closed; open it again to read from it")
+        self._image._require_open()
         return self._image._read_grey(box)
 
     def _blank(self, height: int, width: int) -> Pixels:
