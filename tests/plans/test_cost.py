@@ -52,6 +52,18 @@ def test_what_is_no_field_is_moved_for_every_tile(graph_of):
     assert sixteen > 8 * whole
 
 
+def test_calls_are_counted_in_every_tile_of_a_sweep(graph_of):
+    """Backward three times: what asks for no gradient is computed again, and not pulled back."""
+    graph = graph_of(nn.Conv2d(1, 4, 3, padding=1), F.mse_loss, (64, 64))
+    (stage,) = split_stages(graph)
+    cost = Costs(graph, Machine()).of(stage, (16, 32), backward=True)
+    pulled = sum(graph[i].differentiable for i in stage.fields)
+    assert pulled > 0
+    assert cost.forward_calls == 8 * len(stage.fields)
+    assert cost.backward_calls == 8 * (len(stage.fields) + 2 * pulled)
+    assert Costs(graph, Machine()).of(stage, (16, 32), backward=False).backward_calls == cost.forward_calls
+
+
 @pytest.mark.parametrize("size", [(64, 100), (331, 517), (1000, 47), (16, 5)])
 def test_tiles_cut_a_field_evenly(graph_of, size):
     graph = graph_of(nn.Conv2d(1, 1, 3, padding=1), F.mse_loss, size)
