@@ -51,7 +51,7 @@ def test_is_the_luma_of_the_colours(kind: str, tmp_path_factory: pytest.TempPath
 
 
 def test_jpeg_tiles_give_the_luma_that_they_store(tmp_path: Path) -> None:
-    """Of noise, whose decoded colours are cut to 0 to 255, so that their luma is another; read in both ways in turns."""
+    """Of noise, whose decoded colours are cut to 0 to 255, so that their luma is another; read both ways in turns."""
     path, colours = tmp_path / "a.tif", COLOURS.transpose(1, 2, 0)
     tifffile.imwrite(path, colours, photometric="ycbcr", compression="jpeg", subsampling=(2, 2), tile=(32, 32))
     with tifffile.TiffFile(path) as tif:
