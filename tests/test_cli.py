@@ -29,8 +29,8 @@ WORDS = {
         "--size --storage --threads"
     ),
     "fit": (
-        "--config --device --epochs --learning-rate --level --loss --memory --model --no-augment --no-grey --out "
-        "--overwrite --scratch --seed --slides --storage --trust"
+        "--classes --config --device --epochs --fold --learning-rate --level --loss --memory --model --no-augment "
+        "--no-grey --out --overwrite --scratch --seed --slides --storage --trust"
     ),
     "predict": (
         "--classes --device --level --memory --mpp --no-grey --out --overwrite --run --scratch --slides "

@@ -17,11 +17,23 @@ if TYPE_CHECKING:
     from gigagrad.execution import compile as compile
     from gigagrad.images import Image as Image
     from gigagrad.images import open_image as open_image
+    from gigagrad.masks import open_mask as open_mask
     from gigagrad.prediction import predict as predict
     from gigagrad.training import fit as fit
     from gigagrad.training import losses as losses
 
-__all__ = ["Engine", "GigagradError", "Image", "compile", "fit", "losses", "models", "open_image", "predict"]
+__all__ = [
+    "Engine",
+    "GigagradError",
+    "Image",
+    "compile",
+    "fit",
+    "losses",
+    "models",
+    "open_image",
+    "open_mask",
+    "predict",
+]
 __version__ = "0.1.0"
 
 heap.before_pytorch()
@@ -34,6 +46,7 @@ _HOMES = {
     "compile": "gigagrad.execution",
     "fit": "gigagrad.training",
     "open_image": "gigagrad.images",
+    "open_mask": "gigagrad.masks",
     "predict": "gigagrad.prediction",
 }
 

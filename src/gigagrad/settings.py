@@ -22,7 +22,8 @@ from gigagrad.units import parse_bytes
 class Settings:
     """Base of a frozen dataclass of settings. Raises `ConfigError` for a value of the wrong type or out of range.
 
-    Fields are plain values, tuples of them, or paths. One named `memory` is an amount of memory as people write it.
+    Fields are plain values, tuples of them, or paths. A mapping is a tuple of texts `key=value`. A field named `memory`
+    is an amount of memory as people write it.
     """
 
     LIMITS: ClassVar[Mapping[str, tuple[float, float]]] = {}
@@ -71,6 +72,8 @@ def read_yaml(path: Path) -> Any:
 def _coerce(name: str, value: object, hint: Any) -> object:
     """`value` as the field's type where nothing is lost by it (YAML reads `1e-3` as text and `2` as an integer)."""
     if typing.get_origin(hint) is tuple:
+        if isinstance(value, Mapping):
+            value = [f"{key}={item}" for key, item in value.items()]
         items = value if isinstance(value, (list, tuple)) else (value,)
         return tuple(_coerce(name, item, typing.get_args(hint)[0]) for item in items)
     accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

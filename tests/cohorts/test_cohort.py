@@ -1,10 +1,12 @@
 """The cohort file: every mistake is found before training and named with its line."""
 
+import json
+
 import numpy as np
 import pytest
 import tifffile
 
-from gigagrad.cohorts import check_images, read_cohort
+from gigagrad.cohorts import check_images, class_table, read_cohort
 from gigagrad.errors import ConfigError
 
 
@@ -63,11 +65,14 @@ def test_the_fingerprint_follows_the_rows(folder):
         (["slide,split"], "lists no slides"),
         (["slide,split,mpp", "a.tif,train,-1"], "line 2: the mpp must be a positive number"),
         (["slide,split", "a.tif,"], "line 2: the split is empty"),
-        (["slide;split", "a.tif;train"], "line 1: unknown column 'slide;split', did you mean 'split'"),
+        (["slide|split", "a.tif|train"], "line 1: the column 'slide' is missing, got slide|split"),
+        (["masks,slide,split", "m.tif,a.tif,train"], "unknown column 'masks', did you mean 'mask'"),
+        (["slide,name,split", "a.tif,x/y,train"], "line 2: the name 'x/y' cannot be a file's"),
+        (["slide,fold", "a.tif,0"], "choose a fold to validate with --fold"),
         (["slide,splitt", "a.tif,train"], "did you mean 'split'"),
         (["slide,mask", "a.tif,m.tif"], "the column 'split' is missing"),
         (["slide,mask,label,split", "a.tif,m.tif,1,train"], "a cohort has one of them"),
-        (["slide,split", "a.tif,training"], "line 2: unknown split 'training'; use train, val, test"),
+        (["slide,split", "a.tif,later"], "line 2: unknown split 'later'; use train, val, test"),
         (["slide,split", "a.tif,val"], "no row with split 'train'"),
         (["slide,split", "a.tif,train", "c.tif,val"], "line 3: "),
         (["slide,split", "a.tif,train", "c.tif,val"], "c.tif does not exist"),
@@ -76,7 +81,6 @@ def test_the_fingerprint_follows_the_rows(folder):
         (["slide,split", "a.tif"], "line 2: more or fewer values"),
         (["slide,split", "a.tif,train,3"], "line 2: more or fewer values"),
         (["slide,label,split", "a.tif,,train"], "line 2: the label is empty"),
-        (["slide,label,split", "a.tif,benign,train"], "the label must be a number, got 'benign'"),
         (["slide,split,mpp", "a.tif,train,nan"], "the mpp must be a number"),
         (["slide,split", "a.tif,train", "a.tif,test"], "line 3: the slide a.tif is listed on line 2"),
         (["slide,split", '"a.tif,train'], "comma-separated"),
@@ -89,11 +93,84 @@ def test_a_mistake_is_named_with_its_line(folder, lines, words):
     assert "\n" not in str(caught.value)
 
 
-def test_slides_that_share_a_name_are_refused(folder):
+def test_slides_that_share_a_file_name_are_called_by_their_folders_too(folder):
     (folder / "more").mkdir()
     (folder / "more" / "a.png").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"shares its name with the slide of line 2"):
-        read_cohort(write(folder, "slide,split", "a.tif,train", "more/a.png,test"))
+    rows = read_cohort(write(folder, "slide,split", "a.tif,train", "more/a.png,test", "b.tif,val")).rows
+    assert [row.name for row in rows] == [f"{folder.name}-a", "more-a", "b"]
+
+
+def test_slides_of_one_given_name_are_refused(folder):
+    with pytest.raises(ConfigError, match=r"line 3: the slide b\.tif shares its name with the slide of line 2"):
+        read_cohort(write(folder, "slide,name,split", "a.tif,x,train", "b.tif,x,test"))
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_other_tools_columns_delimiters_and_words(folder, delimiter):
+    lines = ["case_id,slide_id,label,site,fold,Set", "p1,a,normal,x,0,training", "p2,b,tumour,y,1,Validation"]
+    rows = read_cohort(write(folder, *(line.replace(",", delimiter) for line in lines))).rows
+    assert [(row.slide, row.label, row.split) for row in rows] == [
+        (folder / "a.tif", "normal", "train"),
+        (folder / "b.tif", "tumour", "val"),
+    ]
+
+
+def test_a_column_of_ours_goes_before_other_tools_names(folder):
+    rows = read_cohort(write(folder, "slide_id,slide,image,split", "one,a.tif,nowhere.jpg,train")).rows
+    assert (rows[0].slide, rows[0].name) == (folder / "a.tif", "one")
+
+
+def test_a_fold_is_validated_and_the_others_are_trained_on(folder):
+    path = write(folder, "slide,fold,split", "a.tif,0,", "b.tif,1,", "m.tif,1,test")
+    assert [row.split for row in read_cohort(path, 0).rows] == ["val", "train", "test"]
+    assert [row.split for row in read_cohort(path, 1).rows] == ["train", "val", "test"]
+    with pytest.raises(ConfigError, match="no row of fold 2; its folds are 0, 1"):
+        read_cohort(path, 2)
+    with pytest.raises(ConfigError, match="column 'fold' is missing"):
+        read_cohort(write(folder, "slide,split", "a.tif,train"), 0)
+
+
+def test_labels_that_are_names_are_classes_from_0(folder):
+    cohort = read_cohort(write(folder, "slide,label,split", "a.tif,tumour,train", "b.tif,normal,val"))
+    assert class_table(cohort).ids == (("normal", 0), ("tumour", 1))
+    assert class_table(cohort, ["tumour=0", "normal=1"]).ids == (("tumour", 0), ("normal", 1))
+    with pytest.raises(ConfigError, match="line 3: the label 'normal' is none of the classes"):
+        class_table(cohort, ["tumour=0"])
+    mixed = read_cohort(write(folder, "slide,label,split", "a.tif,1,train", "b.tif,normal,val"))
+    with pytest.raises(ConfigError, match="line 3: the label must be a number, got 'normal'"):
+        class_table(mixed)
+    assert class_table(read_cohort(write(folder, "slide,label,split", "a.tif,1,train"))) is None
+
+
+def test_classes_of_annotations(folder):
+    def drawn(name, *classes):
+        ring = [[0, 0], [9, 0], [9, 9], [0, 0]]
+        features = [
+            {
+                "type": "Feature",
+                "geometry": {"type": "Polygon", "coordinates": [ring]},
+                "properties": {"classification": {"name": kind}},
+            }
+            for kind in classes
+        ]
+        (folder / name).write_text(json.dumps({"type": "FeatureCollection", "features": features}))
+
+    drawn("a.geojson", "Tumor", "Stroma")
+    drawn("b.geojson", "Artefact")
+    lines = ["slide,mask,split", "a.tif,a.geojson,train", "b.tif,b.geojson,val"]
+    cohort = read_cohort(write(folder, *lines))
+    assert class_table(cohort).ids == (("Artefact", 1), ("Stroma", 2), ("Tumor", 3))
+    assert class_table(cohort, ["Tumor"]).ids == (("Tumor", 1),)
+    with pytest.raises(ConfigError, match="'Tumour', did you mean 'Tumor'"):
+        class_table(cohort, ["Tumour"])
+    with pytest.raises(
+        ConfigError, match=r"cohort\.csv line 3: the mask is empty, and the tissue recipe knows no classes"
+    ):
+        class_table(read_cohort(write(folder, *lines[:2], "b.tif,,val")))
+    drawn("b.geojson")
+    (folder / "a.geojson").write_text("{")
+    with pytest.raises(ConfigError, match=r"cohort\.csv line 2: .*a\.geojson is no GeoJSON"):
+        class_table(cohort)
 
 
 def test_a_missing_or_binary_file_names_itself(folder):

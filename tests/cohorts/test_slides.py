@@ -33,7 +33,7 @@ def test_csv_rows(folder):
     [
         ("", "column 'slide' is missing"),
         ("\n\n", "column 'slide' is missing"),
-        ("image\na.tif\n", "column 'slide' is missing, got image"),
+        ("picture\na.tif\n", "column 'slide' is missing, got picture"),
         ("slide\n", "lists no slides"),
         ("slide\n\nnone.tif\n", "line 3: .*none.tif does not exist"),
         ("slide,mask\n,m.tif\n", "line 2: the slide is empty"),
@@ -62,5 +62,7 @@ def test_missing_empty_and_colliding_sources(folder, tmp_path_factory):
     with pytest.raises(ConfigError, match="holds no slides"):
         find_slides([empty])
     (empty / "a.svs").touch()
-    with pytest.raises(ConfigError, match="both be written as a"):
+    assert [row.name for row in find_slides([folder, empty])] == [f"{folder.name}-a", "b", "m", f"{empty.name}-a"]
+    (empty / "a.png").touch()
+    with pytest.raises(ConfigError, match=f"both be written as {empty.name}-a"):
         find_slides([folder, empty])

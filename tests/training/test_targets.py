@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.images import open_image
@@ -136,3 +137,53 @@ def test_labels_become_what_the_loss_wants():
 
 def test_output_channels_are_found_without_computing():
     assert output_channels(resolve("paper-unet"), (3, 16000, 64000)) == 1
+
+
+BINARY = ("bce", "bce_dice", "dice", "focal", "tversky")
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_ignored_pixels_are_as_if_they_were_not_there(name):
+    output = torch.randn(1, 1, 6, 8, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(0, 2, (1, 1, 6, 8), dtype=torch.uint8)
+    target[..., 5:] = 255
+    loss = named_loss(name).ignoring()
+    value = loss.function(output, target)
+    torch.testing.assert_close(value, named_loss(name).function(output[..., :5], target[..., :5]))
+    (gradient,) = torch.autograd.grad(value, output)
+    assert gradient[..., :5].abs().min() > 0
+    assert not gradient[..., 5:].any()
+    assert float(loss.function(output.detach(), torch.full_like(target, 255))) == 0
+    torch.testing.assert_close(loss.function(output[..., :5], target[..., :5]), value)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_ignored_pixels_on_tiles(name):
+    """What the engine makes of it, against plain PyTorch."""
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(3, 1, 5, stride=1, padding=2).double()
+    image = torch.randn(3, 37, 41, dtype=torch.float64)
+    target = torch.randint(0, 2, (1, 37, 41), dtype=torch.uint8)
+    target[:, 10:30, 5:20] = 255
+    loss = named_loss(name).ignoring().function
+    expected = loss(model(image[None]), target[None])
+    gradients = torch.autograd.grad(expected, tuple(model.parameters()))
+    value = gg.compile(model, loss, tile=(16, 16)).backward(image, target)
+    torch.testing.assert_close(value, expected.detach())
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_loss_of_numbers_ignores_nothing():
+    with pytest.raises(ConfigError, match="the loss takes every pixel; use bce, bce_dice, ce"):
+        named_loss("mse").ignoring()
+    assert named_loss("ce").ignoring() == named_loss("ce")
+
+
+def test_a_binary_mask_with_ignored_pixels():
+    rule = TargetRule(named_loss("bce").ignoring(), 1, ignores=True)
+    read_all(rule, mask_of([0, 1, 255, 255]))
+    read_all(rule, mask_of([255] * 2000))
+    with pytest.raises(TargetError, match="the values 1 and 2"):
+        read_all(rule, mask_of([1, 255, 2]))
+    assert sample_mask(mask_of([0, 1, 255]), rule) == {0, 1, 255}

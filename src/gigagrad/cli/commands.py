@@ -139,6 +139,7 @@ def evaluate(args: argparse.Namespace) -> None:
                 args.run,
                 args.slides,
                 split=split,
+                classes=args.classes,
                 memory=args.memory,
                 scratch=args.scratch,
                 device=args.device,

@@ -32,8 +32,9 @@ cohort.csv has one line per slide, for example (an empty mask: the tissue recipe
     slide,mask,split
     slides/a.svs,masks/a.tif,train
     slides/b.svs,masks/b.tif,val
-    slides/c.svs,masks/c.tif,test
+    slides/c.svs,annotations/c.geojson,test
 
+Masks are images of class ids, QuPath's GeoJSON or ASAP's XML.
 MODEL is paper-unet, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable.
 Exit codes: 0 done, 2 something you can mend (one line says what), 130 interrupted (the same command continues).
 """
@@ -109,6 +110,13 @@ def _positive(text: str) -> int:
 
 
 _FLAGS: Final[dict[str, dict[str, Any]]] = {
+    "--classes": {
+        "nargs": "+",
+        "default": (),
+        "metavar": "NAME=ID",
+        "help": "class ids by name, or by value in mask files: tumour=1 stroma=2 artefact=ignore unlabelled=0, or "
+        "255=1; names alone count from 1",
+    },
     "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "where tiles are computed (default: cpu)"},
     "--grey": {
         "action": argparse.BooleanOptionalAction,
@@ -224,7 +232,11 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
         "One step of Adam per slide, with exact gradients; keeps the weights of the lowest validation loss and tests "
         "them. Interrupted and started again, it continues bit for bit.",
         {
-            "--slides": {"required": False, "metavar": "CSV", "help": "cohort: slide,mask,split per line (required)"},
+            "--slides": {
+                "required": False,
+                "metavar": "CSV",
+                "help": "cohort: slide,mask,split per line, or a folder: images/ and masks/, or nnU-Net's (required)",
+            },
             "--out": {"required": False, "help": "run folder (required)"},
             "--config": {
                 "type": Path,
@@ -239,6 +251,8 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
             "--epochs": {"type": int, "help": "passes over the training slides (default: 20)"},
             "--learning-rate": {"type": float, "help": "of Adam (default: 1e-3)"},
             "--loss": {},
+            "--classes": {},
+            "--fold": {"type": int, "metavar": "N", "help": "of a cohort with a column 'fold', the one to validate"},
             "--seed": {"type": int, "help": "of weights, order and augmentation (default: 0)"},
             "--level": {"type": int, "help": "pyramid level of slides and masks (default: 0, full resolution)"},
             "--grey": {},
@@ -266,7 +280,7 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
             "--memory": {},
             "--scratch": {},
             "--threshold": {"type": float, "help": "probability above which a pixel is foreground (default: 0.5)"},
-            "--classes": {"nargs": "+", "metavar": "NAME", "help": "names of the foreground classes"},
+            "--classes": {"help": "names of the classes from 1 on, or NAME=ID; default: those of the training run"},
             "--split": {"choices": ("train", "val", "test"), "help": "only these rows of a CSV"},
             "--mpp": {},
             "--level": {"type": int, "help": "pyramid level; default: the level of the training run"},
@@ -293,7 +307,9 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
                 "default": "test",
                 "help": "which rows (default: test)",
             },
-            "--classes": {"type": _positive, "default": 2, "help": "in masks, background included (default: 2)"},
+            "--classes": {
+                "help": "names of the classes from 1 on, or NAME=ID; default: those of the run or predictions"
+            },
             "--memory": {},
             "--scratch": {},
             "--device": {},

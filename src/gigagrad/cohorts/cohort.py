@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import Row, Split, number_in, read_rows
 from gigagrad.errors import ConfigError, GigagradError
 from gigagrad.images import open_image
+from gigagrad.masks import ClassTable, is_annotation_file, open_mask, read_annotations
 
 
 @dataclass(frozen=True, slots=True)
 class Cohort:
-    """All rows in the order of the file."""
+    """All rows in the order of the file, or of the folder; `classes` are those that a folder names."""
 
     path: Path
     rows: tuple[Row, ...]
+    classes: tuple[str, ...] = ()
 
     def of(self, split: Split) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.split == split)
+
+    def where(self, row: Row) -> str:
+        """The place of a row, for messages."""
+        return f"{self.path} line {row.line}" if row.line else f"{self.path}, {row.name}"
 
     @property
     def fingerprint(self) -> str:
@@ -28,53 +37,127 @@ class Cohort:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_cohort(path: str | Path) -> Cohort:
-    """Read and check the text of a cohort file (`cohorts.rows`); the slides are not opened (`check_images` does that).
+def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
+    """Read and check a cohort file (`cohorts.rows`) or folder (`cohorts.folders`).
 
-    Raises `ConfigError` naming the file, the line, what was found and what is expected.
+    The slides are not opened (`check_images` does that). Of a cohort with the column `fold`, the rows of `fold` are
+    validated and the others trained on, except those whose split is `test`. Raises `ConfigError` naming the file, the
+    line, what was found and what is expected.
     """
     path = Path(path)
+    if path.is_dir() and is_cohort_folder(path):
+        return Cohort(path, *rows_of_folder(path))
     columns, rows = read_rows(path)
-    if "split" not in columns:
-        raise ConfigError(f"{path} line 1: the column 'split' is missing; training needs it: train, val or test")
+    if fold is not None:
+        rows = _folded(path, columns, rows, fold)
+    elif "split" not in columns:
+        remedy = (
+            "choose a fold to validate with --fold" if "fold" in columns else "training needs it: train, val or test"
+        )
+        raise ConfigError(f"{path} line 1: the column 'split' is missing; {remedy}")
     if "mask" in columns and "label" in columns:
         raise ConfigError(f"{path} line 1: there is a column 'mask' and a column 'label'; a cohort has one of them")
     for row in rows:
         if row.split is None:
             raise ConfigError(f"{path} line {row.line}: the split is empty; use train, val or test")
-        if "label" in columns:
-            if row.label is None:
-                raise ConfigError(f"{path} line {row.line}: the label is empty")
-            number_in(f"{path} line {row.line}", "label", row.label)
+        if "label" in columns and row.label is None:
+            raise ConfigError(f"{path} line {row.line}: the label is empty")
     if not any(row.split == "train" for row in rows):
         raise ConfigError(f"{path} has no row with split 'train'; mark the slides to learn from")
     _check_names(path, rows)
     return Cohort(path, rows)
 
 
-def check_images(cohort: Cohort, level: int, *, grey: bool = False) -> tuple[tuple[int, int, int], ...]:
+def class_table(cohort: Cohort, entries: Sequence[str] = ()) -> ClassTable | None:
+    """The classes of a cohort's masks or labels: of `entries`, of the cohort's folder, or all names that occur.
+
+    None where masks hold class ids and labels are numbers, which need no names. Raises `ConfigError` for an annotation
+    file that cannot be read, a class that none of them has, and a row without a mask beside rows with annotations.
+    """
+    named = tuple(entries) or cohort.classes
+    table = ClassTable.parse(named) if named else None
+    texts = [row.label for row in cohort.rows if row.label is not None]
+    if texts:
+        return _of_labels(cohort, texts, table)
+    found: set[str] = set()
+    annotated = [row for row in cohort.rows if row.mask is not None and is_annotation_file(row.mask)]
+    for row in annotated:
+        assert row.mask is not None
+        try:
+            found |= set(read_annotations(row.mask).names)
+        except GigagradError as error:
+            raise ConfigError(f"{cohort.where(row)}: {error}") from error
+    if annotated and table is not None and len(annotated) == len(cohort.rows):
+        table.check_used(found, str(cohort.path))
+    elif annotated and table is None:
+        if not found:
+            raise ConfigError(f"{cohort.path}: no annotation covers an area; annotate what the network is to find")
+        table = ClassTable.of_names(found)
+    for row in cohort.rows if table is not None else ():
+        if row.mask is None:
+            raise ConfigError(
+                f"{cohort.where(row)}: the mask is empty, and the tissue recipe knows no classes; name one"
+            )
+    return table
+
+
+def check_images(
+    cohort: Cohort, level: int, *, grey: bool = False, table: ClassTable | None = None
+) -> tuple[tuple[int, int, int], ...]:
     """Open every slide and mask once, and return the shapes `(C, H, W)` to train on. Reads no pixels.
 
-    Raises `ConfigError` with the line of the first that is missing, unreadable or of another size than its partner.
+    Raises `ConfigError` with the line of the first that is missing, unreadable or no picture of its partner.
     """
     shapes = []
     for row in cohort.rows:
         try:
             with open_image(row.slide, level=level, mpp=row.mpp) as slide:
                 shapes.append((slide.grey() if grey else slide).shape)
-                if row.mask is None:
-                    continue
-                with open_image(row.mask, level=level) as mask:
-                    if mask.shape[1:] != slide.shape[1:]:
-                        raise ConfigError(
-                            f"the mask {row.mask} is {mask.shape[1]} x {mask.shape[2]} px and its slide "
-                            f"{slide.shape[1]} x {slide.shape[2]} px at level {level}; give a mask of the slide's size"
-                        )
+                if row.mask is None or is_annotation_file(row.mask):
+                    continue  # outlines were read by `class_table`, and are looked at once more before training
+                with open_mask(row.mask, slide, table) as mask:
                     if mask.shape[0] != 1:
                         raise ConfigError(f"the mask {row.mask} has {mask.shape[0]} channels; give one of class ids")
         except GigagradError as error:
-            raise ConfigError(f"{cohort.path} line {row.line}: {error}") from error
+            raise ConfigError(f"{cohort.where(row)}: {error}") from error
     return tuple(shapes)
+
+
+def _folded(path: Path, columns: Sequence[str], rows: Sequence[Row], fold: int) -> tuple[Row, ...]:
+    if "fold" not in columns:
+        raise ConfigError(f"{path} line 1: the column 'fold' is missing; add it, or leave out --fold")
+    folds = {row.fold for row in rows}
+    if fold not in folds:
+        have = ", ".join(map(str, sorted(number for number in folds if number is not None)))
+        raise ConfigError(f"{path} has no row of fold {fold}; its folds are {have or 'none'}")
+    splits: list[Split] = ["test" if row.split == "test" else "val" if row.fold == fold else "train" for row in rows]
+    return tuple(dataclasses.replace(row, split=split) for row, split in zip(rows, splits, strict=True))
+
+
+def _of_labels(cohort: Cohort, texts: Sequence[str], table: ClassTable | None) -> ClassTable | None:
+    """Labels that are names count from 0 in alphabetical order; numbers stand for themselves."""
+    if table is not None:
+        known = {name for name, _ in table.ids}
+        for row in cohort.rows:
+            if row.label is not None and row.label not in known:
+                raise ConfigError(f"{cohort.where(row)}: the label {row.label!r} is none of the classes {table}")
+        return table
+    try:
+        for row in cohort.rows:
+            number_in(cohort.where(row), "label", row.label or "")
+    except ConfigError:
+        if any(_is_number(text) for text in texts):
+            raise
+        return ClassTable(tuple((name, number) for number, name in enumerate(sorted(set(texts)))))
+    return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_names(path: Path, rows: tuple[Row, ...]) -> None:

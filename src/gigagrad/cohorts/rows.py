@@ -1,29 +1,61 @@
-"""A cohort file: a CSV with one row per slide and the columns
+"""A cohort file: a CSV (commas, semicolons or tabs) with one row per slide and the columns
 
-    slide   a file or folder that `open_image` reads
+    slide   a file or folder that `open_image` reads; without a suffix, the slide of this name beside the cohort file
     split   train, val or test
-    mask    (dense targets) an image of the slide's size; empty: the tissue recipe makes the label
-    label   (slide-level targets) a number; a cohort has masks or labels, not both
+    fold    (instead of `split`) a number: one of them is validated, the others are trained on
+    mask    (dense targets) a mask or an annotation file that `open_mask` reads; empty: the tissue recipe makes it
+    label   (slide-level targets) a number or a class name; a cohort has masks or labels, not both
     mpp     micrometres per pixel, where the file does not say
+    name    what the slide is called in results; default: its file name, with its folder's where two are the same
 
-Only `slide` is needed to predict; training needs `split`, too. Further columns are left alone. Relative paths are taken
-from the file's own folder. What is wrong is named with its line.
+Columns may have the names that other tools give them (`_ALIASES`; CLAM's `slide_id`, TRIDENT's `wsi`). Only `slide` is
+needed to predict; training needs `split`, too. Further columns are left alone. Relative paths are taken from the file's
+own folder. What is wrong is named with its line.
 """
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
-from gigagrad.errors import ConfigError, did_you_mean
+from gigagrad.errors import ConfigError
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-_COLUMNS = ("slide", "mask", "label", "split", "mpp")
+SLIDE_SUFFIXES: Final = (
+    *(".bif", ".jpeg", ".jpg", ".mrxs", ".ndpi", ".png", ".scn", ".svs"),
+    *(".svslide", ".tif", ".tiff", ".vms", ".vmu", ".zarr"),
+)
+"""What counts as a slide in a folder; a file that is named itself may have any suffix."""
+_ALIASES: Final[dict[str, tuple[str, ...]]] = {
+    "slide": ("slide_path", "wsi", "wsi_path", "image", "image_path", "filename", "file", "path", "slide_id"),
+    "mask": ("mask_path", "annotation", "annotations", "annotation_path"),
+    "label": ("target",),
+    "split": ("set", "subset", "partition"),
+    "fold": (),
+    "mpp": (),
+    "name": ("slide_id", "slide_name"),
+}
+"""Other tools' names of our columns, the likeliest first; they count where the column itself is not there."""
+_SPLIT_WORDS: Final[dict[str, Split]] = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "dev": "val",
+    "test": "test",
+    "testing": "test",
+}
+_MISSPELT = 0.8
+"""From this ratio on, a further column's name is taken for a misspelt one of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +68,27 @@ class Row:
     split: Split | None = None
     label: str | None = None
     """As it is written; what reads labels knows what they are."""
+    called: str | None = None
+    """A name beside the file's."""
+    fold: int | None = None
     line: int = field(default=0, compare=False)
     """In the file; 0 for a slide that was named by itself."""
 
     @property
     def name(self) -> str:
-        """What the slide is called in results, and its output files: its file name without the suffix."""
-        return self.slide.stem
+        """What the slide is called in results, and its output files: its file name without the suffix, or `called`."""
+        return self.called or self.slide.stem
+
+
+def slides_in(folder: Path) -> list[Path]:
+    """Slide files of a folder, in alphabetical order; hidden ones are left out."""
+    return sorted(
+        path for path in folder.iterdir() if path.suffix.lower() in SLIDE_SUFFIXES and not path.name.startswith(".")
+    )
 
 
 def read_rows(path: Path) -> tuple[tuple[str, ...], tuple[Row, ...]]:
-    """The columns of a cohort file, in lower case, and its rows; the slides exist, but are not opened.
+    """The columns of a cohort file by our names, and its rows; the slides exist, but are not opened.
 
     Raises `ConfigError` naming the file, the line, what was found and what is expected.
     """
@@ -55,7 +97,10 @@ def read_rows(path: Path) -> tuple[tuple[str, ...], tuple[Row, ...]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read the cohort file {path}: {reason}") from error
-    reader = csv.DictReader(text.splitlines(), skipinitialspace=True, strict=True)
+    lines = text.splitlines()
+    header = next(filter(None, lines), "")
+    delimiter = max(",;\t", key=header.count)
+    reader = csv.DictReader(lines, skipinitialspace=delimiter != "\t", strict=True, delimiter=delimiter)
     try:
         columns = reader.fieldnames = _columns(path, reader.fieldnames or ())
         rows = tuple(_row(path, reader.line_num, cells) for cells in reader if any(cells.values()))
@@ -63,7 +108,19 @@ def read_rows(path: Path) -> tuple[tuple[str, ...], tuple[Row, ...]]:
         raise ConfigError(f"{path} line {reader.line_num}: {error}; write it as comma-separated text") from error
     if not rows:
         raise ConfigError(f"{path} lists no slides; give it one line per slide below the header")
-    return columns, rows
+    return columns, with_own_names(rows)
+
+
+def with_own_names(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows, where slides in several folders have one file name, called by folder and file name."""
+    rows = tuple(rows)
+    slides_of = Counter(name for name, _ in {(row.name, row.slide) for row in rows})
+    return tuple(
+        dataclasses.replace(row, called=f"{row.slide.parent.name}-{row.slide.stem}")
+        if row.called is None and slides_of[row.name] > 1 and row.slide.parent.name
+        else row
+        for row in rows
+    )
 
 
 def number_in(where: str, column: str, text: str) -> float:
@@ -78,17 +135,22 @@ def number_in(where: str, column: str, text: str) -> float:
 
 
 def _columns(path: Path, names: Sequence[str]) -> tuple[str, ...]:
-    columns = tuple(name.strip().lower() for name in names)
+    """Our names in the place of other tools'."""
+    columns = [name.strip().lower() for name in names]
+    for ours, aliases in _ALIASES.items():
+        found = next((alias for alias in aliases if alias in columns), None)
+        if ours not in columns and found is not None:
+            columns[columns.index(found)] = ours
     for column in columns:
-        meant = did_you_mean(column, _COLUMNS)
-        if meant and column not in _COLUMNS:
-            raise ConfigError(f"{path} line 1: unknown column {column!r}{meant}")
+        for ours in ("slide", "mask", "label", "split"):
+            if ours not in columns and SequenceMatcher(None, column, ours).ratio() >= _MISSPELT:
+                raise ConfigError(f"{path} line 1: unknown column {column[:80]!r}, did you mean {ours!r}?")
     if "slide" not in columns:
         raise ConfigError(
             f"{path} line 1: the column 'slide' is missing, got {', '.join(columns)[:200] or 'nothing'}; "
             "a cohort file begins with a line like: slide,mask,split"
         )
-    return columns
+    return tuple(columns)
 
 
 def _row(path: Path, line: int, cells: Mapping[str | None, object]) -> Row:
@@ -98,29 +160,41 @@ def _row(path: Path, line: int, cells: Mapping[str | None, object]) -> Row:
     values = {str(key): str(value).strip() for key, value in cells.items()}
     if not values["slide"]:
         raise ConfigError(f"{where}: the slide is empty; write its path")
-    split = values.get("split", "").lower() or None
-    if split is not None and split not in SPLITS:
-        raise ConfigError(f"{where}: unknown split {values['split']!r}; use {', '.join(SPLITS)}")
     mpp = number_in(where, "mpp", values["mpp"]) if values.get("mpp") else None
     if mpp is not None and mpp <= 0:
         raise ConfigError(f"{where}: the mpp must be a positive number of micrometres, got {mpp}")
+    called = values.get("name") or None
+    if called is not None and (Path(called).name != called or not called.isprintable() or len(called) > 200):
+        raise ConfigError(f"{where}: the name {called[:80]!r} cannot be a file's; write one without slashes")
     return Row(
-        slide=_existing(where, path, values["slide"]),
+        slide=_existing(where, path, values["slide"], SLIDE_SUFFIXES),
         mask=_existing(where, path, values["mask"]) if values.get("mask") else None,
         mpp=mpp,
-        split=split,
+        split=_split(where, values.get("split", "")),
         label=values.get("label") or None,
+        called=called,
+        fold=int(number_in(where, "fold", values["fold"])) if values.get("fold") else None,
         line=line,
     )
 
 
-def _existing(where: str, path: Path, text: str) -> Path:
+def _split(where: str, text: str) -> Split | None:
+    if text and text.lower() not in _SPLIT_WORDS:
+        raise ConfigError(f"{where}: unknown split {text!r}; use {', '.join(SPLITS)}")
+    return _SPLIT_WORDS.get(text.lower())
+
+
+def _existing(where: str, path: Path, text: str, suffixes: Sequence[str] = ()) -> Path:
+    """The file or folder of this name, or of this name with one of `suffixes`."""
     try:
         found = (path.absolute().parent / text).resolve()
-        exists = found.exists()
+        if found.exists():
+            return found
+        for suffix in suffixes:
+            longer = found.with_name(found.name + suffix)
+            if longer.exists():
+                return longer
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, links in a circle
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{where}: {text[:80]!r} is no path ({reason})") from error
-    if not exists:
-        raise ConfigError(f"{where}: {found} does not exist; relative paths are taken from the cohort file's folder")
-    return found
+    raise ConfigError(f"{where}: {found} does not exist; relative paths are taken from the cohort file's folder")

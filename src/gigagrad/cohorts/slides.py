@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
 
-from gigagrad.cohorts.rows import Row, read_rows
+from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
+from gigagrad.cohorts.rows import SLIDE_SUFFIXES, Row, read_rows, slides_in, with_own_names
 from gigagrad.errors import ConfigError
-
-SLIDE_SUFFIXES: Final = (
-    *(".bif", ".jpeg", ".jpg", ".mrxs", ".ndpi", ".png", ".scn", ".svs"),
-    *(".svslide", ".tif", ".tiff", ".vms", ".vmu", ".zarr"),
-)
-"""What counts as a slide in a folder; a file that is named itself may have any suffix."""
 
 
 def find_slides(sources: Iterable[str | Path], split: str | None = None) -> tuple[Row, ...]:
     """All slides of `sources` in order; folders alphabetically, cohort files row by row, those with this split.
 
-    Raises `ConfigError` for a source that does not exist or holds no slide, for unreadable rows (with their line), and
-    for two slides whose outputs would have the same name.
+    Slides of one file name in several folders are called by folder and file name. Raises `ConfigError` for a source
+    that does not exist or holds no slide, for unreadable rows (with their line), and for two slides whose outputs would
+    have the same name all the same.
     """
-    found = [row for source in sources for row in _of_source(Path(source), split)]
+    found = with_own_names(row for source in sources for row in _of_source(Path(source), split))
     by_name: dict[str, Path] = {}
     for row in found:
         other = by_name.setdefault(row.name, row.slide)
@@ -36,15 +31,14 @@ def find_slides(sources: Iterable[str | Path], split: str | None = None) -> tupl
 def _of_source(source: Path, split: str | None) -> Iterator[Row]:
     if not source.exists():
         raise ConfigError(f"there is no {source}; name slide files, a folder of slides or a CSV file")
-    if source.suffix.lower() == ".csv":
-        rows = [row for row in read_rows(source)[1] if split is None or row.split == split]
+    if source.suffix.lower() == ".csv" or (source.is_dir() and is_cohort_folder(source)):
+        every = rows_of_folder(source)[0] if source.is_dir() else read_rows(source)[1]
+        rows = [row for row in every if split is None or row.split == split]
         if not rows:
             raise ConfigError(f"{source} has no rows with split '{split}'; list one slide per row")
         yield from rows
     elif source.is_dir() and source.suffix.lower() != ".zarr":
-        slides = sorted(
-            path for path in source.iterdir() if path.suffix.lower() in SLIDE_SUFFIXES and not path.name.startswith(".")
-        )
+        slides = slides_in(source)
         if not slides:
             raise ConfigError(f"{source} holds no slides; expected files ending in {', '.join(SLIDE_SUFFIXES)}")
         yield from map(Row, slides)

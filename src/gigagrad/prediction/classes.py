@@ -15,8 +15,6 @@ from gigagrad.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     import torch
 
-IGNORED = 255
-"""The class id in a true mask that the loss `ce` skips."""
 _PALETTE = ((0, 200, 255), (213, 94, 0), (0, 158, 115), (204, 121, 167), (0, 114, 178), (230, 159, 0), (240, 228, 66))
 """After a cyan that stands out on pink and purple, colours of Okabe and Ito (2008), told apart by colour-blind eyes."""
 

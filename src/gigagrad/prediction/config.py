@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gigagrad.errors import ConfigError
+from gigagrad.masks import ClassTable
 from gigagrad.settings import Settings, read_yaml
 
 
@@ -22,7 +23,8 @@ class PredictConfig(Settings):
         memory: peak memory the process may use, e.g. "1 GiB"; None leaves the choice to the engine.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
         threshold: probability above which a one-channel model's pixel is foreground, between 0 and 1.
-        classes: names of the foreground classes; empty for "Foreground" or "Class 1", "Class 2", ...
+        classes: names of the foreground classes, or `NAME=ID` as `masks.ClassTable.parse` takes them; empty for those
+            of the training run, else "Foreground" or "Class 1", "Class 2", ...
         mpp: micrometres per pixel of all slides, over what their files say.
         level: pyramid level of slides and true masks to predict at; None takes the level of the training run.
         grey: read slides in grey, as `Image.grey` does; None does as the training run did.
@@ -68,21 +70,30 @@ class PredictConfig(Settings):
     @property
     def resolved_level(self) -> int:
         """`level`, or what the run's `config.yaml` says, or 0. Raises `ConfigError` if that file is damaged."""
-        return int(self._of_run("level")) if self.level is None else self.level
+        return int(self._of_run("level", 0)) if self.level is None else self.level
 
     @property
     def resolved_grey(self) -> bool:
         """`grey`, or what the run's `config.yaml` says, or False. Raises `ConfigError` if that file is damaged."""
-        return bool(self._of_run("grey")) if self.grey is None else self.grey
+        return bool(self._of_run("grey", False)) if self.grey is None else self.grey
 
-    def _of_run(self, name: str) -> int:
+    @property
+    def resolved_table(self) -> ClassTable | None:
+        """Of `classes`, or of the run's; None where neither names any. Raises `ConfigError` if its file is damaged."""
+        entries = self.classes or tuple(map(str, self._of_run("classes", ())))
+        return ClassTable.parse(entries) if entries else None
+
+    def _of_run(self, name: str, default: Any) -> Any:
         path = self.model_path.with_name("config.yaml")
         if not path.is_file():
-            return 0
+            return default
         try:
-            return int(read_yaml(path).get(name, 0))
+            value = read_yaml(path).get(name, default)
+            if not isinstance(value, list if default == () else int):
+                raise TypeError(f"got a {type(value).__name__}")
         except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
             raise ConfigError(f"cannot read the {name} from {path}; give it as --{name}") from error
+        return value
 
     @property
     def model_path(self) -> Path:

@@ -16,7 +16,8 @@ from gigagrad.boxes import Box, tiles
 from gigagrad.errors import TargetError
 from gigagrad.events import Events, Listener
 from gigagrad.images import Image, open_image
-from gigagrad.prediction.classes import IGNORED, class_ids, foreground_count
+from gigagrad.masks import IGNORED
+from gigagrad.prediction.classes import class_ids, foreground_count
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion, mean_sd
 
@@ -62,20 +63,30 @@ class Evaluation:
         }
 
 
-def score_tiles(tiles_of_ids: Iterable[tuple[Box, NDArray[np.uint8]]], truth: Image, classes: int = 2) -> Confusion:
+def score_tiles(
+    tiles_of_ids: Iterable[tuple[Box, NDArray[np.uint8]]],
+    truth: Image,
+    classes: int = 2,
+    *,
+    ignored: int | None = None,
+) -> Confusion:
     """Compare disjoint predicted tiles, `(h, w)` class ids each, with the same boxes of the true mask.
 
-    Raises `TargetError` when ids lie outside `classes`, `ImageError` when `truth` is no mask.
+    Pixels whose true value is `ignored` do not count. Raises `TargetError` when ids lie outside `classes`, `ImageError`
+    when `truth` is no mask.
     """
     require_mask(truth)
-    confusion = Confusion(classes)
+    confusion = Confusion(classes, ignored)
     for box, ids in tiles_of_ids:
         confusion.add(ids, np.asarray(truth.read(box))[0])
     return confusion
 
 
-def score_masks(predicted: Image, truth: Image, classes: int = 2) -> Confusion:
-    """Compare two masks of the same size block by block. Raises `TargetError` when their sizes differ."""
+def score_masks(predicted: Image, truth: Image, classes: int = 2, *, ignored: int | None = None) -> Confusion:
+    """Compare two masks of the same size block by block, as `score_tiles` does.
+
+    Raises `TargetError` when their sizes differ.
+    """
     require_mask(predicted)
     if predicted.shape != truth.shape:
         raise TargetError(
@@ -83,36 +94,24 @@ def score_masks(predicted: Image, truth: Image, classes: int = 2) -> Confusion:
             f"{truth.name} {truth.shape[1]} x {truth.shape[2]} px; both must have the slide's size"
         )
     blocks = tiles(predicted.shape[1], predicted.shape[2], _BLOCK_PX, _BLOCK_PX)
-    return score_tiles(((box, np.asarray(predicted.read(box))[0]) for box in blocks), truth, classes)
+    pixels = ((box, np.asarray(predicted.read(box))[0]) for box in blocks)
+    return score_tiles(pixels, truth, classes, ignored=ignored)
 
 
-def score_logits(prediction: Iterable[tuple[Box, Tensor]], truth: Image, *, ignored_from: int) -> Confusion:
+def score_logits(prediction: Iterable[tuple[Box, Tensor]], truth: Image, *, ignores: bool) -> Confusion:
     """Compare tiles of `(1, C, h, w)` logits with the same boxes of the true mask; holds one tile at a time.
 
-    With one channel every value of the mask above 0 is foreground; with `ignored_from` channels or more, pixels of
-    class 255 do not count. Raises `ModelError` for outputs that are no segmentation, `TargetError` as `Confusion` does.
+    With one channel every value of the mask above 0 is foreground. Pixels of value 255 do not count where the mask
+    `ignores` them and where there are several channels. Raises `ModelError` for outputs that are no segmentation,
+    `TargetError` as `Confusion` does.
     """
     counts: Confusion | None = None
     for box, logits in prediction:
-        channels = logits.shape[1]
-        counts = counts or Confusion(foreground_count(channels) + 1)
-        predicted, true = class_ids(logits), np.asarray(truth.read(box))[0]
-        if channels >= ignored_from:
-            # Agreement on background is what no score of a foreground class looks at.
-            ignored = true == IGNORED
-            predicted, true = np.where(ignored, 0, predicted), np.where(ignored, 0, true)
-        counts.add(predicted, true)
+        ignored = IGNORED if ignores or logits.shape[1] > 1 else None
+        counts = counts or Confusion(foreground_count(logits.shape[1]) + 1, ignored)
+        counts.add(class_ids(logits), np.asarray(truth.read(box))[0])
     assert counts is not None, "a prediction has at least one tile"
     return counts
-
-
-def check_size(truth: Image, path: Path, slide: Image) -> None:
-    """Raises `TargetError` where the true mask in the file `path` is of another size than its slide."""
-    if truth.shape[1:] != slide.shape[1:]:
-        raise TargetError(
-            f"the true mask {path} is {truth.shape[1]} x {truth.shape[2]} px and its slide "
-            f"{slide.shape[1]} x {slide.shape[2]} px; both must have the same size"
-        )
 
 
 def score_each(scored: Sequence[tuple[str, Callable[[], Confusion]]], events: Events) -> Evaluation:

@@ -24,10 +24,11 @@ from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.execution.sinks import OutputField, Pieces, Pyramid
 from gigagrad.images import Image, open_image
 from gigagrad.images.resolution import level_near
+from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models import load_model
 from gigagrad.prediction.classes import MaskClass, class_ids, foreground_count, mask_classes
 from gigagrad.prediction.config import PredictConfig
-from gigagrad.prediction.evaluate import check_size, score_masks
+from gigagrad.prediction.evaluate import score_masks
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
 from gigagrad.prediction.polygons import trace, write_geojson
 from gigagrad.prediction.records import MadeWith, SlideResult, file_names, read_records, write_records
@@ -62,8 +63,10 @@ class _Run:
         with config.model_path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         level = config.resolved_level if config.target_mpp is None else None
+        self.table = config.resolved_table
+        classes = self.table.entries if self.table is not None else ()
         self.made_with = MadeWith(
-            spec, digest, config.threshold, config.classes, level, config.target_mpp, config.resolved_grey
+            spec, digest, config.threshold, classes, level, config.target_mpp, config.resolved_grey
         )
         self.records = read_records(self.out)
         for entry in () if config.overwrite else self.slides:
@@ -121,9 +124,7 @@ class _Run:
         with ExitStack() as opened:
             level = self._level_of(entry)
             slide = opened.enter_context(open_image(entry.slide, level=level, mpp=self.config.mpp or entry.mpp))
-            truth = None if entry.mask is None else opened.enter_context(open_image(entry.mask, level=level))
-            if truth is not None and entry.mask is not None:
-                check_size(truth, entry.mask, slide)
+            truth = None if entry.mask is None else opened.enter_context(open_mask(entry.mask, slide, self.table))
             classes = self._write_mask(slide, self.out / files["mask"])
             mask = opened.enter_context(open_image(self.out / files["mask"]))
             traced = trace(mask, classes)
@@ -131,7 +132,8 @@ class _Run:
             scale = (full[0] / slide.shape[1], full[1] / slide.shape[2])
             write_geojson(self.out / files["geojson"], traced, entry.name, scale)
             write_overlay(self.out / files["overlay"], draw_overlay(slide, layers(mask, classes, truth)))
-            scored = None if truth is None else score_masks(mask, truth, len(classes) + 1)
+            ignored = IGNORED if len(classes) > 1 or (self.table is not None and self.table.ignores) else None
+            scored = None if truth is None else score_masks(mask, truth, len(classes) + 1, ignored=ignored)
             return dataclasses.replace(
                 result,
                 mask=files["mask"],
@@ -140,6 +142,7 @@ class _Run:
                 height=slide.shape[1],
                 width=slide.shape[2],
                 mpp=slide.mpp,
+                classes=len(classes) + 1,
                 regions=len(traced.regions),
                 traced_downsample=traced.downsample,
                 dice=None if scored is None else scored.dice,
@@ -158,7 +161,7 @@ class _Run:
         config = self.config
         engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
         engine.events.subscribe(self.events.emit)
-        mask = _MaskFile(path, slide, config)
+        mask = _MaskFile(path, slide, config, self.table)
         engine.forward(slide.grey() if self.made_with.grey else slide, out=mask)
         return mask.classes
 
@@ -166,7 +169,7 @@ class _Run:
 class _MaskFile(Pyramid):
     """The mask of one slide; its foreground classes are known once it is written."""
 
-    def __init__(self, path: Path, slide: Image, config: PredictConfig) -> None:
+    def __init__(self, path: Path, slide: Image, config: PredictConfig, table: ClassTable | None) -> None:
         super().__init__(
             path,
             dtype=np.uint8,
@@ -176,7 +179,8 @@ class _MaskFile(Pyramid):
             overwrite=True,
             description="gigagrad mask: class ids, 0 is background",
         )
-        self._names, self._size = config.classes, slide.shape[1:]
+        self._names, self._size = table.foreground if table is not None else (), slide.shape[1:]
+        self._typed = bool(config.classes)
         self.classes: tuple[MaskClass, ...] = ()
 
     def take(self, pieces: Pieces, field: OutputField) -> Path:
@@ -185,8 +189,11 @@ class _MaskFile(Pyramid):
                 f"the model's output is {field.shape[-2]} x {field.shape[-1]} px, the slide {self._size[0]} x "
                 f"{self._size[1]} px; a mask needs a model whose output covers the slide pixel for pixel"
             )
+        count = foreground_count(field.shape[1])
+        # A network may tell more classes apart than it was shown; names that were typed are to fit.
+        further = () if self._typed else tuple(f"Class {number}" for number in range(len(self._names) + 1, count + 1))
         # Refuses wrong names before the first tile is written.
-        self.classes = mask_classes(foreground_count(field.shape[1]), self._names)
+        self.classes = mask_classes(count, (*self._names, *further) if self._names else ())
         return super().take(pieces, field)
 
 

@@ -23,6 +23,7 @@ class MadeWith:
     model_sha256: str
     threshold: float
     classes: tuple[str, ...]
+    """As `masks.ClassTable.parse` takes them."""
     level: int | None
     """None where `target_mpp` chose it slide by slide."""
     target_mpp: float | None = None
@@ -34,8 +35,9 @@ class SlideResult:
     """How the prediction of one slide went. Paths are relative to the output folder, `slide` is absolute.
 
     `running` is what remains of a run that was stopped there. Sizes are in pixels and `mpp` in micrometres per pixel,
-    both of the level predicted. `dice` and `iou` are None where no true mask was given. `traced_downsample` above 1
-    means that the outlines in the GeoJSON file follow every 2nd, 4th, ... pixel because there were too many corners.
+    both of the level predicted. `classes` counts those that the mask tells apart, the background included. `dice` and
+    `iou` are None where no true mask was given. `traced_downsample` above 1 means that the outlines in the GeoJSON file
+    follow every 2nd, 4th, ... pixel because there were too many corners.
     """
 
     name: str
@@ -51,6 +53,7 @@ class SlideResult:
     width: int = 0
     mpp: float | None = None
     seconds: float = 0.0
+    classes: int = 0
     regions: int = 0
     traced_downsample: int = 1
     dice: float | None = None

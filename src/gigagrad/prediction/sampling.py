@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gigagrad.boxes import Box, tiles
+from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images.image import Image
+from gigagrad.images.resampled import Resampled
 
 _BLOCK_PX = 2048
 """Side of the blocks in which a mask is read, in its own pixels: a few MB each, and a few file tiles of 512."""
@@ -50,14 +52,7 @@ def read_sampled(mask: Image, box: Box, downsample: int) -> NDArray[np.uint8]:
 
 def mask_thumbnail(mask: Image, height: int, width: int) -> NDArray[np.uint8]:
     """The whole mask as `(height, width)` pixels, each the nearest to its centre."""
-    result = np.empty((height, width), np.uint8)
-    rows = ((np.arange(height) + 0.5) * mask.shape[1] / height).astype(np.int64)
-    columns = ((np.arange(width) + 0.5) * mask.shape[2] / width).astype(np.int64)
-    step_y = max(1, _BLOCK_PX * height // mask.shape[1])
-    step_x = max(1, _BLOCK_PX * width // mask.shape[2])
-    for box in tiles(height, width, step_y, step_x):
-        result[box.y0 : box.y1, box.x0 : box.x1] = _read(mask, rows[box.y0 : box.y1], columns[box.x0 : box.x1])
-    return result
+    return _bytes(np.asarray(Resampled(mask, height, width).read(Box.whole(height, width)))[0])
 
 
 def block_side(downsample: int) -> int:
@@ -72,5 +67,8 @@ def _centres(start: int, stop: int, downsample: int, size: int) -> NDArray[np.in
 def _read(mask: Image, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint8]:
     """The pixels at `rows x columns`, both ascending; values beyond a byte count as its nearest."""
     box = Box(int(rows[0]), int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1)
-    picked = np.asarray(mask.read(box))[0][np.ix_(rows - box.y0, columns - box.x0)]
-    return np.asarray(picked if picked.dtype == np.uint8 else picked.clip(0, 255), np.uint8)
+    return _bytes(np.asarray(mask.read(box))[0][np.ix_(rows - box.y0, columns - box.x0)])
+
+
+def _bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.asarray(pixels if pixels.dtype == np.uint8 else pixels.clip(0, 255), np.uint8)

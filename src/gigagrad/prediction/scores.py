@@ -23,13 +23,16 @@ class Confusion:
     """Counts of pixels by (true class, predicted class); class 0 is background.
 
     With two classes (the default) every non-zero value means foreground, so masks of {0, 1}, {0, 255} and booleans
-    all count alike. With more, values are class ids and must lie below `classes`.
+    all count alike. With more, values are class ids and must lie below `classes`. Pixels whose true value is `ignored`
+    do not count.
     """
 
-    def __init__(self, classes: int = 2) -> None:
+    def __init__(self, classes: int = 2, ignored: int | None = None) -> None:
         if classes < 2:
             raise ValueError(f"a confusion needs at least 2 classes, got {classes}; background counts as one")
         self.classes = classes
+        self.ignored = ignored
+        self.ignored_pixels = 0
         self.counts = np.zeros((classes, classes), np.int64)
 
     def add(self, pred: NDArray[np.generic], truth: NDArray[np.generic]) -> None:
@@ -42,6 +45,9 @@ class Confusion:
             raise TargetError(
                 f"the prediction is {pred.shape} and the true mask {truth.shape}; give a mask of its slide's size"
             )
+        if self.ignored is not None and (left_out := truth == self.ignored).any():
+            pred, truth = pred[~left_out], truth[~left_out]
+            self.ignored_pixels += int(np.count_nonzero(left_out))
         if self.classes == 2:
             of_pred, of_truth = pred != 0, truth != 0
             both, predicted, true = (int(np.count_nonzero(a)) for a in (of_pred & of_truth, of_pred, of_truth))
@@ -62,6 +68,21 @@ class Confusion:
                 )
         pairs = np.bincount(truth * self.classes + pred, minlength=self.classes**2)
         self.counts += pairs.reshape(self.classes, self.classes)
+
+    def narrowed(self, ignored: int) -> Confusion:
+        """Of counts of every value of a byte: those of foreground against background where each mask has but one value
+        above 0, else those of the class ids up to the largest, where a true value of `ignored` does not count."""
+        of_truth, of_pred = (np.flatnonzero(self.counts.sum(axis)) for axis in (1, 0))
+        if max(np.count_nonzero(of_truth), np.count_nonzero(of_pred)) <= 1:
+            binary = Confusion()
+            corner, of_true, of_predicted = self.counts[0, 0], self.counts[1:, 0].sum(), self.counts[0, 1:].sum()
+            binary.counts[:] = [[corner, of_predicted], [of_true, self.counts[1:, 1:].sum()]]
+            return binary
+        largest = max(int(ids[ids != ignored].max(initial=1)) for ids in (of_truth, of_pred))
+        several = Confusion(largest + 1, ignored)
+        several.counts[:] = self.counts[: largest + 1, : largest + 1]
+        several.ignored_pixels = int(self.counts[ignored].sum())
+        return several
 
     @property
     def pixels(self) -> int:

@@ -24,10 +24,13 @@ class FitConfig(Settings):
     """Settings of `fit`.
 
     Attributes:
-        slides: the cohort file (see `cohort`).
+        slides: the cohort file or folder (see `cohorts`).
         out: the run folder; made if missing.
         model: a name that `gigagrad.models.resolve` knows.
         loss: a name in `losses`, or `package.module:callable`.
+        classes: class ids by name, or by value in mask files, as `masks.ClassTable.parse` takes them; in YAML, a
+            mapping. A run saves those it trained with, so that predictions bear their names.
+        fold: of a cohort file with folds, the one to validate.
         memory: the budget, like `"2 GiB"`; None lets the engine choose.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
         storage: how training steps store the fields they keep, as `gigagrad.compile` has it; None: bit for bit.
@@ -45,6 +48,8 @@ class FitConfig(Settings):
     out: str
     model: str = "paper-unet"
     loss: str = "bce"
+    classes: tuple[str, ...] = ()
+    fold: int | None = None
     memory: str | None = None
     scratch: str | None = None
     storage: str | None = None
@@ -105,7 +110,7 @@ class FitConfig(Settings):
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "classes": list(self.classes)}
 
     def save(self, path: Path) -> None:
         """Write every setting, defaults included, as YAML. Raises `WriteError`."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gigagrad.cohorts import Cohort, Row, check_images, read_cohort
+from gigagrad.cohorts import Cohort, Row, check_images, class_table, read_cohort
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Events, Listener, MetricsLogged, Notice
 from gigagrad.execution.engine import Engine
@@ -81,19 +81,33 @@ class _Run:
     """One run from its checks to its summary."""
 
     def __init__(self, config: FitConfig, events: Events, overwrite: bool) -> None:
-        self.config, self.events = config, events
+        self.events = events
         self.folder = RunFolder(Path(config.out))
-        self.cohort: Cohort = read_cohort(config.slides)
-        self.shapes = check_images(self.cohort, config.level, grey=config.grey)
+        self.cohort: Cohort = read_cohort(config.slides, config.fold)
+        self.table = class_table(self.cohort, config.classes)
+        if self.table is not None:
+            config = replace(config, classes=self.table.entries)
+        self.config = config
+        self.shapes = check_images(self.cohort, config.level, grey=config.grey, table=self.table)
         self.loss = named_loss(config.loss)
         self.overwrite = overwrite
         self.progress = Progress()
         self.resumed: Checkpoint | None = None
         if self.folder.checkpoint.exists() and not overwrite:
             self.folder.check_own()
-            self.resumed = Checkpoint.load(self.folder.checkpoint)
-            self.resumed.check_same_run(config, self.cohort.fingerprint)
-            self.progress = self.resumed.progress
+            self._continue(Checkpoint.load(self.folder.checkpoint))
+
+    def _continue(self, checkpoint: Checkpoint) -> None:
+        """Go on from `checkpoint`. Raises `ConfigError` where it is another run's, unless that took no step."""
+        try:
+            checkpoint.check_same_run(self.config, self.cohort.fingerprint)
+        except ConfigError:
+            if checkpoint.progress.step:
+                raise
+            # It binds nobody: what stopped it before its first step may be what was changed since.
+            self.overwrite = True
+        else:
+            self.resumed, self.progress = checkpoint, checkpoint.progress
 
     def fit(self) -> FitResult:
         if self.progress.epoch >= self.config.epochs and self.folder.summary.exists():
@@ -117,6 +131,8 @@ class _Run:
         if not is_reloadable(config.model):
             text = f"{config.model} is made by a function; only a class can be loaded again by predict and evaluate"
             self.events.emit(Notice(text, warning=True))
+        if self.table is not None:
+            self.events.emit(Notice(f"classes: {self.table}"))
         learned = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.Adam(learned, lr=config.learning_rate)
         shapes = zip(self.cohort.rows, self.shapes, strict=True)
@@ -124,8 +140,16 @@ class _Run:
         trained = [(row, shape) for row, shape in shapes if row.split == "train"]
         self.largest, shape = max(trained, key=lambda item: math.prod(item[1]))
         channels = output_channels(self.model, shape) if self.loss.class_ids else 1
-        rule = TargetRule(self.loss, channels)
-        self.pairs = Pairs(rule, level=config.level, grey=config.grey, labels=self.folder.labels)
+        if self.loss.class_ids and self.table is not None and self.table.count > channels:
+            raise ConfigError(
+                f"there are {self.table.count} classes, the background included ({self.table}), and {config.model} has "
+                f"{channels} output channels; give the model one for each"
+            )
+        self.ignores = self.table is not None and self.table.ignores
+        if self.ignores:
+            self.loss = self.loss.ignoring()
+        rule = TargetRule(self.loss, channels, self.ignores)
+        self.pairs = Pairs(rule, level=config.level, grey=config.grey, labels=self.folder.labels, table=self.table)
         self.engine = compile_engine(
             self.model,
             self.loss.function,
@@ -190,8 +214,9 @@ class _Run:
                 try:
                     self.pairs.prepare(row)
                 except TargetError as error:
-                    raise TargetError(f"{self.cohort.path} line {row.line}: {error}") from error
+                    raise TargetError(f"{self.cohort.where(row)}: {error}") from error
                 advance(done, row.name)
+        self.pairs.check_seen()
 
     def _train(self) -> None:
         config, rows = self.config, self.cohort.of("train")
@@ -221,9 +246,12 @@ class _Run:
             value = float(self.engine.backward(slide, target))
         self.pairs.passed(row)
         if not math.isfinite(value):
+            ignored = (
+                " (or its mask holds nothing but ignored pixels)" if math.isnan(value) and self.pairs.ignores else ""
+            )
             raise ConfigError(
                 f"the loss became {value} at step {self.progress.step + 1} (slide {row.name}); "
-                f"lower learning_rate (it is {self.config.learning_rate:g})"
+                f"lower learning_rate (it is {self.config.learning_rate:g}){ignored}"
             )
         self.optimizer.step()
         progress = self.progress
@@ -293,7 +321,7 @@ class _Run:
                 with self.pairs.open(row) as (slide, target):
                     if dense:
                         assert not isinstance(target, torch.Tensor)
-                        scores[row.name] = score_logits(engine.stream(slide), target, ignored_from=2).dice
+                        scores[row.name] = score_logits(engine.stream(slide), target, ignores=self.ignores).dice
                     else:
                         scores[row.name] = _forward(engine, slide, target)
                 advance(len(scores), f"{row.name}: {scores[row.name]:.4f}")

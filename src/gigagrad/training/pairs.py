@@ -9,8 +9,10 @@ from pathlib import Path
 from torch import Tensor
 
 from gigagrad.cohorts import Row
+from gigagrad.errors import TargetError
 from gigagrad.images import Image, open_image
 from gigagrad.images.tissue import write_label
+from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.training.augment import Turned
 from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask
 
@@ -21,22 +23,37 @@ class Pairs:
     Slides without a mask get one from the tissue recipe, written once to `labels` and read from there ever after.
     """
 
-    def __init__(self, rule: TargetRule, *, level: int, grey: bool, labels: Path) -> None:
-        self._rule, self._level, self._grey, self._labels = rule, level, grey, labels
+    def __init__(self, rule: TargetRule, *, level: int, grey: bool, labels: Path, table: ClassTable | None) -> None:
+        self._rule, self._level, self._grey, self._labels, self._table = rule, level, grey, labels, table
+        self._label_ids = dict(table.ids) if table is not None else {}
         self._passed: set[Row] = set()
+        self._seen: set[int] = set()
+
+    @property
+    def ignores(self) -> bool:
+        """Whether pixels that hold `IGNORED` are left out."""
+        return self._rule.ignores or self._rule.loss.class_ids
 
     def prepare(self, row: Row) -> None:
         """Make the row's label if the recipe has to, and look at samples of its target. Raises `TargetError`."""
-        if row.label is not None:
-            self._rule.label(float(row.label), row.name)
-            return
-        path = self._mask_path(row)
-        if row.mask is None and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open_image(row.slide, level=self._level, mpp=row.mpp) as slide:
+        with open_image(row.slide, level=self._level, mpp=row.mpp) as slide:
+            if row.label is not None:
+                self._label(row)
+                return
+            path = self._mask_path(row)
+            if row.mask is None and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
                 write_label(slide, path)
-        with self._open_mask(row) as mask:
-            sample_mask(mask, self._rule)
+            with self._open_mask(row, slide) as mask:
+                self._seen |= sample_mask(mask, self._rule)
+
+    def check_seen(self) -> None:
+        """Raises `TargetError` where every sample of every mask, as all of them were prepared, is 0 or ignored."""
+        if self._table is None and self._rule.loss.class_ids and IGNORED in self._seen and self._seen <= {0, IGNORED}:
+            raise TargetError(
+                f"the masks hold 0 and {IGNORED} only, and a loss of class ids ignores {IGNORED}; say --classes "
+                f"{IGNORED}=1 if it is the foreground, or {IGNORED}=ignore"
+            )
 
     @contextmanager
     def open(self, row: Row, turn: int = 0) -> Iterator[tuple[Image, Image | Tensor]]:
@@ -48,9 +65,9 @@ class Pairs:
             slide = stack.enter_context(open_image(row.slide, level=self._level, mpp=row.mpp))
             slide = slide.grey() if self._grey else slide
             if row.label is not None:
-                yield _turned(slide, turn), self._rule.label(float(row.label), row.name)
+                yield _turned(slide, turn), self._label(row)
                 return
-            mask = stack.enter_context(self._open_mask(row))
+            mask = stack.enter_context(self._open_mask(row, slide))
             yield _turned(slide, turn), _turned(mask if row in self._passed else CheckedMask(mask, self._rule), turn)
 
     def passed(self, row: Row) -> None:
@@ -60,9 +77,13 @@ class Pairs:
     def _mask_path(self, row: Row) -> Path:
         return row.mask or self._labels / f"{row.name}.tif"
 
-    def _open_mask(self, row: Row) -> Image:
-        # A label made by the recipe exists at the level it was made for, and at no other.
-        return open_image(self._mask_path(row), level=self._level if row.mask else 0)
+    def _label(self, row: Row) -> Tensor:
+        assert row.label is not None
+        value = self._label_ids.get(row.label)
+        return self._rule.label(float(row.label) if value is None else value, row.name)
+
+    def _open_mask(self, row: Row, slide: Image) -> Image:
+        return open_mask(self._mask_path(row), slide, self._table)
 
 
 def _turned(image: Image, turn: int) -> Image:

@@ -19,7 +19,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
 from gigagrad.images import Image
 from gigagrad.images.image import Pixels, View
-from gigagrad.prediction.classes import IGNORED
+from gigagrad.masks import IGNORED
 from gigagrad.training.losses import Loss
 
 _SAMPLES_PER_SIDE = 4
@@ -28,10 +28,14 @@ _SAMPLE_PX = 256
 
 @dataclass(frozen=True, slots=True)
 class TargetRule:
-    """What a target may hold: `loss` decides, `channels` is the number of output channels of the model."""
+    """What a target may hold: `loss` decides, `channels` is the number of output channels of the model.
+
+    `ignores`: pixels of value `IGNORED` are left out, of a binary mask too.
+    """
 
     loss: Loss
     channels: int
+    ignores: bool = False
 
     def label(self, value: float, name: str) -> Tensor:
         """A slide's number as the loss wants it: `(1,)` int64 class id, else `(1, 1)` float32. Raises `TargetError`."""
@@ -54,6 +58,9 @@ class TargetRule:
         if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
             return "NaN or infinite values"
         if self.loss.binary:
+            if self.ignores:
+                pixels = pixels[pixels != IGNORED]
+                largest = pixels.max(initial=0)
             known = largest if foreground is None or largest == 0 else foreground
             wrong = pixels[(pixels != 0) & (pixels != known)] if largest else pixels[pixels != 0]
             if wrong.size:
@@ -83,22 +90,25 @@ class CheckedMask(View):
         with self._lock:
             problem = self._rule.foreign(values, self._foreground)
             if problem is None and self._foreground is None and self._rule.loss.binary:
-                self._foreground = float(values.max()) or None
+                counted = values[values != IGNORED] if self._rule.ignores else values
+                self._foreground = float(counted.max(initial=0)) or None
         if problem is not None:
             raise TargetError(f"the mask of {self.name} holds {problem}; renumber it or choose another --loss")
         return pixels
 
 
-def sample_mask(mask: Image, rule: TargetRule) -> None:
-    """Check small boxes spread over `mask`. Raises `TargetError`."""
+def sample_mask(mask: Image, rule: TargetRule) -> set[int]:
+    """Check small boxes spread over `mask`, and return the whole numbers in them. Raises `TargetError`."""
     checked = CheckedMask(mask, rule)
+    seen: set[int] = set()
     for row in range(_SAMPLES_PER_SIDE):
         for column in range(_SAMPLES_PER_SIDE):
             y = (mask.height * (2 * row + 1)) // (2 * _SAMPLES_PER_SIDE) - _SAMPLE_PX // 2
             x = (mask.width * (2 * column + 1)) // (2 * _SAMPLES_PER_SIDE) - _SAMPLE_PX // 2
             box = Box(y, x, y + _SAMPLE_PX, x + _SAMPLE_PX).clamp(mask.height, mask.width)
             if not box.empty:
-                checked.read(box)
+                seen |= {int(value) for value in np.unique(np.asarray(checked.read(box)))}
+    return seen
 
 
 def output_channels(model: nn.Module, shape: tuple[int, int, int], dtype: torch.dtype = torch.uint8) -> int:

@@ -1,0 +1,106 @@
+"""Cohorts that are folders: nnU-Net's, and images beside masks of the same names.
+
+    dataset.json, imagesTr/CASE_0000.png, labelsTr/CASE.png            nnU-Net v2; also imagesTs and labelsTs
+    images/NAME.png, masks/NAME.png                                    also `labels` or `annotations` for `masks`
+    train/images, train/masks, val/images, ...                         the same for each split
+
+Where there is no split, every fifth case, in alphabetical order, is validated: nnU-Net's fold of a fifth, by rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gigagrad.cohorts.rows import SPLITS, Row, Split, slides_in
+from gigagrad.errors import ConfigError
+from gigagrad.files import read_json
+
+_MASK_FOLDERS = ("masks", "labels", "annotations")
+_VALIDATED_EVERY = 5
+
+
+def is_cohort_folder(folder: Path) -> bool:
+    """Whether `rows_of_folder` knows what the folder is."""
+    return (folder / "dataset.json").is_file() or any((folder / place / "images").is_dir() for place in ("", *SPLITS))
+
+
+def rows_of_folder(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    """The rows of a cohort folder, every one with a split, and its classes as `ClassTable.parse` takes them.
+
+    Raises `ConfigError` naming the image without a mask, or what the folder lacks.
+    """
+    if (folder / "dataset.json").is_file():
+        return _of_nnunet(folder)
+    whole = (folder / "images").is_dir()
+    rows = (
+        list(_with_splits(_pairs(folder))) if whole else [row for split in SPLITS for row in _of_split(folder, split)]
+    )
+    if not rows:
+        raise ConfigError(
+            f"{folder} holds no images; expected files in images/ and masks/, or in train/images and so on"
+        )
+    return tuple(rows), ()
+
+
+def _of_split(folder: Path, split: Split) -> Iterator[Row]:
+    if (folder / split / "images").is_dir():
+        for slide, mask in _pairs(folder / split):
+            yield Row(slide, mask, split=split)
+
+
+def _pairs(folder: Path) -> Iterator[tuple[Path, Path]]:
+    place = next((folder / name for name in _MASK_FOLDERS if (folder / name).is_dir()), None)
+    if place is None:
+        raise ConfigError(f"{folder} has images/ but no folder of masks; expected one of {', '.join(_MASK_FOLDERS)}")
+    masks = {path.stem: path for path in sorted(place.iterdir()) if not path.name.startswith(".")}
+    for slide in slides_in(folder / "images"):
+        if slide.stem not in masks:
+            raise ConfigError(f"{slide} has no mask; expected {place.name}/{slide.stem} with the suffix of a mask")
+        yield slide, masks[slide.stem]
+
+
+def _of_nnunet(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    path = folder / "dataset.json"
+    try:
+        settings: Mapping[str, Any] = read_json(path)
+        ids = {str(name): number for name, number in settings["labels"].items()}
+        suffix = str(settings["file_ending"])
+        if not all(type(number) is int for number in ids.values()):
+            raise ValueError("labels that are regions of several ids are not supported")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"cannot read {path} as nnU-Net's: {error}; it needs labels with ids, and file_ending"
+        ) from error
+    rows = list(_with_splits(_cases(folder, "Tr", suffix)))
+    if (folder / "labelsTs").is_dir():
+        rows += [Row(slide, mask, split="test", called=mask.stem) for slide, mask in _cases(folder, "Ts", suffix)]
+    if not rows:
+        raise ConfigError(f"{folder} has no case; expected imagesTr/CASE_0000{suffix} and labelsTr/CASE{suffix}")
+    # The id that nnU-Net ignores is the highest one, called so.
+    ignored = ids.pop("ignore", None)
+    named = [f"{name}={number}" for name, number in ids.items()]
+    return tuple(rows), (*named, *([] if ignored is None else [f"{ignored}=ignore"]))
+
+
+def _cases(folder: Path, part: str, suffix: str) -> Iterator[tuple[Path, Path]]:
+    images, labels = folder / f"images{part}", folder / f"labels{part}"
+    for slide in slides_in(images) if images.is_dir() else ():
+        case, _, channel = slide.name.removesuffix(suffix).rpartition("_")
+        if channel != "0000":
+            raise ConfigError(
+                f"{slide} is a further channel of its case; gigagrad takes one file per case, so merge the channels of "
+                f"{case} into one image"
+            )
+        mask = labels / f"{case}{suffix}"
+        if not mask.is_file():
+            raise ConfigError(f"{slide} has no mask; expected {mask}")
+        yield slide, mask
+
+
+def _with_splits(pairs: Iterator[tuple[Path, Path]]) -> Iterator[Row]:
+    for index, (slide, mask) in enumerate(pairs):
+        yield Row(
+            slide, mask, split="val" if index % _VALIDATED_EVERY == _VALIDATED_EVERY - 1 else "train", called=mask.stem
+        )

@@ -1,0 +1,18 @@
+"""Masks: what is true of every pixel, from mask files and from outlines as QuPath and ASAP save them."""
+
+from gigagrad.masks.annotations import is_annotation_file, read_annotations
+from gigagrad.masks.classes import IGNORED, UNLABELLED, ClassTable
+from gigagrad.masks.opening import open_mask
+from gigagrad.masks.outlines import Outlines
+from gigagrad.masks.painting import AnnotationMask
+
+__all__ = [
+    "IGNORED",
+    "UNLABELLED",
+    "AnnotationMask",
+    "ClassTable",
+    "Outlines",
+    "is_annotation_file",
+    "open_mask",
+    "read_annotations",
+]

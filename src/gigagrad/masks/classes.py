@@ -1,0 +1,119 @@
+"""Which class is which number in a mask: a table from names, or from the values in mask files, to class ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from gigagrad.errors import ConfigError, did_you_mean
+from gigagrad.masks.outlines import UNCLASSIFIED
+
+IGNORED = 255
+"""The class id of pixels that no loss and no score looks at."""
+UNLABELLED = "unlabelled"
+"""The name, in a table, of what no outline covers."""
+_IGNORE = "ignore"
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTable:
+    """Class ids by name, in the order they were given, and the id of `unlabelled` pixels.
+
+    A name that is a number stands for that value in mask files. Ids are 0 (background) to 254, or `IGNORED`.
+    """
+
+    ids: tuple[tuple[str, int], ...]
+    unlabelled: int = IGNORED
+
+    @classmethod
+    def parse(cls, entries: Sequence[str]) -> Self:
+        """A table of entries `NAME=ID`, where ID may be `ignore`; an entry without an id has the next free one, from 1.
+
+        `unlabelled=0` makes background of what is not annotated; without it, it is ignored, unless there is but one
+        class. Raises `ConfigError` for an id that is none and for a name that is given twice.
+        """
+        ids: dict[str, int] = {}
+        following = 1
+        for entry in entries:
+            name, equals, text = (part.strip() for part in entry.rpartition("="))
+            if not equals:
+                name, text = text, str(following)
+                if name.isdecimal():
+                    raise ConfigError(f"classes: {name!r} is a number; name each class but the background: tumour=1")
+            if not name:
+                raise ConfigError(f"classes: {entry!r} names no class; write NAME=ID, for example tumour=1")
+            if name in ids:
+                raise ConfigError(f"classes: {name!r} is given twice")
+            ids[name] = _id(text, entry)
+            if ids[name] != IGNORED:
+                following = max(following, ids[name] + 1)
+        unlabelled = ids.pop(UNLABELLED, None)
+        if not ids:
+            raise ConfigError("classes: no class is named; write NAME=ID, for example tumour=1")
+        return cls(tuple(ids.items()), _default(ids) if unlabelled is None else unlabelled)
+
+    @classmethod
+    def of_names(cls, names: Iterable[str]) -> Self:
+        """The table of all names that occur, in alphabetical order from 1; those without a class only if alone."""
+        named = sorted(set(names) - {UNCLASSIFIED}) or [UNCLASSIFIED]
+        ids = {name: number for number, name in enumerate(named, 1)}
+        if len(ids) >= IGNORED:
+            raise ConfigError(f"annotations of {len(ids)} classes; a mask of bytes holds at most {IGNORED - 1}")
+        return cls(tuple(ids.items()), _default(ids))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} = {text}" for name, text in self._written())
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """What `parse` makes this table of."""
+        return tuple(f"{name}={text}" for name, text in self._written())
+
+    def _written(self) -> list[tuple[str, str]]:
+        ids = [*self.ids, (UNLABELLED, self.unlabelled)]
+        return [(name, _IGNORE if number == IGNORED else str(number)) for name, number in ids]
+
+    @property
+    def values(self) -> dict[int, int]:
+        """Class ids by the values in mask files, of the names that are numbers."""
+        return {int(name): number for name, number in self.ids if name.isdecimal()}
+
+    @property
+    def ignores(self) -> bool:
+        """Whether masks of this table may hold `IGNORED`."""
+        return self.unlabelled == IGNORED or IGNORED in dict(self.ids).values()
+
+    @property
+    def count(self) -> int:
+        """How many classes there are, the background included."""
+        return max([0, *(number for _, number in self.ids if number != IGNORED)]) + 1
+
+    @property
+    def foreground(self) -> tuple[str, ...]:
+        """Names of the classes 1, 2, ...; of several names for one id the first."""
+        names: dict[int, str] = {}
+        for name, number in self.ids:
+            names.setdefault(number, name)
+        return tuple(names.get(number, f"Class {number}") for number in range(1, self.count))
+
+    def check_used(self, found: Iterable[str], where: str) -> None:
+        """Raises `ConfigError` for a name that none of the annotations has, which a misspelt one would not."""
+        found = set(found)
+        for name, _ in self.ids:
+            if name not in found and not name.isdecimal():
+                known = did_you_mean(name, found) or f"; they have {', '.join(sorted(found)[:20]) or 'none'}"
+                raise ConfigError(f"classes: no annotation of {where} is of the class {name!r}{known}")
+
+
+def _id(text: str, entry: str) -> int:
+    if text.lower() == _IGNORE:
+        return IGNORED
+    if not text.isdecimal() or int(text) > IGNORED:
+        raise ConfigError(f"classes: {entry!r} has no class id; write NAME=ID with an id from 0 to 254, or ignore")
+    return int(text)
+
+
+def _default(ids: dict[str, int]) -> int:
+    """Of what is not annotated: where only one thing is, the rest is what it is told from."""
+    return 0 if set(ids.values()) - {IGNORED} == {1} else IGNORED

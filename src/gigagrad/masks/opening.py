@@ -1,0 +1,111 @@
+"""`open_mask`: whatever says what is true of a slide's pixels, as a mask of the slide's own size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from gigagrad.boxes import Box
+from gigagrad.errors import TargetError
+from gigagrad.images import Image, open_image
+from gigagrad.images.image import Array, View
+from gigagrad.images.resampled import Resampled
+from gigagrad.masks.annotations import is_annotation_file, read_annotations
+from gigagrad.masks.classes import ClassTable
+from gigagrad.masks.outlines import Outlines
+from gigagrad.masks.painting import AnnotationMask
+
+_ANOTHER_RESOLUTION = 1.1
+
+
+def open_mask(
+    source: str | Path | Outlines,
+    slide: Image,
+    classes: ClassTable | Mapping[str, int | str] | Sequence[str] | None = None,
+) -> Image:
+    """The mask of an open `slide`, pixel for pixel at the slide's level.
+
+    Args:
+        source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0; or an image of
+            class ids, of the slide's size or the same picture at another resolution, of which the nearest pixel counts.
+        slide: where the mask belongs.
+        classes: class ids by name, `{"tumour": 1, "stroma": 2, "artefact": "ignore"}`, or as `ClassTable.parse` takes
+            them. Of an image, names that are numbers are the values to replace: `{"255": 1}`. Without it, outlines
+            count by their names in alphabetical order, and the values of an image are class ids.
+
+    Outlines are painted in their order, box by box as they are read. What none covers is ignored (255), or background
+    if there is but one class.
+
+    Raises `ImageError` for a source that cannot be read or is no mask, `TargetError` for one that does not belong to
+    the slide, and `ConfigError` for `classes`.
+    """
+    table = _table(classes)
+    if isinstance(source, Outlines):
+        return _painted(source, slide, table, slide.name)
+    path = Path(source)
+    if is_annotation_file(path):
+        return _painted(read_annotations(path), slide, table, path.stem)
+    mask = _at_size_of(slide, open_image(path), path)
+    return Relabelled(mask, table.values) if table is not None and table.values else mask
+
+
+class Relabelled(View):
+    """A mask with other numbers: those in `ids` are replaced, the others stay. Closing it closes the mask."""
+
+    def __init__(self, mask: Image, ids: Mapping[int, int]) -> None:
+        super().__init__(mask)
+        self._ids = ids
+
+    def _read_inside(self, box: Box) -> Array:
+        pixels = np.asarray(self._image.read(box))
+        renamed = pixels.copy()
+        for value, number in self._ids.items():
+            renamed[pixels == value] = number
+        return renamed
+
+    def _release(self) -> None:
+        self._image.close()
+
+
+def _table(classes: ClassTable | Mapping[str, int | str] | Sequence[str] | None) -> ClassTable | None:
+    if classes is None or isinstance(classes, ClassTable):
+        return classes
+    if isinstance(classes, Mapping):
+        return ClassTable.parse([f"{name}={number}" for name, number in classes.items()])
+    return ClassTable.parse(classes)
+
+
+def _painted(outlines: Outlines, slide: Image, table: ClassTable | None, name: str) -> Image:
+    if not len(outlines):
+        raise TargetError(f"{name} has no outline that covers an area; annotate {slide.name}, or leave its mask empty")
+    full = slide.levels[0].shape
+    x0, y0, x1, y1 = outlines.bounds().T
+    if not ((x1 > 0) & (y1 > 0) & (x0 < full[1]) & (y0 < full[0])).any():
+        raise TargetError(
+            f"the outlines of {name} lie from ({x0.min():g}, {y0.min():g}) to ({x1.max():g}, {y1.max():g}), outside "
+            f"their slide {slide.name} of {full[0]} x {full[1]} px; coordinates are pixels of level 0"
+        )
+    return AnnotationMask(outlines, table or ClassTable.of_names(outlines.names), slide, name=name)
+
+
+def _at_size_of(slide: Image, mask: Image, path: Path) -> Image:
+    """`mask` at the level that has the slide's size, or the nearest pixels of its finest level."""
+    for level, entry in enumerate(mask.levels):
+        if entry.shape == slide.shape[1:]:
+            if not level:
+                return mask
+            with mask:
+                return mask.at_level(level)
+    full = mask.levels[0].shape
+    ratios = [of_slide / of_mask for of_slide, of_mask in zip(slide.shape[1:], full, strict=True)]
+    # The coarser of both was rounded by up to a pixel; at nearly the same size, a pixel more is another picture.
+    slack = 1 / min(*full, *slide.shape[1:])
+    if abs(ratios[0] / ratios[1] - 1) > slack or max(ratios[0], 1 / ratios[0]) < _ANOTHER_RESOLUTION:
+        mask.close()
+        raise TargetError(
+            f"the mask {path} is {full[0]} x {full[1]} px and its slide {slide.shape[1]} x {slide.shape[2]} px; both "
+            "must show the same part of the slide, at whatever resolution"
+        )
+    return Resampled(mask, slide.height, slide.width)

@@ -1,0 +1,87 @@
+"""Folders as cohorts: nnU-Net's, and images beside masks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gigagrad.cohorts import find_slides, read_cohort
+from gigagrad.errors import ConfigError
+
+
+def touch(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+def nnunet(folder, labels, *names):
+    (folder / "dataset.json").write_text(
+        json.dumps({"channel_names": {"0": "R"}, "labels": labels, "numTraining": 2, "file_ending": ".png"})
+    )
+    return touch(folder, *names)
+
+
+def test_images_beside_masks(tmp_path):
+    touch(tmp_path, *(f"images/{k}.png" for k in range(6)), *(f"masks/{k}.tif" for k in range(6)), "images/.hidden.png")
+    rows = read_cohort(tmp_path).rows
+    assert [row.slide.name for row in rows] == [f"{k}.png" for k in range(6)]
+    assert [row.mask for row in rows] == [tmp_path / "masks" / f"{k}.tif" for k in range(6)]
+    assert [row.split for row in rows] == ["train"] * 4 + ["val", "train"]
+    assert [row.name for row in find_slides([tmp_path], split="val")] == ["4"]
+
+
+def test_images_beside_masks_of_each_split(tmp_path):
+    touch(tmp_path, "train/images/a.png", "train/labels/a.geojson", "test/images/b.png", "test/labels/b.png")
+    assert [(row.name, row.mask.name, row.split) for row in read_cohort(tmp_path).rows] == [
+        ("a", "a.geojson", "train"),
+        ("b", "b.png", "test"),
+    ]
+
+
+def test_a_dataset_of_nnunet(tmp_path):
+    cases = [f"imagesTr/c{k}_0000.png" for k in range(5)] + [f"labelsTr/c{k}.png" for k in range(5)]
+    labels = {"background": 0, "tumour": 1, "ignore": 2}
+    cohort = read_cohort(nnunet(tmp_path, labels, *cases, "imagesTs/t_0000.png", "labelsTs/t.png"))
+    assert [(row.name, row.split) for row in cohort.rows] == [
+        *[(f"c{k}", "train") for k in range(4)],
+        ("c4", "val"),
+        ("t", "test"),
+    ]
+    assert cohort.classes == ("background=0", "tumour=1", "2=ignore")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["images/a.png"], "no folder of masks; expected one of masks, labels, annotations"),
+        (["images/a.png", "masks/b.png"], r"a\.png has no mask; expected masks/a"),
+        (["train/images/notes.txt", "train/masks/b.png"], "holds no images"),
+    ],
+)
+def test_what_a_folder_lacks_is_named(tmp_path, names, words):
+    with pytest.raises(ConfigError, match=words):
+        read_cohort(touch(tmp_path, *names))
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "words"),
+    [
+        ({"a": 1}, [], "has no case; expected imagesTr/CASE_0000.png"),
+        ({"a": 1}, ["imagesTr/c_0000.png"], r"has no mask; expected .*labelsTr/c\.png"),
+        ({"a": 1}, ["imagesTr/c_0000.png", "imagesTr/c_0001.png", "labelsTr/c.png"], "is a further channel"),
+        ({"a": [1, 2]}, [], "regions of several ids"),
+        (None, [], "cannot read .*dataset.json as nnU-Net's"),
+    ],
+)
+def test_a_dataset_of_nnunet_that_is_none_is_named(tmp_path, labels, names, words):
+    with pytest.raises(ConfigError, match=words):
+        read_cohort(nnunet(tmp_path, labels, *names))
+
+
+def test_a_damaged_dataset_is_named(tmp_path):
+    (tmp_path / "dataset.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_cohort(tmp_path)

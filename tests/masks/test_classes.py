@@ -1,0 +1,67 @@
+"""Class tables: what people write, what it means, and one clear line for the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from gigagrad.errors import ConfigError
+from gigagrad.masks import IGNORED, ClassTable
+
+
+def test_names_alone_count_from_one() -> None:
+    table = ClassTable.parse(["tumour", "stroma"])
+    assert table.ids == (("tumour", 1), ("stroma", 2))
+    assert table.unlabelled == IGNORED
+    assert table.foreground == ("tumour", "stroma")
+    assert table.count == 3
+
+
+def test_one_class_is_told_from_the_rest() -> None:
+    assert ClassTable.parse(["tumour"]).unlabelled == 0
+    assert ClassTable.parse(["tumour=1", "artefact=ignore"]).unlabelled == 0
+    assert ClassTable.parse(["tumour=1", "normal=0"]).unlabelled == IGNORED
+    assert ClassTable.parse(["tumour", "unlabelled=ignore"]).unlabelled == IGNORED
+    assert not ClassTable.parse(["tumour"]).ignores
+    assert ClassTable.parse(["tumour=1", "artefact=ignore"]).ignores
+
+
+def test_several_names_may_mean_one_class() -> None:
+    table = ClassTable.parse(["In situ=2", "Invasive = 2", "a=b=1", "Necrosis=ignore", "unlabelled=0"])
+    assert dict(table.ids) == {"In situ": 2, "Invasive": 2, "a=b": 1, "Necrosis": IGNORED}
+    assert table.foreground == ("a=b", "In situ")
+    assert ClassTable.parse(table.entries) == table
+    assert str(table) == "In situ = 2, Invasive = 2, a=b = 1, Necrosis = ignore, unlabelled = 0"
+
+
+def test_numbers_are_values_of_mask_files() -> None:
+    assert ClassTable.parse(["255=1", "7=ignore", "x=2"]).values == {255: 1, 7: IGNORED}
+
+
+def test_all_names_in_alphabetical_order() -> None:
+    assert ClassTable.of_names(["b", "Unclassified", "a", "b"]).ids == (("a", 1), ("b", 2))
+    assert ClassTable.of_names(["Unclassified"]).ids == (("Unclassified", 1),)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([], "no class is named"),
+        (["unlabelled=0"], "no class is named"),
+        (["=1"], "names no class"),
+        (["a=x"], "has no class id"),
+        (["a=-1"], "has no class id"),
+        (["a=256"], "from 0 to 254"),
+        (["a", "a=2"], "given twice"),
+        (["3"], "is a number; name each class"),
+    ],
+)
+def test_a_mistake_gets_one_clear_line(entries, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ClassTable.parse(entries)
+
+
+def test_a_class_that_no_annotation_has_is_named() -> None:
+    with pytest.raises(ConfigError, match="'Tumour', did you mean 'Tumor'"):
+        ClassTable.parse(["Tumour"]).check_used(["Tumor", "Stroma"], "cohort.csv")
+    with pytest.raises(ConfigError, match="they have Stroma, Tumor"):
+        ClassTable.parse(["x"]).check_used(["Tumor", "Stroma"], "cohort.csv")
