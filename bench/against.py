@@ -109,7 +109,7 @@ def serve(case: str, slide: Path, mask: Path) -> None:
         model, image, target = gg.models.resolve("paper-unet"), str(slide), str(mask)
         engine = gg.compile(model, gg.losses.bce, memory="1 GiB")
     elif case == DEEP:
-        import tests.torchvision_operators  # noqa: F401
+        import gigagrad.models.torchvision_operators
 
         model = gg.models.resolve("smp:Unet?encoder_name=resnet34").train()
         image, target = torch.rand(3, 2048, 2048), (torch.rand(1, 2048, 2048) > 0.5).float()

@@ -68,7 +68,7 @@ def step(model: str, side: int, memory: str) -> dict[str, Any]:
     import numpy as np
 
     import gigagrad as gg
-    import tests.torchvision_operators  # noqa: F401
+    import gigagrad.models.torchvision_operators
     from gigagrad.devices.heap import peak_resident_bytes
     from gigagrad.models import resolve
     from gigagrad.training.losses import named_loss

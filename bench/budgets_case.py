@@ -22,7 +22,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gigagrad as gg
-import tests.torchvision_operators  # noqa: F401
+import gigagrad.models.torchvision_operators
 from gigagrad.errors import BudgetError
 from gigagrad.training.losses import bce
 

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gigagrad as gg
-import tests.torchvision_operators  # noqa: F401
+import gigagrad.models.torchvision_operators
 from gigagrad.devices.heap import settle_allocator
 from gigagrad.devices.machine import Machine
 from gigagrad.events import TileDone

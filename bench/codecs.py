@@ -172,7 +172,7 @@ def cases(image: Tensor, mask: Tensor) -> Iterator[Case]:
     paper = PaperUNet()
     yield capture("paper-unet down8", paper.down40, lambda: paper(Preprocess()(image)), mask)
     try:
-        import tests.torchvision_operators  # noqa: F401, I001
+        import gigagrad.models.torchvision_operators  # noqa: F401, I001
 
         import timm
     except ImportError:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch.nn.functional as F
 
-import tests.torchvision_operators  # noqa: F401
+import gigagrad.models.torchvision_operators  # noqa: F401
 from bench.deep_unet import child
 from gigagrad.models import resolve
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def deep_unet(encoder: str) -> torch.nn.Module:
     """`smp.Unet(encoder)` with random weights, one class; takes float images."""
-    import tests.torchvision_operators  # noqa: F401, I001
+    import gigagrad.models.torchvision_operators  # noqa: F401, I001
 
     import segmentation_models_pytorch as smp
 

@@ -26,7 +26,7 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.graphs import Composite, InputSpec, trace
 from gigagrad.graphs.guard import Guard
-from tests import torchvision_operators  # noqa: F401
+from gigagrad.models import torchvision_operators  # noqa: F401
 
 
 class Counting(nn.Module):

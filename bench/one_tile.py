@@ -50,7 +50,7 @@ def main() -> None:
 
 def compared(name: str, size: tuple[int, int], memory: str, rounds: int) -> dict[str, Any]:
     import gigagrad as gg
-    import tests.torchvision_operators  # noqa: F401
+    import gigagrad.models.torchvision_operators
     from bench.calibration import loss, subject
     from gigagrad.devices import Machine
 

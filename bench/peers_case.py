@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import tests.torchvision_operators  # noqa: F401
 from bench.peers import NETWORKS
 from gigagrad.boxes import Box
 from gigagrad.devices.heap import peak_resident_bytes
 from gigagrad.errors import BudgetError
+from gigagrad.models import torchvision_operators  # noqa: F401
 from gigagrad.training.losses import bce
 
 _STRIP_PX = 512

@@ -96,7 +96,7 @@ def tried(number: int, count: int, measured: int, rounds: int, seed: int) -> dic
     """One case, in this process."""
     warnings.simplefilter("ignore")
     import gigagrad as gg
-    import tests.torchvision_operators  # noqa: F401
+    import gigagrad.models.torchvision_operators
     from bench.calibration import loss, subject
     from gigagrad.errors import BudgetError
     from gigagrad.execution.choice import Choice

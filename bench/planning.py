@@ -89,7 +89,7 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import torch
 
-    import tests.torchvision_operators  # noqa: F401
+    import gigagrad.models.torchvision_operators  # noqa: F401
     from gigagrad.devices import Machine
     from gigagrad.devices.heap import peak_resident_bytes
     from gigagrad.errors import BudgetError

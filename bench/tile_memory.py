@@ -33,7 +33,7 @@ def one(model_name: str, side: int) -> None:
     import numpy as np
 
     import gigagrad as gg
-    import tests.torchvision_operators  # noqa: F401
+    import gigagrad.models.torchvision_operators
     from gigagrad.plans import ledger
     from gigagrad.training.losses import bce
 

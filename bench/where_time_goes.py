@@ -45,7 +45,7 @@ def main() -> None:
 
 def watched(name: str, steps: int, folder: Path, record: Path) -> dict[str, Any]:
     import gigagrad as gg
-    import tests.torchvision_operators  # noqa: F401
+    import gigagrad.models.torchvision_operators
     from bench.calibration import subject
     from gigagrad.images import make_slide
 

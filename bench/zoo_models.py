@@ -20,7 +20,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import tests.torchvision_operators  # noqa: F401
+import gigagrad.models.torchvision_operators  # noqa: F401
 
 CLASSES = 4
 SIZES = ((96, 128), (128, 128), (224, 224), (256, 256), (320, 320))

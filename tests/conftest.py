@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from gigagrad.devices import machine
 from gigagrad.images import open_image, write_label
-from gigagrad.models import resolve, save_model
-from tests import torchvision_operators  # noqa: F401
+from gigagrad.models import resolve, save_model, torchvision_operators  # noqa: F401
 
 # Two test processes share two cores; small tensors gain nothing from a second thread.
 torch.set_num_threads(1)

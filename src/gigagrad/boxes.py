@@ -146,3 +146,14 @@ def tiles(height: int, width: int, tile_height: int, tile_width: int) -> Iterato
     for y in split(height, tile_height):
         for x in split(width, tile_width):
             yield Box.of(y, x)
+
+
+def spread(height: int, width: int, per_side: int = 4, side: int = 256) -> Iterator[Box]:
+    """`per_side` squared boxes of up to `side` pixels a side, evenly spread over an image: samples of what is in it."""
+    for row in range(per_side):
+        for column in range(per_side):
+            y = (height * (2 * row + 1)) // (2 * per_side) - side // 2
+            x = (width * (2 * column + 1)) // (2 * per_side) - side // 2
+            box = Box(y, x, y + side, x + side).clamp(height, width)
+            if not box.empty:
+                yield box

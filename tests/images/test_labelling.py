@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gigagrad.errors import ConfigError, WriteError
+from gigagrad.errors import ConfigError, ImageError, WriteError
+from gigagrad.events import Notice
 from gigagrad.images.labelling import label_slides
 
 
@@ -30,3 +31,17 @@ def test_a_folder_that_cannot_be_made_is_named(jpeg_slide: Path, tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match=r"cannot make the folder .*masks"):
         label_slides([jpeg_slide], tmp_path / "file" / "masks")
+
+
+def test_a_slide_that_cannot_be_read_does_not_stop_the_others(jpeg_slide: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "aaa.svs"
+    broken.write_bytes(b"II*\x00 no more")
+    said: list[str] = []
+    with pytest.raises(ImageError, match=r"aaa.*1 of 2 slides failed"):
+        label_slides(
+            [broken, jpeg_slide],
+            tmp_path / "masks",
+            listeners=[lambda event: said.append(event.text) if isinstance(event, Notice) else None],
+        )
+    assert (tmp_path / "masks" / f"{jpeg_slide.stem}.tif").exists()
+    assert any("aaa" in text for text in said)

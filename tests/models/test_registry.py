@@ -1,11 +1,12 @@
 """From names to models, and the one line a user gets for a name that does not work."""
 
+import subprocess
 import sys
 
 import pytest
 import torch
 
-from gigagrad.errors import ModelError
+from gigagrad.errors import ImageError, ModelError
 from gigagrad.models import Normalise, PaperUNet, Preprocess, resolve
 from gigagrad.models.trust import import_callable
 
@@ -121,3 +122,18 @@ def test_importing_the_package_loads_no_optional_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_library_networks_are_made_beside_any_build_of_pytorch():
+    """A torchvision built for another PyTorch cannot import by itself; nothing but `resolve` is to be called."""
+    script = "import gigagrad as gg; print(type(gg.models.resolve('timm:resnet10t')).__name__)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["Sequential"], done.stderr
+
+
+def test_a_network_of_other_than_three_channels_has_a_front_of_as_many():
+    model = resolve("smp:Unet?encoder_name=resnet18&in_channels=5").eval()
+    assert model(torch.zeros(1, 5, 64, 64, dtype=torch.uint8)).shape == (1, 1, 64, 64)
+    assert dict(model.named_buffers())["preprocess.scale"].shape[1] == 5
+    with pytest.raises(ImageError, match="in_channels=4"):
+        model(torch.zeros(1, 4, 64, 64, dtype=torch.uint8))

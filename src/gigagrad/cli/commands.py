@@ -28,10 +28,12 @@ def demo(args: argparse.Namespace) -> None:
 
 
 def label(args: argparse.Namespace) -> None:
+    from gigagrad.cohorts import find_slides
     from gigagrad.images.labelling import label_slides
 
+    slides = [row.slide for row in find_slides(args.slides)]
     with _progress() as listener:
-        masks = label_slides(args.slides, args.out, mpp=args.mpp, overwrite=args.overwrite, listeners=(listener,))
+        masks = label_slides(slides, args.out, mpp=args.mpp, overwrite=args.overwrite, listeners=(listener,))
     print("\n".join(map(str, masks)))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 
 from gigagrad import __version__
 from gigagrad.cli import commands
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.units import parse_bytes, parse_size
 
 _EXAMPLES = """\
@@ -47,6 +47,30 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see '{self.prog} --help'")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse has it, except that an unknown flag is answered with the nearest one."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            meant = _SYNONYMS.get(unknown[0].partition("=")[0])
+            hint = f", did you mean '{meant}'?" if meant else did_you_mean(unknown[0], _every_flag())
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found
+
+
+_SYNONYMS: Final = {
+    "--lr": "--learning-rate",
+    "--cohort": "--slides",
+    "--csv": "--slides",
+    "--gpu": "--device cuda",
+    "--output": "--out",
+    "--size-px": "--size",
+}
+"""What other programs call ours."""
+
+
+def _every_flag() -> set[str]:
+    return {flag for _, _, flags in _COMMANDS.values() for flag in flags if flag.startswith("--")}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -176,9 +200,10 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
     "label": (
         "make tissue masks of slides",
         "Follows the recipe of the founding experiment (Remedios et al., MIDL 2023): dark enough at one eighth of the "
-        "size, smoothed, holes filled. Writes DIR/STEM.tif per slide, 1 tissue and 0 background, at full size.",
+        "size, smoothed, holes filled. Writes DIR/STEM.tif per slide, 1 tissue and 0 background, at full size. A slide "
+        "that cannot be read does not stop the others.",
         {
-            "slides": {"nargs": "+", "type": Path, "metavar": "SLIDE", "help": "slide files"},
+            "slides": {"nargs": "+", "type": Path, "metavar": "SLIDE", "help": "files, folders, or CSVs"},
             "--out": "folder for the masks",
             "--mpp": {},
             "--overwrite": "make masks again that exist; otherwise they are kept",

@@ -19,7 +19,10 @@ class Cuda(Device):
 
     def __init__(self, name: str) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError("device 'cuda' was asked for, but PyTorch finds no CUDA device here")
+            raise ConfigError(
+                "device 'cuda' was asked for, but PyTorch finds no CUDA device here; use the device cpu, or install a "
+                "PyTorch that was built for your GPU ('gigagrad doctor' says what is there)"
+            )
         super().__init__(name)
 
     def held_bytes(self) -> int:

@@ -12,7 +12,6 @@ import gc
 import logging
 import math
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +27,8 @@ from torch.utils._pytree import TreeSpec
 from gigagrad.errors import CaptureError, UnsupportedOperatorError
 from gigagrad.graphs import operators, rows
 from gigagrad.graphs.builder import Builder
-from gigagrad.graphs.composite import CLOSED, SOURCE, Composite, is_user_code
+from gigagrad.graphs.composite import CLOSED, SOURCE, Composite
+from gigagrad.graphs.explain import explained
 from gigagrad.graphs.graph import Graph, Origin, Ref
 from gigagrad.graphs.guard import Guard
 from gigagrad.graphs.lowering import lower, whole_field
@@ -144,7 +144,7 @@ def _exported(
         except CaptureError:
             raise
         except Exception as error:
-            raise _explain(error) from error
+            raise explained(error, _listed(image)[0], _listed(target)) from error
 
 
 @contextmanager
@@ -196,18 +196,6 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _explain(error: Exception) -> CaptureError:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
-    modules = [found for frame in frames if isinstance(found := frame.f_locals.get("self"), nn.Module)]
-    names = {id(module): name for name, module in modules[0].named_modules()} if modules else {}
-    inside = [names[id(module)] for module in modules if names.get(id(module))]
-    where = f" in module '{inside[-1].removeprefix('model.')}'" if inside else ""
-    where += f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return CaptureError(f"cannot capture the model or the loss{where}: {type(error).__name__}: {reason}")
 
 
 def _convert(

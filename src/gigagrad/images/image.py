@@ -158,7 +158,7 @@ class Image(ABC):
         for row in range(0, box.height, _LUMA_ROWS):
             rows = slice(row, row + _LUMA_ROWS)
             light: Any = sum(colours[channel, rows] * weight for channel, weight in enumerate(LUMA_BT601))
-            grey[0, rows] = light if _is_floating(self.dtype) else light.round()
+            grey[0, rows] = light if is_floating(self.dtype) else light.round()
         return grey
 
     @final
@@ -218,7 +218,8 @@ class GreyImage(View):
         return super()._blank(height, width)[:1]
 
 
-def _is_floating(dtype: np.dtype[Any] | torch.dtype) -> bool:
+def is_floating(dtype: np.dtype[Any] | torch.dtype) -> bool:
+    """Whether an image of this dtype holds floats."""
     return dtype.kind == "f" if isinstance(dtype, np.dtype) else dtype.is_floating_point
 
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gigagrad.errors import ConfigError, WriteError
-from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener
+from gigagrad.errors import ConfigError, ImageError, WriteError
+from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
 from gigagrad.images.opening import open_image
 from gigagrad.images.tissue import PAPER_RECIPE, Recipe, write_label
 
@@ -23,11 +23,13 @@ def label_slides(
 ) -> tuple[Path, ...]:
     """Write `out/STEM.tif`, a full-size mask of 0 and 1, for every slide, and return the paths in the same order.
 
+    A slide that cannot be read or labelled is told (`Notice`) and left out; the others go on.
+
     `mpp` is micrometres per pixel of all slides, over what their files say. A mask that exists is kept, as it is whole
     (masks are written under another name first), unless `overwrite`. Emits the job `label`, counted in slides.
 
-    Raises `ConfigError` for two slides of one name or a missing slide before anything is written, `ImageError` for a
-    slide that cannot be labelled and `WriteError` for a mask that cannot be written; masks made until then remain.
+    Raises `ConfigError` for two slides of one name or a missing slide before anything is written, `WriteError` for a
+    mask that cannot be written, and `ImageError` at the end where slides failed; masks made until then remain.
     """
     sources, out = [Path(slide) for slide in slides], Path(out)
     masks = [out / f"{source.stem}.tif" for source in sources]
@@ -39,13 +41,23 @@ def label_slides(
     events = Events(tuple(listeners))
     events.emit(JobStarted("label", len(sources)))
     start = time.monotonic()
+    failed: list[str] = []
     for done, (source, mask) in enumerate(zip(sources, masks, strict=True), 1):
         kept = mask.exists() and not overwrite
+        said = f"{source.stem}: done before" if kept else source.stem
         if not kept:
-            with open_image(source, mpp=mpp) as slide:
-                write_label(slide, mask, recipe, overwrite=overwrite)
-        events.emit(JobAdvanced("label", done, len(sources), f"{source.stem}: done before" if kept else source.stem))
+            try:
+                with open_image(source, mpp=mpp) as slide:
+                    write_label(slide, mask, recipe, overwrite=overwrite)
+            except ImageError as error:
+                failed.append(str(error))
+                said = f"{source.stem}: failed"
+                events.emit(Notice(str(error), warning=True))
+        events.emit(JobAdvanced("label", done, len(sources), said))
     events.emit(JobFinished("label", time.monotonic() - start))
+    if failed:
+        more = f" ({len(failed)} of {len(sources)} slides failed)" if len(sources) > 1 else ""
+        raise ImageError(f"{failed[0]}{more}")
     return tuple(masks)
 
 

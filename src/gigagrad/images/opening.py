@@ -64,6 +64,10 @@ def _open_path(path: Path, level: int, mpp: float | None) -> Image:
         raise ImageError(f"cannot read {path}: {error.strerror}") from error
     if not head:
         raise ImageError(f"{path} is empty (0 bytes); copy or download it again")
+    if path.suffix.lower() in (".geojson", ".xml"):
+        raise ImageError(
+            f"{path} holds outlines, not pixels; paint them over their slide: gg.open_mask({path.name!r}, slide)"
+        )
     if is_picture(head):
         image = open_picture(path, mpp=choose_mpp(mpp, path.name))
         choose_level(image.levels, level, path.name)

@@ -21,16 +21,21 @@ from gigagrad.images.tiff_segments import Decode, Segments, segments_of
 from gigagrad.images.tiff_walk import walk_tiff
 from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, grid_parts
 
+_ALPHA = (1, 2)
+"""Kinds of extra samples (TIFF 6.0, section 18): associated and unassociated alpha; 0 is unspecified."""
+
 
 class TiffImage(Image):
     """One level of a TIFF. Use `open_tiff`."""
 
-    def __init__(self, path: Path, tables: list[Segments], *, colour: bool, level: int, mpp: float | None) -> None:
+    def __init__(
+        self, path: Path, tables: list[Segments], *, colour: bool, alpha: bool, level: int, mpp: float | None
+    ) -> None:
         levels = levels_of([table.shape for table in tables])
         choose_level(levels, level, path.name)
         segments = tables[level]
         channels = segments.planes * segments.samples
-        channels = 3 if colour and channels == 4 else channels
+        channels = 3 if alpha and channels == 4 else channels
         super().__init__(
             shape=(channels, *segments.shape),
             dtype=segments.dtype,
@@ -126,7 +131,9 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None) -> TiffIm
         check_layout(series, path.name)
         tables = [segments_of(entry, path.name, found) for entry in series.levels]
         colour = is_colour(series.keyframe)
+        # A fourth band that is not said to be alpha is a band as others, near infrared for one.
+        alpha = colour and any(int(kind) in _ALPHA for kind in series.keyframe.extrasamples)
         base = base_mpp(tif, series.keyframe, mpp, path.name)
     for table in tables:
         table.check_within(found.file_bytes, path.name)
-    return TiffImage(path, tables, colour=colour, level=level, mpp=base)
+    return TiffImage(path, tables, colour=colour, alpha=alpha, level=level, mpp=base)

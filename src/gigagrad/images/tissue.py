@@ -80,7 +80,8 @@ def tissue_mask(image: Image, recipe: Recipe = PAPER_RECIPE) -> NDArray[np.uint8
     """
     if image.shape[0] not in (1, 3) or str(image.dtype) not in ("uint8", "torch.uint8"):
         raise ImageError(
-            f"cannot label {image.name}: got {image.shape[0]} channels of {image.dtype}, expected 1 or 3 of uint8"
+            f"cannot label {image.name}: got {image.shape[0]} channels of {image.dtype}, expected 1 or 3 of uint8; the "
+            "tissue recipe is for stained slides in bytes: give this image a mask of its own, or convert it"
         )
     return clean(foreground(image, recipe), recipe)
 

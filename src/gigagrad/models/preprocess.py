@@ -11,12 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from gigagrad.boxes import spread
 from gigagrad.errors import ImageError
-from gigagrad.images.image import LUMA_BT601
+from gigagrad.images.image import LUMA_BT601, Image, is_floating
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _FULL_UINT8 = 255.0
+_BEYOND = 0.5
+"""Of intensities from 0 to 1, resampling and sharpening go a little beyond; bytes as floats go far."""
 
 
 def _for_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,7 +63,9 @@ class Preprocess(nn.Module):
         elif channels == 1:
             weights = (self.grey,)
         else:
-            raise ImageError(f"got an image of {channels} channels; Preprocess takes 1 (grey) or 3 (RGB); convert it")
+            raise ImageError(
+                f"got an image of {channels} channels; Preprocess takes 1 (grey) or 3 (RGB): choose some, as image[:3]"
+            )
         y_N1HW = x_NCHW[:, 0:1] * _for_dtype(weights[0], dtype)
         for channel, weight in enumerate(weights[1:], start=1):
             y_N1HW = y_N1HW + x_NCHW[:, channel : channel + 1] * _for_dtype(weight, dtype)
@@ -93,5 +98,27 @@ class Normalise(nn.Module):
     def forward(self, x_NCHW: Tensor) -> Tensor:
         channels, expected = x_NCHW.shape[1], self.scale.shape[1]
         if channels != expected:
-            raise ImageError(f"got an image of {channels} channels; this model takes {expected}; convert the image")
+            raise ImageError(
+                f"got an image of {channels} channels; this model takes {expected}: build one that takes {channels} "
+                f"(in_channels={channels} for smp and monai, in_chans={channels} for timm, else Normalise with as many "
+                "means), or choose channels, as image[:3]"
+            )
         return x_NCHW * _for_dtype(self.scale, x_NCHW.dtype) + self.shift
+
+
+def check_intensities(model: nn.Module, slide: Image) -> None:
+    """Raises `ImageError` for a slide of floats beyond 0..1 where the model begins with `Preprocess` or `Normalise`.
+
+    Looks at boxes spread over the slide.
+    """
+    front = next(model.children(), None)
+    if not isinstance(front, (Preprocess, Normalise)) or not is_floating(slide.dtype):
+        return
+    for box in spread(slide.height, slide.width):
+        pixels = torch.as_tensor(slide.read(box))
+        low, high = float(pixels.min()), float(pixels.max())
+        if low < -_BEYOND or high > 1 + _BEYOND:
+            raise ImageError(
+                f"{slide.name} holds floats from {low:g} to {high:g}; {type(front).__name__} takes floats as "
+                "intensities from 0 to 1: divide them by their largest value, or save the slide as integers"
+            )

@@ -102,8 +102,15 @@ def _is_imported(path: str) -> bool:
 def _fronted(
     network: nn.Module, channels: object, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD
 ) -> nn.Module:
-    """`network`, which takes so many channels, behind what turns a uint8 RGB slide into its input."""
-    front = Preprocess() if channels == 1 else Normalise(mean, std)
+    """`network`, which takes so many channels, behind what turns a uint8 slide into its input.
+
+    Grey of three channels or one where it takes one; otherwise channels beyond the third are normalised like the first,
+    the second and so on, as timm repeats weights.
+    """
+    if channels == 1:
+        return nn.Sequential(OrderedDict(preprocess=Preprocess(), network=network))
+    count = channels if isinstance(channels, int) else len(mean)
+    front = Normalise([mean[k % len(mean)] for k in range(count)], [std[k % len(std)] for k in range(count)])
     return nn.Sequential(OrderedDict(preprocess=front, network=network))
 
 
@@ -159,6 +166,7 @@ _LIBRARIES = {"timm": _timm, "smp": _smp, "monai": _monai}
 def _import(module: str, name: str, *, extra: str) -> Any:
     needs = f"model {name!r} needs the package {module.partition('.')[0]}"
     try:
+        importlib.import_module("gigagrad.models.torchvision_operators")
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModelError(f"{needs} ({error}); install it with: pip install 'gigagrad[{extra}]'") from error

@@ -21,7 +21,7 @@ def save_model(path: str | Path, spec: str, model: nn.Module) -> None:
 
 
 def load_model(path: str | Path, trust: Collection[str] = ()) -> tuple[str, nn.Module]:
-    """The spec and the model in a file of `save_model`, on the CPU, in eval mode.
+    """The spec and the model in a file of `save_model`, or the best one in a run's folder, on the CPU, in eval mode.
 
     `trust` lists what the file may import beside the project's and the libraries' networks, each as
     `package.module:class`, a subclass of `nn.Module`.
@@ -43,8 +43,9 @@ def load_weights(path: str | Path, model: nn.Module) -> nn.Module:
 
 
 def _read(path: str | Path) -> tuple[str, Any]:
+    path = Path(path)
     try:
-        payload = read_tensors(Path(path), _KIND)
+        payload = read_tensors(path / "best.pt" if path.is_dir() else path, _KIND)
     except ValueError as error:
         raise ModelError(f"cannot load the model: {error}; train it again or name another file") from error
     spec = payload.get("spec")

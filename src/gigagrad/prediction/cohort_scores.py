@@ -17,6 +17,7 @@ from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.images import Image, label_image, open_image
 from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models import load_model
+from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import Evaluation, score_each, score_logits, score_masks
 from gigagrad.prediction.records import file_names, read_records
@@ -60,6 +61,7 @@ def evaluate_model(
             open_image(entry.slide, level=config.resolved_level, mpp=entry.mpp) as slide,
             _truth(entry, slide, table) as truth,
         ):
+            check_intensities(model, slide)
             seen = slide.grey() if config.resolved_grey else slide
             found.append(score_logits(engine.stream(seen), truth, ignores=table is not None and table.ignores))
             return found[-1]

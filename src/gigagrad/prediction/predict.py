@@ -26,6 +26,7 @@ from gigagrad.images import Image, open_image
 from gigagrad.images.resolution import level_near
 from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models import load_model
+from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import MaskClass, class_ids, foreground_count, mask_classes
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import score_masks
@@ -124,6 +125,7 @@ class _Run:
         with ExitStack() as opened:
             level = self._level_of(entry)
             slide = opened.enter_context(open_image(entry.slide, level=level, mpp=self.config.mpp or entry.mpp))
+            check_intensities(self.model, slide)
             truth = None if entry.mask is None else opened.enter_context(open_mask(entry.mask, slide, self.table))
             classes = self._write_mask(slide, self.out / files["mask"])
             mask = opened.enter_context(open_image(self.out / files["mask"]))

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from gigagrad.cohorts import Cohort, Row, check_images, class_table, read_cohort
-from gigagrad.errors import ConfigError, TargetError
+from gigagrad.devices import device_for
+from gigagrad.errors import ConfigError, ImageError, TargetError
 from gigagrad.events import Events, Listener, MetricsLogged, Notice
 from gigagrad.execution.engine import Engine
 from gigagrad.execution.engine import compile as compile_engine
@@ -89,6 +90,7 @@ class _Run:
             config = replace(config, classes=self.table.entries)
         self.config = config
         self.shapes = check_images(self.cohort, config.level, grey=config.grey, table=self.table)
+        device_for(config.device)  # refuses one that is not there
         self.loss = named_loss(config.loss)
         self.overwrite = overwrite
         self.progress = Progress()
@@ -212,9 +214,9 @@ class _Run:
         with self.events.job("label", len(rows)) as advance:
             for done, row in enumerate(rows, 1):
                 try:
-                    self.pairs.prepare(row)
-                except TargetError as error:
-                    raise TargetError(f"{self.cohort.where(row)}: {error}") from error
+                    self.pairs.prepare(row, self.model)
+                except (ImageError, TargetError) as error:
+                    raise type(error)(f"{self.cohort.where(row)}: {error}") from error
                 advance(done, row.name)
         self.pairs.check_seen()
 

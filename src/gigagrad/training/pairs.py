@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gigagrad.cohorts import Row
 from gigagrad.errors import TargetError
 from gigagrad.images import Image, open_image
 from gigagrad.images.tissue import write_label
 from gigagrad.masks import IGNORED, ClassTable, open_mask
+from gigagrad.models.preprocess import check_intensities
 from gigagrad.training.augment import Turned
 from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask
 
@@ -34,9 +35,13 @@ class Pairs:
         """Whether pixels that hold `IGNORED` are left out."""
         return self._rule.ignores or self._rule.loss.class_ids
 
-    def prepare(self, row: Row) -> None:
-        """Make the row's label if the recipe has to, and look at samples of its target. Raises `TargetError`."""
+    def prepare(self, row: Row, model: nn.Module) -> None:
+        """Make the row's label if the recipe has to, and look at samples of its target and of what `model` will see.
+
+        Raises `TargetError` and `ImageError`.
+        """
         with open_image(row.slide, level=self._level, mpp=row.mpp) as slide:
+            check_intensities(model, slide)
             if row.label is not None:
                 self._label(row)
                 return

@@ -15,15 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gigagrad.boxes import Box
+from gigagrad.boxes import Box, spread
 from gigagrad.errors import TargetError
 from gigagrad.images import Image
 from gigagrad.images.image import Pixels, View
 from gigagrad.masks import IGNORED
 from gigagrad.training.losses import Loss
-
-_SAMPLES_PER_SIDE = 4
-_SAMPLE_PX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +98,8 @@ def sample_mask(mask: Image, rule: TargetRule) -> set[int]:
     """Check small boxes spread over `mask`, and return the whole numbers in them. Raises `TargetError`."""
     checked = CheckedMask(mask, rule)
     seen: set[int] = set()
-    for row in range(_SAMPLES_PER_SIDE):
-        for column in range(_SAMPLES_PER_SIDE):
-            y = (mask.height * (2 * row + 1)) // (2 * _SAMPLES_PER_SIDE) - _SAMPLE_PX // 2
-            x = (mask.width * (2 * column + 1)) // (2 * _SAMPLES_PER_SIDE) - _SAMPLE_PX // 2
-            box = Box(y, x, y + _SAMPLE_PX, x + _SAMPLE_PX).clamp(mask.height, mask.width)
-            if not box.empty:
-                seen |= {int(value) for value in np.unique(np.asarray(checked.read(box)))}
+    for box in spread(mask.height, mask.width):
+        seen |= {int(value) for value in np.unique(np.asarray(checked.read(box)))}
     return seen
 
 

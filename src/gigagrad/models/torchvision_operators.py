@@ -18,14 +18,14 @@ def _define() -> torch.library.Library | None:
         return None
     for compiled in Path(package.origin).parent.glob("_C*.so"):
         try:
-            torch.ops.load_library(str(compiled))
+            torch.ops.load_library(str(compiled))  # type: ignore[no-untyped-call]
         except OSError:
             continue
     if hasattr(torch.ops.torchvision, "nms"):
         return None
-    library = torch.library.Library("torchvision", "DEF")
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
     return library
 
 
