@@ -28,9 +28,12 @@ WORDS = {
         "--channels --device --json --loss --memory --model --picture --predict --rates --scratch --scratch-bytes "
         "--size --storage --threads"
     ),
+    "init": "--out --overwrite --schema --slides",
     "fit": (
-        "--classes --config --device --epochs --fold --learning-rate --level --loss --memory --model --no-augment "
-        "--no-grey --out --overwrite --scratch --seed --slides --storage --trust"
+        "--accumulate --class-weights --classes --clip --colour-jitter --config --device --ema --epochs --fold "
+        "--frozen --learning-rate --level --loss --memory --model --no-augment --no-grey --optimizer --out --overwrite "
+        "--patience --precision --rates --schedule --scratch --seed --slides --stain-jitter --storage --trust --warmup "
+        "--weight-decay"
     ),
     "predict": (
         "--classes --device --level --memory --mpp --no-grey --out --overwrite --run --scratch --slides "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import numbers
 import reprlib
@@ -99,3 +100,48 @@ def _coerce(name: str, value: object, hint: Any) -> object:
         return value
     kinds = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in accepted)
     raise ConfigError(f"{name} must be {kinds}, got {reprlib.repr(value)[:200]}")
+
+
+def described(settings: type[Settings]) -> dict[str, str]:
+    """What each field of a class of settings means, from the `Attributes` of its docstring."""
+    text = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")[2]
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name, colon, meaning = line.strip().partition(": ")
+        if colon and not line.startswith(" " * 8) and name.isidentifier():
+            found[name] = meaning
+        elif found and line.strip():
+            found[list(found)[-1]] += f" {line.strip()}"
+    return found
+
+
+def schema(settings: type[Settings]) -> dict[str, Any]:
+    """A JSON schema (draft 2020-12) of a file of these settings, for editors that check and complete YAML."""
+    hints, meanings = typing.get_type_hints(settings), described(settings)
+    properties: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        rule: dict[str, Any] = {"description": meanings[field.name], **_rule(hints[field.name])}
+        low, high = settings.LIMITS.get(field.name, (-math.inf, math.inf))
+        rule |= {key: limit for key, limit in (("minimum", low), ("maximum", high)) if math.isfinite(limit)}
+        if field.default is not dataclasses.MISSING:
+            rule["default"] = list(field.default) if isinstance(field.default, tuple) else field.default
+        properties[field.name] = rule
+    required = [field.name for field in dataclasses.fields(settings) if field.default is dataclasses.MISSING]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": settings.__name__,
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", Path: "string"}
+
+
+def _rule(hint: Any) -> dict[str, Any]:
+    if typing.get_origin(hint) is tuple:
+        return {"anyOf": [{"type": "array"}, {"type": "object"}, {"type": "string"}]}
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return {"type": [_JSON_TYPES[kind] for kind in kinds] if len(kinds) > 1 else _JSON_TYPES[kinds[0]]}

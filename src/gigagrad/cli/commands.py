@@ -94,6 +94,19 @@ def _other_machine(args: argparse.Namespace) -> Machine | None:
     return machine if args.threads is None else dataclasses.replace(machine, threads=args.threads)
 
 
+def init(args: argparse.Namespace) -> None:
+    from gigagrad.settings import schema
+    from gigagrad.training import FitConfig
+    from gigagrad.training.template import write_template
+
+    if args.schema:
+        print(json.dumps(schema(FitConfig), indent=2))
+    elif args.slides is None:
+        raise ConfigError("name the cohort with --slides, or ask for the --schema of a settings file")
+    else:
+        print(write_template(args.out, args.slides, overwrite=args.overwrite))
+
+
 def fit(args: argparse.Namespace) -> None:
     from gigagrad import training
 

@@ -22,6 +22,7 @@ Your own slides, step by step:
 
     gigagrad label slides/*.svs --out masks
     gigagrad plan --model paper-unet --size 16000x64000 --memory 1GiB
+    gigagrad init --slides cohort.csv                                  # a settings file to edit, or at once:
     gigagrad fit --slides cohort.csv --model paper-unet --memory 1GiB --out runs/first
     gigagrad predict --run runs/first --slides slides --out predictions
     gigagrad evaluate --run runs/first --slides cohort.csv
@@ -252,10 +253,26 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
             },
         },
     ),
+    "init": (
+        "write a settings file for fit, with every setting explained",
+        "Looks at the cohort's columns and classes and proposes a model and a loss; everything else stands there as a "
+        "comment, with its default. Then: gigagrad fit --config FILE.",
+        {
+            "--slides": {"required": False, "metavar": "CSV", "help": "cohort: a CSV or a folder, as fit takes it"},
+            "--out": {
+                "required": False,
+                "default": Path("run.yaml"),
+                "metavar": "FILE",
+                "help": "settings file to write (default: run.yaml)",
+            },
+            "--schema": {"action": "store_true", "help": "print the JSON schema of settings files instead"},
+            "--overwrite": "replace the file if it exists",
+        },
+    ),
     "fit": (
         "train a network on whole slides",
-        "One step of Adam per slide, with exact gradients; keeps the weights of the lowest validation loss and tests "
-        "them. Interrupted and started again, it continues bit for bit.",
+        "One step per slide, or per several, with exact gradients; keeps the weights of the lowest validation loss and "
+        "tests them. Interrupted and started again, it continues bit for bit.",
         {
             "--slides": {
                 "required": False,
@@ -274,8 +291,53 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
             "--scratch": {},
             "--storage": {},
             "--epochs": {"type": int, "help": "passes over the training slides (default: 20)"},
-            "--learning-rate": {"type": float, "help": "of Adam (default: 1e-3)"},
-            "--loss": {},
+            "--learning-rate": {"type": float, "help": "the highest one (default: 1e-3)"},
+            "--optimizer": {
+                "metavar": "NAME",
+                "help": "of torch.optim, or package.module:Class, with settings: 'sgd?momentum=0.9' (default: adam)",
+            },
+            "--weight-decay": {"type": float, "help": "of the optimizer (default: 0)"},
+            "--schedule": {
+                "choices": ("constant", "cosine", "linear"),
+                "help": "of the learning rate over all steps (default: constant)",
+            },
+            "--warmup": {
+                "type": int,
+                "metavar": "STEPS",
+                "help": "steps in which the learning rate rises (default: 0)",
+            },
+            "--frozen": {
+                "nargs": "+",
+                "metavar": "NAME",
+                "help": "modules or parameters not to train: network.encoder",
+            },
+            "--rates": {
+                "nargs": "+",
+                "metavar": "NAME=FACTOR",
+                "help": "factors of the learning rate: network.encoder=0.1",
+            },
+            "--accumulate": {"type": int, "metavar": "SLIDES", "help": "whose mean gradient makes a step (default: 1)"},
+            "--clip": {"type": float, "metavar": "NORM", "help": "largest 2-norm of a step's gradient"},
+            "--ema": {
+                "type": float,
+                "metavar": "DECAY",
+                "help": "of an average of the weights, which is validated and kept, as 0.999 (default: none)",
+            },
+            "--patience": {
+                "type": int,
+                "metavar": "EPOCHS",
+                "help": "stop after so many without a lower validation loss (default: never)",
+            },
+            "--precision": {"choices": ("bfloat16", "float16"), "help": "as autocast (default: the model's own)"},
+            "--loss": {
+                "help": "bce, bce_dice, ce, dice, focal, mse, tversky or package.module:callable, with settings, or a "
+                "sum with factors: 'ce + 0.5*mine:dice' (default: bce)",
+            },
+            "--class-weights": {
+                "nargs": "+",
+                "metavar": "WEIGHT",
+                "help": "of each class in the loss, background first, or 'balanced' by the training data",
+            },
             "--classes": {},
             "--fold": {"type": int, "metavar": "N", "help": "of a cohort with a column 'fold', the one to validate"},
             "--seed": {"type": int, "help": "of weights, order and augmentation (default: 0)"},
@@ -286,6 +348,12 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
                 "dest": "augment",
                 "action": "store_false",
                 "help": "train without turned and mirrored slides",
+            },
+            "--stain-jitter": {"type": float, "metavar": "S", "help": "vary the stains of training slides, as 0.05"},
+            "--colour-jitter": {
+                "type": float,
+                "metavar": "S",
+                "help": "vary brightness and contrast of training slides, as 0.1",
             },
             "--trust": {
                 "default": [],

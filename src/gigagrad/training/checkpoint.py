@@ -21,9 +21,21 @@ from gigagrad.training.config import FitConfig
 _KIND = "gigagrad checkpoint"
 
 # What may change between the parts of a run: how long, where and in how much memory, but not what is computed.
-_FREE = ("epochs", "memory", "scratch", "out", "checkpoint_seconds")
+_FREE = ("epochs", "memory", "scratch", "out", "checkpoint_seconds", "patience")
 
-_KINDS = {"config": dict, "cohort": str, "model": dict, "optimizer": dict, "engine": dict, "random": Tensor}
+_KINDS = {
+    "config": dict,
+    "cohort": str,
+    "model": dict,
+    "optimizer": dict,
+    "engine": dict,
+    "random": Tensor,
+    "average": dict,
+}
+_DEFAULTS = {
+    field.name: list(field.default) if isinstance(field.default, tuple) else field.default
+    for field in dataclasses.fields(FitConfig)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +55,7 @@ class Checkpoint:
 
     `config` as `FitConfig.to_dict`; `cohort` is its fingerprint; `engine` the choices the engine made by measurement;
     `tile` the `(height, width)` the plan chose; `random` the state of PyTorch's generator; `metrics_bytes` how much of
-    the metrics file belongs to it.
+    the metrics file belongs to it; `average` is that of the weights, empty where none is kept.
     """
 
     config: dict[str, Any]
@@ -55,6 +67,7 @@ class Checkpoint:
     random: Tensor
     tile: tuple[int, int]
     metrics_bytes: int
+    average: dict[str, Tensor]
 
     def save(self, path: Path) -> None:
         """Replace `path` atomically. Raises `WriteError`."""
@@ -67,7 +80,8 @@ class Checkpoint:
         """Read a file of `save`. Raises `ConfigError` when it is damaged, with the remedy."""
         try:
             payload = read_tensors(path, _KIND)
-            fields = {field.name: payload[field.name] for field in dataclasses.fields(cls)}
+            fields = {field.name: payload[field.name] for field in dataclasses.fields(cls) if field.name != "average"}
+            fields["average"] = payload.get("average", {})  # none in checkpoints before there were averages
             fields |= {"progress": Progress(**payload["progress"]), "tile": tuple(payload["tile"])}
             _check_kinds(fields)
         except (ValueError, KeyError, TypeError) as error:
@@ -77,8 +91,12 @@ class Checkpoint:
 
     def check_same_run(self, config: FitConfig, cohort: str) -> None:
         """Raises `ConfigError` naming the settings that differ from those the run began with."""
-        old, new = self.config, config.to_dict()
-        changed = [key for key in {**old, **new} if key not in _FREE and old.get(key) != new.get(key)]
+        new = config.to_dict()
+        # A setting that did not exist when the run began had the value that is now the default.
+        old = {**{name: new[name] for name in new if new[name] == _DEFAULTS.get(name)}, **self.config}
+        # How long a run is decides its rates where these follow a schedule.
+        free = _FREE if config.schedule == "constant" else [name for name in _FREE if name != "epochs"]
+        changed = [key for key in {**old, **new} if key not in free and old.get(key) != new.get(key)]
         differing = [f"{key}: {old.get(key)!r} then, {new.get(key)!r} now" for key in changed]
         if differing:
             raise ConfigError(

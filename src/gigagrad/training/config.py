@@ -11,12 +11,16 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.files import write_text
 from gigagrad.models.registry import check_network
+from gigagrad.models.trust import check_trusted
 from gigagrad.settings import Settings, read_yaml
 from gigagrad.stores import parse_storage
 from gigagrad.training.losses import check_loss
+from gigagrad.training.schedule import SCHEDULES
+
+_CHOICES = {"schedule": SCHEDULES, "precision": (None, "bfloat16", "float16")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,10 @@ class FitConfig(Settings):
         slides: the cohort file or folder (see `cohorts`).
         out: the run folder; made if missing.
         model: a name that `gigagrad.models.resolve` knows.
-        loss: a name in `losses`, or `package.module:callable`.
+        loss: a name in `losses`, or `package.module:callable`, with settings as in `tversky?false_negatives=0.8`;
+            several are added up, with factors: `ce + 0.5*mine:dice`.
+        class_weights: of each class in the loss, background first, or `balanced`: the inverse of its share of the
+            training masks' pixels, or of the training labels, scaled to a mean of 1.
         classes: class ids by name, or by value in mask files, as `masks.ClassTable.parse` takes them; in YAML, a
             mapping. A run saves those it trained with, so that predictions bear their names.
         fold: of a cohort file with folds, the one to validate.
@@ -36,8 +43,21 @@ class FitConfig(Settings):
         storage: how training steps store the fields they keep, as `gigagrad.compile` has it; None: bit for bit.
         device: `"cpu"` or `"cuda"`.
         epochs: passes over the training slides.
-        learning_rate: of Adam.
+        learning_rate: the highest, after the warm-up.
+        optimizer: a class of `torch.optim` in any case, or `package.module:Class`, with settings: `sgd?momentum=0.9`.
+        weight_decay: of the optimizer.
+        schedule: of the learning rate over all steps: `constant`, `cosine` or `linear`.
+        warmup: steps in which the learning rate rises in a line.
+        frozen: modules or parameters that are not trained: `network.encoder`, `*.bias`.
+        rates: factors of the learning rate, as `network.encoder=0.1`; of several patterns the first counts.
+        accumulate: slides whose mean gradient makes a step.
+        clip: largest 2-norm of a step's gradient over all parameters; larger ones are scaled down to it.
+        ema: decay, as 0.999, of a moving average of the weights, which is validated and kept instead of them; 0: none.
+        patience: epochs without a lower validation loss after which training ends; 0: never.
+        precision: `bfloat16` or `float16` as autocast would; None: the model's own.
         augment: turn and mirror each training slide, anew in every epoch.
+        stain_jitter: vary haematoxylin and eosin of training slides, 0 to 1 (0.05 is usual; see `colours.Jitter`).
+        colour_jitter: vary brightness and contrast of each channel of training slides, 0 to 1.
         seed: of the initial weights, the order of slides, the augmentation and random operators.
         level: pyramid level of slides and masks to train on; 0 is full resolution.
         grey: read slides in grey, one channel, as `Image.grey` does; for networks that grey their input anyway.
@@ -48,6 +68,7 @@ class FitConfig(Settings):
     out: str
     model: str = "paper-unet"
     loss: str = "bce"
+    class_weights: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     fold: int | None = None
     memory: str | None = None
@@ -56,7 +77,20 @@ class FitConfig(Settings):
     device: str = "cpu"
     epochs: int = 20
     learning_rate: float = 1e-3
+    optimizer: str = "adam"
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    warmup: int = 0
+    frozen: tuple[str, ...] = ()
+    rates: tuple[str, ...] = ()
+    accumulate: int = 1
+    clip: float | None = None
+    ema: float = 0.0
+    patience: int = 0
+    precision: str | None = None
     augment: bool = True
+    stain_jitter: float = 0.0
+    colour_jitter: float = 0.0
     seed: int = 0
     level: int = 0
     grey: bool = False
@@ -65,6 +99,14 @@ class FitConfig(Settings):
     LIMITS: ClassVar = {
         "epochs": (1, math.inf),
         "learning_rate": (0, math.inf),
+        "weight_decay": (0, math.inf),
+        "warmup": (0, math.inf),
+        "accumulate": (1, math.inf),
+        "clip": (0, math.inf),
+        "ema": (0, 1),
+        "patience": (0, math.inf),
+        "stain_jitter": (0, 1),
+        "colour_jitter": (0, 1),
         "seed": (0, 2**63 - 1),
         "level": (0, math.inf),
         "checkpoint_seconds": (0, math.inf),
@@ -74,6 +116,13 @@ class FitConfig(Settings):
         super().__post_init__()
         if self.learning_rate == 0:
             raise ConfigError("learning_rate must be above 0, got 0")
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                offered = ", ".join(str(choice) for choice in known if choice is not None)
+                raise ConfigError(
+                    f"{name} must be one of {offered}, got {value!r}{did_you_mean(str(value), map(str, known))}"
+                )
         parse_storage(self.storage)
 
     def relative_to(self, folder: Path) -> Self:
@@ -107,10 +156,13 @@ class FitConfig(Settings):
             check_network(config.model, path, trust)
         if "loss" not in (overrides or {}):
             check_loss(config.loss, path, trust)
+        if "optimizer" not in (overrides or {}) and ":" in config.optimizer:
+            check_trusted(config.optimizer.partition("?")[0], path, trust)
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "classes": list(self.classes)}
+        settings = dataclasses.asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
     def save(self, path: Path) -> None:
         """Write every setting, defaults included, as YAML. Raises `WriteError`."""

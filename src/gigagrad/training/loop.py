@@ -1,9 +1,9 @@
 """`fit`: train a network on whole slides, keep the weights of the lowest validation loss, test them.
 
-One step is one slide: its exact loss and gradients by the engine, then one step of Adam, as in the founding experiment
-(Remedios et al., MIDL 2023). Everything random is a function of the seed, the epoch and the slide's index, and a
-checkpoint holds whatever else a step depends on, so a run that was killed at any moment ends with the same bits as one
-that was not.
+One step is one slide, or the mean of several: exact loss and gradients by the engine, then one step of Adam, as in the
+founding experiment (Remedios et al., MIDL 2023), or of another optimizer. Everything random is a function of the seed,
+the epoch and the slide's index, and a checkpoint holds whatever else a step depends on, so a run that was killed at any
+moment ends with the same bits as one that was not.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ from gigagrad.plans import Plan
 from gigagrad.prediction.evaluate import score_logits
 from gigagrad.training.augment import order_of, turn_of
 from gigagrad.training.checkpoint import Checkpoint, Progress
+from gigagrad.training.class_weights import BALANCED, class_weights
+from gigagrad.training.colours import Jitter
 from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder, environment
+from gigagrad.training.learner import Learner
 from gigagrad.training.log import RunLog
-from gigagrad.training.losses import named_loss
+from gigagrad.training.losses import Weighted, named_loss
+from gigagrad.training.optimization import freeze
 from gigagrad.training.pairs import Pairs
 from gigagrad.training.result import FitResult
 from gigagrad.training.targets import TargetRule, output_channels
@@ -92,6 +96,7 @@ class _Run:
         self.shapes = check_images(self.cohort, config.level, grey=config.grey, table=self.table)
         device_for(config.device)  # refuses one that is not there
         self.loss = named_loss(config.loss)
+        self.jitter = Jitter(config.stain_jitter, config.colour_jitter)
         self.overwrite = overwrite
         self.progress = Progress()
         self.resumed: Checkpoint | None = None
@@ -112,7 +117,7 @@ class _Run:
             self.resumed, self.progress = checkpoint, checkpoint.progress
 
     def fit(self) -> FitResult:
-        if self.progress.epoch >= self.config.epochs and self.folder.summary.exists():
+        if self._ended() and self.folder.summary.exists():
             self.events.emit(Notice(f"{self.folder.path} holds this run, finished; --overwrite starts it anew"))
             return FitResult.load(self.folder.path)
         self._build()
@@ -135,8 +140,8 @@ class _Run:
             self.events.emit(Notice(text, warning=True))
         if self.table is not None:
             self.events.emit(Notice(f"classes: {self.table}"))
-        learned = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.Adam(learned, lr=config.learning_rate)
+        if frozen := freeze(config, self.model):
+            self.events.emit(Notice(f"{len(frozen)} parameters are frozen, from {frozen[0]} to {frozen[-1]}"))
         shapes = zip(self.cohort.rows, self.shapes, strict=True)
         # The other splits only need a forward pass, which takes less than any backward pass.
         trained = [(row, shape) for row, shape in shapes if row.split == "train"]
@@ -147,29 +152,30 @@ class _Run:
                 f"there are {self.table.count} classes, the background included ({self.table}), and {config.model} has "
                 f"{channels} output channels; give the model one for each"
             )
+        self._set_targets(channels)
+        self.learner = Learner(config, self.model, self.loss, len(trained))
+        self.engine = self.learner.engine
+        if self.resumed is not None:
+            self._resume(self.resumed)
+        self.saved_step = self.progress.step
+        self._note_state()
+
+    def _set_targets(self, channels: int) -> None:
+        """What targets may hold, and the loss without ignored pixels and with the weights of classes."""
+        config = self.config
         self.ignores = self.table is not None and self.table.ignores
         if self.ignores:
             self.loss = self.loss.ignoring()
         rule = TargetRule(self.loss, channels, self.ignores)
         self.pairs = Pairs(rule, level=config.level, grey=config.grey, labels=self.folder.labels, table=self.table)
-        self.engine = compile_engine(
-            self.model,
-            self.loss.function,
-            memory=config.memory,
-            scratch=config.scratch,
-            storage=config.storage,
-            device=config.device,
-            optimizer=self.optimizer,
-        )
-        if self.resumed is not None:
-            self._resume(self.resumed)
+        if config.class_weights:
+            weights = class_weights(config.class_weights, (), channels if self.loss.class_ids else 2)
+            self.loss = self.loss.weighted(weights)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         try:
-            self.model.load_state_dict(checkpoint.model)
-            self.optimizer.load_state_dict(checkpoint.optimizer)
+            self.learner.load(checkpoint)
             torch.set_rng_state(checkpoint.random)
-            self.engine.load_state_dict(checkpoint.engine)
         except Exception as error:  # whatever lies in the place of what was saved
             reason = " ".join(str(error).split())[:200]
             unfit = f"{self.folder.checkpoint} does not fit this model ({reason})"
@@ -182,9 +188,10 @@ class _Run:
             # Its label does not exist yet; a plan only needs the shape and the dtype.
             with open_image(row.slide, level=self.config.level, mpp=row.mpp) as slide:
                 blank = np.broadcast_to(np.zeros((), np.uint8), (1, *slide.shape[1:]))
-                return self.engine.plan(slide.grey() if self.config.grey else slide, open_image(blank))
+                seen = slide.grey() if self.config.grey else slide
+                return self.engine.plan(self.jitter.of(seen, self.config.seed, 0, 0), open_image(blank))
         with self.pairs.open(row) as (slide, target):
-            return self.engine.plan(slide, target)
+            return self.engine.plan(self.jitter.of(slide, self.config.seed, 0, 0), target)
 
     def _prepare_folder(self, plan: Plan) -> None:
         """Write what is known before the first step; refuse a folder that holds something else under our names."""
@@ -219,6 +226,16 @@ class _Run:
                     raise type(error)(f"{self.cohort.where(row)}: {error}") from error
                 advance(done, row.name)
         self.pairs.check_seen()
+        if self.config.class_weights == (BALANCED,):
+            self._balance()
+
+    def _balance(self) -> None:
+        """Set the weights of classes by how rare they are in the training slides."""
+        counts = [self.pairs.counts(row) for row in self.cohort.of("train")]
+        weighted = next(module for _, module in self.loss.made_of if isinstance(module, Weighted))
+        weights = class_weights((BALANCED,), counts, len(weighted.weight))
+        weighted.weight.copy_(torch.tensor(weights))
+        self.events.emit(Notice(f"class weights: {', '.join(f'{weight:.4g}' for weight in weights)}"))
 
     def _train(self) -> None:
         config, rows = self.config, self.cohort.of("train")
@@ -226,39 +243,59 @@ class _Run:
         if not self.cohort.of("val"):
             text = "no slide has the split 'val': the weights of the last epoch are kept"
             self.events.emit(Notice(text, warning=True))
+        self._note_state()
         self.saved_at = time.monotonic()
-        with self.events.job("train", total, config.model) as advance:
-            while self.progress.epoch < config.epochs:
-                epoch = self.progress.epoch
-                order = order_of(config.seed, epoch, len(rows))
-                for index in order[self.progress.index :]:
-                    turn = turn_of(config.seed, epoch, index) if config.augment else 0
-                    value = self._step(rows[index], turn)
-                    advance(self.progress.step, f"epoch {epoch + 1} of {config.epochs}, loss {value:.4g}")
-                    if time.monotonic() - self.saved_at >= config.checkpoint_seconds:
-                        self._save(self.log.position())
-                self._end_epoch()
-            self._save(self.log.position())
+        try:
+            with self.events.job("train", total, config.model) as advance:
+                while not self._ended():
+                    epoch = self.progress.epoch
+                    order = order_of(config.seed, epoch, len(rows))
+                    for index in order[self.progress.index :]:
+                        value = self._slide(rows, index)
+                        advance(self.progress.step, f"epoch {epoch + 1} of {config.epochs}, loss {value:.4g}")
+                        if (
+                            self.at_step == self.progress
+                            and time.monotonic() - self.saved_at >= config.checkpoint_seconds
+                        ):
+                            self._save(self.log.position())
+                    self._end_epoch()
+                self._save(self.log.position())
+        except BaseException:
+            self._save_interrupted()
+            raise
 
-    def _step(self, row: Row, turn: int) -> float:
-        """One slide, one step of Adam. Returns the loss; raises `ConfigError` if it is no longer a number."""
-        self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+    def _ended(self) -> bool:
+        """Whether there is nothing left to train."""
+        config, progress = self.config, self.progress
+        waited = progress.epoch - progress.best_epoch
+        return progress.epoch >= config.epochs or 0 < config.patience <= waited
+
+    def _slide(self, rows: tuple[Row, ...], index: int) -> float:
+        """Add the gradients of one slide and, where it is the last of its step, step. Returns the loss.
+
+        Raises `ConfigError` if that is no longer a number.
+        """
+        config, progress, row = self.config, self.progress, rows[index]
+        turn = turn_of(config.seed, progress.epoch, index) if config.augment else 0
         with self.pairs.open(row, turn) as (slide, target):
-            value = float(self.engine.backward(slide, target))
+            seen = self.jitter.of(slide, config.seed, progress.epoch, index)
+            value = self.learner.add(seen, target, first=progress.index % config.accumulate == 0)
         self.pairs.passed(row)
         if not math.isfinite(value):
             ignored = (
                 " (or its mask holds nothing but ignored pixels)" if math.isnan(value) and self.pairs.ignores else ""
             )
             raise ConfigError(
-                f"the loss became {value} at step {self.progress.step + 1} (slide {row.name}); "
-                f"lower learning_rate (it is {self.config.learning_rate:g}){ignored}"
+                f"the loss became {value} at step {progress.step + 1} (slide {row.name}); "
+                f"lower learning_rate (it is {config.learning_rate:g}){ignored}"
             )
-        self.optimizer.step()
-        progress = self.progress
-        self.progress = replace(progress, index=progress.index + 1, step=progress.step + 1)
         values = {"loss": value}
+        steps = self.learner.ends_step(progress.index)
+        if steps:
+            values |= self.learner.step(progress.epoch, progress.index)
+        self.progress = replace(progress, index=progress.index + 1, step=progress.step + 1)
+        if steps:
+            self._note_state()
         if (run := self.engine.last_run) is not None:
             values |= {"seconds": run.seconds, "peak_bytes": float(run.peak_bytes)}
             if run.gradient_error:
@@ -269,6 +306,13 @@ class _Run:
     def _end_epoch(self) -> None:
         """Validate, keep the weights if they are the best so far, and count the epoch as done."""
         epoch, rows = self.progress.epoch + 1, self.cohort.of("val")
+        with self.learner.as_kept():
+            best_loss, best_epoch = self._keep_best(rows, epoch)
+        self.progress = replace(self.progress, epoch=epoch, index=0, best_loss=best_loss, best_epoch=best_epoch)
+        self._note_state()
+
+    def _keep_best(self, rows: tuple[Row, ...], epoch: int) -> tuple[float, int]:
+        """Save the weights if they are the best so far. Returns the lowest loss and its epoch."""
         best_loss, best_epoch = self.progress.best_loss, self.progress.best_epoch
         if rows:
             value = self._validate(rows)
@@ -280,7 +324,7 @@ class _Run:
         if best:
             save_model(self.folder.best, self.config.model, self.model)
             best_epoch = epoch
-        self.progress = replace(self.progress, epoch=epoch, index=0, best_loss=best_loss, best_epoch=best_epoch)
+        return best_loss, best_epoch
 
     def _validate(self, rows: tuple[Row, ...]) -> float:
         """Mean loss over `rows`, without turns and in eval mode."""
@@ -294,19 +338,28 @@ class _Run:
                 advance(len(losses), row.name)
         return math.fsum(losses) / len(losses)
 
+    def _note_state(self) -> None:
+        """The run is between two steps: remember what else a checkpoint of this moment needs."""
+        self.random = torch.get_rng_state()
+        self.at_step, self.writes = self.progress, self.learner.writes()
+
+    def _save_interrupted(self) -> None:
+        """A checkpoint of the last whole step, unless one had begun to write when the interrupt came."""
+        if self.at_step.step > self.saved_step and self.learner.writes() == self.writes:
+            self.progress = self.at_step
+            self._save(self.log.position())
+
     def _save(self, metrics_bytes: int) -> None:
         Checkpoint(
             config=self.config.to_dict(),
             cohort=self.cohort.fingerprint,
             progress=self.progress,
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            engine=self.engine.state_dict(),
-            random=torch.get_rng_state(),
+            random=self.random,
             tile=self.tile,
             metrics_bytes=metrics_bytes,
+            **self.learner.state(),
         ).save(self.folder.checkpoint)
-        self.saved_at = time.monotonic()
+        self.saved_at, self.saved_step = time.monotonic(), self.progress.step
 
     def _test(self) -> FitResult:
         """Score the best weights on the test slides and write the summary."""
@@ -315,7 +368,14 @@ class _Run:
         model = load_weights(self.folder.best, resolve(config.model)).to(config.device)
         dense = self.largest.label is None
         loss = None if dense else self.loss.function
-        engine = compile_engine(model, loss, memory=config.memory, scratch=config.scratch, device=config.device)
+        engine = compile_engine(
+            model,
+            loss,
+            memory=config.memory,
+            scratch=config.scratch,
+            device=config.device,
+            precision=config.precision,
+        )
         engine.events.subscribe(self.events.emit)
         scores: dict[str, float] = {}
         with self.events.job("test", len(rows)) as advance:

@@ -6,46 +6,108 @@ take `ignored` leave out pixels of that value; None, the default, leaves out not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+import inspect
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.masks import IGNORED
 from gigagrad.models.trust import check_trusted, import_callable
+from gigagrad.named import parse_named
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A loss and the targets it can take.
 
-    `binary`: a mask holds 0 and at most one other value; the function takes `ignored`. `class_ids`: a mask or label
-    holds integers below the model's number of output channels, or `IGNORED`, which the function leaves out.
+    `binary`: a mask holds 0 and at most one other value. `class_ids`: a mask or label holds integers below the model's
+    number of output channels, or `IGNORED`, which is left out. `made_of`: functions with their factors, which are added
+    up; those of a binary loss take `ignored`, those of the library's losses of class ids and of `bce` take `weight`.
     """
 
-    function: Callable[..., Tensor]
+    made_of: tuple[tuple[float, Callable[..., Tensor]], ...]
     binary: bool = False
     class_ids: bool = False
+
+    @property
+    def function(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """What the engine is given: `(output, target)` to one number."""
+        if len(self.made_of) == 1 and self.made_of[0][0] == 1:
+            return self.made_of[0][1]
+        return Sum(self.made_of)
 
     def ignoring(self) -> Loss:
         """This loss without the pixels of value `IGNORED`. Raises `ConfigError` for one that knows no such pixels."""
         if self.class_ids:
             return self
-        if not self.binary:
+        if not self.binary or any(_plain(each) not in _BINARY.values() for _, each in self.made_of):
             raise ConfigError(f"the loss takes every pixel; use {', '.join(_IGNORING)}, or give all of them a class")
-        return Loss(partial(self.function, ignored=IGNORED), binary=True)
+        return replace(self, made_of=tuple((factor, partial(each, ignored=IGNORED)) for factor, each in self.made_of))
+
+    def weighted(self, weights: Sequence[float]) -> Loss:
+        """This loss with weights of the classes, background first. Raises `ConfigError` where it has no classes."""
+        taking = [_plain(each) in (bce, ce) for _, each in self.made_of]
+        if not any(taking) or (self.binary and len(weights) != 2):
+            raise ConfigError(
+                f"class_weights {', '.join(f'{weight:g}' for weight in weights)}: weights of classes are for ce, and "
+                "two of them for bce"
+            )
+        made = [
+            (factor, Weighted(each, weights) if takes else each)
+            for (factor, each), takes in zip(self.made_of, taking, strict=True)
+        ]
+        return replace(self, made_of=tuple(made))
 
 
-def bce(output: Tensor, target: Tensor, *, ignored: int | None = None) -> Tensor:
-    """Mean binary cross-entropy of logits; every target value above 0 counts as 1. Shapes must be equal."""
-    if ignored is None:
-        return F.binary_cross_entropy_with_logits(output, _is_true(output, target))
-    entropy = F.binary_cross_entropy_with_logits(output, _is_true(output, target), reduction="none")
+class Weighted(nn.Module):
+    """A loss with weights of classes as its `weight`, `(classes,)`."""
+
+    weight: Tensor
+
+    def __init__(self, function: Callable[..., Tensor], weights: Sequence[float]) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("weight", torch.tensor(list(weights), dtype=torch.float32), persistent=False)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.function(output, target, weight=self.weight.to(output.dtype))
+
+
+class Sum(nn.Module):
+    """Losses times their factors, added up."""
+
+    def __init__(self, made_of: Sequence[tuple[float, Callable[..., Tensor]]]) -> None:
+        super().__init__()
+        self.factors = [factor for factor, _ in made_of]
+        self.functions = [each for _, each in made_of]
+        self.modules_among = nn.ModuleList(each for each in self.functions if isinstance(each, nn.Module))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        total = self.factors[0] * self.functions[0](output, target)
+        for factor, each in zip(self.factors[1:], self.functions[1:], strict=True):
+            total = total + factor * each(output, target)
+        return total
+
+
+def bce(output: Tensor, target: Tensor, *, ignored: int | None = None, weight: Tensor | None = None) -> Tensor:
+    """Mean binary cross-entropy of logits; every target value above 0 counts as 1. Shapes must be equal.
+
+    `weight` is that of the background and of the foreground, `(2,)`.
+    """
+    true = _is_true(output, target)
+    if ignored is None and weight is None:
+        return F.binary_cross_entropy_with_logits(output, true)
+    entropy = F.binary_cross_entropy_with_logits(output, true, reduction="none")
+    if weight is not None:
+        entropy = entropy * (weight[0] + (weight[1] - weight[0]) * true)
     return _mean(entropy, target, ignored)
 
 
@@ -86,10 +148,13 @@ def focal(output: Tensor, target: Tensor, *, gamma: float = 2.0, ignored: int | 
     return _mean((1 - torch.exp(-entropy)) ** gamma * entropy, target, ignored)
 
 
-def ce(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy of logits `(1, C, H, W)` and class ids `(1, 1, H, W)`, or `(1, C)` and `(1,)`; skips 255."""
-    ids = target.squeeze(1) if target.ndim == 4 else target
-    return F.cross_entropy(output, ids.to(torch.int64), ignore_index=IGNORED)
+def ce(output: Tensor, target: Tensor, *, weight: Tensor | None = None, label_smoothing: float = 0.0) -> Tensor:
+    """Mean cross-entropy of logits `(1, C, H, W)` and class ids `(1, 1, H, W)`, or `(1, C)` and `(1,)`; skips 255.
+
+    `weight` is that of each class, `(C,)`, and makes a weighted mean, as in PyTorch.
+    """
+    ids = (target.squeeze(1) if target.ndim == 4 else target).to(torch.int64)
+    return F.cross_entropy(output, ids, weight, ignore_index=IGNORED, label_smoothing=label_smoothing)
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
@@ -109,28 +174,74 @@ def _mean(values: Tensor, target: Tensor, ignored: int | None) -> Tensor:
     return (values * counted).sum() / counted.sum().clamp(min=1)
 
 
-_LOSSES = {
-    "bce": Loss(bce, binary=True),
-    "bce_dice": Loss(bce_dice, binary=True),
-    "ce": Loss(ce, class_ids=True),
-    "dice": Loss(dice, binary=True),
-    "focal": Loss(focal, binary=True),
-    "mse": Loss(mse),
-    "tversky": Loss(tversky, binary=True),
-}
-_IGNORING = tuple(name for name, loss in _LOSSES.items() if loss.binary or loss.class_ids)
+_BINARY: Final = {"bce": bce, "bce_dice": bce_dice, "dice": dice, "focal": focal, "tversky": tversky}
+_OF_CLASS_IDS: Final = {"ce": ce}
+_LOSSES: Final[dict[str, Callable[..., Tensor]]] = dict(sorted((_BINARY | _OF_CLASS_IDS | {"mse": mse}).items()))
+_IGNORING: Final = (*_BINARY, *_OF_CLASS_IDS)
+_SYNONYMS: Final = {"cross_entropy": "ce", "binary_cross_entropy": "bce", "crossentropy": "ce", "l2": "mse"}
+_SETTINGS: Final = ("gamma", "false_positives", "false_negatives", "label_smoothing")
+_TERM: Final = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)\s*\*)?\s*(\S+)\s*")
 
 
 def check_loss(name: str, origin: str | Path, trust: Collection[str]) -> None:
     """Raises `ModelError` where the file `origin` names a function as its loss that is not one of `trust`."""
-    if name not in _LOSSES and ":" in name:
-        check_trusted(name, origin, trust)
+    for _, term in _terms(name):
+        if ":" in term:
+            check_trusted(term.partition("?")[0], origin, trust)
 
 
 def named_loss(name: str) -> Loss:
-    """The loss called `name`, or the function at `package.module:callable`. Raises `ConfigError` or `ModelError`."""
-    if name in _LOSSES:
-        return _LOSSES[name]
+    """The loss `name`: one of ours, or the function or class at `package.module:callable`, with settings after a `?`.
+
+    Several are added up, with factors: `ce + 0.5*mine:dice?smooth=1`. Raises `ConfigError` or `ModelError`.
+    """
+    terms = [(factor, *_found(term)) for factor, term in _terms(name)]
+    kinds = {kind for _, _, kind in terms}
+    if {"binary", "class ids"} <= kinds:
+        raise ConfigError(
+            f"the loss {name!r} adds up losses of class ids and binary ones; a target is one or the other"
+        )
+    return Loss(
+        tuple((factor, function) for factor, function, _ in terms),
+        binary="binary" in kinds,
+        class_ids="class ids" in kinds,
+    )
+
+
+def _terms(name: str) -> list[tuple[float, str]]:
+    """Factors and losses of a sum. Raises `ConfigError` for a text that is none."""
+    found = [_TERM.fullmatch(term) for term in re.split(r"\s\+\s", name)]
+    terms = [(float(match[1] or 1), match[2]) for match in found if match is not None]
+    if len(terms) != len(found):
+        raise ConfigError(f"cannot read the loss {name!r}; write a name, or several as in: ce + 0.5*mine:dice")
+    return terms
+
+
+def _found(term: str) -> tuple[Callable[..., Tensor], str]:
+    """The function of a term, and what it takes: "binary" targets, "class ids", or "anything"."""
+    name, settings = parse_named(term)
     if ":" in name:
-        return Loss(import_callable(name))
-    raise ConfigError(f"unknown loss {name!r}; use {', '.join(_LOSSES)} or package.module:callable")
+        made = import_callable(name)
+        try:
+            if isinstance(made, type):
+                return made(**settings), "anything"
+        except Exception as error:  # anybody's own constructor
+            raise ConfigError(f"cannot make the loss {term!r}: {type(error).__name__}: {error}") from error
+        return (partial(made, **settings) if settings else made), "anything"
+    if name not in _LOSSES:
+        meant = _SYNONYMS.get(name.lower())
+        hint = f", did you mean {meant!r}?" if meant else did_you_mean(name, _LOSSES)
+        raise ConfigError(f"unknown loss {name!r}{hint}; use {', '.join(_LOSSES)} or package.module:callable")
+    function = _LOSSES[name]
+    known = [key for key in inspect.signature(function).parameters if key in _SETTINGS]
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"the loss {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}")
+    kind = "binary" if name in _BINARY else "class ids" if name in _OF_CLASS_IDS else "anything"
+    return (partial(function, **settings) if settings else function), kind
+
+
+def _plain(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    while isinstance(function, partial):
+        function = function.func
+    return function

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gigagrad.cohorts import Row
@@ -15,6 +17,7 @@ from gigagrad.images.tissue import write_label
 from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.training.augment import Turned
+from gigagrad.training.class_weights import count_pixels
 from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask
 
 
@@ -59,6 +62,13 @@ class Pairs:
                 f"the masks hold 0 and {IGNORED} only, and a loss of class ids ignores {IGNORED}; say --classes "
                 f"{IGNORED}=1 if it is the foreground, or {IGNORED}=ignore"
             )
+
+    def counts(self, row: Row) -> NDArray[np.int64]:
+        """How often each class occurs in the row's target, `(256,)`; a label counts once."""
+        if row.label is not None:
+            return np.bincount([int(self._label(row))], minlength=256)
+        with open_image(row.slide, level=self._level, mpp=row.mpp) as slide, self._open_mask(row, slide) as mask:
+            return count_pixels(mask, binary=self._rule.loss.binary, ignores=self.ignores)
 
     @contextmanager
     def open(self, row: Row, turn: int = 0) -> Iterator[tuple[Image, Image | Tensor]]:

@@ -1,0 +1,42 @@
+"""Names with settings, as people write models, losses and optimizers: `NAME?key=value&key=value`.
+
+Values are read as literals: `3`, `1e-3`, `true`, `none`, comma-separated tuples of those, else text.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote
+
+from gigagrad.errors import ConfigError
+
+Literal = int | float | bool | str | None | tuple["Literal", ...]
+
+
+def parse_named(text: str) -> tuple[str, dict[str, Literal]]:
+    """The name and the settings in `text`. Raises `ConfigError` for a setting that is none, or is given twice."""
+    name, _, query = text.partition("?")
+    settings: dict[str, Literal] = {}
+    for item in filter(None, query.split("&")):
+        key, equals, value = item.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"cannot read {item!r} in {text!r}; settings are written NAME?key=value&key=value")
+        if key in settings:
+            raise ConfigError(f"{text!r} sets {key!r} twice")
+        settings[key] = parse_literal(unquote(value))
+    return name, settings
+
+
+def parse_literal(text: str) -> Literal:
+    if "," in text:
+        return tuple(parse_literal(part) for part in text.split(",") if part)
+    word = text.strip().lower()
+    if word in ("true", "false"):
+        return word == "true"
+    if word in ("none", "null"):
+        return None
+    if re.fullmatch(r"[+-]?\d+", word):
+        return int(word)
+    if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", word):
+        return float(word)
+    return text
