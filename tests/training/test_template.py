@@ -63,11 +63,8 @@ def test_what_the_cohort_calls_for_stands_in_it(tmp_path, lines, expected):
 
 def test_every_setting_is_there_with_its_default(tmp_path):
     path = write_template(tmp_path / "run.yaml", cohort(tmp_path, "slide,split", "a.tif,train"))
-    lines = path.read_text().splitlines()
-    settings = (
-        "".join(line.removeprefix("# ") for line in [row]) for row in lines if ":" in row or row.startswith("# -")
-    )
-    text = "\n".join(line for line in settings if line.partition(":")[0].isidentifier())
+    lines = [line.removeprefix("# ") for line in path.read_text().splitlines()]
+    text = "\n".join(line for line in lines if line.partition(":")[0] in described(FitConfig))
     assert {field.name for field in dataclasses.fields(FitConfig)} <= set(yaml.safe_load(text))
 
 
@@ -91,17 +88,12 @@ def test_the_documented_settings_are_those_there_are():
     rows = []
     for name, meaning in described(FitConfig).items():
         default = defaults[name]
+        text = str(default).lower() if isinstance(default, bool) else str(default)
         required = default is dataclasses.MISSING
-        shown = (
-            "required"
-            if required
-            else ""
-            if default in (None, ())
-            else f"`{str(default).lower() if isinstance(default, bool) else default}`"
-        )
+        shown = "required" if required else "" if default in (None, ()) else f"`{text}`"
         rows.append(f"| `{name}` | {shown} | {meaning} |")
     document = Path(__file__).parents[2] / "docs" / "settings.md"
-    assert "\n".join(rows) in document.read_text(), "\n".join(rows)
+    assert "\n".join(rows) in document.read_text(encoding="utf-8"), "\n".join(rows)
 
 
 def test_at_the_command_line(tmp_path, capsys, monkeypatch):

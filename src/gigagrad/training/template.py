@@ -22,8 +22,8 @@ _WIDTH = 100
 def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path:
     """Write `path`, YAML that `fit` takes, for the cohort `slides`. The slides are not opened.
 
-    Settings that the cohort calls for stand in it; the others are comments with their defaults. Raises `ConfigError` for
-    the cohort and `WriteError` for a file that exists.
+    Settings that the cohort calls for stand in it; the others are comments with their defaults. Raises `ConfigError`
+    for the cohort and `WriteError` for a file that exists.
     """
     if path.exists() and not overwrite:
         raise WriteError(f"{path} exists; choose another --out or pass --overwrite")
