@@ -1,13 +1,15 @@
 """Is the chosen plan the fastest? Against random legal plans of the same network, image and budget.
 
-    python bench/plan_choice.py [--cases 30] [--plans 20] [--measured 4] [--seed 0] [--out choices.jsonl]
+    python bench/plan_choice.py [--cases 30 | --only 9 21] [--plans 20] [--measured 2] [--rounds 2] [--seed 0]
+        [--out choices.jsonl]
 
 A case is a published network in training or evaluation mode, an image and a budget between the smallest and twice that.
 Half of the random plans change the chosen one (fields given up and added, tiles of half and twice the side), the others
 keep any convolutions and sums of branches with tiles of any size; those that do not fit are drawn again. Of each case
-the plans that are predicted to be fastest and as many others are timed in turns with the chosen one, every plan in an
-engine of its own, the fastest of the later rounds counts. Lines already in `--out` are not run again. Prints one JSON
-line last: ratios of the chosen plan's seconds to the best random plan's.
+the plans that are predicted to be fastest and as many others are timed in turns with the chosen one, every time in a
+process of its own: one that has run another plan holds more, and has less room in its budget. The fastest of the later
+steps counts. Lines already in `--out` are not run again. Prints one JSON line last: ratios of the chosen plan's seconds
+to the best random plan's.
 """
 
 from __future__ import annotations
@@ -43,8 +45,10 @@ NETWORKS = (
     ("timm:convnext_tiny", (480, 480)),
     ("timm:densenet121", (384, 384)),
 )
-_GROWN_BYTES = 64 * 2**20
-"""The others' budgets are larger by so much: a process that has run engines holds more, and they would plan anew."""
+_GROWN_BYTES = 16 * 2**20
+"""All budgets of timed plans are larger by so much: a process holds a little more or less from start to start."""
+_STEPS = 4
+"""Of a process; the first one does not count."""
 _MOST_DRAWN = 6
 """For each plan that is wanted: most of some kind may not fit."""
 
@@ -52,31 +56,90 @@ _MOST_DRAWN = 6
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=2 * len(NETWORKS))
+    parser.add_argument("--only", type=int, nargs="+", help="these cases")
     parser.add_argument("--plans", type=int, default=20)
-    parser.add_argument("--measured", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--measured", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--time", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.time is not None:
+        print(json.dumps(timed(**json.loads(args.time))))
+        return
     if args.one is not None:
-        print(json.dumps(tried(args.one, args.plans, args.measured, args.rounds, args.seed)))
+        print(json.dumps(planned(args.one, args.plans, args.measured, args.seed)))
         return
     known = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out and args.out.exists() else []
     cases = {case["case"]: case for case in known}
-    for number in range(args.cases):
+    for number in args.only or range(args.cases):
         if number in cases:
             continue
-        options = [f"--{name}={getattr(args, name)}" for name in ("plans", "measured", "rounds", "seed")]
-        command = [sys.executable, __file__, f"--one={number}", *options]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        line = done.stdout.splitlines()[-1] if done.returncode == 0 else json.dumps({"case": number, "failed": True})
-        cases[number] = json.loads(line)
+        cases[number] = compared(number, args)
+        line = json.dumps(cases[number])
         print(line, flush=True)
         if args.out:
             with args.out.open("a") as file:
                 file.write(line + "\n")
     print(json.dumps(summarise(list(cases.values()))))
+
+
+def in_a_process(*options: str) -> dict[str, Any] | None:
+    """What this script prints with these options; None where it fails."""
+    command = [sys.executable, __file__, *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    found: dict[str, Any] | None = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+    return found
+
+
+def compared(number: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One case: plans are made in one process and timed in others, in turns."""
+    options = [f"--{name}={getattr(args, name)}" for name in ("plans", "measured", "seed")]
+    case = in_a_process(f"--one={number}", *options)
+    if case is None:
+        return {"case": number, "failed": True}
+    choices, states = case.pop("choices"), case.pop("states")
+    seconds: list[list[float]] = [[] for _ in choices]
+    for _ in range(args.rounds):
+        for own, choice in zip(seconds, choices, strict=True):
+            what = {"number": number, "budget": case["budget_bytes"] + _GROWN_BYTES, "choice": choice, "states": states}
+            run = in_a_process(f"--time={json.dumps(what)}")
+            if run is not None and run["same"]:
+                own.append(run["seconds"])
+    best = [min(own) if own else None for own in seconds]
+    others = [own for own in best[1:] if own is not None]
+    ratio = round(best[0] / min(others), 3) if others and best[0] is not None else None
+    return {**case, "seconds": best, "timed": len(others), "measured_ratio": ratio}
+
+
+def timed(number: int, budget: int, choice: dict[str, Any], states: list[str]) -> dict[str, Any]:
+    """Steps of one plan, in this process; whether it was that plan."""
+    warnings.simplefilter("ignore")
+    import gigagrad as gg
+    import gigagrad.models.torchvision_operators
+    from bench.calibration import loss
+    from gigagrad.execution.choice import Choice
+
+    network, image, target = subject_of(number)
+    engine = gg.compile(network, loss, memory=budget)
+    engine.load_state_dict({"choices": dict.fromkeys(states, choice)})
+    seconds = []
+    for _ in range(_STEPS):
+        start = time.perf_counter()
+        engine.backward(image, target)
+        seconds.append(time.perf_counter() - start)
+    same = Choice.of(engine.plan(image, target)) == Choice.from_dict(choice)
+    return {"seconds": round(min(seconds[1:]), 3), "same": same}
+
+
+def subject_of(number: int) -> tuple[Any, Any, Any]:
+    """The network of a case in its mode, its image and its target."""
+    from bench.calibration import subject
+
+    name, size = NETWORKS[number % len(NETWORKS)]
+    network, image, target = subject(name, size)
+    return network.train(number // len(NETWORKS) % 2 == 0), image, target
 
 
 def summarise(cases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -92,63 +155,41 @@ def summarise(cases: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def tried(number: int, count: int, measured: int, rounds: int, seed: int) -> dict[str, Any]:
-    """One case, in this process."""
+def planned(number: int, count: int, measured: int, seed: int) -> dict[str, Any]:
+    """The chosen plan of a case and random ones."""
     warnings.simplefilter("ignore")
     import gigagrad as gg
     import gigagrad.models.torchvision_operators
-    from bench.calibration import loss, subject
+    from bench.calibration import loss
     from gigagrad.errors import BudgetError
     from gigagrad.execution.choice import Choice
 
     rng = random.Random(f"{seed} {number}")
-    name, size = NETWORKS[number % len(NETWORKS)]
-    training = (number // len(NETWORKS)) % 2 == 0
-    network, image, target = subject(name, size)
-    network.train(training)
+    network, image, target = subject_of(number)
     try:
         gg.compile(network, loss, memory="64MiB").plan(image, target)
         raise AssertionError("no process is as small as that")
     except BudgetError as error:
-        budget = int(error.needed_bytes * rng.choice([1.05, 1.2, 1.5, 2]))
-
-    def engine_of(choice: Choice | None) -> gg.Engine:
-        engine = gg.compile(network, loss, memory=budget if choice is None else budget + _GROWN_BYTES)
-        if choice is not None:
-            engine.load_state_dict({"choices": dict.fromkeys(state["choices"], choice.to_dict())})
-        return engine
-
-    engine = engine_of(None)
+        budget = int(error.smallest_bytes * rng.choice([1.0, 1.2, 1.5, 2]))
+    engine = gg.compile(network, loss, memory=budget)
     chosen = engine.plan(image, target)
-    state = engine.state_dict()
-    problem = engine.problem(image, target)
-    others = drawn(problem, chosen, rng, count)
+    others = drawn(engine.problem(image, target), chosen, rng, count)
     others.sort(key=lambda plan: plan.modelled_seconds)
     few = [*others[:measured], *rng.sample(others[measured:], min(measured, max(0, len(others) - measured)))]
-    engines = [engine, *(engine_of(Choice.of(plan)) for plan in few)]
-    seconds: list[list[float]] = [[] for _ in engines]
-    for _ in range(rounds):
-        for own, one in zip(seconds, engines, strict=True):
-            start = time.perf_counter()
-            one.backward(image, target)
-            own.append(time.perf_counter() - start)
-    best = [min(own[1:]) for own in seconds]
-    still = [Choice.of(one.plan(image, target)) == Choice.of(plan) for one, plan in zip(engines[1:], few, strict=True)]
-    kept = [own for own, same in zip(best[1:], still, strict=True) if same]  # others no longer fitted
+    name, size = NETWORKS[number % len(NETWORKS)]
     return {
         "case": number,
         "network": name,
         "size": size,
-        "mode": "training" if training else "evaluation",
+        "mode": "training" if network.training else "evaluation",
         "budget_bytes": budget,
         "plans": len(others),
         "stages": [len(plan.stages) for plan in (chosen, *few)],
         "tiles": [plan.tile_count for plan in (chosen, *few)],
         "predicted_seconds": [round(plan.modelled_seconds, 3) for plan in (chosen, *few)],
-        "seconds": [round(own, 3) for own in best],
         "predicted_ratio": round(chosen.modelled_seconds / others[0].modelled_seconds, 3) if others else None,
-        "timed": len(kept),
-        "measured_ratio": round(best[0] / min(kept), 3) if kept else None,
+        "choices": [Choice.of(plan).to_dict() for plan in (chosen, *few)],
+        "states": list(engine.state_dict()["choices"]),
     }
 
 

@@ -1,9 +1,12 @@
 """Fitting tiles beside what else a process holds."""
 
+import itertools
 import math
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from gigagrad.allowances import ROWS_AT_ONCE
@@ -11,6 +14,7 @@ from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
 from gigagrad.plans import Grid, ledger, make_plan
 from gigagrad.plans.cost import Costs
+from gigagrad.plans.fit import _between, _fastest_within, _Offer
 from gigagrad.plans.ledger import StageLedger
 from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.plan import amount_of
@@ -180,3 +184,41 @@ def test_files_cost_processors_beside_tiles_and_a_slow_disk_hides_both(phase):
     assert moved > 2 * graph[kept[2]].nbytes
     slow = {"disk_write_bytes_per_second": 1e6, "disk_read_bytes_per_second": 1e6}
     assert seconds("disk", **slow) == pytest.approx(moved / 1e6)
+
+
+offered = st.lists(
+    st.lists(
+        st.builds(_Offer, st.floats(0, 10), st.integers(0, 20), st.integers(0, 6), st.none()), min_size=1, max_size=4
+    ),
+    max_size=4,
+)
+
+
+@given(offered, st.integers(0, 20), st.integers(0, 20))
+def test_tiles_within_caps_are_found_where_there_are_any(offers, room, most_compiled):
+    legal = [
+        choice
+        for choice in itertools.product(*offers)
+        if all(each.size_bytes <= room for each in choice) and sum(each.compiled for each in choice) <= most_compiled
+    ]
+    found = _fastest_within(offers, room, most_compiled)
+    assert (found is not None) == bool(legal)
+    if found is None:
+        return
+    assert tuple(found) in legal
+    # Never worse than the leanest in kernels, and the fastest where kernels are no matter.
+    fewest = min(
+        legal, key=lambda choice: (sum(each.compiled for each in choice), sum(each.seconds for each in choice))
+    )
+    assert sum(each.seconds for each in found) <= sum(each.seconds for each in fewest) + 1e-9
+    if sum(max(each.compiled for each in some) for some in offers) <= most_compiled:
+        best = min(sum(each.seconds for each in choice) for choice in legal)
+        assert sum(each.seconds for each in found) == pytest.approx(best)
+
+
+@given(st.integers(0, 100), st.integers(0, 100))
+def test_caps_go_from_the_most_to_the_least(one, other):
+    most, least = max(one, other), min(one, other)
+    caps = _between(most, least)
+    assert (caps[0], caps[-1]) == (most, least)
+    assert caps == sorted(set(caps), reverse=True)

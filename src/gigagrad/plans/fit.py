@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from gigagrad.allowances import HEAP_TOP_BYTES
 from gigagrad.errors import BudgetError
@@ -30,6 +32,10 @@ _TOO_LARGE_IN_A_ROW = 3
 
 _PROMISING = 2
 """Of the tile shapes that look fastest so many that fit are costed exactly."""
+_LESS_ROOM = (0.8, 0.6, 0.4)
+"""Shares of the room in which the fastest shape is costed exactly, too."""
+_CAPS = 8
+"""Steps from the most that may be compiled to the least."""
 
 Kept = Mapping[int, str]
 """The fields kept, and the tier of each by name."""
@@ -167,6 +173,10 @@ class Fitter:
             served += room is None or looked.total(found[-1]) <= room
             if served == _PROMISING:
                 break
+        # What all stages compile is not known yet; it takes its room from the same budget.
+        if room is not None:
+            for share in _LESS_ROOM:
+                found += [exactly(cost) for cost in looked.by_speed(int(share * room))[:1]]
         return _Tilings(book, phases, list(dict.fromkeys(found)), room)
 
     def _looked_through(self, book: StageLedger, room: int | None, *, roughly: bool) -> list[TileCost]:
@@ -185,8 +195,8 @@ class Fitter:
     def _choose(self, tilings: list[_Tilings]) -> tuple[list[TileCost], int]:
         """Tiles for every stage, and the bytes that all their convolutions are compiled to, beside every stage.
 
-        Either the fastest tiles beside the most that any choice compiles to, or the fastest of those that compile to no
-        more than the leanest ones. Raises `BudgetError` if the leanest do not fit.
+        What is compiled leaves less room for the tiles of every stage, so several caps of it are tried, from the most
+        that any choice compiles to down to what the leanest do. Raises `BudgetError` if the leanest do not fit.
         """
         problem, fixed = self._problem, total(self._fixed)
         on_whole_fields = whole_compiled_convolutions(problem.graph, backward=problem.backward)
@@ -194,22 +204,26 @@ class Fitter:
         def compiled_bytes(by_stage: Iterable[int]) -> int:
             return problem.compiled_bytes(on_whole_fields + sum(by_stage))
 
-        caps = [[max(cost.compiled for cost in tiling.costs) for tiling in tilings]]
-        room = None if problem.budget_bytes is None else problem.budget_bytes - fixed
-        if room is not None:
-            needed, least = _leanest(tilings, compiled_bytes)
-            if needed > room:
-                raise problem.refusal(self._what_does_not_fit(tilings), fixed + needed)
-            caps.append(least)
+        most = sum(max(cost.compiled for cost in tiling.costs) for tiling in tilings)
+        if problem.budget_bytes is None:
+            chosen = [tiling.by_speed(None)[0] for tiling in tilings]
+            return chosen, compiled_bytes(cost.compiled for cost in chosen)
+        room = problem.budget_bytes - fixed
+        needed, least = _leanest(tilings, compiled_bytes)
+        if needed > room:
+            raise problem.refusal(self._what_does_not_fit(tilings), fixed + needed)
+        offers = [tiling.offers() for tiling in tilings]
+        fastest = sum(min(offer.seconds for offer in each) for each in offers)
         options = []
-        for cap in caps:
-            left = None if room is None else room - compiled_bytes(cap)
-            chosen = [tiling.fastest(left, most) for tiling, most in zip(tilings, cap, strict=True)]
-            found = [cost for cost in chosen if cost is not None]
-            if len(found) == len(tilings):
-                options.append((sum(t.seconds(cost) for t, cost in zip(tilings, found, strict=True)), found))
+        for cap in _between(most, least):
+            found = _fastest_within(offers, room - compiled_bytes([cap]), cap)
+            if found is not None:
+                options.append((sum(offer.seconds for offer in found), found))
+                if options[-1][0] <= fastest:
+                    break
         _, best = min(options, key=lambda option: option[0])
-        return best, compiled_bytes(cost.compiled for cost in best)
+        chosen = [offer.cost for offer in best]
+        return chosen, compiled_bytes(cost.compiled for cost in chosen)
 
     def _what_does_not_fit(self, tilings: list[_Tilings]) -> str:
         if not tilings:
@@ -230,13 +244,13 @@ class Fitter:
         )
 
 
-def _leanest(tilings: list[_Tilings], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, list[int]]:
-    """The least memory that will do, and how many kernels each stage's convolutions may then be compiled to.
+def _leanest(tilings: list[_Tilings], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, int]:
+    """The least memory that will do, and how many kernels convolutions may then be compiled to in all.
 
     All stages share what is compiled, so with smaller tiles for one of them, in more shapes, all of them need more.
     """
     if not tilings:
-        return compiled_bytes(()), []
+        return compiled_bytes(()), 0
     found = []
     caps: dict[int, int] = {}
     tiles = [(tiling.total(cost), cost.compiled, i) for i, tiling in enumerate(tilings) for cost in tiling.costs]
@@ -244,8 +258,68 @@ def _leanest(tilings: list[_Tilings], compiled_bytes: Callable[[Iterable[int]], 
         if compiled < caps.get(i, compiled + 1):
             caps[i] = compiled
             if len(caps) == len(tilings):
-                found.append((size + compiled_bytes(caps.values()), [caps[j] for j in range(len(tilings))]))
+                found.append((size + compiled_bytes(caps.values()), sum(caps.values())))
     return min(found)
+
+
+def _between(most: int, least: int) -> list[int]:
+    """About `_CAPS` whole numbers from the first to the second, both included."""
+    steps = min(_CAPS, most - least)
+    return sorted({most - step * (most - least) // max(1, steps) for step in range(steps + 1)}, reverse=True)
+
+
+class _Offer(NamedTuple):
+    """A tile shape for a stage."""
+
+    seconds: float
+    size_bytes: int
+    compiled: int
+    cost: TileCost
+
+
+def _fastest_within(offers: list[list[_Offer]], room: int, most_compiled: int) -> list[_Offer] | None:
+    """One offer for each stage that fits in `room` bytes, with no more compiled kernels in all; None if there are none.
+
+    Greedy: from those that compile to least on, always the step that saves the most seconds for a kernel.
+    """
+    frontiers = [_frontier(each, room) for each in offers]
+    if not all(frontiers):
+        return None
+    taken = [0] * len(frontiers)
+    left = most_compiled - sum(frontier[0].compiled for frontier in frontiers)
+    if left < 0:
+        return None
+    heap = [(_worth(frontier, 0), i) for i, frontier in enumerate(frontiers) if len(frontier) > 1]
+    heapify(heap)
+    while heap:
+        _, i = heappop(heap)
+        now, further = frontiers[i][taken[i] : taken[i] + 2]
+        if further.compiled - now.compiled <= left:
+            left -= further.compiled - now.compiled
+            taken[i] += 1
+            if taken[i] + 1 < len(frontiers[i]):
+                heappush(heap, (_worth(frontiers[i], taken[i]), i))
+    return [frontier[index] for frontier, index in zip(frontiers, taken, strict=True)]
+
+
+def _frontier(offers: list[_Offer], room: int) -> list[_Offer]:
+    """Those that fit, from the fewest kernels to the most, each faster than those before it: on the convex hull."""
+    hull: list[_Offer] = []
+    for offer in sorted(
+        (each for each in offers if each.size_bytes <= room), key=lambda each: (each.compiled, each.seconds)
+    ):
+        if hull and offer.seconds >= hull[-1].seconds:
+            continue
+        while len(hull) > 1 and _worth([hull[-2], offer], 0) <= _worth(hull, len(hull) - 2):
+            hull.pop()
+        hull.append(offer)
+    return hull
+
+
+def _worth(frontier: list[_Offer], index: int) -> float:
+    """Seconds that a step along a frontier adds for a kernel: below 0."""
+    now, further = frontier[index : index + 2]
+    return (further.seconds - now.seconds) / (further.compiled - now.compiled)
 
 
 def peak_bytes(option: Option) -> int:
@@ -262,11 +336,8 @@ class _Tilings:
     room: int | None
     """Bytes beside what is fixed, but for compiled convolutions."""
 
-    def fastest(self, room: int | None, most_compiled: int) -> TileCost | None:
-        """The fastest of the tiles that fit in `room` bytes beside what is fixed, and compile to so many kernels. Where
-        memory is no matter, the leanest of those that are about as fast.
-        """
-        return next((cost for cost in self.by_speed(room) if cost.compiled <= most_compiled), None)
+    def offers(self) -> list[_Offer]:
+        return [_Offer(self.seconds(cost), self.total(cost), cost.compiled, cost) for cost in self.costs]
 
     def by_speed(self, room: int | None) -> list[TileCost]:
         """The tiles that fit in so many bytes, the fastest first; where memory is no matter, first of all the leanest
