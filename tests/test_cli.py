@@ -30,7 +30,7 @@ WORDS = {
     ),
     "fit": (
         "--classes --config --device --epochs --fold --learning-rate --level --loss --memory --model --no-augment "
-        "--no-grey --out --overwrite --scratch --seed --slides --storage --trust"
+        "--no-grey --out --overwrite --scratch --seed --slides --storage --trust --weights"
     ),
     "predict": (
         "--classes --device --level --memory --mpp --no-grey --out --overwrite --run --scratch --slides "

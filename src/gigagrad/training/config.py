@@ -13,7 +13,7 @@ import yaml
 
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_text
-from gigagrad.models.registry import check_network
+from gigagrad.models.registry import check_downloads_nothing, check_network
 from gigagrad.settings import Settings, read_yaml
 from gigagrad.stores import parse_storage
 from gigagrad.training.losses import check_loss
@@ -27,6 +27,7 @@ class FitConfig(Settings):
         slides: the cohort file or folder (see `cohorts`).
         out: the run folder; made if missing.
         model: a name that `gigagrad.models.resolve` knows.
+        weights: what the network begins with: a file or folder as `models.load_weights_into` takes it.
         loss: a name in `losses`, or `package.module:callable`.
         classes: class ids by name, or by value in mask files, as `masks.ClassTable.parse` takes them; in YAML, a
             mapping. A run saves those it trained with, so that predictions bear their names.
@@ -47,6 +48,7 @@ class FitConfig(Settings):
     slides: str
     out: str
     model: str = "paper-unet"
+    weights: str | None = None
     loss: str = "bce"
     classes: tuple[str, ...] = ()
     fold: int | None = None
@@ -80,7 +82,9 @@ class FitConfig(Settings):
         """The same settings with absolute paths; relative ones are taken from `folder`."""
         base = folder.absolute()
         scratch = None if self.scratch is None else str(base / self.scratch)
-        return dataclasses.replace(self, slides=str(base / self.slides), out=str(base / self.out), scratch=scratch)
+        weights = None if self.weights is None else str(base / self.weights)
+        slides, out = str(base / self.slides), str(base / self.out)
+        return dataclasses.replace(self, slides=slides, out=out, scratch=scratch, weights=weights)
 
     @classmethod
     def from_yaml(
@@ -89,8 +93,8 @@ class FitConfig(Settings):
         """A config from a YAML file, with `overrides` in the place of the file's settings of these names.
 
         Relative paths in the file are taken from its own folder; those of `overrides` must be absolute. A model or loss
-        of the file's that is neither gigagrad's nor a library's must be one of `trust`, as in `load_model`. Raises
-        `ConfigError` and `ModelError`.
+        of the file's that is neither gigagrad's nor a library's must be one of `trust`, as in `load_model`, and none
+        may ask for published weights. Raises `ConfigError` and `ModelError`.
         """
         path = Path(path)
         try:
@@ -105,6 +109,7 @@ class FitConfig(Settings):
             raise ConfigError(f"{path}: {error}") from error
         if "model" not in (overrides or {}):
             check_network(config.model, path, trust)
+            check_downloads_nothing(config.model, path)
         if "loss" not in (overrides or {}):
             check_loss(config.loss, path, trust)
         return config
