@@ -257,13 +257,18 @@ def _read(path: Path, kind: str, read: Callable[[], Any]) -> Any:
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors by name, atomically; those that share memory are written each.
 
-    Raises `WriteError`, and `ModelError` for what the format cannot hold: sparse tensors, or something else than tensors.
+    Raises `WriteError`, and `ModelError` for what the format cannot hold: sparse tensors, or what is no tensor.
     """
-    import torch
     from safetensors.torch import save
 
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
     try:
-        apart = {name: torch.clone(it.cpu(), memory_format=torch.contiguous_format) for name, it in tensors.items()}
+        for name, tensor in tensors.items():
+            own = tensor.detach().cpu().contiguous()
+            address = own.untyped_storage().data_ptr()
+            apart[name] = own.clone() if address in seen else own
+            seen.add(address)
         whole = save(apart, {"format": "pt"})
     except Exception as error:  # whatever a module puts among its tensors
         reason = " ".join(str(error).split())[:200]

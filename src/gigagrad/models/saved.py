@@ -98,7 +98,10 @@ def _read(path: str | Path) -> tuple[str, Any]:
 def _settings_beside(file: Path) -> dict[str, Any]:
     """What `config.json` says of a `model.safetensors`. Raises `ValueError` with the reason."""
     path = file.with_name(CONFIG)
-    settings = read_json(path)
+    try:
+        settings = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
     if not isinstance(settings, dict) or settings.get("format") != _KIND:
         raise ValueError(f"{path} describes no {_KIND}")
     return settings
