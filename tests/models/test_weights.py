@@ -9,7 +9,7 @@ from torch import nn
 
 from gigagrad.errors import ModelError
 from gigagrad.models import load, load_model, load_weights_into, resolve, save_model
-from gigagrad.models.registry import check_downloads_nothing
+from gigagrad.models.registry import asks_for_weights, check_downloads_nothing
 from gigagrad.models.saved import save_folder
 
 
@@ -274,7 +274,10 @@ def test_published_weights_come_when_they_are_typed_and_never_with_a_file(tmp_pa
     assert published == []
     with pytest.raises(ModelError, match=r"run\.yaml asks for published weights .* type the model yourself"):
         check_downloads_nothing(name, "run.yaml")
-    check_downloads_nothing(name.replace("pretrained=true", "pretrained=false").replace("imagenet", "none"), "run.yaml")
+    assert asks_for_weights(name) in ("pretrained", "encoder_weights")
+    without = name.replace("pretrained=true", "pretrained=false").replace("imagenet", "none")
+    assert asks_for_weights(without) is None
+    check_downloads_nothing(without, "run.yaml")
 
 
 def test_the_front_is_what_the_weights_were_made_for(timm):

@@ -93,13 +93,18 @@ def check_network(name: str, origin: str | Path, trust: Collection[str]) -> None
 
 def check_downloads_nothing(name: str, origin: str | Path) -> None:
     """Raises `ModelError` where the network `name`, as the file `origin` has it, starts from published weights."""
-    path, _, query = name.partition("?")
-    asked = () if _is_imported(path) else _asked(_parse_query(name, query))
-    if asked:
+    if key := asks_for_weights(name):
         raise ModelError(
-            f"{origin} asks for published weights ({asked[0]}), but what a file says downloads nothing; "
-            f"type the model yourself, with --model, or leave {asked[0]} out"
+            f"{origin} asks for published weights ({key}), but what a file says downloads nothing; "
+            f"type the model yourself, with --model, or leave {key} out"
         )
+
+
+def asks_for_weights(name: str) -> str | None:
+    """The setting by which the network of a library starts from published weights, None where there is none."""
+    path, _, query = name.partition("?")
+    asked = [] if _is_imported(path) else _asked(_parse_query(name, query))
+    return asked[0] if asked else None
 
 
 def is_reloadable(name: str) -> bool:

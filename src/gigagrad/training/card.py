@@ -13,6 +13,7 @@ from torch import nn
 
 from gigagrad.cohorts import Cohort
 from gigagrad.cohorts.rows import Split
+from gigagrad.models.registry import asks_for_weights
 from gigagrad.models.saved import save_folder
 from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder, environment
@@ -36,7 +37,9 @@ def model_card(model: nn.Module, config: FitConfig, cohort: Cohort, result: FitR
     counts = ", ".join(f"{len(cohort.of(split))} {split}" for split in splits)
     dense = result.metric == "dice"
     tested = f"{result.metric} {result.mean:.4f}" + ("" if math.isnan(result.sd) else f" +/- {result.sd:.4f}")
-    begun = "random" if config.weights is None else f"`{Path(config.weights).name}`"
+    begun = "published with the network" if asks_for_weights(config.model) else "random"
+    if config.weights is not None:
+        begun = f"`{Path(config.weights).name}`"
     rows = [
         ("network", f"`{config.model}`, {sum(p.numel() for p in model.parameters()):,} parameters"),
         ("first weights", f"{begun}; seed {config.seed}"),
