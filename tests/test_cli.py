@@ -33,7 +33,7 @@ WORDS = {
         "--accumulate --class-weights --classes --clip --colour-jitter --config --device --ema --epochs --fold "
         "--frozen --learning-rate --level --loss --memory --model --no-augment --no-grey --optimizer --out --overwrite "
         "--patience --precision --rates --schedule --scratch --seed --slides --stain-jitter --storage --trust --warmup "
-        "--weight-decay"
+        "--weight-decay --weights"
     ),
     "predict": (
         "--classes --device --level --memory --mpp --no-grey --out --overwrite --run --scratch --slides "

@@ -16,10 +16,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
-from gigagrad.errors import WriteError
+from gigagrad.errors import ModelError, WriteError
 from gigagrad.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # EFBIG and EDQUOT are what a full disk looks like to somebody with a file size limit or a quota.
 _DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -218,14 +221,57 @@ def read_tensors(path: Path, kind: str) -> dict[str, Any]:
 
     Nothing in the file is executed. Raises `ValueError` with the reason for a missing, damaged or foreign file.
     """
-    import torch
-
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist")
-    try:
-        payload = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle, end-of-file and runtime errors alike mean an unreadable file
-        raise ValueError(f"{path} is damaged or no {kind} ({type(error).__name__})") from error
+    payload = read_torch(path, kind)
     if not isinstance(payload, dict) or payload.get("format") != kind:
         raise ValueError(f"{path} holds no {kind}")
     return payload
+
+
+def read_torch(path: Path, kind: str) -> Any:
+    """What `torch.save` wrote, on the CPU: tensors and plain Python values. Nothing in the file is executed.
+
+    Raises `ValueError` with the reason for a file that is missing, damaged, or holds anything else than a `kind` does.
+    """
+    import torch
+
+    return _read(path, kind, lambda: torch.load(path, map_location="cpu", weights_only=True))
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a `.safetensors` file by name, on the CPU. Raises `ValueError` with the reason."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = _read(path, "safetensors file", lambda: load_file(path))
+    return tensors
+
+
+def _read(path: Path, kind: str, read: Callable[[], Any]) -> Any:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    try:
+        return read()
+    except Exception as error:  # zip, pickle, end-of-file and runtime errors alike mean an unreadable file
+        raise ValueError(f"{path} is damaged or no {kind} ({type(error).__name__})") from error
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors by name, atomically; those that share memory are written each.
+
+    Raises `WriteError`, and `ModelError` for what the format cannot hold: sparse tensors, or what is no tensor.
+    """
+    from safetensors.torch import save
+
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    try:
+        for name, tensor in tensors.items():
+            own = tensor.detach().cpu().contiguous()
+            address = own.untyped_storage().data_ptr()
+            apart[name] = own.clone() if address in seen else own
+            seen.add(address)
+        whole = save(apart, {"format": "pt"})
+    except Exception as error:  # whatever a module puts among its tensors
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"safetensors cannot hold what the model does ({reason}); use best.pt") from error
+    with replacing(path) as file:
+        file.write(whole)

@@ -75,7 +75,7 @@ def test_a_run_writes_everything_that_others_read(config, tmp_path):
     names = {path.name for path in run.path.iterdir()}
     assert names == {
         "config.yaml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoint.pt", "best.pt", "summary.json",
-        "plan.json", "plan.txt",
+        "plan.json", "plan.txt", "model",
     }  # fmt: skip
     assert metrics_of(run.path) == [
         *(("train", 1, step) for step in (1, 2, 3)), ("val", 1, 3),

@@ -55,7 +55,7 @@ def plan(args: argparse.Namespace) -> None:
     if scratch is None and args.scratch_bytes is not None:
         scratch = PlannedDiskTier(parse_bytes(args.scratch_bytes))
     engine = compile(
-        resolve(args.model).train(not args.predict),
+        resolve(args.model, published=False).train(not args.predict),
         None if args.predict else named_loss(args.loss).function,
         memory=args.memory,
         scratch=scratch,
@@ -114,7 +114,7 @@ def fit(args: argparse.Namespace) -> None:
     if args.config is None:
         config = training.FitConfig.from_dict(settings)
     else:
-        for name in ("slides", "out", "scratch"):  # relative to where they were typed, not to the file
+        for name in ("slides", "out", "scratch", "weights"):  # relative to where they were typed, not to the file
             if name in settings:
                 settings[name] = settings[name].absolute()
         config = training.FitConfig.from_yaml(args.config, settings, args.trust)

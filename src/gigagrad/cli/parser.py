@@ -287,6 +287,11 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
                 "help": "settings from a file; flags win over it",
             },
             "--model": f"{_MODEL} (default: paper-unet)",
+            "--weights": {
+                "type": Path,
+                "metavar": "FILE_OR_FOLDER",
+                "help": "begin with these: .pt, .pth, .safetensors, a run, a model's folder; other heads are left out",
+            },
             "--memory": {},
             "--scratch": {},
             "--storage": {},

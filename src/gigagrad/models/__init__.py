@@ -4,6 +4,17 @@ from gigagrad.models.multi_stain import MultiStainNet
 from gigagrad.models.paper import PaperUNet
 from gigagrad.models.preprocess import Normalise, Preprocess
 from gigagrad.models.registry import resolve
-from gigagrad.models.saved import load_model, save_model
+from gigagrad.models.saved import load, load_model, save_model
+from gigagrad.models.weights import load_weights_into
 
-__all__ = ["MultiStainNet", "Normalise", "PaperUNet", "Preprocess", "load_model", "resolve", "save_model"]
+__all__ = [
+    "MultiStainNet",
+    "Normalise",
+    "PaperUNet",
+    "Preprocess",
+    "load",
+    "load_model",
+    "load_weights_into",
+    "resolve",
+    "save_model",
+]

@@ -2,56 +2,58 @@
 
     paper-unet                          the founding experiment's network with its preprocessing
     multi-stain?stains=2&classes=1      several registered stains into one segmentation: model(he, ihc)
-    timm:NAME?key=value&key=value       a network of timm, freshly initialised
-    smp:NAME?key=value                  a network of segmentation-models-pytorch (encoder_name=resnet34 ...)
+    timm:NAME?key=value&key=value       a network of timm (pretrained=true: with its published weights)
+    smp:NAME?key=value                  a network of segmentation-models-pytorch (encoder_weights=imagenet ...)
     monai:NAME?key=value                a network of monai.networks.nets
     package.module:callable?key=value   whatever that callable returns, unchanged
 
-Values are read as literals: `3`, `1e-3`, `true`, `none`, comma-separated tuples of those, else text. Networks of the
-libraries start from random weights: a setting that would download or open a file is refused. A name may come from a
-file, a saved model's for one; such names go through `check_network` first.
+Values are read as literals (`named.parse_named`). Networks of the libraries start from random weights unless the name
+asks for published ones, which the library then downloads and caches as it always does; a setting that would open any
+other file is refused. A name may come from a file, a saved model's for one: such names go through `check_network`
+first, and a saved model is built without published weights.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
-from urllib.parse import unquote
 
 from torch import nn
 
-from gigagrad.errors import ModelError, did_you_mean
+from gigagrad.errors import ConfigError, ModelError, did_you_mean
 from gigagrad.models.multi_stain import MultiStainNet
 from gigagrad.models.paper import PaperUNet
 from gigagrad.models.preprocess import IMAGENET_MEAN, IMAGENET_STD, Normalise, Preprocess
 from gigagrad.models.trust import check_trusted, import_callable
+from gigagrad.named import Literal, parse_named
 
 _FORMS = "paper-unet, multi-stain, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable"
 _WEIGHTS: Final = {"pretrained", "encoder_weights", "weights"}
+"""Settings that ask a library for published weights."""
+_CENTRED: Final = {"inceptionresnetv2", "inceptionv4", "xception"}
+"""Encoders of smp whose published weights take intensities of -1..1; smp keeps this in files that it downloads."""
 _PLACES: Final = {"checkpoint", "dir", "file", "filename", "hub", "path", "pretrained", "repo", "url", "weights"}
 """Words in the names of settings that say, as text, what a library is to load: `checkpoint_path`, `pretrained_url`."""
 
-Literal = int | float | bool | str | None | tuple["Literal", ...]
 
-
-def resolve(name: str) -> nn.Module:
+def resolve(name: str, *, published: bool = True) -> nn.Module:
     """The model that `name` stands for (see the module's text), in training mode, on the CPU.
 
     The built-in and the library models take uint8 `(N, 3, H, W)`, `multi-stain` one such image for each stain; their
-    preprocessing is the first child.
-    Raises `ModelError` for a malformed or unknown name, a missing package, or settings the network does not take.
+    preprocessing is the first child. Without `published` the weights that the name asks a library for are left out, and
+    nothing is downloaded: for names from files, and for networks that are filled or only looked at afterwards.
+    Raises `ModelError` for a malformed or unknown name, a missing package, settings the network does not take, or
+    weights that cannot be had.
     """
-    path, _, query = name.partition("?")
-    settings = _parse_query(name, query)
+    path, settings = _parsed(name)
     source, _, model_name = path.partition(":")
     if source in _LIBRARIES and model_name:
-        _check_loads_nothing(name, settings)
-        return _LIBRARIES[source](name, model_name, settings)
+        _check_opens_nothing(name, {key: value for key, value in settings.items() if key not in _WEIGHTS})
+        return _LIBRARIES[source](name, model_name, settings, published)
     if _is_imported(path):
         model = _build(name, import_callable(path), settings)
         if not isinstance(model, nn.Module):
@@ -85,6 +87,13 @@ def check_network(name: str, origin: str | Path, trust: Collection[str]) -> None
         )
 
 
+def asks_for_weights(name: str) -> str | None:
+    """The setting by which the network of a library starts from published weights, None where there is none."""
+    path, settings = _parsed(name)
+    asked = [] if _is_imported(path) else _asked(settings)
+    return asked[0] if asked else None
+
+
 def is_reloadable(name: str) -> bool:
     """Whether a saved model of this name can be loaded; one that a function of the user's own makes cannot."""
     path = name.partition("?")[0]
@@ -114,39 +123,51 @@ def _fronted(
     return nn.Sequential(OrderedDict(preprocess=front, network=network))
 
 
-def _timm(name: str, model_name: str, settings: dict[str, Literal]) -> nn.Module:
+def _timm(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> nn.Module:
     timm = _import("timm", name, extra="timm")
     if not timm.is_model(model_name):
         _unknown(name, model_name, timm.list_models())
-    network = _build(name, timm.create_model, {"pretrained": False, **settings}, model_name)
-    published = network.pretrained_cfg or {}
-    mean, std = published.get("mean", IMAGENET_MEAN), published.get("std", IMAGENET_STD)
+    settings = {"pretrained": False, **(settings if published else _without_weights(settings))}
+    network = _build(name, timm.create_model, settings, model_name)
+    known = network.pretrained_cfg or {}
+    mean, std = known.get("mean", IMAGENET_MEAN), known.get("std", IMAGENET_STD)
     return _fronted(network, settings.get("in_chans", 3), mean, std)
 
 
-def _smp(name: str, model_name: str, settings: dict[str, Literal]) -> nn.Module:
+def _smp(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> nn.Module:
     smp = _import("segmentation_models_pytorch", name, extra="smp")
     if model_name.lower() not in smp.MODEL_ARCHITECTURES_MAPPING:
         _unknown(name, model_name, smp.MODEL_ARCHITECTURES_MAPPING)
-    encoder = settings.get("encoder_name", "resnet34")
-    of_timm = str(encoder).startswith("tu-") and _import("timm", name, extra="timm").is_model(str(encoder)[3:])
-    if not of_timm and encoder not in smp.encoders.get_encoder_names():
-        _unknown(name, str(encoder), smp.encoders.get_encoder_names())
-    # Only None means random weights to smp: False and 0 download.
-    network = _build(name, smp.create_model, {**settings, "encoder_weights": None}, model_name)
-    return _fronted(network, settings.get("in_channels", 3))
+    encoder = str(settings.get("encoder_name", "resnet34"))
+    timm = _import("timm", name, extra="timm") if encoder.startswith("tu-") else None
+    if not (timm and timm.is_model(encoder[3:])) and encoder not in smp.encoders.get_encoder_names():
+        _unknown(name, encoder, smp.encoders.get_encoder_names())
+    # To smp only None means random weights: False and 0 download. Of an encoder of timm, its name says which weights.
+    weights = settings.get("encoder_weights") or None
+    wanted = None if not published or weights is None else True if timm else weights
+    network = _build(name, smp.create_model, {**_without_weights(settings), "encoder_weights": wanted}, model_name)
+    mean, std = IMAGENET_MEAN, IMAGENET_STD
+    # What the weights were made for, also where a file fills a network that began with them.
+    if weights is not None and timm is not None:
+        known = timm.models.get_pretrained_cfg(encoder[3:])
+        mean, std = getattr(known, "mean", None) or mean, getattr(known, "std", None) or std
+    elif weights is not None and encoder in _CENTRED:
+        mean = std = (0.5,) * 3
+    return _fronted(network, settings.get("in_channels", 3), mean, std)
 
 
-def _monai(name: str, model_name: str, settings: dict[str, Literal]) -> nn.Module:
+def _monai(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> nn.Module:
     networks = _import("monai.networks.nets", name, extra="monai")
     offered = {key: value for key, value in vars(networks).items() if _makes_network(value, networks.__name__)}
     if model_name not in offered:
         _unknown(name, model_name, offered)
     build = offered[model_name]
     defaults = {key: parameter.default for key, parameter in inspect.signature(build).parameters.items()}
+    settings = settings if published else _without_weights(settings)
     if defaults.get("pretrained") is True:
-        defaults["pretrained"] = settings.setdefault("pretrained", False)
-    _check_loads_nothing(name, defaults)
+        defaults["pretrained"] = False
+        settings = {"pretrained": False, **settings}
+    _check_opens_nothing(name, defaults)
     return _fronted(_build(name, build, settings), settings.get("in_channels", 3))
 
 
@@ -176,14 +197,24 @@ def _import(module: str, name: str, *, extra: str) -> Any:
         raise ModelError(f"{needs}, which is installed but fails to import: {reason}{advice}") from error
 
 
-def _check_loads_nothing(name: str, settings: Mapping[str, object]) -> None:
-    """Raises `ModelError` for a setting that makes a library download weights or open a file."""
+def _asked(settings: Mapping[str, object]) -> list[str]:
+    """The settings that ask for published weights."""
+    return [key for key, value in settings.items() if key in _WEIGHTS and value]
+
+
+def _without_weights(settings: Mapping[str, Literal]) -> dict[str, Literal]:
+    return {key: value for key, value in settings.items() if key not in _WEIGHTS}
+
+
+def _check_opens_nothing(name: str, settings: Mapping[str, object]) -> None:
+    """Raises `ModelError` for a setting that makes a library open a file or download one."""
+    asked = _asked(settings)
     for key, value in settings.items():
         place = isinstance(value, str) and not _PLACES.isdisjoint(key.split("_"))
-        if place or (key in _WEIGHTS and value):
+        if place or key in asked:
             raise ModelError(
-                f"model {name!r} asks for published weights ({key}), but gigagrad downloads nothing and opens no file "
-                "for a library; name a function of your own that loads them: package.module:callable"
+                f"model {name!r} names what the library is to open ({key}), but a name opens no file; "
+                "leave it out, and give the weights as --weights FILE"
             )
 
 
@@ -194,35 +225,21 @@ def _build(name: str, build: Callable[..., Any], settings: dict[str, Literal], *
     except ModelError:
         raise
     except Exception as error:  # third-party constructors raise anything
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"cannot build model {name!r}: {type(error).__name__}: {reason}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        # Wrong settings are TypeError, KeyError, RuntimeError and the like; what fails on the way is not.
+        if (asked := _asked(settings)) and (isinstance(error, OSError) or type(error).__module__ != "builtins"):
+            raise ModelError(
+                f"cannot get the published weights of model {name!r}: {reason}; check the connection, or leave "
+                f"{asked[0]} out and give a file with --weights"
+            ) from error
+        raise ModelError(f"cannot build model {name!r}: {reason}") from error
 
 
-def _parse_query(name: str, query: str) -> dict[str, Literal]:
-    settings: dict[str, Literal] = {}
-    for item in filter(None, query.split("&")):
-        key, equals, value = item.partition("=")
-        if not equals or not key.isidentifier():
-            raise ModelError(f"cannot read {item!r} in model {name!r}; settings are written NAME?key=value&key=value")
-        if key in settings:
-            raise ModelError(f"model {name!r} sets {key!r} twice")
-        settings[key] = _parse_value(unquote(value))
-    return settings
-
-
-def _parse_value(text: str) -> Literal:
-    if "," in text:
-        return tuple(_parse_value(part) for part in text.split(",") if part)
-    word = text.strip().lower()
-    if word in ("true", "false"):
-        return word == "true"
-    if word in ("none", "null"):
-        return None
-    if re.fullmatch(r"[+-]?\d+", word):
-        return int(word)
-    if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", word):
-        return float(word)
-    return text
+def _parsed(name: str) -> tuple[str, dict[str, Literal]]:
+    try:
+        return parse_named(name)
+    except ConfigError as error:
+        raise ModelError(f"model {name!r}: {error}") from error
 
 
 def _unknown(name: str, wrong: str, known: Iterable[str]) -> NoReturn:

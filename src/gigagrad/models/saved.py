@@ -1,18 +1,33 @@
-"""A trained model as one file: the name it was made from and its weights. Loading it runs no code of its choice."""
+"""A trained model as one file, or as a folder of safetensors and JSON: the name it was made from and its weights.
+
+Loading either runs no code of its choice and downloads nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 from gigagrad.errors import ModelError
-from gigagrad.files import read_tensors, write_tensors
+from gigagrad.files import (
+    read_json,
+    read_safetensors,
+    read_tensors,
+    write_json,
+    write_safetensors,
+    write_tensors,
+    write_text,
+)
 from gigagrad.models.registry import check_network, resolve
 
 _KIND = "gigagrad model"
+BEST: Final = "best.pt"
+CONFIG: Final = "config.json"
+SAFETENSORS: Final = "model.safetensors"
+"""The files of a run's folder and of a model's: what `save_model` wrote, and `save_folder`."""
 
 
 def save_model(path: str | Path, spec: str, model: nn.Module) -> None:
@@ -20,18 +35,40 @@ def save_model(path: str | Path, spec: str, model: nn.Module) -> None:
     write_tensors(Path(path), {"format": _KIND, "version": 1, "spec": spec, "state_dict": model.state_dict()})
 
 
-def load_model(path: str | Path, trust: Collection[str] = ()) -> tuple[str, nn.Module]:
-    """The spec and the model in a file of `save_model`, or the best one in a run's folder, on the CPU, in eval mode.
+def save_folder(folder: Path, spec: str, model: nn.Module, settings: Mapping[str, Any], card: str) -> None:
+    """Write `model`, made by `resolve(spec)`, with plain `settings` of what it takes, and `card`, in Markdown, as
+    `config.json`, `model.safetensors` and `README.md`. Raises `WriteError`, and `ModelError` for a model that is more
+    than tensors.
+    """
+    write_safetensors(folder / SAFETENSORS, model.state_dict())
+    write_json(folder / CONFIG, {"format": _KIND, "version": 1, "spec": spec, **settings})
+    write_text(folder / "README.md", card)
 
-    `trust` lists what the file may import beside the project's and the libraries' networks, each as
-    `package.module:class`, a subclass of `nn.Module`.
+
+def load(path: str | Path, trust: Collection[str] = ()) -> nn.Module:
+    """The plain module that `load_model` finds in a file, a run's folder or a model's: on the CPU, in eval mode."""
+    return load_model(path, trust)[1]
+
+
+def model_file(path: Path) -> Path:
+    """`path` where it is a file, else the weights in that folder of a run or of a model."""
+    inner = path / SAFETENSORS if (path / CONFIG).is_file() and not (path / BEST).is_file() else path / BEST
+    return inner if path.is_dir() else path
+
+
+def load_model(path: str | Path, trust: Collection[str] = ()) -> tuple[str, nn.Module]:
+    """The spec and the model in a file of `save_model` or a folder of `save_folder`, or the best one in a run's folder,
+    on the CPU, in eval mode.
+
+    Published weights that the spec began with are not asked for again. `trust` lists what the file may import beside
+    the project's and the libraries' networks, each as `package.module:class`, a subclass of `nn.Module`.
 
     Raises `ModelError` when the file is missing or damaged, asks for code that is not trusted, or when the spec now
     builds a different model.
     """
     spec, weights = _read(path)
     check_network(spec, path, trust)
-    return spec, _filled(resolve(spec), path, spec, weights)
+    return spec, _filled(resolve(spec, published=False), path, spec, weights)
 
 
 def load_weights(path: str | Path, model: nn.Module) -> nn.Module:
@@ -44,14 +81,30 @@ def load_weights(path: str | Path, model: nn.Module) -> nn.Module:
 
 def _read(path: str | Path) -> tuple[str, Any]:
     path = Path(path)
+    file = model_file(path)
     try:
-        payload = read_tensors(path / "best.pt" if path.is_dir() else path, _KIND)
+        if file.suffix == ".safetensors":
+            payload = {**_settings_beside(file), "state_dict": read_safetensors(file)}
+        else:
+            payload = read_tensors(file, _KIND)
     except ValueError as error:
         raise ModelError(f"cannot load the model: {error}; train it again or name another file") from error
     spec = payload.get("spec")
     if not isinstance(spec, str) or not spec.isprintable() or "state_dict" not in payload:
         raise ModelError(f"cannot load the model: {path} is damaged; train it again or name another file")
     return spec, payload["state_dict"]
+
+
+def _settings_beside(file: Path) -> dict[str, Any]:
+    """What `config.json` says of a `model.safetensors`. Raises `ValueError` with the reason."""
+    path = file.with_name(CONFIG)
+    try:
+        settings = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
+    if not isinstance(settings, dict) or settings.get("format") != _KIND:
+        raise ValueError(f"{path} describes no {_KIND}")
+    return settings
 
 
 def _filled(model: nn.Module, path: str | Path, spec: str, weights: Any) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from gigagrad.errors import ConfigError
 from gigagrad.masks import ClassTable
+from gigagrad.models.saved import CONFIG, model_file
 from gigagrad.settings import Settings, read_yaml
 
 
@@ -17,7 +18,7 @@ class PredictConfig(Settings):
     """What to predict, with what, and where to.
 
     Attributes:
-        run: folder of a training run (its `best.pt` is used) or a saved model's file.
+        run: folder of a training run (its `best.pt` is used), or a saved model's file or folder.
         slides: files, folders of slides, and CSV files with a column `slide` (optional: `mask`, `mpp`, `split`).
         out: output folder; gets `masks/`, `geojson/`, `overlays/` and `predictions.json`.
         memory: peak memory the process may use, e.g. "1 GiB"; None leaves the choice to the engine.
@@ -85,6 +86,8 @@ class PredictConfig(Settings):
 
     def _of_run(self, name: str, default: Any) -> Any:
         path = self.model_path.with_name("config.yaml")
+        if self.model_path.suffix == ".safetensors":
+            path = self.model_path.with_name(CONFIG)  # of the same names; and JSON is YAML
         if not path.is_file():
             return default
         try:
@@ -97,6 +100,5 @@ class PredictConfig(Settings):
 
     @property
     def model_path(self) -> Path:
-        """The saved model: `run` itself if it is a file, else the run's `best.pt`."""
-        run = Path(self.run)
-        return run / "best.pt" if run.is_dir() else run
+        """The saved model: `run` itself if it is a file, else the weights in that folder."""
+        return model_file(Path(self.run))

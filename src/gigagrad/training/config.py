@@ -31,6 +31,7 @@ class FitConfig(Settings):
         slides: the cohort file or folder (see `cohorts`).
         out: the run folder; made if missing.
         model: a name that `gigagrad.models.resolve` knows.
+        weights: what the network begins with: a file or folder as `models.load_weights_into` takes it.
         loss: a name in `losses`, or `package.module:callable`, with settings as in `tversky?false_negatives=0.8`;
             several are added up, with factors: `ce + 0.5*mine:dice`.
         class_weights: of each class in the loss, background first, or `balanced`: the inverse of its share of the
@@ -67,6 +68,7 @@ class FitConfig(Settings):
     slides: str
     out: str
     model: str = "paper-unet"
+    weights: str | None = None
     loss: str = "bce"
     class_weights: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
@@ -129,7 +131,9 @@ class FitConfig(Settings):
         """The same settings with absolute paths; relative ones are taken from `folder`."""
         base = folder.absolute()
         scratch = None if self.scratch is None else str(base / self.scratch)
-        return dataclasses.replace(self, slides=str(base / self.slides), out=str(base / self.out), scratch=scratch)
+        weights = None if self.weights is None else str(base / self.weights)
+        slides, out = str(base / self.slides), str(base / self.out)
+        return dataclasses.replace(self, slides=slides, out=out, scratch=scratch, weights=weights)
 
     @classmethod
     def from_yaml(
@@ -137,9 +141,9 @@ class FitConfig(Settings):
     ) -> Self:
         """A config from a YAML file, with `overrides` in the place of the file's settings of these names.
 
-        Relative paths in the file are taken from its own folder; those of `overrides` must be absolute. A model or loss
-        of the file's that is neither gigagrad's nor a library's must be one of `trust`, as in `load_model`. Raises
-        `ConfigError` and `ModelError`.
+        Relative paths in the file are taken from its folder; those of `overrides` must be absolute. A model, loss or
+        optimizer of the file's that is neither gigagrad's nor a library's must be one of `trust`, as in `load_model`.
+        Raises `ConfigError` and `ModelError`.
         """
         path = Path(path)
         try:

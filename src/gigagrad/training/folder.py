@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gigagrad.errors import ConfigError
+from gigagrad.models.saved import BEST
 
 _PACKAGES = ("gigagrad", "torch", "numpy", "tifffile", "imagecodecs", "openslide-python", "zarr")
 
@@ -22,7 +23,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.checkpoint = path / "checkpoint.pt"
         self.summary = path / "summary.json"
-        self.best = path / "best.pt"
+        self.best = path / BEST
+        self.model = path / "model"
         self.metrics = path / "metrics.jsonl"
         self.curves = path / "tensorboard"
         self.labels = path / "labels"

@@ -20,18 +20,19 @@ import torch
 
 from gigagrad.cohorts import Cohort, Row, check_images, class_table, read_cohort
 from gigagrad.devices import device_for
-from gigagrad.errors import ConfigError, ImageError, TargetError
+from gigagrad.errors import ConfigError, ImageError, ModelError, TargetError
 from gigagrad.events import Events, Listener, MetricsLogged, Notice
 from gigagrad.execution.engine import Engine
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.files import write_json, write_text
 from gigagrad.images import Image, open_image
-from gigagrad.models import resolve, save_model
+from gigagrad.models import load_weights_into, resolve, save_model
 from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
 from gigagrad.prediction.evaluate import score_logits
 from gigagrad.training.augment import order_of, turn_of
+from gigagrad.training.card import write_model
 from gigagrad.training.checkpoint import Checkpoint, Progress
 from gigagrad.training.class_weights import BALANCED, class_weights
 from gigagrad.training.colours import Jitter
@@ -134,7 +135,11 @@ class _Run:
         """The model, the optimizer and the engine, in the state of the checkpoint if there is one."""
         config = self.config
         torch.manual_seed(config.seed)
-        self.model = resolve(config.model).to(config.device)
+        # The weights of a run that goes on are in its checkpoint.
+        self.model = resolve(config.model, published=self.resumed is None).to(config.device)
+        if config.weights is not None and self.resumed is None:
+            report = load_weights_into(self.model, config.weights)
+            self.events.emit(Notice(str(report), warning=not report.complete))
         if not is_reloadable(config.model):
             text = f"{config.model} is made by a function; only a class can be loaded again by predict and evaluate"
             self.events.emit(Notice(text, warning=True))
@@ -365,7 +370,7 @@ class _Run:
         """Score the best weights on the test slides and write the summary."""
         config, rows = self.config, self.cohort.of("test")
         # Built from what the user asked for; of the file, only the weights.
-        model = load_weights(self.folder.best, resolve(config.model)).to(config.device)
+        model = load_weights(self.folder.best, resolve(config.model, published=False)).to(config.device)
         dense = self.largest.label is None
         loss = None if dense else self.loss.function
         engine = compile_engine(
@@ -399,5 +404,16 @@ class _Run:
         if scores:
             named = {f"{result.metric}_mean": result.mean, f"{result.metric}_sd": result.sd}
             self.events.emit(MetricsLogged("test", self.progress.epoch, self.progress.step, named))
+        self._pass_on(model, result)
         result.save(model=config.model, parameters=sum(p.numel() for p in model.parameters()))
         return result
+
+    def _pass_on(self, model: torch.nn.Module, result: FitResult) -> None:
+        """Write the model's folder, from the weights that were tested."""
+        row = self.largest
+        with open_image(row.slide, level=self.config.level, mpp=row.mpp) as slide:
+            mpp = slide.mpp
+        try:
+            write_model(model, self.config, self.cohort, result, mpp)
+        except ModelError as error:
+            self.events.emit(Notice(f"there is no {self.folder.model}: {error}", warning=True))
