@@ -176,9 +176,10 @@ def test_a_folder_loads_back_into_the_plain_module(tmp_path):
     assert load_file(tmp_path / "model" / "model.safetensors").keys() == model.state_dict().keys()
 
 
-def test_tied_and_strided_tensors_are_written(tmp_path):
+@pytest.mark.parametrize("weight", [torch.randn(3, 3), torch.randn(3, 3).t()])
+def test_tied_and_strided_tensors_are_written(tmp_path, weight):
     one = nn.Linear(3, 3, bias=False)
-    one.weight = nn.Parameter(torch.randn(3, 3).t())
+    one.weight = nn.Parameter(weight)
     other = nn.Linear(3, 3, bias=False)
     other.weight = one.weight
     save_folder(tmp_path, "torch.nn:Sequential", nn.Sequential(one, other, one), {}, "")
