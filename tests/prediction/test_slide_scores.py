@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ def test_the_loss_decides_what_the_outputs_are(outputs, loss, table, columns):
 def test_a_loss_or_classes_of_other_outputs_are_refused():
     with pytest.raises(ModelError, match="2 outputs and bce takes one"):
         Reading.of(2, "bce", None)
-    with pytest.raises(ConfigError, match="3 classes .* the model tells 2 apart"):
+    with pytest.raises(ConfigError, match=r"3 classes .* the model tells 2 apart"):
         Reading.of(2, "ce", ClassTable.parse(["normal", "tumour"]))
 
 
@@ -120,12 +121,12 @@ def test_probabilities_of_logits_no_exponential_can_hold():
     scores = one.scores(torch.tensor([[0.4]]))
     assert scores["probability_tumour"] == pytest.approx(1 / (1 + np.exp(-np.float64(np.float32(0.4)))))
     assert [one.predicted(scores, threshold) for threshold in (0.5, 0.7)] == ["tumour", "normal"]
-    assert sum(one.probabilities(scores)) == 1
+    assert sum(one.outputs(scores)) == 1
 
 
 def test_labels_are_classes_or_numbers():
     classes, numbers = Reading.of(2, "ce", TABLE), Reading.of(1, "mse", None)
-    row = Row(slide=module.Path("a.tif"), label="tumour")
+    row = Row(slide=Path("a.tif"), label="tumour")
     assert label_value(row, classes, TABLE) == 1
     assert label_value(Row(slide=row.slide, label="0"), classes, None) == 0
     assert label_value(Row(slide=row.slide, label="2.5"), numbers, None) == 2.5
@@ -179,6 +180,16 @@ def test_a_slide_done_before_is_left_alone_and_a_bad_one_stops_nobody(predicted,
     (again,) = predicted(Logits(2), (heard.append,), slides=(labelled,))
     assert not any(isinstance(event, TileDone) for event in heard)
     assert again.label == table_of(tmp_path / "out")[0]["label"] == "1"
+
+
+def test_every_slide_has_a_line(predicted, tmp_path, jpeg_slide):
+    other = tmp_path / "other.tif"
+    other.write_bytes(jpeg_slide.read_bytes())
+    heard: list[Any] = []
+    results = predicted(Logits(2), (heard.append,), slides=(jpeg_slide, other))
+    assert [result.status for result in results] == ["done", "done"]
+    assert [line["name"] for line in table_of(tmp_path / "out")] == ["small", "other"]
+    assert any(isinstance(event, TileDone) for event in heard)
 
 
 def test_tables_of_others_are_not_replaced(predicted, tmp_path, jpeg_slide):

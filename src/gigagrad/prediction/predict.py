@@ -135,6 +135,7 @@ class _Run:
         """`slides.csv` anew from the record, where that has scores."""
         if any(result.scores for result in self.records.values()):
             write_table(self.out, self.records.values())
+            self.own_table = True
 
     def _predict(self, entry: Row, result: SlideResult) -> SlideResult:
         config, files = self.config, file_names(entry.name)

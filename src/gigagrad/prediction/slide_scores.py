@@ -75,10 +75,10 @@ class Reading:
             values = values.sigmoid() if len(self.columns) == 1 else values.softmax(0)
         return dict(zip(self.columns, values.tolist(), strict=True))
 
-    def probabilities(self, scores: Mapping[str, float]) -> tuple[float, ...]:
-        """Of every class by its id."""
+    def outputs(self, scores: Mapping[str, float]) -> tuple[float, ...]:
+        """The probabilities of all classes by their ids; numbers as they are."""
         found = tuple(scores.values())
-        return (1 - found[0], found[0]) if len(self.columns) == 1 else found
+        return (1 - found[0], found[0]) if self.names and len(self.columns) == 1 else found
 
     def predicted_id(self, scores: Mapping[str, float], threshold: float) -> int:
         """The likeliest class; of a single probability class 1 where it is above the threshold."""
@@ -117,6 +117,11 @@ def output_of(engine: Engine, slide: Image) -> torch.Tensor:
         got = tuple(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
         raise ModelError(f"the model's output is {got}, expected (1, classes, height, width) or (1, classes)")
     return output
+
+
+def predicted_class(output_NC: torch.Tensor) -> int:
+    """Of `(1, C)` logits the largest; of one logit 1 where it is above 0."""
+    return int(output_NC.argmax(1)) if output_NC.shape[1] > 1 else int(output_NC > 0)
 
 
 def label_value(row: Row, reading: Reading, table: ClassTable | None) -> float:
