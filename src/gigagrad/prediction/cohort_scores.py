@@ -89,7 +89,7 @@ def evaluate_model(
             found.append(score_logits(engine.stream(seen), truth, ignores=table is not None and table.ignores))
             return found[-1]
 
-    evaluation = score_each([(entry.name, partial(score, entry)) for entry in entries], events)
+    evaluation = score_each([(entry.name, partial(score, entry)) for entry in entries], events, table)
     if table is None and any(counts.ignored_pixels > 0 for counts in found) and not any(map(_has_foreground, found)):
         raise TargetError(
             f"the true masks hold 0 and {IGNORED} only, and {IGNORED} is ignored where there are several classes; say "
@@ -142,7 +142,9 @@ def evaluate_masks(
                 return score_masks(predicted, truth, count, ignored=ignored)
             return score_masks(predicted, truth, IGNORED + 1).narrowed(IGNORED)
 
-    return score_each([(entry.name, partial(score, entry)) for entry in entries], Events(listeners))
+    made_with = [record.made_with for entry in entries if (record := records.get(entry.name)) is not None]
+    named = given or next((ClassTable.parse(made.classes) for made in made_with if made.classes), None)
+    return score_each([(entry.name, partial(score, entry)) for entry in entries], Events(listeners), named)
 
 
 def _labelled(slides: str | Path, rows: Sequence[Row]) -> bool:
