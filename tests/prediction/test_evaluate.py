@@ -1,15 +1,22 @@
 """Scores of masks in files, block by block."""
 
 import importlib
+from functools import partial
+from io import StringIO
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from gigagrad.errors import ImageError, TargetError
+from gigagrad.events import Events
 from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
-from gigagrad.prediction.evaluate import evaluate, score_masks, score_tiles
+from gigagrad.masks import ClassTable
+from gigagrad.prediction.evaluate import evaluate, score_each, score_masks, score_tiles
+from gigagrad.prediction.scores import Confusion
+from gigagrad.reports.tables import evaluation_tables
 
 
 def write(path, plane):
@@ -45,3 +52,53 @@ def test_masks_of_other_sizes_are_refused():
 def test_a_slide_is_no_true_mask():
     with pytest.raises(ImageError, match="no mask"):
         score_tiles([], open_image(np.zeros((3, 10, 20), np.uint8)))
+
+
+def test_classes_by_name_over_all_slides():
+    random = np.random.default_rng(1)
+    slides = [(random.integers(classes, size=(40, 50)), random.integers(3, size=(40, 50))) for classes in (3, 3)]
+    slides[0][0][slides[0][1] == 2] = 2
+
+    def counted(pred, truth):
+        confusion = Confusion(4)
+        confusion.add(pred, truth)
+        return confusion
+
+    scored = [(str(number), partial(counted, *pair)) for number, pair in enumerate(slides)]
+    found = score_each(scored, Events(), ClassTable((("glass", 0), ("tumour", 1))))
+    pred, truth = (np.concatenate([pair[which] for pair in slides]) for which in (0, 1))
+    told = found.to_dict()
+    assert list(told["classes"]) == ["glass", "tumour", "Class 2", "Class 3"]
+    for number, name in enumerate(("glass", "tumour", "Class 2")):
+        both, true = np.sum((pred == number) & (truth == number)), np.sum(truth == number)
+        assert told["classes"][name]["dice"] == pytest.approx(2 * both / (true + np.sum(pred == number)))
+        assert told["classes"][name]["iou"] == pytest.approx(both / np.sum((pred == number) | (truth == number)))
+        assert told["classes"][name]["pixels"] == true
+        assert told["confusion"][number] == [np.sum((truth == number) & (pred == other)) for other in range(4)]
+    assert told["classes"]["Class 3"] == {"dice": None, "iou": None, "pixels": 0}
+
+
+def test_slides_whose_masks_have_other_numbers_of_classes_add_up():
+    few, many = Confusion(), Confusion(3)
+    few.add(np.array([1, 0]), np.array([1, 1]))
+    many.add(np.array([2, 1]), np.array([2, 2]))
+    found = score_each([("few", lambda: few), ("many", lambda: many)], Events())
+    assert found.confusion == ((0, 0, 0), (1, 1, 0), (0, 1, 1))
+    assert found.classes == ("Background", "Class 1", "Class 2")
+    assert score_each([("few", lambda: few)], Events()).classes == ("Background", "Foreground")
+
+
+def test_a_table_of_classes_as_a_person_sees_it():
+    def shown(count):
+        confusion = Confusion(count)
+        confusion.add(np.arange(count), np.arange(count))
+        confusion.add(np.array([0, 0]), np.array([1, 1]))
+        text = StringIO()
+        Console(file=text, width=100).print(evaluation_tables(score_each([("s", lambda: confusion)], Events())))
+        return text.getvalue()
+
+    assert "Class" not in shown(2)
+    assert "66.7%" in shown(3)
+    assert "Class 2" in shown(3)
+    assert "%" not in shown(12)
+    assert "Class 11" in shown(12)

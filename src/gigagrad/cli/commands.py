@@ -122,7 +122,8 @@ def fit(args: argparse.Namespace) -> None:
         result = training.fit(config, (listener,), overwrite=args.overwrite)
     if result.scores:
         name = "Dice" if result.metric == "dice" else result.metric
-        print(f"test {name} {result.mean:.4f} +/- {result.sd:.4f} over {len(result.scores)} slides")
+        accuracy = "" if result.accuracy is None else f", accuracy {result.accuracy:.4f}"
+        print(f"test {name} {result.mean:.4f} +/- {result.sd:.4f} over {len(result.scores)} slides{accuracy}")
     print(f"{result.steps} steps, best epoch {result.best_epoch} of {result.epochs}; the run is in {result.out}")
 
 
@@ -141,7 +142,7 @@ def predict(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
-    from gigagrad.reports.tables import score_table
+    from gigagrad.reports.tables import evaluation_tables
 
     split = None if args.split == "all" else args.split
     with _progress(quiet=args.json) as listener:
@@ -164,7 +165,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(evaluation.to_dict(), indent=2))
     else:
-        _show(score_table(evaluation))
+        _show(evaluation_tables(evaluation))
 
 
 def report(args: argparse.Namespace) -> None:

@@ -369,8 +369,9 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
     ),
     "predict": (
         "write a mask, QuPath outlines and a picture of every slide",
-        "Whole slides without seams: DIR/masks/STEM.tif, DIR/geojson/STEM.geojson and DIR/overlays/STEM.png. Slides "
-        "that are finished are left alone, and one that fails does not stop the others.",
+        "Whole slides without seams: DIR/masks/STEM.tif, DIR/geojson/STEM.geojson and DIR/overlays/STEM.png. A model "
+        "that scores whole slides gives DIR/slides.csv. Slides that are finished are left alone, and one that fails "
+        "does not stop the others.",
         {
             "--run": {},
             "--slides": {"metavar": "SLIDE", "nargs": "+", "help": "files, folders, or CSVs with a 'slide'"},
@@ -394,12 +395,13 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
         },
     ),
     "evaluate": (
-        "score a network, or masks it wrote, against true masks",
-        "Prints Dice and IoU per slide with their mean and standard deviation. Nothing is written.",
+        "score a network, or what it predicted, against true masks or labels",
+        "Prints Dice and IoU per slide with their mean and standard deviation; of a cohort with labels accuracy, AUC, "
+        "calibration or errors, with 95 % intervals. Nothing is written.",
         {
             "--run": {"required": False, "help": "run folder or model to score"},
             "--predictions": {},
-            "--slides": {"metavar": "CSV", "help": "cohort with true masks"},
+            "--slides": {"metavar": "CSV", "help": "cohort with true masks or labels"},
             "--split": {
                 "choices": ("train", "val", "test", "all"),
                 "default": "test",

@@ -5,12 +5,14 @@ from gigagrad.prediction.evaluate import Evaluation, Score, evaluate, score_mask
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import SlideResult
 from gigagrad.prediction.scores import Confusion, mean_sd
+from gigagrad.prediction.slide_metrics import SlideEvaluation
 
 __all__ = [
     "Confusion",
     "Evaluation",
     "PredictConfig",
     "Score",
+    "SlideEvaluation",
     "SlideResult",
     "evaluate",
     "mean_sd",

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.errors import ConfigError, ModelError
+from gigagrad.masks import ClassTable
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,14 @@ def mask_classes(count: int, names: Sequence[str] = ()) -> tuple[MaskClass, ...]
         )
     chosen = names or (["Foreground"] if count == 1 else [f"Class {k}" for k in range(1, count + 1)])
     return tuple(MaskClass(k + 1, name, _PALETTE[k % len(_PALETTE)]) for k, name in enumerate(chosen))
+
+
+def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
+    """Of a mask's class ids 0 to `count - 1`: those of the table, else "Background" and as `mask_classes` has it."""
+    background = next((name for name, number in table.ids if number == 0), "") if table is not None else ""
+    known = table.foreground if table is not None else ()
+    named = [*known, *(each.name for each in mask_classes(max(count - 1, 1))[len(known) :])]
+    return (background or "Background", *named[: count - 1])
 
 
 def foreground_count(channels: int) -> int:

@@ -1,11 +1,12 @@
-"""Score a cohort: a saved model whose prediction streams by, or the masks that `predict` wrote, against true masks.
+"""Score a cohort: a saved model whose prediction streams by, or what `predict` wrote, against true masks or labels.
 
-Slides without a mask in the cohort file are compared with the tissue recipe's label, as they are in training.
+Slides without a mask in the cohort file are compared with the tissue recipe's label, as they are in training. A cohort
+of labels is what scores of whole slides are compared with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,14 @@ from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import Evaluation, score_each, score_logits, score_masks
-from gigagrad.prediction.records import file_names, read_records
+from gigagrad.prediction.records import SlideResult, file_names, read_records
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion
+from gigagrad.prediction.slide_metrics import SlideEvaluation, SlideScore, evaluate_classes, evaluate_numbers
+from gigagrad.prediction.slide_scores import Reading, gives_image, label_value, output_of
+
+_NO_MASKS = "{} has a label of each slide and no masks; scores of pixels need a column 'mask'"
+_NO_LABELS = "the model scores whole slides, and {} has no labels; it needs a column 'label'"
 
 
 def evaluate_model(
@@ -36,37 +42,54 @@ def evaluate_model(
     device: str = "cpu",
     trust: Collection[str] = (),
     listeners: tuple[Listener, ...] = (),
-) -> Evaluation:
+) -> Evaluation | SlideEvaluation:
     """Score the model of a run folder (or a saved model's file) on the rows of the cohort `slides`.
 
-    `split` picks rows, None takes all; `classes` are as in `predict`, by default the training run's; `memory` and
-    `scratch` are as in `compile`, `trust` as in `load_model`. Holds one tile at a time. The level is the training
-    run's, and so is whether slides are read in grey. Emits the job `evaluate`, counted in slides, and the engine's
-    events.
+    Pixels are scored against masks; where the cohort has labels, whole slides against these. `split` picks rows, None
+    takes all; `classes` are as in `predict`, by default the training run's; `memory` and `scratch` are as in `compile`,
+    `trust` as in `load_model`. Holds one tile at a time. The level is the training run's, and so is whether slides are
+    read in grey. Emits the job `evaluate`, counted in slides, and the engine's events.
 
     Raises `ConfigError` for the cohort, `ModelError`, `ImageError`, `TargetError` and `BudgetError`.
     """
     config = PredictConfig(
         run=run, slides=(slides,), out=run, memory=memory, device=device, split=split, classes=tuple(classes)
     )
-    entries, table = _scored(slides, split), config.resolved_table
+    entries, table = find_slides([slides], split), config.resolved_table
+    labelled = _labelled(slides, entries)
     _, model = load_model(config.model_path, trust)
     engine = compile_engine(model, memory=memory, scratch=scratch, device=device)
     events = Events(listeners)
     engine.events.subscribe(events.emit)
     found: list[Confusion] = []
 
-    def score(entry: Row) -> Confusion:
-        with (
-            open_image(entry.slide, level=config.resolved_level, mpp=entry.mpp) as slide,
-            _truth(entry, slide, table) as truth,
-        ):
+    @contextmanager
+    def opened(entry: Row) -> Iterator[tuple[Image, Image]]:
+        with open_image(entry.slide, level=config.resolved_level, mpp=entry.mpp) as slide:
             check_intensities(model, slide)
             seen = slide.grey() if config.resolved_grey else slide
+            of_pixels = gives_image(engine, seen)
+            if of_pixels and labelled:
+                raise ConfigError(_NO_MASKS.format(slides))
+            if not of_pixels and not labelled:
+                raise ConfigError(_NO_LABELS.format(slides))
+            yield slide, seen
+
+    def score_slide(entry: Row) -> tuple[Reading, dict[str, float]]:
+        with opened(entry) as (_, seen):
+            output_NC = output_of(engine, seen)
+        reading = Reading.of(output_NC.shape[1], config.run_loss, table)
+        return reading, reading.scores(output_NC)
+
+    if labelled:
+        return _against_labels(entries, score_slide, table, config.threshold, events)
+
+    def score(entry: Row) -> Confusion:
+        with opened(entry) as (slide, seen), _truth(entry, slide, table) as truth:
             found.append(score_logits(engine.stream(seen), truth, ignores=table is not None and table.ignores))
             return found[-1]
 
-    evaluation = score_each([(entry.name, partial(score, entry)) for entry in entries], events)
+    evaluation = score_each([(entry.name, partial(score, entry)) for entry in entries], events, table)
     if table is None and any(counts.ignored_pixels > 0 for counts in found) and not any(map(_has_foreground, found)):
         raise TargetError(
             f"the true masks hold 0 and {IGNORED} only, and {IGNORED} is ignored where there are several classes; say "
@@ -82,16 +105,21 @@ def evaluate_masks(
     split: str | None = None,
     classes: Sequence[str] = (),
     listeners: tuple[Listener, ...] = (),
-) -> Evaluation:
-    """Score `predictions/masks/STEM.tif` (what `predict` wrote) for the rows of the cohort `slides`.
+) -> Evaluation | SlideEvaluation:
+    """Score `predictions/masks/STEM.tif` (what `predict` wrote) for the rows of the cohort `slides`; where that has
+    labels, the scores in `predictions/predictions.json`.
 
     `classes` are as in `predict`, by default those of the predictions. Masks from elsewhere that have one value above 0
     are foreground and background, whatever the value; those with several have class ids. Emits the job `evaluate`.
 
     Raises `ConfigError` for the cohort or a missing prediction, `ImageError` and `TargetError`.
     """
-    entries, records = _scored(slides, split), read_records(Path(predictions))
+    entries, records = find_slides([slides], split), read_records(Path(predictions))
     given = ClassTable.parse(classes) if classes else None
+    if _labelled(slides, entries):
+        return _records_against_labels(Path(predictions), slides, entries, records, given, Events(listeners))
+    if any(entry.name in records and records[entry.name].scores for entry in entries):
+        raise ConfigError(_NO_LABELS.format(slides))
     masks = {entry.name: Path(predictions) / file_names(entry.name)["mask"] for entry in entries}
     for mask in masks.values():
         if not mask.is_file():
@@ -114,16 +142,71 @@ def evaluate_masks(
                 return score_masks(predicted, truth, count, ignored=ignored)
             return score_masks(predicted, truth, IGNORED + 1).narrowed(IGNORED)
 
-    return score_each([(entry.name, partial(score, entry)) for entry in entries], Events(listeners))
+    made_with = [record.made_with for entry in entries if (record := records.get(entry.name)) is not None]
+    named = given or next((ClassTable.parse(made.classes) for made in made_with if made.classes), None)
+    return score_each([(entry.name, partial(score, entry)) for entry in entries], Events(listeners), named)
 
 
-def _scored(slides: str | Path, split: str | None) -> tuple[Row, ...]:
-    """Raises `ConfigError` for slides that have labels: there is nothing to compare pixels with."""
-    rows = find_slides([slides], split)
-    for row in rows:
-        if row.label is not None and row.mask is None:
-            raise ConfigError(f"{slides} has a label of each slide and no masks; scores of pixels need a column 'mask'")
-    return rows
+def _labelled(slides: str | Path, rows: Sequence[Row]) -> bool:
+    """Whether slides are scored by their labels. Raises `ConfigError` for a slide without one beside others."""
+    without = [row for row in rows if row.label is None or row.mask is not None]
+    if without and len(without) < len(rows):
+        raise ConfigError(f"{slides} has labels, but none of {without[0].name} (or a mask); give every slide a label")
+    return not without
+
+
+def _records_against_labels(
+    predictions: Path,
+    slides: str | Path,
+    entries: Sequence[Row],
+    records: Mapping[str, SlideResult],
+    given: ClassTable | None,
+    events: Events,
+) -> SlideEvaluation:
+    found = {entry.name: records.get(entry.name) for entry in entries}
+    done = {name: record for name, record in found.items() if record is not None and record.status == "done"}
+    for name in found:
+        if name not in done:
+            raise ConfigError(f"there is no prediction of {name} in {predictions}; predict the slide first")
+        if not done[name].scores:
+            raise ConfigError(_NO_MASKS.format(slides))
+    made_with = done[entries[0].name].made_with
+    table = given or (ClassTable.parse(made_with.classes) if made_with.classes else None)
+
+    def score(entry: Row) -> tuple[Reading, dict[str, float]]:
+        scores = done[entry.name].scores
+        return Reading.of_columns(scores, table), scores
+
+    return _against_labels(entries, score, table, made_with.threshold, events)
+
+
+def _against_labels(
+    entries: Sequence[Row],
+    score: Callable[[Row], tuple[Reading, dict[str, float]]],
+    table: ClassTable | None,
+    threshold: float,
+    events: Events,
+) -> SlideEvaluation:
+    """Emits the job `evaluate`. Raises `ConfigError` for slides whose scores are not alike or are several numbers."""
+    found: list[SlideScore] = []
+    first: Reading | None = None
+    with events.job("evaluate", len(entries)) as advance:
+        for entry in entries:
+            reading, scores = score(entry)
+            first = first or reading
+            if reading != first:
+                raise ConfigError(
+                    f"{entry.name} has scores of {reading.columns}, others of {first.columns}; predict anew"
+                )
+            if not reading.names and len(scores) > 1:
+                raise ConfigError(
+                    f"the model gives {len(scores)} numbers of a slide and a label is one; use another loss"
+                )
+            said, truth = reading.predicted(scores, threshold), label_value(entry, reading, table)
+            found.append(SlideScore(entry.name, scores, reading.outputs(scores), said, entry.label or "", truth))
+            advance(len(found), f"{entry.name}: {said}")
+    assert first is not None, "find_slides finds one"
+    return evaluate_classes(found, first.names) if first.names else evaluate_numbers(found)
 
 
 def _has_foreground(counts: Confusion) -> bool:

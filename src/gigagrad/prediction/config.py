@@ -20,10 +20,12 @@ class PredictConfig(Settings):
     Attributes:
         run: folder of a training run (its `best.pt` is used), or a saved model's file or folder.
         slides: files, folders of slides, and CSV files with a column `slide` (optional: `mask`, `mpp`, `split`).
-        out: output folder; gets `masks/`, `geojson/`, `overlays/` and `predictions.json`.
+        out: output folder; gets `masks/`, `geojson/`, `overlays/` and `predictions.json`, or, of a model that gives
+            scores of whole slides, `slides.csv` and `predictions.json`.
         memory: peak memory the process may use, e.g. "1 GiB"; None leaves the choice to the engine.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
-        threshold: probability above which a one-channel model's pixel is foreground, between 0 and 1.
+        threshold: probability above which a one-channel model's pixel is foreground, between 0 and 1; of a model with
+            one score of a slide, that above which the slide is of class 1.
         classes: names of the foreground classes, or `NAME=ID` as `masks.ClassTable.parse` takes them; empty for those
             of the training run, else "Foreground" or "Class 1", "Class 2", ...
         mpp: micrometres per pixel of all slides, over what their files say.
@@ -84,6 +86,11 @@ class PredictConfig(Settings):
         entries = self.classes or tuple(map(str, self._of_run("classes", ())))
         return ClassTable.parse(entries) if entries else None
 
+    @property
+    def run_loss(self) -> str:
+        """The loss of the training run, "" where nothing says so. Raises `ConfigError` if its file is damaged."""
+        return str(self._of_run("loss", ""))
+
     def _of_run(self, name: str, default: Any) -> Any:
         path = self.model_path.with_name("config.yaml")
         if self.model_path.suffix == ".safetensors":
@@ -92,10 +99,11 @@ class PredictConfig(Settings):
             return default
         try:
             value = read_yaml(path).get(name, default)
-            if not isinstance(value, list if default == () else int):
+            if not isinstance(value, {(): list, "": str}.get(default, int)):
                 raise TypeError(f"got a {type(value).__name__}")
         except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-            raise ConfigError(f"cannot read the {name} from {path}; give it as --{name}") from error
+            remedy = f"give it as --{name}" if hasattr(self, name) else "restore the file that 'fit' wrote"
+            raise ConfigError(f"cannot read the {name} from {path}; {remedy}") from error
         return value
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,8 @@ from gigagrad.boxes import Box, tiles
 from gigagrad.errors import TargetError
 from gigagrad.events import Events, Listener
 from gigagrad.images import Image, open_image
-from gigagrad.masks import IGNORED
-from gigagrad.prediction.classes import class_ids, foreground_count
+from gigagrad.masks import IGNORED, ClassTable
+from gigagrad.prediction.classes import class_ids, class_names, foreground_count
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion, mean_sd
 
@@ -36,10 +36,29 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassScore:
+    """Agreement on one class over all slides, None where it is neither predicted nor true; its true `pixels`."""
+
+    name: str
+    dice: float | None
+    iou: float | None
+    pixels: int
+
+    @classmethod
+    def of(cls, name: str, number: int, counts: NDArray[np.int64]) -> Self:
+        """Of the class `number`, of counts by true class and predicted class."""
+        both, pixels = int(counts[number, number]), int(counts[number].sum())
+        total = pixels + int(counts[:, number].sum())
+        return cls(name, 2 * both / total if total else None, both / (total - both) if total else None, pixels)
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The scores of a set of slides."""
+    """The scores of a set of slides; `confusion` has the pixels of all of them by true class and predicted class."""
 
     scores: tuple[Score, ...]
+    classes: tuple[str, ...] = ()
+    confusion: tuple[tuple[int, ...], ...] = ()
 
     @property
     def dice(self) -> tuple[float, float]:
@@ -51,8 +70,14 @@ class Evaluation:
         """Mean and sample standard deviation over the slides."""
         return mean_sd(score.iou for score in self.scores)
 
+    @property
+    def of_classes(self) -> tuple[ClassScore, ...]:
+        """Of each class, the background included, over the pixels of all slides."""
+        counts = np.array(self.confusion, np.int64).reshape(len(self.classes), -1)
+        return tuple(ClassScore.of(name, number, counts) for number, name in enumerate(self.classes))
+
     def to_dict(self) -> dict[str, Any]:
-        """What a summary file holds: Dice by slide with mean and sd, and IoU likewise."""
+        """What a summary file holds: Dice by slide with mean and sd, IoU likewise, classes, and the confusion."""
         return {
             "dice": {score.name: score.dice for score in self.scores},
             "mean": self.dice[0],
@@ -60,6 +85,8 @@ class Evaluation:
             "iou": {score.name: score.iou for score in self.scores},
             "iou_mean": self.iou[0],
             "iou_sd": self.iou[1],
+            "classes": {c.name: {"dice": c.dice, "iou": c.iou, "pixels": c.pixels} for c in self.of_classes},
+            "confusion": [list(row) for row in self.confusion],
         }
 
 
@@ -114,15 +141,22 @@ def score_logits(prediction: Iterable[tuple[Box, Tensor]], truth: Image, *, igno
     return counts
 
 
-def score_each(scored: Sequence[tuple[str, Callable[[], Confusion]]], events: Events) -> Evaluation:
-    """Score slides by name, one after the other. Emits the job `evaluate`."""
+def score_each(
+    scored: Sequence[tuple[str, Callable[[], Confusion]]], events: Events, table: ClassTable | None = None
+) -> Evaluation:
+    """Score slides by name, one after the other; `table` names their classes. Emits the job `evaluate`."""
     scores: list[Score] = []
+    every: Confusion | None = None
     with events.job("evaluate", len(scored)) as advance:
         for name, count in scored:
             counts = count()
+            every = counts if every is None else every.plus(counts)
             scores.append(Score(name, counts.dice, counts.iou, counts.pixels))
             advance(len(scores), f"{name}: Dice {counts.dice:.4f}")
-    return Evaluation(tuple(scores))
+    if every is None:
+        return Evaluation(())
+    confusion = tuple(tuple(row) for row in every.counts.tolist())
+    return Evaluation(tuple(scores), class_names(every.classes, table), confusion)
 
 
 def evaluate(

@@ -1,4 +1,5 @@
-"""Predict whole slides: a mask as pyramidal TIFF, its regions as GeoJSON and a picture of both, slide by slide.
+"""Predict whole slides: a mask as pyramidal TIFF, its regions as GeoJSON and a picture of both, slide by slide; or, of
+a model whose output is no image, scores of every slide in one table (`slide_scores`).
 
 Tiles leave the engine row by row and go straight into the file, so the mask exists only as strips and there are no
 seams. A run can be stopped and started again: slides whose files are all there are left alone. A slide that fails
@@ -20,6 +21,7 @@ import numpy as np
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
 from gigagrad.events import Events, Listener, Notice
+from gigagrad.execution.engine import Engine
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.execution.sinks import OutputField, Pieces, Pyramid
 from gigagrad.images import Image, open_image
@@ -33,6 +35,7 @@ from gigagrad.prediction.evaluate import score_masks
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
 from gigagrad.prediction.polygons import trace, write_geojson
 from gigagrad.prediction.records import MadeWith, SlideResult, file_names, read_records, write_records
+from gigagrad.prediction.slide_scores import Reading, check_table, gives_image, output_of, write_table
 from gigagrad.units import format_seconds
 
 
@@ -51,6 +54,7 @@ def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Liste
             known = None if config.overwrite else run.finished(entry)
             results.append(known or run.attempt(entry))
             advance(done, f"{entry.name}: done before" if known else _summary(results[-1]))
+    run.write_table()
     return tuple(results)
 
 
@@ -64,7 +68,7 @@ class _Run:
         with config.model_path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         level = config.resolved_level if config.target_mpp is None else None
-        self.table = config.resolved_table
+        self.table, self.loss = config.resolved_table, config.run_loss
         classes = self.table.entries if self.table is not None else ()
         self.made_with = MadeWith(
             spec, digest, config.threshold, classes, level, config.target_mpp, config.resolved_grey
@@ -72,9 +76,9 @@ class _Run:
         self.records = read_records(self.out)
         for entry in () if config.overwrite else self.slides:
             self._check_own(entry)
+        self.own_table = config.overwrite or any(result.scores for result in self.records.values())
         try:
-            for written in file_names("").values():
-                (self.out / written).parent.mkdir(parents=True, exist_ok=True)
+            self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise WriteError(f"cannot make folders in {self.out}: {error.strerror}; choose another --out") from error
 
@@ -99,7 +103,12 @@ class _Run:
         """What an earlier run made of the slide, None where its files are not all there or the slide has changed."""
         known = self.records.get(entry.name)
         same = known is not None and known.complete_in(self.out) and known.slide_bytes == _bytes_of(entry.slide)
-        return known if same else None
+        if known is None or not same:
+            return None
+        if known.scores and entry.label is not None and known.label != entry.label:
+            known = dataclasses.replace(known, label=entry.label)
+            self._record(known)
+        return known
 
     def attempt(self, entry: Row) -> SlideResult:
         """Predict one slide and keep the record up to date, whatever happens."""
@@ -119,15 +128,32 @@ class _Run:
     def _record(self, result: SlideResult) -> None:
         self.records[result.name] = result
         write_records(self.out, self.records)
+        if result.scores:
+            self.write_table()
+
+    def write_table(self) -> None:
+        """`slides.csv` anew from the record, where that has scores."""
+        if any(result.scores for result in self.records.values()):
+            write_table(self.out, self.records.values())
+            self.own_table = True
 
     def _predict(self, entry: Row, result: SlideResult) -> SlideResult:
-        files = file_names(entry.name)
+        config, files = self.config, file_names(entry.name)
         with ExitStack() as opened:
             level = self._level_of(entry)
-            slide = opened.enter_context(open_image(entry.slide, level=level, mpp=self.config.mpp or entry.mpp))
+            slide = opened.enter_context(open_image(entry.slide, level=level, mpp=config.mpp or entry.mpp))
             check_intensities(self.model, slide)
+            engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
+            engine.events.subscribe(self.events.emit)
+            seen = slide.grey() if self.made_with.grey else slide
+            if not gives_image(engine, seen):
+                return self._score(entry, engine, seen, result)
             truth = None if entry.mask is None else opened.enter_context(open_mask(entry.mask, slide, self.table))
-            classes = self._write_mask(slide, self.out / files["mask"])
+            for written in files.values():
+                (self.out / written).parent.mkdir(exist_ok=True)
+            written_mask = _MaskFile(self.out / files["mask"], slide, config, self.table)
+            engine.forward(seen, out=written_mask)
+            classes = written_mask.classes
             mask = opened.enter_context(open_image(self.out / files["mask"]))
             traced = trace(mask, classes)
             full = slide.levels[0].shape
@@ -158,14 +184,22 @@ class _Run:
         with open_image(entry.slide, mpp=self.config.mpp or entry.mpp) as slide:
             return level_near(slide, self.config.target_mpp)
 
-    def _write_mask(self, slide: Image, path: Path) -> tuple[MaskClass, ...]:
-        """Write the mask of `slide` tile by tile and return the foreground classes."""
-        config = self.config
-        engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
-        engine.events.subscribe(self.events.emit)
-        mask = _MaskFile(path, slide, config, self.table)
-        engine.forward(slide.grey() if self.made_with.grey else slide, out=mask)
-        return mask.classes
+    def _score(self, entry: Row, engine: Engine, slide: Image, result: SlideResult) -> SlideResult:
+        """Scores of the whole slide."""
+        check_table(self.out, self.config.slides, own=self.own_table)
+        output_NC = output_of(engine, slide)
+        reading = Reading.of(output_NC.shape[1], self.loss, self.table)
+        scores = reading.scores(output_NC)
+        return dataclasses.replace(
+            result,
+            height=slide.shape[1],
+            width=slide.shape[2],
+            mpp=slide.mpp,
+            classes=len(reading.names),
+            scores=scores,
+            predicted=reading.predicted(scores, self.config.threshold),
+            label=entry.label or "",
+        )
 
 
 class _MaskFile(Pyramid):
@@ -209,5 +243,6 @@ def _bytes_of(slide: Path) -> int:
 def _summary(result: SlideResult) -> str:
     if result.failed:
         return f"{result.name}: failed"
+    said = f", {result.predicted}" if result.predicted else ""
     dice = "" if result.dice is None else f", Dice {result.dice:.4f}"
-    return f"{result.name}: {format_seconds(result.seconds)}{dice}"
+    return f"{result.name}: {format_seconds(result.seconds)}{said}{dice}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -37,7 +37,9 @@ class SlideResult:
     `running` is what remains of a run that was stopped there. Sizes are in pixels and `mpp` in micrometres per pixel,
     both of the level predicted. `classes` counts those that the mask tells apart, the background included. `dice` and
     `iou` are None where no true mask was given. `traced_downsample` above 1 means that the outlines in the GeoJSON file
-    follow every 2nd, 4th, ... pixel because there were too many corners.
+    follow every 2nd, 4th, ... pixel because there were too many corners. A model that gives no image has, in the place
+    of the files, `scores` of the slide by column (see `slide_scores`) and what they mean, `predicted`; `label` is the
+    cohort's, "" where there is none.
     """
 
     name: str
@@ -58,13 +60,18 @@ class SlideResult:
     traced_downsample: int = 1
     dice: float | None = None
     iou: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    predicted: str = ""
+    label: str = ""
 
     @property
     def failed(self) -> bool:
         return self.status == "failed"
 
     def complete_in(self, out: Path) -> bool:
-        """Whether all its files are there."""
+        """Whether it has scores, or all its files are there."""
+        if self.scores:
+            return self.status == "done"
         files = (self.mask, self.geojson, self.overlay)
         return self.status == "done" and all(file and (out / file).is_file() for file in files)
 
@@ -99,6 +106,8 @@ def _parse(entry: Mapping[str, Any]) -> SlideResult:
     made_with["classes"] = tuple(made_with["classes"])
     result = SlideResult(**{**entry, "made_with": MadeWith(**made_with)})
     outside = any(getattr(result, key) not in ("", name) for key, name in file_names(result.name).items())
+    if not all(isinstance(score, float) for score in result.scores.values()):
+        raise ValueError(f"the scores of {result.name!r} are no numbers")
     if outside or Path(result.name).name != result.name or not isinstance(result.made_with.level, int | None):
         raise ValueError(f"{result.name!r} is not as predict writes it")
     return result

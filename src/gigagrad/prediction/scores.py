@@ -84,6 +84,14 @@ class Confusion:
         several.ignored_pixels = int(self.counts[ignored].sum())
         return several
 
+    def plus(self, other: Confusion) -> Confusion:
+        """The counts of both; a class that one of them does not know occurs nowhere in it."""
+        both = Confusion(max(self.classes, other.classes), self.ignored)
+        for each in (self, other):
+            both.counts[: each.classes, : each.classes] += each.counts
+            both.ignored_pixels += each.ignored_pixels
+        return both
+
     @property
     def pixels(self) -> int:
         return int(self.counts.sum())

@@ -2,16 +2,97 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from gigagrad.prediction import Evaluation, SlideEvaluation
+from gigagrad.prediction.slide_metrics import RESAMPLES
 from gigagrad.units import format_pixels
 
 if TYPE_CHECKING:
     from gigagrad.execution.calibration import Calibration
-    from gigagrad.prediction import Evaluation
+
+_MEASURES = {
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "auc": "area under the ROC curve",
+    "brier": "Brier score",
+    "calibration_error": "calibration error",
+    "mse": "mean squared error",
+    "mae": "mean absolute error",
+    "r2": "R2",
+}
+_WIDEST_CONFUSION = 8
+"""Classes whose confusion still fits beside each other on a terminal."""
+
+
+def evaluation_tables(evaluation: Evaluation | SlideEvaluation) -> Group:
+    """All that is to be said of an evaluation, one table below the other."""
+    if isinstance(evaluation, Evaluation):
+        several = [_class_table(evaluation)] if len(evaluation.classes) > 2 else []
+        return Group(score_table(evaluation), *several)
+    shown = 0 < len(evaluation.classes) <= _WIDEST_CONFUSION
+    confusion = [_confusion_table(evaluation.classes, evaluation.confusion)] if shown else []
+    return Group(_slide_table(evaluation), _measure_table(evaluation), *confusion)
+
+
+def _class_table(evaluation: Evaluation) -> Table:
+    """One line per class over the pixels of all slides, and which share of its true pixels was predicted as which."""
+    shown = len(evaluation.classes) <= _WIDEST_CONFUSION
+    table = Table(header_style="bold", caption="all slides; right: true pixels by predicted class" if shown else None)
+    table.add_column("Class", overflow="fold")
+    for heading in ("Pixels", "Dice", "IoU"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name in evaluation.classes if shown else ():
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for each, row in zip(evaluation.of_classes, evaluation.confusion, strict=True):
+        scores = ("-" if score is None else f"{score:.4f}" for score in (each.dice, each.iou))
+        shares = (f"{count / each.pixels:.1%}" if each.pixels else "-" for count in row) if shown else ()
+        table.add_row(Text(each.name), format_pixels(each.pixels), *scores, *shares)
+    return table
+
+
+def _slide_table(evaluation: SlideEvaluation) -> Table:
+    """One line per slide; in red where the class is another one than the label's."""
+    table = Table(header_style="bold")
+    table.add_column("Slide", overflow="fold")
+    for heading in ("Label", "Predicted", *(["Probability"] if evaluation.classes else [])):
+        table.add_column(heading, justify="right")
+    for slide in evaluation.slides:
+        cells, style = [slide.label, slide.predicted], ""
+        if evaluation.classes:
+            cells.append(f"{slide.outputs[evaluation.classes.index(slide.predicted)]:.4f}")
+            style = "" if evaluation.classes[int(slide.truth)] == slide.predicted else "red"
+        table.add_row(*(Text(cell) for cell in (slide.name, *cells)), style=style)
+    return table
+
+
+def _measure_table(evaluation: SlideEvaluation) -> Table:
+    table = Table(header_style="bold", caption=f"{len(evaluation.slides)} slides, drawn again {RESAMPLES} times")
+    table.add_column("Measure")
+    table.add_column("Value", justify="right")
+    table.add_column("95 % interval", justify="right")
+    for name, measure in evaluation.measures.items():
+        said = _MEASURES.get(name) or f"  {name.removeprefix('auc_')} against the rest"
+        ends = "-" if math.isnan(measure.low) else f"{measure.low:.4f} to {measure.high:.4f}"
+        table.add_row(Text(said), "-" if math.isnan(measure.value) else f"{measure.value:.4f}", ends)
+    return table
+
+
+def _confusion_table(names: Sequence[str], counts: Sequence[Sequence[int]]) -> Table:
+    """True classes in lines, predicted ones in columns."""
+    table = Table(header_style="bold")
+    table.add_column("True \\ predicted", overflow="fold")
+    for name in names:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for name, row in zip(names, counts, strict=True):
+        table.add_row(Text(name), *(str(count) for count in row))
+    return table
 
 
 def score_table(evaluation: Evaluation) -> Table:

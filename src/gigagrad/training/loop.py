@@ -31,6 +31,7 @@ from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
 from gigagrad.prediction.evaluate import score_logits
+from gigagrad.prediction.slide_scores import output_of, predicted_class
 from gigagrad.training.augment import order_of, turn_of
 from gigagrad.training.card import write_model
 from gigagrad.training.checkpoint import Checkpoint, Progress
@@ -176,6 +177,9 @@ class _Run:
         if config.class_weights:
             weights = class_weights(config.class_weights, (), channels if self.loss.class_ids else 2)
             self.loss = self.loss.weighted(weights)
+        for _, each in self.loss.made_of:
+            if isinstance(each, torch.nn.Module):
+                each.to(config.device)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         try:
@@ -372,7 +376,9 @@ class _Run:
         # Built from what the user asked for; of the file, only the weights.
         model = load_weights(self.folder.best, resolve(config.model, published=False)).to(config.device)
         dense = self.largest.label is None
-        loss = None if dense else self.loss.function
+        # Classes of slides are read off the output, of which the loss is one more line.
+        rated = not dense and (self.loss.class_ids or self.loss.binary)
+        loss = None if dense or rated else self.loss.function
         engine = compile_engine(
             model,
             loss,
@@ -383,12 +389,18 @@ class _Run:
         )
         engine.events.subscribe(self.events.emit)
         scores: dict[str, float] = {}
+        right: list[bool] = []
         with self.events.job("test", len(rows)) as advance:
             for row in rows:
                 with self.pairs.open(row) as (slide, target):
                     if dense:
                         assert not isinstance(target, torch.Tensor)
                         scores[row.name] = score_logits(engine.stream(slide), target, ignores=self.ignores).dice
+                    elif rated:
+                        output_NC = output_of(engine, slide)
+                        assert isinstance(target, torch.Tensor)
+                        scores[row.name] = float(self.loss.function(output_NC, target.to(output_NC.device)))
+                        right.append(predicted_class(output_NC) == int(target))
                     else:
                         scores[row.name] = _forward(engine, slide, target)
                 advance(len(scores), f"{row.name}: {scores[row.name]:.4f}")
@@ -400,9 +412,11 @@ class _Run:
             steps=self.progress.step,
             best_epoch=self.progress.best_epoch,
             best_loss=self.progress.best_loss if math.isfinite(self.progress.best_loss) else None,
+            accuracy=sum(right) / len(right) if right else None,
         )
         if scores:
             named = {f"{result.metric}_mean": result.mean, f"{result.metric}_sd": result.sd}
+            named |= {} if result.accuracy is None else {"accuracy": result.accuracy}
             self.events.emit(MetricsLogged("test", self.progress.epoch, self.progress.step, named))
         self._pass_on(model, result)
         result.save(model=config.model, parameters=sum(p.numel() for p in model.parameters()))

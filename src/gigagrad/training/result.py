@@ -18,6 +18,7 @@ class FitResult:
 
     `scores` are the test slides' by name, Dice (`metric == "dice"`) or loss; `epochs` and `steps` are what was trained
     in all; `best_loss` is the lowest validation loss, reached in `best_epoch`, None without validation slides.
+    `accuracy` is the share of test slides whose class is right, None where there are no classes of slides.
     """
 
     out: Path
@@ -27,6 +28,7 @@ class FitResult:
     steps: int
     best_epoch: int
     best_loss: float | None
+    accuracy: float | None = None
 
     @property
     def best(self) -> Path:
@@ -54,6 +56,7 @@ class FitResult:
             "best_loss": self.best_loss,
             "metric": self.metric,
             self.metric: self.scores,
+            **({} if self.accuracy is None else {"accuracy": self.accuracy}),
             "mean": None if math.isnan(self.mean) else self.mean,
             "sd": None if math.isnan(self.sd) else self.sd,
         }
@@ -68,6 +71,8 @@ class FitResult:
             metric = summary["metric"]
             rest = {key: summary[key] for key in ("epochs", "steps", "best_epoch", "best_loss")}
             scores = {str(name): float(score) for name, score in summary[metric].items()}
-            return cls(out=out, metric=str(metric), scores=scores, **rest)
+            accuracy = summary.get("accuracy")
+            accuracy = None if accuracy is None else float(accuracy)
+            return cls(out=out, metric=str(metric), scores=scores, accuracy=accuracy, **rest)
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ConfigError(f"cannot read {path}; remove it to test the run again") from error

@@ -1,0 +1,175 @@
+"""What a model without an image output says of a whole slide: its `(1, C)` numbers as probabilities, or as they are.
+
+The loss it was trained with decides which. Scores have the names of columns, `probability_CLASS` or `output`, in the
+records of a prediction and in the table `slides.csv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import torch
+
+from gigagrad.cohorts import Row
+from gigagrad.errors import ConfigError, ModelError, TargetError
+from gigagrad.execution.engine import Engine
+from gigagrad.files import write_csv
+from gigagrad.images import Image
+from gigagrad.masks import ClassTable
+from gigagrad.prediction.records import SlideResult
+
+TABLE_NAME: Final = "slides.csv"
+_PROBABILITY: Final = "probability_"
+_OF_CLASSES: Final = ("ce",)
+_OF_ONE_LOGIT: Final = ("bce", "bce_dice", "dice", "focal", "tversky")
+_OF_NUMBERS: Final = ("mse",)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the outputs of a model are read: the columns of its scores, and the names of the classes by their ids.
+
+    Without `names` the scores are numbers. With one column and names, it is the probability of class 1, else there is a
+    column for each class.
+    """
+
+    columns: tuple[str, ...]
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, outputs: int, loss: str, table: ClassTable | None) -> Self:
+        """How `outputs` numbers are read after training with `loss`, or a sum of losses; "" where nobody knows which.
+
+        `ce` makes classes of them, a binary loss one probability, `mse` numbers. After a function of the user's own
+        they are numbers unless the labels were class names; these, and those of an unknown loss, are read as pixels
+        are: one logit, or one for each class. Raises `ModelError` where the loss cannot be of so many outputs and
+        `ConfigError` for classes beyond them.
+        """
+        loss = _known(loss)
+        if loss in _OF_ONE_LOGIT and outputs != 1:
+            raise ModelError(f"the model has {outputs} outputs and {loss} takes one of a slide; train it with ce")
+        if loss in _OF_NUMBERS or (loss not in (*_OF_CLASSES, *_OF_ONE_LOGIT, "") and table is None):
+            return cls(("output",) if outputs == 1 else tuple(f"output_{number}" for number in range(outputs)))
+        one = outputs == 1 and loss not in _OF_CLASSES
+        names = _class_names(2 if one else outputs, table)
+        return cls(tuple(_PROBABILITY + name for name in (names[1:] if one else names)), names)
+
+    @classmethod
+    def of_columns(cls, columns: Iterable[str], table: ClassTable | None) -> Self:
+        """The reading that gave these columns."""
+        columns = tuple(columns)
+        if not all(column.startswith(_PROBABILITY) for column in columns):
+            return cls(columns)
+        if len(columns) == 1:
+            return cls(columns, _class_names(2, table))
+        return cls(columns, tuple(column.removeprefix(_PROBABILITY) for column in columns))
+
+    def scores(self, output_NC: torch.Tensor) -> dict[str, float]:
+        """By column, of a `(1, C)` output, computed in float64. Raises `ModelError` for one that is not finite."""
+        values = output_NC[0].double().cpu()
+        if not values.isfinite().all():
+            raise ModelError(f"the model's output is {values.tolist()}; it cannot be read as scores of a slide")
+        if self.names:
+            values = values.sigmoid() if len(self.columns) == 1 else values.softmax(0)
+        return dict(zip(self.columns, values.tolist(), strict=True))
+
+    def outputs(self, scores: Mapping[str, float]) -> tuple[float, ...]:
+        """The probabilities of all classes by their ids; numbers as they are."""
+        found = tuple(scores.values())
+        return (1 - found[0], found[0]) if self.names and len(self.columns) == 1 else found
+
+    def predicted_id(self, scores: Mapping[str, float], threshold: float) -> int:
+        """The likeliest class; of a single probability class 1 where it is above the threshold."""
+        found = tuple(scores.values())
+        return int(found[0] > threshold) if len(self.columns) == 1 else found.index(max(found))
+
+    def predicted(self, scores: Mapping[str, float], threshold: float) -> str:
+        """The name of the predicted class, or the number; "" where there are several numbers."""
+        if self.names:
+            return self.names[self.predicted_id(scores, threshold)]
+        return f"{scores[self.columns[0]]:g}" if len(self.columns) == 1 else ""
+
+
+def _known(loss: str) -> str:
+    """The first loss of ours in `ce?label_smoothing=0.1 + 0.5*mine:dice`, or the first of all, without settings."""
+    names = [term.rpartition("*")[2].strip().partition("?")[0] for term in loss.split(" + ")]
+    ours = (*_OF_CLASSES, *_OF_ONE_LOGIT, *_OF_NUMBERS)
+    return next((name for name in names if name in ours), names[0])
+
+
+def _class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
+    """Of the ids from 0; the id itself where the table has none."""
+    if table is not None and table.count > count:
+        raise ConfigError(
+            f"there are {table.count} classes ({table}) and the model tells {count} apart; write NAME=ID, ids from 0 on"
+        )
+    names: dict[int, str] = {}
+    for name, number in table.ids if table is not None else ():
+        names.setdefault(number, name)
+    return tuple(names.get(number, f"Class {number}" if names else str(number)) for number in range(count))
+
+
+def gives_image(engine: Engine, slide: Image) -> bool:
+    """Whether the model's output for this slide is an image. Captures the model, and computes nothing."""
+    graph = engine.problem(slide).graph
+    return graph[graph.output].is_field
+
+
+def output_of(engine: Engine, slide: Image) -> torch.Tensor:
+    """The `(1, C)` output of a model that gives no image. Raises `ModelError` for any other."""
+    output = engine.forward(slide)
+    if not isinstance(output, torch.Tensor) or output.ndim != 2 or output.shape[0] != 1:
+        got = tuple(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        raise ModelError(f"the model's output is {got}, expected (1, classes, height, width) or (1, classes)")
+    return output
+
+
+def predicted_class(output_NC: torch.Tensor) -> int:
+    """Of `(1, C)` logits the largest; of one logit 1 where it is above 0."""
+    return int(output_NC.argmax(1)) if output_NC.shape[1] > 1 else int(output_NC > 0)
+
+
+def label_value(row: Row, reading: Reading, table: ClassTable | None) -> float:
+    """A slide's label as a number: the id of its class where there are classes. Raises `TargetError`."""
+    ids = dict(table.ids) if table is not None else {}
+    text = row.label or ""
+    try:
+        value = float(ids.get(text, text))
+    except ValueError:
+        known = ", ".join(reading.names) or "a number"
+        raise TargetError(
+            f"the label of {row.name} is {text!r}, expected {known}; correct it or say --classes"
+        ) from None
+    if reading.names and not (value.is_integer() and 0 <= value < len(reading.names)):
+        raise TargetError(f"the label of {row.name} is {text!r}; the model's classes are 0 to {len(reading.names) - 1}")
+    return value
+
+
+def check_table(out: Path, sources: Iterable[str | Path], *, own: bool) -> None:
+    """Raises `ConfigError` where `slides.csv` would replace a cohort, or, if it is not our `own`, somebody's file."""
+    path = out / TABLE_NAME
+    if any(Path(source).resolve() == path.resolve() for source in sources):
+        raise ConfigError(f"{path} is the cohort itself and would be replaced by its scores; choose another --out")
+    if path.exists() and not own:
+        raise ConfigError(f"{path} exists but was not predicted here; choose another --out or pass --overwrite")
+
+
+def write_table(out: Path, results: Iterable[SlideResult]) -> None:
+    """`slides.csv`: a line for each slide that has scores. Raises `WriteError`."""
+    scored = [result for result in results if result.scores and result.status == "done"]
+    columns = list(dict.fromkeys(column for result in scored for column in result.scores))
+    labelled = ["label"] if any(result.label for result in scored) else []
+    lines = [
+        [
+            r.name,
+            r.slide,
+            *(r.scores.get(column, "") for column in columns),
+            r.predicted,
+            *([r.label] if labelled else []),
+        ]
+        for r in scored
+    ]
+    write_csv(out / TABLE_NAME, [["name", "slide", *columns, "predicted", *labelled], *lines])
