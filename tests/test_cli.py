@@ -30,13 +30,13 @@ WORDS = {
     ),
     "init": "--out --overwrite --schema --slides",
     "fit": (
-        "--accumulate --class-weights --classes --clip --colour-jitter --config --device --ema --epochs --fold "
+        "--accumulate --bands --class-weights --classes --clip --colour-jitter --config --device --ema --epochs --fold "
         "--frozen --learning-rate --level --loss --memory --model --no-augment --no-grey --optimizer --out --overwrite "
         "--patience --precision --rates --schedule --scratch --seed --slides --stain-jitter --storage --trust --warmup "
         "--weight-decay --weights"
     ),
     "predict": (
-        "--classes --device --level --memory --mpp --no-grey --out --overwrite --run --scratch --slides "
+        "--bands --classes --device --level --memory --mpp --no-grey --out --overwrite --run --scratch --slides "
         "--split --target-mpp --threshold --trust"
     ),
     "evaluate": "--classes --device --json --memory --predictions --run --scratch --slides --split --trust",

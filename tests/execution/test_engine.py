@@ -88,3 +88,11 @@ def test_calls_that_make_no_sense(engine, net, pair):
         engine.backward(torch.rand(2, 2, 9, 9), pair.target)
     with pytest.raises(CaptureError):
         engine.backward(torch.rand(5, 23, 31).double(), pair.target)
+
+
+def test_an_engine_says_what_it_is():
+    engine = gg.compile(torch.nn.Conv2d(1, 1, 1), gg.losses.bce, memory="2 GiB")
+    assert repr(engine) == "<Engine of Conv2d, bce, on cpu, 2 GiB>"
+    assert repr(gg.compile(torch.nn.Conv2d(1, 1, 1))) == "<Engine of Conv2d, no loss, on cpu, no budget>"
+    plan = engine.plan(torch.zeros(1, 8, 8), torch.zeros(1, 8, 8))
+    assert plan._repr_html_().startswith("<pre>Training step as planned")

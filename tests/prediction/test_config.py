@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gigagrad.errors import ConfigError
+from gigagrad.images import Look
 from gigagrad.prediction.config import PredictConfig
 
 
@@ -40,10 +41,16 @@ def test_level_and_colours_are_those_of_the_run(tmp_path):
     (tmp_path / "config.yaml").write_text("level: 2\n")
     assert config.resolved_level == 2
     assert PredictConfig(run=tmp_path, slides=("s",), out="o", level=1).resolved_level == 1
-    assert not config.resolved_grey
+    assert not config.resolved_look.grey
     (tmp_path / "config.yaml").write_text("grey: true\n")
-    assert config.resolved_grey
-    assert not PredictConfig(run=tmp_path, slides=("s",), out="o", grey=False).resolved_grey
+    assert config.resolved_look.grey
+    assert not PredictConfig(run=tmp_path, slides=("s",), out="o", grey=False).resolved_look.grey
+    (tmp_path / "config.yaml").write_text("bands: [4, 1]\n")
+    assert config.resolved_look == Look(False, (4, 1))
+    assert PredictConfig(run=tmp_path, slides=("s",), out="o", bands=(2,)).resolved_look.bands == (2,)
+    (tmp_path / "config.yaml").write_text("bands: [near]\n")
+    with pytest.raises(ConfigError, match="give them as --bands"):
+        _ = config.resolved_look
     (tmp_path / "config.yaml").write_text("- no mapping\n")
     with pytest.raises(ConfigError, match="level"):
         _ = config.resolved_level

@@ -177,7 +177,7 @@ def test_the_folder_predicts_as_the_run_does(config, cohort_csv, tmp_path):
         settings = PredictConfig(
             run=tmp_path / run, slides=(cohort_csv,), out=tmp_path / "out" / run, split="test", memory="2 GiB"
         )
-        assert settings.resolved_grey
+        assert settings.resolved_look.grey
         assert settings.resolved_table is not None
         predict(settings)
     one, other = (tifffile.imread(tmp_path / "out" / run / "masks" / "slide4.tif") for run in ("run", "run/model"))

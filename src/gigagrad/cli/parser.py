@@ -135,6 +135,12 @@ def _positive(text: str) -> int:
 
 
 _FLAGS: Final[dict[str, dict[str, Any]]] = {
+    "--bands": {
+        "nargs": "+",
+        "type": int,
+        "metavar": "N",
+        "help": "channels of slides to read, in this order, counted from 1 (default: all)",
+    },
     "--classes": {
         "nargs": "+",
         "default": (),
@@ -348,6 +354,7 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
             "--seed": {"type": int, "help": "of weights, order and augmentation (default: 0)"},
             "--level": {"type": int, "help": "pyramid level of slides and masks (default: 0, full resolution)"},
             "--grey": {},
+            "--bands": {},
             "--device": {},
             "--no-augment": {
                 "dest": "augment",
@@ -384,6 +391,7 @@ _COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]]
             "--mpp": {},
             "--level": {"type": int, "help": "pyramid level; default: the level of the training run"},
             "--grey": {"help": "read slides in grey, one channel; default: as the training run did"},
+            "--bands": {"help": "channels of slides to read, counted from 1; default: those of the training run"},
             "--target-mpp": {
                 "type": float,
                 "metavar": "MPP",

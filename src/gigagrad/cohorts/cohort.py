@@ -11,7 +11,8 @@ from pathlib import Path
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import Row, Split, number_in, read_rows
 from gigagrad.errors import ConfigError, GigagradError
-from gigagrad.images import open_image
+from gigagrad.images import Look, open_image
+from gigagrad.images.look import AS_STORED
 from gigagrad.masks import ClassTable, is_annotation_file, open_mask, read_annotations
 
 
@@ -102,7 +103,7 @@ def class_table(cohort: Cohort, entries: Sequence[str] = ()) -> ClassTable | Non
 
 
 def check_images(
-    cohort: Cohort, level: int, *, grey: bool = False, table: ClassTable | None = None
+    cohort: Cohort, level: int, *, look: Look = AS_STORED, table: ClassTable | None = None
 ) -> tuple[tuple[int, int, int], ...]:
     """Open every slide and mask once, and return the shapes `(C, H, W)` to train on. Reads no pixels.
 
@@ -112,7 +113,7 @@ def check_images(
     for row in cohort.rows:
         try:
             with open_image(row.slide, level=level, mpp=row.mpp) as slide:
-                shapes.append((slide.grey() if grey else slide).shape)
+                shapes.append(look.of(slide).shape)
                 if row.mask is None or is_annotation_file(row.mask):
                     continue  # outlines were read by `class_table`, and are looked at once more before training
                 with open_mask(row.mask, slide, table) as mask:

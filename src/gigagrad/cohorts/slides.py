@@ -8,6 +8,7 @@ from pathlib import Path
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import SLIDE_SUFFIXES, Row, read_rows, slides_in, with_own_names
 from gigagrad.errors import ConfigError
+from gigagrad.images.opening import dicom_instances
 
 
 def find_slides(sources: Iterable[str | Path], split: str | None = None) -> tuple[Row, ...]:
@@ -37,7 +38,7 @@ def _of_source(source: Path, split: str | None) -> Iterator[Row]:
         if not rows:
             raise ConfigError(f"{source} has no rows with split '{split}'; list one slide per row")
         yield from rows
-    elif source.is_dir() and source.suffix.lower() != ".zarr":
+    elif source.is_dir() and source.suffix.lower() != ".zarr" and not dicom_instances(source):
         slides = slides_in(source)
         if not slides:
             raise ConfigError(f"{source} holds no slides; expected files ending in {', '.join(SLIDE_SUFFIXES)}")

@@ -39,7 +39,7 @@ from gigagrad.stores import (
     parse_storage,
     registered_tier,
 )
-from gigagrad.units import parse_bytes
+from gigagrad.units import format_bytes, format_seconds, parse_bytes
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -168,6 +168,12 @@ class Engine:
     @property
     def loss(self) -> Loss | None:
         return self._composite.loss
+
+    def __repr__(self) -> str:
+        loss = "no loss" if self.loss is None else getattr(self.loss, "__name__", type(self.loss).__name__)
+        budget = "no budget" if self._budget_bytes is None else format_bytes(self._budget_bytes)
+        last = "" if self.last_run is None else f", last run {format_seconds(self.last_run.seconds)}"
+        return f"<Engine of {type(self.model).__name__}, {loss}, on {self._device}, {budget}{last}>"
 
     @property
     def gradient_errors(self) -> dict[str, float]:

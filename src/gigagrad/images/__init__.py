@@ -1,6 +1,7 @@
 """Images: open, read and write them; tissue labels; synthetic slides."""
 
 from gigagrad.images.image import Image, Level
+from gigagrad.images.look import Look
 from gigagrad.images.opening import open_image
 from gigagrad.images.resolution import GuessedResolutionWarning, require_mpp
 from gigagrad.images.synthetic import make_cohort, make_slide
@@ -13,6 +14,7 @@ __all__ = [
     "GuessedResolutionWarning",
     "Image",
     "Level",
+    "Look",
     "Recipe",
     "label_image",
     "make_cohort",

@@ -151,6 +151,17 @@ class Image(ABC):
             raise ImageError(f"{self.name} has {self.channels} channels; grey is made of three: red, green and blue")
         return self if self.channels == 1 else GreyImage(self)
 
+    @final
+    def bands(self, numbers: Sequence[int]) -> Image:
+        """These channels of the image in this order, counted from 1 as GDAL counts bands.
+
+        Closing it leaves this image open. Raises `ImageError` for a channel that there is not.
+        """
+        for number in numbers:
+            if not 1 <= number <= self.channels:
+                raise ImageError(f"{self.name} has no band {number}; choose from 1 to {self.channels}")
+        return self if list(numbers) == list(range(1, self.channels + 1)) else BandsImage(self, numbers)
+
     def _read_grey(self, box: Box) -> Pixels:
         """Fresh luma `(1, box.height, box.width)` of a non-empty box that lies inside this RGB image; thread-safe."""
         colours = self._read_inside(box)
@@ -180,6 +191,11 @@ class Image(ABC):
     def __repr__(self) -> str:
         scale = "mpp unknown" if self.mpp is None else f"{self.mpp:g} um/px"
         return f"<{type(self).__name__} {self.name}: {' x '.join(map(str, self.shape))} {self.dtype}, {scale}>"
+
+    def _repr_html_(self) -> str:
+        from gigagrad.images.notebooks import image_html
+
+        return image_html(self)
 
 
 class View(Image):
@@ -216,6 +232,20 @@ class GreyImage(View):
 
     def _blank(self, height: int, width: int) -> Pixels:
         return super()._blank(height, width)[:1]
+
+
+class BandsImage(View):
+    """Some channels of an image. Use `Image.bands`."""
+
+    def __init__(self, image: Image, numbers: Sequence[int]) -> None:
+        super().__init__(image, (len(numbers), *image.shape[1:]))
+        self._channels = [number - 1 for number in numbers]
+
+    def _read_inside(self, box: Box) -> Pixels:
+        return self._image.read(box)[self._channels]
+
+    def _blank(self, height: int, width: int) -> Pixels:
+        return super()._blank(height, width)[self._channels]
 
 
 def is_floating(dtype: np.dtype[Any] | torch.dtype) -> bool:

@@ -30,8 +30,9 @@ def open_image(
     """Open a slide, a mask or an array as an `Image`.
 
     Args:
-        source: a path (TIFF and SVS, anything OpenSlide reads, OME-TIFF, a Zarr array or OME-Zarr folder, PNG, JPEG), a
-            NumPy array or tensor `(C, H, W)` or `(H, W)`, a zarr.Array, or an `Image`, which is returned as it is.
+        source: a path (TIFF and SVS, anything OpenSlide reads, a folder of DICOM instances, OME-TIFF, a Zarr array or
+            OME-Zarr folder, PNG, JPEG), a NumPy array or tensor `(C, H, W)` or `(H, W)`, a zarr.Array, or an `Image`,
+            which is returned as it is.
         level: which resolution; 0 is the largest.
         mpp: micrometres per pixel **of level 0**, overriding what the file says; `Image.mpp` is the chosen level's.
 
@@ -54,7 +55,10 @@ def _open_path(path: Path, level: int, mpp: float | None) -> Image:
     if path.is_dir():
         if is_zarr(path):
             return open_zarr(path, level=level, mpp=mpp)
-        raise ImageError(f"{path} is a folder, not an image (and not a Zarr store); name a file inside it")
+        for instance in dicom_instances(path):
+            if of_dicom := open_openslide(instance, level=level, mpp=mpp):
+                return of_dicom
+        raise ImageError(f"{path} is a folder, no image, Zarr store or DICOM slide; name a file inside it")
     try:
         with path.open("rb") as file:
             head = file.read(16)
@@ -78,6 +82,11 @@ def _open_path(path: Path, level: int, mpp: float | None) -> Image:
     raise ImageError(
         f"{path} is of no known kind; expected a slide that OpenSlide reads, a TIFF, a Zarr folder, a PNG or a JPEG"
     )
+
+
+def dicom_instances(folder: Path) -> list[Path]:
+    """The DICOM files in a folder, which together are one slide."""
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".dcm")
 
 
 def _open_array(source: object, level: int, mpp: float | None) -> Image:

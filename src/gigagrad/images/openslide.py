@@ -41,7 +41,8 @@ class OpenSlideImage(Image):
         super().__init__(
             shape=(3, *chosen.shape),
             dtype=np.dtype(np.uint8),
-            name=path.stem,
+            # Instances of DICOM have numbers for names, and several of them are one slide.
+            name=path.parent.name if path.suffix.lower() == ".dcm" else path.stem,
             fill=_WHITE,
             mpp=base,
             levels=levels,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -207,6 +208,10 @@ class Plan:
     def memory_parts(self) -> list[tuple[str, int]]:
         """What the predicted peak adds up from: a name for people, and bytes. Parts of nothing are left out."""
         return [(amount.name, amount.size_bytes) for amount in self.ledger if amount.size_bytes]
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         return str(describe(self))

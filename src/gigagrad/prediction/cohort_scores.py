@@ -66,8 +66,8 @@ def evaluate_model(
     @contextmanager
     def opened(entry: Row) -> Iterator[tuple[Image, Image]]:
         with open_image(entry.slide, level=config.resolved_level, mpp=entry.mpp) as slide:
-            check_intensities(model, slide)
-            seen = slide.grey() if config.resolved_grey else slide
+            seen = config.resolved_look.of(slide)
+            check_intensities(model, seen)
             of_pixels = gives_image(engine, seen)
             if of_pixels and labelled:
                 raise ConfigError(_NO_MASKS.format(slides))

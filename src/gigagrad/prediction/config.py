@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gigagrad.errors import ConfigError
+from gigagrad.images import Look
 from gigagrad.masks import ClassTable
 from gigagrad.models.saved import CONFIG, model_file
 from gigagrad.settings import Settings, read_yaml
@@ -31,6 +32,7 @@ class PredictConfig(Settings):
         mpp: micrometres per pixel of all slides, over what their files say.
         level: pyramid level of slides and true masks to predict at; None takes the level of the training run.
         grey: read slides in grey, as `Image.grey` does; None does as the training run did.
+        bands: channels of slides to read, as in training; empty for those of the training run.
         target_mpp: instead of one level for all, predict each slide at the level nearest to this resolution; every
             slide must then have a known one.
         device: "cpu" or "cuda".
@@ -49,6 +51,7 @@ class PredictConfig(Settings):
     mpp: float | None = None
     level: int | None = None
     grey: bool | None = None
+    bands: tuple[int, ...] = ()
     target_mpp: float | None = None
     device: str = "cpu"
     split: str | None = None
@@ -76,9 +79,14 @@ class PredictConfig(Settings):
         return int(self._of_run("level", 0)) if self.level is None else self.level
 
     @property
-    def resolved_grey(self) -> bool:
-        """`grey`, or what the run's `config.yaml` says, or False. Raises `ConfigError` if that file is damaged."""
-        return bool(self._of_run("grey", False)) if self.grey is None else self.grey
+    def resolved_look(self) -> Look:
+        """Of `grey` and `bands`, or what the run's `config.yaml` says. Raises `ConfigError` if that file is damaged."""
+        grey = bool(self._of_run("grey", False)) if self.grey is None else self.grey
+        try:
+            bands = self.bands or tuple(map(int, self._of_run("bands", ())))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"cannot read the bands of the run {self.run}; give them as --bands") from error
+        return Look(grey, bands)
 
     @property
     def resolved_table(self) -> ClassTable | None:

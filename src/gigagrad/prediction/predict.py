@@ -70,8 +70,9 @@ class _Run:
         level = config.resolved_level if config.target_mpp is None else None
         self.table, self.loss = config.resolved_table, config.run_loss
         classes = self.table.entries if self.table is not None else ()
+        self.look = config.resolved_look
         self.made_with = MadeWith(
-            spec, digest, config.threshold, classes, level, config.target_mpp, config.resolved_grey
+            spec, digest, config.threshold, classes, level, config.target_mpp, self.look.grey, self.look.bands
         )
         self.records = read_records(self.out)
         for entry in () if config.overwrite else self.slides:
@@ -142,10 +143,10 @@ class _Run:
         with ExitStack() as opened:
             level = self._level_of(entry)
             slide = opened.enter_context(open_image(entry.slide, level=level, mpp=config.mpp or entry.mpp))
-            check_intensities(self.model, slide)
+            seen = self.look.of(slide)
+            check_intensities(self.model, seen)
             engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
             engine.events.subscribe(self.events.emit)
-            seen = slide.grey() if self.made_with.grey else slide
             if not gives_image(engine, seen):
                 return self._score(entry, engine, seen, result)
             truth = None if entry.mask is None else opened.enter_context(open_mask(entry.mask, slide, self.table))

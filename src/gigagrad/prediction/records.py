@@ -28,6 +28,7 @@ class MadeWith:
     """None where `target_mpp` chose it slide by slide."""
     target_mpp: float | None = None
     grey: bool = False
+    bands: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,7 @@ def write_records(out: Path, records: Mapping[str, SlideResult]) -> None:
 def _parse(entry: Mapping[str, Any]) -> SlideResult:
     made_with = dict(entry["made_with"])
     made_with["classes"] = tuple(made_with["classes"])
+    made_with["bands"] = tuple(made_with.get("bands", ()))
     result = SlideResult(**{**entry, "made_with": MadeWith(**made_with)})
     outside = any(getattr(result, key) not in ("", name) for key, name in file_names(result.name).items())
     if not all(isinstance(score, float) for score in result.scores.values()):

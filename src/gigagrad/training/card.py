@@ -26,7 +26,13 @@ def write_model(model: nn.Module, config: FitConfig, cohort: Cohort, result: Fit
     `mpp` is the resolution that it was trained at, in micrometres per pixel, None where slides have none. Raises
     `WriteError`, and `ModelError` for a network that is more than tensors.
     """
-    settings = {"classes": list(config.classes), "level": config.level, "grey": config.grey, "mpp": mpp}
+    settings = {
+        "classes": list(config.classes),
+        "level": config.level,
+        "grey": config.grey,
+        "bands": list(config.bands),
+        "mpp": mpp,
+    }
     card = model_card(model, config, cohort, result, mpp)
     save_folder(RunFolder(result.out).model, config.model, model, settings, card)
 
@@ -45,7 +51,7 @@ def model_card(model: nn.Module, config: FitConfig, cohort: Cohort, result: FitR
         ("first weights", f"{begun}; seed {config.seed}"),
         ("slides", counts),
         ("resolution", f"level {config.level}" + (f", {mpp:.4g} micrometres per pixel" if mpp else "")),
-        ("colours", "grey, one channel" if config.grey else "as stored"),
+        ("colours", str(config.look)),
         ("classes", ", ".join(f"`{entry}`" for entry in config.classes) or "not named"),
         ("loss", f"`{config.loss}`; `{config.optimizer}`, learning rate {config.learning_rate:g}"),
         ("memory", f"{config.memory or 'no budget'}, {config.device}"),

@@ -13,6 +13,7 @@ import yaml
 
 from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.files import write_text
+from gigagrad.images import Look
 from gigagrad.models.registry import check_network
 from gigagrad.models.trust import check_trusted
 from gigagrad.settings import Settings, read_yaml
@@ -62,6 +63,7 @@ class FitConfig(Settings):
         seed: of the initial weights, the order of slides, the augmentation and random operators.
         level: pyramid level of slides and masks to train on; 0 is full resolution.
         grey: read slides in grey, one channel, as `Image.grey` does; for networks that grey their input anyway.
+        bands: channels of slides to read, in this order, counted from 1; none named: all.
         checkpoint_seconds: a checkpoint follows the first step that ends this long after the last one; 0 = every step.
     """
 
@@ -96,6 +98,7 @@ class FitConfig(Settings):
     seed: int = 0
     level: int = 0
     grey: bool = False
+    bands: tuple[int, ...] = ()
     checkpoint_seconds: float = 30.0
 
     LIMITS: ClassVar = {
@@ -126,6 +129,11 @@ class FitConfig(Settings):
                     f"{name} must be one of {offered}, got {value!r}{did_you_mean(str(value), map(str, known))}"
                 )
         parse_storage(self.storage)
+
+    @property
+    def look(self) -> Look:
+        """How slides are looked at."""
+        return Look(self.grey, self.bands)
 
     def relative_to(self, folder: Path) -> Self:
         """The same settings with absolute paths; relative ones are taken from `folder`."""

@@ -95,7 +95,7 @@ class _Run:
         if self.table is not None:
             config = replace(config, classes=self.table.entries)
         self.config = config
-        self.shapes = check_images(self.cohort, config.level, grey=config.grey, table=self.table)
+        self.shapes = check_images(self.cohort, config.level, look=config.look, table=self.table)
         device_for(config.device)  # refuses one that is not there
         self.loss = named_loss(config.loss)
         self.jitter = Jitter(config.stain_jitter, config.colour_jitter)
@@ -173,7 +173,7 @@ class _Run:
         if self.ignores:
             self.loss = self.loss.ignoring()
         rule = TargetRule(self.loss, channels, self.ignores)
-        self.pairs = Pairs(rule, level=config.level, grey=config.grey, labels=self.folder.labels, table=self.table)
+        self.pairs = Pairs(rule, level=config.level, look=config.look, labels=self.folder.labels, table=self.table)
         if config.class_weights:
             weights = class_weights(config.class_weights, (), channels if self.loss.class_ids else 2)
             self.loss = self.loss.weighted(weights)
@@ -197,8 +197,8 @@ class _Run:
             # Its label does not exist yet; a plan only needs the shape and the dtype.
             with open_image(row.slide, level=self.config.level, mpp=row.mpp) as slide:
                 blank = np.broadcast_to(np.zeros((), np.uint8), (1, *slide.shape[1:]))
-                seen = slide.grey() if self.config.grey else slide
-                return self.engine.plan(self.jitter.of(seen, self.config.seed, 0, 0), open_image(blank))
+                seen = self.jitter.of(self.config.look.of(slide), self.config.seed, 0, 0)
+                return self.engine.plan(seen, open_image(blank))
         with self.pairs.open(row) as (slide, target):
             return self.engine.plan(self.jitter.of(slide, self.config.seed, 0, 0), target)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gigagrad.cohorts import Row
 from gigagrad.errors import TargetError
-from gigagrad.images import Image, open_image
+from gigagrad.images import Image, Look, open_image
 from gigagrad.images.tissue import write_label
 from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models.preprocess import check_intensities
@@ -22,13 +22,13 @@ from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask
 
 
 class Pairs:
-    """Opens the slide, in its colours or in grey, and the target of a row at one pyramid level.
+    """Opens the slide, as it is looked at, and the target of a row at one pyramid level.
 
     Slides without a mask get one from the tissue recipe, written once to `labels` and read from there ever after.
     """
 
-    def __init__(self, rule: TargetRule, *, level: int, grey: bool, labels: Path, table: ClassTable | None) -> None:
-        self._rule, self._level, self._grey, self._labels, self._table = rule, level, grey, labels, table
+    def __init__(self, rule: TargetRule, *, level: int, look: Look, labels: Path, table: ClassTable | None) -> None:
+        self._rule, self._level, self._look, self._labels, self._table = rule, level, look, labels, table
         self._label_ids = dict(table.ids) if table is not None else {}
         self._passed: set[Row] = set()
         self._seen: set[int] = set()
@@ -44,7 +44,7 @@ class Pairs:
         Raises `TargetError` and `ImageError`.
         """
         with open_image(row.slide, level=self._level, mpp=row.mpp) as slide:
-            check_intensities(model, slide)
+            check_intensities(model, self._look.of(slide))
             if row.label is not None:
                 self._label(row)
                 return
@@ -78,7 +78,7 @@ class Pairs:
         """
         with ExitStack() as stack:
             slide = stack.enter_context(open_image(row.slide, level=self._level, mpp=row.mpp))
-            slide = slide.grey() if self._grey else slide
+            slide = self._look.of(slide)
             if row.label is not None:
                 yield _turned(slide, turn), self._label(row)
                 return

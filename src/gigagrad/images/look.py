@@ -1,0 +1,27 @@
+"""How slides are looked at: the same for every slide of a run, in training, prediction and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gigagrad.images.image import Image
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Which bands are read, counted from 1 as GDAL counts them, none named: all; and whether in grey."""
+
+    grey: bool = False
+    bands: tuple[int, ...] = ()
+
+    def of(self, slide: Image) -> Image:
+        """`slide` as the network gets to see it. Closing it leaves `slide` open. Raises `ImageError`."""
+        seen = slide.bands(self.bands) if self.bands else slide
+        return seen.grey() if self.grey else seen
+
+    def __str__(self) -> str:
+        bands = f"bands {', '.join(map(str, self.bands))}" if self.bands else ""
+        return ", ".join(filter(None, (bands, "grey, one channel" if self.grey else ""))) or "as stored"
+
+
+AS_STORED = Look()

@@ -1,0 +1,42 @@
+"""A folder of DICOM instances is one slide."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gigagrad.boxes import Box
+from gigagrad.cohorts import find_slides
+from gigagrad.errors import ImageError
+from gigagrad.images import open_image
+from tests.images.dicom import write_dicom
+
+PIXELS = np.kron(np.random.default_rng(0).integers(0, 256, (10, 15, 3), np.uint8), np.ones((40, 40, 1), np.uint8))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_dicom(tmp_path_factory.mktemp("dicom") / "biopsy", PIXELS)
+
+
+def test_a_folder_is_opened_as_a_slide(folder):
+    for source in (folder, folder / "0.dcm"):
+        with open_image(source) as slide:
+            assert (slide.name, slide.shape, slide.mpp) == ("biopsy", (3, 400, 600), 0.5)
+            assert [level.shape for level in slide.levels] == [(400, 600), (200, 300)]
+            near = np.abs(np.asarray(slide.read(Box.whole(400, 600))).transpose(1, 2, 0).astype(int) - PIXELS)
+            assert near.mean() < 4
+    with open_image(folder, level=1) as slide:
+        assert (slide.shape, slide.mpp) == ((3, 200, 300), 1.0)
+
+
+def test_a_folder_is_one_slide_of_a_list(folder):
+    assert [(row.slide, row.name) for row in find_slides([folder])] == [(folder, "biopsy")]
+
+
+def test_other_folders_and_instances_are_named(folder, tmp_path):
+    with pytest.raises(ImageError, match="is a folder, no image, Zarr store or DICOM slide"):
+        open_image(tmp_path)
+    (tmp_path / "x.dcm").write_bytes(b"nothing")
+    with pytest.raises(ImageError, match="DICOM slide"):
+        open_image(tmp_path)

@@ -1,0 +1,137 @@
+"""First trials as a newcomer types them: a handful of commands, from files as other programs write them to files that
+other programs read."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import shapely
+import tifffile
+import yaml
+from safetensors.torch import load_file
+from shapely.geometry import shape
+
+import gigagrad as gg
+from gigagrad import cli
+from gigagrad.boxes import Box
+
+pytestmark = pytest.mark.slow
+
+SIDE = 256
+
+
+def typed(line: str) -> None:
+    assert cli.main(line.split()) == 0, line
+
+
+def blobs(seed: int) -> np.ndarray:
+    """Two kinds of discs over nothing: ids 0, 1 and 2."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:SIDE, :SIDE]
+    labels = np.zeros((SIDE, SIDE), np.uint8)
+    for number in range(6):
+        cy, cx, radius = rng.integers(SIDE), rng.integers(SIDE), rng.integers(20, 45)
+        labels[(y - cy) ** 2 + (x - cx) ** 2 < radius**2] = number % 2 + 1
+    return labels
+
+
+def write_slide(path: Path, labels: np.ndarray, seed: int) -> None:
+    colours = np.array([(245, 245, 245), (120, 60, 140), (220, 130, 160)])[labels]
+    noisy = colours + np.random.default_rng(seed).integers(-10, 10, colours.shape)
+    tifffile.imwrite(path, noisy.clip(0, 255).astype(np.uint8), tile=(64, 64), photometric="rgb")
+
+
+def annotated(labels: np.ndarray) -> dict[str, Any]:
+    """As QuPath exports it: outlines of a person's hand, so simplified, with class names and colours."""
+    features = []
+    for number, name in ((1, "Tumor"), (2, "Stroma")):
+        squares = [shapely.box(x, y, x + 1, y + 1) for y, x in zip(*np.nonzero(labels == number), strict=True)]
+        for part in shapely.get_parts(shapely.union_all(squares).simplify(1.5)):
+            features.append(
+                {
+                    "type": "Feature",
+                    "geometry": json.loads(shapely.to_geojson(part)),
+                    "properties": {"objectType": "annotation", "classification": {"name": name, "color": [200, 0, 0]}},
+                }
+            )
+    return {"type": "FeatureCollection", "features": features}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_from_qupath_and_back(here: Path) -> None:
+    lines = ["slide;mask;split"]
+    (here / "slides").mkdir()
+    for number, split in enumerate(("train", "train", "val", "test")):
+        labels = blobs(number)
+        write_slide(here / "slides" / f"{number}.tif", labels, number)
+        (here / f"{number}.geojson").write_text(json.dumps(annotated(labels)))
+        lines.append(f"slides/{number}.tif;{number}.geojson;{split}")
+    (here / "cohort.csv").write_text("\n".join(lines) + "\n")
+    typed("init --slides cohort.csv")
+    proposed = yaml.safe_load((here / "run.yaml").read_text())
+    assert proposed["classes"] == {"Stroma": 1, "Tumor": 2, "unlabelled": "ignore"}
+    assert proposed["model"].endswith("classes=3")
+    typed(
+        "fit --config run.yaml --model smp:Unet?encoder_name=resnet18&classes=3 --epochs 2 --learning-rate 0.003 "
+        "--classes Stroma=1 Tumor=2 unlabelled=0 --class-weights balanced --schedule cosine --out runs/first"
+    )
+    typed("predict --run runs/first --slides cohort.csv --split test --out predictions")
+    typed("evaluate --run runs/first --slides cohort.csv")
+    typed("evaluate --predictions predictions --slides cohort.csv")
+    typed("report --run runs/first --predictions predictions --out report.html")
+    collection = json.loads((here / "predictions" / "geojson" / "3.geojson").read_text())
+    mask = tifffile.imread(here / "predictions" / "masks" / "3.tif")
+    assert mask.shape == (SIDE, SIDE)
+    found = dict.fromkeys(("Stroma", "Tumor"), 0.0)
+    for feature in collection["features"]:
+        outline = shape(feature["geometry"])
+        assert outline.is_valid
+        found[feature["properties"]["classification"]["name"]] += outline.area
+    for number, name in ((1, "Stroma"), (2, "Tumor")):
+        assert found[name] <= (mask == number).sum()
+    with (
+        gg.open_image(here / "slides" / "3.tif") as slide,
+        gg.open_mask(
+            here / "predictions" / "geojson" / "3.geojson", slide, {"Stroma": 1, "Tumor": 2, "unlabelled": 0}
+        ) as again,
+    ):
+        painted = again.read(Box.whole(SIDE, SIDE))[0]
+    # What is smaller than an outline's least area is left out of the GeoJSON file; nothing else is.
+    assert ((painted == mask) | (painted == 0) | (mask == 0)).mean() > 0.95
+    model = gg.models.load("runs/first/model")
+    tensors = load_file(here / "runs" / "first" / "model" / "model.safetensors")
+    assert tensors.keys() == model.state_dict().keys()
+
+
+def test_a_classifier_of_slides(here: Path) -> None:
+    lines = ["case_id,slide_id,label,Set"]
+    for number in range(8):
+        labels = np.full((SIDE, SIDE), number % 2 + 1, np.uint8)
+        write_slide(here / f"s{number}.tif", labels, number)
+        lines.append(
+            f"p{number},s{number},{'tumor' if number % 2 else 'normal'},{'training' if number < 5 else 'test'}"
+        )
+    (here / "cohort.csv").write_text("\n".join(lines) + "\n")
+    typed("init --slides cohort.csv")
+    assert yaml.safe_load((here / "run.yaml").read_text())["loss"] == "ce"
+    typed(
+        "fit --config run.yaml --model timm:resnet10t?num_classes=2 --epochs 3 --frozen network.conv1 --out runs/slides"
+    )
+    typed("predict --run runs/slides --slides cohort.csv --split test --out scores")
+    rows = list(csv.DictReader((here / "scores" / "slides.csv").open()))
+    assert [row["name"] for row in rows] == ["s5", "s6", "s7"]
+    for row in rows:
+        assert float(row["probability_normal"]) + float(row["probability_tumor"]) == pytest.approx(1)
+        assert row["predicted"] in ("normal", "tumor")
+    typed("evaluate --run runs/slides --slides cohort.csv --json")
+    typed("evaluate --predictions scores --slides cohort.csv")
