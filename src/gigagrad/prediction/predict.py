@@ -21,7 +21,6 @@ import numpy as np
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
 from gigagrad.events import Events, Listener, Notice
-from gigagrad.execution.engine import Engine
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.execution.sinks import OutputField, Pieces, Pyramid
 from gigagrad.images import Image, open_image
@@ -65,6 +64,9 @@ class _Run:
         self.config, self.events, self.out = config, events, Path(config.out)
         self.slides = find_slides(config.slides, config.split)
         spec, self.model = load_model(config.model_path, config.trust)
+        # One for all slides: those of one size are captured and planned once.
+        self.engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
+        self.engine.events.subscribe(events.emit)
         with config.model_path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         level = config.resolved_level if config.target_mpp is None else None
@@ -145,15 +147,13 @@ class _Run:
             slide = opened.enter_context(open_image(entry.slide, level=level, mpp=config.mpp or entry.mpp))
             seen = self.look.of(slide)
             check_intensities(self.model, seen)
-            engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
-            engine.events.subscribe(self.events.emit)
-            if not gives_image(engine, seen):
-                return self._score(entry, engine, seen, result)
+            if not gives_image(self.engine, seen):
+                return self._score(entry, seen, result)
             truth = None if entry.mask is None else opened.enter_context(open_mask(entry.mask, slide, self.table))
             for written in files.values():
                 (self.out / written).parent.mkdir(exist_ok=True)
             written_mask = _MaskFile(self.out / files["mask"], slide, config, self.table)
-            engine.forward(seen, out=written_mask)
+            self.engine.forward(seen, out=written_mask)
             classes = written_mask.classes
             mask = opened.enter_context(open_image(self.out / files["mask"]))
             traced = trace(mask, classes)
@@ -185,10 +185,10 @@ class _Run:
         with open_image(entry.slide, mpp=self.config.mpp or entry.mpp) as slide:
             return level_near(slide, self.config.target_mpp)
 
-    def _score(self, entry: Row, engine: Engine, slide: Image, result: SlideResult) -> SlideResult:
+    def _score(self, entry: Row, slide: Image, result: SlideResult) -> SlideResult:
         """Scores of the whole slide."""
         check_table(self.out, self.config.slides, own=self.own_table)
-        output_NC = output_of(engine, slide)
+        output_NC = output_of(self.engine, slide)
         reading = Reading.of(output_NC.shape[1], self.loss, self.table)
         scores = reading.scores(output_NC)
         return dataclasses.replace(
