@@ -11,6 +11,7 @@ that are wrong, and pixels that change when tiles are shifted by 100 px.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import time
@@ -81,7 +82,7 @@ def assembled(paint: Paint, side: int, shift: int) -> np.ndarray:
 
 
 def painters(rings: list[np.ndarray], side: int) -> dict[str, Paint]:
-    polygons = shapely.polygons([np.concatenate((ring, ring[:1])) for ring in rings])
+    polygons: Any = shapely.polygons([np.concatenate((ring, ring[:1])) for ring in rings])
     tree = shapely.STRtree(polygons)
     slide = open_image(np.broadcast_to(np.uint8(0), (3, side, side)))
     outlines = Outlines.pack([("a", [ring]) for ring in rings], "blobs")
@@ -125,17 +126,15 @@ def painters(rings: list[np.ndarray], side: int) -> dict[str, Paint]:
         "shapely": by_shapely,
     }
     if importlib.util.find_spec("rasterio"):
-        import rasterio.features
-        import rasterio.transform
+        features: Any = importlib.import_module("rasterio.features")
+        affine: Any = importlib.import_module("affine").Affine
 
         def by_rasterio(box: Box) -> np.ndarray:
             shapes = [polygons[index] for index in near(box)]
-            transform = rasterio.transform.Affine.translation(box.x0, box.y0)
+            transform = affine.translation(box.x0, box.y0)
             if not shapes:
                 return np.zeros(box.shape, np.uint8)
-            painted: np.ndarray = rasterio.features.rasterize(
-                shapes, out_shape=box.shape, transform=transform, dtype=np.uint8
-            )
+            painted: np.ndarray = features.rasterize(shapes, out_shape=box.shape, transform=transform, dtype=np.uint8)
             return painted
 
         found["rasterio"] = by_rasterio

@@ -15,7 +15,6 @@ to the best random plan's.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 import subprocess
@@ -208,8 +207,7 @@ def drawn(problem: Any, chosen: Any, rng: random.Random, count: int) -> list[Any
     fields = [n.id for n in graph.nodes if n.is_field and n.op.startswith(joints) and not n.is_source]
     required = {i for i in fields if graph.gathers(i)}
     kept = {field.node for field in chosen.kept}
-    machine = dataclasses.replace(problem.machine, threads=chosen.workers)
-    costs, plans = Costs(graph, machine, problem.packing), list[Any]()
+    costs, plans = Costs(graph, problem.machine, problem.packing), list[Any]()
     for attempt in range(_MOST_DRAWN * count):
         if len(plans) == count:
             break
@@ -224,9 +222,8 @@ def drawn(problem: Any, chosen: Any, rng: random.Random, count: int) -> list[Any
             side = 2 ** rng.uniform(4, 10)
             tiles = ((int(side), int(side * rng.choice([0.5, 1, 2]))),)
         where = dict.fromkeys(wanted | required, problem.memory.name)
-        own = dataclasses.replace(problem, machine=machine)
         try:
-            plan = make_plan(own, memory_format=chosen.memory_format, tiles=tiles, kept=where, costs=costs)
+            plan = make_plan(problem, memory_format=chosen.memory_format, tiles=tiles, kept=where, costs=costs)
         except BudgetError:
             continue
         plans.append(plan)

@@ -169,7 +169,7 @@ class _Run:
     def _set_targets(self, channels: int) -> None:
         """What targets may hold, and the loss without ignored pixels and with the weights of classes."""
         config = self.config
-        self.ignores = self.table is not None and self.table.ignores
+        self.ignores = self.table is not None and self.table.ignores and self.largest.label is None
         if self.ignores:
             self.loss = self.loss.ignoring()
         rule = TargetRule(self.loss, channels, self.ignores)
