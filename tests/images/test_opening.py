@@ -39,7 +39,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match="is a folder, not an image"):
+    with pytest.raises(ImageError, match="is a folder, no image"):
         open_image(tmp_path)
 
 

@@ -82,10 +82,9 @@ class PredictConfig(Settings):
     def resolved_look(self) -> Look:
         """Of `grey` and `bands`, or what the run's `config.yaml` says. Raises `ConfigError` if that file is damaged."""
         grey = bool(self._of_run("grey", False)) if self.grey is None else self.grey
-        try:
-            bands = self.bands or tuple(map(int, self._of_run("bands", ())))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"cannot read the bands of the run {self.run}; give them as --bands") from error
+        bands = self.bands or tuple(self._of_run("bands", ()))
+        if not all(type(number) is int for number in bands):
+            raise ConfigError(f"cannot read the bands of the run {self.run}; give them as --bands")
         return Look(grey, bands)
 
     @property
@@ -106,7 +105,9 @@ class PredictConfig(Settings):
         if not path.is_file():
             return default
         try:
-            value = read_yaml(path).get(name, default)
+            value = read_yaml(path).get(name)
+            if value is None:  # nothing is said, or the run is older than the setting
+                return default
             if not isinstance(value, {(): list, "": str}.get(default, int)):
                 raise TypeError(f"got a {type(value).__name__}")
         except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
