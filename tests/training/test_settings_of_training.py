@@ -89,7 +89,7 @@ def test_accumulated_clipped_and_scheduled_steps_are_those_of_a_plain_loop(confi
         torch.testing.assert_close(parameter.detach(), checkpoint.average[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+@pytest.mark.parametrize("stop", [1, 3])
 def test_an_interrupted_run_of_all_settings_ends_with_the_same_bits(config, tmp_path, stop):
     settings = replace(
         config,
@@ -114,7 +114,7 @@ def test_an_interrupted_run_of_all_settings_ends_with_the_same_bits(config, tmp_
         fit(settings, [stopping])
     saved = Checkpoint.load(RunFolder(Path(settings.out)).checkpoint).progress
     # Whole steps of two slides, the third of an epoch by itself.
-    assert (saved.epoch, saved.index) == {1: (0, 0), 2: (0, 2), 3: (0, 3), 4: (1, 0)}[stop]
+    assert (saved.epoch, saved.index) == {1: (0, 0), 3: (0, 3)}[stop]
     fit(settings)
     one, other = trained(whole), trained(settings)
     assert all(torch.equal(one[key], other[key]) for key in one)
