@@ -70,8 +70,8 @@ def step(model: str, side: int, memory: str) -> dict[str, Any]:
     import gigagrad as gg
     import gigagrad.models.torchvision_operators
     from gigagrad.devices.heap import peak_resident_bytes
+    from gigagrad.losses import named_loss
     from gigagrad.models import resolve
-    from gigagrad.training.losses import named_loss
     from gigagrad.units import parse_bytes
 
     rng = np.random.default_rng(0)

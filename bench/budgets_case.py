@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gigagrad as gg
 import gigagrad.models.torchvision_operators
 from gigagrad.errors import BudgetError
-from gigagrad.training.losses import bce
+from gigagrad.losses import bce
 
 _STEPS = 2
 

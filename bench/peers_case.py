@@ -33,8 +33,8 @@ from bench.peers import NETWORKS
 from gigagrad.boxes import Box
 from gigagrad.devices.heap import peak_resident_bytes
 from gigagrad.errors import BudgetError
+from gigagrad.losses import bce
 from gigagrad.models import torchvision_operators  # noqa: F401
-from gigagrad.training.losses import bce
 
 _STRIP_PX = 512
 Step = Callable[[], Tensor]

@@ -94,10 +94,10 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
     from gigagrad.devices.heap import peak_resident_bytes
     from gigagrad.errors import BudgetError
     from gigagrad.graphs import InputSpec, capture
+    from gigagrad.losses import named_loss
     from gigagrad.models import resolve
     from gigagrad.plans import Amount, Costs, Problem, ledger, make_plan, simulate, trade_off
     from gigagrad.stores import DiskTier, MemoryTier
-    from gigagrad.training.losses import named_loss
 
     seconds: dict[str, float] = {}
 

@@ -34,8 +34,8 @@ def one(model_name: str, side: int) -> None:
 
     import gigagrad as gg
     import gigagrad.models.torchvision_operators
+    from gigagrad.losses import bce
     from gigagrad.plans import ledger
-    from gigagrad.training.losses import bce
 
     model = gg.models.resolve(model_name).eval()
     rng = np.random.default_rng(0)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import gigagrad as gg
-from gigagrad.training.losses import bce
+from gigagrad.losses import bce
 
 
 def main() -> None:

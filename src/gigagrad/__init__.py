@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gigagrad.devices import heap
 
 if TYPE_CHECKING:
+    from gigagrad import losses as losses
     from gigagrad import models as models
     from gigagrad.errors import GigagradError as GigagradError
     from gigagrad.execution import Engine as Engine
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from gigagrad.masks import open_mask as open_mask
     from gigagrad.prediction import predict as predict
     from gigagrad.training import fit as fit
-    from gigagrad.training import losses as losses
 
 __all__ = [
     "Engine",
@@ -38,7 +38,7 @@ __version__ = "0.1.0"
 
 heap.before_pytorch()
 
-_ROOMS = {"losses": "gigagrad.training.losses", "models": "gigagrad.models"}
+_ROOMS = {"losses": "gigagrad.losses", "models": "gigagrad.models"}
 _HOMES = {
     "Engine": "gigagrad.execution",
     "GigagradError": "gigagrad.errors",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Final
 
 from gigagrad.units import format_bytes
 
@@ -87,8 +88,30 @@ class BudgetError(GigagradError):
         super().__init__(f"{message}; {remedy}" if remedy else message + budgets)
 
 
+_ELSEWHERE: Final = {
+    "binary_cross_entropy": "bce",
+    "cohort": "slides",
+    "cross_entropy": "ce",
+    "crossentropy": "ce",
+    "csv": "slides",
+    "gpu": "device",
+    "l2": "mse",
+    "lr": "learning_rate",
+    "output": "out",
+}
+"""What other programs call our flags, settings and losses, in lower case and without dashes."""
+
+
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: `, did you mean 'this'?`, or nothing."""
+    """The end of a message about an unknown name: `, did you mean 'this'?`, or nothing.
+
+    The known name that other programs call so, or else the one that is spelt most like it.
+    """
     spellings = {word.lower(): word for word in known}
-    close = get_close_matches(wrong.lower(), spellings, n=1)
-    return f", did you mean {spellings[close[0]]!r}?" if close else ""
+    ours = _ELSEWHERE.get(_plain(wrong))
+    meant = [word for word in spellings if _plain(word) == ours] or get_close_matches(wrong.lower(), spellings, n=1)
+    return f", did you mean {spellings[meant[0]]!r}?" if meant else ""
+
+
+def _plain(name: str) -> str:
+    return name.strip("-").replace("-", "_").lower()

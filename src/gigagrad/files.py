@@ -195,6 +195,17 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
+def read_record(path: Path, form: str) -> dict[str, Any]:
+    """A JSON object that says of itself that it is of the format `form`. Raises `ValueError` with the reason."""
+    try:
+        content = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise ValueError(f"{path} is not in the format of this version ({form!r})")
+    return content
+
+
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
     """Write a table, atomically. Raises `WriteError`."""
     text = io.StringIO(newline="")

@@ -18,9 +18,6 @@ import yaml
 from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.units import parse_bytes
 
-_SYNONYMS = {"lr": "learning_rate", "output": "out", "cohort": "slides", "csv": "slides"}
-"""What other programs call ours."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -56,9 +53,7 @@ class Settings:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in settings:
             if key not in known:
-                synonym = _SYNONYMS.get(str(key))
-                meant = f", did you mean {synonym!r}?" if synonym in known else did_you_mean(str(key), known)
-                meant = meant or f"; known settings are {', '.join(known)}"
+                meant = did_you_mean(str(key), known) or f"; known settings are {', '.join(known)}"
                 raise ConfigError(f"unknown setting {key!r}{meant}")
         for field in dataclasses.fields(cls):
             if field.default is dataclasses.MISSING and field.name not in settings:

@@ -12,9 +12,9 @@ from gigagrad.devices import Machine, cpu
 from gigagrad.errors import BudgetError
 from gigagrad.events import Notice, Preparing
 from gigagrad.execution import planner
+from gigagrad.losses import bce
 from gigagrad.plans import ledger
 from gigagrad.plans.plan import amount_of
-from gigagrad.training.losses import bce
 from tests.devices.fake import FakeCpu
 
 MIB = 2**20

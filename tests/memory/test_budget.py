@@ -13,7 +13,7 @@ import json, sys
 import numpy as np
 import torch
 import gigagrad as gg
-from gigagrad.training.losses import bce
+from gigagrad.losses import bce
 
 name, height, width, memory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 torch.manual_seed(0)

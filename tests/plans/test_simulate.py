@@ -265,8 +265,8 @@ def whole_graph(model, loss, size, target_dtype=torch.uint8):
 
 
 def test_a_terapixel_is_planned_and_checked():
+    from gigagrad.losses import named_loss
     from gigagrad.models import resolve
-    from gigagrad.training.losses import named_loss
 
     side = 1_000_000
     graph = whole_graph(resolve("paper-unet"), named_loss("bce").function, (side, side))

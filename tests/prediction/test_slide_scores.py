@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from gigagrad import losses
 from gigagrad.boxes import Box
 from gigagrad.cohorts import Row
 from gigagrad.errors import ConfigError, ModelError, TargetError
@@ -20,7 +21,6 @@ from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import read_records, write_records
 from gigagrad.prediction.slide_scores import Reading, label_value
-from gigagrad.training import losses
 
 module = importlib.import_module("gigagrad.prediction.predict")
 TABLE = ClassTable((("normal", 0), ("tumour", 1)))

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 from gigagrad.errors import ConfigError
 from gigagrad.events import JobAdvanced, Notice
+from gigagrad.losses import named_loss
 from gigagrad.models import load_model, resolve
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.augment import order_of
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
-from gigagrad.training.losses import named_loss
 from gigagrad.training.schedule import rate_share
 
 

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 
 import gigagrad as gg
+from gigagrad import losses
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.images import open_image
+from gigagrad.losses import named_loss
 from gigagrad.models import resolve
-from gigagrad.training import losses
-from gigagrad.training.losses import named_loss
 from gigagrad.training.targets import CheckedMask, TargetRule, output_channels, sample_mask
 
 

@@ -41,11 +41,11 @@ def plan(args: argparse.Namespace) -> None:
     import numpy as np
 
     from gigagrad.execution import compile
+    from gigagrad.losses import named_loss
     from gigagrad.models import resolve
     from gigagrad.reports.plan_picture import check_picture, draw_plan
     from gigagrad.reports.plan_study import make_study, plan_page
     from gigagrad.stores import PlannedDiskTier
-    from gigagrad.training.losses import named_loss
     from gigagrad.units import parse_bytes
 
     if args.picture is not None:

@@ -1,46 +1,14 @@
-"""The words of the command line: commands, flags, their defaults and the help that teaches them."""
+"""From the words of the command line to a parser whose complaints are one line."""
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 from gigagrad import __version__
 from gigagrad.cli import commands
+from gigagrad.cli.words import COMMANDS, EXAMPLES, FLAGS
 from gigagrad.errors import ConfigError, did_you_mean
-from gigagrad.units import parse_bytes, parse_size
-
-_EXAMPLES = """\
-A first look, from nothing to a report (about ten minutes):
-
-    gigagrad demo
-
-Your own slides, step by step:
-
-    gigagrad label slides/*.svs --out masks
-    gigagrad plan --model paper-unet --size 16000x64000 --memory 1GiB
-    gigagrad init --slides cohort.csv                                  # a settings file to edit, or at once:
-    gigagrad fit --slides cohort.csv --model paper-unet --memory 1GiB --out runs/first
-    gigagrad predict --run runs/first --slides slides --out predictions
-    gigagrad evaluate --run runs/first --slides cohort.csv
-    gigagrad report --run runs/first --predictions predictions --out report.html
-
-cohort.csv has one line per slide, for example (an empty mask: the tissue recipe makes the label):
-
-    slide,mask,split
-    slides/a.svs,masks/a.tif,train
-    slides/b.svs,masks/b.tif,val
-    slides/c.svs,annotations/c.geojson,test
-
-Masks are images of class ids, QuPath's GeoJSON or ASAP's XML.
-MODEL is paper-unet, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable.
-Exit codes: 0 done, 2 something you can mend (one line says what), 130 interrupted (the same command continues).
-"""
-
-_MODEL = "paper-unet, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or package.module:callable"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,25 +21,13 @@ class _Parser(argparse.ArgumentParser):
         """As argparse has it, except that an unknown flag is answered with the nearest one."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            meant = _SYNONYMS.get(unknown[0].partition("=")[0])
-            hint = f", did you mean '{meant}'?" if meant else did_you_mean(unknown[0], _every_flag())
+            hint = did_you_mean(unknown[0].partition("=")[0], _every_flag())
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found
 
 
-_SYNONYMS: Final = {
-    "--lr": "--learning-rate",
-    "--cohort": "--slides",
-    "--csv": "--slides",
-    "--gpu": "--device cuda",
-    "--output": "--out",
-    "--size-px": "--size",
-}
-"""What other programs call ours."""
-
-
 def _every_flag() -> set[str]:
-    return {flag for _, _, flags in _COMMANDS.values() for flag in flags if flag.startswith("--")}
+    return {flag for _, _, flags in COMMANDS.values() for flag in flags if flag.startswith("--")}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -79,14 +35,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="gigagrad",
         description="Train networks on whole gigapixel slides, exactly, in the memory you name.",
-        epilog=_EXAMPLES,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"gigagrad {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from, for bug reports")
     found = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (summary, details, flags) in _COMMANDS.items():
+    for name, (summary, details, flags) in COMMANDS.items():
         command = found.add_parser(
             name,
             # Their settings classes have the defaults: what is not given must not hide a setting of a file.
@@ -99,353 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
         source = command.add_mutually_exclusive_group(required=True) if name == "evaluate" else command
         for flag, own in flags.items():
             words = {"help": own} if isinstance(own, str) else own
-            shared = _FLAGS.get(flag, {})
+            shared = FLAGS.get(flag, {})
             if command.argument_default == argparse.SUPPRESS:
                 shared = {word: value for word, value in shared.items() if word != "default"}
             (source if flag in ("--run", "--predictions") else command).add_argument(flag, **shared | words)
     return parser
-
-
-def _memory(text: str) -> str:
-    """Kept as it was written, which is what configs and messages show."""
-    try:
-        parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def _size(text: str) -> tuple[int, int]:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _import_path(text: str) -> str:
-    if not re.fullmatch(r"[\w.]+:[\w.]+", text):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected package.module:class")
-    return text
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
-    return int(text)
-
-
-_FLAGS: Final[dict[str, dict[str, Any]]] = {
-    "--bands": {
-        "nargs": "+",
-        "type": int,
-        "metavar": "N",
-        "help": "channels of slides to read, in this order, counted from 1 (default: all)",
-    },
-    "--classes": {
-        "nargs": "+",
-        "default": (),
-        "metavar": "NAME=ID",
-        "help": "class ids by name, or by value in mask files: tumour=1 stroma=2 artefact=ignore unlabelled=0, or "
-        "255=1; names alone count from 1",
-    },
-    "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "where tiles are computed (default: cpu)"},
-    "--grey": {
-        "action": argparse.BooleanOptionalAction,
-        "help": "read slides in grey, one channel: JPEG decodes in half the time",
-    },
-    "--json": {"action": "store_true"},
-    "--loss": {
-        "default": "bce",
-        "help": "bce, bce_dice, ce, dice, focal, mse, tversky or package.module:callable (default: bce)",
-    },
-    "--memory": {
-        "type": _memory,
-        "help": "peak memory of the whole process (on a GPU: device memory), e.g. 1GiB; default: no bound",
-    },
-    "--mpp": {"type": float, "help": "micrometres per pixel of level 0 of every slide, over what the files say"},
-    "--out": {"type": Path, "metavar": "DIR", "required": True},
-    "--overwrite": {"action": "store_true"},
-    "--predictions": {"type": Path, "metavar": "DIR", "help": "folder that 'predict' wrote"},
-    "--run": {"type": Path, "metavar": "DIR", "required": True, "help": "run folder or model"},
-    "--scratch": {
-        "type": Path,
-        "metavar": "DIR",
-        "help": "folder on a fast disk for what does not fit in --memory; default: such fields are computed again",
-    },
-    "--slides": {"type": Path, "required": True},
-    "--storage": {
-        "metavar": "HOW",
-        "help": "store kept fields in fewer bits: float16, bfloat16, or 'error E' in --scratch; default: exact",
-    },
-    "--trust": {
-        "type": _import_path,
-        "action": "append",
-        "default": [],
-        "metavar": "MODULE:CLASS",
-        "help": "code that the model file may import, package.module:class; without it none but gigagrad's and the "
-        "libraries' (may be repeated)",
-    },
-}
-"""The flags of more than one command: the same words mean the same everywhere."""
-
-_COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] = {
-    "demo": (
-        "everything once, on slides made up for it, ending in a report",
-        "Makes a small cohort, labels it, trains paper-unet, tests and predicts, takes one full training step on a "
-        "16000 x 64000 slide, and prints the path of the report. Started again, it continues where it stopped.",
-        {
-            "--slides": {"required": False, "metavar": "DIR", "help": "test on the real slides in this folder as well"},
-            "--out": {
-                "required": False,
-                "default": Path("gigagrad-demo"),
-                "help": "folder for everything (default: gigagrad-demo)",
-            },
-            "--memory": {"default": "1GiB", "help": "budget of training and of the large step (default: 1GiB)"},
-            "--quick": {"action": "store_true", "help": "a minute's version: fewer, smaller slides and a poor network"},
-        },
-    ),
-    "label": (
-        "make tissue masks of slides",
-        "Follows the recipe of the founding experiment (Remedios et al., MIDL 2023): dark enough at one eighth of the "
-        "size, smoothed, holes filled. Writes DIR/STEM.tif per slide, 1 tissue and 0 background, at full size. A slide "
-        "that cannot be read does not stop the others.",
-        {
-            "slides": {"nargs": "+", "type": Path, "metavar": "SLIDE", "help": "files, folders, or CSVs"},
-            "--out": "folder for the masks",
-            "--mpp": {},
-            "--overwrite": "make masks again that exist; otherwise they are kept",
-        },
-    ),
-    "plan": (
-        "show what a training step would cost, without a slide",
-        "Captures the model at the true size, chooses tiles within the budget, and prints its stages, the fate of each "
-        "field, where memory and time go, the smallest budget that works, and what more memory or scratch would buy. "
-        "For another machine name its --memory, --scratch-bytes, --rates and --threads.",
-        {
-            "--model": {"required": True, "help": _MODEL},
-            "--size": {
-                "type": _size,
-                "metavar": "HEIGHTxWIDTH",
-                "required": True,
-                "help": "in pixels, e.g. 16000x64000",
-            },
-            "--channels": {"type": _positive, "default": 3, "help": "of the slide (default: 3)"},
-            "--memory": {},
-            "--scratch": {},
-            "--scratch-bytes": {
-                "type": _memory,
-                "metavar": "SIZE",
-                "help": "room for files in --scratch, e.g. 200GiB; without --scratch, on a disk that need not be here",
-            },
-            "--rates": {
-                "type": Path,
-                "metavar": "FILE",
-                "help": "plan by the rates, and for the threads, of the machine on which 'calibrate' saved this file",
-            },
-            "--threads": {
-                "type": _positive,
-                "metavar": "N",
-                "help": "plan for so many threads that compute tiles (default: those of --rates, else of this machine)",
-            },
-            "--storage": {},
-            "--loss": {},
-            "--predict": {"action": "store_true", "help": "plan a prediction instead of a training step"},
-            "--device": {},
-            "--json": "print the plan, and the advice, as JSON",
-            "--picture": {
-                "type": Path,
-                "metavar": "FILE",
-                "help": "draw memory against time, and memory over the passes: .svg or .png",
-            },
-        },
-    ),
-    "init": (
-        "write a settings file for fit, with every setting explained",
-        "Looks at the cohort's columns and classes and proposes a model and a loss; everything else stands there as a "
-        "comment, with its default. Then: gigagrad fit --config FILE.",
-        {
-            "--slides": {"required": False, "metavar": "CSV", "help": "cohort: a CSV or a folder, as fit takes it"},
-            "--out": {
-                "required": False,
-                "default": Path("run.yaml"),
-                "metavar": "FILE",
-                "help": "settings file to write (default: run.yaml)",
-            },
-            "--schema": {"action": "store_true", "help": "print the JSON schema of settings files instead"},
-            "--overwrite": "replace the file if it exists",
-        },
-    ),
-    "fit": (
-        "train a network on whole slides",
-        "One step per slide, or per several, with exact gradients; keeps the weights of the lowest validation loss and "
-        "tests them. Interrupted and started again, it continues bit for bit.",
-        {
-            "--slides": {
-                "required": False,
-                "metavar": "CSV",
-                "help": "cohort: slide,mask,split per line, or a folder: images/ and masks/, or nnU-Net's (required)",
-            },
-            "--out": {"required": False, "help": "run folder (required)"},
-            "--config": {
-                "type": Path,
-                "default": None,
-                "metavar": "YAML",
-                "help": "settings from a file; flags win over it",
-            },
-            "--model": f"{_MODEL} (default: paper-unet)",
-            "--weights": {
-                "type": Path,
-                "metavar": "FILE_OR_FOLDER",
-                "help": "begin with these: .pt, .pth, .safetensors, a run, a model's folder; other heads are left out",
-            },
-            "--memory": {},
-            "--scratch": {},
-            "--storage": {},
-            "--epochs": {"type": int, "help": "passes over the training slides (default: 20)"},
-            "--learning-rate": {"type": float, "help": "the highest one (default: 1e-3)"},
-            "--optimizer": {
-                "metavar": "NAME",
-                "help": "of torch.optim, or package.module:Class, with settings: 'sgd?momentum=0.9' (default: adam)",
-            },
-            "--weight-decay": {"type": float, "help": "of the optimizer (default: 0)"},
-            "--schedule": {
-                "choices": ("constant", "cosine", "linear"),
-                "help": "of the learning rate over all steps (default: constant)",
-            },
-            "--warmup": {
-                "type": int,
-                "metavar": "STEPS",
-                "help": "steps in which the learning rate rises (default: 0)",
-            },
-            "--frozen": {
-                "nargs": "+",
-                "metavar": "NAME",
-                "help": "modules or parameters not to train: network.encoder",
-            },
-            "--rates": {
-                "nargs": "+",
-                "metavar": "NAME=FACTOR",
-                "help": "factors of the learning rate: network.encoder=0.1",
-            },
-            "--accumulate": {"type": int, "metavar": "SLIDES", "help": "whose mean gradient makes a step (default: 1)"},
-            "--clip": {"type": float, "metavar": "NORM", "help": "largest 2-norm of a step's gradient"},
-            "--ema": {
-                "type": float,
-                "metavar": "DECAY",
-                "help": "of an average of the weights, which is validated and kept, as 0.999 (default: none)",
-            },
-            "--patience": {
-                "type": int,
-                "metavar": "EPOCHS",
-                "help": "stop after so many without a lower validation loss (default: never)",
-            },
-            "--precision": {"choices": ("bfloat16", "float16"), "help": "as autocast (default: the model's own)"},
-            "--loss": {
-                "help": "bce, bce_dice, ce, dice, focal, mse, tversky or package.module:callable, with settings, or a "
-                "sum with factors: 'ce + 0.5*mine:dice' (default: bce)",
-            },
-            "--class-weights": {
-                "nargs": "+",
-                "metavar": "WEIGHT",
-                "help": "of each class in the loss, background first, or 'balanced' by the training data",
-            },
-            "--classes": {},
-            "--fold": {"type": int, "metavar": "N", "help": "of a cohort with a column 'fold', the one to validate"},
-            "--seed": {"type": int, "help": "of weights, order and augmentation (default: 0)"},
-            "--level": {"type": int, "help": "pyramid level of slides and masks (default: 0, full resolution)"},
-            "--grey": {},
-            "--bands": {},
-            "--device": {},
-            "--no-augment": {
-                "dest": "augment",
-                "action": "store_false",
-                "help": "train without turned and mirrored slides",
-            },
-            "--stain-jitter": {"type": float, "metavar": "S", "help": "vary the stains of training slides, as 0.05"},
-            "--colour-jitter": {
-                "type": float,
-                "metavar": "S",
-                "help": "vary brightness and contrast of training slides, as 0.1",
-            },
-            "--trust": {
-                "default": [],
-                "help": "code that --config may import as model or loss, package.module:callable (repeatable)",
-            },
-            "--overwrite": {"default": False, "help": "start anew in a folder that holds a run"},
-        },
-    ),
-    "predict": (
-        "write a mask, QuPath outlines and a picture of every slide",
-        "Whole slides without seams: DIR/masks/STEM.tif, DIR/geojson/STEM.geojson and DIR/overlays/STEM.png. A model "
-        "that scores whole slides gives DIR/slides.csv. Slides that are finished are left alone, and one that fails "
-        "does not stop the others.",
-        {
-            "--run": {},
-            "--slides": {"metavar": "SLIDE", "nargs": "+", "help": "files, folders, or CSVs with a 'slide'"},
-            "--out": "folder for the predictions",
-            "--memory": {},
-            "--scratch": {},
-            "--threshold": {"type": float, "help": "probability above which a pixel is foreground (default: 0.5)"},
-            "--classes": {"help": "names of the classes from 1 on, or NAME=ID; default: those of the training run"},
-            "--split": {"choices": ("train", "val", "test"), "help": "only these rows of a CSV"},
-            "--mpp": {},
-            "--level": {"type": int, "help": "pyramid level; default: the level of the training run"},
-            "--grey": {"help": "read slides in grey, one channel; default: as the training run did"},
-            "--bands": {"help": "channels of slides to read, counted from 1; default: those of the training run"},
-            "--target-mpp": {
-                "type": float,
-                "metavar": "MPP",
-                "help": "predict each slide at its level nearest to this resolution",
-            },
-            "--device": {},
-            "--trust": {},
-            "--overwrite": "predict again what is there already",
-        },
-    ),
-    "evaluate": (
-        "score a network, or what it predicted, against true masks or labels",
-        "Prints Dice and IoU per slide with their mean and standard deviation; of a cohort with labels accuracy, AUC, "
-        "calibration or errors, with 95 % intervals. Nothing is written.",
-        {
-            "--run": {"required": False, "help": "run folder or model to score"},
-            "--predictions": {},
-            "--slides": {"metavar": "CSV", "help": "cohort with true masks or labels"},
-            "--split": {
-                "choices": ("train", "val", "test", "all"),
-                "default": "test",
-                "help": "which rows (default: test)",
-            },
-            "--classes": {
-                "help": "names of the classes from 1 on, or NAME=ID; default: those of the run or predictions"
-            },
-            "--memory": {},
-            "--scratch": {},
-            "--device": {},
-            "--trust": {},
-            "--json": "print the scores as JSON",
-        },
-    ),
-    "report": (
-        "write a run as one HTML file",
-        "Loss curves, Dice, overlays, the plan, and predicted beside measured memory; the file needs no network.",
-        {
-            "--run": "run folder",
-            "--predictions": "folder that 'predict' wrote, for pictures",
-            "--out": {"metavar": "HTML", "help": "file to write"},
-        },
-    ),
-    "calibrate": (
-        "measure this machine's rates once, so that plans foretell seconds better",
-        "Times operators, threads, copies in memory and the disk, and saves the rates in the user's cache folder. "
-        "Takes less than a minute; let nothing else run meanwhile.",
-        {"--scratch": {"default": Path(), "help": "folder whose disk is measured (default: this one)"}},
-    ),
-    "doctor": (
-        "check this machine and installation",
-        "Python, PyTorch, memory, disk, codecs, slide readers, optional packages and CUDA, each with what to do.",
-        {},
-    ),
-}
-"""Each command's summary, further text and flags: a flag's help, or all that is said of it beside `_FLAGS`. It is run
-by the function in `commands` of the same name.
-"""

@@ -78,7 +78,7 @@ def take_steps(
     from gigagrad.devices.heap import peak_resident_bytes
     from gigagrad.execution import compile
     from gigagrad.images import open_image
-    from gigagrad.training.losses import bce
+    from gigagrad.losses import bce
     from gigagrad.units import parse_bytes
 
     network.train()

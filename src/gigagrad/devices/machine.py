@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from gigagrad.errors import GigagradError
-from gigagrad.files import read_json, write_json
+from gigagrad.files import read_record, write_json
 
 _LARGEST_CACHE_BYTES = 32 * 2**20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -208,11 +208,9 @@ def read_profile(path: Path) -> dict[str, float]:
 def _read(path: Path) -> dict[str, Any]:
     """A profile of any machine, with rates that can be used. Raises `ProfileError` with the reason if it is none."""
     try:
-        content = read_json(path)
+        content = read_record(path, _FORMAT)
     except ValueError as error:
-        raise ProfileError(f"the machine profile {path} cannot be read ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ProfileError(f"the machine profile {path} is not in the format of this version ('{_FORMAT}')")
+        raise ProfileError(f"the machine profile {error}") from error
     rates = content.get("rates")
     if not isinstance(rates, dict) or rates.keys() != set(_RATES) or not all(map(_is_rate, rates, rates.values())):
         raise ProfileError(f"the machine profile {path} is damaged: it lacks a rate, or holds one that is no number")

@@ -13,7 +13,7 @@ from torch import nn
 
 from gigagrad.errors import ModelError
 from gigagrad.files import (
-    read_json,
+    read_record,
     read_safetensors,
     read_tensors,
     write_json,
@@ -84,7 +84,7 @@ def _read(path: str | Path) -> tuple[str, Any]:
     file = model_file(path)
     try:
         if file.suffix == ".safetensors":
-            payload = {**_settings_beside(file), "state_dict": read_safetensors(file)}
+            payload = {**read_record(file.with_name(CONFIG), _KIND), "state_dict": read_safetensors(file)}
         else:
             payload = read_tensors(file, _KIND)
     except ValueError as error:
@@ -93,18 +93,6 @@ def _read(path: str | Path) -> tuple[str, Any]:
     if not isinstance(spec, str) or not spec.isprintable() or "state_dict" not in payload:
         raise ModelError(f"cannot load the model: {path} is damaged; train it again or name another file")
     return spec, payload["state_dict"]
-
-
-def _settings_beside(file: Path) -> dict[str, Any]:
-    """What `config.json` says of a `model.safetensors`. Raises `ValueError` with the reason."""
-    path = file.with_name(CONFIG)
-    try:
-        settings = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read ({error})") from error
-    if not isinstance(settings, dict) or settings.get("format") != _KIND:
-        raise ValueError(f"{path} describes no {_KIND}")
-    return settings
 
 
 def _filled(model: nn.Module, path: str | Path, spec: str, weights: Any) -> nn.Module:

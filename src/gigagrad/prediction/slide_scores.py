@@ -18,14 +18,12 @@ from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.execution.engine import Engine
 from gigagrad.files import write_csv
 from gigagrad.images import Image
+from gigagrad.losses import kind_of
 from gigagrad.masks import ClassTable
 from gigagrad.prediction.records import SlideResult
 
 TABLE_NAME: Final = "slides.csv"
 _PROBABILITY: Final = "probability_"
-_OF_CLASSES: Final = ("ce",)
-_OF_ONE_LOGIT: Final = ("bce", "bce_dice", "dice", "focal", "tversky")
-_OF_NUMBERS: Final = ("mse",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +46,12 @@ class Reading:
         are: one logit, or one for each class. Raises `ModelError` where the loss cannot be of so many outputs and
         `ConfigError` for classes beyond them.
         """
-        loss = _known(loss)
-        if loss in _OF_ONE_LOGIT and outputs != 1:
+        kind = kind_of(loss) if loss else None
+        if kind == "binary" and outputs != 1:
             raise ModelError(f"the model has {outputs} outputs and {loss} takes one of a slide; train it with ce")
-        if loss in _OF_NUMBERS or (loss not in (*_OF_CLASSES, *_OF_ONE_LOGIT, "") and table is None):
+        if kind == "numbers" or (kind is None and loss and table is None):
             return cls(("output",) if outputs == 1 else tuple(f"output_{number}" for number in range(outputs)))
-        one = outputs == 1 and loss not in _OF_CLASSES
+        one = outputs == 1 and kind != "class ids"
         names = _class_names(2 if one else outputs, table)
         return cls(tuple(_PROBABILITY + name for name in (names[1:] if one else names)), names)
 
@@ -91,13 +89,6 @@ class Reading:
         if self.names:
             return self.names[self.predicted_id(scores, threshold)]
         return f"{scores[self.columns[0]]:g}" if len(self.columns) == 1 else ""
-
-
-def _known(loss: str) -> str:
-    """The first loss of ours in `ce?label_smoothing=0.1 + 0.5*mine:dice`, or the first of all, without settings."""
-    names = [term.rpartition("*")[2].strip().partition("?")[0] for term in loss.split(" + ")]
-    ours = (*_OF_CLASSES, *_OF_ONE_LOGIT, *_OF_NUMBERS)
-    return next((name for name in names if name in ours), names[0])
 
 
 def _class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:

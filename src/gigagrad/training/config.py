@@ -14,11 +14,11 @@ import yaml
 from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.files import write_text
 from gigagrad.images import Look
+from gigagrad.losses import check_loss
 from gigagrad.models.registry import check_network
 from gigagrad.models.trust import check_trusted
 from gigagrad.settings import Settings, read_yaml
 from gigagrad.stores import parse_storage
-from gigagrad.training.losses import check_loss
 from gigagrad.training.schedule import SCHEDULES
 
 _CHOICES = {"schedule": SCHEDULES, "precision": (None, "bfloat16", "float16")}

@@ -11,10 +11,10 @@ from torch import nn
 
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.images import Image
+from gigagrad.losses import Loss
 from gigagrad.training.averaging import Averaged
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.config import FitConfig
-from gigagrad.training.losses import Loss
 from gigagrad.training.optimization import make_optimizer, set_rates
 
 

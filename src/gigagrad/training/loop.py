@@ -26,6 +26,7 @@ from gigagrad.execution.engine import Engine
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.files import write_json, write_text
 from gigagrad.images import Image, open_image
+from gigagrad.losses import Weighted, named_loss
 from gigagrad.models import load_weights_into, resolve, save_model
 from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
@@ -41,7 +42,6 @@ from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder, environment
 from gigagrad.training.learner import Learner
 from gigagrad.training.log import RunLog
-from gigagrad.training.losses import Weighted, named_loss
 from gigagrad.training.optimization import freeze
 from gigagrad.training.pairs import Pairs
 from gigagrad.training.result import FitResult

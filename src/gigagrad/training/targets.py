@@ -19,8 +19,8 @@ from gigagrad.boxes import Box, spread
 from gigagrad.errors import TargetError
 from gigagrad.images import Image
 from gigagrad.images.image import Pixels, View
+from gigagrad.losses import Loss
 from gigagrad.masks import IGNORED
-from gigagrad.training.losses import Loss
 
 
 @dataclass(frozen=True, slots=True)

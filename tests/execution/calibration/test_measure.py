@@ -12,8 +12,8 @@ from gigagrad.cli import main
 from gigagrad.devices import Machine
 from gigagrad.events import JobFinished, Notice
 from gigagrad.execution.calibration import calibrate, measure
+from gigagrad.losses import bce
 from gigagrad.reports.tables import rates_table
-from gigagrad.training.losses import bce
 
 SIZE = 2**24
 

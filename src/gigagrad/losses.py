@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.masks import IGNORED
 from gigagrad.models.trust import check_trusted, import_callable
 from gigagrad.named import parse_named
+
+Kind = Literal["binary", "class ids", "numbers"]
+"""What targets hold and outputs mean: one logit, a logit for each class, or numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,6 @@ _BINARY: Final = {"bce": bce, "bce_dice": bce_dice, "dice": dice, "focal": focal
 _OF_CLASS_IDS: Final = {"ce": ce}
 _LOSSES: Final[dict[str, Callable[..., Tensor]]] = dict(sorted((_BINARY | _OF_CLASS_IDS | {"mse": mse}).items()))
 _IGNORING: Final = (*_BINARY, *_OF_CLASS_IDS)
-_SYNONYMS: Final = {"cross_entropy": "ce", "binary_cross_entropy": "bce", "crossentropy": "ce", "l2": "mse"}
 _SETTINGS: Final = ("gamma", "false_positives", "false_negatives", "label_smoothing")
 _TERM: Final = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)\s*\*)?\s*(\S+)\s*")
 
@@ -208,6 +210,19 @@ def named_loss(name: str) -> Loss:
     )
 
 
+def kind_of(name: str) -> Kind | None:
+    """What the loss `name` makes of a model's outputs, by the first of ours in a sum; imports nothing.
+
+    None for nothing but losses of the user's own. Raises `ConfigError` for a text that is none.
+    """
+    names = [term.partition("?")[0] for _, term in _terms(name)]
+    return next((_kind(each) for each in names if each in _LOSSES), None)
+
+
+def _kind(name: str) -> Kind:
+    return "binary" if name in _BINARY else "class ids" if name in _OF_CLASS_IDS else "numbers"
+
+
 def _terms(name: str) -> list[tuple[float, str]]:
     """Factors and losses of a sum. Raises `ConfigError` for a text that is none."""
     found = [_TERM.fullmatch(term) for term in re.split(r"\s\+\s", name)]
@@ -217,28 +232,27 @@ def _terms(name: str) -> list[tuple[float, str]]:
     return terms
 
 
-def _found(term: str) -> tuple[Callable[..., Tensor], str]:
-    """The function of a term, and what it takes: "binary" targets, "class ids", or "anything"."""
+def _found(term: str) -> tuple[Callable[..., Tensor], Kind | None]:
+    """The function of a term, and what it takes; None where that is the user's affair."""
     name, settings = parse_named(term)
     if ":" in name:
         made = import_callable(name)
         try:
             if isinstance(made, type):
-                return made(**settings), "anything"
+                return made(**settings), None
         except Exception as error:  # anybody's own constructor
             raise ConfigError(f"cannot make the loss {term!r}: {type(error).__name__}: {error}") from error
-        return (partial(made, **settings) if settings else made), "anything"
+        return (partial(made, **settings) if settings else made), None
     if name not in _LOSSES:
-        meant = _SYNONYMS.get(name.lower())
-        hint = f", did you mean {meant!r}?" if meant else did_you_mean(name, _LOSSES)
-        raise ConfigError(f"unknown loss {name!r}{hint}; use {', '.join(_LOSSES)} or package.module:callable")
+        raise ConfigError(
+            f"unknown loss {name!r}{did_you_mean(name, _LOSSES)}; use {', '.join(_LOSSES)} or package.module:callable"
+        )
     function = _LOSSES[name]
     known = [key for key in inspect.signature(function).parameters if key in _SETTINGS]
     for key in settings:
         if key not in known:
             raise ConfigError(f"the loss {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}")
-    kind = "binary" if name in _BINARY else "class ids" if name in _OF_CLASS_IDS else "anything"
-    return (partial(function, **settings) if settings else function), kind
+    return (partial(function, **settings) if settings else function), _kind(name)
 
 
 def _plain(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
