@@ -41,6 +41,11 @@ def test_images_beside_masks_of_each_split(tmp_path):
     ]
 
 
+def test_images_of_one_name_in_two_splits_are_told_apart(tmp_path):
+    touch(tmp_path, *(f"{split}/{kind}/a.png" for split in ("train", "val") for kind in ("images", "masks")))
+    assert [row.name for row in read_cohort(tmp_path).rows] == ["train-images-a", "val-images-a"]
+
+
 def test_a_dataset_of_nnunet(tmp_path):
     cases = [f"imagesTr/c{k}_0000.png" for k in range(5)] + [f"labelsTr/c{k}.png" for k in range(5)]
     labels = {"background": 0, "tumour": 1, "ignore": 2}

@@ -58,17 +58,25 @@ def config(cohort_csv, tmp_path):
 
 
 @pytest.fixture
-def three_channels(tmp_path, monkeypatch):
-    """The name of a model with three output channels, in a module of the user's own."""
+def networks(tmp_path, monkeypatch):
+    """A module of the user's own, with models of two and three output channels."""
     (tmp_path / "networks_of_test_annotated.py").write_text(
         "import torch\n"
         "from gigagrad.models import Preprocess\n"
-        "class Three(torch.nn.Sequential):\n"
+        "class Two(torch.nn.Sequential):\n"
+        "    channels = 2\n"
         "    def __init__(self):\n"
-        "        super().__init__(Preprocess(), torch.nn.Conv2d(1, 3, 3, padding=1))\n"
+        "        super().__init__(Preprocess(), torch.nn.Conv2d(1, self.channels, 3, padding=1))\n"
+        "class Three(Two):\n"
+        "    channels = 3\n"
     )
     monkeypatch.chdir(tmp_path)
-    return "networks_of_test_annotated:Three"
+    return "networks_of_test_annotated"
+
+
+@pytest.fixture
+def three_channels(networks):
+    return f"{networks}:Three"
 
 
 def weights(config):
@@ -138,6 +146,26 @@ def test_unlabelled_pixels_are_ignored(config, cohort_csv, three_channels, tmp_p
     ones = (predicted == 1).any()
     assert made[0].dice == pytest.approx((2 * both / total) / (2 if ones else 1))
     assert evaluate_masks(tmp_path / "out", settings.slides, split="test").dice[0] == pytest.approx(result.mean)
+
+
+@pytest.mark.parametrize("classes", [(), ("Tissue",)])
+def test_all_scores_of_two_channels_leave_out_what_training_does(config, cohort_csv, networks, tmp_path, classes):
+    """255 in a mask file is ignored by a loss of class ids, whether classes have names or not."""
+
+    def part(plane, path):
+        labels = plane.copy()
+        labels[: SIZE // 2] = 255
+        return png(labels, path)
+
+    model, slides = f"{networks}:Two", str(recast(cohort_csv, tmp_path, part))
+    result = fit(replace(config, slides=slides, model=model, loss="ce", classes=classes, learning_rate=0.1, epochs=3))
+    trust = (model,)
+    made = predict(PredictConfig(run=config.out, slides=(slides,), out=tmp_path / "out", split="test", trust=trust))
+    assert 0 < result.mean < 1
+    assert [slide.dice for slide in made] == pytest.approx(list(result.scores.values()))
+    assert evaluate_model(config.out, slides, split="test", trust=trust).dice[0] == pytest.approx(result.mean)
+    assert evaluate_masks(tmp_path / "out", slides, split="test").dice[0] == pytest.approx(result.mean)
+    assert evaluate_masks(tmp_path / "out", slides, split="test", classes=["A"]).dice[0] == pytest.approx(result.mean)
 
 
 @pytest.mark.parametrize("loss", ["bce", "bce_dice"])

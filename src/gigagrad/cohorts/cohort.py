@@ -47,7 +47,9 @@ def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
     """
     path = Path(path)
     if path.is_dir() and is_cohort_folder(path):
-        return Cohort(path, *rows_of_folder(path))
+        rows, classes = rows_of_folder(path)
+        _check_names(path, rows)
+        return Cohort(path, rows, classes)
     columns, rows = read_rows(path)
     if fold is not None:
         rows = _folded(path, columns, rows, fold)
@@ -167,7 +169,8 @@ def _check_names(path: Path, rows: tuple[Row, ...]) -> None:
         other = first.setdefault(row.name, row)
         if other is not row:
             what = "is listed on" if other.slide == row.slide else "shares its name with the slide of"
+            here, there = (f"line {each.line}" if each.line else str(each.slide) for each in (row, other))
             raise ConfigError(
-                f"{path} line {row.line}: the slide {row.slide.name} {what} line {other.line}; "
+                f"{path} {here}: the slide {row.slide.name} {what} {there}; "
                 "results are filed by name, so every slide needs its own"
             )

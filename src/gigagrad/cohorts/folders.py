@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gigagrad.cohorts.rows import SPLITS, Row, Split, slides_in
+from gigagrad.cohorts.rows import SPLITS, Row, Split, slides_in, with_own_names
 from gigagrad.errors import ConfigError
 from gigagrad.files import read_json
 
@@ -41,7 +41,7 @@ def rows_of_folder(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
         raise ConfigError(
             f"{folder} holds no images; expected files in images/ and masks/, or in train/images and so on"
         )
-    return tuple(rows), ()
+    return with_own_names(rows), ()
 
 
 def _of_split(folder: Path, split: Split) -> Iterator[Row]:

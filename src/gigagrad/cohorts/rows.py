@@ -18,7 +18,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -112,15 +111,29 @@ def read_rows(path: Path) -> tuple[tuple[str, ...], tuple[Row, ...]]:
 
 
 def with_own_names(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows, where slides in several folders have one file name, called by folder and file name."""
+    """The rows, where slides have one file name called by their folders, too: by as many as tell them apart."""
     rows = tuple(rows)
-    slides_of = Counter(name for name, _ in {(row.name, row.slide) for row in rows})
+    by_name: dict[str, set[Path]] = {}
+    for row in rows:
+        by_name.setdefault(row.name, set()).add(row.slide)
     return tuple(
-        dataclasses.replace(row, called=f"{row.slide.parent.name}-{row.slide.stem}")
-        if row.called is None and slides_of[row.name] > 1 and row.slide.parent.name
-        else row
+        row
+        if row.called is not None or len(by_name[row.name]) == 1
+        else dataclasses.replace(row, called=_told_apart(row.slide, by_name[row.name]))
         for row in rows
     )
+
+
+def _told_apart(slide: Path, others: set[Path]) -> str:
+    """The name of `slide` behind as many of its folders' as tell it from all others; behind one where none do."""
+
+    def called(path: Path, folders: int) -> str:
+        return "-".join((*path.parts[1:-1][-folders:], path.stem))
+
+    for folders in range(1, len(slide.parts) - 1):
+        if [called(other, folders) for other in others].count(called(slide, folders)) == 1:
+            return called(slide, folders)
+    return called(slide, 1)
 
 
 def number_in(where: str, column: str, text: str) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.errors import ConfigError, ModelError
-from gigagrad.masks import ClassTable
+from gigagrad.masks import IGNORED, ClassTable
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,14 @@ def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
 def foreground_count(channels: int) -> int:
     """How many foreground classes an output of `channels` channels tells apart: one logit, or background + classes."""
     return max(1, channels - 1)
+
+
+def ignored_value(channels: int, table: ClassTable | None) -> int | None:
+    """The value in true masks that no score of a model with so many output channels looks at, None where all count.
+
+    As in training: of several channels, whose loss takes class ids, and where the table has anything to ignore.
+    """
+    return IGNORED if channels > 1 or (table is not None and table.ignores) else None
 
 
 def class_ids(logits_NCHW: torch.Tensor, threshold: float = 0.5) -> NDArray[np.uint8]:

@@ -19,6 +19,7 @@ from gigagrad.images import Image, label_image, open_image
 from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
+from gigagrad.prediction.classes import ignored_value
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import Evaluation, score_each, score_logits, score_masks
 from gigagrad.prediction.records import SlideResult, file_names, read_records
@@ -86,7 +87,7 @@ def evaluate_model(
 
     def score(entry: Row) -> Confusion:
         with opened(entry) as (slide, seen), _truth(entry, slide, table) as truth:
-            found.append(score_logits(engine.stream(seen), truth, ignores=table is not None and table.ignores))
+            found.append(score_logits(engine.stream(seen), truth, table))
             return found[-1]
 
     evaluation = score_each([(entry.name, partial(score, entry)) for entry in entries], events, table)
@@ -130,7 +131,9 @@ def evaluate_masks(
         made_with = record.made_with if record is not None else None
         table = given or (ClassTable.parse(made_with.classes) if made_with is not None and made_with.classes else None)
         count = record.classes if record is not None and record.classes else table.count if table is not None else 0
-        ignored = IGNORED if count > 2 or (table is not None and table.ignores) else None
+        ignored = ignored_value(count - 1, table)
+        if ignored is None and record is not None:
+            ignored = record.ignored
         # Level 0 for masks from elsewhere, and for those whose level was chosen by resolution.
         level = (made_with.level if made_with is not None else None) or 0
         with (

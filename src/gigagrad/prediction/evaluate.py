@@ -16,8 +16,8 @@ from gigagrad.boxes import Box, tiles
 from gigagrad.errors import TargetError
 from gigagrad.events import Events, Listener
 from gigagrad.images import Image, open_image
-from gigagrad.masks import IGNORED, ClassTable
-from gigagrad.prediction.classes import class_ids, class_names, foreground_count
+from gigagrad.masks import ClassTable
+from gigagrad.prediction.classes import class_ids, class_names, foreground_count, ignored_value
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion, mean_sd
 
@@ -125,17 +125,17 @@ def score_masks(predicted: Image, truth: Image, classes: int = 2, *, ignored: in
     return score_tiles(pixels, truth, classes, ignored=ignored)
 
 
-def score_logits(prediction: Iterable[tuple[Box, Tensor]], truth: Image, *, ignores: bool) -> Confusion:
+def score_logits(prediction: Iterable[tuple[Box, Tensor]], truth: Image, table: ClassTable | None) -> Confusion:
     """Compare tiles of `(1, C, h, w)` logits with the same boxes of the true mask; holds one tile at a time.
 
-    With one channel every value of the mask above 0 is foreground. Pixels of value 255 do not count where the mask
-    `ignores` them and where there are several channels. Raises `ModelError` for outputs that are no segmentation,
-    `TargetError` as `Confusion` does.
+    With one channel every value of the mask above 0 is foreground. `table` has the mask's classes; pixels of
+    `ignored_value` do not count. Raises `ModelError` for outputs that are no segmentation, `TargetError` as
+    `Confusion` does.
     """
     counts: Confusion | None = None
     for box, logits in prediction:
-        ignored = IGNORED if ignores or logits.shape[1] > 1 else None
-        counts = counts or Confusion(foreground_count(logits.shape[1]) + 1, ignored)
+        channels = logits.shape[1]
+        counts = counts or Confusion(foreground_count(channels) + 1, ignored_value(channels, table))
         counts.add(class_ids(logits), np.asarray(truth.read(box))[0])
     assert counts is not None, "a prediction has at least one tile"
     return counts

@@ -25,10 +25,10 @@ from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.execution.sinks import OutputField, Pieces, Pyramid
 from gigagrad.images import Image, open_image
 from gigagrad.images.resolution import level_near
-from gigagrad.masks import IGNORED, ClassTable, open_mask
+from gigagrad.masks import ClassTable, open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
-from gigagrad.prediction.classes import MaskClass, class_ids, foreground_count, mask_classes
+from gigagrad.prediction.classes import MaskClass, class_ids, foreground_count, ignored_value, mask_classes
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import score_masks
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
@@ -161,7 +161,7 @@ class _Run:
             scale = (full[0] / slide.shape[1], full[1] / slide.shape[2])
             write_geojson(self.out / files["geojson"], traced, entry.name, scale)
             write_overlay(self.out / files["overlay"], draw_overlay(slide, layers(mask, classes, truth)))
-            ignored = IGNORED if len(classes) > 1 or (self.table is not None and self.table.ignores) else None
+            ignored = written_mask.ignored
             scored = None if truth is None else score_masks(mask, truth, len(classes) + 1, ignored=ignored)
             return dataclasses.replace(
                 result,
@@ -172,6 +172,7 @@ class _Run:
                 width=slide.shape[2],
                 mpp=slide.mpp,
                 classes=len(classes) + 1,
+                ignored=ignored,
                 regions=len(traced.regions),
                 traced_downsample=traced.downsample,
                 dice=None if scored is None else scored.dice,
@@ -216,6 +217,8 @@ class _MaskFile(Pyramid):
             overwrite=True,
             description="gigagrad mask: class ids, 0 is background",
         )
+        self._table = table
+        self.ignored: int | None = None
         self._names, self._size = table.foreground if table is not None else (), slide.shape[1:]
         self._typed = bool(config.classes)
         self.classes: tuple[MaskClass, ...] = ()
@@ -227,6 +230,7 @@ class _MaskFile(Pyramid):
                 f"{self._size[1]} px; a mask needs a model whose output covers the slide pixel for pixel"
             )
         count = foreground_count(field.shape[1])
+        self.ignored = ignored_value(field.shape[1], self._table)
         # A network may tell more classes apart than it was shown; names that were typed are to fit.
         further = () if self._typed else tuple(f"Class {number}" for number in range(len(self._names) + 1, count + 1))
         # Refuses wrong names before the first tile is written.

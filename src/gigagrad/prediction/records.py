@@ -36,11 +36,11 @@ class SlideResult:
     """How the prediction of one slide went. Paths are relative to the output folder, `slide` is absolute.
 
     `running` is what remains of a run that was stopped there. Sizes are in pixels and `mpp` in micrometres per pixel,
-    both of the level predicted. `classes` counts those that the mask tells apart, the background included. `dice` and
-    `iou` are None where no true mask was given. `traced_downsample` above 1 means that the outlines in the GeoJSON file
-    follow every 2nd, 4th, ... pixel because there were too many corners. A model that gives no image has, in the place
-    of the files, `scores` of the slide by column (see `slide_scores`) and what they mean, `predicted`; `label` is the
-    cohort's, "" where there is none.
+    both of the level predicted. `classes` counts those that the mask tells apart, the background included; pixels whose
+    true value is `ignored` do not count. `dice` and `iou` are None where no true mask was given. `traced_downsample`
+    above 1 means that the outlines in the GeoJSON file follow every 2nd, 4th, ... pixel because there were too many
+    corners. A model that gives no image has, in the place of the files, `scores` of the slide by column (see
+    `slide_scores`) and what they mean, `predicted`; `label` is the cohort's, "" where there is none.
     """
 
     name: str
@@ -57,6 +57,7 @@ class SlideResult:
     mpp: float | None = None
     seconds: float = 0.0
     classes: int = 0
+    ignored: int | None = None
     regions: int = 0
     traced_downsample: int = 1
     dice: float | None = None

@@ -169,10 +169,10 @@ class _Run:
     def _set_targets(self, channels: int) -> None:
         """What targets may hold, and the loss without ignored pixels and with the weights of classes."""
         config = self.config
-        self.ignores = self.table is not None and self.table.ignores and self.largest.label is None
-        if self.ignores:
+        ignores = self.table is not None and self.table.ignores and self.largest.label is None
+        if ignores:
             self.loss = self.loss.ignoring()
-        rule = TargetRule(self.loss, channels, self.ignores)
+        rule = TargetRule(self.loss, channels, ignores)
         self.pairs = Pairs(rule, level=config.level, look=config.look, labels=self.folder.labels, table=self.table)
         if config.class_weights:
             weights = class_weights(config.class_weights, (), channels if self.loss.class_ids else 2)
@@ -395,7 +395,7 @@ class _Run:
                 with self.pairs.open(row) as (slide, target):
                     if dense:
                         assert not isinstance(target, torch.Tensor)
-                        scores[row.name] = score_logits(engine.stream(slide), target, ignores=self.ignores).dice
+                        scores[row.name] = score_logits(engine.stream(slide), target, self.table).dice
                     elif rated:
                         output_NC = output_of(engine, slide)
                         assert isinstance(target, torch.Tensor)
