@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image as Pillow
 
 import gigagrad as gg
@@ -64,6 +65,13 @@ def test_values_are_renamed(tmp_path, slide) -> None:
     with open_mask(write(tmp_path, plane), slide, {"255": 1, "1": 255, "128": "ignore"}) as mask:
         expected = np.array([{0: 0, 1: 255, 128: 255, 255: 1}[value] for value in plane.ravel()]).reshape(plane.shape)
         np.testing.assert_array_equal(mask.read(Box.whole(90, 120))[0], expected)
+
+
+def test_arrays_and_tensors_are_masks_too(slide) -> None:
+    plane = np.random.default_rng(5).integers(0, 3, (90, 120), np.uint8)
+    for source in (plane, torch.from_numpy(plane), open_image(plane), np.kron(plane, np.ones((2, 2), np.uint8))):
+        with open_mask(source, slide, {"2": 1}) as mask:
+            np.testing.assert_array_equal(np.asarray(mask.read(Box.whole(90, 120)))[0], plane - (plane == 2))
 
 
 def test_a_mask_of_something_else_is_refused(tmp_path, slide) -> None:

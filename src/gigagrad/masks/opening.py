@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,19 +18,24 @@ from gigagrad.masks.classes import ClassTable
 from gigagrad.masks.outlines import Outlines
 from gigagrad.masks.painting import AnnotationMask
 
+if TYPE_CHECKING:
+    import torch
+
 _ANOTHER_RESOLUTION = 1.1
+"""From this factor on, a mask of another size is of another resolution; below it, of another part of the slide."""
 
 
 def open_mask(
-    source: str | Path | Outlines,
+    source: str | Path | Outlines | Image | Array | torch.Tensor,
     slide: Image,
     classes: ClassTable | Mapping[str, int | str] | Sequence[str] | None = None,
 ) -> Image:
     """The mask of an open `slide`, pixel for pixel at the slide's level.
 
     Args:
-        source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0; or an image of
-            class ids, of the slide's size or the same picture at another resolution, of which the nearest pixel counts.
+        source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0; or class ids as
+            `open_image` takes them, of the slide's size or the same picture at another resolution, of which the nearest
+            pixel counts.
         slide: where the mask belongs.
         classes: class ids by name, `{"tumour": 1, "stroma": 2, "artefact": "ignore"}`, or as `ClassTable.parse` takes
             them. Of an image, names that are numbers are the values to replace: `{"255": 1}`. Without it, outlines
@@ -44,10 +50,10 @@ def open_mask(
     table = _table(classes)
     if isinstance(source, Outlines):
         return _painted(source, slide, table, slide.name)
-    path = Path(source)
-    if is_annotation_file(path):
-        return _painted(read_annotations(path), slide, table, path.stem)
-    mask = _at_size_of(slide, open_image(path), path)
+    if isinstance(source, str | Path) and is_annotation_file(Path(source)):
+        return _painted(read_annotations(source), slide, table, Path(source).stem)
+    mask = open_image(source)
+    mask = _at_size_of(slide, mask, source if isinstance(source, str | Path) else mask.name)
     return Relabelled(mask, table.values) if table is not None and table.values else mask
 
 
@@ -90,7 +96,7 @@ def _painted(outlines: Outlines, slide: Image, table: ClassTable | None, name: s
     return AnnotationMask(outlines, table or ClassTable.of_names(outlines.names), slide, name=name)
 
 
-def _at_size_of(slide: Image, mask: Image, path: Path) -> Image:
+def _at_size_of(slide: Image, mask: Image, name: str | Path) -> Image:
     """`mask` at the level that has the slide's size, or the nearest pixels of its finest level."""
     for level, entry in enumerate(mask.levels):
         if entry.shape == slide.shape[1:]:
@@ -105,7 +111,7 @@ def _at_size_of(slide: Image, mask: Image, path: Path) -> Image:
     if abs(ratios[0] / ratios[1] - 1) > slack or max(ratios[0], 1 / ratios[0]) < _ANOTHER_RESOLUTION:
         mask.close()
         raise TargetError(
-            f"the mask {path} is {full[0]} x {full[1]} px and its slide {slide.shape[1]} x {slide.shape[2]} px; both "
+            f"the mask {name} is {full[0]} x {full[1]} px and its slide {slide.shape[1]} x {slide.shape[2]} px; both "
             "must show the same part of the slide, at whatever resolution"
         )
     return Resampled(mask, slide.height, slide.width)

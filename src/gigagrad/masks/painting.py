@@ -8,8 +8,6 @@ is computed from the polygon's own coordinates: a pixel is the same in whatever 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,24 +33,15 @@ class AnnotationMask(Image):
         held = outlines.points.nbytes + outlines.closing.nbytes
         super().__init__(shape=shape, dtype=np.dtype(np.uint8), name=name, cache_bytes=_COPIES * held)
         full = slide.levels[0].shape
-        self._points = outlines.points * (slide.width / full[1], slide.height / full[0])
-        self._closing, self._starts = outlines.closing, outlines.starts
+        scale = slide.width / full[1], slide.height / full[0]
+        self._points, self._closing, self._starts = outlines.points * scale, outlines.closing, outlines.starts
         self._unlabelled = table.unlabelled
-        self._select(outlines, dict(table.ids))
-
-    def _select(self, outlines: Outlines, ids: Mapping[str, int]) -> None:
-        """Which polygons there are to paint, with what, and where."""
+        ids = dict(table.ids)
         by_class = np.array([ids.get(name, -1) for name in outlines.names], np.int64)
-        of_polygon = by_class[outlines.class_of] if len(outlines) else np.empty(0, np.int64)
+        of_polygon = by_class[outlines.class_of]
         self._painted = np.flatnonzero(of_polygon >= 0)
         self._ids = of_polygon[self._painted].astype(np.uint8)
-        if len(self._painted):
-            first = self._starts[:-1]
-            low = np.minimum.reduceat(self._points, first)[self._painted]
-            high = np.maximum.reduceat(self._points, first)[self._painted]
-            self._bounds = np.concatenate((low, high), axis=1)
-        else:
-            self._bounds = np.empty((0, 4))
+        self._bounds = outlines.bounds()[self._painted] * (*scale, *scale)
 
     def _read_inside(self, box: Box) -> _Bytes:
         canvas = np.full(box.shape, self._unlabelled, np.uint8)
