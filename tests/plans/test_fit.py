@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,14 @@ from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
 from gigagrad.plans import Grid, ledger, make_plan
 from gigagrad.plans.cost import Costs
-from gigagrad.plans.fit import _between, _fastest_within, _Offer
+from gigagrad.plans.fit import _best_cap, _fastest_within, _Offer
 from gigagrad.plans.ledger import StageLedger
 from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.stages import split_stages
 from gigagrad.stores import DiskTier, HostTier, MemoryTier
 from gigagrad.stores.bricks import Bricks
-from tests.plans.networks import MIB, graph_of, kept_at_best, plan_of, problem_of, residual
+from tests.plans.networks import MIB, Ladder, graph_of, kept_at_best, plan_of, problem_of, residual
 
 
 def kernels(room, each):
@@ -216,9 +217,33 @@ def test_tiles_within_caps_are_found_where_there_are_any(offers, room, most_comp
         assert sum(each.seconds for each in found) == pytest.approx(best)
 
 
-@given(st.integers(0, 100), st.integers(0, 100))
-def test_caps_go_from_the_most_to_the_least(one, other):
-    most, least = max(one, other), min(one, other)
-    caps = _between(most, least)
-    assert (caps[0], caps[-1]) == (most, least)
-    assert caps == sorted(set(caps), reverse=True)
+@given(st.lists(st.floats(0, 10) | st.none(), min_size=1, max_size=60), st.integers(0, 20))
+def test_the_best_cap_is_found_where_caps_are_few_and_never_missed_by_much(seconds, least):
+    """`seconds` by cap from the least on; None: nothing fits. With the least, something does."""
+    by_cap = {least + index: value for index, value in enumerate([5.0, *seconds])}
+
+    def within(cap):
+        value = by_cap[cap]
+        return None if value is None else (value, [_Offer(value, 0, cap, None)])
+
+    (found,) = _best_cap(within, max(by_cap), least, -1.0)
+    assert found.seconds == by_cap[found.compiled] <= 5
+    if len(by_cap) <= 9:
+        assert found.seconds == min(value for value in by_cap.values() if value is not None)
+
+
+@pytest.mark.parametrize(("network", "each"), [(residual(3), 72), (residual(3), 400), (Ladder(), 72), (Ladder(), 400)])
+def test_tight_budgets_do_not_end_in_tiny_tiles(network, each):
+    """With tiles of one's own choice, all of one size, nothing is faster that keeps the same fields and fits."""
+    graph = graph_of(network)
+    more = {"kept": kept_at_best(graph), "base": 100 * MIB, "compiled_bytes": kernels(1024, each * 1024)}
+    with pytest.raises(BudgetError) as refused:
+        plan_of(graph, budget=100 * MIB, **more)
+    for share in (1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2):
+        budget = int(refused.value.needed_bytes * share)
+        found = plan_of(graph, budget=budget, **more)
+        assert found.predicted_peak_bytes <= budget
+        for side in (16, 32, 48, 64, 96, 128, 256):
+            with suppress(BudgetError):
+                uniform = plan_of(graph, budget=budget, tiles=((side, side),), **more)
+                assert found.modelled_seconds <= 1.1 * uniform.modelled_seconds, (share, side)

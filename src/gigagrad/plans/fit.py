@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -30,12 +30,10 @@ network 0.37 and 0.39 on a Xeon with AMX)."""
 _TOO_LARGE_IN_A_ROW = 3
 """Where so many tile shapes in a row do not fit and smaller ones do, no larger one is looked at."""
 
-_PROMISING = 2
-"""Of the tile shapes that look fastest so many that fit are costed exactly."""
-_LESS_ROOM = (0.8, 0.6, 0.4)
-"""Shares of the room in which the fastest shape is costed exactly, too."""
+_ROUNDS = 12
+"""So often shapes that were chosen by a tile in the middle are costed exactly; then one of those that were must do."""
 _CAPS = 8
-"""Steps from the most that may be compiled to the least."""
+"""Steps from the most that may be compiled to the least; finer ones around the best."""
 
 Kept = Mapping[int, str]
 """The fields kept, and the tier of each by name."""
@@ -142,7 +140,7 @@ class Fitter:
             backward = any(phase != "forward" for phase in phases)
             book = StageLedger(problem, stage, workers, kept, most, backward)
             tilings.append(self._tilings(book, phases, closely=closely))
-        chosen, compiled = self._choose(tilings)
+        chosen, compiled = self._settle(tilings)
         described = tuple(tiling.describe(cost) for tiling, cost in zip(tilings, chosen, strict=True))
         seconds = self._costs.whole_seconds(backward=problem.backward)
         seconds += sum(tiling.seconds(cost) for tiling, cost in zip(tilings, chosen, strict=True))
@@ -154,30 +152,30 @@ class Fitter:
         return Option(workers, kept, described, passes, seconds, fixed, elsewhere)
 
     def _tilings(self, book: StageLedger, phases: list[str], *, closely: bool) -> _Tilings:
-        """The tile shapes that may serve a stage: the leanest and the fastest, as far as a tile in the middle tells;
-        `closely`, or where shapes are forced: all.
+        """The tile shapes that may serve a stage, as far as a tile in the middle tells; `closely`, or where shapes are
+        forced, exactly.
         """
         budget_bytes, closely = self._problem.budget_bytes, closely or self._tiles is not None
         room = None if budget_bytes is None else budget_bytes - total(self._fixed)
-        looked = _Tilings(book, phases, self._looked_through(book, room, roughly=not closely), room)
-        if closely:
-            return looked
+        costs = self._looked_through(book, room, roughly=not closely)
+        exact = {cost.tile for cost in costs} if closely else set()
+        return _Tilings(book, phases, costs, room, exact)
 
-        def exactly(cost: TileCost) -> TileCost:
-            return self._costs.of(book.stage, cost.tile, backward=book.backward)
+    def _settle(self, tilings: list[_Tilings]) -> tuple[list[TileCost], int]:
+        """The choice of tiles when all that are chosen have been costed exactly: no more are than look worth it.
 
-        found = [exactly(min(looked.costs, key=looked.total))]
-        served = 0
-        for cost in looked.by_speed(room):
-            found.append(exactly(cost))
-            served += room is None or looked.total(found[-1]) <= room
-            if served == _PROMISING:
-                break
-        # What all stages compile is not known yet; it takes its room from the same budget.
-        if room is not None:
-            for share in _LESS_ROOM:
-                found += [exactly(cost) for cost in looked.by_speed(int(share * room))[:1]]
-        return _Tilings(book, phases, list(dict.fromkeys(found)), room)
+        Raises `BudgetError` if there is none.
+        """
+        for _ in range(_ROUNDS):
+            chosen, compiled = self._choose(tilings)
+            rough = [(t, cost) for t, cost in zip(tilings, chosen, strict=True) if cost.tile not in t.exact]
+            if not rough:
+                return chosen, compiled
+            for tiling, cost in rough:
+                tiling.learn(self._costs.of(tiling.book.stage, cost.tile, backward=tiling.book.backward))
+        for tiling in tilings:
+            tiling.forget_rough()
+        return self._choose(tilings)
 
     def _looked_through(self, book: StageLedger, room: int | None, *, roughly: bool) -> list[TileCost]:
         """Costs of tile shapes, from the smallest on; behind those that fit only a few more."""
@@ -214,14 +212,12 @@ class Fitter:
             raise problem.refusal(self._what_does_not_fit(tilings), fixed + needed)
         offers = [tiling.offers() for tiling in tilings]
         fastest = sum(min(offer.seconds for offer in each) for each in offers)
-        options = []
-        for cap in _between(most, least):
+
+        def within(cap: int) -> tuple[float, list[_Offer]] | None:
             found = _fastest_within(offers, room - compiled_bytes([cap]), cap)
-            if found is not None:
-                options.append((sum(offer.seconds for offer in found), found))
-                if options[-1][0] <= fastest:
-                    break
-        _, best = min(options, key=lambda option: option[0])
+            return None if found is None else (sum(offer.seconds for offer in found), found)
+
+        best = _best_cap(within, most, least, fastest)
         chosen = [offer.cost for offer in best]
         return chosen, compiled_bytes(cost.compiled for cost in chosen)
 
@@ -262,10 +258,32 @@ def _leanest(tilings: list[_Tilings], compiled_bytes: Callable[[Iterable[int]], 
     return min(found)
 
 
-def _between(most: int, least: int) -> list[int]:
-    """About `_CAPS` whole numbers from the first to the second, both included."""
-    steps = min(_CAPS, most - least)
-    return sorted({most - step * (most - least) // max(1, steps) for step in range(steps + 1)}, reverse=True)
+def _best_cap(
+    within: Callable[[int], tuple[float, list[_Offer]] | None], most: int, least: int, fastest: float
+) -> list[_Offer]:
+    """The fastest offers within any cap that was tried: some at equal distances, from the most on and as long as none
+    takes no more than `fastest` seconds, then those near the best. With the least there are any.
+    """
+    tried: dict[int, tuple[float, list[_Offer]] | None] = {}
+
+    def best() -> int:
+        return min((found[0], cap) for cap, found in tried.items() if found is not None)[1]
+
+    step = max(1, -(-(most - least) // _CAPS))
+    asked = [*range(most, least, -step), least]
+    while True:
+        for cap in asked:
+            if cap not in tried:
+                tried[cap] = found = within(cap)
+                if found is not None and found[0] <= fastest:
+                    return found[1]
+        centre = best()
+        if step == 1:
+            found = tried[centre]
+            assert found is not None, "the best was found"
+            return found[1]
+        step = -(-step // 2)
+        asked = [cap for cap in (centre + step, centre - step) if least <= cap <= most]
 
 
 class _Offer(NamedTuple):
@@ -335,9 +353,23 @@ class _Tilings:
     costs: list[TileCost]
     room: int | None
     """Bytes beside what is fixed, but for compiled convolutions."""
+    exact: set[tuple[int, int]]
+    """The shapes that were costed exactly."""
+    known: dict[TileCost, _Offer] = field(default_factory=dict)
+
+    def learn(self, exact: TileCost) -> None:
+        """What a shape costs exactly, in the place of what a tile in the middle told."""
+        self.costs[[cost.tile for cost in self.costs].index(exact.tile)] = exact
+        self.exact.add(exact.tile)
+
+    def forget_rough(self) -> None:
+        self.costs[:] = [cost for cost in self.costs if cost.tile in self.exact]
 
     def offers(self) -> list[_Offer]:
-        return [_Offer(self.seconds(cost), self.total(cost), cost.compiled, cost) for cost in self.costs]
+        for cost in self.costs:
+            if cost not in self.known:
+                self.known[cost] = _Offer(self.seconds(cost), self.total(cost), cost.compiled, cost)
+        return [self.known[cost] for cost in self.costs]
 
     def by_speed(self, room: int | None) -> list[TileCost]:
         """The tiles that fit in so many bytes, the fastest first; where memory is no matter, first of all the leanest
