@@ -4,6 +4,7 @@ import itertools
 import math
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -220,11 +221,12 @@ def test_tiles_within_caps_are_found_where_there_are_any(offers, room, most_comp
 @given(st.lists(st.floats(0, 10) | st.none(), min_size=1, max_size=60), st.integers(0, 20))
 def test_the_best_cap_is_found_where_caps_are_few_and_never_missed_by_much(seconds, least):
     """`seconds` by cap from the least on; None: nothing fits. With the least, something does."""
+    cost: Any = None
     by_cap = {least + index: value for index, value in enumerate([5.0, *seconds])}
 
     def within(cap):
         value = by_cap[cap]
-        return None if value is None else (value, [_Offer(value, 0, cap, None)])
+        return None if value is None else (value, [_Offer(value, 0, cap, cost)])
 
     (found,) = _best_cap(within, max(by_cap), least, -1.0)
     assert found.seconds == by_cap[found.compiled] <= 5

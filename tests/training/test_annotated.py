@@ -162,6 +162,10 @@ def test_all_scores_of_two_channels_leave_out_what_training_does(config, cohort_
     trust = (model,)
     made = predict(PredictConfig(run=config.out, slides=(slides,), out=tmp_path / "out", split="test", trust=trust))
     assert 0 < result.mean < 1
+    with open_image(tmp_path / "out" / made[0].mask) as mask:
+        predicted = mask.read(Box.whole(SIZE, SIZE))[0][SIZE // 2 :]
+    truth = tifffile.imread(cohort_csv.parent / f"{made[0].name}.mask.tif")[SIZE // 2 :]
+    assert made[0].dice == pytest.approx(2 * (predicted & truth).sum() / (predicted.sum() + truth.sum()))
     assert [slide.dice for slide in made] == pytest.approx(list(result.scores.values()))
     assert evaluate_model(config.out, slides, split="test", trust=trust).dice[0] == pytest.approx(result.mean)
     assert evaluate_masks(tmp_path / "out", slides, split="test").dice[0] == pytest.approx(result.mean)

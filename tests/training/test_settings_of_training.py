@@ -45,7 +45,8 @@ def slides_of(cohort_csv: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def test_accumulated_clipped_and_scheduled_steps_are_those_of_a_plain_loop(config, cohort_csv):
+@pytest.mark.parametrize("clip", [0.05, None])
+def test_accumulated_clipped_and_scheduled_steps_are_those_of_a_plain_loop(config, cohort_csv, clip):
     settings = replace(
         config,
         optimizer="sgd?momentum=0.9",
@@ -54,7 +55,7 @@ def test_accumulated_clipped_and_scheduled_steps_are_those_of_a_plain_loop(confi
         schedule="cosine",
         warmup=1,
         accumulate=2,
-        clip=0.05,
+        clip=clip,
         ema=0.9,
     )
     fit(settings)
@@ -70,7 +71,8 @@ def test_accumulated_clipped_and_scheduled_steps_are_those_of_a_plain_loop(confi
             for index in group:
                 slide, mask = slides[index]
                 (F.binary_cross_entropy_with_logits(model(slide), mask.float()) / len(group)).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             for parameters in optimizer.param_groups:
                 parameters["lr"] = 0.05 * rate_share("cosine", 1, step, 4)
             optimizer.step()
@@ -120,6 +122,31 @@ def test_an_interrupted_run_of_all_settings_ends_with_the_same_bits(config, tmp_
     assert all(torch.equal(one[key], other[key]) for key in one)
     averages = [Checkpoint.load(RunFolder(Path(run.out)).checkpoint).average for run in (whole, settings)]
     assert all(torch.equal(averages[0][key], averages[1][key]) for key in averages[0])
+
+
+def test_an_interrupt_within_a_step_leaves_the_step_before(config, tmp_path, monkeypatch):
+    """Half a step has been written to the weights by then, which no checkpoint may hold."""
+    whole = replace(config, out=str(tmp_path / "whole"))
+    fit(whole)
+    settings = replace(config, checkpoint_seconds=1000)
+    original, steps = torch.optim.Adam.step, []
+
+    def interrupted(self: Any, *args: Any, **options: Any) -> Any:
+        done = original(self, *args, **options)
+        steps.append(done)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(torch.optim.Adam, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(settings)
+    monkeypatch.setattr(torch.optim.Adam, "step", original)
+    # The weights of the second step are gone; what there is to go on from is the beginning.
+    assert Checkpoint.load(RunFolder(Path(settings.out)).checkpoint).progress.step == 0
+    fit(settings)
+    one, other = trained(whole), trained(settings)
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_a_frozen_network_stays_as_it_was(config):
