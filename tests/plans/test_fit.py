@@ -4,7 +4,6 @@ import itertools
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +15,7 @@ from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
 from gigagrad.plans import Grid, ledger, make_plan
 from gigagrad.plans.cost import Costs
-from gigagrad.plans.fit import _best_cap, _fastest_within, _Offer
+from gigagrad.plans.fit import _fastest_within, _Offer
 from gigagrad.plans.ledger import StageLedger
 from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.plan import amount_of
@@ -216,22 +215,6 @@ def test_tiles_within_caps_are_found_where_there_are_any(offers, room, most_comp
     if sum(max(each.compiled for each in some) for some in offers) <= most_compiled:
         best = min(sum(each.seconds for each in choice) for choice in legal)
         assert sum(each.seconds for each in found) == pytest.approx(best)
-
-
-@given(st.lists(st.floats(0, 10) | st.none(), min_size=1, max_size=60), st.integers(0, 20))
-def test_the_best_cap_is_found_where_caps_are_few_and_never_missed_by_much(seconds, least):
-    """`seconds` by cap from the least on; None: nothing fits. With the least, something does."""
-    cost: Any = None
-    by_cap = {least + index: value for index, value in enumerate([5.0, *seconds])}
-
-    def within(cap):
-        value = by_cap[cap]
-        return None if value is None else (value, [_Offer(value, 0, cap, cost)])
-
-    (found,) = _best_cap(within, max(by_cap), least, -1.0)
-    assert found.seconds == by_cap[found.compiled] <= 5
-    if len(by_cap) <= 9:
-        assert found.seconds == min(value for value in by_cap.values() if value is not None)
 
 
 @pytest.mark.parametrize(("network", "each"), [(residual(3), 72), (residual(3), 400), (Ladder(), 72), (Ladder(), 400)])
