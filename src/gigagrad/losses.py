@@ -130,14 +130,18 @@ def tversky(
     false_negatives: float = 0.7,
     ignored: int | None = None,
 ) -> Tensor:
-    """One minus the Tversky index (Salehi et al., 2017) of the whole image, with 1 added above and below the line."""
+    """One minus the Tversky index (Salehi et al., 2017) of the whole image, with 1 added above and below the line.
+
+    Of several channels, each of its own label, it is their mean.
+    """
     p, t = torch.sigmoid(output), _is_true(output, target)
     if ignored is not None:
         counted = (target != ignored).to(output.dtype)
         p, t = p * counted, t * counted
-    hits = (p * t).sum()
-    misses = false_positives * (p * (1 - t)).sum() + false_negatives * ((1 - p) * t).sum()
-    return 1 - (hits + 1) / (hits + misses + 1)
+    pixels = [0, *range(2, output.ndim)]
+    hits = (p * t).sum(pixels)
+    misses = false_positives * (p * (1 - t)).sum(pixels) + false_negatives * ((1 - p) * t).sum(pixels)
+    return (1 - (hits + 1) / (hits + misses + 1)).mean()
 
 
 def bce_dice(output: Tensor, target: Tensor, *, ignored: int | None = None) -> Tensor:

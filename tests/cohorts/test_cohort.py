@@ -32,7 +32,7 @@ def test_rows_come_back_in_order_with_paths_against_the_file(folder):
     assert (first.slide, first.mask, first.split, first.mpp) == (folder / "a.tif", folder / "m.tif", "train", 0.5)
     assert (second.name, second.mask, second.split, second.mpp, second.line) == ("b", None, "val", None, 4)
     assert cohort.of("val") == (second,)
-    assert check_images(cohort, 0) == ((3, 20, 30), (3, 20, 30))
+    assert check_images(cohort, 0) == (((3, 20, 30), 1), ((3, 20, 30), 1))
 
 
 def test_a_byte_order_mark_quotes_and_capital_headers_are_fine(folder):
@@ -49,6 +49,45 @@ def test_labels_are_numbers(folder):
 def test_columns_that_nobody_needs_are_left_alone(folder):
     cohort = read_cohort(write(folder, "case,slide,split,age", "x,a.tif,train,61"))
     assert cohort.rows[0].slide == folder / "a.tif"
+
+
+def test_several_images_and_masks_of_a_row(folder):
+    path = write(folder, "Slide,slide: IHC,mask:Tumour,annotation:Vessel,split", "a.tif,b.tif,m.tif,m.tif,train")
+    cohort = read_cohort(path)
+    (row,) = cohort.rows
+    assert (row.slide, row.further_slides) == (folder / "a.tif", (folder / "b.tif",))
+    assert row.masks == (folder / "m.tif",) * 2
+    assert cohort.classes == ("Tumour", "Vessel")
+    table = class_table(cohort, ["255=ignore"])
+    assert (table.foreground, table.values) == (("Tumour", "Vessel"), {255: 255})
+    assert check_images(cohort, 0, table=table) == (((6, 20, 30), 2),)
+    with row.open(mpp=2.0) as image:
+        assert (image.channels, image.mpp) == (6, 2.0)
+    other = write(folder, "Slide,slide: IHC,mask:Tumour,annotation:Vessel,split", "a.tif,a.tif,m.tif,m.tif,train")
+    assert read_cohort(other).fingerprint != cohort.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "words"),
+    [
+        ("slide,slide:ihc,split", "a.tif,,train", "line 2: the slide:ihc is empty"),
+        ("slide,slide:ihc,split", "a.tif,none.tif,train", r"line 2: .*none\.tif does not exist"),
+        ("slide,mask:a,mask:b,split", "a.tif,m.tif,,train", "line 2: the mask:b is empty"),
+        ("slide,mask,mask:b,split", "a.tif,m.tif,m.tif,train", "line 1: of several masks each is of a label"),
+        ("slide,mask:a,mask:a,split", "a.tif,m.tif,m.tif,train", "line 1: there are two columns 'mask:a'"),
+        ("slide,mask:a,label,split", "a.tif,m.tif,1,train", "line 1: there is a column 'mask' and a column 'label'"),
+    ],
+)
+def test_what_is_wrong_with_several_is_named(folder, header, line, words):
+    with pytest.raises(ConfigError, match=words):
+        read_cohort(write(folder, header, line))
+
+
+def test_a_row_may_have_no_mask_at_all(folder):
+    cohort = read_cohort(write(folder, "slide,mask:a,mask:b,split", "a.tif,m.tif,m.tif,train", "b.tif,,,val"))
+    assert cohort.rows[1].masks == ()
+    with pytest.raises(ConfigError, match="line 3: the mask is empty"):
+        class_table(cohort)
 
 
 def test_the_fingerprint_follows_the_rows(folder):
@@ -180,12 +219,9 @@ def test_a_missing_or_binary_file_names_itself(folder):
         read_cohort(folder / "a.tif")
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"), [((20, 31), "20 x 31 px and its slide 20 x 30 px"), ((20, 30, 3), "has 3 channels")]
-)
-def test_a_mask_that_does_not_fit_its_slide_is_refused(folder, shape, words):
-    tifffile.imwrite(folder / "m.tif", np.zeros(shape, np.uint8), tile=(16, 16))
-    with pytest.raises(ConfigError, match=words) as caught:
+def test_a_mask_that_does_not_fit_its_slide_is_refused(folder):
+    tifffile.imwrite(folder / "m.tif", np.zeros((20, 31), np.uint8), tile=(16, 16))
+    with pytest.raises(ConfigError, match="20 x 31 px and its slide 20 x 30 px") as caught:
         check_images(read_cohort(write(folder, "slide,mask,split", "a.tif,m.tif,train")), 0)
     assert "line 2" in str(caught.value)
 

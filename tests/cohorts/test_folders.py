@@ -58,6 +58,17 @@ def test_a_dataset_of_nnunet(tmp_path):
     assert cohort.classes == ("background=0", "tumour=1", "2=ignore")
 
 
+def test_channels_of_a_case_in_files_of_their_own(tmp_path):
+    files = [f"imagesTr/{case}_{channel}.png" for case in ("a", "a1") for channel in ("0000", "0001")]
+    (first, second) = read_cohort(nnunet(tmp_path, {"x": 1}, *files, "labelsTr/a.png", "labelsTr/a1.png")).rows
+    assert {first.name, second.name} == {"a", "a1"}
+    for row in (first, second):
+        assert [file.name for file in (row.slide, *row.further_slides)] == [
+            f"{row.name}_0000.png",
+            f"{row.name}_0001.png",
+        ]
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [
@@ -76,7 +87,7 @@ def test_what_a_folder_lacks_is_named(tmp_path, names, words):
     [
         ({"a": 1}, [], "has no case; expected imagesTr/CASE_0000.png"),
         ({"a": 1}, ["imagesTr/c_0000.png"], r"has no mask; expected .*labelsTr/c\.png"),
-        ({"a": 1}, ["imagesTr/c_0000.png", "imagesTr/c_0001.png", "labelsTr/c.png"], "is a further channel"),
+        ({"a": 1}, ["imagesTr/c_0000.png", "imagesTr/c_0002.png"], r"c_0002\.png is there and .*c_0001\.png is not"),
         ({"a": [1, 2]}, [], "regions of several ids"),
         (None, [], "cannot read .*dataset.json as nnU-Net's"),
     ],

@@ -14,8 +14,8 @@ from gigagrad.events import Events
 from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.evaluate import evaluate, score_each, score_masks, score_tiles
-from gigagrad.prediction.scores import Confusion
+from gigagrad.prediction.evaluate import evaluate, score_each, score_masks
+from gigagrad.prediction.scores import Confusion, LabelCounts
 from gigagrad.reports.tables import evaluation_tables
 
 
@@ -46,12 +46,12 @@ def test_slides_by_name_with_mean_and_spread(tmp_path, monkeypatch):
 
 def test_masks_of_other_sizes_are_refused():
     with pytest.raises(TargetError, match=r"10 x 20 px and the true mask .* 10 x 21 px"):
-        score_masks(open_image(np.zeros((10, 20), np.uint8)), open_image(np.zeros((10, 21), np.uint8)))
+        score_masks(open_image(np.zeros((10, 20), np.uint8)), open_image(np.zeros((10, 21), np.uint8)), Confusion())
 
 
 def test_a_slide_is_no_true_mask():
     with pytest.raises(ImageError, match="no mask"):
-        score_tiles([], open_image(np.zeros((3, 10, 20), np.uint8)))
+        score_masks(open_image(np.zeros((10, 20), np.uint8)), open_image(np.zeros((3, 10, 20), np.uint8)), Confusion())
 
 
 def test_classes_by_name_over_all_slides():
@@ -86,6 +86,31 @@ def test_slides_whose_masks_have_other_numbers_of_classes_add_up():
     assert found.confusion == ((0, 0, 0), (1, 1, 0), (0, 1, 1))
     assert found.classes == ("Background", "Class 1", "Class 2")
     assert score_each([("few", lambda: few)], Events()).classes == ("Background", "Foreground")
+
+
+def test_labels_by_name_over_all_slides():
+    random = np.random.default_rng(2)
+    pred, truth = random.integers(0, 2, (2, 2, 3, 60, 50), np.uint8)
+    pred[:, 2] = truth[:, 2] = 0
+    truth[0, 0, :9] = 255
+
+    def counted(number):
+        counts = LabelCounts(Confusion(ignored=255) for _ in range(3))
+        return score_masks(open_image(pred[number]), open_image(truth[number]), counts)
+
+    found = score_each([(str(n), partial(counted, n)) for n in (0, 1)], Events(), ClassTable((("a", 1), ("b", 2))))
+    assert (found.classes, found.confusion) == (("a", "b", "Class 3"), ())
+    known = truth[:, 0] != 255
+    both, total = np.sum(pred[:, 0] & truth[:, 0] & known), np.sum(pred[:, 0][known]) + np.sum(truth[:, 0][known])
+    assert found.of_classes[0].dice == pytest.approx(2 * both / total)
+    assert found.of_classes[2].dice is None
+    of_labels = [2 * np.sum(pred[1, k] & truth[1, k]) / (pred[1, k].sum() + truth[1, k].sum()) for k in (0, 1)]
+    assert found.scores[1].dice == pytest.approx(np.mean(of_labels))
+    assert found.scores[1].pixels == 60 * 50
+    text = StringIO()
+    Console(file=text, width=100).print(evaluation_tables(found))
+    assert "Label" in text.getvalue()
+    assert "%" not in text.getvalue()
 
 
 def test_a_table_of_classes_as_a_person_sees_it():

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
-from gigagrad.cohorts.rows import Row, Split, number_in, read_rows
+from gigagrad.cohorts.rows import Row, Split, columns_of, number_in, read_rows
 from gigagrad.errors import ConfigError, GigagradError
-from gigagrad.images import Look, open_image
+from gigagrad.images import Look
 from gigagrad.images.look import AS_STORED
 from gigagrad.masks import ClassTable, is_annotation_file, open_mask, read_annotations
 
 
 @dataclass(frozen=True, slots=True)
 class Cohort:
-    """All rows in the order of the file, or of the folder; `classes` are those that a folder names."""
+    """All rows in the order of the file, or of the folder; `classes` are those that a folder or its columns name."""
 
     path: Path
     rows: tuple[Row, ...]
@@ -34,7 +34,10 @@ class Cohort:
     @property
     def fingerprint(self) -> str:
         """Changes whenever the rows do; a run is only continued on the cohort it began with."""
-        text = "\n".join(f"{r.slide}|{r.mask}|{r.label}|{r.split}|{r.mpp}" for r in self.rows)
+        text = "\n".join(
+            "|".join(map(str, (r.slide, r.mask, r.label, r.split, r.mpp, *r.further_slides, *r.further_masks)))
+            for r in self.rows
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -58,7 +61,8 @@ def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
             "choose a fold to validate with --fold" if "fold" in columns else "training needs it: train, val or test"
         )
         raise ConfigError(f"{path} line 1: the column 'split' is missing; {remedy}")
-    if "mask" in columns and "label" in columns:
+    masks = columns_of("mask", columns)
+    if masks and "label" in columns:
         raise ConfigError(f"{path} line 1: there is a column 'mask' and a column 'label'; a cohort has one of them")
     for row in rows:
         if row.split is None:
@@ -68,22 +72,24 @@ def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
     if not any(row.split == "train" for row in rows):
         raise ConfigError(f"{path} has no row with split 'train'; mark the slides to learn from")
     _check_names(path, rows)
-    return Cohort(path, rows)
+    return Cohort(path, rows, tuple(name for _, _, name in (column.partition(":") for column in masks) if name))
 
 
 def class_table(cohort: Cohort, entries: Sequence[str] = ()) -> ClassTable | None:
-    """The classes of a cohort's masks or labels: of `entries`, of the cohort's folder, or all names that occur.
+    """The classes of a cohort's masks or labels: of `entries`, of its folder or columns, or all names that occur.
 
     None where masks hold class ids and labels are numbers, which need no names. Raises `ConfigError` for an annotation
     file that cannot be read, a class that none of them has, and a row without a mask beside rows with annotations.
     """
-    named = tuple(entries) or cohort.classes
+    several = any(row.further_masks for row in cohort.rows)
+    named = (*cohort.classes, *entries) if several else tuple(entries) or cohort.classes
     table = ClassTable.parse(named) if named else None
     texts = [row.label for row in cohort.rows if row.label is not None]
     if texts:
         return _of_labels(cohort, texts, table)
     found: set[str] = set()
-    annotated = [row for row in cohort.rows if row.mask is not None and is_annotation_file(row.mask)]
+    # A column of masks has one label, whatever its outlines are called.
+    annotated = [row for row in cohort.rows if row.mask is not None and is_annotation_file(row.mask) and not several]
     for row in annotated:
         assert row.mask is not None
         try:
@@ -106,21 +112,22 @@ def class_table(cohort: Cohort, entries: Sequence[str] = ()) -> ClassTable | Non
 
 def check_images(
     cohort: Cohort, level: int, *, look: Look = AS_STORED, table: ClassTable | None = None
-) -> tuple[tuple[int, int, int], ...]:
-    """Open every slide and mask once, and return the shapes `(C, H, W)` to train on. Reads no pixels.
+) -> tuple[tuple[tuple[int, int, int], int], ...]:
+    """Open every slide and mask once, and return the shapes `(C, H, W)` to train on, each with the channels of its mask
+    (1 where there is none). Reads no pixels.
 
     Raises `ConfigError` with the line of the first that is missing, unreadable or no picture of its partner.
     """
     shapes = []
     for row in cohort.rows:
         try:
-            with open_image(row.slide, level=level, mpp=row.mpp) as slide:
-                shapes.append(look.of(slide).shape)
-                if row.mask is None or is_annotation_file(row.mask):
-                    continue  # outlines were read by `class_table`, and are looked at once more before training
-                with open_mask(row.mask, slide, table) as mask:
-                    if mask.shape[0] != 1:
-                        raise ConfigError(f"the mask {row.mask} has {mask.shape[0]} channels; give one of class ids")
+            with row.open(level) as slide:
+                channels = len(row.masks) or 1
+                # Outlines were read by `class_table`, and are looked at once more before training.
+                if not all(map(is_annotation_file, row.masks)):
+                    with open_mask(row.masks, slide, table, labels=channels) as mask:
+                        channels = mask.channels
+                shapes.append((look.of(slide).shape, channels))
         except GigagradError as error:
             raise ConfigError(f"{cohort.where(row)}: {error}") from error
     return tuple(shapes)

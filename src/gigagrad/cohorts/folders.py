@@ -1,6 +1,7 @@
 """Cohorts that are folders: nnU-Net's, and images beside masks of the same names.
 
-    dataset.json, imagesTr/CASE_0000.png, labelsTr/CASE.png            nnU-Net v2; also imagesTs and labelsTs
+    dataset.json, imagesTr/CASE_0000.png, labelsTr/CASE.png            nnU-Net v2; also imagesTs and labelsTs, and
+                                                                       channels in CASE_0001.png and so on
     images/NAME.png, masks/NAME.png                                    also `labels` or `annotations` for `masks`
     train/images, train/masks, val/images, ...                         the same for each split
 
@@ -9,7 +10,9 @@ Where there is no split, every fifth case, in alphabetical order, is validated: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +49,11 @@ def rows_of_folder(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
 
 def _of_split(folder: Path, split: Split) -> Iterator[Row]:
     if (folder / split / "images").is_dir():
-        for slide, mask in _pairs(folder / split):
-            yield Row(slide, mask, split=split)
+        for row in _pairs(folder / split):
+            yield replace(row, split=split)
 
 
-def _pairs(folder: Path) -> Iterator[tuple[Path, Path]]:
+def _pairs(folder: Path) -> Iterator[Row]:
     place = next((folder / name for name in _MASK_FOLDERS if (folder / name).is_dir()), None)
     if place is None:
         raise ConfigError(f"{folder} has images/ but no folder of masks; expected one of {', '.join(_MASK_FOLDERS)}")
@@ -58,7 +61,7 @@ def _pairs(folder: Path) -> Iterator[tuple[Path, Path]]:
     for slide in slides_in(folder / "images"):
         if slide.stem not in masks:
             raise ConfigError(f"{slide} has no mask; expected {place.name}/{slide.stem} with the suffix of a mask")
-        yield slide, masks[slide.stem]
+        yield Row(slide, masks[slide.stem])
 
 
 def _of_nnunet(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
@@ -75,7 +78,7 @@ def _of_nnunet(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
         ) from error
     rows = list(_with_splits(_cases(folder, "Tr", suffix)))
     if (folder / "labelsTs").is_dir():
-        rows += [Row(slide, mask, split="test", called=mask.stem) for slide, mask in _cases(folder, "Ts", suffix)]
+        rows += [replace(row, split="test") for row in _cases(folder, "Ts", suffix)]
     if not rows:
         raise ConfigError(f"{folder} has no case; expected imagesTr/CASE_0000{suffix} and labelsTr/CASE{suffix}")
     # The id that nnU-Net ignores is the highest one, called so.
@@ -84,23 +87,22 @@ def _of_nnunet(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
     return tuple(rows), (*named, *([] if ignored is None else [f"{ignored}=ignore"]))
 
 
-def _cases(folder: Path, part: str, suffix: str) -> Iterator[tuple[Path, Path]]:
+def _cases(folder: Path, part: str, suffix: str) -> Iterator[Row]:
+    """Rows of CASE_0000, CASE_0001, ...: the files of a case hold its channels."""
     images, labels = folder / f"images{part}", folder / f"labels{part}"
-    for slide in slides_in(images) if images.is_dir() else ():
-        case, _, channel = slide.name.removesuffix(suffix).rpartition("_")
-        if channel != "0000":
-            raise ConfigError(
-                f"{slide} is a further channel of its case; gigagrad takes one file per case, so merge the channels of "
-                f"{case} into one image"
-            )
+    files = slides_in(images) if images.is_dir() else []
+    for case, of_case in groupby(files, lambda file: file.name.removesuffix(suffix).rpartition("_")[0]):
+        slides = list(of_case)
+        for number, slide in enumerate(slides):
+            expected = images / f"{case}_{number:04}{suffix}"
+            if slide != expected:
+                raise ConfigError(f"{slide} is there and {expected} is not; a case's files are numbered from 0000 on")
         mask = labels / f"{case}{suffix}"
         if not mask.is_file():
-            raise ConfigError(f"{slide} has no mask; expected {mask}")
-        yield slide, mask
+            raise ConfigError(f"{slides[0]} has no mask; expected {mask}")
+        yield Row(slides[0], mask, called=case, further_slides=tuple(slides[1:]))
 
 
-def _with_splits(pairs: Iterator[tuple[Path, Path]]) -> Iterator[Row]:
-    for index, (slide, mask) in enumerate(pairs):
-        yield Row(
-            slide, mask, split="val" if index % _VALIDATED_EVERY == _VALIDATED_EVERY - 1 else "train", called=mask.stem
-        )
+def _with_splits(rows: Iterable[Row]) -> Iterator[Row]:
+    for index, row in enumerate(rows):
+        yield replace(row, split="val" if index % _VALIDATED_EVERY == _VALIDATED_EVERY - 1 else "train")

@@ -8,6 +8,11 @@
     mpp     micrometres per pixel, where the file does not say
     name    what the slide is called in results; default: its file name, with its folder's where two are the same
 
+and, where there are several images of each place or several labels of each pixel,
+
+    slide:NAME  a further image, registered to the slide: its channels follow the slide's (a stain, a band)
+    mask:NAME   (instead of `mask`) the mask of one label; the labels are those of the columns, in their order
+
 Columns may have the names that other tools give them (`_ALIASES`; CLAM's `slide_id`, TRIDENT's `wsi`). Only `slide` is
 needed to predict; training needs `split`, too. Further columns are left alone. Relative paths are taken from the file's
 own folder. What is wrong is named with its line.
@@ -25,6 +30,7 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from gigagrad.errors import ConfigError
+from gigagrad.images import Image, open_image
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -63,6 +69,7 @@ class Row:
 
     slide: Path
     mask: Path | None = None
+    """Of several, the first label's."""
     mpp: float | None = None
     split: Split | None = None
     label: str | None = None
@@ -72,11 +79,25 @@ class Row:
     fold: int | None = None
     line: int = field(default=0, compare=False)
     """In the file; 0 for a slide that was named by itself."""
+    further_slides: tuple[Path, ...] = ()
+    further_masks: tuple[Path, ...] = ()
 
     @property
     def name(self) -> str:
         """What the slide is called in results, and its output files: its file name without the suffix, or `called`."""
         return self.called or self.slide.stem
+
+    @property
+    def masks(self) -> tuple[Path, ...]:
+        """One for each label; none where the tissue recipe makes it."""
+        return () if self.mask is None else (self.mask, *self.further_masks)
+
+    def open(self, level: int = 0, mpp: float | None = None) -> Image:
+        """The slide, with the channels of all its images; `mpp` is that of level 0, over what the row and the file say.
+
+        Raises `ImageError`.
+        """
+        return open_image((self.slide, *self.further_slides), level=level, mpp=mpp or self.mpp)
 
 
 def slides_in(folder: Path) -> list[Path]:
@@ -147,18 +168,38 @@ def number_in(where: str, column: str, text: str) -> float:
     return value
 
 
+def columns_of(kind: str, columns: Iterable[str]) -> list[str]:
+    """The columns `kind` and `kind:NAME`."""
+    return [column for column in columns if column.partition(":")[0] == kind]
+
+
+def _spelt(column: str) -> str:
+    """In our spelling; what follows a colon is a name of the user's."""
+    kind, colon, name = column.partition(":")
+    kind = kind.strip().lower()
+    if not colon:
+        return kind
+    ours = next((each for each in ("slide", "mask") if kind in (each, *_ALIASES[each])), kind)
+    return f"{ours}:{name.strip()}"
+
+
 def _columns(path: Path, names: Sequence[str]) -> tuple[str, ...]:
     """Our names in the place of other tools'."""
-    columns = [name.strip().lower() for name in names]
+    columns = [_spelt(name.strip()) for name in names]
     for ours, aliases in _ALIASES.items():
         found = next((alias for alias in aliases if alias in columns), None)
         if ours not in columns and found is not None:
             columns[columns.index(found)] = ours
-    for column in columns:
+    for column in (each for each in columns if ":" not in each):
         for ours in ("slide", "mask", "label", "split"):
             if ours not in columns and SequenceMatcher(None, column, ours).ratio() >= _MISSPELT:
                 raise ConfigError(f"{path} line 1: unknown column {column[:80]!r}, did you mean {ours!r}?")
-    if "slide" not in columns:
+    for column in columns:
+        if columns.count(column) > 1 and column.partition(":")[0] in _ALIASES:
+            raise ConfigError(f"{path} line 1: there are two columns {column!r}; keep one")
+    if "mask" in columns and columns_of("mask", columns) != ["mask"]:
+        raise ConfigError(f"{path} line 1: of several masks each is of a label; call the column 'mask' mask:NAME, too")
+    if not columns_of("slide", columns):
         raise ConfigError(
             f"{path} line 1: the column 'slide' is missing, got {', '.join(columns)[:200] or 'nothing'}; "
             "a cohort file begins with a line like: slide,mask,split"
@@ -171,8 +212,13 @@ def _row(path: Path, line: int, cells: Mapping[str | None, object]) -> Row:
     if None in cells or None in cells.values():
         raise ConfigError(f"{where}: more or fewer values than the header's columns; quote commas inside a value")
     values = {str(key): str(value).strip() for key, value in cells.items()}
-    if not values["slide"]:
-        raise ConfigError(f"{where}: the slide is empty; write its path")
+    slides, masks = (columns_of(kind, values) for kind in ("slide", "mask"))
+    masks = masks if any(values[column] for column in masks) else []
+    for column in (*slides, *masks):
+        if not values[column]:
+            raise ConfigError(f"{where}: the {column} is empty; write its path")
+    images = [_existing(where, path, values[column], SLIDE_SUFFIXES) for column in slides]
+    targets = [_existing(where, path, values[column]) for column in masks]
     mpp = number_in(where, "mpp", values["mpp"]) if values.get("mpp") else None
     if mpp is not None and mpp <= 0:
         raise ConfigError(f"{where}: the mpp must be a positive number of micrometres, got {mpp}")
@@ -180,14 +226,16 @@ def _row(path: Path, line: int, cells: Mapping[str | None, object]) -> Row:
     if called is not None and (Path(called).name != called or not called.isprintable() or len(called) > 200):
         raise ConfigError(f"{where}: the name {called[:80]!r} cannot be a file's; write one without slashes")
     return Row(
-        slide=_existing(where, path, values["slide"], SLIDE_SUFFIXES),
-        mask=_existing(where, path, values["mask"]) if values.get("mask") else None,
+        slide=images[0],
+        mask=targets[0] if targets else None,
         mpp=mpp,
         split=_split(where, values.get("split", "")),
         label=values.get("label") or None,
         called=called,
         fold=int(number_in(where, "fold", values["fold"])) if values.get("fold") else None,
         line=line,
+        further_slides=tuple(images[1:]),
+        further_masks=tuple(targets[1:]),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from gigagrad.images.image import Array, Image, choose_level
 from gigagrad.images.openslide import open_openslide
 from gigagrad.images.pictures import is_picture, open_picture
 from gigagrad.images.resolution import choose_mpp
+from gigagrad.images.stacked import Stacked
 from gigagrad.images.tiff import open_tiff
 from gigagrad.images.zarr import from_array, is_zarr, open_zarr
 
@@ -24,15 +27,17 @@ if TYPE_CHECKING:
 _TIFF_SIGNATURES = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
 
 
-def open_image(
-    source: str | Path | Array | torch.Tensor | zarr.Array[Any] | Image, *, level: int = 0, mpp: float | None = None
-) -> Image:
+Source: TypeAlias = "str | Path | Array | torch.Tensor | zarr.Array[Any] | Image"
+
+
+def open_image(source: Source | Sequence[Source], *, level: int = 0, mpp: float | None = None) -> Image:
     """Open a slide, a mask or an array as an `Image`.
 
     Args:
         source: a path (TIFF and SVS, anything OpenSlide reads, a folder of DICOM instances, OME-TIFF, a Zarr array or
             OME-Zarr folder, PNG, JPEG), a NumPy array or tensor `(C, H, W)` or `(H, W)`, a zarr.Array, or an `Image`,
-            which is returned as it is.
+            which is returned as it is. Of several in a list or tuple, the channels follow each other: stains of one
+            section, bands in files of their own, all of one size and dtype.
         level: which resolution; 0 is the largest.
         mpp: micrometres per pixel **of level 0**, overriding what the file says; `Image.mpp` is the chosen level's.
 
@@ -42,6 +47,8 @@ def open_image(
 
     Raises `ImageError` for a source that is missing, damaged or of no known kind, and for a level it does not have.
     """
+    if isinstance(source, list | tuple):
+        return _open_several(source, level, mpp)
     if isinstance(source, Image):
         if level or mpp is not None:
             raise ImageError(f"{source.name} is open already; give level and mpp when you open it from its source")
@@ -49,6 +56,16 @@ def open_image(
     if isinstance(source, str | Path):
         return _open_path(Path(source), level, mpp)
     return _open_array(source, level, mpp)
+
+
+def _open_several(sources: Sequence[Source], level: int, mpp: float | None) -> Image:
+    if not sources:
+        raise ImageError("got an empty list of images; name one or more")
+    with ExitStack() as opened:
+        images = [opened.enter_context(open_image(source, level=level, mpp=mpp)) for source in sources]
+        image = images[0] if len(images) == 1 else Stacked(images)
+        opened.pop_all()
+    return image
 
 
 def _open_path(path: Path, level: int, mpp: float | None) -> Image:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -13,8 +14,10 @@ from gigagrad.errors import TargetError
 from gigagrad.images import Image, open_image
 from gigagrad.images.image import Array, View
 from gigagrad.images.resampled import Resampled
+from gigagrad.images.stacked import Stacked
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
-from gigagrad.masks.classes import ClassTable
+from gigagrad.masks.classes import IGNORED, ClassTable
+from gigagrad.masks.labels import LabelOfIds, Labels
 from gigagrad.masks.outlines import Outlines
 from gigagrad.masks.painting import AnnotationMask
 
@@ -25,21 +28,29 @@ _ANOTHER_RESOLUTION = 1.1
 """From this factor on, a mask of another size is of another resolution; below it, of another part of the slide."""
 
 
+Source: TypeAlias = "str | Path | Outlines | Image | Array | torch.Tensor"
+
+
 def open_mask(
-    source: str | Path | Outlines | Image | Array | torch.Tensor,
+    source: Source | list[Source] | tuple[Source, ...],
     slide: Image,
     classes: ClassTable | Mapping[str, int | str] | Sequence[str] | None = None,
+    *,
+    labels: int = 1,
 ) -> Image:
     """The mask of an open `slide`, pixel for pixel at the slide's level.
 
     Args:
         source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0; or class ids as
             `open_image` takes them, of the slide's size or the same picture at another resolution, of which the nearest
-            pixel counts.
+            pixel counts. Of several in a list or tuple each is of one label.
         slide: where the mask belongs.
         classes: class ids by name, `{"tumour": 1, "stroma": 2, "artefact": "ignore"}`, or as `ClassTable.parse` takes
             them. Of an image, names that are numbers are the values to replace: `{"255": 1}`. Without it, outlines
             count by their names in alphabetical order, and the values of an image are class ids.
+
+        labels: of more than one, which may overlap, each has a channel of 0 and 1: of class ids or outlines that of
+            class 1 first, of a mask with so many channels its own, which are 1 where they are above 0.
 
     Outlines are painted in their order, box by box as they are read. What none covers is ignored (255), or background
     if there is but one class.
@@ -48,13 +59,23 @@ def open_mask(
     the slide, and `ConfigError` for `classes`.
     """
     table = _table(classes)
-    if isinstance(source, Outlines):
-        return _painted(source, slide, table, slide.name)
-    if isinstance(source, str | Path) and is_annotation_file(Path(source)):
-        return _painted(read_annotations(source), slide, table, Path(source).stem)
+    if isinstance(source, list | tuple):
+        return (
+            _stacked(source, slide, table, labels)
+            if len(source) > 1
+            else open_mask(source[0], slide, table, labels=labels)
+        )
+    if (outlines := _outlines_in(source)) is not None:
+        return _painted(outlines, slide, table or ClassTable.of_names(outlines.names), source, labels)
+    assert not isinstance(source, Outlines)
     mask = open_image(source)
     mask = _at_size_of(slide, mask, source if isinstance(source, str | Path) else mask.name)
-    return Relabelled(mask, table.values) if table is not None and table.values else mask
+    mask = Relabelled(mask, table.values) if table is not None and table.values else mask
+    if labels == 1:
+        return mask
+    if mask.channels == 1:
+        return LabelOfIds(mask, labels)
+    return _of_labels(Labels(mask, ignores=_ignores(table)), labels)
 
 
 class Relabelled(View):
@@ -75,6 +96,45 @@ class Relabelled(View):
         self._image.close()
 
 
+def _stacked(sources: Sequence[Source], slide: Image, table: ClassTable | None, labels: int) -> Image:
+    """A mask of each label. Of outlines all are the label's, whatever they are called."""
+    with ExitStack() as opened:
+        masks = []
+        for source in sources:
+            outlines = _outlines_in(source)
+            if outlines is None:
+                mask = open_mask(source, slide, table)
+            else:
+                one = ClassTable(tuple((name, 1) for name in outlines.names), unlabelled=0)
+                mask = _painted(outlines, slide, one, source)
+            masks.append(opened.enter_context(Labels(mask, ignores=_ignores(table))))
+        stacked = Stacked(masks)
+        opened.pop_all()
+    return _of_labels(stacked, labels)
+
+
+def _outlines_in(source: Source) -> Outlines | None:
+    if isinstance(source, str | Path) and is_annotation_file(Path(source)):
+        return read_annotations(source)
+    return source if isinstance(source, Outlines) else None
+
+
+def _ignores(table: ClassTable | None) -> bool:
+    """Whether values of mask files are to be ignored."""
+    return table is not None and IGNORED in table.values.values()
+
+
+def _of_labels(mask: Image, labels: int) -> Image:
+    """`mask`, closed where it has not a channel for each of `labels`."""
+    if mask.channels != labels:
+        mask.close()
+        raise TargetError(
+            f"the mask {mask.name} has {mask.channels} channels and the model {labels} output channels; a mask of "
+            "several labels has one for each, a mask of class ids has one"
+        )
+    return mask
+
+
 def _table(classes: ClassTable | Mapping[str, int | str] | Sequence[str] | None) -> ClassTable | None:
     if classes is None or isinstance(classes, ClassTable):
         return classes
@@ -83,7 +143,8 @@ def _table(classes: ClassTable | Mapping[str, int | str] | Sequence[str] | None)
     return ClassTable.parse(classes)
 
 
-def _painted(outlines: Outlines, slide: Image, table: ClassTable | None, name: str) -> Image:
+def _painted(outlines: Outlines, slide: Image, table: ClassTable, source: Source, labels: int = 1) -> Image:
+    name = Path(source).stem if isinstance(source, str | Path) else slide.name
     if not len(outlines):
         raise TargetError(f"{name} has no outline that covers an area; annotate {slide.name}, or leave its mask empty")
     full = slide.levels[0].shape
@@ -93,7 +154,7 @@ def _painted(outlines: Outlines, slide: Image, table: ClassTable | None, name: s
             f"the outlines of {name} lie from ({x0.min():g}, {y0.min():g}) to ({x1.max():g}, {y1.max():g}), outside "
             f"their slide {slide.name} of {full[0]} x {full[1]} px; coordinates are pixels of level 0"
         )
-    return AnnotationMask(outlines, table or ClassTable.of_names(outlines.names), slide, name=name)
+    return AnnotationMask(outlines, table, slide, name=name, labels=labels)
 
 
 def _at_size_of(slide: Image, mask: Image, name: str | Path) -> Image:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.images import Image
-from gigagrad.masks.classes import ClassTable
+from gigagrad.masks.classes import IGNORED, ClassTable
 from gigagrad.masks.outlines import Outlines, Points
 
 _Bytes = NDArray[np.uint8]
@@ -24,12 +24,13 @@ _COPIES = 3
 class AnnotationMask(Image):
     """Class ids `(1, H, W)`, uint8, of outlines over a slide: a later polygon lies over an earlier one.
 
-    Polygons of a class that `table` does not name cover nothing. Outside the image, as every mask, it is 0.
+    Of several `labels` each has a channel, which is 1 where its class is, whatever lies over it. Polygons of a class
+    that `table` does not name cover nothing. Outside the image, as every mask, it is 0.
     """
 
-    def __init__(self, outlines: Outlines, table: ClassTable, slide: Image, *, name: str) -> None:
+    def __init__(self, outlines: Outlines, table: ClassTable, slide: Image, *, name: str, labels: int = 1) -> None:
         """`slide` has the size and the level of the mask; outlines are in pixels of its level 0."""
-        shape = (1, slide.height, slide.width)
+        shape = (labels, slide.height, slide.width)
         held = outlines.points.nbytes + outlines.closing.nbytes
         super().__init__(shape=shape, dtype=np.dtype(np.uint8), name=name, cache_bytes=_COPIES * held)
         full = slide.levels[0].shape
@@ -45,12 +46,19 @@ class AnnotationMask(Image):
 
     def _read_inside(self, box: Box) -> _Bytes:
         canvas = np.full(box.shape, self._unlabelled, np.uint8)
+        labels = np.zeros((self.channels, *box.shape), np.uint8) if self.channels > 1 else canvas[:0]
         x0, y0, x1, y1 = self._bounds.T
         near = (x1 > box.x0) & (x0 < box.x1) & (y1 > box.y0) & (y0 < box.y1)
         for index in np.flatnonzero(near):
             polygon = slice(*self._starts[self._painted[index] :][:2])
-            paint(canvas, box, self._points[polygon], self._closing[polygon], self._ids[index])
-        return canvas[None]
+            points, closing, number = self._points[polygon], self._closing[polygon], self._ids[index]
+            paint(canvas, box, points, closing, number)
+            if 0 < number <= len(labels):
+                paint(labels[number - 1], box, points, closing, 1)
+        if self.channels == 1:
+            return canvas[None]
+        labels[:, canvas == IGNORED] = IGNORED
+        return labels
 
 
 def paint(canvas: _Bytes, box: Box, points: Points, closing: NDArray[np.bool_], value: int) -> None:

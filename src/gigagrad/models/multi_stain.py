@@ -23,10 +23,10 @@ RGB = 3
 class MultiStainNet(nn.Module):
     """`stains` images `(N, 3, H, W)`, registered to each other -> `(N, classes, H, W)` logits.
 
-    Called as `model(he, ihc)`. Bytes are scaled to 0..1 first; floats are taken as 0..1 already. At level `l` each path
-    makes `width * 2**l` channels. Any `H, W` will do: pooling keeps a last odd row or column, and what the decoder
-    makes of it beyond the skip's border is cut off. In training mode one side must exceed 16 px, because BatchNorm
-    cannot normalise a single value.
+    Called as `model(he, ihc)`, or with one image `(N, 3 * stains, H, W)` of all. Bytes are scaled to 0..1 first; floats
+    are taken as 0..1 already. At level `l` each path makes `width * 2**l` channels. Any `H, W` will do: pooling keeps a
+    last odd row or column, and what the decoder makes of it beyond the skip's border is cut off. In training mode one
+    side must exceed 16 px, because BatchNorm cannot normalise a single value.
 
     Raises `ImageError` for another number of images, images of different sizes, and other channel counts.
     """
@@ -55,6 +55,8 @@ class MultiStainNet(nn.Module):
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, *images_N3HW: Tensor) -> Tensor:
+        if len(images_N3HW) == 1 and images_N3HW[0].shape[1] == RGB * self.stains:
+            images_N3HW = torch.split(images_N3HW[0], RGB, dim=1)
         self._check(images_N3HW)
         known = [self.scale(image) for image in images_N3HW]  # per stain, what the next level of its path reads
         skips = []

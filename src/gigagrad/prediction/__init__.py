@@ -1,7 +1,7 @@
 """Predict whole images without seams, export what other tools read, and score it."""
 
 from gigagrad.prediction.config import PredictConfig
-from gigagrad.prediction.evaluate import Evaluation, Score, evaluate, score_masks, score_tiles
+from gigagrad.prediction.evaluate import Evaluation, Score, evaluate, score_masks
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import SlideResult
 from gigagrad.prediction.scores import Confusion, mean_sd
@@ -18,5 +18,4 @@ __all__ = [
     "mean_sd",
     "predict",
     "score_masks",
-    "score_tiles",
 ]

@@ -1,20 +1,24 @@
-"""From a network's output to class ids, and what the classes are called: shared by prediction, scores and training."""
+"""From a network's output to a mask, and what the classes are called: shared by prediction, scores and training."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.errors import ConfigError, ModelError
+from gigagrad.images import Image
+from gigagrad.losses import kind_of
 from gigagrad.masks import IGNORED, ClassTable
 
 if TYPE_CHECKING:
     import torch
+
+    from gigagrad.execution.engine import Engine
 
 _PALETTE = ((0, 200, 255), (213, 94, 0), (0, 158, 115), (204, 121, 167), (0, 114, 178), (230, 159, 0), (240, 228, 66))
 """After a cyan that stands out on pink and purple, colours of Okabe and Ito (2008), told apart by colour-blind eyes."""
@@ -27,6 +31,16 @@ class MaskClass:
     id: int
     name: str
     color: tuple[int, int, int]
+
+
+def channels_of(engine: Engine, slide: Image, loss: str) -> Channels | None:
+    """What the channels of a model trained with `loss` mean, None where its output for this slide is no image.
+
+    Captures the model, and computes nothing.
+    """
+    graph = engine.problem(slide).graph
+    output = graph[graph.output]
+    return Channels.of(output.shape[1], loss) if output.is_field else None
 
 
 def mask_classes(count: int, names: Sequence[str] = ()) -> tuple[MaskClass, ...]:
@@ -51,38 +65,57 @@ def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
     return (background or "Background", *named[: count - 1])
 
 
-def foreground_count(channels: int) -> int:
-    """How many foreground classes an output of `channels` channels tells apart: one logit, or background + classes."""
-    return max(1, channels - 1)
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """What the output channels of a segmentation model mean.
 
-
-def ignored_value(channels: int, table: ClassTable | None) -> int | None:
-    """The value in true masks that no score of a model with so many output channels looks at, None where all count.
-
-    As in training: of several channels, whose loss takes class ids, and where the table has anything to ignore.
+    One is the logit of the foreground. Several are logits of the background and the classes, of which the largest wins;
+    or each is the logit of a label, which is there or not whatever the others are.
     """
-    return IGNORED if channels > 1 or (table is not None and table.ignores) else None
 
+    count: int
+    labels: bool = False
 
-def class_ids(logits_NCHW: torch.Tensor, threshold: float = 0.5) -> NDArray[np.uint8]:
-    """`(1, C, h, w)` logits as `(h, w)` uint8 class ids, 0 = background.
+    @classmethod
+    def of(cls, count: int, loss: str) -> Self:
+        """After training with `loss`, or a sum of losses; "" where nobody knows which."""
+        return cls(count, labels=count > 1 and bool(loss) and kind_of(loss) == "binary")
 
-    One channel: 1 where `sigmoid(logit) > threshold`, compared on the logit's side, `logit > ln(t / (1 - t))`, because
-    the sigmoid rounds to exactly 0 or 1 far from its middle. Several channels: the largest wins, channel 0 is the
-    background. A NaN logit never wins. `threshold` lies strictly between 0 and 1.
+    @property
+    def foreground(self) -> int:
+        """How many classes or labels are told apart."""
+        return self.count if self.labels else max(1, self.count - 1)
 
-    Raises `ModelError` for an output without image axes, a batch above 1, or more classes than a byte can hold.
-    """
-    if logits_NCHW.ndim != 4 or logits_NCHW.shape[0] != 1:
-        raise ModelError(
-            f"the model's output is {tuple(logits_NCHW.shape)}, expected (1, classes, height, width); "
-            "prediction needs a segmentation model"
-        )
-    channels = logits_NCHW.shape[1]
-    if channels > 256:
-        raise ModelError(f"the model has {channels} output channels; a mask of bytes holds at most 256 classes")
-    if channels == 1:
-        ids = logits_NCHW[0, 0] > math.log(threshold / (1 - threshold))
-    else:
-        ids = logits_NCHW[0].nan_to_num(nan=-math.inf).argmax(0)
-    return ids.byte().cpu().numpy()
+    @property
+    def planes(self) -> int:
+        """Of a mask: one of class ids, or one of 0 and 1 for each label."""
+        return self.count if self.labels else 1
+
+    def ignored(self, table: ClassTable | None) -> int | None:
+        """The value in true masks that no score looks at, None where all count.
+
+        As in training: of several channels, and where the table has anything to ignore.
+        """
+        return IGNORED if self.count > 1 or (table is not None and table.ignores) else None
+
+    def mask(self, logits_NCHW: torch.Tensor, threshold: float = 0.5) -> NDArray[np.uint8]:
+        """`(1, C, h, w)` logits as `(planes, h, w)` uint8.
+
+        A channel by itself is 1 where `sigmoid(logit) > threshold`, compared on the logit's side, `logit > ln(t / (1 -
+        t))`, because the sigmoid rounds to exactly 0 or 1 far from its middle. Of several classes the largest wins,
+        channel 0 is the background. A NaN logit never wins. `threshold` lies strictly between 0 and 1.
+
+        Raises `ModelError` for an output without image axes, a batch above 1, or more classes than a byte can hold.
+        """
+        if logits_NCHW.ndim != 4 or logits_NCHW.shape[0] != 1:
+            raise ModelError(
+                f"the model's output is {tuple(logits_NCHW.shape)}, expected (1, classes, height, width); "
+                "prediction needs a segmentation model"
+            )
+        if self.count > 256:
+            raise ModelError(f"the model has {self.count} output channels; a mask of bytes holds at most 256 classes")
+        if self.count == 1 or self.labels:
+            mask = logits_NCHW[0] > math.log(threshold / (1 - threshold))
+        else:
+            mask = logits_NCHW[0].nan_to_num(nan=-math.inf).argmax(0, keepdim=True)
+        return mask.byte().cpu().numpy()

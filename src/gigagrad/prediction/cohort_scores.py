@@ -19,14 +19,14 @@ from gigagrad.images import Image, label_image, open_image
 from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
-from gigagrad.prediction.classes import ignored_value
+from gigagrad.prediction.classes import Channels, channels_of
 from gigagrad.prediction.config import PredictConfig
-from gigagrad.prediction.evaluate import Evaluation, score_each, score_logits, score_masks
+from gigagrad.prediction.evaluate import Evaluation, counts_of, score_each, score_logits, score_masks
 from gigagrad.prediction.records import SlideResult, file_names, read_records
 from gigagrad.prediction.sampling import require_mask
-from gigagrad.prediction.scores import Confusion
+from gigagrad.prediction.scores import Confusion, Counts
 from gigagrad.prediction.slide_metrics import SlideEvaluation, SlideScore, evaluate_classes, evaluate_numbers
-from gigagrad.prediction.slide_scores import Reading, gives_image, label_value, output_of
+from gigagrad.prediction.slide_scores import Reading, label_value, output_of
 
 _NO_MASKS = "{} has a label of each slide and no masks; scores of pixels need a column 'mask'"
 _NO_LABELS = "the model scores whole slides, and {} has no labels; it needs a column 'label'"
@@ -62,22 +62,22 @@ def evaluate_model(
     engine = compile_engine(model, memory=memory, scratch=scratch, device=device)
     events = Events(listeners)
     engine.events.subscribe(events.emit)
-    found: list[Confusion] = []
+    found: list[Counts] = []
 
     @contextmanager
-    def opened(entry: Row) -> Iterator[tuple[Image, Image]]:
-        with open_image(entry.slide, level=config.resolved_level, mpp=entry.mpp) as slide:
+    def opened(entry: Row) -> Iterator[tuple[Image, Image, Channels | None]]:
+        with entry.open(config.resolved_level) as slide:
             seen = config.resolved_look.of(slide)
             check_intensities(model, seen)
-            of_pixels = gives_image(engine, seen)
-            if of_pixels and labelled:
+            channels = channels_of(engine, seen, config.run_loss)
+            if channels is not None and labelled:
                 raise ConfigError(_NO_MASKS.format(slides))
-            if not of_pixels and not labelled:
+            if channels is None and not labelled:
                 raise ConfigError(_NO_LABELS.format(slides))
-            yield slide, seen
+            yield slide, seen, channels
 
     def score_slide(entry: Row) -> tuple[Reading, dict[str, float]]:
-        with opened(entry) as (_, seen):
+        with opened(entry) as (_, seen, _):
             output_NC = output_of(engine, seen)
         reading = Reading.of(output_NC.shape[1], config.run_loss, table)
         return reading, reading.scores(output_NC)
@@ -85,13 +85,16 @@ def evaluate_model(
     if labelled:
         return _against_labels(entries, score_slide, table, config.threshold, events)
 
-    def score(entry: Row) -> Confusion:
-        with opened(entry) as (slide, seen), _truth(entry, slide, table) as truth:
-            found.append(score_logits(engine.stream(seen), truth, table))
-            return found[-1]
+    def score(entry: Row) -> Counts:
+        with opened(entry) as (slide, seen, channels):
+            assert channels is not None, "it was refused"
+            with _truth(entry, slide, table, channels.planes) as truth:
+                found.append(score_logits(engine.stream(seen), truth, channels, table))
+        return found[-1]
 
     evaluation = score_each([(entry.name, partial(score, entry)) for entry in entries], events, table)
-    if table is None and any(counts.ignored_pixels > 0 for counts in found) and not any(map(_has_foreground, found)):
+    of_ids = [counts for counts in found if isinstance(counts, Confusion)]
+    if table is None and any(counts.ignored_pixels > 0 for counts in of_ids) and not any(map(_has_foreground, of_ids)):
         raise TargetError(
             f"the true masks hold 0 and {IGNORED} only, and {IGNORED} is ignored where there are several classes; say "
             f"--classes {IGNORED}=1 if it is the foreground"
@@ -126,24 +129,26 @@ def evaluate_masks(
         if not mask.is_file():
             raise ConfigError(f"there is no prediction {mask}; predict the slide first")
 
-    def score(entry: Row) -> Confusion:
+    def score(entry: Row) -> Counts:
         record = records.get(entry.name)
         made_with = record.made_with if record is not None else None
         table = given or (ClassTable.parse(made_with.classes) if made_with is not None and made_with.classes else None)
         count = record.classes if record is not None and record.classes else table.count if table is not None else 0
-        ignored = ignored_value(count - 1, table)
+        ignored = Channels(count - 1).ignored(table)
         if ignored is None and record is not None:
             ignored = record.ignored
         # Level 0 for masks from elsewhere, and for those whose level was chosen by resolution.
         level = (made_with.level if made_with is not None else None) or 0
         with (
             open_image(masks[entry.name]) as predicted,
-            open_image(entry.slide, level=level, mpp=entry.mpp) as slide,
-            _truth(entry, slide, table) as truth,
+            entry.open(level) as slide,
+            _truth(entry, slide, table, predicted.channels) as truth,
         ):
+            if predicted.channels > 1:
+                return score_masks(predicted, truth, counts_of(Channels(predicted.channels, labels=True), ignored))
             if count:
-                return score_masks(predicted, truth, count, ignored=ignored)
-            return score_masks(predicted, truth, IGNORED + 1).narrowed(IGNORED)
+                return score_masks(predicted, truth, Confusion(count, ignored))
+            return score_masks(predicted, truth, Confusion(IGNORED + 1)).narrowed(IGNORED)
 
     made_with = [record.made_with for entry in entries if (record := records.get(entry.name)) is not None]
     named = given or next((ClassTable.parse(made.classes) for made in made_with if made.classes), None)
@@ -217,12 +222,12 @@ def _has_foreground(counts: Confusion) -> bool:
 
 
 @contextmanager
-def _truth(entry: Row, slide: Image, table: ClassTable | None) -> Iterator[Image]:
+def _truth(entry: Row, slide: Image, table: ClassTable | None, planes: int) -> Iterator[Image]:
     """The true mask of an open slide; its tissue label where the cohort names none."""
     with ExitStack() as opened:
-        if entry.mask is None:
+        if not entry.masks:
             yield label_image(slide)
             return
-        truth = opened.enter_context(open_mask(entry.mask, slide, table))
-        require_mask(truth)
+        truth = opened.enter_context(open_mask(entry.masks, slide, table, labels=planes))
+        require_mask(truth, planes)
         yield truth

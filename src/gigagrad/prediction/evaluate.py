@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,11 @@ from gigagrad.errors import TargetError
 from gigagrad.events import Events, Listener
 from gigagrad.images import Image, open_image
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.classes import class_ids, class_names, foreground_count, ignored_value
+from gigagrad.prediction.classes import Channels, class_names
 from gigagrad.prediction.sampling import require_mask
-from gigagrad.prediction.scores import Confusion, mean_sd
+from gigagrad.prediction.scores import Confusion, Counts, LabelCounts, mean_sd
 
+_Counts = TypeVar("_Counts", bound=Counts)
 _BLOCK_PX = 2048
 """Side of the blocks that are compared: two of them and a few temporaries are held at a time."""
 
@@ -54,10 +55,12 @@ class ClassScore:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The scores of a set of slides; `confusion` has the pixels of all of them by true class and predicted class."""
+    """The scores of a set of slides, and over the pixels of all of them those of each class, the background included,
+    with the `confusion` by true class and predicted class; or those of each label, which have none.
+    """
 
     scores: tuple[Score, ...]
-    classes: tuple[str, ...] = ()
+    of_classes: tuple[ClassScore, ...] = ()
     confusion: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -71,10 +74,9 @@ class Evaluation:
         return mean_sd(score.iou for score in self.scores)
 
     @property
-    def of_classes(self) -> tuple[ClassScore, ...]:
-        """Of each class, the background included, over the pixels of all slides."""
-        counts = np.array(self.confusion, np.int64).reshape(len(self.classes), -1)
-        return tuple(ClassScore.of(name, number, counts) for number, name in enumerate(self.classes))
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes or labels."""
+        return tuple(each.name for each in self.of_classes)
 
     def to_dict(self) -> dict[str, Any]:
         """What a summary file holds: Dice by slide with mean and sd, IoU likewise, classes, and the confusion."""
@@ -90,73 +92,71 @@ class Evaluation:
         }
 
 
-def score_tiles(
-    tiles_of_ids: Iterable[tuple[Box, NDArray[np.uint8]]],
-    truth: Image,
-    classes: int = 2,
-    *,
-    ignored: int | None = None,
-) -> Confusion:
-    """Compare disjoint predicted tiles, `(h, w)` class ids each, with the same boxes of the true mask.
+def score_masks(predicted: Image, truth: Image, counts: _Counts) -> _Counts:
+    """Add to `counts` how two masks of the same size agree, block by block.
 
-    Pixels whose true value is `ignored` do not count. Raises `TargetError` when ids lie outside `classes`, `ImageError`
-    when `truth` is no mask.
+    Raises `TargetError` when their sizes differ, and as `Counts.add` does, `ImageError` when one of them is no mask.
     """
-    require_mask(truth)
-    confusion = Confusion(classes, ignored)
-    for box, ids in tiles_of_ids:
-        confusion.add(ids, np.asarray(truth.read(box))[0])
-    return confusion
-
-
-def score_masks(predicted: Image, truth: Image, classes: int = 2, *, ignored: int | None = None) -> Confusion:
-    """Compare two masks of the same size block by block, as `score_tiles` does.
-
-    Raises `TargetError` when their sizes differ.
-    """
-    require_mask(predicted)
+    for mask in (predicted, truth):
+        require_mask(mask, counts.planes)
     if predicted.shape != truth.shape:
         raise TargetError(
             f"the mask of {predicted.name} is {predicted.shape[1]} x {predicted.shape[2]} px and the true mask "
             f"{truth.name} {truth.shape[1]} x {truth.shape[2]} px; both must have the slide's size"
         )
-    blocks = tiles(predicted.shape[1], predicted.shape[2], _BLOCK_PX, _BLOCK_PX)
-    pixels = ((box, np.asarray(predicted.read(box))[0]) for box in blocks)
-    return score_tiles(pixels, truth, classes, ignored=ignored)
-
-
-def score_logits(prediction: Iterable[tuple[Box, Tensor]], truth: Image, table: ClassTable | None) -> Confusion:
-    """Compare tiles of `(1, C, h, w)` logits with the same boxes of the true mask; holds one tile at a time.
-
-    With one channel every value of the mask above 0 is foreground. `table` has the mask's classes; pixels of
-    `ignored_value` do not count. Raises `ModelError` for outputs that are no segmentation, `TargetError` as
-    `Confusion` does.
-    """
-    counts: Confusion | None = None
-    for box, logits in prediction:
-        channels = logits.shape[1]
-        counts = counts or Confusion(foreground_count(channels) + 1, ignored_value(channels, table))
-        counts.add(class_ids(logits), np.asarray(truth.read(box))[0])
-    assert counts is not None, "a prediction has at least one tile"
+    for box in tiles(predicted.shape[1], predicted.shape[2], _BLOCK_PX, _BLOCK_PX):
+        counts.add(np.asarray(predicted.read(box)), np.asarray(truth.read(box)))
     return counts
 
 
+def score_logits(
+    prediction: Iterable[tuple[Box, Tensor]], truth: Image, channels: Channels, table: ClassTable | None
+) -> Counts:
+    """Compare tiles of `(1, C, h, w)` logits with the same boxes of the true mask; holds one tile at a time.
+
+    With one channel every value of the mask above 0 is foreground. `table` has the mask's classes; pixels that are
+    ignored do not count. Raises `ModelError` for outputs that are no segmentation, `TargetError` as `Counts.add` does.
+    """
+    counts = counts_of(channels, channels.ignored(table))
+    for box, logits in prediction:
+        counts.add(channels.mask(logits), np.asarray(truth.read(box)))
+    return counts
+
+
+def counts_of(channels: Channels, ignored: int | None) -> Counts:
+    """Of no pixel yet, for masks of a model of these channels."""
+    if channels.labels:
+        return LabelCounts(Confusion(ignored=ignored) for _ in range(channels.count))
+    return Confusion(channels.foreground + 1, ignored)
+
+
 def score_each(
-    scored: Sequence[tuple[str, Callable[[], Confusion]]], events: Events, table: ClassTable | None = None
+    scored: Sequence[tuple[str, Callable[[], Counts]]], events: Events, table: ClassTable | None = None
 ) -> Evaluation:
     """Score slides by name, one after the other; `table` names their classes. Emits the job `evaluate`."""
     scores: list[Score] = []
-    every: Confusion | None = None
+    every: Counts | None = None
     with events.job("evaluate", len(scored)) as advance:
         for name, count in scored:
             counts = count()
             every = counts if every is None else every.plus(counts)
             scores.append(Score(name, counts.dice, counts.iou, counts.pixels))
             advance(len(scores), f"{name}: Dice {counts.dice:.4f}")
-    if every is None:
-        return Evaluation(())
-    confusion = tuple(tuple(row) for row in every.counts.tolist())
-    return Evaluation(tuple(scores), class_names(every.classes, table), confusion)
+    return Evaluation(tuple(scores), *_of_classes(every, table))
+
+
+def _of_classes(
+    every: Counts | None, table: ClassTable | None
+) -> tuple[tuple[ClassScore, ...], tuple[tuple[int, ...], ...]]:
+    """The scores of each class and the confusion, or those of each label without one."""
+    if isinstance(every, Confusion):
+        names = class_names(every.classes, table)
+        of_classes = tuple(ClassScore.of(name, number, every.counts) for number, name in enumerate(names))
+        return of_classes, tuple(tuple(row) for row in every.counts.tolist())
+    if isinstance(every, LabelCounts):
+        names = class_names(len(every.of_labels) + 1, table)[1:]
+        return tuple(ClassScore.of(name, 1, of.counts) for name, of in zip(names, every.of_labels, strict=True)), ()
+    return (), ()
 
 
 def evaluate(
@@ -169,6 +169,6 @@ def evaluate(
 
     def score(predicted_source: str | Path, truth_source: str | Path) -> Confusion:
         with open_image(predicted_source) as predicted, open_image(truth_source) as truth:
-            return score_masks(predicted, truth, classes)
+            return score_masks(predicted, truth, Confusion(classes))
 
     return score_each([(name, partial(score, predicted, truth)) for name, predicted, truth in pairs], Events(listeners))

@@ -28,13 +28,13 @@ from gigagrad.images.resolution import level_near
 from gigagrad.masks import ClassTable, open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
-from gigagrad.prediction.classes import MaskClass, class_ids, foreground_count, ignored_value, mask_classes
+from gigagrad.prediction.classes import Channels, MaskClass, channels_of, mask_classes
 from gigagrad.prediction.config import PredictConfig
-from gigagrad.prediction.evaluate import score_masks
+from gigagrad.prediction.evaluate import counts_of, score_masks
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
 from gigagrad.prediction.polygons import trace, write_geojson
 from gigagrad.prediction.records import MadeWith, SlideResult, file_names, read_records, write_records
-from gigagrad.prediction.slide_scores import Reading, check_table, gives_image, output_of, write_table
+from gigagrad.prediction.slide_scores import Reading, check_table, output_of, write_table
 from gigagrad.units import format_seconds
 
 
@@ -144,15 +144,18 @@ class _Run:
         config, files = self.config, file_names(entry.name)
         with ExitStack() as opened:
             level = self._level_of(entry)
-            slide = opened.enter_context(open_image(entry.slide, level=level, mpp=config.mpp or entry.mpp))
+            slide = opened.enter_context(entry.open(level, config.mpp))
             seen = self.look.of(slide)
             check_intensities(self.model, seen)
-            if not gives_image(self.engine, seen):
+            channels = channels_of(self.engine, seen, self.loss)
+            if channels is None:
                 return self._score(entry, seen, result)
-            truth = None if entry.mask is None else opened.enter_context(open_mask(entry.mask, slide, self.table))
+            truth = None
+            if entry.masks:
+                truth = opened.enter_context(open_mask(entry.masks, slide, self.table, labels=channels.planes))
             for written in files.values():
                 (self.out / written).parent.mkdir(exist_ok=True)
-            written_mask = _MaskFile(self.out / files["mask"], slide, config, self.table)
+            written_mask = _MaskFile(self.out / files["mask"], slide, channels, config, self.table)
             self.engine.forward(seen, out=written_mask)
             classes = written_mask.classes
             mask = opened.enter_context(open_image(self.out / files["mask"]))
@@ -161,8 +164,8 @@ class _Run:
             scale = (full[0] / slide.shape[1], full[1] / slide.shape[2])
             write_geojson(self.out / files["geojson"], traced, entry.name, scale)
             write_overlay(self.out / files["overlay"], draw_overlay(slide, layers(mask, classes, truth)))
-            ignored = written_mask.ignored
-            scored = None if truth is None else score_masks(mask, truth, len(classes) + 1, ignored=ignored)
+            ignored = channels.ignored(self.table)
+            scored = None if truth is None else score_masks(mask, truth, counts_of(channels, ignored))
             return dataclasses.replace(
                 result,
                 mask=files["mask"],
@@ -183,7 +186,7 @@ class _Run:
         """Raises `ImageError` where the slide's resolution decides and is unknown."""
         if self.config.target_mpp is None:
             return self.config.resolved_level
-        with open_image(entry.slide, mpp=self.config.mpp or entry.mpp) as slide:
+        with entry.open(mpp=self.config.mpp) as slide:
             return level_near(slide, self.config.target_mpp)
 
     def _score(self, entry: Row, slide: Image, result: SlideResult) -> SlideResult:
@@ -207,18 +210,19 @@ class _Run:
 class _MaskFile(Pyramid):
     """The mask of one slide; its foreground classes are known once it is written."""
 
-    def __init__(self, path: Path, slide: Image, config: PredictConfig, table: ClassTable | None) -> None:
+    def __init__(
+        self, path: Path, slide: Image, channels: Channels, config: PredictConfig, table: ClassTable | None
+    ) -> None:
         super().__init__(
             path,
             dtype=np.uint8,
-            channels=1,
-            pixels=lambda logits: class_ids(logits, config.threshold),
+            channels=channels.planes,
+            pixels=lambda logits: np.moveaxis(channels.mask(logits, config.threshold), 0, 2),
             nearest=True,
             overwrite=True,
             description="gigagrad mask: class ids, 0 is background",
         )
-        self._table = table
-        self.ignored: int | None = None
+        self._foreground = channels.foreground
         self._names, self._size = table.foreground if table is not None else (), slide.shape[1:]
         self._typed = bool(config.classes)
         self.classes: tuple[MaskClass, ...] = ()
@@ -229,8 +233,7 @@ class _MaskFile(Pyramid):
                 f"the model's output is {field.shape[-2]} x {field.shape[-1]} px, the slide {self._size[0]} x "
                 f"{self._size[1]} px; a mask needs a model whose output covers the slide pixel for pixel"
             )
-        count = foreground_count(field.shape[1])
-        self.ignored = ignored_value(field.shape[1], self._table)
+        count = self._foreground
         # A network may tell more classes apart than it was shown; names that were typed are to fit.
         further = () if self._typed else tuple(f"Class {number}" for number in range(len(self._names) + 1, count + 1))
         # Refuses wrong names before the first tile is written.

@@ -17,13 +17,12 @@ _BLOCK_PX = 2048
 """Side of the blocks in which a mask is read, in its own pixels: a few MB each, and a few file tiles of 512."""
 
 
-def require_mask(mask: Image) -> None:
-    """Raises `ImageError` unless `mask` has one channel of integers or booleans."""
+def require_mask(mask: Image, planes: int = 1) -> None:
+    """Raises `ImageError` unless `mask` has so many channels of integers or booleans."""
     probe = np.asarray(mask.read(Box.whole(1, 1)))
-    if mask.shape[0] != 1 or probe.dtype.kind not in "bui":
-        raise ImageError(
-            f"{mask.name} is no mask: {mask.shape[0]} channels of {mask.dtype}; expected one channel of class ids"
-        )
+    if mask.shape[0] != planes or probe.dtype.kind not in "bui":
+        expected = "one channel of class ids" if planes == 1 else f"{planes} channels, one of each label"
+        raise ImageError(f"{mask.name} is no mask: {mask.shape[0]} channels of {mask.dtype}; expected {expected}")
 
 
 def sampled_shape(mask: Image, downsample: int) -> tuple[int, int]:

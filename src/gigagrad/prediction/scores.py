@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +21,36 @@ _CHUNK_PIXELS = 1 << 20
 """Class ids are widened to int64 only this many pixels at a time."""
 
 
-class Confusion:
+class Counts(ABC):
+    """How pixels agree, to be added up over strips, tiles and slides. `planes` is the channels of the masks."""
+
+    planes: int
+
+    @abstractmethod
+    def add(self, pred: NDArray[np.generic], truth: NDArray[np.generic]) -> None:
+        """Count one strip or tile of two masks, `(planes, h, w)` both. Raises `TargetError`."""
+
+    @abstractmethod
+    def plus(self, other: Self) -> Self:
+        """The counts of both."""
+
+    @property
+    @abstractmethod
+    def pixels(self) -> int:
+        """Those that count."""
+
+    @property
+    @abstractmethod
+    def dice(self) -> float:
+        """Of the foreground, averaged over its classes or labels."""
+
+    @property
+    @abstractmethod
+    def iou(self) -> float:
+        """Of the foreground, averaged as `dice` is."""
+
+
+class Confusion(Counts):
     """Counts of pixels by (true class, predicted class); class 0 is background.
 
     With two classes (the default) every non-zero value means foreground, so masks of {0, 1}, {0, 255} and booleans
@@ -30,6 +61,7 @@ class Confusion:
     def __init__(self, classes: int = 2, ignored: int | None = None) -> None:
         if classes < 2:
             raise ValueError(f"a confusion needs at least 2 classes, got {classes}; background counts as one")
+        self.planes = 1
         self.classes = classes
         self.ignored = ignored
         self.ignored_pixels = 0
@@ -84,9 +116,9 @@ class Confusion:
         several.ignored_pixels = int(self.counts[ignored].sum())
         return several
 
-    def plus(self, other: Confusion) -> Confusion:
+    def plus(self, other: Self) -> Self:
         """The counts of both; a class that one of them does not know occurs nowhere in it."""
-        both = Confusion(max(self.classes, other.classes), self.ignored)
+        both = type(self)(max(self.classes, other.classes), self.ignored)
         for each in (self, other):
             both.counts[: each.classes, : each.classes] += each.counts
             both.ignored_pixels += each.ignored_pixels
@@ -122,6 +154,43 @@ class Confusion:
 
     def _occurring(self) -> list[int]:
         return [k for k in range(1, self.classes) if self._overlap(k)[1]] or [1]
+
+
+class LabelCounts(Counts):
+    """Of several labels, which may overlap: for each the `Confusion` of pixels that have it and pixels that do not."""
+
+    def __init__(self, of_labels: Iterable[Confusion]) -> None:
+        self.of_labels = tuple(of_labels)
+        self.planes = len(self.of_labels)
+
+    def add(self, pred: NDArray[np.generic], truth: NDArray[np.generic]) -> None:
+        if pred.shape != truth.shape:
+            raise TargetError(
+                f"the prediction is {pred.shape} and the true mask {truth.shape}; give a channel for each label"
+            )
+        for counts, predicted, true in zip(self.of_labels, pred, truth, strict=True):
+            counts.add(predicted, true)
+
+    def plus(self, other: Self) -> Self:
+        return type(self)(one.plus(another) for one, another in zip(self.of_labels, other.of_labels, strict=True))
+
+    @property
+    def pixels(self) -> int:
+        """Of the label of which most are known."""
+        return max(counts.pixels for counts in self.of_labels)
+
+    @property
+    def dice(self) -> float:
+        return statistics.fmean(counts.dice for counts in self._occurring())
+
+    @property
+    def iou(self) -> float:
+        return statistics.fmean(counts.iou for counts in self._occurring())
+
+    def _occurring(self) -> list[Confusion]:
+        return [counts for counts in self.of_labels if counts.counts[1].any() or counts.counts[0, 1]] or [
+            self.of_labels[0]
+        ]
 
 
 def mean_sd(values: Iterable[float]) -> tuple[float, float]:

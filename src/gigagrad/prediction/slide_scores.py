@@ -103,12 +103,6 @@ def _class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
     return tuple(names.get(number, f"Class {number}" if names else str(number)) for number in range(count))
 
 
-def gives_image(engine: Engine, slide: Image) -> bool:
-    """Whether the model's output for this slide is an image. Captures the model, and computes nothing."""
-    graph = engine.problem(slide).graph
-    return graph[graph.output].is_field
-
-
 def output_of(engine: Engine, slide: Image) -> torch.Tensor:
     """The `(1, C)` output of a model that gives no image. Raises `ModelError` for any other."""
     output = engine.forward(slide)

@@ -34,25 +34,29 @@ _WIDEST_CONFUSION = 8
 def evaluation_tables(evaluation: Evaluation | SlideEvaluation) -> Group:
     """All that is to be said of an evaluation, one table below the other."""
     if isinstance(evaluation, Evaluation):
-        several = [_class_table(evaluation)] if len(evaluation.classes) > 2 else []
-        return Group(score_table(evaluation), *several)
+        # Of foreground and background, the table of slides has said it all.
+        more = len(evaluation.classes) > (2 if evaluation.confusion else 0)
+        return Group(score_table(evaluation), *([_class_table(evaluation)] if more else []))
     shown = 0 < len(evaluation.classes) <= _WIDEST_CONFUSION
     confusion = [_confusion_table(evaluation.classes, evaluation.confusion)] if shown else []
     return Group(_slide_table(evaluation), _measure_table(evaluation), *confusion)
 
 
 def _class_table(evaluation: Evaluation) -> Table:
-    """One line per class over the pixels of all slides, and which share of its true pixels was predicted as which."""
-    shown = len(evaluation.classes) <= _WIDEST_CONFUSION
+    """One line per class or label over the pixels of all slides; of classes, which share of the true pixels was
+    predicted as which.
+    """
+    shown = bool(evaluation.confusion) and len(evaluation.classes) <= _WIDEST_CONFUSION
     table = Table(header_style="bold", caption="all slides; right: true pixels by predicted class" if shown else None)
-    table.add_column("Class", overflow="fold")
+    table.add_column("Class" if evaluation.confusion else "Label", overflow="fold")
     for heading in ("Pixels", "Dice", "IoU"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name in evaluation.classes if shown else ():
         table.add_column(Text(name), justify="right", overflow="fold")
-    for each, row in zip(evaluation.of_classes, evaluation.confusion, strict=True):
+    for number, each in enumerate(evaluation.of_classes):
         scores = ("-" if score is None else f"{score:.4f}" for score in (each.dice, each.iou))
-        shares = (f"{count / each.pixels:.1%}" if each.pixels else "-" for count in row) if shown else ()
+        row = evaluation.confusion[number] if shown else ()
+        shares = (f"{count / each.pixels:.1%}" if each.pixels else "-" for count in row)
         table.add_row(Text(each.name), format_pixels(each.pixels), *scores, *shares)
     return table
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ from gigagrad.execution.engine import Engine
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.files import write_json, write_text
 from gigagrad.images import Image, open_image
-from gigagrad.losses import Weighted, named_loss
+from gigagrad.losses import Weighted, kind_of, named_loss
 from gigagrad.models import load_weights_into, resolve, save_model
 from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
+from gigagrad.prediction.classes import Channels, channels_of
 from gigagrad.prediction.evaluate import score_logits
 from gigagrad.prediction.slide_scores import output_of, predicted_class
 from gigagrad.training.augment import order_of, turn_of
@@ -148,15 +150,18 @@ class _Run:
             self.events.emit(Notice(f"classes: {self.table}"))
         if frozen := freeze(config, self.model):
             self.events.emit(Notice(f"{len(frozen)} parameters are frozen, from {frozen[0]} to {frozen[-1]}"))
-        shapes = zip(self.cohort.rows, self.shapes, strict=True)
+        shapes = zip(self.cohort.rows, (shape for shape, _ in self.shapes), strict=True)
         # The other splits only need a forward pass, which takes less than any backward pass.
         trained = [(row, shape) for row, shape in shapes if row.split == "train"]
         self.largest, shape = max(trained, key=lambda item: math.prod(item[1]))
-        channels = output_channels(self.model, shape) if self.loss.class_ids else 1
-        if self.loss.class_ids and self.table is not None and self.table.count > channels:
+        dense = self.largest.label is None
+        channels = output_channels(self.model, shape) if self.loss.class_ids or (self.loss.binary and dense) else 1
+        # A class without a channel of its own is the background; of labels, each has one.
+        needed = 0 if self.table is None else self.table.count - (1 if self.loss.binary and channels > 1 else 0)
+        if (self.loss.class_ids or channels > 1) and needed > channels:
             raise ConfigError(
-                f"there are {self.table.count} classes, the background included ({self.table}), and {config.model} has "
-                f"{channels} output channels; give the model one for each"
+                f"there are {needed} classes ({self.table}), and {config.model} has {channels} output channels; give "
+                "the model one for each"
             )
         self._set_targets(channels)
         self.learner = Learner(config, self.model, self.loss, len(trained))
@@ -170,9 +175,14 @@ class _Run:
         """What targets may hold, and the loss without ignored pixels and with the weights of classes."""
         config = self.config
         ignores = self.table is not None and self.table.ignores and self.largest.label is None
+        # Masks of several labels tell 255 from what is true of a pixel, whatever they are made of.
+        ignores = ignores or (self.loss.binary and channels > 1)
         if ignores:
             self.loss = self.loss.ignoring()
         rule = TargetRule(self.loss, channels, ignores)
+        for row, (_, of_mask) in zip(self.cohort.rows, self.shapes, strict=True):
+            with self._at(row):
+                rule.check_channels(of_mask, named=row.mask is not None or row.label is not None)
         self.pairs = Pairs(rule, level=config.level, look=config.look, labels=self.folder.labels, table=self.table)
         if config.class_weights:
             weights = class_weights(config.class_weights, (), channels if self.loss.class_ids else 2)
@@ -195,7 +205,7 @@ class _Run:
         row = self.largest
         if row.mask is None and row.label is None:
             # Its label does not exist yet; a plan only needs the shape and the dtype.
-            with open_image(row.slide, level=self.config.level, mpp=row.mpp) as slide:
+            with row.open(self.config.level) as slide:
                 blank = np.broadcast_to(np.zeros((), np.uint8), (1, *slide.shape[1:]))
                 seen = self.jitter.of(self.config.look.of(slide), self.config.seed, 0, 0)
                 return self.engine.plan(seen, open_image(blank))
@@ -229,14 +239,20 @@ class _Run:
         rows = self.cohort.rows
         with self.events.job("label", len(rows)) as advance:
             for done, row in enumerate(rows, 1):
-                try:
+                with self._at(row):
                     self.pairs.prepare(row, self.model)
-                except (ImageError, TargetError) as error:
-                    raise type(error)(f"{self.cohort.where(row)}: {error}") from error
                 advance(done, row.name)
         self.pairs.check_seen()
         if self.config.class_weights == (BALANCED,):
             self._balance()
+
+    @contextmanager
+    def _at(self, row: Row) -> Iterator[None]:
+        """Errors of the row's images say where it stands."""
+        try:
+            yield
+        except (ImageError, TargetError) as error:
+            raise type(error)(f"{self.cohort.where(row)}: {error}") from error
 
     def _balance(self) -> None:
         """Set the weights of classes by how rare they are in the training slides."""
@@ -375,9 +391,9 @@ class _Run:
         config, rows = self.config, self.cohort.of("test")
         # Built from what the user asked for; of the file, only the weights.
         model = load_weights(self.folder.best, resolve(config.model, published=False)).to(config.device)
-        dense = self.largest.label is None
+        dense = self.largest.label is None and kind_of(config.loss) != "numbers"
         # Classes of slides are read off the output, of which the loss is one more line.
-        rated = not dense and (self.loss.class_ids or self.loss.binary)
+        rated = self.largest.label is not None and (self.loss.class_ids or self.loss.binary)
         loss = None if dense or rated else self.loss.function
         engine = compile_engine(
             model,
@@ -395,7 +411,8 @@ class _Run:
                 with self.pairs.open(row) as (slide, target):
                     if dense:
                         assert not isinstance(target, torch.Tensor)
-                        scores[row.name] = score_logits(engine.stream(slide), target, self.table).dice
+                        channels = channels_of(engine, slide, config.loss) or Channels(1)
+                        scores[row.name] = score_logits(engine.stream(slide), target, channels, self.table).dice
                     elif rated:
                         output_NC = output_of(engine, slide)
                         assert isinstance(target, torch.Tensor)
@@ -425,7 +442,7 @@ class _Run:
     def _pass_on(self, model: torch.nn.Module, result: FitResult) -> None:
         """Write the model's folder, from the weights that were tested."""
         row = self.largest
-        with open_image(row.slide, level=self.config.level, mpp=row.mpp) as slide:
+        with row.open(self.config.level) as slide:
             mpp = slide.mpp
         try:
             write_model(model, self.config, self.cohort, result, mpp)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gigagrad.cohorts import Row
 from gigagrad.errors import TargetError
-from gigagrad.images import Image, Look, open_image
+from gigagrad.images import Image, Look
 from gigagrad.images.tissue import write_label
 from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models.preprocess import check_intensities
@@ -43,15 +43,14 @@ class Pairs:
 
         Raises `TargetError` and `ImageError`.
         """
-        with open_image(row.slide, level=self._level, mpp=row.mpp) as slide:
+        with row.open(self._level) as slide:
             check_intensities(model, self._look.of(slide))
             if row.label is not None:
                 self._label(row)
                 return
-            path = self._mask_path(row)
-            if row.mask is None and not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_label(slide, path)
+            if not row.masks and not self._made(row).exists():
+                self._labels.mkdir(parents=True, exist_ok=True)
+                write_label(slide, self._made(row))
             with self._open_mask(row, slide) as mask:
                 self._seen |= sample_mask(mask, self._rule)
 
@@ -67,7 +66,7 @@ class Pairs:
         """How often each class occurs in the row's target, `(256,)`; a label counts once."""
         if row.label is not None:
             return np.bincount([int(self._label(row))], minlength=256)
-        with open_image(row.slide, level=self._level, mpp=row.mpp) as slide, self._open_mask(row, slide) as mask:
+        with row.open(self._level) as slide, self._open_mask(row, slide) as mask:
             return count_pixels(mask, binary=self._rule.loss.binary, ignores=self.ignores)
 
     @contextmanager
@@ -77,7 +76,7 @@ class Pairs:
         Target pixels are checked as they are read (`TargetError`) until the row has `passed`.
         """
         with ExitStack() as stack:
-            slide = stack.enter_context(open_image(row.slide, level=self._level, mpp=row.mpp))
+            slide = stack.enter_context(row.open(self._level))
             slide = self._look.of(slide)
             if row.label is not None:
                 yield _turned(slide, turn), self._label(row)
@@ -89,8 +88,9 @@ class Pairs:
         """Every pixel of the row's target has been read without complaint, so it need not be checked again."""
         self._passed.add(row)
 
-    def _mask_path(self, row: Row) -> Path:
-        return row.mask or self._labels / f"{row.name}.tif"
+    def _made(self, row: Row) -> Path:
+        """Where the tissue recipe's label of the row is."""
+        return self._labels / f"{row.name}.tif"
 
     def _label(self, row: Row) -> Tensor:
         assert row.label is not None
@@ -98,7 +98,7 @@ class Pairs:
         return self._rule.label(float(row.label) if value is None else value, row.name)
 
     def _open_mask(self, row: Row, slide: Image) -> Image:
-        return open_mask(self._mask_path(row), slide, self._table)
+        return open_mask(row.masks or (self._made(row),), slide, self._table, labels=self._rule.labels)
 
 
 def _turned(image: Image, turn: int) -> Image:

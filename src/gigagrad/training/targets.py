@@ -34,6 +34,22 @@ class TargetRule:
     channels: int
     ignores: bool = False
 
+    @property
+    def labels(self) -> int:
+        """How many labels a pixel may have at once: of a binary loss as many as the model has output channels."""
+        return self.channels if self.loss.binary else 1
+
+    def check_channels(self, channels: int, named: bool) -> None:
+        """Raises `TargetError` for a mask of so many channels; `named`: somebody named it, and no recipe made it."""
+        if not named and self.labels > 1:
+            raise TargetError(f"the mask is empty, and the tissue recipe makes one label of {self.labels}; name a mask")
+        if channels in (1, self.labels) or not (self.loss.binary or self.loss.class_ids):
+            return
+        raise TargetError(
+            f"the mask has {channels} channels, and the model {self.channels} output channels; the loss takes one "
+            f"channel of class ids{f', or {self.labels}, one for each label' if self.labels > 1 else ''}"
+        )
+
     def label(self, value: float, name: str) -> Tensor:
         """A slide's number as the loss wants it: `(1,)` int64 class id, else `(1, 1)` float32. Raises `TargetError`."""
         if not self.loss.class_ids:

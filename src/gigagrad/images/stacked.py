@@ -1,0 +1,74 @@
+"""Several images of one place as one: stains of a section, bands in files of their own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ImageError
+from gigagrad.images.image import Image, Pixels
+
+
+class Stacked(Image):
+    """The channels of all `images`, one image's after the other's: `(C1 + C2 + ..., H, W)`.
+
+    Name and mpp are the first one's, levels those that all have. Outside it is what each image is there. Closing it
+    closes them all. Raises `ImageError` for images that differ in size, at this level or at level 0, or in dtype.
+    """
+
+    def __init__(self, images: Sequence[Image]) -> None:
+        first = images[0]
+        for other in images[1:]:
+            if [_size(other), other.levels[0].shape] != [_size(first), first.levels[0].shape]:
+                raise ImageError(
+                    f"{first.name} is {_size(first)} and {other.name} {_size(other)}; images of one place must be "
+                    "registered, of one size and one dtype"
+                )
+        levels = tuple(level for level in first.levels if all(_at(image, level.shape) is not None for image in images))
+        chosen = [level.shape for level in levels].index(first.shape[1:])
+        self._images = tuple(images)
+        super().__init__(
+            shape=(sum(image.channels for image in images), *first.shape[1:]),
+            dtype=first.dtype,
+            name=first.name,
+            fill=first.fill,
+            mpp=None if first.mpp is None else first.mpp / levels[chosen].downsample,
+            levels=levels,
+            level=chosen,
+            open_level=self._at_level,
+            cache_bytes=sum(image.cache_bytes for image in images),
+        )
+
+    def _at_level(self, level: int) -> Image:
+        shape = self.levels[level].shape
+        return Stacked([image.at_level(_at(image, shape) or 0) for image in self._images])
+
+    def _read_inside(self, box: Box) -> Pixels:
+        return _joined([image.read(box) for image in self._images])
+
+    def _blank(self, height: int, width: int) -> Pixels:
+        return _joined([image._blank(height, width) for image in self._images])
+
+    def _release(self) -> None:
+        for image in self._images:
+            image.close()
+
+
+def _size(image: Image) -> str:
+    return f"{image.height} x {image.width} px of {image.dtype}"
+
+
+def _at(image: Image, shape: tuple[int, int]) -> int | None:
+    """The level of this `(height, width)`."""
+    return next((index for index, level in enumerate(image.levels) if level.shape == shape), None)
+
+
+def _joined(pieces: Sequence[Pixels]) -> Pixels:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(pieces[0], torch.Tensor):
+        joined: Pixels = torch.cat(list(pieces))
+        return joined
+    return np.concatenate([np.asarray(piece) for piece in pieces])

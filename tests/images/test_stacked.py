@@ -1,0 +1,74 @@
+"""Several images of one place as one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ImageError
+from gigagrad.images import open_image
+
+
+def plane(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def test_channels_follow_each_other(tmp_path):
+    colours, band = plane(0, 3, 50, 60), plane(1, 50, 60)
+    tifffile.imwrite(tmp_path / "band.tif", band, tile=(16, 16))
+    with open_image([colours, tmp_path / "band.tif"]) as image:
+        assert (image.shape, image.name) == ((4, 50, 60), "array")
+        box = Box(10, 20, 35, 60)
+        expected = np.concatenate([colours, band[None]])[:, 10:35, 20:60]
+        np.testing.assert_array_equal(image.read(box), expected)
+
+
+def test_outside_each_is_what_it_is_alone():
+    with open_image((plane(0, 3, 9, 9), plane(1, 9, 9))) as image:
+        assert image.read(Box(-2, -2, 3, 3))[:, 0, 0].tolist() == [255, 255, 255, 0]
+        assert image.read(Box(20, 20, 22, 22)).tolist() == [[[255] * 2] * 2] * 3 + [[[0] * 2] * 2]
+
+
+def test_tensors_stay_tensors():
+    ones = torch.ones(1, 4, 5)
+    read = open_image([ones, 2 * ones]).read(Box(0, 0, 5, 5))
+    assert isinstance(read, torch.Tensor)
+    assert read[:, :, 0].tolist() == [[1, 1, 1, 1, 0], [2, 2, 2, 2, 0]]
+
+
+def test_levels_are_those_of_all(tmp_path):
+    full, half = plane(0, 64, 80), plane(1, 32, 40)
+    for name, levels in (("a", (full, half)), ("b", (full,)), ("c", (full, half))):
+        with tifffile.TiffWriter(tmp_path / f"{name}.tif") as file:
+            for index, level in enumerate(levels):
+                file.write(level, tile=(16, 16), subfiletype=int(index > 0))
+    a, b, c = (tmp_path / f"{name}.tif" for name in "abc")
+    assert len(open_image([a, b]).levels) == 1
+    with open_image([a, c], mpp=0.5) as image, image.at_level(1) as coarse:
+        assert (coarse.shape, coarse.mpp) == ((2, 32, 40), 1.0)
+        np.testing.assert_array_equal(coarse.read(Box.whole(32, 40)), [half, half])
+    assert open_image([a, c], level=1, mpp=0.5).mpp == 1.0
+
+
+@pytest.mark.parametrize("other", [plane(1, 9, 10), plane(1, 9, 9).astype(np.uint16)])
+def test_what_is_not_alike_is_refused(other):
+    with pytest.raises(ImageError, match=r"array is 9 x 9 px of uint8 and array 9 x .*; images of one place must be"):
+        open_image([plane(0, 9, 9), other])
+
+
+def test_one_is_itself_and_none_is_refused(tmp_path):
+    assert open_image([plane(0, 9, 9)]).shape == (1, 9, 9)
+    with pytest.raises(ImageError, match="empty list"):
+        open_image([])
+
+
+def test_closing_closes_all(tmp_path):
+    tifffile.imwrite(tmp_path / "a.tif", plane(0, 32, 32), tile=(16, 16))
+    parts = [open_image(tmp_path / "a.tif"), open_image(tmp_path / "a.tif")]
+    open_image(parts).close()
+    for part in parts:
+        with pytest.raises(ImageError, match="closed"):
+            part.read(Box(0, 0, 1, 1))
