@@ -78,6 +78,26 @@ def test_a_file_or_folder_of_any_kind(tmp_path, name):
     assert same(model, source)
 
 
+def test_several_files_with_an_index(tmp_path):
+    source, target = network(), network()
+    tensors = bare(source)
+    weight_map = {name: f"model-0000{index % 2 + 1}-of-00002.safetensors" for index, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for path in (index, tmp_path):
+        assert load_weights_into(target, path).complete
+        assert same(source, target)
+    index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    with pytest.raises(ModelError, match="no index of safetensors files .a file is in another folder"):
+        load_weights_into(target, index)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match="model-00002-of-00002"):
+        load_weights_into(target, index)
+
+
 def test_other_shapes_and_names_stay_as_initialised_and_are_told(tmp_path):
     source, model = network(classes=2), network(classes=5)
     model.network.add_module("extra", nn.Conv2d(5, 5, 1, bias=False))

@@ -16,13 +16,15 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from gigagrad.errors import ModelError
-from gigagrad.files import read_safetensors, read_torch
+from gigagrad.files import read_json, read_safetensors, read_torch
 from gigagrad.models.saved import BEST, SAFETENSORS
 
 _WRAPPERS: Final = frozenset({"_orig_mod", "backbone", "encoder", "model", "module", "net", "network"})
 _INSIDE: Final = ("state_dict", "model_state_dict", "model")
 """Where a checkpoint keeps the tensors of the network beside those of the optimizer."""
-_IN_FOLDERS: Final = (BEST, SAFETENSORS, "pytorch_model.bin")
+_SHARDS: Final = f"{SAFETENSORS}.index.json"
+"""Which of several files holds which tensor, as the Hugging Face Hub has it."""
+_IN_FOLDERS: Final = (BEST, SAFETENSORS, _SHARDS, "pytorch_model.bin")
 _NAMED: Final = 5
 """So many tensors are named in a message; the others are counted."""
 
@@ -62,8 +64,8 @@ class WeightsReport:
 def load_weights_into(model: nn.Module, path: str | Path) -> WeightsReport:
     """Fill `model` with those tensors of `path` that match its own in name and shape; the others stay as they are.
 
-    `path` is a file of PyTorch's (tensors by name, by themselves or in a checkpoint), a `.safetensors` file, or a
-    folder that holds one: a run's, a model's, one of the Hugging Face Hub. Nothing in it is executed. Raises
+    `path` is a file of PyTorch's (tensors by name, by themselves or in a checkpoint), a `.safetensors` file, the index
+    of several (`model.safetensors.index.json`), or a folder that holds one: a run's, a model's, one of the Hugging Face Hub. Nothing in it is executed. Raises
     `ModelError` when it is missing or damaged, or none of its tensors matches.
     """
     path = Path(path)
@@ -100,8 +102,14 @@ def _read(path: Path) -> dict[str, Tensor]:
         if not inside:
             raise ModelError(f"{path} holds no weights, neither {' nor '.join(_IN_FOLDERS)}; name the file")
         file = inside[0]
+    content: Any
     try:
-        content = read_safetensors(file) if file.suffix == ".safetensors" else read_torch(file, "file of tensors alone")
+        if file.suffix == ".safetensors":
+            content = read_safetensors(file)
+        elif file.suffix == ".json":
+            content = _read_shards(file)
+        else:
+            content = read_torch(file, "file of tensors alone")
     except ValueError as error:
         raise ModelError(
             f"cannot read the weights: {error}; name another file, or save the tensors alone: "
@@ -114,6 +122,17 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not found:
         raise ModelError(f"{file} holds no tensors by name; name a file that torch.save(network.state_dict()) wrote")
     return found
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """Raises `ValueError`."""
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file is in another folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files ({error})") from error
+    return {key: tensor for name in names for key, tensor in read_safetensors(index.with_name(name)).items()}
 
 
 def _tensors(content: Any) -> dict[str, Tensor]:
