@@ -31,9 +31,9 @@ WORDS = {
     "init": "--out --overwrite --schema --slides",
     "fit": (
         "--accumulate --bands --class-weights --classes --clip --colour-jitter --config --device --ema --epochs --fold "
-        "--frozen --learning-rate --level --loss --memory --model --no-augment --no-grey --optimizer --out --overwrite "
-        "--patience --precision --rates --schedule --scratch --seed --slides --stain-jitter --storage --trust --warmup "
-        "--weight-decay --weights"
+        "--folds --frozen --learning-rate --level --loss --memory --model --no-augment --no-grey --optimizer --out "
+        "--overwrite --patience --precision --rates --schedule --scratch --seed --slides --stain-jitter --storage "
+        "--trust --warmup --weight-decay --weights"
     ),
     "predict": (
         "--bands --classes --device --level --memory --mpp --no-grey --out --overwrite --run --scratch --slides "
@@ -462,5 +462,5 @@ def test_a_message_cannot_steer_the_terminal(tmp_path, capsys):
 def test_the_flags_of_a_command_are_its_settings_and_their_defaults_stand_there(command, settings, elsewhere):
     flags = {action.dest: action for action in subcommands()[command]._actions}
     fields = {field.name for field in dataclasses.fields(settings)}
-    assert flags.keys() - {"help", "config"} - ({"trust", "overwrite"} - fields) == fields - elsewhere
+    assert flags.keys() - {"help", "config", "folds"} - ({"trust", "overwrite"} - fields) == fields - elsewhere
     assert {action.default for name, action in flags.items() if name in fields} == {argparse.SUPPRESS}

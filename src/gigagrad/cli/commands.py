@@ -110,7 +110,7 @@ def init(args: argparse.Namespace) -> None:
 def fit(args: argparse.Namespace) -> None:
     from gigagrad import training
 
-    settings = _given(args, without=("config", "trust", "overwrite"))
+    settings = _given(args, without=("config", "trust", "overwrite", "folds"))
     if args.config is None:
         config = training.FitConfig.from_dict(settings)
     else:
@@ -118,6 +118,13 @@ def fit(args: argparse.Namespace) -> None:
             if name in settings:
                 settings[name] = settings[name].absolute()
         config = training.FitConfig.from_yaml(args.config, settings, args.trust)
+    if args.folds:
+        from gigagrad.reports.tables import folds_table
+
+        with _progress() as listener:
+            folds = training.cross_validate(config, (listener,), overwrite=args.overwrite, trust=args.trust)
+        _show(folds_table(folds))
+        return
     with _progress() as listener:
         result = training.fit(config, (listener,), overwrite=args.overwrite)
     if result.scores:

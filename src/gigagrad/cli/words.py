@@ -285,6 +285,11 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             },
             "--classes": {},
             "--fold": {"type": int, "metavar": "N", "help": "of a cohort with a column 'fold', the one to validate"},
+            "--folds": {
+                "action": "store_true",
+                "default": False,
+                "help": "a run for each fold, in OUT/fold-N, and how each does on its fold",
+            },
             "--seed": {"type": int, "help": "of weights, order and augmentation (default: 0)"},
             "--level": {"type": int, "help": "pyramid level of slides and masks (default: 0, full resolution)"},
             "--grey": {},

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
-from gigagrad.cohorts.rows import Row, Split, columns_of, number_in, read_rows
+from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, read_rows
 from gigagrad.errors import ConfigError, GigagradError
 from gigagrad.images import Look
 from gigagrad.images.look import AS_STORED
@@ -140,8 +139,7 @@ def _folded(path: Path, columns: Sequence[str], rows: Sequence[Row], fold: int) 
     if fold not in folds:
         have = ", ".join(map(str, sorted(number for number in folds if number is not None)))
         raise ConfigError(f"{path} has no row of fold {fold}; its folds are {have or 'none'}")
-    splits: list[Split] = ["test" if row.split == "test" else "val" if row.fold == fold else "train" for row in rows]
-    return tuple(dataclasses.replace(row, split=split) for row, split in zip(rows, splits, strict=True))
+    return folded(rows, fold)
 
 
 def _of_labels(cohort: Cohort, texts: Sequence[str], table: ClassTable | None) -> ClassTable | None:

@@ -157,6 +157,20 @@ def _told_apart(slide: Path, others: set[Path]) -> str:
     return called(slide, 1)
 
 
+def folded(rows: Iterable[Row], fold: int) -> tuple[Row, ...]:
+    """The rows with the splits of a cross-validation: those of `fold` are validated, the others but `test` trained on.
+
+    Where no row has a fold, they are as they were.
+    """
+    rows = tuple(rows)
+    if all(row.fold is None for row in rows):
+        return rows
+    return tuple(
+        row if row.split == "test" else dataclasses.replace(row, split="val" if row.fold == fold else "train")
+        for row in rows
+    )
+
+
 def number_in(where: str, column: str, text: str) -> float:
     """Raises `ConfigError` for what is none, or not finite."""
     try:

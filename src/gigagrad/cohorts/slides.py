@@ -6,19 +6,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
-from gigagrad.cohorts.rows import SLIDE_SUFFIXES, Row, read_rows, slides_in, with_own_names
+from gigagrad.cohorts.rows import SLIDE_SUFFIXES, Row, folded, read_rows, slides_in, with_own_names
 from gigagrad.errors import ConfigError
 from gigagrad.images.opening import dicom_instances
 
 
-def find_slides(sources: Iterable[str | Path], split: str | None = None) -> tuple[Row, ...]:
-    """All slides of `sources` in order; folders alphabetically, cohort files row by row, those with this split.
+def find_slides(sources: Iterable[str | Path], split: str | None = None, fold: int | None = None) -> tuple[Row, ...]:
+    """All slides of `sources` in order; folders alphabetically, cohort files row by row, those with this split; of a
+    cohort with folds, the one that it has where `fold` is validated.
 
     Slides of one file name in several folders are called by folder and file name. Raises `ConfigError` for a source
     that does not exist or holds no slide, for unreadable rows (with their line), and for two slides whose outputs would
     have the same name all the same.
     """
-    found = with_own_names(row for source in sources for row in _of_source(Path(source), split))
+    found = with_own_names(row for source in sources for row in _of_source(Path(source), split, fold))
     by_name: dict[str, Path] = {}
     for row in found:
         other = by_name.setdefault(row.name, row.slide)
@@ -29,11 +30,12 @@ def find_slides(sources: Iterable[str | Path], split: str | None = None) -> tupl
     return tuple({row.name: row for row in found}.values())
 
 
-def _of_source(source: Path, split: str | None) -> Iterator[Row]:
+def _of_source(source: Path, split: str | None, fold: int | None) -> Iterator[Row]:
     if not source.exists():
         raise ConfigError(f"there is no {source}; name slide files, a folder of slides or a CSV file")
     if source.suffix.lower() == ".csv" or (source.is_dir() and is_cohort_folder(source)):
         every = rows_of_folder(source)[0] if source.is_dir() else read_rows(source)[1]
+        every = every if fold is None else folded(every, fold)
         rows = [row for row in every if split is None or row.split == split]
         if not rows:
             raise ConfigError(f"{source} has no rows with split '{split}'; list one slide per row")

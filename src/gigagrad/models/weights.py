@@ -65,8 +65,8 @@ def load_weights_into(model: nn.Module, path: str | Path) -> WeightsReport:
     """Fill `model` with those tensors of `path` that match its own in name and shape; the others stay as they are.
 
     `path` is a file of PyTorch's (tensors by name, by themselves or in a checkpoint), a `.safetensors` file, the index
-    of several (`model.safetensors.index.json`), or a folder that holds one: a run's, a model's, one of the Hugging Face Hub. Nothing in it is executed. Raises
-    `ModelError` when it is missing or damaged, or none of its tensors matches.
+    of several (`model.safetensors.index.json`), or a folder that holds one: a run's, a model's, one of the Hugging Face
+    Hub. Nothing in it is executed. Raises `ModelError` when it is missing or damaged, or none of its tensors matches.
     """
     path = Path(path)
     there, here = _read(path), dict(model.state_dict())

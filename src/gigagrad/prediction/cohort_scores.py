@@ -47,16 +47,17 @@ def evaluate_model(
     """Score the model of a run folder (or a saved model's file) on the rows of the cohort `slides`.
 
     Pixels are scored against masks; where the cohort has labels, whole slides against these. `split` picks rows, None
-    takes all; `classes` are as in `predict`, by default the training run's; `memory` and `scratch` are as in `compile`,
-    `trust` as in `load_model`. Holds one tile at a time. The level is the training run's, and so is whether slides are
-    read in grey. Emits the job `evaluate`, counted in slides, and the engine's events.
+    takes all, and of a cohort with folds the one that the run validated is `val`; `classes` are as in `predict`, by
+    default the training run's; `memory` and `scratch` are as in `compile`, `trust` as in `load_model`. Holds one tile at
+    a time. The level is the training run's, and so is whether slides are read in grey. Emits the job `evaluate`,
+    counted in slides, and the engine's events.
 
     Raises `ConfigError` for the cohort, `ModelError`, `ImageError`, `TargetError` and `BudgetError`.
     """
     config = PredictConfig(
         run=run, slides=(slides,), out=run, memory=memory, device=device, split=split, classes=tuple(classes)
     )
-    entries, table = find_slides([slides], split), config.resolved_table
+    entries, table = find_slides([slides], split, config.run_fold), config.resolved_table
     labelled = _labelled(slides, entries)
     _, model = load_model(config.model_path, trust)
     engine = compile_engine(model, memory=memory, scratch=scratch, device=device)

@@ -98,6 +98,12 @@ class PredictConfig(Settings):
         """The loss of the training run, "" where nothing says so. Raises `ConfigError` if its file is damaged."""
         return str(self._of_run("loss", ""))
 
+    @property
+    def run_fold(self) -> int | None:
+        """The fold that the training run validated, None for none. Raises `ConfigError` if its file is damaged."""
+        fold = self._of_run("fold", None)
+        return None if fold is None else int(fold)
+
     def _of_run(self, name: str, default: Any) -> Any:
         path = self.model_path.with_name("config.yaml")
         if self.model_path.suffix == ".safetensors":

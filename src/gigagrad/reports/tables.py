@@ -11,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from gigagrad.prediction import Evaluation, SlideEvaluation
+from gigagrad.prediction.scores import mean_sd
 from gigagrad.prediction.slide_metrics import RESAMPLES
 from gigagrad.units import format_pixels
 
 if TYPE_CHECKING:
     from gigagrad.execution.calibration import Calibration
+    from gigagrad.training import FoldResult
 
 _MEASURES = {
     "accuracy": "accuracy",
@@ -109,6 +111,22 @@ def score_table(evaluation: Evaluation) -> Table:
     table.add_column("IoU", footer=f"{iou:.4f} +/- {iou_sd:.4f}", justify="right", no_wrap=True)
     for score in evaluation.scores:
         table.add_row(Text(score.name), format_pixels(score.pixels), f"{score.dice:.4f}", f"{score.iou:.4f}")
+    return table
+
+
+def folds_table(folds: Sequence[FoldResult]) -> Table:
+    """One line per fold; below them the mean and the sample standard deviation over folds."""
+    table = Table(header_style="bold", show_footer=True)
+    table.add_column("Fold", footer="mean +/- sd", justify="right")
+    table.add_column("Slides", justify="right")
+    table.add_column("Best epoch", justify="right")
+    for name in folds[0].scores:
+        mean, sd = mean_sd(fold.scores[name] for fold in folds)
+        heading = {"dice": "Dice", "iou": "IoU"}.get(name, _MEASURES.get(name, name))
+        table.add_column(heading, footer=f"{mean:.4f} +/- {sd:.4f}", justify="right")
+    for fold in folds:
+        scores = (f"{score:.4f}" for score in fold.scores.values())
+        table.add_row(str(fold.fold), str(fold.slides), str(fold.best_epoch), *scores)
     return table
 
 

@@ -2,7 +2,8 @@
 
 from gigagrad.cohorts import Cohort, Row, read_cohort
 from gigagrad.training.config import FitConfig
+from gigagrad.training.folds import FoldResult, cross_validate
 from gigagrad.training.loop import fit
 from gigagrad.training.result import FitResult
 
-__all__ = ["Cohort", "FitConfig", "FitResult", "Row", "fit", "read_cohort"]
+__all__ = ["Cohort", "FitConfig", "FitResult", "FoldResult", "Row", "cross_validate", "fit", "read_cohort"]

@@ -67,13 +67,14 @@ def fit(
     Raises a `GigagradError` for anything the user can mend. Settings, cohort, sizes, model, loss and budget are all
     checked before the run folder is touched.
     """
-    run = _Run(_as_config(config, trust), Events(tuple(listeners)), overwrite)
+    run = _Run(as_config(config, trust), Events(tuple(listeners)), overwrite)
     # The caller's random numbers are not ours to disturb.
     with torch.random.fork_rng(devices=[]):
         return run.fit()
 
 
-def _as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collection[str]) -> FitConfig:
+def as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collection[str] = ()) -> FitConfig:
+    """Settings as `fit` takes them, with absolute paths."""
     if isinstance(config, (str, Path)):
         return FitConfig.from_yaml(config, trust=trust)
     settings = config if isinstance(config, FitConfig) else FitConfig.from_dict(config)

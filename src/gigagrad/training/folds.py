@@ -1,0 +1,84 @@
+"""Cross-validation: for each fold of a cohort a run that is trained on the others, and its scores on that fold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from gigagrad.cohorts import read_rows
+from gigagrad.errors import ConfigError
+from gigagrad.events import Listener
+from gigagrad.files import write_json
+from gigagrad.prediction.cohort_scores import evaluate_model
+from gigagrad.prediction.evaluate import Evaluation
+from gigagrad.training.config import FitConfig
+from gigagrad.training.loop import as_config, fit
+
+SUMMARY: Final = "folds.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FoldResult:
+    """How the best weights of a fold's run, in the folder `out`, do on the `slides` slides of the fold, by measure."""
+
+    fold: int
+    out: Path
+    slides: int
+    best_epoch: int
+    scores: dict[str, float]
+
+
+def cross_validate(
+    config: FitConfig | Mapping[str, Any] | str | Path,
+    listeners: Iterable[Listener] = (),
+    *,
+    overwrite: bool = False,
+    trust: Collection[str] = (),
+) -> tuple[FoldResult, ...]:
+    """Run `fit` once for each fold of the cohort, into `out/fold-N`, and score it on that fold.
+
+    The scores are means over the fold's slides, Dice and IoU or what `evaluate` says of labels, and are written to
+    `out/folds.json`. Folds that are finished are not trained again. Raises what `fit` raises, and `ConfigError` for a
+    cohort without folds.
+    """
+    settings, listeners = as_config(config, trust), tuple(listeners)
+    if settings.fold is not None:
+        raise ConfigError(f"one fold is named, {settings.fold}, and all are to be trained; leave it out")
+    results = [
+        _of_fold(settings, fold, listeners, overwrite=overwrite, trust=trust) for fold in _folds(Path(settings.slides))
+    ]
+    folds = [{**asdict(result), "out": result.out.name} for result in results]
+    write_json(Path(settings.out) / SUMMARY, {"folds": folds})
+    return tuple(results)
+
+
+def _folds(path: Path) -> list[int]:
+    found = {row.fold for row in read_rows(path)[1]} if path.is_file() else set()
+    folds = sorted(fold for fold in found if fold is not None)
+    if len(folds) < 2:
+        raise ConfigError(f"{path} has no folds to validate in turn; give it a column 'fold' with two or more numbers")
+    return folds
+
+
+def _of_fold(
+    settings: FitConfig, fold: int, listeners: tuple[Listener, ...], *, overwrite: bool, trust: Collection[str]
+) -> FoldResult:
+    config = replace(settings, fold=fold, out=str(Path(settings.out) / f"fold-{fold}"))
+    result = fit(config, listeners, overwrite=overwrite)
+    found = evaluate_model(
+        result.out,
+        config.slides,
+        split="val",
+        memory=config.memory,
+        scratch=config.scratch,
+        device=config.device,
+        trust=(*trust, config.model.partition("?")[0]),  # that file is our own
+        listeners=listeners,
+    )
+    if isinstance(found, Evaluation):
+        slides, scores = len(found.scores), {"dice": found.dice[0], "iou": found.iou[0]}
+    else:
+        slides, scores = len(found.slides), {name: measure.value for name, measure in found.measures.items()}
+    return FoldResult(fold, result.out, slides, result.best_epoch, scores)

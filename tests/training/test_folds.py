@@ -1,0 +1,54 @@
+"""Cross-validation: a run for each fold, scored on its own fold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from gigagrad.cli import main
+from gigagrad.errors import ConfigError
+from gigagrad.prediction.cohort_scores import evaluate_model
+from gigagrad.training import FitConfig, cross_validate, fit
+
+
+@pytest.fixture
+def config(cohort_csv, tmp_path):
+    lines = [line.split(",") for line in cohort_csv.read_text().splitlines()[1:]]
+    rows = [
+        f"{cohort_csv.parent / slide},{cohort_csv.parent / mask},{k % 2}" for k, (slide, mask, _) in enumerate(lines)
+    ]
+    path = tmp_path / "folds.csv"
+    path.write_text("\n".join(["slide,mask,fold", *rows[:4]]) + "\n")
+    return FitConfig(slides=str(path), out=str(tmp_path / "runs"), epochs=1, augment=False)
+
+
+def test_each_fold_is_validated_by_a_run_of_the_others(config, tmp_path, capsys):
+    first, second = cross_validate(config)
+    assert [(result.fold, result.slides, result.out.name) for result in (first, second)] == [
+        (0, 2, "fold-0"),
+        (1, 2, "fold-1"),
+    ]
+    alone = fit(replace(config, fold=1, out=str(tmp_path / "alone")))
+    found = evaluate_model(alone.out, config.slides, split="val")
+    assert [score.name for score in found.scores] == ["slide1", "slide3"]
+    assert second.scores == {"dice": found.dice[0], "iou": found.iou[0]}
+    written = json.loads((tmp_path / "runs" / "folds.json").read_text())["folds"]
+    assert written[1]["scores"] == second.scores
+
+    assert (
+        main(["fit", "--folds", "--slides", config.slides, "--out", config.out, "--epochs", "1", "--no-augment"]) == 0
+    )
+    shown = capsys.readouterr().out
+    assert "finished; --overwrite starts it anew" in " ".join(shown.split())
+    assert f"{second.scores['dice']:.4f}" in shown
+
+
+@pytest.mark.parametrize(("fold", "header", "words"), [(1, "fold", "one fold is named, 1"), (None, "part", "no folds")])
+def test_what_cannot_be_validated_in_turn_is_said(config, tmp_path, fold, header, words):
+    path = tmp_path / "folds.csv"
+    path.write_text(path.read_text().replace("fold", header, 1))
+    with pytest.raises(ConfigError, match=words):
+        cross_validate(replace(config, fold=fold))
+    assert not (tmp_path / "runs").exists()
