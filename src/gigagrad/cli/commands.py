@@ -46,6 +46,7 @@ def plan(args: argparse.Namespace) -> None:
     from gigagrad.reports.plan_picture import check_picture, draw_plan
     from gigagrad.reports.plan_study import make_study, plan_page
     from gigagrad.stores import PlannedDiskTier
+    from gigagrad.training.targets import output_channels
     from gigagrad.units import parse_bytes
 
     if args.picture is not None:
@@ -54,9 +55,10 @@ def plan(args: argparse.Namespace) -> None:
     scratch = args.scratch
     if scratch is None and args.scratch_bytes is not None:
         scratch = PlannedDiskTier(parse_bytes(args.scratch_bytes))
+    model, loss = resolve(args.model, published=False), None if args.predict else named_loss(args.loss)
     engine = compile(
-        resolve(args.model, published=False).train(not args.predict),
-        None if args.predict else named_loss(args.loss).function,
+        model.train(not args.predict),
+        None if loss is None else loss.function,
         memory=args.memory,
         scratch=scratch,
         scratch_bytes=args.scratch_bytes,
@@ -65,7 +67,8 @@ def plan(args: argparse.Namespace) -> None:
     )
     # One pixel, seen everywhere: a plan asks for the shape and the dtype of images, not for their memory.
     slide = np.broadcast_to(np.uint8(255), (args.channels, *args.size))
-    target = None if args.predict else np.broadcast_to(np.uint8(0), (1, *args.size))
+    labels = output_channels(model, slide.shape) if loss is not None and loss.binary else 1
+    target = None if loss is None else np.broadcast_to(np.uint8(0), (labels, *args.size))
     rates = f"by the rates in {args.rates.name}" if args.rates is not None else ""
     with _progress(quiet=args.json) as listener:
         engine.events.subscribe(listener)

@@ -48,9 +48,9 @@ def evaluate_model(
 
     Pixels are scored against masks; where the cohort has labels, whole slides against these. `split` picks rows, None
     takes all, and of a cohort with folds the one that the run validated is `val`; `classes` are as in `predict`, by
-    default the training run's; `memory` and `scratch` are as in `compile`, `trust` as in `load_model`. Holds one tile at
-    a time. The level is the training run's, and so is whether slides are read in grey. Emits the job `evaluate`,
-    counted in slides, and the engine's events.
+    default the training run's; `memory` and `scratch` are as in `compile`, `trust` as in `load_model`. Holds one
+    tile at a time. The level is the training run's, and so is whether slides are read in grey. Emits the job
+    `evaluate`, counted in slides, and the engine's events.
 
     Raises `ConfigError` for the cohort, `ModelError`, `ImageError`, `TargetError` and `BudgetError`.
     """
