@@ -83,7 +83,8 @@ class Pyramid(Sink):
     """A pyramid in the format that the file's name says (see `write_pyramid`), written row of tiles by row of tiles.
 
     `pixels` makes `(h, w)` or `(h, w, C)` of a crop `(1, C, h, w)`; without it they are the values themselves in
-    float32. `options` are `write_pyramid`'s. Raises WriteError.
+    float32. `planes` is how many channels that has, None: as many as the output. `options` are `write_pyramid`'s.
+    Raises WriteError.
     """
 
     def __init__(
@@ -91,19 +92,19 @@ class Pyramid(Sink):
         path: Path,
         *,
         dtype: type[np.generic] = np.float32,
-        channels: int | None = None,
+        planes: int | None = None,
         pixels: Callable[[torch.Tensor], NDArray[Any]] | None = None,
         nearest: bool = False,
         **options: Any,
     ) -> None:
-        self._path, self._dtype, self._channels = path, np.dtype(dtype), channels
+        self._path, self._dtype, self._planes = path, np.dtype(dtype), planes
         self._pixels, self._options = pixels or _values, {"nearest": nearest, **options}
-        self.kind = f"pyramid of {self._dtype}, {channels or 'all'} channels"
+        self.kind = f"pyramid of {self._dtype}, {planes or 'all'} channels"
 
     def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
         from gigagrad.images.write import pyramid_bytes
 
-        channels = self._channels or shape[1]
+        channels = self._planes or shape[1]
         row = shape[-1] * channels * self._dtype.itemsize
         strips = 2 * min(tile_height, shape[-2]) * row  # one is assembled while the one before it is written
         return strips + pyramid_bytes((shape[-2], shape[-1], channels), self._dtype)
@@ -112,7 +113,7 @@ class Pyramid(Sink):
         from gigagrad.images.write import write_pyramid
 
         height, width = field.shape[-2:]
-        channels = self._channels or field.shape[1]
+        channels = self._planes or field.shape[1]
         rows = assemble(self._converted(pieces), height, width)
         options = {"shape": (height, width, channels), "dtype": self._dtype, "mpp": field.mpp, **self._options}
         return write_pyramid(self._path, rows, **options)

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.errors import ConfigError, ModelError
+from gigagrad.images import MaskClass
 from gigagrad.masks import IGNORED, ClassTable
 
 if TYPE_CHECKING:
     import torch
 
+_GREY = (128, 128, 128)
 _PALETTE = ((0, 200, 255), (213, 94, 0), (0, 158, 115), (204, 121, 167), (0, 114, 178), (230, 159, 0), (240, 228, 66))
 """After a cyan that stands out on pink and purple, colours of Okabe and Ito (2008), told apart by colour-blind eyes."""
-
-
-@dataclass(frozen=True, slots=True)
-class MaskClass:
-    """One foreground class of a mask: its id (1 to 255), its name, and its colour as 8-bit red, green, blue."""
-
-    id: int
-    name: str
-    color: tuple[int, int, int]
 
 
 def mask_classes(count: int, names: Sequence[str] = ()) -> tuple[MaskClass, ...]:
@@ -51,6 +43,24 @@ def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
     return (background or "Background", *named[: count - 1])
 
 
+def channel_classes(channels: int, table: ClassTable | None, *, typed: bool = False) -> tuple[MaskClass, ...]:
+    """What each channel of an output is of: the one foreground class, or the background and the others.
+
+    A network may tell more classes apart than it was shown; but names that were `typed` are to fit. Raises
+    `ConfigError` where they do not.
+    """
+    named = table.foreground if table is not None else ()
+    count = foreground_count(channels)
+    further = () if typed else tuple(f"Class {number}" for number in range(len(named) + 1, count + 1))
+    classes = mask_classes(count, (*named, *further) if named else ())
+    return classes if channels == 1 else (MaskClass(0, class_names(1, table)[0], _GREY), *classes)
+
+
+def foreground(channels: Sequence[MaskClass]) -> tuple[MaskClass, ...]:
+    """Those of the channels' classes that a mask has."""
+    return tuple(kind for kind in channels if kind.id)
+
+
 def foreground_count(channels: int) -> int:
     """How many foreground classes an output of `channels` channels tells apart: one logit, or background + classes."""
     return max(1, channels - 1)
@@ -62,6 +72,13 @@ def ignored_value(channels: int, table: ClassTable | None) -> int | None:
     As in training: of several channels, whose loss takes class ids, and where the table has anything to ignore.
     """
     return IGNORED if channels > 1 or (table is not None and table.ignores) else None
+
+
+def probabilities(logits_NCHW: torch.Tensor) -> torch.Tensor:
+    """Of `(1, C, h, w)` logits, in float32: the sigmoid of one channel, the softmax of several. Of NaN it is 0."""
+    logits_NCHW = logits_NCHW.float()
+    found = logits_NCHW.sigmoid() if logits_NCHW.shape[1] == 1 else logits_NCHW.softmax(1)
+    return found.nan_to_num_(0)
 
 
 def class_ids(logits_NCHW: torch.Tensor, threshold: float = 0.5) -> NDArray[np.uint8]:

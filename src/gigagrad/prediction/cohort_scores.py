@@ -22,11 +22,11 @@ from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import ignored_value
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import Evaluation, score_each, score_logits, score_masks
-from gigagrad.prediction.records import SlideResult, file_names, read_records
+from gigagrad.prediction.records import SlideResult, mask_of, read_records
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion
 from gigagrad.prediction.slide_metrics import SlideEvaluation, SlideScore, evaluate_classes, evaluate_numbers
-from gigagrad.prediction.slide_scores import Reading, gives_image, label_value, output_of
+from gigagrad.prediction.slide_scores import Reading, image_shape, label_value, output_of
 
 _NO_MASKS = "{} has a label of each slide and no masks; scores of pixels need a column 'mask'"
 _NO_LABELS = "the model scores whole slides, and {} has no labels; it needs a column 'label'"
@@ -69,7 +69,7 @@ def evaluate_model(
         with open_image(entry.slide, level=config.resolved_level, mpp=entry.mpp) as slide:
             seen = config.resolved_look.of(slide)
             check_intensities(model, seen)
-            of_pixels = gives_image(engine, seen)
+            of_pixels = image_shape(engine, seen) is not None
             if of_pixels and labelled:
                 raise ConfigError(_NO_MASKS.format(slides))
             if not of_pixels and not labelled:
@@ -121,9 +121,9 @@ def evaluate_masks(
         return _records_against_labels(Path(predictions), slides, entries, records, given, Events(listeners))
     if any(entry.name in records and records[entry.name].scores for entry in entries):
         raise ConfigError(_NO_LABELS.format(slides))
-    masks = {entry.name: Path(predictions) / file_names(entry.name)["mask"] for entry in entries}
+    masks = {entry.name: Path(predictions) / mask_of(entry.name, records.get(entry.name)) for entry in entries}
     for mask in masks.values():
-        if not mask.is_file():
+        if not mask.exists():
             raise ConfigError(f"there is no prediction {mask}; predict the slide first")
 
     def score(entry: Row) -> Confusion:

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.files import replacing
-from gigagrad.images import Image, thumbnail
-from gigagrad.prediction.classes import MaskClass
+from gigagrad.images import Image, MaskClass, thumbnail
 from gigagrad.prediction.sampling import mask_thumbnail, require_mask
 
 _TRUTH_COLOR = (255, 214, 10)

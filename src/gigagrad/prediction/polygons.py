@@ -19,8 +19,7 @@ import numpy as np
 
 from gigagrad.boxes import Box, tiles
 from gigagrad.files import replacing
-from gigagrad.images.image import Image
-from gigagrad.prediction.classes import MaskClass
+from gigagrad.images import Image, MaskClass
 from gigagrad.prediction.outlines import NO_CORNERS, Corners, Rings, corners_in, rings_of
 from gigagrad.prediction.sampling import block_side, read_sampled, require_mask, sampled_shape
 
@@ -34,6 +33,15 @@ _NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "gigagrad/annotation")
 class Region:
     """A connected region of one class. `polygon` is valid and in pixels of the mask."""
 
+    kind: MaskClass
+    polygon: Polygon
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A region in the slide: `polygon` is in pixels of level 0, `id` a UUID that follows from names alone."""
+
+    id: str
     kind: MaskClass
     polygon: Polygon
 
@@ -67,16 +75,25 @@ def trace(mask: Image, classes: Sequence[MaskClass], *, min_area_px: float = 256
     return Traced(tuple(regions), downsample)
 
 
-def write_geojson(path: Path, traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> None:
-    """A QuPath `FeatureCollection`; ids depend on `name` and the regions' order only. Raises `WriteError`.
+def placed(traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> Iterator[Placed]:
+    """The regions of the slide `name`; ids depend on that and the regions' order only.
 
     `scale` is how many level-0 pixels of the slide a pixel of the mask is high and wide.
     """
+    import shapely
+
+    for index, region in enumerate(traced.regions):
+        polygon = shapely.transform(region.polygon, lambda points: points * (scale[1], scale[0]))
+        yield Placed(str(uuid.uuid5(_NAMESPACE, f"{name}/{index}")), region.kind, polygon)
+
+
+def write_geojson(path: Path, traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> None:
+    """A QuPath `FeatureCollection` of the regions as `placed` has them. Raises `WriteError`."""
     with replacing(path) as file:
         file.write(b'{"type": "FeatureCollection", "features": [')
-        for index, region in enumerate(traced.regions):
+        for index, region in enumerate(placed(traced, name, scale)):
             file.write(b",\n" if index else b"\n")
-            file.write(json.dumps(_feature(region, f"{name}/{index}", scale), separators=(",", ":")).encode())
+            file.write(json.dumps(_feature(region), separators=(",", ":")).encode())
         file.write(b"\n]}\n")
 
 
@@ -135,12 +152,12 @@ def _parents(rings: Rings, outer: Any, holes: Any) -> Any:
     return by_area[first]
 
 
-def _feature(region: Region, key: str, scale: tuple[float, float]) -> dict[str, Any]:
+def _feature(region: Placed) -> dict[str, Any]:
     rings = (region.polygon.exterior, *region.polygon.interiors)
     return {
         "type": "Feature",
-        "id": str(uuid.uuid5(_NAMESPACE, key)),
-        "geometry": {"type": "Polygon", "coordinates": [_coordinates(ring, scale) for ring in rings]},
+        "id": region.id,
+        "geometry": {"type": "Polygon", "coordinates": [_coordinates(ring) for ring in rings]},
         "properties": {
             "objectType": "annotation",
             "classification": {"name": region.kind.name, "color": list(region.kind.color)},
@@ -148,11 +165,11 @@ def _feature(region: Region, key: str, scale: tuple[float, float]) -> dict[str, 
     }
 
 
-def _coordinates(ring: LinearRing, scale: tuple[float, float]) -> list[list[float]]:
+def _coordinates(ring: LinearRing) -> list[list[float]]:
     """`[x, y]` points, the first one repeated; whole pixels as integers, others to a hundredth of a pixel."""
     import shapely
 
-    points = shapely.get_coordinates(ring) * (scale[1], scale[0])
+    points = shapely.get_coordinates(ring)
     whole = points.astype(np.int64)
     written: list[list[float]] = (whole if np.array_equal(whole, points) else points.round(2)).tolist()
     return written

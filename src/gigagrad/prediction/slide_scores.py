@@ -103,10 +103,12 @@ def _class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
     return tuple(names.get(number, f"Class {number}" if names else str(number)) for number in range(count))
 
 
-def gives_image(engine: Engine, slide: Image) -> bool:
-    """Whether the model's output for this slide is an image. Captures the model, and computes nothing."""
+def image_shape(engine: Engine, slide: Image) -> tuple[int, ...] | None:
+    """`(1, C, H, W)` of the model's output for this slide, None if it is no image. Captures the model, and computes
+    nothing."""
     graph = engine.problem(slide).graph
-    return graph[graph.output].is_field
+    output = graph[graph.output]
+    return output.shape if output.is_field else None
 
 
 def output_of(engine: Engine, slide: Image) -> torch.Tensor:
