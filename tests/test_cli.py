@@ -36,8 +36,8 @@ WORDS = {
         "--trust --warmup --weight-decay --weights"
     ),
     "predict": (
-        "--bands --classes --device --level --memory --mpp --no-grey --out --overwrite --run --scratch --slides "
-        "--split --target-mpp --threshold --trust"
+        "--bands --classes --device --format --level --memory --mpp --no-grey --out --outputs --overwrite --run "
+        "--scratch --slides --split --target-mpp --threshold --trust"
     ),
     "evaluate": "--classes --device --json --memory --predictions --run --scratch --slides --split --trust",
     "report": "--out --predictions --run",

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -71,12 +72,15 @@ def reserve(file: io.FileIO, nbytes: int) -> None:
         file.truncate(nbytes)
 
 
-def check_destination(path: Path, *, overwrite: bool, expected_bytes: int) -> None:
+def check_destination(path: Path, *, overwrite: bool, expected_bytes: int, folder: bool = False) -> None:
     """Refuse early what would fail late. `expected_bytes` is a guess of the file's size, 0 if there is none.
 
-    Raises `WriteError` if the path is a folder or exists (unless `overwrite`), or its folder is missing or too full.
+    Raises `WriteError` if the path is a folder where a file is to be (`folder`: the other way round) or exists (unless
+    `overwrite`), or its folder is missing or too full.
     """
-    if path.is_dir():
+    if folder and path.is_file():
+        raise WriteError(f"cannot write {path}: it is a file, and would become a folder; choose another name")
+    if not folder and path.is_dir():
         raise WriteError(f"cannot write {path}: it is a folder; name a file, e.g. {path / 'image.tif'}")
     if path.exists() and not overwrite:
         raise WriteError(f"cannot write {path}: it exists already; choose another name or allow overwriting")
@@ -126,7 +130,37 @@ def replacing(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iter
         raise
 
 
-def _lock(file: IO[bytes], *, wait: bool) -> bool:
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """The same of a folder: a new one, empty, that takes the place of `path` when the block ends well."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
+    old = partial.with_name(f"{partial.name}.old")
+    held: int | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path.parent)
+        partial.mkdir()
+        if os.name != "nt":  # which opens no folders: there, what a killed process left stays
+            held = os.open(partial, os.O_RDONLY)
+            _lock(held, wait=True)
+        yield partial
+        if path.exists():  # no system replaces a folder that is not empty in one step
+            path.rename(old)
+        partial.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if old.exists() and not path.exists():
+            old.rename(path)
+        if isinstance(error, OSError):
+            raise write_error(path, error) from error
+        raise
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _lock(file: IO[bytes] | int, *, wait: bool) -> bool:
     """Whether it is ours now: not where somebody else holds it, or the system or file system has no such locks."""
     try:
         import fcntl
@@ -138,8 +172,15 @@ def _lock(file: IO[bytes], *, wait: bool) -> bool:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Files in a folder whose writer is gone: nobody holds them."""
+    """Files and folders in a folder whose writer is gone: nobody holds them."""
     for partial in folder.glob(f".*{_PARTIAL}"):
+        if partial.is_dir():
+            with suppress(OSError):
+                held = os.open(partial, os.O_RDONLY)
+                if _lock(held, wait=False):
+                    shutil.rmtree(partial)
+                os.close(held)
+            continue
         with suppress(OSError), partial.open("r+b") as file:
             if _lock(file, wait=False) and _is_at(file, partial):
                 partial.unlink()

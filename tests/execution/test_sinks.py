@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import BudgetError
-from gigagrad.execution.sinks import Handed, OutputField, Pieces, Pyramid, Sink, WholeTensor
+from gigagrad.execution.sinks import Handed, OutputField, Pieces, Pyramid, Several, Sink, WholeTensor
 from gigagrad.images import open_image
 from tests.devices.fake import FakeCpu
 
@@ -39,13 +39,14 @@ def pair() -> tuple[Tensor, Tensor]:
     return torch.rand(1, *SIZE), torch.rand(2, *SIZE)
 
 
-def test_several_images_are_predicted_into_a_file(pair: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+def test_several_images_are_predicted_into_a_file_of_any_format(pair: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     model = Both()
-    path = gg.compile(model, tile=(300, 200)).forward(pair, out=tmp_path / "both.tif")
-    with open_image(path) as found:
-        assert found.shape == (3, *SIZE)
-        whole = model(*(image[None] for image in pair))[0].detach()
-        assert torch.allclose(torch.from_numpy(np.asarray(found.read(Box.whole(*SIZE)))), whole, atol=1e-6)
+    engine = gg.compile(model, tile=(300, 200))
+    whole = model(*(image[None] for image in pair))[0].detach()
+    for name in ("both.tif", "both.ome.tif", "both.ome.zarr"):
+        with open_image(engine.forward(pair, out=tmp_path / name)) as found:
+            assert found.shape == (3, *SIZE)
+            assert torch.allclose(torch.from_numpy(np.asarray(found.read(Box.whole(*SIZE)))), whole, atol=1e-6)
 
 
 def test_what_a_sink_holds_is_predicted(pair: tuple[Tensor, Tensor], tmp_path: Path) -> None:
@@ -86,6 +87,67 @@ def test_lower_rows_hold_no_more(sink: Sink) -> None:
     held = [sink.held_bytes(height, (1, 3, *SIZE)) for height in (1, 100, 700, 5000)]
     assert held == sorted(held)
     assert held[-1] == held[-2]
+
+
+class Noting(Sink):
+    """Takes pieces and fails at one of them, if told to."""
+
+    kind = "noting"
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.boxes: list[Box] = []
+        self.over = False
+        self._fails_at = fails_at
+
+    def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
+        return 3 * tile_height
+
+    def take(self, pieces: Pieces, field: OutputField) -> int:
+        try:
+            for box, _ in pieces:
+                if len(self.boxes) == self._fails_at:
+                    raise OSError("full")
+                self.boxes.append(box)
+        finally:
+            self.over = True
+        return len(self.boxes)
+
+
+def test_several_sinks_take_one_sweep(pair: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    engine, noting = gg.compile(Both(), tile=(300, 200)), Noting()
+    sinks = (WholeTensor(torch.float32), Pyramid(tmp_path / "both.tif"), noting, Handed())
+    several = Several(sinks)
+    assert several.held_bytes(100, (1, 3, *SIZE)) == sum(sink.held_bytes(100, (1, 3, *SIZE)) for sink in sinks)
+    whole, path, count, _ = engine.forward(pair, out=several)
+    assert (count, len(set(noting.boxes))) == (15, 15)
+    with open_image(path) as found:
+        assert np.array_equal(found.read(Box.whole(*SIZE)), whole[0])
+
+
+@pytest.mark.parametrize("fails_at", [0, 7, 14])
+def test_an_error_of_one_of_several_sinks_ends_all(pair: tuple[Tensor, Tensor], tmp_path: Path, fails_at: int) -> None:
+    noting = Noting()
+    sinks = [noting, Noting(fails_at), Pyramid(tmp_path / "both.tif")]
+    with pytest.raises(OSError, match="full"):
+        gg.compile(Both(), tile=(300, 200)).forward(pair, out=Several(sinks))
+    assert noting.over
+    assert len(noting.boxes) == fails_at + 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [ValueError("slide"), KeyboardInterrupt()])
+def test_a_run_that_ends_early_ends_its_sinks(tmp_path: Path, error: BaseException) -> None:
+    def pieces() -> Iterator[tuple[Box, Tensor]]:
+        yield Box(0, 0, 5, 9), torch.ones(1, 1, 5, 9)
+        raise error
+
+    noting = Noting()
+    field = OutputField((1, 1, 10, 9), torch.float32, torch.device("cpu"), None)
+    with pytest.raises(type(error)) as caught:
+        Several([noting, Pyramid(tmp_path / "x.tif"), Pyramid(tmp_path / "x.zarr")]).take(pieces(), field)
+    assert caught.value is error
+    assert noting.over
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_error_of_the_sink_ends_the_run(pair: tuple[Tensor, Tensor]) -> None:

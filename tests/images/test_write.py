@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ome_types
 import openslide
 import pytest
 import tifffile
-from hypothesis import given
+import zarr
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gigagrad.boxes import Box
 from gigagrad.errors import WriteError
+from gigagrad.images import MaskClass, open_image
 from gigagrad.images.write import write_pyramid
 
 RNG_SEED = 7
+CLASSES = (MaskClass(1, "Tumour", (213, 94, 0)), MaskClass(2, "Stroma \u00b5", (0, 158, 115)))
 
 
 def colour(height: int, width: int) -> np.ndarray:
@@ -45,43 +50,51 @@ def halved_mean(pixels: np.ndarray) -> np.ndarray:
 
 
 def write(path: Path, pixels: np.ndarray, *heights: int, **changes: Any) -> Path:
-    settings: dict[str, Any] = {"nearest": True, "tile": 64, **changes}
+    options: dict[str, Any] = {"nearest": True, "tile": 64, **changes}
     shape = pixels.shape if pixels.ndim == 3 else (*pixels.shape, 1)
-    return write_pyramid(path, strips(pixels, *heights), shape=shape, dtype=pixels.dtype, **settings)
+    return write_pyramid(path, strips(pixels, *heights), shape=shape, dtype=pixels.dtype, **options)
 
 
-@given(
-    height=st.integers(1, 200),
-    width=st.integers(1, 200),
-    heights=st.lists(st.integers(1, 150), min_size=1, max_size=4),
-    nearest=st.booleans(),
-    channels=st.sampled_from([1, 3]),
-    dtype=st.sampled_from([np.uint8, np.float32]),
-)
-def test_every_level_is_exact_for_any_size_and_strips(
-    tmp_path_factory: pytest.TempPathFactory,
-    height: int,
-    width: int,
-    heights: list[int],
-    nearest: bool,
-    channels: int,
-    dtype: type,
-) -> None:
-    path = tmp_path_factory.mktemp("any") / "image.tif"
-    rng = np.random.default_rng(RNG_SEED)
-    pixels = rng.integers(0, 256, (height, width, channels)).astype(dtype)  # type: ignore[var-annotated]
-    write(path, pixels, *heights, nearest=nearest, levels=3)
-    expected = pixels
+def levels_of(path: Path) -> list[np.ndarray]:
+    """`(h, w, C)` of every level, as tifffile or zarr reads the file."""
+    if path.suffix == ".zarr":
+        group = zarr.open_group(path, mode="r")
+        (image,) = group.attrs["multiscales"]
+        read = [np.asarray(group[entry["path"]]) for entry in image["datasets"]]
+        return [level[..., None] if level.ndim == 2 else np.moveaxis(level, 0, 2) for level in read]
     with tifffile.TiffFile(path) as tiff:
-        for page in tiff.pages:
-            np.testing.assert_array_equal(page.asarray().reshape(expected.shape), expected)
-            expected = (
-                expected[: len(expected) // 2 * 2 : 2, : expected.shape[1] // 2 * 2 : 2]
-                if nearest
-                else halved_mean(expected)
-            )
-            expected = expected.astype(dtype)
-        assert len(tiff.pages) == 3 or min(expected.shape[:2]) == 0
+        (series,) = tiff.series
+        ours = [(level.asarray(), level.axes) for level in series.levels]
+    return [np.moveaxis(p, 0, 2) if len(p.shape) == 3 and axes[-1] != "S" else np.atleast_3d(p) for p, axes in ours]
+
+
+@pytest.mark.parametrize("name", ["image.tif", "image.ome.tif", "image.ome.zarr"])
+def test_every_level_is_exact_for_any_size_and_strips(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    @given(
+        height=st.integers(1, 200),
+        width=st.integers(1, 200),
+        heights=st.lists(st.integers(1, 150), min_size=1, max_size=4),
+        nearest=st.booleans(),
+        channels=st.sampled_from([1, 2, 3, 5]),
+        dtype=st.sampled_from([np.uint8, np.float32]),
+    )
+    @settings(max_examples=20)
+    def check(height: int, width: int, heights: list[int], nearest: bool, channels: int, dtype: type) -> None:
+        path = tmp_path_factory.mktemp("any") / name
+        rng = np.random.default_rng(RNG_SEED)
+        expected = rng.integers(0, 256, (height, width, channels)).astype(dtype)  # type: ignore[var-annotated]
+        write(path, expected, *heights, nearest=nearest, levels=3)
+        with open_image(path) as image:
+            assert image.shape == (channels, height, width)
+            np.testing.assert_array_equal(image.read(Box.whole(height, width)), np.moveaxis(expected, 2, 0))
+        levels = levels_of(path)
+        for pixels in levels:
+            np.testing.assert_array_equal(pixels, expected)
+            even = expected[: len(expected) // 2 * 2, : expected.shape[1] // 2 * 2]
+            expected = even[::2, ::2] if nearest else halved_mean(expected).astype(dtype)
+        assert len(levels) == 3 or min(expected.shape[:2]) == 0
+
+    check()
 
 
 @pytest.mark.parametrize(("compression", "tolerance"), [("deflate", 0), ("jpeg", 12)])
@@ -115,13 +128,13 @@ def test_no_mpp_is_not_an_invented_one(tmp_path: Path) -> None:
         assert tiff.pages[0].tags["ResolutionUnit"].value == 1, "unit NONE"
 
 
-def test_ome_variant_holds_subresolutions_and_physical_size(tmp_path: Path) -> None:
+def test_an_ome_tiff_holds_subresolutions_and_physical_size(tmp_path: Path) -> None:
     pixels = colour(300, 400)
-    path = write(tmp_path / "slide.ome.tif", pixels, 100, nearest=False, ome=True, mpp=0.5, description="made up")
+    path = write(tmp_path / "slide.ome.tif", pixels, 100, nearest=False, mpp=0.5, description="made up")
+    image = ome_types.from_tiff(path).images[0]
+    assert (image.description, image.pixels.physical_size_x, image.pixels.physical_size_y) == ("made up", 0.5, 0.5)
     with tifffile.TiffFile(path) as tiff:
         assert tiff.is_ome
-        assert 'PhysicalSizeX="0.5"' in (tiff.ome_metadata or "")
-        assert "made up" in (tiff.ome_metadata or "")
         assert [level.shape for level in tiff.series[0].levels] == [
             (300, 400, 3),
             (150, 200, 3),
@@ -129,6 +142,59 @@ def test_ome_variant_holds_subresolutions_and_physical_size(tmp_path: Path) -> N
             (37, 50, 3),
         ]
         np.testing.assert_array_equal(tiff.series[0].levels[1].asarray(), halved_mean(pixels))
+
+
+def test_channels_of_an_ome_tiff_have_names_and_colours(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.ome.tif", colour(100, 90)[..., :2], 30, channels=CLASSES, mpp=0.25)
+    pixels = ome_types.from_tiff(path).images[0].pixels
+    assert (pixels.size_c, pixels.physical_size_x, pixels.physical_size_x_unit.value) == (2, 0.25, "\u00b5m")
+    assert [channel.name for channel in pixels.channels] == ["Tumour", "Stroma \u00b5"]
+    assert [channel.color.as_rgb_tuple()[:3] for channel in pixels.channels] == [(213, 94, 0), (0, 158, 115)]
+
+
+def test_three_named_channels_are_no_colours(tmp_path: Path) -> None:
+    three = (MaskClass(0, "Background", (255, 255, 255)), *CLASSES)
+    path = write(tmp_path / "x.tif", colour(100, 90), 30, channels=three)
+    with tifffile.TiffFile(path) as tiff:
+        assert (tiff.pages[0].photometric.name, tiff.pages[0].planarconfig.name) == ("MINISBLACK", "SEPARATE")
+
+
+def test_an_ome_zarr_says_what_channels_and_classes_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.ome.zarr", colour(200, 90)[..., :2], 30, channels=CLASSES, mpp=0.25, levels=2)
+    said = dict(zarr.open_group(path, mode="r", zarr_format=2).attrs)
+    (image,) = said["multiscales"]
+    assert [axis.get("unit") for axis in image["axes"]] == [None, "micrometer", "micrometer"]
+    scales = [entry["coordinateTransformations"][0]["scale"] for entry in image["datasets"]]
+    assert scales == [[1, 0.25, 0.25], [1, 0.5, 0.5]]
+    assert [(each["label"], each["color"]) for each in said["omero"]["channels"]] == [
+        ("Tumour", "D55E00"),
+        ("Stroma \u00b5", "009E73"),
+    ]
+    with open_image(path, level=1) as opened:
+        assert (opened.shape, opened.mpp) == ((2, 100, 45), pytest.approx(0.5))  # type: ignore[comparison-overlap]
+
+    ids = np.arange(200 * 90, dtype=np.uint8).reshape(200, 90) % 3
+    path = write(tmp_path / "mask.ome.zarr", ids, 30, classes=CLASSES, mpp=0.25)
+    group = zarr.open_group(path, mode="r", zarr_format=2)
+    assert group["labels"].attrs["labels"] == ["classes"]
+    label = group["labels/classes"]
+    assert label.attrs["image-label"]["properties"][1] == {"label-value": 2, "name": "Stroma \u00b5"}
+    assert label.attrs["image-label"]["colors"][0] == {"label-value": 1, "rgba": [213, 94, 0, 255]}
+    for holder in (group, label):
+        np.testing.assert_array_equal(holder[holder.attrs["multiscales"][0]["datasets"][0]["path"]], ids)
+
+
+def test_an_ome_zarr_replaces_one_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "mask.ome.zarr"
+    write(path, np.zeros((100, 90), np.uint8), 30, classes=CLASSES)
+    with pytest.raises(WriteError, match="exists already"):
+        write(path, np.ones((100, 90), np.uint8), 30)
+    write(path, np.ones((100, 90), np.uint8), 30, overwrite=True)
+    assert levels_of(path)[0].all()
+    assert not (path / "labels").exists()
+    (tmp_path / "file.zarr").touch()
+    with pytest.raises(WriteError, match="it is a file"):
+        write(tmp_path / "file.zarr", np.ones((100, 90), np.uint8), 30, overwrite=True)
 
 
 def test_transposed_views_and_the_same_bytes_every_time(tmp_path: Path) -> None:
@@ -160,23 +226,23 @@ def test_existing_file_stays_unless_overwriting(tmp_path: Path) -> None:
     assert tifffile.imread(path).all()
 
 
-@pytest.mark.parametrize("ome", [False, True])
+@pytest.mark.parametrize("name", ["mask.tif", "mask.ome.tif", "mask.zarr"])
 @pytest.mark.parametrize("failure", [OSError(errno.EIO, "slide unreadable"), KeyboardInterrupt(), ValueError("bug")])
 def test_a_failing_producer_passes_through_and_leaves_the_old_file(
-    tmp_path: Path, failure: BaseException, ome: bool
+    tmp_path: Path, failure: BaseException, name: str
 ) -> None:
-    path = tmp_path / "mask.tif"
-    path.write_bytes(b"precious")
+    path = tmp_path / name
+    write(path, np.ones((10, 10), np.uint8), 10)
 
     def rows() -> Iterator[np.ndarray]:
         yield np.zeros((100, 200), np.uint8)
         raise failure
 
     with pytest.raises(type(failure)) as caught:
-        write_pyramid(path, rows(), shape=(300, 200, 1), dtype=np.uint8, nearest=True, tile=64, overwrite=True, ome=ome)
+        write_pyramid(path, rows(), shape=(300, 200, 1), dtype=np.uint8, nearest=True, tile=64, overwrite=True)
     assert caught.value is failure
-    assert path.read_bytes() == b"precious"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["mask.tif"]
+    assert levels_of(path)[0].all()
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
 def test_disk_full_is_one_line_with_numbers_and_nothing_left(tmp_path: Path) -> None:
@@ -210,7 +276,8 @@ def test_too_little_room_is_refused_before_anything_is_made(tmp_path: Path) -> N
         (np.zeros((64, 30), np.uint8), (48, 30, 1), {"heights": 48}, "more than the promised 48"),
         (np.zeros((20, 30), np.uint8), (20, 31, 1), {}, r"expected \(h, 31, 1\) of uint8"),
         (np.zeros((20, 30), np.float32), (20, 30, 1), {}, "expected .* of uint8"),
-        (np.zeros((20, 30, 4), np.uint8), (20, 30, 4), {}, "C 1 or 3"),
+        (np.zeros((20, 30, 4), np.uint8), (20, 30, 4), {"channels": CLASSES}, "2 names for 4 channels"),
+        (np.zeros((20, 0), np.uint8), (20, 0, 1), {}, "each at least 1"),
         (np.zeros((20, 30), np.uint8), (20, 30, 1), {"tile": 100}, "multiple of 16"),
         (np.zeros((20, 30), np.uint8), (20, 30, 1), {"compression": "jpeg", "quality": 0}, "1 to 100"),
         (np.zeros((20, 30), np.uint8), (20, 30, 1), {"levels": 0}, "1 or more"),

@@ -19,6 +19,9 @@ from gigagrad.prediction.config import PredictConfig
         ({"memory": "much"}, "much"),
         ({"slides": ()}, "no slides"),
         ({"treshold": 0.4}, "treshold"),
+        ({"outputs": ("mask", "probabilites")}, "'probabilites', did you mean 'probabilities'"),
+        ({"outputs": ("polygons",)}, "known are mask, probabilities, geojson"),
+        ({"format": "ome.tif"}, "'ome.tif', did you mean 'ome-tiff'"),
     ],
 )
 def test_settings_that_make_no_sense(settings, message):

@@ -18,6 +18,7 @@ from gigagrad.events import JobAdvanced, JobFinished, JobStarted, Notice, StepMe
 from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.models import resolve, save_model
+from gigagrad.prediction import outputs
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import read_records
@@ -84,13 +85,13 @@ def test_all_outputs_of_one_slide(config, tmp_path, jpeg_slide):
 
     out = tmp_path / "out"
     assert files_in(out) == ["geojson/small.geojson", "masks/small.tif", "overlays/small.png", "predictions.json"]
-    assert np.array_equal(whole(out / result.mask)[0], expected)
+    assert np.array_equal(whole(out / result.files["mask"])[0], expected)
     assert (result.dice, result.iou) == (1.0, 1.0)
     assert (result.height, result.width, result.mpp) == (700, 900, pytest.approx(0.5))  # type: ignore[comparison-overlap]
-    with openslide.OpenSlide(out / result.mask) as opened:
+    with openslide.OpenSlide(out / result.files["mask"]) as opened:
         assert opened.level_count == 2
         assert float(opened.properties["openslide.mpp-x"]) == pytest.approx(0.5, rel=1e-3)
-    features = json.loads((out / result.geojson).read_text())["features"]
+    features = json.loads((out / result.files["geojson"]).read_text())["features"]
     area = sum(shapely.geometry.shape(feature["geometry"]).area for feature in features)
     assert area == pytest.approx(expected.sum(), rel=0.02)
     assert len(features) == result.regions
@@ -125,11 +126,59 @@ def test_a_second_run_leaves_complete_slides_alone(config, tmp_path):
     assert {name: os.stat(tmp_path / "out" / name).st_mtime_ns for name in times} == times
     assert not any(isinstance(event, TileDone) for event in heard)
 
-    (tmp_path / "out" / first.overlay).unlink()
+    (tmp_path / "out" / first.files["overlay"]).unlink()
     heard.clear()
     (again,) = predict(config(), (heard.append,))
+    assert not any(isinstance(event, TileDone) for event in heard)
+    assert (tmp_path / "out" / again.files["overlay"]).is_file()
+
+    (tmp_path / "out" / first.files["mask"]).unlink()
+    (again,) = predict(config(), (heard.append,))
     assert any(isinstance(event, TileDone) for event in heard)
-    assert (tmp_path / "out" / again.overlay).is_file()
+    assert (tmp_path / "out" / again.files["mask"]).is_file()
+
+
+def test_a_further_output_is_made_of_the_mask_or_in_another_sweep(config, use, tmp_path):
+    use(Bands())
+    predict(config())
+    overlay = os.stat(tmp_path / "out/overlays/small.png").st_mtime_ns
+    heard: list[Any] = []
+    (result,) = predict(config(outputs=("instances", "tiatoolbox")), (heard.append,))
+    assert list(result.files) == ["mask", "geojson", "overlay", "instances", "tiatoolbox"]
+    assert not any(isinstance(event, TileDone) for event in heard)
+    assert os.stat(tmp_path / "out/overlays/small.png").st_mtime_ns == overlay
+    assert predict(config()) == (result,)
+
+    (result,) = predict(config(outputs=("probabilities",)), (heard.append,))
+    assert any(isinstance(event, TileDone) for event in heard)
+    assert files_in(tmp_path / "out") == sorted([*result.files.values(), "predictions.json"])
+    assert len(result.files) == 6
+    assert os.stat(tmp_path / "out/overlays/small.png").st_mtime_ns > overlay
+
+
+def test_a_further_output_replaces_nobody_s_file(config, tmp_path):
+    predict(config(outputs=("mask",)))
+    (tmp_path / "out" / "instances").mkdir()
+    (tmp_path / "out" / "instances" / "small.csv").write_text("precious")
+    with pytest.raises(WriteError, match="not predicted here"):
+        predict(config(outputs=("instances",)))
+    assert (tmp_path / "out" / "instances" / "small.csv").read_text() == "precious"
+
+
+def test_images_in_other_formats(config, use, tmp_path, jpeg_slide):
+    use(Bands())
+    predict(config(outputs=("mask", "probabilities")))
+    with pytest.raises(ConfigError, match="format or class names"):
+        predict(config(format="ome-zarr"))
+    for form, suffix in (("ome-tiff", ".ome.tif"), ("ome-zarr", ".ome.zarr")):
+        (result,) = predict(config(format=form, outputs=("probabilities", "geojson"), out=tmp_path / form))
+        assert result.files["mask"] == f"masks/small{suffix}"
+        for output, shape in (("mask", (1, 700, 900)), ("probabilities", (3, 700, 900))):
+            plain = tmp_path / "out" / outputs.file_names("small", "tiff")[output]
+            assert np.array_equal(whole(tmp_path / form / result.files[output]), whole(plain))
+            with open_image(tmp_path / form / result.files[output]) as image:
+                assert (image.shape, image.mpp) == (shape, pytest.approx(0.5))  # type: ignore[comparison-overlap]
+        assert predict(config(format=form, outputs=("mask",), out=tmp_path / form)) == (result,)
 
 
 def test_other_settings_or_another_slide_need_permission(config, tmp_path, jpeg_slide):
@@ -175,7 +224,7 @@ def test_a_run_stopped_in_the_middle_continues(config, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_overlay", stop)
+        patch.setattr(outputs, "write_overlay", stop)
         with pytest.raises(KeyboardInterrupt):
             predict(config())
     assert read_records(tmp_path / "out")["small"].status == "running"
@@ -197,8 +246,8 @@ def test_several_classes(config, use, tmp_path, jpeg_slide):
     (result,) = predict(config(classes=("Middle", "Dark")))
     grey = torch.from_numpy(np.ascontiguousarray(whole(jpeg_slide))).float().mean(0)
     expected = torch.stack([grey - 200, torch.zeros_like(grey), 150 - grey]).argmax(0)
-    assert np.array_equal(whole(tmp_path / "out" / result.mask)[0], expected.numpy())
-    features = json.loads((tmp_path / "out" / result.geojson).read_text())["features"]
+    assert np.array_equal(whole(tmp_path / "out" / result.files["mask"])[0], expected.numpy())
+    features = json.loads((tmp_path / "out" / result.files["geojson"]).read_text())["features"]
     assert {feature["properties"]["classification"]["name"] for feature in features} == {"Middle", "Dark"}
 
 
@@ -222,8 +271,8 @@ def test_a_lower_level_gives_outlines_in_level_0_pixels(config, tmp_path, jpeg_s
     (result,) = predict(config(level=1))
     assert (result.height, result.width, result.mpp) == (350, 450, pytest.approx(1.0))  # type: ignore[comparison-overlap]
     expected = whole(jpeg_slide, level=1).astype(np.float32).mean(0) < 160
-    assert np.array_equal(whole(tmp_path / "out" / result.mask)[0], expected)
-    features = json.loads((tmp_path / "out" / result.geojson).read_text())["features"]
+    assert np.array_equal(whole(tmp_path / "out" / result.files["mask"])[0], expected)
+    features = json.loads((tmp_path / "out" / result.files["geojson"]).read_text())["features"]
     shapes = [shapely.geometry.shape(feature["geometry"]) for feature in features]
     assert sum(shape.area for shape in shapes) == pytest.approx(4 * expected.sum(), rel=0.02)
 

@@ -1,22 +1,24 @@
 """The record of predictions, where somebody else wrote it."""
 
+import dataclasses
 import json
 
 import pytest
 
 from gigagrad.errors import ConfigError
-from gigagrad.prediction.records import MadeWith, SlideResult, file_names, read_records, write_records
+from gigagrad.prediction.outputs import file_names
+from gigagrad.prediction.records import MadeWith, SlideResult, read_records, write_records
 
 MADE_WITH = MadeWith("paper-unet", "00", 0.5, (), 0)
 
 
 def result(name="a", **changes):
     base = {"slide": "/slides/a.tif", "slide_bytes": 1, "made_with": MADE_WITH, "status": "done"}
-    return SlideResult(name=name, **{**base, **file_names(name), **changes})
+    return SlideResult(name=name, **{**base, "files": file_names(name, "tiff"), **changes})
 
 
 def test_what_is_written_comes_back(tmp_path):
-    records = {"a": result(), "b": result("b", status="failed", mask="", geojson="", overlay="")}
+    records = {"a": result(), "b": result("b", status="failed", files={})}
     write_records(tmp_path, records)
     assert read_records(tmp_path) == records
 
@@ -24,9 +26,13 @@ def test_what_is_written_comes_back(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mask": "../../secret.tif"},
-        {"overlay": "/etc/passwd"},
-        {"geojson": 3},
+        {"files": {"mask": "../../secret.tif"}},
+        {"files": {"overlay": "/etc/passwd"}},
+        {"files": {"geojson": 3}},
+        {"files": {"mine": "a"}},
+        {"files": ["mask"]},
+        {"files": {"mask": "masks/a.ome.tif"}},
+        {"made_with": {**dataclasses.asdict(MADE_WITH), "format": "png"}},
         {"name": "../a"},
         {"name": 3},
         {"made_with": 3},
@@ -42,6 +48,19 @@ def test_nothing_outside_the_folder_is_believed(tmp_path, changes):
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"predictions\.json"):
         read_records(tmp_path)
+
+
+def test_records_of_three_outputs_and_one_format_are_read(tmp_path):
+    write_records(tmp_path, {"a": result()})
+    path = tmp_path / "predictions.json"
+    content = json.loads(path.read_text())
+    (entry,) = content["slides"]
+    del entry["made_with"]["format"]
+    entry |= {output: file for output, file in entry.pop("files").items() if output in ("mask", "geojson", "overlay")}
+    path.write_text(json.dumps(content))
+    (read,) = read_records(tmp_path).values()
+    assert read.made_with == MADE_WITH
+    assert read.files == {"mask": "masks/a.tif", "geojson": "geojson/a.geojson", "overlay": "overlays/a.png"}
 
 
 @pytest.mark.parametrize("text", ["[]", '{"slides": {"a": 1}}', '{"slides": 3}', "[" * 5000])

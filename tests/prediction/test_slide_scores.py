@@ -149,7 +149,7 @@ def test_a_table_of_probabilities(predicted, tmp_path, jpeg_slide):
     assert [float(line[f"probability_{name}"]) for name in ("normal", "tumour")] == pytest.approx(expected)
     assert (line["name"], line["slide"], line["label"]) == ("first", str(jpeg_slide), "tumour")
     assert line["predicted"] == ("normal", "tumour")[int(np.argmax(expected))]
-    assert (result.status, result.mask, result.height, result.width) == ("done", "", 700, 900)
+    assert (result.status, result.files, result.height, result.width) == ("done", {}, 700, 900)
     assert read_records(tmp_path / "out") == {"first": result}
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["predictions.json", "slides.csv"]
 

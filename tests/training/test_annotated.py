@@ -93,7 +93,7 @@ def test_outlines_of_a_mask_train_like_the_mask(config, cohort_csv, tmp_path):
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert yaml.safe_load(RunFolder(result.out).config.read_text())["classes"] == ["Tumor=1", "unlabelled=0"]
     (first, *_) = predict(PredictConfig(run=drawn.out, slides=(drawn.slides,), out=tmp_path / "out", split="test"))
-    features = json.loads((tmp_path / "out" / first.geojson).read_text())["features"]
+    features = json.loads((tmp_path / "out" / first.files["geojson"]).read_text())["features"]
     assert {feature["properties"]["classification"]["name"] for feature in features} <= {"Tumor"}
     assert first.dice == pytest.approx(result.scores[first.name])
     assert evaluate_model(drawn.out, drawn.slides, split="test").dice[0] == pytest.approx(result.mean)
@@ -139,7 +139,7 @@ def test_unlabelled_pixels_are_ignored(config, cohort_csv, three_channels, tmp_p
     )
     assert [slide.classes for slide in made] == [3, 3]
     assert [slide.dice for slide in made] == pytest.approx(list(result.scores.values()))
-    with open_image(tmp_path / "out" / made[0].mask) as mask:
+    with open_image(tmp_path / "out" / made[0].files["mask"]) as mask:
         predicted = mask.read(Box.whole(SIZE, SIZE))[0][SIZE // 2 :]
     truth = 2 * tifffile.imread(cohort_csv.parent / f"{made[0].name}.mask.tif")[SIZE // 2 :]
     both, total = ((predicted == 2) & (truth == 2)).sum(), (predicted == 2).sum() + (truth == 2).sum()
@@ -162,7 +162,7 @@ def test_all_scores_of_two_channels_leave_out_what_training_does(config, cohort_
     trust = (model,)
     made = predict(PredictConfig(run=config.out, slides=(slides,), out=tmp_path / "out", split="test", trust=trust))
     assert 0 < result.mean < 1
-    with open_image(tmp_path / "out" / made[0].mask) as mask:
+    with open_image(tmp_path / "out" / made[0].files["mask"]) as mask:
         predicted = mask.read(Box.whole(SIZE, SIZE))[0][SIZE // 2 :]
     truth = tifffile.imread(cohort_csv.parent / f"{made[0].name}.mask.tif")[SIZE // 2 :]
     assert made[0].dice == pytest.approx(2 * (predicted & truth).sum() / (predicted.sum() + truth.sum()))

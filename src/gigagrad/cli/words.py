@@ -315,13 +315,23 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     ),
     "predict": (
         "write a mask, QuPath outlines and a picture of every slide",
-        "Whole slides without seams: DIR/masks/STEM.tif, DIR/geojson/STEM.geojson and DIR/overlays/STEM.png. A model "
-        "that scores whole slides gives DIR/slides.csv. Slides that are finished are left alone, and one that fails "
-        "does not stop the others.",
+        "Whole slides without seams: DIR/masks/STEM.tif, DIR/geojson/STEM.geojson and DIR/overlays/STEM.png, or other "
+        "--outputs. A model that scores whole slides gives DIR/slides.csv. Slides that are finished are left alone, "
+        "and one that fails does not stop the others.",
         {
             "--run": {},
             "--slides": {"metavar": "SLIDE", "nargs": "+", "help": "files, folders, or CSVs with a 'slide'"},
             "--out": "folder for the predictions",
+            "--outputs": {
+                "nargs": "+",
+                "metavar": "OUTPUT",
+                "help": "mask, probabilities, geojson (QuPath), overlay, instances (CSV of regions), tiatoolbox "
+                "(annotation store); default: mask geojson overlay",
+            },
+            "--format": {
+                "choices": ("tiff", "ome-tiff", "ome-zarr"),
+                "help": "of masks and probabilities (default: tiff)",
+            },
             "--memory": {},
             "--scratch": {},
             "--threshold": {"type": float, "help": "probability above which a pixel is foreground (default: 0.5)"},

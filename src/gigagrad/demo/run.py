@@ -166,7 +166,7 @@ def _predict(
             raise ConfigError(f"{result.name}: {result.error}")
     if outlines is None:
         return folder, None
-    pairs = [(result.name, folder / result.mask, outlines / f"{result.name}.tif") for result in results]
+    pairs = [(result.name, folder / result.files["mask"], outlines / f"{result.name}.tif") for result in results]
     return folder, evaluate(pairs)
 
 

@@ -240,9 +240,9 @@ class Engine:
         """Without gradients: the loss if the engine has one, else the prediction `(1, C, H, W)`, or whatever the model
         returns (a tuple or a dictionary of tensors, a class score).
 
-        With `out="prediction.tif"` the prediction is written tile by tile as a float32 pyramidal TIFF and the path is
-        returned; a `Sink` of `execution.sinks` does with it what it likes; otherwise the whole prediction is held in
-        memory. What is held of the output is part of the plan.
+        With `out="prediction.tif"` the prediction is written tile by tile as a float32 pyramidal TIFF (`.ome.tif`: an
+        OME-TIFF, `.ome.zarr`: an OME-Zarr) and the path is returned; a `Sink` of `execution.sinks` does with it what it
+        likes; otherwise the whole prediction is held in memory. What is held of the output is part of the plan.
 
         Raises: as `plan`; WriteError if `out` cannot be written.
         """

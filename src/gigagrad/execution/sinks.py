@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.execution.assemble import assemble
+from gigagrad.threads import SideThreads
 
-Pieces = Iterable[tuple[Box, torch.Tensor]]
+Piece = tuple[Box, torch.Tensor]
+Pieces = Iterable[Piece]
 """Disjoint boxes that cover the field with their crops `(1, C, h, w)`: rows of equal height, left to right."""
 
 
@@ -77,10 +80,11 @@ class WholeTensor(Sink):
 
 
 class Pyramid(Sink):
-    """A pyramidal TIFF, written row of tiles by row of tiles. `pixels` makes `(h, w)` or `(h, w, C)` of a crop
-    `(1, C, h, w)`; without it they are the values themselves in float32.
+    """A pyramid in the format that the file's name says (see `write_pyramid`), written row of tiles by row of tiles.
 
-    `options` are `write_pyramid`'s. Raises WriteError.
+    `pixels` makes `(h, w)` or `(h, w, C)` of a crop `(1, C, h, w)`; without it they are the values themselves in
+    float32. `planes` is how many channels that has, None: as many as the output. `options` are `write_pyramid`'s.
+    Raises WriteError.
     """
 
     def __init__(
@@ -88,19 +92,19 @@ class Pyramid(Sink):
         path: Path,
         *,
         dtype: type[np.generic] = np.float32,
-        channels: int | None = None,
+        planes: int | None = None,
         pixels: Callable[[torch.Tensor], NDArray[Any]] | None = None,
         nearest: bool = False,
         **options: Any,
     ) -> None:
-        self._path, self._dtype, self._channels = path, np.dtype(dtype), channels
+        self._path, self._dtype, self._planes = path, np.dtype(dtype), planes
         self._pixels, self._options = pixels or _values, {"nearest": nearest, **options}
-        self.kind = f"pyramid of {self._dtype}, {channels or 'all'} channels"
+        self.kind = f"pyramid of {self._dtype}, {planes or 'all'} channels"
 
     def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
         from gigagrad.images.write import pyramid_bytes
 
-        channels = self._channels or shape[1]
+        channels = self._planes or shape[1]
         row = shape[-1] * channels * self._dtype.itemsize
         strips = 2 * min(tile_height, shape[-2]) * row  # one is assembled while the one before it is written
         return strips + pyramid_bytes((shape[-2], shape[-1], channels), self._dtype)
@@ -109,7 +113,7 @@ class Pyramid(Sink):
         from gigagrad.images.write import write_pyramid
 
         height, width = field.shape[-2:]
-        channels = self._channels or field.shape[1]
+        channels = self._planes or field.shape[1]
         rows = assemble(self._converted(pieces), height, width)
         options = {"shape": (height, width, channels), "dtype": self._dtype, "mpp": field.mpp, **self._options}
         return write_pyramid(self._path, rows, **options)
@@ -117,6 +121,67 @@ class Pyramid(Sink):
     def _converted(self, pieces: Pieces) -> Iterator[tuple[Box, NDArray[Any]]]:
         for box, crop in pieces:
             yield box, self._pixels(crop)
+
+
+class Several(Sink):
+    """Several sinks of one sweep, each in a thread of its own. All are done with a piece before the next one is made.
+
+    Returns what each of them does. The first error of any of them ends the others.
+    """
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+        self.kind = " and ".join(sink.kind for sink in sinks)
+
+    def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
+        return sum(sink.held_bytes(tile_height, shape) for sink in self._sinks)
+
+    def take(self, pieces: Pieces, field: OutputField) -> tuple[Any, ...]:
+        ready: SimpleQueue[BaseException | None] = SimpleQueue()
+        given: list[SimpleQueue[Piece | None]] = [SimpleQueue() for _ in self._sinks]
+
+        def take(sink: Sink, inbox: SimpleQueue[Piece | None]) -> Any:
+            own = _each(inbox, ready)
+            try:
+                taken = sink.take(own, field)
+                for _ in own:
+                    pass  # what it left
+                return taken
+            except BaseException as error:
+                ready.put(error)
+                raise
+
+        with SideThreads(len(self._sinks), "gigagrad-sink") as threads:
+            tasks = [threads.submit(take, sink, inbox) for sink, inbox in zip(self._sinks, given, strict=True)]
+            try:
+                for piece in pieces:
+                    _hand_out(piece, given)
+                    for _ in given:
+                        if (error := ready.get()) is not None:
+                            raise error
+            except BaseException:
+                _hand_out(_Ended, given)
+                raise
+            _hand_out(None, given)
+            return tuple(task.result() for task in tasks)
+
+
+class _Ended(BaseException):
+    """Told to sinks whose run is over before its end."""
+
+
+def _hand_out(piece: Piece | type[_Ended] | None, given: Iterable[SimpleQueue[Any]]) -> None:
+    for inbox in given:
+        inbox.put(piece)
+
+
+def _each(inbox: SimpleQueue[Any], ready: SimpleQueue[BaseException | None]) -> Iterator[Piece]:
+    """What comes in until None does, saying `ready` after each piece."""
+    while (piece := inbox.get()) is not None:
+        if piece is _Ended:
+            raise _Ended
+        yield piece
+        ready.put(None)
 
 
 def _values(crop: torch.Tensor) -> NDArray[Any]:

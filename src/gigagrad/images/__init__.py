@@ -1,6 +1,7 @@
 """Images: open, read and write them; tissue labels; synthetic slides."""
 
 from gigagrad.images.image import Image, Level
+from gigagrad.images.layout import MaskClass
 from gigagrad.images.look import Look
 from gigagrad.images.opening import open_image
 from gigagrad.images.resolution import GuessedResolutionWarning, require_mpp
@@ -15,6 +16,7 @@ __all__ = [
     "Image",
     "Level",
     "Look",
+    "MaskClass",
     "Recipe",
     "label_image",
     "make_cohort",

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.errors import ConfigError, ModelError
-from gigagrad.images import Image
+from gigagrad.images import Image, MaskClass
 from gigagrad.losses import kind_of
 from gigagrad.masks import IGNORED, ClassTable
 
@@ -20,27 +20,18 @@ if TYPE_CHECKING:
 
     from gigagrad.execution.engine import Engine
 
+_GREY = (128, 128, 128)
 _PALETTE = ((0, 200, 255), (213, 94, 0), (0, 158, 115), (204, 121, 167), (0, 114, 178), (230, 159, 0), (240, 228, 66))
 """After a cyan that stands out on pink and purple, colours of Okabe and Ito (2008), told apart by colour-blind eyes."""
 
 
-@dataclass(frozen=True, slots=True)
-class MaskClass:
-    """One foreground class of a mask: its id (1 to 255), its name, and its colour as 8-bit red, green, blue."""
-
-    id: int
-    name: str
-    color: tuple[int, int, int]
-
-
-def channels_of(engine: Engine, slide: Image, loss: str) -> Channels | None:
-    """What the channels of a model trained with `loss` mean, None where its output for this slide is no image.
-
-    Captures the model, and computes nothing.
+def image_shape(engine: Engine, slide: Image) -> tuple[int, ...] | None:
+    """`(1, C, H, W)` of the model's output for this slide, None where that is no image. Captures the model, and
+    computes nothing.
     """
     graph = engine.problem(slide).graph
     output = graph[graph.output]
-    return Channels.of(output.shape[1], loss) if output.is_field else None
+    return output.shape if output.is_field else None
 
 
 def mask_classes(count: int, names: Sequence[str] = ()) -> tuple[MaskClass, ...]:
@@ -63,6 +54,11 @@ def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
     known = table.foreground if table is not None else ()
     named = [*known, *(each.name for each in mask_classes(max(count - 1, 1))[len(known) :])]
     return (background or "Background", *named[: count - 1])
+
+
+def foreground(classes: Sequence[MaskClass]) -> tuple[MaskClass, ...]:
+    """Those of the classes that a mask has."""
+    return tuple(kind for kind in classes if kind.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +94,23 @@ class Channels:
         """
         return IGNORED if self.count > 1 or (table is not None and table.ignores) else None
 
+    def classes(self, table: ClassTable | None, *, typed: bool = False) -> tuple[MaskClass, ...]:
+        """What each channel is of: the one foreground class; the background and the others; or labels.
+
+        A network may tell more classes apart than it was shown; but names that were `typed` are to fit. Raises
+        `ConfigError` where they do not.
+        """
+        named = table.foreground if table is not None else ()
+        further = () if typed else tuple(f"Class {number}" for number in range(len(named) + 1, self.foreground + 1))
+        classes = mask_classes(self.foreground, (*named, *further) if named else ())
+        return classes if len(classes) == self.count else (MaskClass(0, class_names(1, table)[0], _GREY), *classes)
+
+    def probabilities(self, logits_NCHW: torch.Tensor) -> torch.Tensor:
+        """Of `(1, C, h, w)` logits, in float32: the softmax of classes, the sigmoid of others. Of NaN it is 0."""
+        logits_NCHW = logits_NCHW.float()
+        found = logits_NCHW.sigmoid() if self.planes == self.count else logits_NCHW.softmax(1)
+        return found.nan_to_num_(0)
+
     def mask(self, logits_NCHW: torch.Tensor, threshold: float = 0.5) -> NDArray[np.uint8]:
         """`(1, C, h, w)` logits as `(planes, h, w)` uint8.
 
@@ -114,7 +127,7 @@ class Channels:
             )
         if self.count > 256:
             raise ModelError(f"the model has {self.count} output channels; a mask of bytes holds at most 256 classes")
-        if self.count == 1 or self.labels:
+        if self.planes == self.count:
             mask = logits_NCHW[0] > math.log(threshold / (1 - threshold))
         else:
             mask = logits_NCHW[0].nan_to_num(nan=-math.inf).argmax(0, keepdim=True)

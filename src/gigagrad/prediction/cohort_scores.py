@@ -19,10 +19,10 @@ from gigagrad.images import Image, label_image, open_image
 from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
-from gigagrad.prediction.classes import Channels, channels_of
+from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import Evaluation, counts_of, score_each, score_logits, score_masks
-from gigagrad.prediction.records import SlideResult, file_names, read_records
+from gigagrad.prediction.records import SlideResult, mask_of, read_records
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion, Counts
 from gigagrad.prediction.slide_metrics import SlideEvaluation, SlideScore, evaluate_classes, evaluate_numbers
@@ -70,7 +70,8 @@ def evaluate_model(
         with entry.open(config.resolved_level) as slide:
             seen = config.resolved_look.of(slide)
             check_intensities(model, seen)
-            channels = channels_of(engine, seen, config.run_loss)
+            shape = image_shape(engine, seen)
+            channels = None if shape is None else Channels.of(shape[1], config.run_loss)
             if channels is not None and labelled:
                 raise ConfigError(_NO_MASKS.format(slides))
             if channels is None and not labelled:
@@ -125,9 +126,9 @@ def evaluate_masks(
         return _records_against_labels(Path(predictions), slides, entries, records, given, Events(listeners))
     if any(entry.name in records and records[entry.name].scores for entry in entries):
         raise ConfigError(_NO_LABELS.format(slides))
-    masks = {entry.name: Path(predictions) / file_names(entry.name)["mask"] for entry in entries}
+    masks = {entry.name: Path(predictions) / mask_of(entry.name, records.get(entry.name)) for entry in entries}
     for mask in masks.values():
-        if not mask.is_file():
+        if not mask.exists():
             raise ConfigError(f"there is no prediction {mask}; predict the slide first")
 
     def score(entry: Row) -> Counts:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.images import Look
 from gigagrad.masks import ClassTable
 from gigagrad.models.saved import CONFIG, model_file
+from gigagrad.prediction.outputs import FORMATS, OUTPUTS
 from gigagrad.settings import Settings, read_yaml
 
 
@@ -21,8 +22,11 @@ class PredictConfig(Settings):
     Attributes:
         run: folder of a training run (its `best.pt` is used), or a saved model's file or folder.
         slides: files, folders of slides, and CSV files with a column `slide` (optional: `mask`, `mpp`, `split`).
-        out: output folder; gets `masks/`, `geojson/`, `overlays/` and `predictions.json`, or, of a model that gives
+        out: output folder; gets a folder for each of `outputs` and `predictions.json`, or, of a model that gives
             scores of whole slides, `slides.csv` and `predictions.json`.
+        outputs: what to write of each slide: "mask" (always), "probabilities", "geojson", "overlay", "instances",
+            "tiatoolbox"; see `outputs.OUTPUTS`.
+        format: of masks and probabilities: "tiff", "ome-tiff" or "ome-zarr".
         memory: peak memory the process may use, e.g. "1 GiB"; None leaves the choice to the engine.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
         threshold: probability above which a one-channel model's pixel is foreground, between 0 and 1; of a model with
@@ -44,6 +48,8 @@ class PredictConfig(Settings):
     run: str | Path
     slides: tuple[str | Path, ...]
     out: str | Path
+    outputs: tuple[str, ...] = ("mask", "geojson", "overlay")
+    format: str = "tiff"
     memory: str | int | None = None
     scratch: str | Path | None = None
     threshold: float = 0.5
@@ -64,6 +70,10 @@ class PredictConfig(Settings):
         super().__post_init__()
         if not self.slides:
             raise ConfigError("no slides to predict; name files, a folder or a CSV file")
+        for name, given, known in (("output", self.outputs, OUTPUTS), ("format", (self.format,), FORMATS)):
+            for word in set(given) - set(known):
+                meant = did_you_mean(word, known) or f"; known are {', '.join(known)}"
+                raise ConfigError(f"unknown {name} {word!r}{meant}")
         if not 0 < self.threshold < 1:
             raise ConfigError(f"the threshold is a probability between 0 and 1 (both excluded), got {self.threshold}")
         for name in ("mpp", "target_mpp"):

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.files import replacing
-from gigagrad.images import Image, thumbnail
-from gigagrad.prediction.classes import MaskClass
+from gigagrad.images import Image, MaskClass, thumbnail
 from gigagrad.prediction.sampling import mask_thumbnail, require_mask
 
 _TRUTH_COLOR = (255, 214, 10)
@@ -37,14 +36,26 @@ class Layer:
 
 
 def layers(predicted: Image, classes: Sequence[MaskClass], truth: Image | None = None) -> tuple[Layer, ...]:
-    """The usual picture: the true mask as a broad yellow band below, each predicted class as a thin line above."""
+    """The usual picture: the true mask as a broad yellow band below, each predicted class as a thin line above.
+
+    Raises `ImageError` if `predicted` is no mask of these classes.
+    """
     several = len(classes) > 1
+    require_mask(predicted, 1 if predicted.channels == 1 else len(classes))
     above = [
-        Layer(predicted, kind.id, f"Predicted: {kind.name}" if several else "Predicted", kind.color, 3)
+        Layer(*_place(predicted, kind), f"Predicted: {kind.name}" if several else "Predicted", kind.color, 3)
         for kind in classes
     ]
-    below = [] if truth is None else [Layer(truth, None, "True mask", _TRUTH_COLOR, 7)]
-    return (*below, *above)
+    # Of one class, any value is the foreground's.
+    places: list[tuple[Image, int | None]] = []
+    if truth is not None:
+        places += [_place(truth, kind) for kind in classes] if several else [(truth, None)]
+    return (*(Layer(*place, "True mask", _TRUTH_COLOR, 7) for place in places), *above)
+
+
+def _place(mask: Image, kind: MaskClass) -> tuple[Image, int]:
+    """Where a class is in a mask: a channel, and its value there."""
+    return (mask, kind.id) if mask.channels == 1 else (mask.bands([kind.id]), 1)
 
 
 def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> _Picture:
@@ -97,7 +108,7 @@ def _legend(drawn: Sequence[Layer], width: int) -> _Picture:
     line, gap, swatch = round(size * 2.2), size, size * 2
     placed: list[tuple[int, int, Layer]] = []
     x, y = gap, 0
-    for layer in drawn:
+    for layer in {layer.label: layer for layer in drawn}.values():
         needed = swatch + gap // 2 + math.ceil(font.getlength(layer.label)) + 2 * gap
         if x > gap and x + needed > width:
             x, y = gap, y + line

@@ -19,8 +19,7 @@ import numpy as np
 
 from gigagrad.boxes import Box, tiles
 from gigagrad.files import replacing
-from gigagrad.images.image import Image
-from gigagrad.prediction.classes import MaskClass
+from gigagrad.images import Image, MaskClass
 from gigagrad.prediction.outlines import NO_CORNERS, Corners, Rings, corners_in, rings_of
 from gigagrad.prediction.sampling import block_side, read_sampled, require_mask, sampled_shape
 
@@ -39,6 +38,15 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """A region in the slide: `polygon` is in pixels of level 0, `id` a UUID that follows from names alone."""
+
+    id: str
+    kind: MaskClass
+    polygon: Polygon
+
+
+@dataclass(frozen=True, slots=True)
 class Traced:
     """All regions of a mask; `downsample` is 1 where the outlines are exact (see `trace`)."""
 
@@ -49,12 +57,13 @@ class Traced:
 def trace(mask: Image, classes: Sequence[MaskClass], *, min_area_px: float = 256, max_corners: int = 1 << 20) -> Traced:
     """The regions of each class, 4-connected, with their holes; block by block, in bounded memory.
 
+    `mask` has class ids, or a channel of 0 and 1 for each of several classes (see `classes.Channels`).
     `min_area_px`: regions and holes smaller than this many square pixels of the mask are left out (1 keeps everything).
     `max_corners`: the most corners to hold, about 100 bytes each; beyond it the mask is traced at 1/2, 1/4, ...
 
     Raises `ImageError` if `mask` is no mask or cannot be read.
     """
-    require_mask(mask)
+    require_mask(mask, 1 if mask.channels == 1 else len(classes))
     downsample = 1
     while (found := _corners(mask, classes, downsample, max_corners)) is None:
         downsample *= 2
@@ -67,16 +76,25 @@ def trace(mask: Image, classes: Sequence[MaskClass], *, min_area_px: float = 256
     return Traced(tuple(regions), downsample)
 
 
-def write_geojson(path: Path, traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> None:
-    """A QuPath `FeatureCollection`; ids depend on `name` and the regions' order only. Raises `WriteError`.
+def placed(traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> Iterator[Placed]:
+    """The regions of the slide `name`; ids depend on that and the regions' order only.
 
     `scale` is how many level-0 pixels of the slide a pixel of the mask is high and wide.
     """
+    import shapely
+
+    for index, region in enumerate(traced.regions):
+        polygon = shapely.transform(region.polygon, lambda points: points * (scale[1], scale[0]))
+        yield Placed(str(uuid.uuid5(_NAMESPACE, f"{name}/{index}")), region.kind, polygon)
+
+
+def write_geojson(path: Path, traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> None:
+    """A QuPath `FeatureCollection` of the regions as `placed` has them. Raises `WriteError`."""
     with replacing(path) as file:
         file.write(b'{"type": "FeatureCollection", "features": [')
-        for index, region in enumerate(traced.regions):
+        for index, region in enumerate(placed(traced, name, scale)):
             file.write(b",\n" if index else b"\n")
-            file.write(json.dumps(_feature(region, f"{name}/{index}", scale), separators=(",", ":")).encode())
+            file.write(json.dumps(_feature(region), separators=(",", ":")).encode())
         file.write(b"\n]}\n")
 
 
@@ -85,15 +103,19 @@ def _corners(mask: Image, classes: Sequence[MaskClass], downsample: int, max_cor
     height, width = sampled_shape(mask, downsample)
     side = block_side(downsample)
     parts: dict[int, list[Corners]] = {kind.id: [NO_CORNERS] for kind in classes}
+    planes = [(mask, {kind.id: kind.id for kind in classes})]
+    if mask.channels > 1:
+        planes = [(mask.bands([kind.id]), {kind.id: 1}) for kind in classes]
     count = 0
     for box in tiles(height + 1, width + 1, side, side):
-        pixels = read_sampled(mask, Box(box.y0 - 1, box.x0 - 1, box.y1, box.x1), downsample)
-        if pixels.min() == pixels.max():
-            continue
-        for kind in classes:
-            corners = corners_in(pixels == kind.id, box.y0, box.x0)
-            parts[kind.id].append(corners)
-            count += len(corners)
+        for plane, values in planes:
+            pixels = read_sampled(plane, Box(box.y0 - 1, box.x0 - 1, box.y1, box.x1), downsample)
+            if pixels.min() == pixels.max():
+                continue
+            for class_id, value in values.items():
+                corners = corners_in(pixels == value, box.y0, box.x0)
+                parts[class_id].append(corners)
+                count += len(corners)
         if count > max_corners and min(height, width) > 1:
             return None
     return {class_id: np.concatenate(held) for class_id, held in parts.items()}
@@ -135,12 +157,12 @@ def _parents(rings: Rings, outer: Any, holes: Any) -> Any:
     return by_area[first]
 
 
-def _feature(region: Region, key: str, scale: tuple[float, float]) -> dict[str, Any]:
+def _feature(region: Placed) -> dict[str, Any]:
     rings = (region.polygon.exterior, *region.polygon.interiors)
     return {
         "type": "Feature",
-        "id": str(uuid.uuid5(_NAMESPACE, key)),
-        "geometry": {"type": "Polygon", "coordinates": [_coordinates(ring, scale) for ring in rings]},
+        "id": region.id,
+        "geometry": {"type": "Polygon", "coordinates": [_coordinates(ring) for ring in rings]},
         "properties": {
             "objectType": "annotation",
             "classification": {"name": region.kind.name, "color": list(region.kind.color)},
@@ -148,11 +170,11 @@ def _feature(region: Region, key: str, scale: tuple[float, float]) -> dict[str, 
     }
 
 
-def _coordinates(ring: LinearRing, scale: tuple[float, float]) -> list[list[float]]:
+def _coordinates(ring: LinearRing) -> list[list[float]]:
     """`[x, y]` points, the first one repeated; whole pixels as integers, others to a hundredth of a pixel."""
     import shapely
 
-    points = shapely.get_coordinates(ring) * (scale[1], scale[0])
+    points = shapely.get_coordinates(ring)
     whole = points.astype(np.int64)
     written: list[list[float]] = (whole if np.array_equal(whole, points) else points.round(2)).tolist()
     return written

@@ -1,9 +1,9 @@
-"""Predict whole slides: a mask as pyramidal TIFF, its regions as GeoJSON and a picture of both, slide by slide; or, of
-a model whose output is no image, scores of every slide in one table (`slide_scores`).
+"""Predict whole slides: a mask and whatever else was asked for (`outputs`), slide by slide; or, of a model whose output
+is no image, scores of every slide in one table (`slide_scores`).
 
 Tiles leave the engine row by row and go straight into the file, so the mask exists only as strips and there are no
-seams. A run can be stopped and started again: slides whose files are all there are left alone. A slide that fails
-does not stop the others.
+seams. A run can be stopped and started again: slides whose files are all there are left alone, and what is asked for
+later is made of the mask where it can be. A slide that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.execution.engine import compile as compile_engine
-from gigagrad.execution.sinks import OutputField, Pieces, Pyramid
+from gigagrad.execution.sinks import Several
 from gigagrad.images import Image, open_image
 from gigagrad.images.resolution import level_near
-from gigagrad.masks import ClassTable, open_mask
+from gigagrad.masks import open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
-from gigagrad.prediction.classes import Channels, MaskClass, channels_of, mask_classes
+from gigagrad.prediction.classes import Channels, foreground, image_shape
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import counts_of, score_masks
-from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
-from gigagrad.prediction.polygons import trace, write_geojson
-from gigagrad.prediction.records import MadeWith, SlideResult, file_names, read_records, write_records
+from gigagrad.prediction.outputs import OUTPUTS, Derived, Predicted, Swept, file_names
+from gigagrad.prediction.polygons import trace
+from gigagrad.prediction.records import MadeWith, SlideResult, read_records, write_records
 from gigagrad.prediction.slide_scores import Reading, check_table, output_of, write_table
 from gigagrad.units import format_seconds
 
@@ -74,7 +72,15 @@ class _Run:
         classes = self.table.entries if self.table is not None else ()
         self.look = config.resolved_look
         self.made_with = MadeWith(
-            spec, digest, config.threshold, classes, level, config.target_mpp, self.look.grey, self.look.bands
+            spec,
+            digest,
+            config.threshold,
+            classes,
+            level,
+            config.target_mpp,
+            self.look.grey,
+            self.look.bands,
+            config.format,
         )
         self.records = read_records(self.out)
         for entry in () if config.overwrite else self.slides:
@@ -90,37 +96,58 @@ class _Run:
         known = self.records.get(entry.name)
         if known is not None and known.status == "done" and known.made_with != self.made_with:
             raise ConfigError(
-                f"{self.out} holds a prediction of {entry.name} by another model, threshold, level, colours or "
-                "class names; choose another --out or pass --overwrite"
+                f"{self.out} holds a prediction of {entry.name} by another model, threshold, level, colours, "
+                "format or class names; choose another --out or pass --overwrite"
             )
         if known is not None and known.slide != str(entry.slide.absolute()):
             raise ConfigError(
                 f"{self.out} holds a prediction of another slide of this name, {known.slide}; "
                 "choose another --out or pass --overwrite"
             )
-        mask = self.out / file_names(entry.name)["mask"]
-        if known is None and mask.exists():
-            raise WriteError(f"{mask} exists but was not predicted here; choose another --out or pass --overwrite")
+        for output, file in self._files(entry).items():
+            if (self.out / file).exists() and (known is None or output not in known.files):
+                raise WriteError(
+                    f"{self.out / file} exists but was not predicted here; choose another --out or pass --overwrite"
+                )
+
+    def _files(self, entry: Row) -> dict[str, str]:
+        """What is to be there of the slide: the mask, what was asked for, and what was made when that was asked for."""
+        known = self.records.get(entry.name)
+        asked = {"mask", *self.config.outputs, *(known.files if known is not None else ())}
+        return {output: file for output, file in file_names(entry.name, self.config.format).items() if output in asked}
+
+    def _missing(self, entry: Row) -> dict[str, str]:
+        """The files that are to be made: all of them where the network has to sweep, or where the slide has changed."""
+        files, known = self._files(entry), self.records.get(entry.name)
+        if self.config.overwrite or known is None or known.slide_bytes != _bytes_of(entry.slide):
+            return files
+        missing = known.missing(self.out, files)
+        return files if any(isinstance(OUTPUTS[output], Swept) for output in missing) else missing
 
     def finished(self, entry: Row) -> SlideResult | None:
         """What an earlier run made of the slide, None where its files are not all there or the slide has changed."""
         known = self.records.get(entry.name)
-        same = known is not None and known.complete_in(self.out) and known.slide_bytes == _bytes_of(entry.slide)
-        if known is None or not same:
+        if known is None or known.status != "done" or known.slide_bytes != _bytes_of(entry.slide):
             return None
-        if known.scores and entry.label is not None and known.label != entry.label:
+        if not known.scores:
+            return None if self._missing(entry) else known
+        if entry.label is not None and known.label != entry.label:
             known = dataclasses.replace(known, label=entry.label)
             self._record(known)
         return known
 
     def attempt(self, entry: Row) -> SlideResult:
         """Predict one slide and keep the record up to date, whatever happens."""
-        slide, size = str(entry.slide.absolute()), _bytes_of(entry.slide)
-        result = SlideResult(name=entry.name, slide=slide, slide_bytes=size, made_with=self.made_with, status="running")
-        self._record(result)
+        slide, size, files = str(entry.slide.absolute()), _bytes_of(entry.slide), self._files(entry)
+        missing = self._missing(entry)
+        result = SlideResult(
+            name=entry.name, slide=slide, slide_bytes=size, made_with=self.made_with, status="running", files=files
+        )
+        if missing == files:  # else what was made before stays so, whatever becomes of the rest
+            self._record(result)
         start = time.perf_counter()
         try:
-            result = self._predict(entry, result)
+            result = self._predict(entry, result, missing)
             result = dataclasses.replace(result, status="done", seconds=time.perf_counter() - start)
         except (GigagradError, OSError) as error:
             result = dataclasses.replace(result, status="failed", error=str(error))
@@ -140,47 +167,56 @@ class _Run:
             write_table(self.out, self.records.values())
             self.own_table = True
 
-    def _predict(self, entry: Row, result: SlideResult) -> SlideResult:
-        config, files = self.config, file_names(entry.name)
+    def _predict(self, entry: Row, result: SlideResult, missing: Mapping[str, str]) -> SlideResult:
         with ExitStack() as opened:
             level = self._level_of(entry)
-            slide = opened.enter_context(entry.open(level, config.mpp))
+            slide = opened.enter_context(entry.open(level, self.config.mpp))
             seen = self.look.of(slide)
             check_intensities(self.model, seen)
-            channels = channels_of(self.engine, seen, self.loss)
-            if channels is None:
+            shape = image_shape(self.engine, seen)
+            if shape is None:
                 return self._score(entry, seen, result)
+            channels = self._channels(shape, slide)
+            named = channels.classes(self.table, typed=bool(self.config.classes))
             truth = None
             if entry.masks:
                 truth = opened.enter_context(open_mask(entry.masks, slide, self.table, labels=channels.planes))
-            for written in files.values():
-                (self.out / written).parent.mkdir(exist_ok=True)
-            written_mask = _MaskFile(self.out / files["mask"], slide, channels, config, self.table)
-            self.engine.forward(seen, out=written_mask)
-            classes = written_mask.classes
-            mask = opened.enter_context(open_image(self.out / files["mask"]))
-            traced = trace(mask, classes)
-            full = slide.levels[0].shape
-            scale = (full[0] / slide.shape[1], full[1] / slide.shape[2])
-            write_geojson(self.out / files["geojson"], traced, entry.name, scale)
-            write_overlay(self.out / files["overlay"], draw_overlay(slide, layers(mask, classes, truth)))
+            paths = {OUTPUTS[output]: self.out / file for output, file in missing.items()}
+            for path in paths.values():
+                path.parent.mkdir(exist_ok=True)
+            swept = [(kind, path) for kind, path in paths.items() if isinstance(kind, Swept)]
+            if swept:
+                sinks = [kind.sink(path, channels, named, self.config.threshold) for kind, path in swept]
+                self.engine.forward(seen, out=Several(sinks))
+            mask = opened.enter_context(open_image(self.out / result.files["mask"]))
+            classes = foreground(named)
+            predicted = Predicted(slide, mask, trace(mask, classes), classes, truth)
+            for kind, path in paths.items():
+                if isinstance(kind, Derived):
+                    kind.write(path, predicted)
             ignored = channels.ignored(self.table)
             scored = None if truth is None else score_masks(mask, truth, counts_of(channels, ignored))
             return dataclasses.replace(
                 result,
-                mask=files["mask"],
-                geojson=files["geojson"],
-                overlay=files["overlay"],
                 height=slide.shape[1],
                 width=slide.shape[2],
                 mpp=slide.mpp,
                 classes=len(classes) + 1,
                 ignored=ignored,
-                regions=len(traced.regions),
-                traced_downsample=traced.downsample,
+                regions=len(predicted.traced.regions),
+                traced_downsample=predicted.traced.downsample,
                 dice=None if scored is None else scored.dice,
                 iou=None if scored is None else scored.iou,
             )
+
+    def _channels(self, shape: tuple[int, ...], slide: Image) -> Channels:
+        """Of an output `(1, C, H, W)`. Raises `ModelError` for one of another size than the slide."""
+        if shape[-2:] != slide.shape[1:]:
+            raise ModelError(
+                f"the model's output is {shape[-2]} x {shape[-1]} px, the slide {slide.height} x {slide.width} px; "
+                "a mask needs a model whose output covers the slide pixel for pixel"
+            )
+        return Channels.of(shape[1], self.loss)
 
     def _level_of(self, entry: Row) -> int:
         """Raises `ImageError` where the slide's resolution decides and is unknown."""
@@ -197,6 +233,7 @@ class _Run:
         scores = reading.scores(output_NC)
         return dataclasses.replace(
             result,
+            files={},
             height=slide.shape[1],
             width=slide.shape[2],
             mpp=slide.mpp,
@@ -205,40 +242,6 @@ class _Run:
             predicted=reading.predicted(scores, self.config.threshold),
             label=entry.label or "",
         )
-
-
-class _MaskFile(Pyramid):
-    """The mask of one slide; its foreground classes are known once it is written."""
-
-    def __init__(
-        self, path: Path, slide: Image, channels: Channels, config: PredictConfig, table: ClassTable | None
-    ) -> None:
-        super().__init__(
-            path,
-            dtype=np.uint8,
-            channels=channels.planes,
-            pixels=lambda logits: np.moveaxis(channels.mask(logits, config.threshold), 0, 2),
-            nearest=True,
-            overwrite=True,
-            description="gigagrad mask: class ids, 0 is background",
-        )
-        self._foreground = channels.foreground
-        self._names, self._size = table.foreground if table is not None else (), slide.shape[1:]
-        self._typed = bool(config.classes)
-        self.classes: tuple[MaskClass, ...] = ()
-
-    def take(self, pieces: Pieces, field: OutputField) -> Path:
-        if field.shape[-2:] != self._size:
-            raise ModelError(
-                f"the model's output is {field.shape[-2]} x {field.shape[-1]} px, the slide {self._size[0]} x "
-                f"{self._size[1]} px; a mask needs a model whose output covers the slide pixel for pixel"
-            )
-        count = self._foreground
-        # A network may tell more classes apart than it was shown; names that were typed are to fit.
-        further = () if self._typed else tuple(f"Class {number}" for number in range(len(self._names) + 1, count + 1))
-        # Refuses wrong names before the first tile is written.
-        self.classes = mask_classes(count, (*self._names, *further) if self._names else ())
-        return super().take(pieces, field)
 
 
 def _bytes_of(slide: Path) -> int:

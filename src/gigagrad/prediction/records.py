@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 from gigagrad.errors import ConfigError
 from gigagrad.files import read_json, write_text
+from gigagrad.prediction.outputs import file_names
 
 FILE_NAME: Final = "predictions.json"
 
@@ -29,11 +30,13 @@ class MadeWith:
     target_mpp: float | None = None
     grey: bool = False
     bands: tuple[int, ...] = ()
+    format: str = "tiff"
+    """Of the images, as `outputs.FORMATS` has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlideResult:
-    """How the prediction of one slide went. Paths are relative to the output folder, `slide` is absolute.
+    """How the prediction of one slide went. `files` are by output, relative to the output folder; `slide` is absolute.
 
     `running` is what remains of a run that was stopped there. Sizes are in pixels and `mpp` in micrometres per pixel,
     both of the level predicted. `classes` counts those that the mask tells apart, the background included; pixels whose
@@ -49,9 +52,7 @@ class SlideResult:
     made_with: MadeWith
     status: Literal["running", "done", "failed"]
     error: str = ""
-    mask: str = ""
-    geojson: str = ""
-    overlay: str = ""
+    files: dict[str, str] = field(default_factory=dict)
     height: int = 0
     width: int = 0
     mpp: float | None = None
@@ -70,17 +71,15 @@ class SlideResult:
     def failed(self) -> bool:
         return self.status == "failed"
 
-    def complete_in(self, out: Path) -> bool:
-        """Whether it has scores, or all its files are there."""
-        if self.scores:
-            return self.status == "done"
-        files = (self.mask, self.geojson, self.overlay)
-        return self.status == "done" and all(file and (out / file).is_file() for file in files)
+    def missing(self, out: Path, files: Mapping[str, str]) -> dict[str, str]:
+        """Those of the files, by output, that were not made or are not there any more."""
+        there = self.files if self.status == "done" else {}
+        return {output: file for output, file in files.items() if output not in there or not (out / file).exists()}
 
 
-def file_names(name: str) -> dict[str, str]:
-    """What the files of the slide `name` are called, relative to the output folder."""
-    return {"mask": f"masks/{name}.tif", "geojson": f"geojson/{name}.geojson", "overlay": f"overlays/{name}.png"}
+def mask_of(name: str, result: SlideResult | None) -> str:
+    """The mask of the slide `name`, relative to the output folder; of one from elsewhere, what it would be called."""
+    return (result.files if result is not None else {}).get("mask") or file_names(name, "tiff")["mask"]
 
 
 def read_records(out: Path) -> dict[str, SlideResult]:
@@ -107,8 +106,12 @@ def _parse(entry: Mapping[str, Any]) -> SlideResult:
     made_with = dict(entry["made_with"])
     made_with["classes"] = tuple(made_with["classes"])
     made_with["bands"] = tuple(made_with.get("bands", ()))
-    result = SlideResult(**{**entry, "made_with": MadeWith(**made_with)})
-    outside = any(getattr(result, key) not in ("", name) for key, name in file_names(result.name).items())
+    entry = {**entry, "made_with": MadeWith(**made_with)}
+    # Of a time when there were these three outputs only.
+    earlier = {output: file for output in ("mask", "geojson", "overlay") if (file := entry.pop(output, ""))}
+    result = SlideResult(**{"files": earlier, **entry})
+    ours = file_names(result.name, result.made_with.format)
+    outside = any(ours[output] != file for output, file in result.files.items())
     if not all(isinstance(score, float) for score in result.scores.values()):
         raise ValueError(f"the scores of {result.name!r} are no numbers")
     if outside or Path(result.name).name != result.name or not isinstance(result.made_with.level, int | None):

@@ -146,7 +146,8 @@ def _filled(cls: type[_Record], record: Mapping[str, Any], **known: Any) -> _Rec
 def _predictions(folder: Path) -> Iterator[Predicted]:
     entries = mapping(_json(folder / FILE_NAME)).get("slides")
     for record in map(mapping, entries if isinstance(entries, list) else []):
-        overlay = _inside(folder, str(record.get("overlay") or "overlays/none"))
+        files = mapping(record.get("files", record))  # earlier records have them on the outside
+        overlay = _inside(folder, str(files.get("overlay") or "overlays/none"))
         dice = number(record, "dice") if _is_number(record.get("dice")) else None
         yield _filled(Predicted, record, dice=dice, overlay=overlay)
 

@@ -32,7 +32,7 @@ from gigagrad.models import load_weights_into, resolve, save_model
 from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
-from gigagrad.prediction.classes import Channels, channels_of
+from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.evaluate import score_logits
 from gigagrad.prediction.slide_scores import output_of, predicted_class
 from gigagrad.training.augment import order_of, turn_of
@@ -412,7 +412,8 @@ class _Run:
                 with self.pairs.open(row) as (slide, target):
                     if dense:
                         assert not isinstance(target, torch.Tensor)
-                        channels = channels_of(engine, slide, config.loss) or Channels(1)
+                        shape = image_shape(engine, slide)
+                        channels = Channels.of(1 if shape is None else shape[1], config.loss)
                         scores[row.name] = score_logits(engine.stream(slide), target, channels, self.table).dice
                     elif rated:
                         output_NC = output_of(engine, slide)

@@ -1,0 +1,171 @@
+"""How an image is laid out in a file: tiles, levels, and whether its channels lie together or apart.
+
+Three channels of integers without names are colours and lie together, as every program expects; all others are planes
+of their own, so that a reader of one class decodes no other and a tile of hundreds of channels is never held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from gigagrad.errors import WriteError
+from gigagrad.images.image import Array
+
+TILE: Final = 512
+ENCODERS: Final = 2  # threads; zlib, JPEG and Blosc release the GIL
+IN_FLIGHT: Final = 8  # tiles; bounds the compressed bytes that wait for their turn
+
+
+@dataclass(frozen=True, slots=True)
+class MaskClass:
+    """A class of a mask, or the channel of its probability: its id (0 is the background), its name, and its colour as
+    8-bit red, green, blue."""
+
+    id: int
+    name: str
+    color: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What `write_pyramid` was asked for, see there. `levels` are `(height, width)` of each, level 0 first."""
+
+    path: Path
+    shape: tuple[int, int, int]
+    """`(H, W, C)`."""
+    dtype: np.dtype[Any]
+    nearest: bool
+    tile: int
+    levels: tuple[tuple[int, int], ...]
+    mpp: float | None
+    description: str | None
+    channels: Sequence[MaskClass]
+    classes: Sequence[MaskClass]
+
+    @property
+    def colour(self) -> bool:
+        return self.shape[2] == 3 and self.dtype.kind != "f" and not self.channels
+
+    @property
+    def planes(self) -> int:
+        """How many planes there are, each of one channel or of three colours."""
+        return 1 if self.colour else self.shape[2]
+
+    def plane(self, pixels: Array, index: int) -> Array:
+        """Of `(h, w, C)` pixels those of one plane, `(h, w)` or `(h, w, 3)`, a view."""
+        return pixels if self.colour else pixels[..., index]
+
+    def check(self) -> None:
+        """Raises `WriteError` for what cannot be written."""
+        if min(self.shape) < 1:
+            raise WriteError(f"cannot write {self.path}: got shape (H, W, C) {self.shape}, expected each at least 1")
+        if self.tile < 16 or self.tile % 16:
+            raise WriteError(
+                f"cannot write {self.path}: got tile {self.tile} px, expected a multiple of 16, e.g. 256 or 512"
+            )
+        if not self.nearest and self.dtype not in (np.uint8, np.uint16, np.float32, np.float64):
+            raise WriteError(f"cannot write {self.path}: cannot average {self.dtype} pixels; use nearest lower levels")
+        if self.channels and len(self.channels) != self.shape[2]:
+            raise WriteError(f"cannot write {self.path}: {len(self.channels)} names for {self.shape[2]} channels")
+
+    def bands(self, rows: Iterable[Array]) -> Iterator[tuple[int, Array]]:
+        """Each level's bands of rows `(h, W, C)`, as high as a tile (the last may be lower), from strips of any height.
+
+        A band is valid until the next one is asked for, and comes after those of lower levels that follow from it.
+        Raises `WriteError` where the strips are not as promised; their producer's errors come as `SourceError`.
+        """
+        stacks = [_Stack(shape, self) for shape in self.levels]
+        for strip in _guarded(rows):
+            yield from self._bands(stacks, 0, self._checked(strip, stacks[0].missing_rows))
+        if missing := stacks[0].missing_rows:
+            raise WriteError(
+                f"cannot write {self.path}: the rows ended at {self.shape[0] - missing} of {self.shape[0]}"
+            )
+
+    def _bands(self, stacks: list[_Stack], level: int, rows: Array) -> Iterator[tuple[int, Array]]:
+        for band in stacks[level].push(rows):
+            if level + 1 < len(stacks):  # first, because nobody resumes us after the last tile
+                yield from self._bands(stacks, level + 1, self._halved(band))
+            yield level, band
+
+    def _checked(self, strip: Array, missing_rows: int) -> Array:
+        if strip.ndim == 2:
+            strip = strip[..., None]
+        if strip.dtype != self.dtype or strip.shape[1:] != self.shape[1:]:
+            raise WriteError(
+                f"cannot write {self.path}: got a strip (h, W, C) {strip.shape} of {strip.dtype}, "
+                f"expected (h, {self.shape[1]}, {self.shape[2]}) of {self.dtype}"
+            )
+        if len(strip) > missing_rows:
+            raise WriteError(f"cannot write {self.path}: got more than the promised {self.shape[0]} rows")
+        return np.ascontiguousarray(strip)
+
+    def _halved(self, pixels: Array) -> Array:
+        """The next lower level of `(h, w, C)` pixels, `(h // 2, w // 2, C)`; an odd last row or column is left out."""
+        height, width = pixels.shape[0] // 2, pixels.shape[1] // 2
+        pixels = pixels[: 2 * height, : 2 * width]
+        if self.nearest or not pixels.size:
+            return pixels[::2, ::2]
+        import cv2
+
+        halved = np.empty((height, width, self.shape[2]), self.dtype)
+        for index in range(self.planes):  # one at a time: OpenCV takes no more than 128 channels
+            plane = np.ascontiguousarray(self.plane(pixels, index))
+            self.plane(halved, index)[...] = cv2.resize(plane, (width, height), interpolation=cv2.INTER_AREA)
+        return halved
+
+
+class SourceError(Exception):
+    """Carries an error of the strips' producer past the handler for errors of the output file."""
+
+    def __init__(self, original: Exception) -> None:
+        self.original = original
+
+
+class _Stack:
+    """Collects strips of any height into bands of exactly one tile's height (the last may be lower)."""
+
+    def __init__(self, shape: tuple[int, int], layout: Layout) -> None:
+        self.missing_rows = shape[0]
+        self._width, self._layout = shape[1], layout
+        self._held: Array | None = None
+        self._held_rows = 0
+
+    def push(self, strip: Array) -> Iterator[Array]:
+        """The bands that `strip` `(h, W, C)` completes; valid only until the next push."""
+        while len(strip):
+            wanted = min(self._layout.tile - self._held_rows, self.missing_rows)
+            part, strip = strip[:wanted], strip[wanted:]
+            self.missing_rows -= len(part)
+            complete = len(part) == wanted
+            if complete and not self._held_rows:
+                yield part  # no copy for strips that are cut at tile borders already
+                continue
+            if self._held is None:
+                self._held = np.empty((self._layout.tile, self._width, self._layout.shape[2]), self._layout.dtype)
+            self._held[self._held_rows : self._held_rows + len(part)] = part
+            self._held_rows += len(part)
+            if complete:
+                rows, self._held_rows = self._held_rows, 0
+                yield self._held[:rows]
+
+
+def level_shapes(height: int, width: int, tile: int, levels: int | Literal["auto"]) -> tuple[tuple[int, int], ...]:
+    if levels != "auto" and levels < 1:
+        raise WriteError(f"got {levels} levels, expected 1 or more, or 'auto'")
+    shapes = [(height, width)]
+    while min(shapes[-1]) > 1 and (max(shapes[-1]) > tile if levels == "auto" else len(shapes) < levels):
+        shapes.append((shapes[-1][0] // 2, shapes[-1][1] // 2))
+    return tuple(shapes)
+
+
+def _guarded(rows: Iterable[Array]) -> Iterator[Array]:
+    try:
+        yield from rows
+    except Exception as error:
+        raise SourceError(error) from error

@@ -1,0 +1,158 @@
+"""TIFF pyramids: level 0 goes straight into the file, plane by plane and level by level as TIFF wants it.
+
+What comes too early - lower levels, planes after the first - waits, already compressed, in an unnamed temporary file
+beside the output.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from itertools import chain
+from typing import IO, Any, Literal
+
+import numpy as np
+
+from gigagrad.errors import WriteError
+from gigagrad.images.image import Array
+from gigagrad.images.layout import ENCODERS, IN_FLIGHT, Layout
+from gigagrad.threads import SideThreads, Task
+
+
+class TiffPyramid:
+    """One BigTIFF being written: plain, or an OME-TIFF with the levels as SubIFDs where its name says so.
+
+    Raises `WriteError` for a compression that cannot hold the pixels.
+    """
+
+    def __init__(self, layout: Layout, compression: Literal["deflate", "jpeg"], quality: int) -> None:
+        self._layout, self._quality = layout, quality
+        self._jpeg = compression == "jpeg"
+        self._ome = layout.path.name.lower().endswith((".ome.tif", ".ome.tiff"))
+        self._waiting = [[_Tiles() for _ in range(layout.planes)] for _ in layout.levels]
+        self._written_bytes = self._done_rows = 0
+        if self._jpeg and layout.dtype != np.uint8:
+            raise WriteError(f"cannot write {layout.path}: JPEG holds uint8, got {layout.dtype}; use deflate")
+        if self._jpeg and not 1 <= quality <= 100:
+            raise WriteError(f"cannot write {layout.path}: got JPEG quality {quality}, expected 1 to 100")
+
+    @property
+    def estimated_bytes(self) -> int:
+        """What the whole job needs on disk, judged by the part that is done: the file and what waits beside it."""
+        waiting = sum(sum(tiles.sizes) for level in self._waiting for tiles in level)
+        return (self._written_bytes + 2 * waiting) * self._layout.shape[0] // max(self._done_rows, 1)
+
+    def write(self, file: IO[bytes], rows: Iterable[Array]) -> None:
+        import tifffile
+
+        with ExitStack() as stack:
+            pool = stack.enter_context(SideThreads(ENCODERS, "gigagrad-encode"))
+            spool = stack.enter_context(tempfile.TemporaryFile(dir=self._layout.path.parent))
+            first = self._first_plane(rows, spool, pool)
+            # BigTIFF always: how large a compressed file becomes is known too late, and every reader knows the format.
+            tiff = stack.enter_context(tifffile.TiffWriter(file, bigtiff=True, ome=self._ome, shaped=False))
+            for level, planes in enumerate(self._waiting):
+                waiting = (tiles.read(spool) for tiles in (planes if level else planes[1:]))
+                data = chain(*([] if level else [first]), chain.from_iterable(waiting))
+                tiff.write(data, **self._page(level))
+                for _ in data:  # runs the producer to its end, so that surplus rows are noticed
+                    raise AssertionError(f"tifffile left tiles of level {level} unwritten")
+
+    def _first_plane(self, rows: Iterable[Array], spool: IO[bytes], pool: SideThreads) -> Iterator[bytes]:
+        """The compressed tiles of level 0's first plane in file order; all others are spooled on the way."""
+        layout = self._layout
+        for level, band in layout.bands(rows):
+            for plane in reversed(range(layout.planes)):  # nobody resumes us after the first one's last tile
+                pixels = layout.plane(band, plane)
+                if level or plane:
+                    self._waiting[level][plane].add(spool, self._encoded(pixels, pool))
+                    continue
+                self._done_rows += len(band)
+                for data in self._encoded(pixels, pool):
+                    self._written_bytes += len(data)
+                    yield data
+
+    def _encoded(self, pixels: Array, pool: SideThreads) -> Iterator[bytes]:
+        """The tiles of a band of one plane."""
+        waiting: deque[Task[bytes]] = deque()
+        for x in range(0, pixels.shape[1], self._layout.tile):
+            if len(waiting) == IN_FLIGHT:
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(self._encode, pixels[:, x : x + self._layout.tile]))
+        while waiting:
+            yield waiting.popleft().result()
+
+    def _encode(self, pixels: Array) -> bytes:
+        """One tile `(h, w)` or `(h, w, 3)`, padded to the full tile by repeating its border (which keeps JPEG free of
+        ringing)."""
+        import imagecodecs
+
+        tile, (height, width) = self._layout.tile, pixels.shape[:2]
+        if (height, width) != (tile, tile):
+            pixels = np.pad(pixels, ((0, tile - height), (0, tile - width), (0, 0))[: pixels.ndim], mode="edge")
+        pixels = np.ascontiguousarray(pixels)
+        if not self._jpeg:
+            return bytes(imagecodecs.deflate_encode(pixels.tobytes(), 6))
+        colours: dict[str, Any] = {"colorspace": "RGB", "outcolorspace": "YCBCR", "subsampling": "420"}
+        return bytes(imagecodecs.jpeg8_encode(pixels, level=self._quality, **(colours if self._layout.colour else {})))
+
+    def _page(self, level: int) -> dict[str, Any]:
+        """tifffile's arguments for the pages of one level."""
+        layout, (height, width) = self._layout, self._layout.levels[level]
+        axes = "YXS" if layout.colour else "CYX" if layout.planes > 1 else "YX"
+        sides = {"Y": height, "X": width, "C": layout.planes, "S": 3}
+        page: dict[str, Any] = {
+            "shape": tuple(sides[axis] for axis in axes),
+            "dtype": layout.dtype,
+            "tile": (layout.tile, layout.tile),
+            "photometric": "rgb" if layout.colour else "minisblack",
+            "planarconfig": "separate" if axes == "CYX" and not self._ome else None,
+            "compression": "jpeg" if self._jpeg else "adobe_deflate",
+            "subfiletype": 1 if level else 0,
+            "software": "gigagrad",
+            "metadata": None,
+        }
+        if layout.mpp is not None:
+            per_cm = [
+                1e4 / layout.mpp * side / full for side, full in zip((height, width), layout.levels[0], strict=True)
+            ]
+            page |= {"resolution": (per_cm[1], per_cm[0]), "resolutionunit": "CENTIMETER"}
+        if self._ome and not level:
+            page |= {"subifds": len(layout.levels) - 1, "metadata": {"axes": axes, **_ome(layout)}}
+        elif not level:
+            page["description"] = layout.description
+        return page
+
+
+class _Tiles:
+    """Compressed tiles of one plane of one level, where they wait in the spool."""
+
+    def __init__(self) -> None:
+        self.sizes, self._places = array("Q"), array("Q")
+
+    def add(self, spool: IO[bytes], tiles: Iterable[bytes]) -> None:
+        for data in tiles:
+            self._places.append(spool.tell())
+            self.sizes.append(spool.write(data))
+
+    def read(self, spool: IO[bytes]) -> Iterator[bytes]:
+        for place, size in zip(self._places, self.sizes, strict=True):
+            spool.seek(place)
+            yield spool.read(size)
+
+
+def _ome(layout: Layout) -> dict[str, Any]:
+    """What OME-XML says of the image. A channel's colour is a signed number of the bytes red, green, blue, alpha."""
+    said: dict[str, Any] = {"Name": layout.path.name}
+    if layout.description is not None:
+        said["Description"] = layout.description
+    if layout.mpp is not None:
+        said |= {f"PhysicalSize{axis}": layout.mpp for axis in "XY"}
+        said |= {f"PhysicalSize{axis}Unit": "\u00b5m" for axis in "XY"}
+    if layout.channels:
+        colours = [int.from_bytes(bytes((*kind.color, 255)), "big", signed=True) for kind in layout.channels]
+        said["Channel"] = {"Name": [kind.name for kind in layout.channels], "Color": colours}
+    return said

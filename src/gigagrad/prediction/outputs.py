@@ -1,0 +1,163 @@
+"""What `predict` writes of a slide: a class for each kind of file, in `OUTPUTS` by the name that people ask for it by.
+
+Some are written while the network sweeps over the slide, all in one sweep; the others follow from the mask, so that
+one that is asked for later costs no second sweep.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gigagrad.execution.sinks import Pyramid, Sink
+from gigagrad.images import Image, MaskClass
+from gigagrad.prediction.classes import Channels, foreground
+from gigagrad.prediction.instances import write_instances
+from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
+from gigagrad.prediction.polygons import Traced, write_geojson
+from gigagrad.prediction.tiatoolbox import write_annotations
+
+FORMATS: Final = {"tiff": ".tif", "ome-tiff": ".ome.tif", "ome-zarr": ".ome.zarr"}
+"""What the names of images end in, by the name of their format; `write_pyramid` goes by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A slide with its mask, the regions of that, and the true mask where there is one."""
+
+    slide: Image
+    mask: Image
+    traced: Traced
+    classes: Sequence[MaskClass]
+    truth: Image | None
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """How many level-0 pixels of the slide a pixel of the mask is high and wide."""
+        full = self.slide.levels[0].shape
+        return full[0] / self.slide.height, full[1] / self.slide.width
+
+
+class Output(ABC):
+    """One kind of file: `folder/STEM` and `suffix`, or what the images' format says where that is None."""
+
+    folder: ClassVar[str]
+    suffix: ClassVar[str | None] = None
+
+
+class Swept(Output):
+    """Written as the network's output comes."""
+
+    @abstractmethod
+    def sink(self, path: Path, channels: Channels, classes: Sequence[MaskClass], threshold: float) -> Sink:
+        """`classes` are those of the channels (see `Channels.classes`)."""
+
+
+class Derived(Output):
+    """Written from the mask."""
+
+    @abstractmethod
+    def write(self, path: Path, predicted: Predicted) -> None:
+        """Raises `WriteError`, and `ImageError` where the slide or a mask cannot be read."""
+
+
+class Mask(Swept):
+    """Class ids in bytes; of labels a channel for each, of 0 and 1."""
+
+    folder = "masks"
+
+    def sink(self, path: Path, channels: Channels, classes: Sequence[MaskClass], threshold: float) -> Sink:
+        classes = foreground(classes)
+        first = "labels: 1 is" if channels.labels else "mask: 0 background"
+        return Pyramid(
+            path,
+            dtype=np.uint8,
+            planes=channels.planes,
+            pixels=lambda logits: channels.mask(logits, threshold).transpose(1, 2, 0),
+            nearest=True,
+            overwrite=True,
+            description=", ".join([f"gigagrad {first}", *(f"{kind.id} {kind.name}" for kind in classes)]),
+            **{"channels" if channels.labels else "classes": classes},
+        )
+
+
+class Probabilities(Swept):
+    """A channel for each class in bytes, 255 is 1: what every viewer takes, in a quarter of the room of floats."""
+
+    folder = "probabilities"
+
+    def sink(self, path: Path, channels: Channels, classes: Sequence[MaskClass], threshold: float) -> Sink:
+        def pixels(logits_NCHW: torch.Tensor) -> NDArray[np.uint8]:
+            scaled = channels.probabilities(logits_NCHW)[0].mul_(255).round_()
+            return scaled.permute(1, 2, 0).to("cpu", torch.uint8).numpy()
+
+        return Pyramid(
+            path,
+            dtype=np.uint8,
+            pixels=pixels,
+            overwrite=True,
+            description=f"gigagrad probabilities, 255 is 1: {', '.join(kind.name for kind in classes)}",
+            channels=classes,
+        )
+
+
+class GeoJson(Derived):
+    """The regions as QuPath's annotations."""
+
+    folder, suffix = "geojson", ".geojson"
+
+    def write(self, path: Path, predicted: Predicted) -> None:
+        write_geojson(path, predicted.traced, path.stem, predicted.scale)
+
+
+class Overlay(Derived):
+    """A picture of the slide with the outlines of the masks."""
+
+    folder, suffix = "overlays", ".png"
+
+    def write(self, path: Path, predicted: Predicted) -> None:
+        drawn = layers(predicted.mask, predicted.classes, predicted.truth)
+        write_overlay(path, draw_overlay(predicted.slide, drawn))
+
+
+class Instances(Derived):
+    """A table of the regions."""
+
+    folder, suffix = "instances", ".csv"
+
+    def write(self, path: Path, predicted: Predicted) -> None:
+        write_instances(path, predicted.traced, path.stem, predicted.scale, predicted.slide.mpp)
+
+
+class TiaToolbox(Derived):
+    """The regions as TIAToolbox's annotation store."""
+
+    folder, suffix = "tiatoolbox", ".db"
+
+    def write(self, path: Path, predicted: Predicted) -> None:
+        write_annotations(path, predicted.traced, path.stem, predicted.scale)
+
+
+OUTPUTS: Final[dict[str, Output]] = {
+    "mask": Mask(),
+    "probabilities": Probabilities(),
+    "geojson": GeoJson(),
+    "overlay": Overlay(),
+    "instances": Instances(),
+    "tiatoolbox": TiaToolbox(),
+}
+
+
+def file_names(name: str, form: str) -> dict[str, str]:
+    """What the files of the slide `name` are called by output, relative to the output folder, images of this format."""
+    return {
+        output: f"{kind.folder}/{name}{FORMATS[form] if kind.suffix is None else kind.suffix}"
+        for output, kind in OUTPUTS.items()
+    }
