@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import tifffile
 import torch
 
 from gigagrad.errors import ConfigError, TargetError
+from gigagrad.prediction import PredictConfig, predict
+from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
@@ -163,3 +166,43 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     with pytest.raises(error, match=words):
         fit(replace(config, slides=slides, model=f"{networks}:{model}", loss=loss))
     assert not Path(config.out).exists()
+
+
+def test_labels_are_predicted_and_scored_alike(config, networks, cohort_csv, tmp_path):
+    columns = table(
+        cohort_csv,
+        tmp_path / "columns.csv",
+        "slide,mask:blob,mask:left,split",
+        lambda slide, mask, split: (slide, mask, other_label(mask, tmp_path), split),
+    )
+    settings = replace(config, slides=columns, epochs=4, learning_rate=0.1)
+    result = fit(settings)
+    trust = (settings.model,)
+    made = predict(
+        PredictConfig(
+            run=settings.out,
+            slides=(columns,),
+            out=tmp_path / "out",
+            split="test",
+            trust=trust,
+            outputs=("mask", "geojson", "overlay", "probabilities"),
+        )
+    )
+    assert [slide.dice for slide in made] == pytest.approx(list(result.scores.values()))
+    of_model = evaluate_model(settings.out, columns, split="test", trust=trust)
+    of_masks = evaluate_masks(tmp_path / "out", columns, split="test")
+    assert of_model == of_masks
+    assert of_model.dice[0] == pytest.approx(result.mean)
+    assert of_model.classes == ("blob", "left")
+    name = made[0].name
+    mask = tifffile.imread(tmp_path / "out" / "masks" / f"{name}.tif")
+    chances = tifffile.imread(tmp_path / "out" / "probabilities" / f"{name}.tif")
+    np.testing.assert_array_equal(mask[:, chances[0] != 128], (chances > 127)[:, chances[0] != 128])
+    truth = [
+        tifffile.imread(cohort_csv.parent / f"{name}.mask.tif"),
+        tifffile.imread(tmp_path / f"{name}.mask.tif") > 0,
+    ]
+    dice = [2 * (a & b).sum() / (a.sum() + b.sum()) for a, b in zip(mask, np.array(truth), strict=True)]
+    assert made[0].dice == pytest.approx(np.mean(dice))
+    features = json.loads((tmp_path / "out" / "geojson" / f"{name}.geojson").read_text())["features"]
+    assert {feature["properties"]["classification"]["name"] for feature in features} <= {"blob", "left"}
