@@ -68,12 +68,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _band(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
 FLAGS: Final[dict[str, dict[str, Any]]] = {
     "--bands": {
         "nargs": "+",
-        "type": int,
-        "metavar": "N",
-        "help": "channels of slides to read, in this order, counted from 1 (default: all)",
+        "type": _band,
+        "metavar": "BAND",
+        "help": "channels of slides to read, in this order, by name or counted from 1 (default: all)",
     },
     "--classes": {
         "nargs": "+",
@@ -325,7 +329,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--mpp": {},
             "--level": {"type": int, "help": "pyramid level; default: the level of the training run"},
             "--grey": {"help": "read slides in grey, one channel; default: as the training run did"},
-            "--bands": {"help": "channels of slides to read, counted from 1; default: those of the training run"},
+            "--bands": {"help": "channels of slides to read, by name or number; default: those of the training run"},
             "--target-mpp": {
                 "type": float,
                 "metavar": "MPP",

@@ -126,6 +126,19 @@ def check_images(
     return tuple(shapes)
 
 
+def any_missing(cohort: Cohort, look: Look, table: ClassTable | None) -> bool:
+    """Whether pixels of a slide, as it is looked at, or of a mask file may hold no data and be ignored for it."""
+    for row in cohort.rows:
+        with open_image(row.slide) as slide:
+            if look.of(slide).missing_bytes:
+                return True
+        if table is None and row.mask is not None and not is_annotation_file(row.mask):
+            with open_image(row.mask) as mask:
+                if mask.nodata is not None:
+                    return True
+    return False
+
+
 def _folded(path: Path, columns: Sequence[str], rows: Sequence[Row], fold: int) -> tuple[Row, ...]:
     if "fold" not in columns:
         raise ConfigError(f"{path} line 1: the column 'fold' is missing; add it, or leave out --fold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +12,11 @@ import numpy as np
 from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
 from gigagrad.images import Image, open_image
-from gigagrad.images.image import Array, View
+from gigagrad.images.image import Array, Pixels, View
 from gigagrad.images.resampled import Resampled
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
-from gigagrad.masks.classes import ClassTable
+from gigagrad.masks.classes import IGNORED, ClassTable
+from gigagrad.masks.missing import room_for_ignored
 from gigagrad.masks.outlines import Outlines
 from gigagrad.masks.painting import AnnotationMask
 
@@ -42,7 +44,8 @@ def open_mask(
             count by their names in alphabetical order, and the values of an image are class ids.
 
     Outlines are painted in their order, box by box as they are read. What none covers is ignored (255), or background
-    if there is but one class.
+    if there is but one class; so are pixels of a mask file that hold its nodata value, which without `classes` are
+    ignored.
 
     Raises `ImageError` for a source that cannot be read or is no mask, `TargetError` for one that does not belong to
     the slide, and `ConfigError` for `classes`.
@@ -53,23 +56,31 @@ def open_mask(
     if isinstance(source, str | Path) and is_annotation_file(Path(source)):
         return _painted(read_annotations(source), slide, table, Path(source).stem)
     mask = open_image(source)
+    nodata = mask.nodata
+    ids: dict[int | float, int] = dict(table.values.items()) if table is not None else {}
     mask = _at_size_of(slide, mask, source if isinstance(source, str | Path) else mask.name)
-    return Relabelled(mask, table.values) if table is not None and table.values else mask
+    if nodata is not None:
+        ids = {nodata: IGNORED if table is None else table.unlabelled, **ids}
+    return Relabelled(mask, ids) if ids else mask
 
 
 class Relabelled(View):
     """A mask with other numbers: those in `ids` are replaced, the others stay. Closing it closes the mask."""
 
-    def __init__(self, mask: Image, ids: Mapping[int, int]) -> None:
-        super().__init__(mask)
+    def __init__(self, mask: Image, ids: Mapping[int | float, int]) -> None:
+        ignores = IGNORED in ids.values()
+        super().__init__(mask, dtype=room_for_ignored(mask), nodata=IGNORED if ignores else None)
         self._ids = ids
 
     def _read_inside(self, box: Box) -> Array:
         pixels = np.asarray(self._image.read(box))
-        renamed = pixels.copy()
+        renamed = pixels.astype(room_for_ignored(self))
         for value, number in self._ids.items():
-            renamed[pixels == value] = number
+            renamed[np.isnan(pixels) if math.isnan(value) else pixels == value] = number
         return renamed
+
+    def _blank(self, height: int, width: int) -> Pixels:
+        return Image._blank(self, height, width)
 
     def _release(self) -> None:
         self._image.close()

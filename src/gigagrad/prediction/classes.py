@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.errors import ConfigError, ModelError
+from gigagrad.images import Image
 from gigagrad.masks import IGNORED, ClassTable
 
 if TYPE_CHECKING:
@@ -56,12 +57,14 @@ def foreground_count(channels: int) -> int:
     return max(1, channels - 1)
 
 
-def ignored_value(channels: int, table: ClassTable | None) -> int | None:
+def ignored_value(channels: int, table: ClassTable | None, truth: Image | None = None) -> int | None:
     """The value in true masks that no score of a model with so many output channels looks at, None where all count.
 
-    As in training: of several channels, whose loss takes class ids, and where the table has anything to ignore.
+    As in training: of several channels, whose loss takes class ids, where the table has anything to ignore, and where
+    `truth` says that it is no data.
     """
-    return IGNORED if channels > 1 or (table is not None and table.ignores) else None
+    says_so = truth is not None and truth.nodata == IGNORED
+    return IGNORED if channels > 1 or says_so or (table is not None and table.ignores) else None
 
 
 def class_ids(logits_NCHW: torch.Tensor, threshold: float = 0.5) -> NDArray[np.uint8]:

@@ -87,7 +87,7 @@ def evaluate_model(
 
     def score(entry: Row) -> Confusion:
         with opened(entry) as (slide, seen), _truth(entry, slide, table) as truth:
-            found.append(score_logits(engine.stream(seen), truth, table))
+            found.append(score_logits(engine.stream(seen), truth, table, seen))
             return found[-1]
 
     evaluation = score_each([(entry.name, partial(score, entry)) for entry in entries], events, table)

@@ -24,6 +24,8 @@ from gigagrad.prediction.scores import Confusion, mean_sd
 _BLOCK_PX = 2048
 """Side of the blocks that are compared: two of them and a few temporaries are held at a time."""
 
+_Ids = NDArray[Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -96,21 +98,22 @@ def score_tiles(
     classes: int = 2,
     *,
     ignored: int | None = None,
+    seen: Image | None = None,
 ) -> Confusion:
     """Compare disjoint predicted tiles, `(h, w)` class ids each, with the same boxes of the true mask.
 
-    Pixels whose true value is `ignored` do not count. Raises `TargetError` when ids lie outside `classes`, `ImageError`
-    when `truth` is no mask.
+    Pixels whose true value is `ignored` do not count, nor do those where `seen` has no data. Raises `TargetError` when
+    ids lie outside `classes`, `ImageError` when `truth` is no mask.
     """
     require_mask(truth)
     confusion = Confusion(classes, ignored)
     for box, ids in tiles_of_ids:
-        confusion.add(ids, np.asarray(truth.read(box))[0])
+        confusion.add(*_with_data(ids, np.asarray(truth.read(box))[0], seen, box))
     return confusion
 
 
 def score_masks(predicted: Image, truth: Image, classes: int = 2, *, ignored: int | None = None) -> Confusion:
-    """Compare two masks of the same size block by block, as `score_tiles` does.
+    """Compare two masks of the same size block by block, as `score_tiles` does, where `predicted` has data.
 
     Raises `TargetError` when their sizes differ.
     """
@@ -122,23 +125,30 @@ def score_masks(predicted: Image, truth: Image, classes: int = 2, *, ignored: in
         )
     blocks = tiles(predicted.shape[1], predicted.shape[2], _BLOCK_PX, _BLOCK_PX)
     pixels = ((box, np.asarray(predicted.read(box))[0]) for box in blocks)
-    return score_tiles(pixels, truth, classes, ignored=ignored)
+    return score_tiles(pixels, truth, classes, ignored=ignored, seen=predicted)
 
 
-def score_logits(prediction: Iterable[tuple[Box, Tensor]], truth: Image, table: ClassTable | None) -> Confusion:
+def score_logits(
+    prediction: Iterable[tuple[Box, Tensor]], truth: Image, table: ClassTable | None, seen: Image | None = None
+) -> Confusion:
     """Compare tiles of `(1, C, h, w)` logits with the same boxes of the true mask; holds one tile at a time.
 
     With one channel every value of the mask above 0 is foreground. `table` has the mask's classes; pixels of
-    `ignored_value` do not count. Raises `ModelError` for outputs that are no segmentation, `TargetError` as
-    `Confusion` does.
+    `ignored_value` do not count, nor do those where `seen` has no data. Raises `ModelError` for outputs that are no
+    segmentation, `TargetError` as `Confusion` does.
     """
     counts: Confusion | None = None
     for box, logits in prediction:
         channels = logits.shape[1]
-        counts = counts or Confusion(foreground_count(channels) + 1, ignored_value(channels, table))
-        counts.add(class_ids(logits), np.asarray(truth.read(box))[0])
+        counts = counts or Confusion(foreground_count(channels) + 1, ignored_value(channels, table, truth))
+        counts.add(*_with_data(class_ids(logits), np.asarray(truth.read(box))[0], seen, box))
     assert counts is not None, "a prediction has at least one tile"
     return counts
+
+
+def _with_data(ids: _Ids, true_ids: _Ids, seen: Image | None, box: Box) -> tuple[_Ids, _Ids]:
+    missing = None if seen is None else seen.missing(box)
+    return (ids, true_ids) if missing is None else (ids[~missing], true_ids[~missing])
 
 
 def score_each(

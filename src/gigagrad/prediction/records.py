@@ -28,7 +28,7 @@ class MadeWith:
     """None where `target_mpp` chose it slide by slide."""
     target_mpp: float | None = None
     grey: bool = False
-    bands: tuple[int, ...] = ()
+    bands: tuple[int | str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gigagrad.cohorts import Cohort, Row, check_images, class_table, read_cohort
+from gigagrad.cohorts import Cohort, Row, any_missing, check_images, class_table, read_cohort
 from gigagrad.devices import device_for
 from gigagrad.errors import ConfigError, ImageError, ModelError, TargetError
 from gigagrad.events import Events, Listener, MetricsLogged, Notice
@@ -170,6 +170,11 @@ class _Run:
         """What targets may hold, and the loss without ignored pixels and with the weights of classes."""
         config = self.config
         ignores = self.table is not None and self.table.ignores and self.largest.label is None
+        if self.largest.label is None and not ignores and any_missing(self.cohort, config.look, self.table):
+            ignores = self.loss.binary or self.loss.class_ids
+            if not ignores:
+                text = "the loss takes every pixel, those without data among them, which are 0"
+                self.events.emit(Notice(text, warning=True))
         if ignores:
             self.loss = self.loss.ignoring()
         rule = TargetRule(self.loss, channels, ignores)
@@ -395,7 +400,7 @@ class _Run:
                 with self.pairs.open(row) as (slide, target):
                     if dense:
                         assert not isinstance(target, torch.Tensor)
-                        scores[row.name] = score_logits(engine.stream(slide), target, self.table).dice
+                        scores[row.name] = score_logits(engine.stream(slide), target, self.table, slide).dice
                     elif rated:
                         output_NC = output_of(engine, slide)
                         assert isinstance(target, torch.Tensor)
