@@ -151,6 +151,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "slides": {"nargs": "+", "type": Path, "metavar": "SLIDE", "help": "files, folders, or CSVs"},
             "--out": "folder for the masks",
             "--mpp": {},
+            "--bands": {"default": (), "help": "channels to look at, one or three of bytes: by name or number"},
             "--overwrite": "make masks again that exist; otherwise they are kept",
         },
     ),

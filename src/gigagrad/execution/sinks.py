@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.execution.assemble import assemble
+from gigagrad.images import Image
 
 Pieces = Iterable[tuple[Box, torch.Tensor]]
 """Disjoint boxes that cover the field with their crops `(1, C, h, w)`: rows of equal height, left to right."""
@@ -78,7 +79,8 @@ class WholeTensor(Sink):
 
 class Pyramid(Sink):
     """A pyramidal TIFF, written row of tiles by row of tiles. `pixels` makes `(h, w)` or `(h, w, C)` of a crop
-    `(1, C, h, w)`; without it they are the values themselves in float32.
+    `(1, C, h, w)`; without it they are the values themselves in float32. Where `seen`, an image of the field's size,
+    has no data, they are `nodata`.
 
     `options` are `write_pyramid`'s. Raises WriteError.
     """
@@ -91,11 +93,15 @@ class Pyramid(Sink):
         channels: int | None = None,
         pixels: Callable[[torch.Tensor], NDArray[Any]] | None = None,
         nearest: bool = False,
+        seen: Image | None = None,
+        nodata: int | float = 0,
         **options: Any,
     ) -> None:
         self._path, self._dtype, self._channels = path, np.dtype(dtype), channels
+        self._seen, self._nodata = seen, nodata
         self._pixels, self._options = pixels or _values, {"nearest": nearest, **options}
-        self.kind = f"pyramid of {self._dtype}, {channels or 'all'} channels"
+        self._gap_bytes = 0 if seen is None else seen.missing_bytes
+        self.kind = f"pyramid of {self._dtype}, {channels or 'all'} channels, {self._gap_bytes} bytes for gaps"
 
     def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
         from gigagrad.images.write import pyramid_bytes
@@ -103,7 +109,7 @@ class Pyramid(Sink):
         channels = self._channels or shape[1]
         row = shape[-1] * channels * self._dtype.itemsize
         strips = 2 * min(tile_height, shape[-2]) * row  # one is assembled while the one before it is written
-        return strips + pyramid_bytes((shape[-2], shape[-1], channels), self._dtype)
+        return strips + self._gap_bytes + pyramid_bytes((shape[-2], shape[-1], channels), self._dtype)
 
     def take(self, pieces: Pieces, field: OutputField) -> Path:
         from gigagrad.images.write import write_pyramid
@@ -116,7 +122,10 @@ class Pyramid(Sink):
 
     def _converted(self, pieces: Pieces) -> Iterator[tuple[Box, NDArray[Any]]]:
         for box, crop in pieces:
-            yield box, self._pixels(crop)
+            pixels = self._pixels(crop)
+            if self._seen is not None and (missing := self._seen.missing(box)) is not None:
+                pixels[missing] = self._nodata
+            yield box, pixels
 
 
 def _values(crop: torch.Tensor) -> NDArray[Any]:

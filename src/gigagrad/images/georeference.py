@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 PIXEL_SCALE, TIEPOINT, TRANSFORMATION = 33550, 33922, 34264
 KEY_DIRECTORY, DOUBLE_PARAMS, ASCII_PARAMS = 34735, 34736, 34737
+GDAL_NODATA: Final = 42113
 TAGS: Final = (PIXEL_SCALE, TIEPOINT, TRANSFORMATION, KEY_DIRECTORY, DOUBLE_PARAMS, ASCII_PARAMS)
 
 _MODEL_TYPE, _RASTER_TYPE, _GEODETIC_CRS, _PROJECTED_CRS, _LINEAR_UNITS = 1024, 1025, 2048, 3072, 3076
@@ -25,6 +26,8 @@ _METRES_PER_UNIT: Final = {9001: 1.0, 9002: 0.3048, 9003: 1200 / 3937}
 """By EPSG's code of the unit: the metre, the foot and the US survey foot."""
 _WGS84: Final = 4326
 
+Tags = dict[int, tuple[str, Any]]
+"""Values by TIFF tag, each with its type as struct writes it."""
 Affine = tuple[float, float, float, float, float, float]
 
 
@@ -58,10 +61,10 @@ class Georeference:
             found = replace(found.of_pixels((1, 0, -0.5, 0, 1, -0.5)), keys=tuple(entries.ravel().tolist()))
         return found
 
-    def to_tags(self) -> dict[int, tuple[str, Any]]:
-        """What `of_tags` makes this of: the values by tag, each with its type as struct writes it."""
+    def to_tags(self) -> Tags:
+        """What `of_tags` makes this of."""
         a, b, c, d, e, f = self.transform
-        tags: dict[int, tuple[str, Any]] = {TRANSFORMATION: ("d", (a, b, 0, c, d, e, 0, f, *[0] * 7, 1))}
+        tags: Tags = {TRANSFORMATION: ("d", (a, b, 0, c, d, e, 0, f, *[0] * 7, 1))}
         if b == d == 0 and a > 0 > e:  # as most files and all readers have it
             tags = {PIXEL_SCALE: ("d", (a, -e, 0)), TIEPOINT: ("d", (0, 0, 0, c, f, 0))}
         described = {
@@ -117,6 +120,12 @@ class Georeference:
         """A key whose value stands in the directory itself."""
         entries = (self.keys[at : at + 4] for at in range(4, len(self.keys), 4))
         return next((value for key, place, _, value in entries if (key, place) == (number, 0)), None)
+
+
+def geotiff_tags(place: Georeference | None, nodata: int | None) -> Tags:
+    """What a TIFF of this place has to say, and which value means that there is no data, to GDAL and others."""
+    tags: Tags = {} if nodata is None else {GDAL_NODATA: ("s", str(nodata).encode())}
+    return tags if place is None else tags | place.to_tags()
 
 
 def _numbers(value: Any) -> tuple[float, ...]:

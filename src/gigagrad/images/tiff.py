@@ -26,6 +26,7 @@ from gigagrad.images.tiff_directory import (
     georeference_of,
     is_colour,
     nodata_of,
+    warn_of_mask,
 )
 from gigagrad.images.tiff_segments import Decode, Segments, segments_of
 from gigagrad.images.tiff_walk import walk_tiff
@@ -151,6 +152,7 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None) -> TiffIm
         check_kind(tif, path.name)
         series = tif.series[0]
         check_layout(series, path.name)
+        warn_of_mask(tif, path.name)
         tables = [segments_of(entry, path.name, found) for entry in series.levels]
         colour = is_colour(series.keyframe)
         # A fourth band that is not said to be alpha is a band as others, near infrared for one.

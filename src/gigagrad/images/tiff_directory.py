@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 import re
+import warnings
 from typing import Any
 
 import numpy as np
 
 from gigagrad.errors import ImageError
-from gigagrad.images.georeference import TAGS, Georeference
+from gigagrad.images.georeference import GDAL_NODATA, TAGS, Georeference
 from gigagrad.images.nodata import parse_nodata
 from gigagrad.images.resolution import choose_mpp, micrometres, number
 from gigagrad.images.stream_check import JPEG_2000_COMPRESSIONS, JPEG_COMPRESSIONS
@@ -17,7 +18,8 @@ from gigagrad.images.stream_check import JPEG_2000_COMPRESSIONS, JPEG_COMPRESSIO
 _APERIO_YCBCR = 33003  # JPEG 2000 whose colour transform is left to the reader
 _MINISBLACK, _RGB, _YCBCR = 1, 2, 6
 _INCH, _CENTIMETRE = 2, 3
-_GDAL_METADATA, _GDAL_NODATA = 42112, 42113
+_IS_MASK = 4
+_GDAL_METADATA = 42112
 _MOST_VALUES = 2**20
 """Of a tag that is no table of tiles: a file's word for how many there are costs nothing before they are read."""
 
@@ -120,13 +122,28 @@ def base_mpp(tif: Any, page: Any, given: float | None, name: str, georeference: 
     return choose_mpp(given, name, claims, _aperio(description, "AppMag"), georeference=georeference)
 
 
+class UnreadMaskWarning(UserWarning):
+    """The file has a mask of where it holds data, beside its pixels, which is not read."""
+
+
+def warn_of_mask(tif: Any, name: str) -> None:
+    """A mask that GDAL keeps in the file is the page after the first, or none."""
+    if len(tif.pages) > 1 and int(tif.pages[1].subfiletype) & _IS_MASK:
+        warnings.warn(
+            f"{name} says by a mask of its own where it holds data, which is not read, so that all its pixels count; "
+            "mark the others by a value: gdal_translate -a_nodata 0",
+            UnreadMaskWarning,
+            stacklevel=3,
+        )
+
+
 def georeference_of(page: Any) -> Georeference | None:
     return Georeference.of_tags({tag: value for tag in TAGS if (value := _value(page, tag)) is not None})
 
 
 def nodata_of(page: Any) -> int | float | None:
     """The value of samples without data, None where the file names none that a sample could have."""
-    text = _value(page, _GDAL_NODATA)
+    text = _value(page, GDAL_NODATA)
     return parse_nodata(text if isinstance(text, str) else None, np.dtype(page.dtype))
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
@@ -47,6 +48,7 @@ def write_pyramid(
     description: str | None = None,
     expected_bytes: int = 0,
     ome: bool = False,
+    tags: Mapping[int, tuple[str, Any]] = MappingProxyType({}),
 ) -> Path:
     """Write `rows` as a pyramidal BigTIFF and return its path.
 
@@ -63,6 +65,8 @@ def write_pyramid(
         description: free text for the file, plain ASCII.
         expected_bytes: refuse at once if the disk has less room than this; 0 where no estimate exists.
         ome: OME-TIFF with SubIFDs instead of plain reduced pages.
+        tags: further tags of level 0, each with the type of its value or values as struct writes it; as
+            `georeference.geotiff_tags` makes them.
 
     Raises `WriteError` if the file exists (unless `overwrite`), the folder is missing or read-only, the disk is full
     or the strips do not have the promised shape; errors of the strips' producer pass through as they are. After any
@@ -73,7 +77,7 @@ def write_pyramid(
     codec.check(path, shape)
     check_destination(path, overwrite=overwrite, expected_bytes=expected_bytes)
     text = None if description is None else description.encode("ascii", "replace").decode()
-    job = _Pyramid(path, codec, _level_shapes(shape[0], shape[1], tile, levels), mpp, text, ome)
+    job = _Pyramid(path, codec, _level_shapes(shape[0], shape[1], tile, levels), mpp, text, ome, tags)
     try:
         with replacing(path, lambda: job.estimated_bytes) as file:
             job.write(file, rows)
@@ -183,9 +187,17 @@ class _Pyramid:
     """One file being written: level 0 as it comes, the lower levels through spools."""
 
     def __init__(
-        self, path: Path, codec: _Codec, shapes: list[tuple[int, int]], mpp: float | None, text: str | None, ome: bool
+        self,
+        path: Path,
+        codec: _Codec,
+        shapes: list[tuple[int, int]],
+        mpp: float | None,
+        text: str | None,
+        ome: bool,
+        tags: Mapping[int, tuple[str, Any]],
     ) -> None:
         self._path = path
+        self._tags = tags
         self._codec = codec
         self._mpp, self._description, self._ome = mpp, text, ome
         self._stacks = [_Stack(shape, codec) for shape in shapes]
@@ -229,6 +241,9 @@ class _Pyramid:
             "software": "gigagrad",
             "metadata": None,
         }
+        if first:
+            counts = {tag: 1 + len(value) if kind == "s" else len(value) for tag, (kind, value) in self._tags.items()}
+            page["extratags"] = [(tag, kind, counts[tag], value) for tag, (kind, value) in self._tags.items()]
         if mpp is not None:
             per_cm = [1e4 / mpp * side / full for side, full in zip(shape, self._stacks[0].shape, strict=True)]
             page |= {"resolution": (per_cm[1], per_cm[0]), "resolutionunit": "CENTIMETER"}

@@ -19,6 +19,7 @@ from gigagrad.masks.classes import IGNORED, ClassTable
 from gigagrad.masks.missing import room_for_ignored
 from gigagrad.masks.outlines import Outlines
 from gigagrad.masks.painting import AnnotationMask
+from gigagrad.masks.placed import in_pixels
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +36,9 @@ def open_mask(
     """The mask of an open `slide`, pixel for pixel at the slide's level.
 
     Args:
-        source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0; or class ids as
-            `open_image` takes them, of the slide's size or the same picture at another resolution, of which the nearest
-            pixel counts.
+        source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0, or GeoJSON in the
+            coordinates on earth that its `crs` names; or class ids as `open_image` takes them, of the slide's size or
+            the same picture at another resolution, of which the nearest pixel counts.
         slide: where the mask belongs.
         classes: class ids by name, `{"tumour": 1, "stroma": 2, "artefact": "ignore"}`, or as `ClassTable.parse` takes
             them. Of an image, names that are numbers are the values to replace: `{"255": 1}`. Without it, outlines
@@ -97,12 +98,14 @@ def _table(classes: ClassTable | Mapping[str, int | str] | Sequence[str] | None)
 def _painted(outlines: Outlines, slide: Image, table: ClassTable | None, name: str) -> Image:
     if not len(outlines):
         raise TargetError(f"{name} has no outline that covers an area; annotate {slide.name}, or leave its mask empty")
+    outlines = in_pixels(outlines, slide)
     full = slide.levels[0].shape
     x0, y0, x1, y1 = outlines.bounds().T
     if not ((x1 > 0) & (y1 > 0) & (x0 < full[1]) & (y0 < full[0])).any():
         raise TargetError(
             f"the outlines of {name} lie from ({x0.min():g}, {y0.min():g}) to ({x1.max():g}, {y1.max():g}), outside "
-            f"their slide {slide.name} of {full[0]} x {full[1]} px; coordinates are pixels of level 0"
+            f"their slide {slide.name} of {full[0]} x {full[1]} px; coordinates are pixels of level 0, or of the "
+            "reference system that a member 'crs' names"
         )
     return AnnotationMask(outlines, table or ClassTable.of_names(outlines.names), slide, name=name)
 

@@ -131,9 +131,6 @@ def evaluate_masks(
         made_with = record.made_with if record is not None else None
         table = given or (ClassTable.parse(made_with.classes) if made_with is not None and made_with.classes else None)
         count = record.classes if record is not None and record.classes else table.count if table is not None else 0
-        ignored = ignored_value(count - 1, table)
-        if ignored is None and record is not None:
-            ignored = record.ignored
         # Level 0 for masks from elsewhere, and for those whose level was chosen by resolution.
         level = (made_with.level if made_with is not None else None) or 0
         with (
@@ -141,6 +138,9 @@ def evaluate_masks(
             open_image(entry.slide, level=level, mpp=entry.mpp) as slide,
             _truth(entry, slide, table) as truth,
         ):
+            ignored = ignored_value(count - 1, table, truth)
+            if ignored is None and record is not None:
+                ignored = record.ignored
             if count:
                 return score_masks(predicted, truth, count, ignored=ignored)
             return score_masks(predicted, truth, IGNORED + 1).narrowed(IGNORED)

@@ -1,4 +1,4 @@
-"""Class regions of a mask as polygons for QuPath: GeoJSON in level-0 pixels.
+"""Class regions of a mask as polygons: GeoJSON in level-0 pixels for QuPath, or in the slide's coordinates on earth.
 
 Outlines follow the pixel edges exactly. Memory and the size of the file grow with the number of corners, not with the
 slide, and both are bounded: a mask with more than `max_corners` corners (noise, mostly) is traced again from every
@@ -9,23 +9,29 @@ UUID as `id`, `objectType` "annotation", and a classification with both name and
 from __future__ import annotations
 
 import json
+import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gigagrad.boxes import Box, tiles
 from gigagrad.files import replacing
+from gigagrad.images.georeference import Georeference
 from gigagrad.images.image import Image
 from gigagrad.prediction.classes import MaskClass
 from gigagrad.prediction.outlines import NO_CORNERS, Corners, Rings, corners_in, rings_of
 from gigagrad.prediction.sampling import block_side, read_sampled, require_mask, sampled_shape
 
 if TYPE_CHECKING:
-    from shapely import LinearRing, Polygon
+    from shapely import Polygon
+
+Points = NDArray[np.float64]
 
 _NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "gigagrad/annotation")
 
@@ -67,16 +73,27 @@ def trace(mask: Image, classes: Sequence[MaskClass], *, min_area_px: float = 256
     return Traced(tuple(regions), downsample)
 
 
-def write_geojson(path: Path, traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> None:
+def write_geojson(
+    path: Path,
+    traced: Traced,
+    name: str,
+    scale: tuple[float, float] = (1, 1),
+    place: Georeference | None = None,
+) -> None:
     """A QuPath `FeatureCollection`; ids depend on `name` and the regions' order only. Raises `WriteError`.
 
-    `scale` is how many level-0 pixels of the slide a pixel of the mask is high and wide.
+    `scale` is how many level-0 pixels of the slide a pixel of the mask is high and wide. With the `place` of the mask,
+    coordinates are its reference system's, which the member `crs` names as GeoJSON did before RFC 7946 left WGS 84 as
+    the only one, and as GDAL and QGIS read it.
     """
+    system = {} if place is None or place.crs_name is None else {"type": "name", "properties": {"name": place.crs_name}}
+    named = f'"crs": {json.dumps(system)}, ' if system else ""
+    write = partial(_in_pixels, scale=scale) if place is None else partial(_on_earth, place=place)
     with replacing(path) as file:
-        file.write(b'{"type": "FeatureCollection", "features": [')
+        file.write(f'{{"type": "FeatureCollection", {named}"features": ['.encode())
         for index, region in enumerate(traced.regions):
             file.write(b",\n" if index else b"\n")
-            file.write(json.dumps(_feature(region, f"{name}/{index}", scale), separators=(",", ":")).encode())
+            file.write(json.dumps(_feature(region, f"{name}/{index}", write), separators=(",", ":")).encode())
         file.write(b"\n]}\n")
 
 
@@ -135,12 +152,14 @@ def _parents(rings: Rings, outer: Any, holes: Any) -> Any:
     return by_area[first]
 
 
-def _feature(region: Region, key: str, scale: tuple[float, float]) -> dict[str, Any]:
+def _feature(region: Region, key: str, write: Callable[[Points], list[list[float]]]) -> dict[str, Any]:
+    import shapely
+
     rings = (region.polygon.exterior, *region.polygon.interiors)
     return {
         "type": "Feature",
         "id": str(uuid.uuid5(_NAMESPACE, key)),
-        "geometry": {"type": "Polygon", "coordinates": [_coordinates(ring, scale) for ring in rings]},
+        "geometry": {"type": "Polygon", "coordinates": [write(shapely.get_coordinates(ring)) for ring in rings]},
         "properties": {
             "objectType": "annotation",
             "classification": {"name": region.kind.name, "color": list(region.kind.color)},
@@ -148,11 +167,18 @@ def _feature(region: Region, key: str, scale: tuple[float, float]) -> dict[str, 
     }
 
 
-def _coordinates(ring: LinearRing, scale: tuple[float, float]) -> list[list[float]]:
+def _in_pixels(points: Points, scale: tuple[float, float]) -> list[list[float]]:
     """`[x, y]` points, the first one repeated; whole pixels as integers, others to a hundredth of a pixel."""
-    import shapely
-
-    points = shapely.get_coordinates(ring) * (scale[1], scale[0])
+    points = points * (scale[1], scale[0])
     whole = points.astype(np.int64)
     written: list[list[float]] = (whole if np.array_equal(whole, points) else points.round(2)).tolist()
+    return written
+
+
+def _on_earth(points: Points, place: Georeference) -> list[list[float]]:
+    """`[x, y]` points to a hundredth of a pixel at least, the first one repeated; mirrored where y points up, so that
+    outer rings are still counter-clockwise, as RFC 7946 has it."""
+    a, b, _, d, e, _ = place.transform
+    digits = 2 - math.floor(math.log10(min(math.hypot(a, b), math.hypot(d, e))))
+    written: list[list[float]] = place.points(points[::-1] if a * e < b * d else points).round(digits).tolist()
     return written

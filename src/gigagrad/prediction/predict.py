@@ -24,8 +24,9 @@ from gigagrad.events import Events, Listener, Notice
 from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.execution.sinks import OutputField, Pieces, Pyramid
 from gigagrad.images import Image, open_image
+from gigagrad.images.georeference import geotiff_tags
 from gigagrad.images.resolution import level_near
-from gigagrad.masks import ClassTable, open_mask
+from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import MaskClass, class_ids, foreground_count, ignored_value, mask_classes
@@ -152,16 +153,16 @@ class _Run:
             truth = None if entry.mask is None else opened.enter_context(open_mask(entry.mask, slide, self.table))
             for written in files.values():
                 (self.out / written).parent.mkdir(exist_ok=True)
-            written_mask = _MaskFile(self.out / files["mask"], slide, config, self.table)
+            written_mask = _MaskFile(self.out / files["mask"], seen, config, self.table)
             self.engine.forward(seen, out=written_mask)
             classes = written_mask.classes
             mask = opened.enter_context(open_image(self.out / files["mask"]))
             traced = trace(mask, classes)
             full = slide.levels[0].shape
             scale = (full[0] / slide.shape[1], full[1] / slide.shape[2])
-            write_geojson(self.out / files["geojson"], traced, entry.name, scale)
+            write_geojson(self.out / files["geojson"], traced, entry.name, scale, slide.georeference)
             write_overlay(self.out / files["overlay"], draw_overlay(slide, layers(mask, classes, truth)))
-            ignored = written_mask.ignored
+            ignored = ignored_value(written_mask.channels, self.table, truth)
             scored = None if truth is None else score_masks(mask, truth, len(classes) + 1, ignored=ignored)
             return dataclasses.replace(
                 result,
@@ -208,6 +209,7 @@ class _MaskFile(Pyramid):
     """The mask of one slide; its foreground classes are known once it is written."""
 
     def __init__(self, path: Path, slide: Image, config: PredictConfig, table: ClassTable | None) -> None:
+        gaps = slide.missing_bytes > 0
         super().__init__(
             path,
             dtype=np.uint8,
@@ -215,10 +217,12 @@ class _MaskFile(Pyramid):
             pixels=lambda logits: class_ids(logits, config.threshold),
             nearest=True,
             overwrite=True,
-            description="gigagrad mask: class ids, 0 is background",
+            description="gigagrad mask: class ids, 0 is background" + (f", {IGNORED} no data" if gaps else ""),
+            seen=slide,
+            nodata=IGNORED,
+            tags=geotiff_tags(slide.georeference, IGNORED if gaps else None),
         )
-        self._table = table
-        self.ignored: int | None = None
+        self.channels = 0
         self._names, self._size = table.foreground if table is not None else (), slide.shape[1:]
         self._typed = bool(config.classes)
         self.classes: tuple[MaskClass, ...] = ()
@@ -229,8 +233,8 @@ class _MaskFile(Pyramid):
                 f"the model's output is {field.shape[-2]} x {field.shape[-1]} px, the slide {self._size[0]} x "
                 f"{self._size[1]} px; a mask needs a model whose output covers the slide pixel for pixel"
             )
-        count = foreground_count(field.shape[1])
-        self.ignored = ignored_value(field.shape[1], self._table)
+        self.channels = field.shape[1]
+        count = foreground_count(self.channels)
         # A network may tell more classes apart than it was shown; names that were typed are to fit.
         further = () if self._typed else tuple(f"Class {number}" for number in range(len(self._names) + 1, count + 1))
         # Refuses wrong names before the first tile is written.

@@ -59,8 +59,8 @@ class Pairs:
         """Raises `TargetError` where every sample of every mask, as all of them were prepared, is 0 or ignored."""
         if self._table is None and self.ignores and IGNORED in self._seen and self._seen <= {0, IGNORED}:
             raise TargetError(
-                f"the masks hold 0 and {IGNORED} only, and a loss of class ids ignores {IGNORED}, as all do where slides "
-                f"have no data; say --classes {IGNORED}=1 if it is the foreground, or {IGNORED}=ignore"
+                f"the masks hold 0 and {IGNORED} only, and {IGNORED} is ignored by losses of class ids, by others for "
+                f"no data; say --classes {IGNORED}=1 if it is the foreground, or {IGNORED}=ignore"
             )
         if self._table is None and self._rule.loss.binary and self.ignores and 0 not in self._seen:
             raise TargetError(
