@@ -5,6 +5,7 @@ what it shows by a few requests. GDAL's own driver does that; it wants the whole
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,7 +35,8 @@ def write_cog(source: Path, path: Path, *, nearest: bool) -> Path:
     with replacing(path) as file, TemporaryDirectory(dir=path.parent, prefix=".") as folder:
         made = Path(folder) / "cog.tif"
         try:
-            with rasterio.Env(GDAL_CACHEMAX=_CACHE_MIB):
+            with rasterio.Env(GDAL_CACHEMAX=_CACHE_MIB), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of images that lie nowhere on earth
                 rasterio.shutil.copy(source, made, driver="COG", overview_resampling=resampling, **options)
         except Exception as error:  # GDAL's errors have many classes, none of them the system's
             reason = " ".join(str(error).split())[:200]

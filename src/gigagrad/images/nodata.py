@@ -18,17 +18,19 @@ _BLOCK_PX = 512
 
 def parse_nodata(text: str | None, dtype: np.dtype[Any]) -> int | float | None:
     """The value that GDAL's tag names, as samples of `dtype` hold it; None where none of them can."""
+    text = (text or "").strip()
     try:
-        value = float(text or "")
-        if dtype.kind == "f":
-            with np.errstate(over="ignore"):
-                return float(dtype.type(value))
-        # Not by way of a float where that could round.
-        number = int(text or "") if re.fullmatch(r"\s*[-+]?\d+\s*", text or "") else int(value)
-    except (ValueError, OverflowError):
+        value = float(text)
+    except ValueError:
         return None
-    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
-    return number if limits is not None and number == value and limits.min <= number <= limits.max else None
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return float(dtype.type(value))
+    if dtype.kind not in "iu" or not value.is_integer():
+        return None
+    # Not by way of a float, which could round it.
+    number = int(text) if re.fullmatch(r"[-+]?\d+", text) else int(value)
+    return number if np.iinfo(dtype).min <= number <= np.iinfo(dtype).max else None
 
 
 def is_nodata(pixels: Array, nodata: int | float) -> NDArray[np.bool_]:
