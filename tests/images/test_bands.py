@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
 import torch
+import zarr
 from hypothesis import given
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images import Look, open_image
 from tests.images.conformance import HEIGHT, WIDTH, boxes
+from tests.images.test_georeference import make
 
 PIXELS = np.random.default_rng(5).integers(0, 2000, (5, HEIGHT, WIDTH), np.uint16)
 
@@ -52,3 +55,59 @@ def test_a_fourth_band_is_left_out_only_where_it_is_alpha(tmp_path, extra, chann
     with open_image(tmp_path / "a.tif") as image:
         assert image.channels == channels
         np.testing.assert_array_equal(image.read(Box.whole(64, 80)), pixels.transpose(2, 0, 1)[:channels])
+
+
+def gdal(path: Path) -> None:
+    make(path, PIXELS[:3, :20, :30], names=("DAPI", "CD8 & more", "488"))
+
+
+def ome_tiff(path: Path) -> None:
+    metadata = {"axes": "CYX", "Channel": {"Name": ["DAPI", "CD8 & more", "488"]}}
+    tifffile.imwrite(path, PIXELS[:3, :20, :30], ome=True, photometric="minisblack", metadata=metadata)
+
+
+def ome_zarr(path: Path) -> None:
+    group = zarr.open_group(path, mode="w")
+    group.create_array("0", data=PIXELS[:3, :20, :30])
+    axes = [{"name": name} for name in "cyx"]
+    image = {"axes": axes, "datasets": [{"path": "0"}], "version": "0.5"}
+    channels = [{"label": label} for label in ("DAPI", "CD8 & more", "488")]
+    group.attrs["ome"] = {"multiscales": [image], "omero": {"channels": channels}}
+
+
+@pytest.mark.parametrize("write", [gdal, ome_tiff, ome_zarr])
+def test_channels_have_names(tmp_path, write) -> None:
+    write(tmp_path / "a")
+    with open_image(tmp_path / "a") as image:
+        assert image.channel_names == ("DAPI", "CD8 & more", "488")
+        seen = Look(bands=(488, "dapi", 2)).of(image)
+        assert seen.channel_names == ("488", "DAPI", "CD8 & more")
+        np.testing.assert_array_equal(seen.read(Box.whole(20, 30)), PIXELS[[2, 0, 1], :20, :30])
+        with pytest.raises(
+            ImageError, match=r"no band 'DAPY', did you mean 'DAPI'\?; it has DAPI, CD8 & more, 488 and"
+        ):
+            image.bands(("DAPY",))
+
+
+def test_names_that_are_not_one_for_each_channel(tmp_path) -> None:
+    metadata = {"axes": "YXS", "Channel": {"Name": ["stain"]}}
+    tifffile.imwrite(
+        tmp_path / "a.ome.tif", PIXELS[:3, :20, :30].transpose(1, 2, 0), photometric="rgb", metadata=metadata
+    )
+    with open_image(tmp_path / "a.ome.tif") as image:
+        assert image.channel_names == ()
+        with pytest.raises(ImageError, match="no band 'stain'; its bands have no names, but numbers from 1 to 3"):
+            image.bands(("stain",))
+    make(tmp_path / "b.tif", PIXELS[:3], names=("", "Red", "RED"))
+    with open_image(tmp_path / "b.tif") as image:
+        assert image.channel_names == ("", "Red", "RED")
+        np.testing.assert_array_equal(image.bands(("RED",)).channel_names, ("RED",))
+        with pytest.raises(ImageError, match=r"2 bands red; choose one by its number: \[2, 3\]"):
+            image.bands(("red",))
+
+
+def test_an_alpha_channel_takes_its_name_along(tmp_path) -> None:
+    pixels = PIXELS[:4].astype(np.uint8)
+    make(tmp_path / "a.tif", pixels, names=("r", "g", "b", "a"), photometric="RGB", alpha="YES")
+    with open_image(tmp_path / "a.tif") as image:
+        assert image.channel_names == ("r", "g", "b")

@@ -96,7 +96,7 @@ def test_transparent_pictures_lie_on_white(tmp_path: Path) -> None:
         (np.zeros((3, 0, 4)), "has no pixels"),
         (np.zeros((4, 4), complex), "dtype complex128"),
         (42, "cannot open a int"),
-        ([[1, 2]], "cannot open a list"),
+        ([1, 2], "cannot open a int"),
     ],
 )
 def test_objects_that_are_no_image(source: Any, words: str) -> None:

@@ -134,6 +134,6 @@ def test_library_networks_are_made_beside_any_build_of_pytorch():
 def test_a_network_of_other_than_three_channels_has_a_front_of_as_many():
     model = resolve("smp:Unet?encoder_name=resnet18&in_channels=5").eval()
     assert model(torch.zeros(1, 5, 64, 64, dtype=torch.uint8)).shape == (1, 1, 64, 64)
-    assert dict(model.named_buffers())["preprocess.scale"].shape[1] == 5
+    assert dict(model.named_buffers())["preprocess.factor"].shape[1] == 5
     with pytest.raises(ImageError, match="in_channels=4"):
         model(torch.zeros(1, 4, 64, 64, dtype=torch.uint8))

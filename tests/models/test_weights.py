@@ -300,7 +300,7 @@ def test_published_weights_come_when_they_are_typed_and_never_with_a_file(tmp_pa
 
 def test_the_front_is_what_the_weights_were_made_for(timm):
     def front(query):
-        return resolve(f"smp:Unet?decoder_channels=8,8,8,8,8&{query}", published=False).preprocess.scale
+        return resolve(f"smp:Unet?decoder_channels=8,8,8,8,8&{query}", published=False).preprocess.factor
 
     half = torch.full((1, 3, 1, 1), 2 / 255)
     assert torch.allclose(front("encoder_name=xception&encoder_weights=imagenet"), half)

@@ -51,7 +51,7 @@ def test_level_and_colours_are_those_of_the_run(tmp_path):
     (tmp_path / "config.yaml").write_text("bands: [4, 1]\n")
     assert config.resolved_look == Look(False, (4, 1))
     assert PredictConfig(run=tmp_path, slides=("s",), out="o", bands=(2,)).resolved_look.bands == (2,)
-    (tmp_path / "config.yaml").write_text("bands: [near]\n")
+    (tmp_path / "config.yaml").write_text("bands: [1.5]\n")
     with pytest.raises(ConfigError, match="give them as --bands"):
         _ = config.resolved_look
     (tmp_path / "config.yaml").write_text("- no mapping\n")

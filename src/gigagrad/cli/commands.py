@@ -33,7 +33,9 @@ def label(args: argparse.Namespace) -> None:
 
     slides = [row.slide for row in find_slides(args.slides)]
     with _progress() as listener:
-        masks = label_slides(slides, args.out, mpp=args.mpp, overwrite=args.overwrite, listeners=(listener,))
+        masks = label_slides(
+            slides, args.out, mpp=args.mpp, bands=args.bands, overwrite=args.overwrite, listeners=(listener,)
+        )
     print("\n".join(map(str, masks)))
 
 

@@ -70,6 +70,7 @@ def _complain(text: str, code: int) -> int:
 def _warnings_in_one_line() -> Iterator[None]:
     """Our own warnings as `gigagrad: warning: ...`; those of libraries are for developers, who pass `python -W`."""
     from gigagrad.images.resolution import GuessedResolutionWarning
+    from gigagrad.images.tiff_directory import UnreadMaskWarning
 
     def show(message: Warning | str, *rest: object, **named: object) -> None:
         _complain(f"warning: {message}", 0)
@@ -77,6 +78,7 @@ def _warnings_in_one_line() -> Iterator[None]:
     with warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
-            warnings.simplefilter("default", GuessedResolutionWarning)
+            for ours in (GuessedResolutionWarning, UnreadMaskWarning):
+                warnings.simplefilter("default", ours)
         warnings.showwarning = show
         yield

@@ -68,12 +68,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _band(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
 FLAGS: Final[dict[str, dict[str, Any]]] = {
     "--bands": {
         "nargs": "+",
-        "type": int,
-        "metavar": "N",
-        "help": "channels of slides to read, in this order, counted from 1 (default: all)",
+        "type": _band,
+        "metavar": "BAND",
+        "help": "channels of slides to read, in this order, by name or counted from 1 (default: all)",
     },
     "--classes": {
         "nargs": "+",
@@ -147,6 +151,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "slides": {"nargs": "+", "type": Path, "metavar": "SLIDE", "help": "files, folders, or CSVs"},
             "--out": "folder for the masks",
             "--mpp": {},
+            "--bands": {"default": (), "help": "channels to look at, one or three of bytes: by name or number"},
             "--overwrite": "make masks again that exist; otherwise they are kept",
         },
     ),
@@ -329,7 +334,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
                 "(annotation store); default: mask geojson overlay",
             },
             "--format": {
-                "choices": ("tiff", "ome-tiff", "ome-zarr"),
+                "choices": ("tiff", "ome-tiff", "cog", "ome-zarr"),
                 "help": "of masks and probabilities (default: tiff)",
             },
             "--memory": {},
@@ -340,7 +345,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--mpp": {},
             "--level": {"type": int, "help": "pyramid level; default: the level of the training run"},
             "--grey": {"help": "read slides in grey, one channel; default: as the training run did"},
-            "--bands": {"help": "channels of slides to read, counted from 1; default: those of the training run"},
+            "--bands": {"help": "channels of slides to read, by name or number; default: those of the training run"},
             "--target-mpp": {
                 "type": float,
                 "metavar": "MPP",

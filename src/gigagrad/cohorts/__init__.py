@@ -1,7 +1,18 @@
 """Which slides there are and what is known of each: cohort files, folders, single files."""
 
-from gigagrad.cohorts.cohort import Cohort, check_images, class_table, read_cohort
+from gigagrad.cohorts.cohort import Cohort, any_missing, check_images, class_table, read_cohort
 from gigagrad.cohorts.rows import SPLITS, Row, Split, read_rows
 from gigagrad.cohorts.slides import find_slides
 
-__all__ = ["SPLITS", "Cohort", "Row", "Split", "check_images", "class_table", "find_slides", "read_cohort", "read_rows"]
+__all__ = [
+    "SPLITS",
+    "Cohort",
+    "Row",
+    "Split",
+    "any_missing",
+    "check_images",
+    "class_table",
+    "find_slides",
+    "read_cohort",
+    "read_rows",
+]

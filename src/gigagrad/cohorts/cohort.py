@@ -10,7 +10,7 @@ from pathlib import Path
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, read_rows
 from gigagrad.errors import ConfigError, GigagradError
-from gigagrad.images import Look
+from gigagrad.images import Look, open_image
 from gigagrad.images.look import AS_STORED
 from gigagrad.masks import ClassTable, is_annotation_file, open_mask, read_annotations
 
@@ -130,6 +130,20 @@ def check_images(
         except GigagradError as error:
             raise ConfigError(f"{cohort.where(row)}: {error}") from error
     return tuple(shapes)
+
+
+def any_missing(cohort: Cohort, look: Look, table: ClassTable | None) -> bool:
+    """Whether pixels of a slide, as it is looked at, or of a mask file may hold no data and be ignored for it."""
+    for row in cohort.rows:
+        with row.open() as slide:
+            if look.of(slide).missing_bytes:
+                return True
+        for path in row.masks if table is None else ():
+            if not is_annotation_file(path):
+                with open_image(path) as mask:
+                    if mask.nodata is not None:
+                        return True
+    return False
 
 
 def _folded(path: Path, columns: Sequence[str], rows: Sequence[Row], fold: int) -> tuple[Row, ...]:

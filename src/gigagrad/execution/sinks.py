@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.execution.assemble import assemble
+from gigagrad.images import Image
 from gigagrad.threads import SideThreads
 
 Piece = tuple[Box, torch.Tensor]
@@ -83,8 +84,8 @@ class Pyramid(Sink):
     """A pyramid in the format that the file's name says (see `write_pyramid`), written row of tiles by row of tiles.
 
     `pixels` makes `(h, w)` or `(h, w, C)` of a crop `(1, C, h, w)`; without it they are the values themselves in
-    float32. `planes` is how many channels that has, None: as many as the output. `options` are `write_pyramid`'s.
-    Raises WriteError.
+    float32. `planes` is how many channels that has, None: as many as the output. Where `seen`, an image of the field's
+    size, has no data, they are `nodata`. `options` are `write_pyramid`'s. Raises WriteError.
     """
 
     def __init__(
@@ -95,11 +96,15 @@ class Pyramid(Sink):
         planes: int | None = None,
         pixels: Callable[[torch.Tensor], NDArray[Any]] | None = None,
         nearest: bool = False,
+        seen: Image | None = None,
+        nodata: int = 0,
         **options: Any,
     ) -> None:
         self._path, self._dtype, self._planes = path, np.dtype(dtype), planes
+        self._seen, self._nodata = seen, nodata
+        self._gap_bytes = 0 if seen is None else seen.missing_bytes
         self._pixels, self._options = pixels or _values, {"nearest": nearest, **options}
-        self.kind = f"pyramid of {self._dtype}, {planes or 'all'} channels"
+        self.kind = f"pyramid of {self._dtype}, {planes or 'all'} channels, {self._gap_bytes} bytes for gaps"
 
     def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
         from gigagrad.images.write import pyramid_bytes
@@ -107,7 +112,7 @@ class Pyramid(Sink):
         channels = self._planes or shape[1]
         row = shape[-1] * channels * self._dtype.itemsize
         strips = 2 * min(tile_height, shape[-2]) * row  # one is assembled while the one before it is written
-        return strips + pyramid_bytes((shape[-2], shape[-1], channels), self._dtype)
+        return strips + self._gap_bytes + pyramid_bytes((shape[-2], shape[-1], channels), self._dtype)
 
     def take(self, pieces: Pieces, field: OutputField) -> Path:
         from gigagrad.images.write import write_pyramid
@@ -120,7 +125,10 @@ class Pyramid(Sink):
 
     def _converted(self, pieces: Pieces) -> Iterator[tuple[Box, NDArray[Any]]]:
         for box, crop in pieces:
-            yield box, self._pixels(crop)
+            pixels = self._pixels(crop)
+            if self._seen is not None and (missing := self._seen.missing(box)) is not None:
+                pixels[missing] = self._nodata
+            yield box, pixels
 
 
 class Several(Sink):

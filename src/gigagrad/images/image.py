@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 
 if TYPE_CHECKING:
     import torch
+
+    from gigagrad.images.georeference import Georeference
 
 LUMA_BT601 = (0.299, 0.587, 0.114)
 """Of red, green and blue in grey: ITU-R BT.601, which JPEG's luma follows, too."""
@@ -28,6 +31,7 @@ _LUMA_ROWS = 64
 _LONGEST_AXIS = 2**31 - 1
 _LONGEST_QUOTATION = 300
 _MOST_CHANNELS = 2**16 - 1
+_UM_SHOWN_IN_METRES = 1e4
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Pixels: TypeAlias = "Array | torch.Tensor"
@@ -50,6 +54,9 @@ class Image(ABC):
         mpp: micrometres per pixel of the chosen level, None if unknown.
         name: a stem for output folders and messages.
         levels: all resolutions of the source, level 0 (the largest) first.
+        georeference: where the pixels of the chosen level lie on earth, None if unknown.
+        nodata: the value of samples that hold no data, None where all do. Beside another value, NaN holds none either.
+        channel_names: one of each channel, "" for one without; empty where none is known.
         fill: the value of every pixel outside the image (see `opening.open_image` for the rule).
         cache_bytes: the most that reading may keep in memory beside the pixels it returns.
     """
@@ -64,10 +71,13 @@ class Image(ABC):
         mpp: float | None = None,
         levels: tuple[Level, ...] | None = None,
         level: int = 0,
+        georeference: Georeference | None = None,
+        nodata: int | float | None = None,
+        channel_names: tuple[str, ...] = (),
         open_level: Callable[[int], Image | None] | None = None,
         cache_bytes: int = 0,
     ) -> None:
-        """`mpp` is level 0's, `level` the chosen one; what `open_level` makes of another is an image."""
+        """`mpp` and `georeference` are of level 0, `level` is the chosen one; `open_level` opens another."""
         if min(shape) < 1:
             raise ImageError(f"{name} has no pixels: its shape (C, H, W) is {shape}; every axis must be at least 1")
         self.shape: Final = shape
@@ -77,6 +87,9 @@ class Image(ABC):
         self.cache_bytes: Final = cache_bytes
         self.levels: Final = levels or (Level(shape[1:], 1.0),)
         self.mpp: Final = None if mpp is None else mpp * self.levels[level].downsample
+        self.georeference: Final = georeference and georeference.resized(self.levels[0].shape, self.levels[level].shape)
+        self.nodata: Final = nodata
+        self.channel_names: Final = channel_names
         self._open_level = open_level
         self._closed = False
 
@@ -147,20 +160,48 @@ class Image(ABC):
         the time: within 2 of 255 that of their colours, except where these had to be cut to what RGB can show.
         Closing it leaves this image open. Raises `ImageError` if there are neither one nor three channels.
         """
+        from gigagrad.images.views import GreyImage
+
         if self.channels not in (1, 3):
             raise ImageError(f"{self.name} has {self.channels} channels; grey is made of three: red, green and blue")
         return self if self.channels == 1 else GreyImage(self)
 
     @final
-    def bands(self, numbers: Sequence[int]) -> Image:
-        """These channels of the image in this order, counted from 1 as GDAL counts bands.
+    def bands(self, chosen: Sequence[int | str]) -> Image:
+        """These channels in this order: numbers, counted from 1 as GDAL counts bands, or names in any case.
 
-        Closing it leaves this image open. Raises `ImageError` for a channel that there is not.
+        Closing it leaves this image open. Raises `ImageError` for a channel that there is not, or not only once.
         """
-        for number in numbers:
-            if not 1 <= number <= self.channels:
-                raise ImageError(f"{self.name} has no band {number}; choose from 1 to {self.channels}")
-        return self if list(numbers) == list(range(1, self.channels + 1)) else BandsImage(self, numbers)
+        from gigagrad.images.views import BandsImage, band_number
+
+        numbers = [band_number(self, band) for band in chosen]
+        return self if numbers == list(range(1, self.channels + 1)) else BandsImage(self, numbers)
+
+    @final
+    def filled(self) -> Image:
+        """This image with 0 in the place of samples that hold no data, as networks want it; itself if all do.
+
+        `missing` still tells them. Closing it leaves this image open.
+        """
+        from gigagrad.images.views import FilledImage
+
+        return self if self.nodata is None else FilledImage(self)
+
+    def missing(self, box: Box) -> NDArray[np.bool_] | None:
+        """Where no channel holds data, `(box.height, box.width)`; None if that is nowhere in `box`.
+
+        Holds `missing_bytes` at most beside it.
+        """
+        from gigagrad.images.nodata import missing_in
+
+        return None if self.nodata is None else missing_in(self, self.nodata, box)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What `missing` holds while it looks."""
+        from gigagrad.images.nodata import held_bytes
+
+        return 0 if self.nodata is None else held_bytes(self)
 
     def _read_grey(self, box: Box) -> Pixels:
         """Fresh luma `(1, box.height, box.width)` of a non-empty box that lies inside this RGB image; thread-safe."""
@@ -190,6 +231,8 @@ class Image(ABC):
 
     def __repr__(self) -> str:
         scale = "mpp unknown" if self.mpp is None else f"{self.mpp:g} um/px"
+        if self.mpp is not None and self.mpp >= _UM_SHOWN_IN_METRES:
+            scale = f"{self.mpp / 1e6:g} m/px"
         return f"<{type(self).__name__} {self.name}: {' x '.join(map(str, self.shape))} {self.dtype}, {scale}>"
 
     def _repr_html_(self) -> str:
@@ -202,50 +245,28 @@ class View(Image):
     """Another image as it is, but for what a subclass makes of its pixels. Closing it leaves `image` open."""
 
     def __init__(
-        self, image: Image, shape: tuple[int, int, int] | None = None, levels: tuple[Level, ...] | None = None
+        self,
+        image: Image,
+        shape: tuple[int, int, int] | None = None,
+        levels: tuple[Level, ...] | None = None,
+        **changed: Any,
     ) -> None:
         self._image = image
-        super().__init__(
-            shape=shape or image.shape,
-            dtype=image.dtype,
-            name=image.name,
-            fill=image.fill,
-            mpp=image.mpp,
-            levels=levels or image.levels,
-            cache_bytes=image.cache_bytes,
-        )
+        kept: dict[str, Any] = {
+            "dtype": image.dtype,
+            "name": image.name,
+            "fill": image.fill,
+            "mpp": image.mpp,
+            "georeference": image.georeference,
+            "nodata": image.nodata,
+            "channel_names": image.channel_names,
+            "cache_bytes": image.cache_bytes,
+        }
+        super().__init__(shape=shape or image.shape, levels=levels or image.levels, **kept | changed)
 
     def _blank(self, height: int, width: int) -> Pixels:
         # An array or a tensor, whichever the image gives.
         return self._image._blank(height, width)
-
-
-class GreyImage(View):
-    """The luma of an RGB image. Use `Image.grey`."""
-
-    def __init__(self, image: Image) -> None:
-        super().__init__(image, (1, *image.shape[1:]))
-
-    def _read_inside(self, box: Box) -> Pixels:
-        self._image._require_open()
-        return self._image._read_grey(box)
-
-    def _blank(self, height: int, width: int) -> Pixels:
-        return super()._blank(height, width)[:1]
-
-
-class BandsImage(View):
-    """Some channels of an image. Use `Image.bands`."""
-
-    def __init__(self, image: Image, numbers: Sequence[int]) -> None:
-        super().__init__(image, (len(numbers), *image.shape[1:]))
-        self._channels = [number - 1 for number in numbers]
-
-    def _read_inside(self, box: Box) -> Pixels:
-        return self._image.read(box)[self._channels]
-
-    def _blank(self, height: int, width: int) -> Pixels:
-        return super()._blank(height, width)[self._channels]
 
 
 def is_floating(dtype: np.dtype[Any] | torch.dtype) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gigagrad.errors import ConfigError, ImageError, WriteError
 from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
+from gigagrad.images.look import Look
 from gigagrad.images.opening import open_image
 from gigagrad.images.tissue import PAPER_RECIPE, Recipe, write_label
 
@@ -18,6 +19,7 @@ def label_slides(
     *,
     recipe: Recipe = PAPER_RECIPE,
     mpp: float | None = None,
+    bands: Sequence[int | str] = (),
     overwrite: bool = False,
     listeners: Iterable[Listener] = (),
 ) -> tuple[Path, ...]:
@@ -25,8 +27,9 @@ def label_slides(
 
     A slide that cannot be read or labelled is told (`Notice`) and left out; the others go on.
 
-    `mpp` is micrometres per pixel of all slides, over what their files say. A mask that exists is kept, as it is whole
-    (masks are written under another name first), unless `overwrite`. Emits the job `label`, counted in slides.
+    `mpp` is micrometres per pixel of all slides, over what their files say; `bands` are the channels to look at. A mask
+    that exists is kept, as it is whole (masks are written under another name first), unless `overwrite`. Emits the job
+    `label`, counted in slides.
 
     Raises `ConfigError` for two slides of one name or a missing slide before anything is written, `WriteError` for a
     mask that cannot be written, and `ImageError` at the end where slides failed; masks made until then remain.
@@ -48,7 +51,7 @@ def label_slides(
         if not kept:
             try:
                 with open_image(source, mpp=mpp) as slide:
-                    write_label(slide, mask, recipe, overwrite=overwrite)
+                    write_label(Look(bands=tuple(bands)).of(slide), mask, recipe, overwrite=overwrite)
             except ImageError as error:
                 failed.append(str(error))
                 said = f"{source.stem}: failed"

@@ -6,7 +6,7 @@ of their own, so that a reader of one class decodes no other and a tile of hundr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -46,6 +46,7 @@ class Layout:
     description: str | None
     channels: Sequence[MaskClass]
     classes: Sequence[MaskClass]
+    tags: Mapping[int, tuple[str, Any]]
 
     @property
     def colour(self) -> bool:

@@ -9,14 +9,17 @@ from gigagrad.images.image import Image
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Which bands are read, counted from 1 as GDAL counts them, none named: all; and whether in grey."""
+    """Which bands are read, by name or counted from 1 as GDAL counts them, none given: all; and whether in grey."""
 
     grey: bool = False
-    bands: tuple[int, ...] = ()
+    bands: tuple[int | str, ...] = ()
 
     def of(self, slide: Image) -> Image:
-        """`slide` as the network gets to see it. Closing it leaves `slide` open. Raises `ImageError`."""
-        seen = slide.bands(self.bands) if self.bands else slide
+        """`slide` as the network gets to see it, 0 where it has no data. Closing it leaves `slide` open.
+
+        What is missing is missing in all the bands that are read. Raises `ImageError`.
+        """
+        seen = (slide.bands(self.bands) if self.bands else slide).filled()
         return seen.grey() if self.grey else seen
 
     def __str__(self) -> str:

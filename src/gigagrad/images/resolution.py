@@ -2,7 +2,8 @@
 
 Precedence: the caller's argument, then what the file says, then 10 / objective power (with a warning), then unknown.
 Files without a real resolution often claim one all the same (1 dot per inch is 25 400 um/px), so only values between
-0.05 and 20 um/px, which covers every slide scanner and its overview levels, are taken from a file.
+0.05 and 20 um/px, which covers every slide scanner and its overview levels, are taken from a file. A georeference is
+no such claim: pixels of 30 cm or 30 m are what it is for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Iterable
 
 from gigagrad.errors import ImageError
+from gigagrad.images.georeference import Georeference
 from gigagrad.images.image import Image
 
 SMALLEST_MPP = 0.05
@@ -52,12 +54,20 @@ def number(text: object) -> float | None:
 
 
 def choose_mpp(
-    given: float | None, name: str, claims: Iterable[float | None] = (), objective_power: float | None = None
+    given: float | None,
+    name: str,
+    claims: Iterable[float | None] = (),
+    objective_power: float | None = None,
+    *,
+    georeference: Georeference | None = None,
 ) -> float | None:
     """Level 0's micrometres per pixel by the precedence above, None if nothing credible is known.
 
-    `claims` are what the file says, the most trusted first. Raises `ImageError` for an impossible `given`.
+    `claims` are what the file says, the most trusted first; they do not count beside a `georeference`. Raises
+    `ImageError` for an impossible `given`.
     """
+    if georeference is not None and (given is None or 0 < given < math.inf):
+        return georeference.mpp if given is None else given
     if given is not None:
         if not plausible(given):
             raise ImageError(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
@@ -38,6 +39,9 @@ class Stacked(Image):
             mpp=None if first.mpp is None else first.mpp / levels[chosen].downsample,
             levels=levels,
             level=chosen,
+            georeference=first.georeference and first.georeference.resized(first.shape[1:], levels[0].shape),
+            nodata=first.nodata,
+            channel_names=tuple(name for image in images for name in image.channel_names or ("",) * image.channels),
             open_level=self._at_level,
             cache_bytes=sum(image.cache_bytes for image in images),
         )
@@ -51,6 +55,15 @@ class Stacked(Image):
 
     def _blank(self, height: int, width: int) -> Pixels:
         return _joined([image._blank(height, width) for image in self._images])
+
+    def missing(self, box: Box) -> NDArray[np.bool_] | None:
+        found = [image.missing(box) for image in self._images]
+        gaps = [gap for gap in found if gap is not None]
+        return np.logical_and.reduce(gaps) if len(gaps) == len(found) else None
+
+    @property
+    def missing_bytes(self) -> int:
+        return sum(image.missing_bytes for image in self._images)
 
     def _release(self) -> None:
         for image in self._images:

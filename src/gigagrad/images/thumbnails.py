@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from gigagrad.boxes import Box, tiles
@@ -15,7 +17,8 @@ def thumbnail(image: Image, max_side: int) -> Array:
     """The image at most `max_side` px high and wide, by averaging areas: `(h, w, C)` uint8; never enlarged.
 
     Takes the smallest level that is still large enough (but none above the image's own), and reads it in blocks of
-    about 1024 x 1024 px. Integers other than uint8 are scaled from their dtype's range, floats are taken to be 0 to 1.
+    about 1024 x 1024 px. Integers other than uint8 are scaled from their dtype's range, floats are taken to be 0 to 1;
+    where they vary within a quarter of that or beyond it, from their 2nd percentile to their 98th. No data is 0.
 
     Raises `ImageError` for a `max_side` below 1.
     """
@@ -36,7 +39,9 @@ def _averaged(image: Image, max_side: int) -> Array:
     y = np.arange(height + 1) * image.height // height
     x = np.arange(width + 1) * image.width // width
     step = max(1, int(_BLOCK * scale))
-    small_HWC = np.empty((height, width, image.channels), np.uint8)
+    image = image.filled()
+    bytes_already = str(image.dtype).endswith("uint8")
+    small_HWC = np.empty((height, width, image.channels), np.uint8 if bytes_already else np.float32)
     for out in tiles(height, width, step, step):
         rows, columns = y[out.y0 : out.y1 + 1], x[out.x0 : out.x1 + 1]
         box = Box(int(rows[0]), int(columns[0]), int(rows[-1]), int(columns[-1]))
@@ -45,7 +50,14 @@ def _averaged(image: Image, max_side: int) -> Array:
         sums = np.add.reduceat(pixels, columns[:-1] - columns[0], axis=2, dtype=exact)
         sums = np.add.reduceat(sums, rows[:-1] - rows[0], axis=1)
         means = sums / (np.diff(rows)[:, None] * np.diff(columns))
-        largest = float(np.iinfo(pixels.dtype).max) if pixels.dtype.kind in "iu" else 1.0
-        rounded = np.clip(np.rint(means * (255 / largest)), 0, 255)
-        small_HWC[out.y0 : out.y1, out.x0 : out.x1] = rounded.transpose(1, 2, 0)
-    return small_HWC
+        small_HWC[out.y0 : out.y1, out.x0 : out.x1] = (np.rint(means) if bytes_already else means).transpose(1, 2, 0)
+    return small_HWC if bytes_already else _as_bytes(small_HWC, pixels.dtype)
+
+
+def _as_bytes(means_HWC: Array, dtype: np.dtype[Any]) -> Array:
+    means_HWC = np.nan_to_num(means_HWC, copy=False)
+    low, high = 0.0, float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0
+    darkest, brightest = (float(value) for value in np.percentile(means_HWC, (2, 98)))
+    if darkest < brightest and (darkest < low or not high / 4 < brightest <= high):
+        low, high = darkest, brightest
+    return np.clip(np.rint((means_HWC - low) * (255 / (high - low))), 0, 255).astype(np.uint8)

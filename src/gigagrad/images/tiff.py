@@ -10,13 +10,24 @@ import io
 import logging
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.files import bytes_at
 from gigagrad.images.image import Array, Image, Pixels, choose_level, fill_of, in_our_words, levels_of
-from gigagrad.images.tiff_directory import base_mpp, better_by_openslide, check_kind, check_layout, is_colour
+from gigagrad.images.tiff_directory import (
+    base_mpp,
+    better_by_openslide,
+    channel_names,
+    check_kind,
+    check_layout,
+    georeference_of,
+    is_colour,
+    nodata_of,
+    warn_of_mask,
+)
 from gigagrad.images.tiff_segments import Decode, Segments, segments_of
 from gigagrad.images.tiff_walk import walk_tiff
 from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, grid_parts
@@ -29,8 +40,18 @@ class TiffImage(Image):
     """One level of a TIFF. Use `open_tiff`."""
 
     def __init__(
-        self, path: Path, tables: list[Segments], *, colour: bool, alpha: bool, level: int, mpp: float | None
+        self,
+        path: Path,
+        tables: list[Segments],
+        *,
+        colour: bool,
+        alpha: bool,
+        level: int,
+        mpp: float | None,
+        channel_names: tuple[str, ...],
+        **described: Any,
     ) -> None:
+        """`described` is what `Image` is told beside, as the directory has it."""
         levels = levels_of([table.shape for table in tables])
         choose_level(levels, level, path.name)
         segments = tables[level]
@@ -44,8 +65,10 @@ class TiffImage(Image):
             mpp=mpp,
             levels=levels,
             level=level,
+            channel_names=channel_names[:channels],
             open_level=lambda other: open_tiff(path, level=other, mpp=mpp),
             cache_bytes=min(CACHE_BYTES, channels * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize),
+            **described,
         )
         self._path = path
         self._segments = segments
@@ -129,11 +152,24 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None) -> TiffIm
         check_kind(tif, path.name)
         series = tif.series[0]
         check_layout(series, path.name)
+        warn_of_mask(tif, path.name)
         tables = [segments_of(entry, path.name, found) for entry in series.levels]
         colour = is_colour(series.keyframe)
         # A fourth band that is not said to be alpha is a band as others, near infrared for one.
         alpha = colour and any(int(kind) in _ALPHA for kind in series.keyframe.extrasamples)
-        base = base_mpp(tif, series.keyframe, mpp, path.name)
+        place, nodata = georeference_of(series.keyframe), nodata_of(series.keyframe)
+        base = base_mpp(tif, series.keyframe, mpp, path.name, place)
+        names = channel_names(tif, series.keyframe, tables[0].planes * tables[0].samples)
     for table in tables:
         table.check_within(found.file_bytes, path.name)
-    return TiffImage(path, tables, colour=colour, alpha=alpha, level=level, mpp=base)
+    return TiffImage(
+        path,
+        tables,
+        colour=colour,
+        alpha=alpha,
+        level=level,
+        mpp=base,
+        channel_names=names,
+        georeference=place,
+        nodata=nodata,
+    )

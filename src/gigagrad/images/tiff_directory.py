@@ -1,17 +1,27 @@
-"""What a TIFF's directory says about the slide: can we read this layout, is it colour, how large is a pixel."""
+"""What a TIFF's directory says of the slide: can we read this layout, is it colour, how large is a pixel, and where."""
 
 from __future__ import annotations
 
+import html
 import re
+import warnings
 from typing import Any
 
+import numpy as np
+
 from gigagrad.errors import ImageError
+from gigagrad.images.georeference import GDAL_NODATA, TAGS, Georeference
+from gigagrad.images.nodata import parse_nodata
 from gigagrad.images.resolution import choose_mpp, micrometres, number
 from gigagrad.images.stream_check import JPEG_2000_COMPRESSIONS, JPEG_COMPRESSIONS
 
 _APERIO_YCBCR = 33003  # JPEG 2000 whose colour transform is left to the reader
 _MINISBLACK, _RGB, _YCBCR = 1, 2, 6
 _INCH, _CENTIMETRE = 2, 3
+_IS_MASK = 4
+_GDAL_METADATA = 42112
+_MOST_VALUES = 2**20
+"""Of a tag that is no table of tiles: a file's word for how many there are costs nothing before they are read."""
 
 # Scans whose tiles overlap, are missing or do not form one plain grid; their vendors' rules are OpenSlide's knowledge.
 _VENDORS_FOR_OPENSLIDE = ("is_ndpi", "is_bif", "is_scn", "is_philips")
@@ -103,12 +113,61 @@ def is_colour(page: Any) -> bool:
     return int(page.photometric) in (_RGB, _YCBCR)
 
 
-def base_mpp(tif: Any, page: Any, given: float | None, name: str) -> float | None:
-    """Level 0's micrometres per pixel, from OME-XML, an Aperio description or the resolution tags."""
+def base_mpp(tif: Any, page: Any, given: float | None, name: str, georeference: Georeference | None) -> float | None:
+    """Level 0's micrometres per pixel, from its georeference, or from OME-XML, an Aperio description or the resolution
+    tags."""
     # The resolution is asked for before the guess, so an Aperio file's objective counts only where nothing else does.
     description = str(page.description or "")
     claims = [_aperio(description, "MPP"), _ome(tif.ome_metadata), _resolution_tags(page)]
-    return choose_mpp(given, name, claims, _aperio(description, "AppMag"))
+    return choose_mpp(given, name, claims, _aperio(description, "AppMag"), georeference=georeference)
+
+
+class UnreadMaskWarning(UserWarning):
+    """The file has a mask of where it holds data, beside its pixels, which is not read."""
+
+
+def warn_of_mask(tif: Any, name: str) -> None:
+    """A mask that GDAL keeps in the file is the page after the first, or none."""
+    if len(tif.pages) > 1 and int(tif.pages[1].subfiletype) & _IS_MASK:
+        warnings.warn(
+            f"{name} says by a mask of its own where it holds data, which is not read, so that all its pixels count; "
+            "mark the others by a value: gdal_translate -a_nodata 0",
+            UnreadMaskWarning,
+            stacklevel=3,
+        )
+
+
+def georeference_of(page: Any) -> Georeference | None:
+    return Georeference.of_tags({tag: value for tag in TAGS if (value := _value(page, tag)) is not None})
+
+
+def nodata_of(page: Any) -> int | float | None:
+    """The value of samples without data, None where the file names none that a sample could have."""
+    text = _value(page, GDAL_NODATA)
+    return parse_nodata(text if isinstance(text, str) else None, np.dtype(page.dtype))
+
+
+def channel_names(tif: Any, page: Any, channels: int) -> tuple[str, ...]:
+    """By OME-XML or GDAL's metadata, "" for a channel without a name; empty where none has one."""
+    names: dict[int, str] = {}
+    if tif.ome_metadata:
+        pixels = re.search(r"<(?:\w+:)?Pixels\b.*?</(?:\w+:)?Pixels>", tif.ome_metadata, re.DOTALL)
+        elements = re.findall(r"<(?:\w+:)?Channel\b([^>]*)>", pixels.group()) if pixels else []
+        if len(elements) == channels:  # a channel of OME may be several of ours, red, green and blue
+            names = {number: _attributes(element).get("Name", "") for number, element in enumerate(elements)}
+    else:
+        for element, text in re.findall(r"<Item\b([^>]*)>([^<]*)</Item>", str(_value(page, _GDAL_METADATA) or "")):
+            item = _attributes(element)
+            if item.get("role") == "description" and item.get("sample", "").isdecimal():
+                names[int(item["sample"])] = html.unescape(text)  # GDAL escapes twice
+    named = tuple(html.unescape(names.get(number, "")).strip() for number in range(channels))
+    return named if any(named) else ()
+
+
+def _value(page: Any, tag: int) -> Any:
+    """What stands under a tag; None where it is missing or longer than anything honest."""
+    entry = page.tags.get(tag)
+    return None if entry is None or entry.count > _MOST_VALUES else entry.value
 
 
 def _aperio(description: str, key: str) -> float | None:
@@ -120,9 +179,13 @@ def _ome(xml: str | None) -> float | None:
     pixels = re.search(r"<(?:\w+:)?Pixels\b[^>]*>", xml or "")
     if pixels is None:
         return None
-    attributes = dict(re.findall(r'(\w+)\s*=\s*"([^"]*)"', pixels.group()))
+    attributes = _attributes(pixels.group())
     size = number(attributes.get("PhysicalSizeX", ""))
     return micrometres(size, attributes.get("PhysicalSizeXUnit", "um"))
+
+
+def _attributes(element: str) -> dict[str, str]:
+    return dict(re.findall(r'(\w+)\s*=\s*"([^"]*)"', element))
 
 
 def _resolution_tags(page: Any) -> float | None:

@@ -29,6 +29,7 @@ import numpy as np
 
 from gigagrad.boxes import Box, tiles
 from gigagrad.errors import ConfigError, ImageError
+from gigagrad.images.georeference import geotiff_tags
 from gigagrad.images.image import Array, Image
 from gigagrad.images.write import write_pyramid
 
@@ -81,7 +82,8 @@ def tissue_mask(image: Image, recipe: Recipe = PAPER_RECIPE) -> NDArray[np.uint8
     if image.shape[0] not in (1, 3) or str(image.dtype) not in ("uint8", "torch.uint8"):
         raise ImageError(
             f"cannot label {image.name}: got {image.shape[0]} channels of {image.dtype}, expected 1 or 3 of uint8; the "
-            "tissue recipe is for stained slides in bytes: give this image a mask of its own, or convert it"
+            "tissue recipe is for stained slides in bytes: choose channels with --bands, give this image a mask of its "
+            "own, or convert it"
         )
     return clean(foreground(image, recipe), recipe)
 
@@ -187,4 +189,5 @@ def write_label(slide: Image, path: str | Path, recipe: Recipe = PAPER_RECIPE, *
         mpp=slide.mpp,
         overwrite=overwrite,
         description="gigagrad tissue label: 0 background, 1 tissue",
+        tags=geotiff_tags(slide.georeference, None),
     )

@@ -1,20 +1,24 @@
 """Write pyramids strip by strip: slides, masks and predictions of any size in bounded memory.
 
 The name says the format. `x.tif` is a plain tiled TIFF, reduced pages after the first one, as OpenSlide and other
-tools' loaders expect; `x.ome.tif` an OME-TIFF, which QuPath, Bio-Formats and napari prefer; `x.zarr` an OME-Zarr.
+tools' loaders expect; `x.ome.tif` an OME-TIFF, which QuPath, Bio-Formats and napari prefer; `x.cog.tif` a
+cloud-optimised GeoTIFF; `x.zarr` an OME-Zarr.
 Each lower level is made from the rows of the level above as they pass by, so at most two tile rows of level 0 are in
 memory at once, however tall the image is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from gigagrad.files import check_destination, replacing, replacing_folder
+from gigagrad.images.cog import require_gdal, write_cog
 from gigagrad.images.layout import ENCODERS, IN_FLIGHT, TILE, Layout, MaskClass, SourceError, level_shapes
 from gigagrad.images.write_tiff import TiffPyramid
 
@@ -39,6 +43,7 @@ def write_pyramid(
     expected_bytes: int = 0,
     channels: Sequence[MaskClass] = (),
     classes: Sequence[MaskClass] = (),
+    tags: Mapping[int, tuple[str, Any]] = MappingProxyType({}),
 ) -> Path:
     """Write `rows` as a pyramidal BigTIFF, or an OME-Zarr (0.4) where `path` ends in `.zarr`, and return the path.
 
@@ -57,6 +62,8 @@ def write_pyramid(
         expected_bytes: refuse at once if the disk has less room than this; 0 where no estimate exists.
         channels: what the channels are called; OME-TIFF and OME-Zarr have places for it.
         classes: of class ids, what they are called; an OME-Zarr then has them under `labels/`.
+        tags: further tags of a TIFF's level 0, each with the type of its value or values as struct writes it; as
+            `georeference.geotiff_tags` makes them.
 
     Raises `WriteError` if the file exists (unless `overwrite`), the folder is missing or read-only, the disk is full
     or the strips do not have the promised shape; errors of the strips' producer pass through as they are. After any
@@ -65,7 +72,7 @@ def write_pyramid(
     path = Path(path)
     sides = level_shapes(shape[0], shape[1], tile, levels)
     text = None if description is None else description.encode("ascii", "replace").decode()
-    layout = Layout(path, shape, np.dtype(dtype), nearest, tile, sides, mpp, text, channels, classes)
+    layout = Layout(path, shape, np.dtype(dtype), nearest, tile, sides, mpp, text, channels, classes, tags)
     layout.check()
     try:
         if path.suffix.lower() == ".zarr":
@@ -77,8 +84,16 @@ def write_pyramid(
         else:
             job = TiffPyramid(layout, compression, quality)
             check_destination(path, overwrite=overwrite, expected_bytes=expected_bytes)
-            with replacing(path, lambda: job.estimated_bytes) as file:
-                job.write(file, rows)
+            if path.name.lower().endswith(".cog.tif"):
+                require_gdal()
+                with TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+                    plain = Path(folder) / path.name
+                    with replacing(plain, lambda: job.estimated_bytes) as file:
+                        job.write(file, rows)
+                    write_cog(plain, path, nearest=nearest)
+            else:
+                with replacing(path, lambda: job.estimated_bytes) as file:
+                    job.write(file, rows)
     except SourceError as error:
         raise error.original from None
     return path

@@ -120,6 +120,9 @@ class TiffPyramid:
                 1e4 / layout.mpp * side / full for side, full in zip((height, width), layout.levels[0], strict=True)
             ]
             page |= {"resolution": (per_cm[1], per_cm[0]), "resolutionunit": "CENTIMETER"}
+        if not level:
+            counts = {tag: 1 + len(value) if kind == "s" else len(value) for tag, (kind, value) in layout.tags.items()}
+            page["extratags"] = [(tag, kind, counts[tag], value) for tag, (kind, value) in layout.tags.items()]
         if self._ome and not level:
             page |= {"subifds": len(layout.levels) - 1, "metadata": {"axes": axes, **_ome(layout)}}
         elif not level:

@@ -42,6 +42,7 @@ class ZarrImage(Image):
         name: str,
         level: int,
         mpp: float | None,
+        channel_names: tuple[str, ...] = (),
         open_level: Callable[[int], Image] | None = None,
     ) -> None:
         from gigagrad.images.zarr_codecs import with_bounded_chunks
@@ -58,6 +59,7 @@ class ZarrImage(Image):
             mpp=mpp,
             levels=levels,
             level=level,
+            channel_names=channel_names,
             open_level=open_level,
         )
         self._array = with_bounded_chunks(array)
@@ -135,13 +137,26 @@ def _from_group(group: Any, path: Path, name: str, level: int, mpp: float | None
     x = axes.index("x")
     base = choose_mpp(mpp, name, [micrometres(scale[x], units[x]) if scale else None])
     return ZarrImage(
-        arrays, axes, name=name, level=level, mpp=base, open_level=lambda other: open_zarr(path, level=other, mpp=base)
+        arrays,
+        axes,
+        name=name,
+        level=level,
+        mpp=base,
+        channel_names=_channel_names(image.attrs, _shape_of(arrays[0], axes)[0]),
+        open_level=lambda other: open_zarr(path, level=other, mpp=base),
     )
 
 
 def _multiscales(attributes: Mapping[str, Any]) -> Any:
     """From OME-Zarr 0.5's `ome` entry or from 0.4's top level."""
     return (attributes.get("ome") or attributes).get("multiscales")
+
+
+def _channel_names(attributes: Mapping[str, Any], channels: int) -> tuple[str, ...]:
+    """The labels that viewers are told to show, empty unless there is one for each channel."""
+    shown = (attributes.get("ome") or attributes).get("omero") or {}
+    names = tuple(str(channel.get("label", "")).strip() for channel in shown.get("channels", ()))
+    return names if len(names) == channels and any(names) else ()
 
 
 def _axes(entry: Mapping[str, Any], ndim: int) -> tuple[list[str], list[str]]:

@@ -1,13 +1,16 @@
 """Annotation files as `Outlines`: QuPath's GeoJSON and ASAP's XML, read as a stream.
 
 GeoJSON (RFC 7946) as QuPath exports it: a collection of features, an array of them, one feature or one geometry; a
-feature's class is `properties.classification`, a name or an object that has one. ASAP's XML has a class for an
-annotation by its `PartOfGroup`. Only polygons cover pixels: points and lines are counted as skipped.
+feature's class is `properties.classification`, a name or an object that has one. Where it has a `crs`, as GIS programs
+write it, it is in coordinates on earth. ASAP's XML has a class for an annotation by its `PartOfGroup`. Only polygons
+cover pixels: points and lines are counted as skipped.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 from xml.parsers import expat
@@ -19,6 +22,9 @@ _SUFFIXES = (".geojson", ".json", ".xml")
 _AREAS = {"Polygon", "Spline", "Rectangle"}
 """ASAP's types of annotation that have an area: a spline's corners are many, and its curve is drawn through them."""
 
+_HEAD = 4096
+_CRS = re.compile(rb'"crs"\s*:\s*\{[^{}]*"properties"\s*:\s*\{\s*"name"\s*:\s*"([^"]*)"')
+"""As GDAL and QGIS name a reference system, before the features."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Polygon = tuple[str | None, Sequence[Any]]
@@ -38,8 +44,12 @@ def read_annotations(path: str | Path) -> Outlines:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            polygons = _asap(path, file) if path.suffix.lower() == ".xml" else _geojson(path, file)
-            return Outlines.pack(polygons, path.name)
+            if path.suffix.lower() == ".xml":
+                return Outlines.pack(_asap(path, file), path.name)
+            crs = _CRS.search(file.read(_HEAD))
+            file.seek(0)
+            outlines = Outlines.pack(_geojson(path, file), path.name)
+            return outlines if crs is None else replace(outlines, crs=crs.group(1).decode("utf-8", "replace"))
     except OSError as error:
         raise ImageError(f"cannot read {path}: {error.strerror}") from error
 
@@ -47,7 +57,7 @@ def read_annotations(path: str | Path) -> Outlines:
 def _geojson(path: Path, file: IO[bytes]) -> Iterator[Polygon]:
     import ijson
 
-    head = file.read(4096)
+    head = file.read(_HEAD)
     begin = len(_BYTE_ORDER_MARK) if head.startswith(_BYTE_ORDER_MARK) else 0
     start = head[begin:].lstrip()[:1]
     file.seek(begin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,14 +13,16 @@ import numpy as np
 from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
 from gigagrad.images import Image, open_image
-from gigagrad.images.image import Array, View
+from gigagrad.images.image import Array, Pixels, View
 from gigagrad.images.resampled import Resampled
 from gigagrad.images.stacked import Stacked
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
 from gigagrad.masks.classes import IGNORED, ClassTable
 from gigagrad.masks.labels import LabelOfIds, Labels
+from gigagrad.masks.missing import room_for_ignored
 from gigagrad.masks.outlines import Outlines
 from gigagrad.masks.painting import AnnotationMask
+from gigagrad.masks.placed import in_pixels
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +44,10 @@ def open_mask(
     """The mask of an open `slide`, pixel for pixel at the slide's level.
 
     Args:
-        source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0; or class ids as
-            `open_image` takes them, of the slide's size or the same picture at another resolution, of which the nearest
-            pixel counts. Of several in a list or tuple each is of one label.
+        source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0, or GeoJSON in the
+            coordinates on earth that its `crs` names; or class ids as `open_image` takes them, of the slide's size or
+            the same picture at another resolution, of which the nearest pixel counts. Of several in a list or tuple
+            each is of one label.
         slide: where the mask belongs.
         classes: class ids by name, `{"tumour": 1, "stroma": 2, "artefact": "ignore"}`, or as `ClassTable.parse` takes
             them. Of an image, names that are numbers are the values to replace: `{"255": 1}`. Without it, outlines
@@ -53,7 +57,8 @@ def open_mask(
             class 1 first, of a mask with so many channels its own, which are 1 where they are above 0.
 
     Outlines are painted in their order, box by box as they are read. What none covers is ignored (255), or background
-    if there is but one class.
+    if there is but one class; so are pixels of a mask file that hold its nodata value, which without `classes` are
+    ignored.
 
     Raises `ImageError` for a source that cannot be read or is no mask, `TargetError` for one that does not belong to
     the slide, and `ConfigError` for `classes`.
@@ -69,28 +74,36 @@ def open_mask(
         return _painted(outlines, slide, table or ClassTable.of_names(outlines.names), source, labels)
     assert not isinstance(source, Outlines)
     mask = open_image(source)
+    nodata = mask.nodata
+    ids: dict[int | float, int] = dict(table.values.items()) if table is not None else {}
     mask = _at_size_of(slide, mask, source if isinstance(source, str | Path) else mask.name)
-    mask = Relabelled(mask, table.values) if table is not None and table.values else mask
+    if nodata is not None:
+        ids = {nodata: IGNORED if table is None else table.unlabelled, **ids}
+    mask = Relabelled(mask, ids) if ids else mask
     if labels == 1:
         return mask
     if mask.channels == 1:
         return LabelOfIds(mask, labels)
-    return _of_labels(Labels(mask, ignores=_ignores(table)), labels)
+    return _of_labels(Labels(mask, ignores=IGNORED in ids.values()), labels)
 
 
 class Relabelled(View):
     """A mask with other numbers: those in `ids` are replaced, the others stay. Closing it closes the mask."""
 
-    def __init__(self, mask: Image, ids: Mapping[int, int]) -> None:
-        super().__init__(mask)
+    def __init__(self, mask: Image, ids: Mapping[int | float, int]) -> None:
+        ignores = IGNORED in ids.values()
+        super().__init__(mask, dtype=room_for_ignored(mask), nodata=IGNORED if ignores else None)
         self._ids = ids
 
     def _read_inside(self, box: Box) -> Array:
         pixels = np.asarray(self._image.read(box))
-        renamed = pixels.copy()
+        renamed = pixels.astype(room_for_ignored(self))
         for value, number in self._ids.items():
-            renamed[pixels == value] = number
+            renamed[np.isnan(pixels) if math.isnan(value) else pixels == value] = number
         return renamed
+
+    def _blank(self, height: int, width: int) -> Pixels:
+        return Image._blank(self, height, width)
 
     def _release(self) -> None:
         self._image.close()
@@ -107,7 +120,8 @@ def _stacked(sources: Sequence[Source], slide: Image, table: ClassTable | None, 
             else:
                 one = ClassTable(tuple((name, 1) for name in outlines.names), unlabelled=0)
                 mask = _painted(outlines, slide, one, source)
-            masks.append(opened.enter_context(Labels(mask, ignores=_ignores(table))))
+            ignores = mask.nodata is not None or (table is not None and IGNORED in table.values.values())
+            masks.append(opened.enter_context(Labels(mask, ignores=ignores)))
         stacked = Stacked(masks)
         opened.pop_all()
     return _of_labels(stacked, labels)
@@ -117,11 +131,6 @@ def _outlines_in(source: Source) -> Outlines | None:
     if isinstance(source, str | Path) and is_annotation_file(Path(source)):
         return read_annotations(source)
     return source if isinstance(source, Outlines) else None
-
-
-def _ignores(table: ClassTable | None) -> bool:
-    """Whether values of mask files are to be ignored."""
-    return table is not None and IGNORED in table.values.values()
 
 
 def _of_labels(mask: Image, labels: int) -> Image:
@@ -147,12 +156,14 @@ def _painted(outlines: Outlines, slide: Image, table: ClassTable, source: Source
     name = Path(source).stem if isinstance(source, str | Path) else slide.name
     if not len(outlines):
         raise TargetError(f"{name} has no outline that covers an area; annotate {slide.name}, or leave its mask empty")
+    outlines = in_pixels(outlines, slide)
     full = slide.levels[0].shape
     x0, y0, x1, y1 = outlines.bounds().T
     if not ((x1 > 0) & (y1 > 0) & (x0 < full[1]) & (y0 < full[0])).any():
         raise TargetError(
             f"the outlines of {name} lie from ({x0.min():g}, {y0.min():g}) to ({x1.max():g}, {y1.max():g}), outside "
-            f"their slide {slide.name} of {full[0]} x {full[1]} px; coordinates are pixels of level 0"
+            f"their slide {slide.name} of {full[0]} x {full[1]} px; coordinates are pixels of level 0, or of the "
+            "reference system that a member 'crs' names"
         )
     return AnnotationMask(outlines, table, slide, name=name, labels=labels)
 

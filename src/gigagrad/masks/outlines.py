@@ -24,7 +24,8 @@ class Outlines:
     Polygon `k` consists of the points `starts[k]` to `starts[k + 1]` of `points`, `(n, 2)` as (x, y): its rings one
     after the other, each closed; `closing` is true at the last point of every ring. A point lies inside where a ray
     from it crosses the rings an odd number of times, so that rings within rings are holes. `class_of[k]` is an index
-    into `names`. `skipped` counts what has no area: points, lines and the like.
+    into `names`. `skipped` counts what has no area: points, lines and the like. Where `crs` names a reference system,
+    coordinates are not yet pixels but that's (`placed.in_pixels`).
     """
 
     points: Points
@@ -33,6 +34,7 @@ class Outlines:
     class_of: NDArray[np.int64]
     names: tuple[str, ...]
     skipped: int = 0
+    crs: str | None = None
 
     def __len__(self) -> int:
         return len(self.class_of)

@@ -7,10 +7,12 @@
     monai:NAME?key=value                a network of monai.networks.nets
     package.module:callable?key=value   whatever that callable returns, unchanged
 
-Values are read as literals (`named.parse_named`). Networks of the libraries start from random weights unless the name
-asks for published ones, which the library then downloads and caches as it always does; a setting that would open any
-other file is refused. A name may come from a file, a saved model's for one: such names go through `check_network`
-first, and a saved model is built without published weights.
+Values are read as literals (`named.parse_named`). The first and the libraries' also take `scale=LOW,HIGH`: which values
+of a slide are the intensities 0 and 1, for all channels or, in further pairs, for each (`preprocess.Normalise`).
+Networks of the libraries start from random weights unless the name asks for published ones, which the library then
+downloads and caches as it always does; a setting that would open any other file is refused. A name may come from a
+file, a saved model's for one: such names go through `check_network` first, and a saved model is built without published
+weights.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 from torch import nn
 
@@ -53,16 +55,17 @@ def resolve(name: str, *, published: bool = True) -> nn.Module:
     source, _, model_name = path.partition(":")
     if source in _LIBRARIES and model_name:
         _check_opens_nothing(name, {key: value for key, value in settings.items() if key not in _WEIGHTS})
-        return _LIBRARIES[source](name, model_name, settings, published)
+        scale = settings.pop("scale") if isinstance(settings.get("scale"), tuple) else ()
+        return _fronted(name, scale, *_LIBRARIES[source](name, model_name, settings, published))
     if _is_imported(path):
         model = _build(name, import_callable(path), settings)
         if not isinstance(model, nn.Module):
             raise ModelError(f"model {name!r} gave a {type(model).__name__}; expected a torch.nn.Module")
         return model
     if path == "paper-unet":
-        if settings:
-            raise ModelError(f"model {name!r} has settings, but paper-unet takes none; leave out everything after '?'")
-        return _fronted(PaperUNet(), channels=1)
+        if settings.keys() - {"scale"}:
+            raise ModelError(f"model {name!r} has settings, but paper-unet takes none but scale=LOW,HIGH")
+        return _fronted(name, settings.get("scale", ()), PaperUNet(), 1)
     if path == "multi-stain":
         network: nn.Module = _build(name, MultiStainNet, settings)
         return network
@@ -109,21 +112,35 @@ def _is_imported(path: str) -> bool:
 
 
 def _fronted(
-    network: nn.Module, channels: object, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD
+    name: str,
+    scale: Any,
+    network: nn.Module,
+    channels: object,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
 ) -> nn.Module:
-    """`network`, which takes so many channels, behind what turns a uint8 slide into its input.
+    """`network`, which takes so many channels, behind what turns a slide into its input, with the `scale` of its name.
 
     Grey of three channels or one where it takes one; otherwise channels beyond the third are normalised like the first,
     the second and so on, as timm repeats weights.
     """
-    if channels == 1:
-        return nn.Sequential(OrderedDict(preprocess=Preprocess(), network=network))
     count = channels if isinstance(channels, int) else len(mean)
-    front = Normalise([mean[k % len(mean)] for k in range(count)], [std[k % len(std)] for k in range(count)])
+    try:
+        if channels == 1:
+            front: nn.Module = Preprocess(scale=scale)
+        else:
+            means, stds = ([each[k % len(each)] for k in range(count)] for each in (mean, std))
+            front = Normalise(means, stds, scale)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"cannot build model {name!r}: {error}") from error
     return nn.Sequential(OrderedDict(preprocess=front, network=network))
 
 
-def _timm(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> nn.Module:
+_Plain: TypeAlias = tuple[nn.Module, object, Sequence[float], Sequence[float]]
+"""A network of a library, its channels, and the mean and the standard deviation that each of these is to have."""
+
+
+def _timm(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> _Plain:
     timm = _import("timm", name, extra="timm")
     if not timm.is_model(model_name):
         _unknown(name, model_name, timm.list_models())
@@ -131,10 +148,10 @@ def _timm(name: str, model_name: str, settings: dict[str, Literal], published: b
     network = _build(name, timm.create_model, settings, model_name)
     known = network.pretrained_cfg or {}
     mean, std = known.get("mean", IMAGENET_MEAN), known.get("std", IMAGENET_STD)
-    return _fronted(network, settings.get("in_chans", 3), mean, std)
+    return network, settings.get("in_chans", 3), mean, std
 
 
-def _smp(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> nn.Module:
+def _smp(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> _Plain:
     smp = _import("segmentation_models_pytorch", name, extra="smp")
     if model_name.lower() not in smp.MODEL_ARCHITECTURES_MAPPING:
         _unknown(name, model_name, smp.MODEL_ARCHITECTURES_MAPPING)
@@ -153,10 +170,10 @@ def _smp(name: str, model_name: str, settings: dict[str, Literal], published: bo
         mean, std = getattr(known, "mean", None) or mean, getattr(known, "std", None) or std
     elif weights is not None and encoder in _CENTRED:
         mean = std = (0.5,) * 3
-    return _fronted(network, settings.get("in_channels", 3), mean, std)
+    return network, settings.get("in_channels", 3), mean, std
 
 
-def _monai(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> nn.Module:
+def _monai(name: str, model_name: str, settings: dict[str, Literal], published: bool) -> _Plain:
     networks = _import("monai.networks.nets", name, extra="monai")
     offered = {key: value for key, value in vars(networks).items() if _makes_network(value, networks.__name__)}
     if model_name not in offered:
@@ -168,7 +185,7 @@ def _monai(name: str, model_name: str, settings: dict[str, Literal], published: 
         defaults["pretrained"] = False
         settings = {"pretrained": False, **settings}
     _check_opens_nothing(name, defaults)
-    return _fronted(_build(name, build, settings), settings.get("in_channels", 3))
+    return _build(name, build, settings), settings.get("in_channels", 3), IMAGENET_MEAN, IMAGENET_STD
 
 
 def _makes_network(found: object, package: str) -> bool:

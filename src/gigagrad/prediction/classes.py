@@ -87,12 +87,14 @@ class Channels:
         """Of a mask: one of class ids, or one of 0 and 1 for each label."""
         return self.count if self.labels else 1
 
-    def ignored(self, table: ClassTable | None) -> int | None:
+    def ignored(self, table: ClassTable | None, truth: Image | None = None) -> int | None:
         """The value in true masks that no score looks at, None where all count.
 
-        As in training: of several channels, and where the table has anything to ignore.
+        As in training: of several channels, where the table has anything to ignore, and where `truth` says that it is
+        no data.
         """
-        return IGNORED if self.count > 1 or (table is not None and table.ignores) else None
+        says_so = truth is not None and truth.nodata == IGNORED
+        return IGNORED if self.count > 1 or says_so or (table is not None and table.ignores) else None
 
     def classes(self, table: ClassTable | None, *, typed: bool = False) -> tuple[MaskClass, ...]:
         """What each channel is of: the one foreground class; the background and the others; or labels.

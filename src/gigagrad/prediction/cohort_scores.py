@@ -91,7 +91,7 @@ def evaluate_model(
         with opened(entry) as (slide, seen, channels):
             assert channels is not None, "it was refused"
             with _truth(entry, slide, table, channels.planes) as truth:
-                found.append(score_logits(engine.stream(seen), truth, channels, table))
+                found.append(score_logits(engine.stream(seen), truth, channels, table, seen))
         return found[-1]
 
     evaluation = score_each([(entry.name, partial(score, entry)) for entry in entries], events, table)
@@ -136,9 +136,6 @@ def evaluate_masks(
         made_with = record.made_with if record is not None else None
         table = given or (ClassTable.parse(made_with.classes) if made_with is not None and made_with.classes else None)
         count = record.classes if record is not None and record.classes else table.count if table is not None else 0
-        ignored = Channels(count - 1).ignored(table)
-        if ignored is None and record is not None:
-            ignored = record.ignored
         # Level 0 for masks from elsewhere, and for those whose level was chosen by resolution.
         level = (made_with.level if made_with is not None else None) or 0
         with (
@@ -146,6 +143,9 @@ def evaluate_masks(
             entry.open(level) as slide,
             _truth(entry, slide, table, predicted.channels) as truth,
         ):
+            ignored = Channels(count - 1).ignored(table, truth)
+            if ignored is None and record is not None:
+                ignored = record.ignored
             if predicted.channels > 1:
                 return score_masks(predicted, truth, counts_of(Channels(predicted.channels, labels=True), ignored))
             if count:

@@ -26,7 +26,7 @@ class PredictConfig(Settings):
             scores of whole slides, `slides.csv` and `predictions.json`.
         outputs: what to write of each slide: "mask" (always), "probabilities", "geojson", "overlay", "instances",
             "tiatoolbox"; see `outputs.OUTPUTS`.
-        format: of masks and probabilities: "tiff", "ome-tiff" or "ome-zarr".
+        format: of masks and probabilities: "tiff", "ome-tiff", "cog" (of GDAL) or "ome-zarr".
         memory: peak memory the process may use, e.g. "1 GiB"; None leaves the choice to the engine.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
         threshold: probability above which a one-channel model's pixel is foreground, between 0 and 1; of a model with
@@ -36,7 +36,7 @@ class PredictConfig(Settings):
         mpp: micrometres per pixel of all slides, over what their files say.
         level: pyramid level of slides and true masks to predict at; None takes the level of the training run.
         grey: read slides in grey, as `Image.grey` does; None does as the training run did.
-        bands: channels of slides to read, as in training; empty for those of the training run.
+        bands: channels of slides to read, by name or number, as in training; empty for those of the training run.
         target_mpp: instead of one level for all, predict each slide at the level nearest to this resolution; every
             slide must then have a known one.
         device: "cpu" or "cuda".
@@ -57,7 +57,7 @@ class PredictConfig(Settings):
     mpp: float | None = None
     level: int | None = None
     grey: bool | None = None
-    bands: tuple[int, ...] = ()
+    bands: tuple[int | str, ...] = ()
     target_mpp: float | None = None
     device: str = "cpu"
     split: str | None = None
@@ -93,7 +93,7 @@ class PredictConfig(Settings):
         """Of `grey` and `bands`, or what the run's `config.yaml` says. Raises `ConfigError` if that file is damaged."""
         grey = bool(self._of_run("grey", False)) if self.grey is None else self.grey
         bands = self.bands or tuple(self._of_run("bands", ()))
-        if not all(type(number) is int for number in bands):
+        if not all(type(number) in (int, str) for number in bands):
             raise ConfigError(f"cannot read the bands of the run {self.run}; give them as --bands")
         return Look(grey, bands)
 

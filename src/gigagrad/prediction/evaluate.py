@@ -21,6 +21,7 @@ from gigagrad.prediction.classes import Channels, class_names
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion, Counts, LabelCounts, mean_sd
 
+_Pixels = NDArray[np.generic]
 _Counts = TypeVar("_Counts", bound=Counts)
 _BLOCK_PX = 2048
 """Side of the blocks that are compared: two of them and a few temporaries are held at a time."""
@@ -93,7 +94,7 @@ class Evaluation:
 
 
 def score_masks(predicted: Image, truth: Image, counts: _Counts) -> _Counts:
-    """Add to `counts` how two masks of the same size agree, block by block.
+    """Add to `counts` how two masks of the same size agree where `predicted` has data, block by block.
 
     Raises `TargetError` when their sizes differ, and as `Counts.add` does, `ImageError` when one of them is no mask.
     """
@@ -105,22 +106,34 @@ def score_masks(predicted: Image, truth: Image, counts: _Counts) -> _Counts:
             f"{truth.name} {truth.shape[1]} x {truth.shape[2]} px; both must have the slide's size"
         )
     for box in tiles(predicted.shape[1], predicted.shape[2], _BLOCK_PX, _BLOCK_PX):
-        counts.add(np.asarray(predicted.read(box)), np.asarray(truth.read(box)))
+        counts.add(*_with_data(np.asarray(predicted.read(box)), truth, predicted, box))
     return counts
 
 
 def score_logits(
-    prediction: Iterable[tuple[Box, Tensor]], truth: Image, channels: Channels, table: ClassTable | None
+    prediction: Iterable[tuple[Box, Tensor]],
+    truth: Image,
+    channels: Channels,
+    table: ClassTable | None,
+    seen: Image | None = None,
 ) -> Counts:
     """Compare tiles of `(1, C, h, w)` logits with the same boxes of the true mask; holds one tile at a time.
 
     With one channel every value of the mask above 0 is foreground. `table` has the mask's classes; pixels that are
-    ignored do not count. Raises `ModelError` for outputs that are no segmentation, `TargetError` as `Counts.add` does.
+    ignored do not count, nor do those where `seen` has no data. Raises `ModelError` for outputs that are no
+    segmentation, `TargetError` as `Counts.add` does.
     """
-    counts = counts_of(channels, channels.ignored(table))
+    counts = counts_of(channels, channels.ignored(table, truth))
     for box, logits in prediction:
-        counts.add(channels.mask(logits), np.asarray(truth.read(box)))
+        counts.add(*_with_data(channels.mask(logits), truth, seen, box))
     return counts
+
+
+def _with_data(pred: _Pixels, truth: Image, seen: Image | None, box: Box) -> tuple[_Pixels, _Pixels]:
+    """Both masks `(planes, h, w)` in this box, or `(planes, n)` of the pixels there where `seen` has data."""
+    true = np.asarray(truth.read(box))
+    missing = None if seen is None else seen.missing(box)
+    return (pred, true) if missing is None else (pred[:, ~missing], true[:, ~missing])
 
 
 def counts_of(channels: Channels, ignored: int | None) -> Counts:

@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 
 from gigagrad.execution.sinks import Pyramid, Sink
 from gigagrad.images import Image, MaskClass
+from gigagrad.images.georeference import geotiff_tags
+from gigagrad.masks import IGNORED
 from gigagrad.prediction.classes import Channels, foreground
 from gigagrad.prediction.instances import write_instances
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
 from gigagrad.prediction.polygons import Traced, write_geojson
 from gigagrad.prediction.tiatoolbox import write_annotations
 
-FORMATS: Final = {"tiff": ".tif", "ome-tiff": ".ome.tif", "ome-zarr": ".ome.zarr"}
+FORMATS: Final = {"tiff": ".tif", "ome-tiff": ".ome.tif", "cog": ".cog.tif", "ome-zarr": ".ome.zarr"}
 """What the names of images end in, by the name of their format; `write_pyramid` goes by it."""
 
 
@@ -45,6 +47,19 @@ class Predicted:
         return full[0] / self.slide.height, full[1] / self.slide.width
 
 
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What there is to know before it: the slide as the network sees it, and what the channels of its output mean.
+
+    `classes` are those of the channels (see `Channels.classes`).
+    """
+
+    seen: Image
+    channels: Channels
+    classes: Sequence[MaskClass]
+    threshold: float
+
+
 class Output(ABC):
     """One kind of file: `folder/STEM` and `suffix`, or what the images' format says where that is None."""
 
@@ -56,8 +71,8 @@ class Swept(Output):
     """Written as the network's output comes."""
 
     @abstractmethod
-    def sink(self, path: Path, channels: Channels, classes: Sequence[MaskClass], threshold: float) -> Sink:
-        """`classes` are those of the channels (see `Channels.classes`)."""
+    def sink(self, path: Path, sweep: Sweep) -> Sink:
+        """Where the output goes."""
 
 
 class Derived(Output):
@@ -69,21 +84,26 @@ class Derived(Output):
 
 
 class Mask(Swept):
-    """Class ids in bytes; of labels a channel for each, of 0 and 1."""
+    """Class ids in bytes; of labels a channel for each, of 0 and 1. Where the slide has no data, it has none either."""
 
     folder = "masks"
 
-    def sink(self, path: Path, channels: Channels, classes: Sequence[MaskClass], threshold: float) -> Sink:
-        classes = foreground(classes)
-        first = "labels: 1 is" if channels.labels else "mask: 0 background"
+    def sink(self, path: Path, sweep: Sweep) -> Sink:
+        channels, classes = sweep.channels, foreground(sweep.classes)
+        said = ["gigagrad labels" if channels.labels else "gigagrad mask: 0 background"]
+        said += [f"{kind.id} {kind.name}" for kind in classes]
+        nodata = IGNORED if sweep.seen.missing_bytes else None
         return Pyramid(
             path,
             dtype=np.uint8,
             planes=channels.planes,
-            pixels=lambda logits: channels.mask(logits, threshold).transpose(1, 2, 0),
+            pixels=lambda logits: channels.mask(logits, sweep.threshold).transpose(1, 2, 0),
             nearest=True,
+            seen=sweep.seen,
+            nodata=IGNORED,
             overwrite=True,
-            description=", ".join([f"gigagrad {first}", *(f"{kind.id} {kind.name}" for kind in classes)]),
+            description=", ".join(said if nodata is None else [*said, f"{nodata} no data"]),
+            tags=geotiff_tags(sweep.seen.georeference, nodata),
             **{"channels" if channels.labels else "classes": classes},
         )
 
@@ -93,9 +113,9 @@ class Probabilities(Swept):
 
     folder = "probabilities"
 
-    def sink(self, path: Path, channels: Channels, classes: Sequence[MaskClass], threshold: float) -> Sink:
+    def sink(self, path: Path, sweep: Sweep) -> Sink:
         def pixels(logits_NCHW: torch.Tensor) -> NDArray[np.uint8]:
-            scaled = channels.probabilities(logits_NCHW)[0].mul_(255).round_()
+            scaled = sweep.channels.probabilities(logits_NCHW)[0].mul_(255).round_()
             return scaled.permute(1, 2, 0).to("cpu", torch.uint8).numpy()
 
         return Pyramid(
@@ -103,18 +123,19 @@ class Probabilities(Swept):
             dtype=np.uint8,
             pixels=pixels,
             overwrite=True,
-            description=f"gigagrad probabilities, 255 is 1: {', '.join(kind.name for kind in classes)}",
-            channels=classes,
+            description=f"gigagrad probabilities, 255 is 1: {', '.join(kind.name for kind in sweep.classes)}",
+            tags=geotiff_tags(sweep.seen.georeference, None),
+            channels=sweep.classes,
         )
 
 
 class GeoJson(Derived):
-    """The regions as QuPath's annotations."""
+    """The regions as QuPath's annotations; where the slide lies somewhere on earth, in its coordinates there."""
 
     folder, suffix = "geojson", ".geojson"
 
     def write(self, path: Path, predicted: Predicted) -> None:
-        write_geojson(path, predicted.traced, path.stem, predicted.scale)
+        write_geojson(path, predicted.traced, path.stem, predicted.scale, predicted.slide.georeference)
 
 
 class Overlay(Derived):

@@ -93,8 +93,7 @@ def write_overlay(path: Path, picture: _Picture) -> None:
 
 def _as_rgb(pixels: NDArray[Any]) -> _Picture:
     """A thumbnail of one or of many channels as something to look at."""
-    if pixels.shape[2] not in (1, 3):
-        pixels = pixels[:, :, :1]
+    pixels = pixels[:, :, : 3 if pixels.shape[2] >= 3 else 1]
     return np.array(np.broadcast_to(pixels, (*pixels.shape[:2], 3)), dtype=np.uint8, order="C")
 
 

@@ -1,4 +1,4 @@
-"""Class regions of a mask as polygons for QuPath: GeoJSON in level-0 pixels.
+"""Class regions of a mask as polygons: GeoJSON in level-0 pixels for QuPath, or in the slide's coordinates on earth.
 
 Outlines follow the pixel edges exactly. Memory and the size of the file grow with the number of corners, not with the
 slide, and both are bounded: a mask with more than `max_corners` corners (noise, mostly) is traced again from every
@@ -9,22 +9,28 @@ UUID as `id`, `objectType` "annotation", and a classification with both name and
 from __future__ import annotations
 
 import json
+import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gigagrad.boxes import Box, tiles
 from gigagrad.files import replacing
 from gigagrad.images import Image, MaskClass
+from gigagrad.images.georeference import Georeference
 from gigagrad.prediction.outlines import NO_CORNERS, Corners, Rings, corners_in, rings_of
 from gigagrad.prediction.sampling import block_side, read_sampled, require_mask, sampled_shape
 
 if TYPE_CHECKING:
-    from shapely import LinearRing, Polygon
+    from shapely import Polygon
+
+Points = NDArray[np.float64]
 
 _NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "gigagrad/annotation")
 
@@ -88,13 +94,27 @@ def placed(traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> It
         yield Placed(str(uuid.uuid5(_NAMESPACE, f"{name}/{index}")), region.kind, polygon)
 
 
-def write_geojson(path: Path, traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> None:
-    """A QuPath `FeatureCollection` of the regions as `placed` has them. Raises `WriteError`."""
+def write_geojson(
+    path: Path,
+    traced: Traced,
+    name: str,
+    scale: tuple[float, float] = (1, 1),
+    place: Georeference | None = None,
+) -> None:
+    """A QuPath `FeatureCollection` of the regions as `placed` has them. Raises `WriteError`.
+
+    With the `place` of the mask, coordinates are its reference system's, which the member `crs` names as GeoJSON did
+    before RFC 7946 left WGS 84 as the only one, and as GDAL and QGIS read it.
+    """
+    system = {} if place is None or place.crs_name is None else {"type": "name", "properties": {"name": place.crs_name}}
+    named = f'"crs": {json.dumps(system)}, ' if system else ""
+    regions = placed(traced, name, scale if place is None else (1, 1))
+    write = _in_pixels if place is None else partial(_on_earth, place=place)
     with replacing(path) as file:
-        file.write(b'{"type": "FeatureCollection", "features": [')
-        for index, region in enumerate(placed(traced, name, scale)):
+        file.write(f'{{"type": "FeatureCollection", {named}"features": ['.encode())
+        for index, region in enumerate(regions):
             file.write(b",\n" if index else b"\n")
-            file.write(json.dumps(_feature(region), separators=(",", ":")).encode())
+            file.write(json.dumps(_feature(region, write), separators=(",", ":")).encode())
         file.write(b"\n]}\n")
 
 
@@ -157,12 +177,14 @@ def _parents(rings: Rings, outer: Any, holes: Any) -> Any:
     return by_area[first]
 
 
-def _feature(region: Placed) -> dict[str, Any]:
+def _feature(region: Placed, write: Callable[[Points], list[list[float]]]) -> dict[str, Any]:
+    import shapely
+
     rings = (region.polygon.exterior, *region.polygon.interiors)
     return {
         "type": "Feature",
         "id": region.id,
-        "geometry": {"type": "Polygon", "coordinates": [_coordinates(ring) for ring in rings]},
+        "geometry": {"type": "Polygon", "coordinates": [write(shapely.get_coordinates(ring)) for ring in rings]},
         "properties": {
             "objectType": "annotation",
             "classification": {"name": region.kind.name, "color": list(region.kind.color)},
@@ -170,11 +192,17 @@ def _feature(region: Placed) -> dict[str, Any]:
     }
 
 
-def _coordinates(ring: LinearRing) -> list[list[float]]:
+def _in_pixels(points: Points) -> list[list[float]]:
     """`[x, y]` points, the first one repeated; whole pixels as integers, others to a hundredth of a pixel."""
-    import shapely
-
-    points = shapely.get_coordinates(ring)
     whole = points.astype(np.int64)
     written: list[list[float]] = (whole if np.array_equal(whole, points) else points.round(2)).tolist()
+    return written
+
+
+def _on_earth(points: Points, place: Georeference) -> list[list[float]]:
+    """`[x, y]` points to a hundredth of a pixel at least, the first one repeated; mirrored where y points up, so that
+    outer rings are still counter-clockwise, as RFC 7946 has it."""
+    a, b, _, d, e, _ = place.transform
+    digits = 2 - math.floor(math.log10(min(math.hypot(a, b), math.hypot(d, e))))
+    written: list[list[float]] = place.points(points[::-1] if a * e < b * d else points).round(digits).tolist()
     return written

@@ -29,7 +29,7 @@ from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import Channels, foreground, image_shape
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import counts_of, score_masks
-from gigagrad.prediction.outputs import OUTPUTS, Derived, Predicted, Swept, file_names
+from gigagrad.prediction.outputs import OUTPUTS, Derived, Predicted, Sweep, Swept, file_names
 from gigagrad.prediction.polygons import trace
 from gigagrad.prediction.records import MadeWith, SlideResult, read_records, write_records
 from gigagrad.prediction.slide_scores import Reading, check_table, output_of, write_table
@@ -186,15 +186,15 @@ class _Run:
                 path.parent.mkdir(exist_ok=True)
             swept = [(kind, path) for kind, path in paths.items() if isinstance(kind, Swept)]
             if swept:
-                sinks = [kind.sink(path, channels, named, self.config.threshold) for kind, path in swept]
-                self.engine.forward(seen, out=Several(sinks))
+                sweep = Sweep(seen, channels, named, self.config.threshold)
+                self.engine.forward(seen, out=Several([kind.sink(path, sweep) for kind, path in swept]))
             mask = opened.enter_context(open_image(self.out / result.files["mask"]))
             classes = foreground(named)
             predicted = Predicted(slide, mask, trace(mask, classes), classes, truth)
             for kind, path in paths.items():
                 if isinstance(kind, Derived):
                     kind.write(path, predicted)
-            ignored = channels.ignored(self.table)
+            ignored = channels.ignored(self.table, truth)
             scored = None if truth is None else score_masks(mask, truth, counts_of(channels, ignored))
             return dataclasses.replace(
                 result,

@@ -29,7 +29,7 @@ class MadeWith:
     """None where `target_mpp` chose it slide by slide."""
     target_mpp: float | None = None
     grey: bool = False
-    bands: tuple[int, ...] = ()
+    bands: tuple[int | str, ...] = ()
     format: str = "tiff"
     """Of the images, as `outputs.FORMATS` has them."""
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.images import Image
+from gigagrad.images.georeference import Georeference
 from gigagrad.images.image import Pixels, View
 
 TURNS = 8
@@ -33,9 +34,19 @@ class Turned(View):
         if turn % 2:
             channels, height, width = image.shape
             levels = tuple(dataclasses.replace(level, shape=level.shape[::-1]) for level in image.levels)
-            super().__init__(image, (channels, width, height), levels)
+            super().__init__(image, (channels, width, height), levels, georeference=self._place(image))
         else:
-            super().__init__(image)
+            super().__init__(image, georeference=self._place(image))
+
+    def _place(self, image: Image) -> Georeference | None:
+        place, (height, width) = image.georeference, image.shape[1:]
+        if place is not None and self._mirrored:
+            place = place.of_pixels((-1, 0, width, 0, 1, 0))
+        for _ in range(self._quarters):
+            # As in `source_box`, from the image towards this one.
+            place = place and place.of_pixels((0, -1, width, 1, 0, 0))
+            height, width = width, height
+        return place
 
     def _read_inside(self, box: Box) -> Pixels:
         pixels = self._image.read(self.source_box(box))

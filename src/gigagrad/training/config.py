@@ -63,7 +63,7 @@ class FitConfig(Settings):
         seed: of the initial weights, the order of slides, the augmentation and random operators.
         level: pyramid level of slides and masks to train on; 0 is full resolution.
         grey: read slides in grey, one channel, as `Image.grey` does; for networks that grey their input anyway.
-        bands: channels of slides to read, in this order, counted from 1; none named: all.
+        bands: channels of slides to read, in this order, by name or counted from 1; none given: all.
         checkpoint_seconds: a checkpoint follows the first step that ends this long after the last one; 0 = every step.
     """
 
@@ -98,7 +98,7 @@ class FitConfig(Settings):
     seed: int = 0
     level: int = 0
     grey: bool = False
-    bands: tuple[int, ...] = ()
+    bands: tuple[int | str, ...] = ()
     checkpoint_seconds: float = 30.0
 
     LIMITS: ClassVar = {

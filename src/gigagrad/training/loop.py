@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gigagrad.cohorts import Cohort, Row, check_images, class_table, read_cohort
+from gigagrad.cohorts import Cohort, Row, any_missing, check_images, class_table, read_cohort
 from gigagrad.devices import device_for
 from gigagrad.errors import ConfigError, ImageError, ModelError, TargetError
 from gigagrad.events import Events, Listener, MetricsLogged, Notice
@@ -178,6 +178,11 @@ class _Run:
         ignores = self.table is not None and self.table.ignores and self.largest.label is None
         # Masks of several labels tell 255 from what is true of a pixel, whatever they are made of.
         ignores = ignores or (self.loss.binary and channels > 1)
+        if self.largest.label is None and not ignores and any_missing(self.cohort, config.look, self.table):
+            ignores = self.loss.binary or self.loss.class_ids
+            if not ignores:
+                text = "the loss takes every pixel, those without data among them, which are 0"
+                self.events.emit(Notice(text, warning=True))
         if ignores:
             self.loss = self.loss.ignoring()
         rule = TargetRule(self.loss, channels, ignores)
@@ -414,7 +419,7 @@ class _Run:
                         assert not isinstance(target, torch.Tensor)
                         shape = image_shape(engine, slide)
                         channels = Channels.of(1 if shape is None else shape[1], config.loss)
-                        scores[row.name] = score_logits(engine.stream(slide), target, channels, self.table).dice
+                        scores[row.name] = score_logits(engine.stream(slide), target, channels, self.table, slide).dice
                     elif rated:
                         output_NC = output_of(engine, slide)
                         assert isinstance(target, torch.Tensor)

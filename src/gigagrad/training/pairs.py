@@ -14,7 +14,7 @@ from gigagrad.cohorts import Row
 from gigagrad.errors import TargetError
 from gigagrad.images import Image, Look
 from gigagrad.images.tissue import write_label
-from gigagrad.masks import IGNORED, ClassTable, open_mask
+from gigagrad.masks import IGNORED, ClassTable, ignoring_missing, open_mask
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.training.augment import Turned
 from gigagrad.training.class_weights import count_pixels
@@ -52,14 +52,19 @@ class Pairs:
                 self._labels.mkdir(parents=True, exist_ok=True)
                 write_label(slide, self._made(row))
             with self._open_mask(row, slide) as mask:
-                self._seen |= sample_mask(mask, self._rule)
+                self._seen |= sample_mask(mask, self._rule) - ({IGNORED} if mask.nodata == IGNORED else set())
 
     def check_seen(self) -> None:
         """Raises `TargetError` where every sample of every mask, as all of them were prepared, is 0 or ignored."""
-        if self._table is None and self._rule.loss.class_ids and IGNORED in self._seen and self._seen <= {0, IGNORED}:
+        if self._table is None and self.ignores and IGNORED in self._seen and self._seen <= {0, IGNORED}:
             raise TargetError(
-                f"the masks hold 0 and {IGNORED} only, and a loss of class ids ignores {IGNORED}; say --classes "
-                f"{IGNORED}=1 if it is the foreground, or {IGNORED}=ignore"
+                f"the masks hold 0 and {IGNORED} only, and {IGNORED} is ignored by losses of class ids, by others for "
+                f"no data; say --classes {IGNORED}=1 if it is the foreground, or {IGNORED}=ignore"
+            )
+        if self._table is None and self._rule.loss.binary and self.ignores and 0 not in self._seen:
+            raise TargetError(
+                "the masks hold nothing but foreground, and no data elsewhere, which is ignored; if that is the "
+                f"background, say --classes {max(self._seen, default=1)}=1"
             )
 
     def counts(self, row: Row) -> NDArray[np.int64]:
@@ -67,6 +72,7 @@ class Pairs:
         if row.label is not None:
             return np.bincount([int(self._label(row))], minlength=256)
         with row.open(self._level) as slide, self._open_mask(row, slide) as mask:
+            mask = ignoring_missing(mask, self._look.of(slide)) if self.ignores else mask
             return count_pixels(mask, binary=self._rule.loss.binary, ignores=self.ignores)
 
     @contextmanager
@@ -82,7 +88,8 @@ class Pairs:
                 yield _turned(slide, turn), self._label(row)
                 return
             mask = stack.enter_context(self._open_mask(row, slide))
-            yield _turned(slide, turn), _turned(mask if row in self._passed else CheckedMask(mask, self._rule), turn)
+            mask = mask if row in self._passed else CheckedMask(mask, self._rule)
+            yield _turned(slide, turn), _turned(ignoring_missing(mask, slide) if self.ignores else mask, turn)
 
     def passed(self, row: Row) -> None:
         """Every pixel of the row's target has been read without complaint, so it need not be checked again."""

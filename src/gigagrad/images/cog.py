@@ -1,0 +1,53 @@
+"""Cloud-optimised GeoTIFF: the file's tables at its head and small levels before large ones, so that a map server reads
+what it shows by a few requests. GDAL's own driver does that; it wants the whole file to be there first.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gigagrad.errors import WriteError
+from gigagrad.files import replacing
+
+_CACHE_MIB = 64
+"""Of GDAL's blocks; by default it takes a twentieth of the machine's memory."""
+
+
+def require_gdal() -> None:
+    """Raises `WriteError` where rasterio, which brings GDAL, is not installed."""
+    try:
+        import rasterio.shutil  # noqa: F401
+    except ImportError as error:
+        raise WriteError(
+            f"a cloud-optimised GeoTIFF needs the package rasterio ({error}); install it with: pip install "
+            "'gigagrad[geo]'"
+        ) from error
+
+
+def write_cog(source: Path, path: Path, *, nearest: bool) -> Path:
+    """Write the TIFF `source` as cloud-optimised GeoTIFF to `path`, which it may be itself, and return that.
+
+    Reference system, transform, nodata and pixels are the same; levels are made anew, by every second pixel where
+    `nearest`, else by means. For a while, two more copies are on the disk. Raises `WriteError`.
+    """
+    require_gdal()
+    import rasterio
+    import rasterio.shutil
+
+    resampling = "NEAREST" if nearest else "AVERAGE"
+    options = {"compress": "DEFLATE", "blocksize": 512, "overviews": "IGNORE_EXISTING", "bigtiff": "IF_SAFER"}
+    with replacing(path) as file, TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+        made = Path(folder) / "cog.tif"
+        try:
+            with rasterio.Env(GDAL_CACHEMAX=_CACHE_MIB), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of images that lie nowhere on earth
+                rasterio.shutil.copy(source, made, driver="COG", overview_resampling=resampling, **options)
+        except Exception as error:  # GDAL's errors have many classes, none of them the system's
+            reason = " ".join(str(error).split())[:200]
+            raise WriteError(f"cannot write {path} as a cloud-optimised GeoTIFF: {reason}") from error
+        with made.open("rb") as whole:
+            shutil.copyfileobj(whole, file)
+    return path

@@ -1,0 +1,155 @@
+"""Where an image lies on earth: its affine transform and coordinate reference system, as GeoTIFF has them.
+
+The tags are those of OGC GeoTIFF 1.1 (19-008r4). What they say of the reference system is kept as it stands, to be
+written again; nothing is reprojected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+PIXEL_SCALE, TIEPOINT, TRANSFORMATION = 33550, 33922, 34264
+KEY_DIRECTORY, DOUBLE_PARAMS, ASCII_PARAMS = 34735, 34736, 34737
+GDAL_NODATA: Final = 42113
+TAGS: Final = (PIXEL_SCALE, TIEPOINT, TRANSFORMATION, KEY_DIRECTORY, DOUBLE_PARAMS, ASCII_PARAMS)
+
+_MODEL_TYPE, _RASTER_TYPE, _GEODETIC_CRS, _PROJECTED_CRS, _LINEAR_UNITS = 1024, 1025, 2048, 3072, 3076
+_PROJECTED, _PIXEL_IS_AREA, _PIXEL_IS_POINT = 1, 1, 2
+_USER_DEFINED: Final = 32767
+_METRES_PER_UNIT: Final = {9001: 1.0, 9002: 0.3048, 9003: 1200 / 3937}
+"""By EPSG's code of the unit: the metre, the foot and the US survey foot."""
+_WGS84: Final = 4326
+
+Tags = dict[int, tuple[str, Any]]
+"""Values by TIFF tag, each with its type as struct writes it."""
+Affine = tuple[float, float, float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Georeference:
+    """The place of each pixel: `x = a * column + b * row + c` and `y = d * column + e * row + f`.
+
+    `transform` is `(a, b, c, d, e, f)`, in the order of rasterio; columns and rows are counted from the outer corner of
+    the first pixel. `keys`, `doubles` and `text` are the GeoTIFF's description of the reference system, empty where it
+    has none.
+    """
+
+    transform: Affine
+    keys: tuple[int, ...] = ()
+    doubles: tuple[float, ...] = ()
+    text: bytes = b""
+
+    @classmethod
+    def of_tags(cls, tags: Mapping[int, Any]) -> Self | None:
+        """From the values of `TAGS`; None where they place no pixel, ground control points among them."""
+        keys = _directory(tags.get(KEY_DIRECTORY))
+        transform = _transform(*(_numbers(tags.get(tag)) for tag in (PIXEL_SCALE, TIEPOINT, TRANSFORMATION)))
+        if transform is None:
+            return None
+        text = tags.get(ASCII_PARAMS, b"")
+        text = text.encode("ascii", "replace") if isinstance(text, str) else bytes(text)
+        found = cls(transform, keys, _numbers(tags.get(DOUBLE_PARAMS)), text)
+        if found._key(_RASTER_TYPE) == _PIXEL_IS_POINT:
+            entries = np.array(keys).reshape(-1, 4)
+            entries[entries[:, 0] == _RASTER_TYPE, 3] = _PIXEL_IS_AREA
+            found = replace(found.of_pixels((1, 0, -0.5, 0, 1, -0.5)), keys=tuple(entries.ravel().tolist()))
+        return found
+
+    def to_tags(self) -> Tags:
+        """What `of_tags` makes this of."""
+        a, b, c, d, e, f = self.transform
+        tags: Tags = {TRANSFORMATION: ("d", (a, b, 0, c, d, e, 0, f, *[0] * 7, 1))}
+        if b == d == 0 and a > 0 > e:  # as most files and all readers have it
+            tags = {PIXEL_SCALE: ("d", (a, -e, 0)), TIEPOINT: ("d", (0, 0, 0, c, f, 0))}
+        described = {
+            KEY_DIRECTORY: ("H", self.keys),
+            DOUBLE_PARAMS: ("d", self.doubles),
+            ASCII_PARAMS: ("s", self.text),
+        }
+        return tags | {tag: (kind, value) for tag, (kind, value) in described.items() if value}
+
+    @property
+    def epsg(self) -> int | None:
+        """EPSG's code of the reference system, None where it has none."""
+        code = self._key(_PROJECTED_CRS if self._key(_MODEL_TYPE) == _PROJECTED else _GEODETIC_CRS)
+        return code if code is not None and 0 < code < _USER_DEFINED else None
+
+    @property
+    def crs_name(self) -> str | None:
+        """The reference system as GeoJSON of 2008 names it, x before y; None where EPSG has no code for it."""
+        if self.epsg == _WGS84:
+            return "urn:ogc:def:crs:OGC:1.3:CRS84"
+        return None if self.epsg is None else f"urn:ogc:def:crs:EPSG::{self.epsg}"
+
+    @property
+    def mpp(self) -> float | None:
+        """Micrometres of the reference system that a pixel is wide; None for degrees and units that are not named."""
+        if self._key(_MODEL_TYPE) != _PROJECTED:
+            return None
+        metres = _METRES_PER_UNIT.get(self._key(_LINEAR_UNITS) or 0)
+        return None if metres is None else 1e6 * metres * math.hypot(self.transform[0], self.transform[3])
+
+    def of_pixels(self, affine: Affine) -> Self:
+        """Of an image whose pixel at (column, row) lies at `affine` of them in this one."""
+        combined = np.array((*self.transform, 0, 0, 1)).reshape(3, 3) @ np.array((*affine, 0, 0, 1)).reshape(3, 3)
+        return replace(self, transform=tuple(combined.ravel().tolist()[:6]))
+
+    def resized(self, shape: tuple[int, int], to: tuple[int, int]) -> Self:
+        """Of the same picture, `(height, width)` of `shape`, in another number of pixels."""
+        return self if shape == to else self.of_pixels((shape[1] / to[1], 0, 0, 0, shape[0] / to[0], 0))
+
+    def points(self, pixels_N2: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`(column, row)` of each point as `(x, y)`."""
+        a, b, c, d, e, f = self.transform
+        column, row = pixels_N2.T
+        return np.stack((a * column + b * row + c, d * column + e * row + f), axis=1)
+
+    def pixels(self, points_N2: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`(x, y)` of each point as `(column, row)`."""
+        a, b, c, d, e, f = self.transform
+        x, y = points_N2.T - np.array([[c], [f]])
+        return np.stack((e * x - b * y, a * y - d * x), axis=1) / (a * e - b * d)
+
+    def _key(self, number: int) -> int | None:
+        """A key whose value stands in the directory itself."""
+        entries = (self.keys[at : at + 4] for at in range(4, len(self.keys), 4))
+        return next((value for key, place, _, value in entries if (key, place) == (number, 0)), None)
+
+
+def geotiff_tags(place: Georeference | None, nodata: int | None) -> Tags:
+    """What a TIFF of this place has to say, and which value means that there is no data, to GDAL and others."""
+    tags: Tags = {} if nodata is None else {GDAL_NODATA: ("s", str(nodata).encode())}
+    return tags if place is None else tags | place.to_tags()
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, np.ravel(value))) if value is not None else ()
+    except (TypeError, ValueError):
+        return ()
+
+
+def _directory(value: Any) -> tuple[int, ...]:
+    """The keys as they stand, none of a directory whose entries are not four numbers each."""
+    numbers = [int(number) for number in _numbers(value)]
+    entries = 1 + numbers[3] if len(numbers) >= 4 else 0
+    return tuple(numbers) if numbers and len(numbers) == 4 * entries else ()
+
+
+def _transform(scale: tuple[float, ...], tie: tuple[float, ...], matrix: tuple[float, ...]) -> Affine | None:
+    affine: Affine
+    if len(matrix) == 16:
+        affine = (matrix[0], matrix[1], matrix[3], matrix[4], matrix[5], matrix[7])
+    elif len(scale) >= 2 and len(tie) == 6:
+        column, row, _, x, y, _ = tie
+        affine = (scale[0], 0.0, x - column * scale[0], 0.0, -scale[1], y + row * scale[1])
+    else:
+        return None
+    flat = affine[0] * affine[4] == affine[1] * affine[3]
+    return None if flat or not all(map(math.isfinite, affine)) else affine
