@@ -32,8 +32,8 @@ WORDS = {
     "fit": (
         "--accumulate --bands --class-weights --classes --clip --colour-jitter --config --device --ema --epochs --fold "
         "--frozen --learning-rate --level --loss --memory --model --no-augment --no-grey --optimizer --out --overwrite "
-        "--patience --precision --rates --schedule --scratch --seed --slides --stain-jitter --storage --trust --warmup "
-        "--weight-decay --weights"
+        "--patience --precision --rates --schedule --scratch --seed --slides --stain-jitter --storage --trackers "
+        "--trust --warmup --weight-decay --weights"
     ),
     "predict": (
         "--bands --classes --device --level --memory --mpp --no-grey --out --overwrite --run --scratch --slides "

@@ -38,7 +38,9 @@ def test_fit_takes_the_steps_of_a_plain_loop(model, pairs, paths, bce, trained, 
     assert_same(model, expected)
     assert fitted.global_step == 6
     logged = (tmp_path / "logs/lightning_logs/version_0/metrics.csv").read_text()
-    assert all(name in logged for name in ("train/loss", "val/loss", "engine/peak_bytes", "engine/predicted_peak_bytes"))
+    assert all(
+        name in logged for name in ("train/loss", "val/loss", "engine/peak_bytes", "engine/predicted_peak_bytes")
+    )
     expected.eval()
     image, mask = pairs[0]
     assert float(fitted.callback_metrics["val/loss"]) == pytest.approx(float(bce(expected(image[None]), mask[None])))
@@ -105,7 +107,7 @@ def test_a_step_has_a_bar_of_tiles(model, pairs, bce, tmp_path, monkeypatch):
 
 
 def test_the_monitor_watches_engines_only(tmp_path):
-    class Other(pl.LightningModule):
+    class Other(pl.LightningModule):  # type: ignore[misc]
         def training_step(self, batch):
             return None
 

@@ -1,5 +1,7 @@
 """MONAI's evaluators and trainers with whole images give what they give without, and a bundle can name the inferer."""
 
+from typing import Any
+
 import pytest
 import torch
 from ignite.engine import Events
@@ -17,7 +19,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def batches(pairs):
     """Batches of two and of one, as dictionaries."""
-    return DataLoader([{"image": image, "label": mask} for image, mask in pairs], batch_size=2)
+    rows: Any = [{"image": image, "label": mask} for image, mask in pairs]
+    return DataLoader(rows, batch_size=2)
 
 
 def test_an_evaluator_predicts_whole_images(model, pairs, batches):

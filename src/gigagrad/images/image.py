@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, TypeAlias, final
 
 import numpy as np
 
@@ -64,10 +64,10 @@ class Image(ABC):
         mpp: float | None = None,
         levels: tuple[Level, ...] | None = None,
         level: int = 0,
-        open_level: Callable[[int], Image | None] | None = None,
+        open_level: Callable[..., Image | None] | None = None,
         cache_bytes: int = 0,
     ) -> None:
-        """`mpp` is level 0's, `level` the chosen one; what `open_level` makes of another is an image."""
+        """`mpp` is level 0's, `level` the chosen one; `open_level(level=...)` opens a file again, at any level."""
         if min(shape) < 1:
             raise ImageError(f"{name} has no pixels: its shape (C, H, W) is {shape}; every axis must be at least 1")
         self.shape: Final = shape
@@ -77,7 +77,7 @@ class Image(ABC):
         self.cache_bytes: Final = cache_bytes
         self.levels: Final = levels or (Level(shape[1:], 1.0),)
         self.mpp: Final = None if mpp is None else mpp * self.levels[level].downsample
-        self._open_level = open_level
+        self._open_level, self._level = open_level, level
         self._closed = False
 
     @property
@@ -135,9 +135,7 @@ class Image(ABC):
         choose_level(self.levels, level, self.name)
         if self._open_level is None:
             raise ImageError(f"{self.name} has but one level; open its source with open_image(level=...)")
-        another = self._open_level(level)
-        assert another is not None, "a source that could be opened can be opened again"
-        return another
+        return _opened(self._open_level, level)
 
     @final
     def grey(self) -> Image:
@@ -187,6 +185,13 @@ class Image(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Copies and pickles of an image of a file open it again; others are copied with their pixels."""
+        if self._open_level is None:
+            return super().__reduce_ex__(protocol)
+        self._require_open()
+        return _opened, (self._open_level, self._level)
 
     def __repr__(self) -> str:
         scale = "mpp unknown" if self.mpp is None else f"{self.mpp:g} um/px"
@@ -246,6 +251,12 @@ class BandsImage(View):
 
     def _blank(self, height: int, width: int) -> Pixels:
         return super()._blank(height, width)[self._channels]
+
+
+def _opened(open_level: Callable[..., Image | None], level: int) -> Image:
+    image = open_level(level=level)
+    assert image is not None, "a source that could be opened can be opened again"
+    return image
 
 
 def is_floating(dtype: np.dtype[Any] | torch.dtype) -> bool:

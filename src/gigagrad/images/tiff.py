@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ class TiffImage(Image):
             mpp=mpp,
             levels=levels,
             level=level,
-            open_level=lambda other: open_tiff(path, level=other, mpp=mpp),
+            open_level=partial(open_tiff, path, mpp=mpp),
             cache_bytes=min(CACHE_BYTES, channels * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize),
         )
         self._path = path

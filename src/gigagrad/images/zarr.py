@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class ZarrImage(Image):
         name: str,
         level: int,
         mpp: float | None,
-        open_level: Callable[[int], Image] | None = None,
+        open_level: Callable[..., Image] | None = None,
     ) -> None:
         from gigagrad.images.zarr_codecs import with_bounded_chunks
 
@@ -134,9 +135,7 @@ def _from_group(group: Any, path: Path, name: str, level: int, mpp: float | None
             _check_array(array, axes, name)
     x = axes.index("x")
     base = choose_mpp(mpp, name, [micrometres(scale[x], units[x]) if scale else None])
-    return ZarrImage(
-        arrays, axes, name=name, level=level, mpp=base, open_level=lambda other: open_zarr(path, level=other, mpp=base)
-    )
+    return ZarrImage(arrays, axes, name=name, level=level, mpp=base, open_level=partial(open_zarr, path, mpp=base))
 
 
 def _multiscales(attributes: Mapping[str, Any]) -> Any:

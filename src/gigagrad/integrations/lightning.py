@@ -18,7 +18,7 @@ with extra("lightning"):
     from tqdm.auto import tqdm
 
 
-class GigagradModule(pl.LightningModule):
+class GigagradModule(pl.LightningModule):  # type: ignore[misc]
     """`model` and `loss` as `gigagrad.compile` takes them, for a `Trainer` on one device.
 
     Batches are one `(image, target)` each, paths for instance: `DataLoader(pairs, batch_size=None)`, or of size 1 with
@@ -52,10 +52,10 @@ class GigagradModule(pl.LightningModule):
             raise ConfigError(f"GigagradModule trains on one device, got {self.trainer.world_size}; say devices=1")
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             raise ConfigError(
-                f"precision={self.trainer.precision!r} scales losses, which gigagrad does inside where it has to; leave "
-                "the Trainer's precision as it is and say GigagradModule(precision='float16')"
+                f"precision={self.trainer.precision!r} scales losses, which gigagrad does inside where it has to; "
+                "leave the Trainer's precision as it is and say GigagradModule(precision='float16')"
             )
-        settings = {"device": self.trainer.strategy.root_device, **self._settings}
+        settings = {"device": self.trainer.strategy.root_device, "progress": False, **self._settings}
         self.engine = compile(self.model, self.loss, **settings)
         self.predictor = compile(self.model, **settings)
 
@@ -99,7 +99,7 @@ class GigagradModule(pl.LightningModule):
             self.engine.load_state_dict(checkpoint["gigagrad"])
 
 
-class EngineMonitor(pl.Callback):
+class EngineMonitor(pl.Callback):  # type: ignore[misc]
     """Shows the tiles of a long step in a bar of its own, and logs what steps take beside what their plans said.
 
     Logged are `engine/seconds`, `engine/peak_bytes` and `engine/predicted_peak_bytes` of each training step.

@@ -92,4 +92,5 @@ class EngineHandler:
 
 def _each(batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Batches of one, without MONAI's metadata, which PyTorch's export does not trace."""
-    return batch.as_subclass(torch.Tensor).split(1)
+    plain = batch.as_subclass(torch.Tensor)
+    return tuple(plain[index : index + 1] for index in range(len(plain)))

@@ -66,7 +66,7 @@ class FitConfig(Settings):
         grey: read slides in grey, one channel, as `Image.grey` does; for networks that grey their input anyway.
         bands: channels of slides to read, in this order, counted from 1; none named: all.
         checkpoint_seconds: a checkpoint follows the first step that ends this long after the last one; 0 = every step.
-        trackers: programs that get the settings and the numbers of the run: `mlflow`, `tensorboard`, `trackio`, `wandb`.
+        trackers: programs that get the settings and the numbers of a run: `mlflow`, `tensorboard`, `trackio`, `wandb`.
     """
 
     slides: str

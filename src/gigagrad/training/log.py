@@ -18,8 +18,8 @@ from gigagrad.training.folder import RunFolder
 class RunLog:
     """Appends to a run's metrics (JSON lines); a context manager and a listener.
 
-    A run that continues gives the `metrics_bytes` of its checkpoint: what was written after it is about to happen again,
-    so the record is cut back to that point and no step appears twice.
+    A run that continues gives the `metrics_bytes` of its checkpoint: what was written after it is about to happen
+    again, so the record is cut back to that point and no step appears twice.
     """
 
     def __init__(self, folder: RunFolder, *, metrics_bytes: int = 0) -> None:
