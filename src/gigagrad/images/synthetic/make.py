@@ -36,7 +36,8 @@ def make_slide(
     on `height`, `width`, `seed` and `mpp` (micrometres per pixel) only. `textures` saves half a second per slide where
     several are made at one resolution.
 
-    Raises `ConfigError` without OpenCV, for a side below 64 px or an mpp outside 0.2..2, `WriteError` as `write_pyramid` does.
+    Raises `ConfigError` without OpenCV, for a side below 64 px or an mpp outside 0.2..2, and `WriteError` as
+    `write_pyramid` does.
     """
     with extra("demo"):  # OpenCV, only where a slide is made
         from gigagrad.images.synthetic.render import make_painter
