@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 from gigagrad.images import make_cohort
-from gigagrad.reports import Terminal
+from gigagrad.terminal import Terminal
 from gigagrad.training import FitConfig, fit
 
 

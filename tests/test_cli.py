@@ -33,7 +33,7 @@ WORDS = {
         "--accumulate --bands --class-weights --classes --clip --colour-jitter --config --device --ema --epochs --fold "
         "--folds --frozen --learning-rate --level --loss --memory --model --no-augment --no-grey --optimizer --out "
         "--overwrite --patience --precision --rates --schedule --scratch --seed --slides --stain-jitter --storage "
-        "--trust --warmup --weight-decay --weights"
+        "--trackers --trust --warmup --weight-decay --weights"
     ),
     "predict": (
         "--bands --classes --device --format --level --memory --mpp --no-grey --out --outputs --overwrite --run "

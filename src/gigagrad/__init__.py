@@ -51,6 +51,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """What one may use, rooms that nobody has entered yet included."""
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     """Rooms are entered when their names are used: reading a slide's size need not load PyTorch."""
     import importlib

@@ -122,6 +122,20 @@ class Events:
     def subscribe(self, listener: Listener) -> None:
         self._listeners.append(listener)
 
+    @property
+    def heard(self) -> bool:
+        """Whether anybody listens."""
+        return bool(self._listeners)
+
+    @contextmanager
+    def heard_by(self, listener: Listener) -> Iterator[None]:
+        """One more listener, in the block."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
     def emit(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)

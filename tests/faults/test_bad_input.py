@@ -35,7 +35,6 @@ def refused(capsys, out):
         assert err.count("\n") == 1
         assert "Traceback" not in err
         left = [path for path in out.rglob("*") if path.is_file() and path not in before]
-        left = [path for path in left if path.parent.name != "tensorboard"]
         assert sorted(path.name for path in left) == sorted(leaves)
         return err
 

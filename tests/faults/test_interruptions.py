@@ -10,6 +10,7 @@ import dis
 import gc
 import inspect
 import os
+import signal
 import sys
 import threading
 import time
@@ -443,3 +444,19 @@ def test_a_listener_that_fails_ends_the_run(watched):
         watched.engine.backward(*watched.pair)
     watched.check()
     del kept
+
+
+@linux
+def test_after_ctrl_c_the_engine_is_as_before(watched):
+    """The signal itself, in the middle of a sweep."""
+    interrupted: list[TileDone] = []
+
+    def interrupt(event):
+        if isinstance(event, TileDone) and event.done == event.total // 2 and not interrupted:
+            interrupted.append(event)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with watched.engine.events.heard_by(interrupt), pytest.raises(KeyboardInterrupt):
+        watched.engine.backward(*watched.pair)
+    assert interrupted
+    watched.check()

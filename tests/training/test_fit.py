@@ -74,7 +74,7 @@ def test_a_run_writes_everything_that_others_read(config, tmp_path):
     run = RunFolder(tmp_path / "run")
     names = {path.name for path in run.path.iterdir()}
     assert names == {
-        "config.yaml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoint.pt", "best.pt", "summary.json",
+        "config.yaml", "environment.json", "metrics.jsonl", "checkpoint.pt", "best.pt", "summary.json",
         "plan.json", "plan.txt", "model",
     }  # fmt: skip
     assert metrics_of(run.path) == [
@@ -101,15 +101,6 @@ def test_a_run_writes_everything_that_others_read(config, tmp_path):
     steps = [event for event in events if isinstance(event, JobAdvanced) and event.job == "train"]
     assert [(event.done, event.total) for event in steps] == [(done, 6) for done in range(1, 7)]
     assert "epoch 2 of 2, loss" in steps[-1].detail
-
-
-def test_tensorboard_shows_the_same_numbers(config, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    fit(config)
-    curves = EventAccumulator(str(RunFolder(tmp_path / "run").curves)).Reload()
-    assert [scalar.step for scalar in curves.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
-    assert [scalar.step for scalar in curves.Scalars("val/loss")] == [3, 6]
 
 
 def test_the_weights_of_the_lowest_validation_loss_are_kept(config, tmp_path, monkeypatch):

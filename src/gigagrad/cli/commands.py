@@ -217,7 +217,7 @@ def _progress(*, quiet: bool = False) -> AbstractContextManager[Listener]:
         return nullcontext(lambda event: None)
     from rich.console import Console
 
-    from gigagrad.reports.terminal import Terminal
+    from gigagrad.terminal import Terminal
 
     return Terminal(Console())
 

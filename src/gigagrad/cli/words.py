@@ -305,6 +305,11 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
                 "action": "store_false",
                 "help": "train without turned and mirrored slides",
             },
+            "--trackers": {
+                "nargs": "+",
+                "metavar": "NAME",
+                "help": "programs that get settings and numbers: mlflow, tensorboard, trackio, wandb (default: none)",
+            },
             "--stain-jitter": {"type": float, "metavar": "S", "help": "vary the stains of training slides, as 0.05"},
             "--colour-jitter": {
                 "type": float,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,7 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     tile: tuple[int, int] | None = None,
     seed: int | None = None,
+    progress: bool = True,
 ) -> Engine:
     """Make an engine for `model` and `loss`; nothing runs yet.
 
@@ -91,6 +95,8 @@ def compile(
         tile: `(height, width)` in pixels of the last field, to force the tile's shape (tests, experiments).
         seed: of random operators (dropout, stochastic depth), which otherwise draw from PyTorch's own generator. With
             one, the n-th run of an engine draws the same numbers as the n-th run of another.
+        progress: a step that takes seconds shows its tiles on standard error, where that is a terminal or a notebook,
+            unless somebody listens to `Engine.events`.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -100,6 +106,22 @@ def compile(
     rounding = parse_storage(storage)
     if isinstance(rounding, Quantised) and scratch is None:
         raise ConfigError(f"storage={storage!r} makes fields in files smaller; name a folder for them with scratch=")
+    again = partial(
+        compile,
+        model,
+        loss,
+        memory=memory,
+        device=device,
+        precision=precision,
+        scratch=scratch,
+        scratch_bytes=scratch_bytes,
+        host_memory=host_memory,
+        storage=storage,
+        optimizer=optimizer,
+        tile=tile,
+        seed=seed,
+        progress=progress,
+    )
     return Engine(
         model,
         loss,
@@ -111,6 +133,8 @@ def compile(
         optimizer=optimizer,
         tile=tile,
         seed=seed,
+        progress=progress,
+        again=again,
     )
 
 
@@ -130,6 +154,8 @@ class Engine:
         optimizer: torch.optim.Optimizer | None,
         tile: tuple[int, int] | None,
         seed: int | None,
+        progress: bool,
+        again: Callable[[], Engine],
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -156,6 +182,7 @@ class Engine:
             rounding=rounding,
             optimizer=optimizer,
         )
+        self._progress, self._again = progress, again
         self.last_run: StepMeasured | None = None
         self._overflows = 0
         """What runs in float16 have learned of the size of their cotangents."""
@@ -174,6 +201,13 @@ class Engine:
         budget = "no budget" if self._budget_bytes is None else format_bytes(self._budget_bytes)
         last = "" if self.last_run is None else f", last run {format_seconds(self.last_run.seconds)}"
         return f"<Engine of {type(self.model).__name__}, {loss}, on {self._device}, {budget}{last}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are compiled alike and adopt `state_dict`; what was captured, and listeners, stay here."""
+        return operator.call, (self._again,), self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.load_state_dict(state)
 
     @property
     def gradient_errors(self) -> dict[str, float]:
@@ -225,7 +259,7 @@ class Engine:
         """
         if self.loss is None:
             raise ConfigError("this engine has no loss; compile(model, loss) to train")
-        with opened_sources(self._composite, image, target) as sources:
+        with self._shown(), opened_sources(self._composite, image, target) as sources:
             run, graph = self._run("backward", sources)
             given = {name: source.given for name, source in sources.items() if source.given is not None}
         parameters = {**dict(self._composite.named_parameters(remove_duplicate=False)), **graph.closed}
@@ -248,7 +282,7 @@ class Engine:
         """
         if self.loss is not None and out is not None:
             raise ConfigError("out= needs an engine without a loss: compile(model)")
-        with opened_sources(self._composite, image, target) as sources:
+        with self._shown(), opened_sources(self._composite, image, target) as sources:
             if self.loss is not None:
                 return self._run("forward", sources)[0].output
             graph = self._captures.get(sources).graph
@@ -283,6 +317,15 @@ class Engine:
         """Adopt the choices of another engine's `state_dict`, from the next run on."""
         self._planner.load_state_dict(state)
         self._errors = RunningErrors(state.get("gradient_errors"))
+
+    def _shown(self) -> AbstractContextManager[None]:
+        """Bars for a person at a terminal or a notebook, where nobody listens."""
+        seen = (sys.stderr is not None and sys.stderr.isatty()) or "ipykernel" in sys.modules
+        if not (self._progress and seen) or self.events.heard:
+            return nullcontext()
+        from gigagrad.terminal import while_it_lasts
+
+        return while_it_lasts(self.events)
 
     def _delivered(self, graph: Graph, sources: dict[str, Source], out: str | Path | Sink | None) -> Any:
         """What the sink makes of the output field."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from gigagrad.errors import WriteError
+from gigagrad.extras import extra
 from gigagrad.files import replacing
 
 _CACHE_MIB = 64
@@ -17,14 +18,9 @@ _CACHE_MIB = 64
 
 
 def require_gdal() -> None:
-    """Raises `WriteError` where rasterio, which brings GDAL, is not installed."""
-    try:
+    """Raises `ConfigError` where rasterio, which brings GDAL, is not installed."""
+    with extra("geo"):
         import rasterio.shutil  # noqa: F401
-    except ImportError as error:
-        raise WriteError(
-            f"a cloud-optimised GeoTIFF needs the package rasterio ({error}); install it with: pip install "
-            "'gigagrad[geo]'"
-        ) from error
 
 
 def write_cog(source: Path, path: Path, *, nearest: bool) -> Path:

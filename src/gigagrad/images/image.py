@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,10 +74,11 @@ class Image(ABC):
         georeference: Georeference | None = None,
         nodata: int | float | None = None,
         channel_names: tuple[str, ...] = (),
-        open_level: Callable[[int], Image | None] | None = None,
+        open_level: Callable[..., Image | None] | None = None,
         cache_bytes: int = 0,
     ) -> None:
-        """`mpp` and `georeference` are of level 0, `level` is the chosen one; `open_level` opens another."""
+        """`mpp` and `georeference` are of level 0, `level` is the chosen one; `open_level(level=...)` opens a file
+        again, at any level."""
         if min(shape) < 1:
             raise ImageError(f"{name} has no pixels: its shape (C, H, W) is {shape}; every axis must be at least 1")
         self.shape: Final = shape
@@ -90,7 +91,7 @@ class Image(ABC):
         self.georeference: Final = georeference and georeference.resized(self.levels[0].shape, self.levels[level].shape)
         self.nodata: Final = nodata
         self.channel_names: Final = channel_names
-        self._open_level = open_level
+        self._open_level, self._level = open_level, level
         self._closed = False
 
     @property
@@ -148,9 +149,7 @@ class Image(ABC):
         choose_level(self.levels, level, self.name)
         if self._open_level is None:
             raise ImageError(f"{self.name} has but one level; open its source with open_image(level=...)")
-        another = self._open_level(level)
-        assert another is not None, "a source that could be opened can be opened again"
-        return another
+        return _opened(self._open_level, level)
 
     @final
     def grey(self) -> Image:
@@ -229,6 +228,13 @@ class Image(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Copies and pickles of an image of a file open it again; others are copied with their pixels."""
+        if self._open_level is None:
+            return super().__reduce_ex__(protocol)
+        self._require_open()
+        return _opened, (self._open_level, self._level)
+
     def __repr__(self) -> str:
         scale = "mpp unknown" if self.mpp is None else f"{self.mpp:g} um/px"
         if self.mpp is not None and self.mpp >= _UM_SHOWN_IN_METRES:
@@ -267,6 +273,12 @@ class View(Image):
     def _blank(self, height: int, width: int) -> Pixels:
         # An array or a tensor, whichever the image gives.
         return self._image._blank(height, width)
+
+
+def _opened(open_level: Callable[..., Image | None], level: int) -> Image:
+    image = open_level(level=level)
+    assert image is not None, "a source that could be opened can be opened again"
+    return image
 
 
 def is_floating(dtype: np.dtype[Any] | torch.dtype) -> bool:

@@ -112,13 +112,13 @@ class Layout:
         pixels = pixels[: 2 * height, : 2 * width]
         if self.nearest or not pixels.size:
             return pixels[::2, ::2]
-        import cv2
-
-        halved = np.empty((height, width, self.shape[2]), self.dtype)
-        for index in range(self.planes):  # one at a time: OpenCV takes no more than 128 channels
-            plane = np.ascontiguousarray(self.plane(pixels, index))
-            self.plane(halved, index)[...] = cv2.resize(plane, (width, height), interpolation=cv2.INTER_AREA)
-        return halved
+        wide = np.dtype(np.uint32) if self.dtype.kind == "u" else self.dtype
+        rows = np.add(pixels[::2], pixels[1::2], dtype=wide)
+        means = np.empty((height, width, self.shape[2]), self.dtype)
+        for channel in range(self.shape[2]):  # one at a time: an inner loop over three numbers takes twice as long
+            total = rows[:, ::2, channel] + rows[:, 1::2, channel]
+            means[..., channel] = (total + 2) // 4 if wide.kind == "u" else total / 4
+        return means
 
 
 class SourceError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,11 @@ class OpenSlideImage(Image):
             mpp=base,
             levels=levels,
             level=level,
-            open_level=lambda other: open_openslide(path, level=other, mpp=base),
+            open_level=partial(open_openslide, path, mpp=base),
             cache_bytes=CACHE_BYTES,
         )
         self._path = path
         self._slide = slide
-        self._level = level
         self._downsample = chosen.downsample
         self._cache = TileCache(CACHE_BYTES)
 

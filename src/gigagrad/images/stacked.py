@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,13 +43,9 @@ class Stacked(Image):
             georeference=first.georeference and first.georeference.resized(first.shape[1:], levels[0].shape),
             nodata=first.nodata,
             channel_names=tuple(name for image in images for name in image.channel_names or ("",) * image.channels),
-            open_level=self._at_level,
+            open_level=partial(_stacked_at, self._images, tuple(level.shape for level in levels)),
             cache_bytes=sum(image.cache_bytes for image in images),
         )
-
-    def _at_level(self, level: int) -> Image:
-        shape = self.levels[level].shape
-        return Stacked([image.at_level(_at(image, shape) or 0) for image in self._images])
 
     def _read_inside(self, box: Box) -> Pixels:
         return _joined([image.read(box) for image in self._images])
@@ -68,6 +65,10 @@ class Stacked(Image):
     def _release(self) -> None:
         for image in self._images:
             image.close()
+
+
+def _stacked_at(images: Sequence[Image], shapes: Sequence[tuple[int, int]], level: int) -> Image:
+    return Stacked([image.at_level(_at(image, shapes[level]) or 0) for image in images])
 
 
 def _size(image: Image) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class TiffImage(Image):
             levels=levels,
             level=level,
             channel_names=channel_names[:channels],
-            open_level=lambda other: open_tiff(path, level=other, mpp=mpp),
+            open_level=partial(open_tiff, path, mpp=mpp),
             cache_bytes=min(CACHE_BYTES, channels * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize),
             **described,
         )

@@ -21,7 +21,6 @@ Only the plane at one eighth (2000 x 8000 for 16000 x 64000) is ever held; `labe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -30,7 +29,7 @@ import numpy as np
 from gigagrad.boxes import Box, tiles
 from gigagrad.errors import ConfigError, ImageError
 from gigagrad.images.georeference import geotiff_tags
-from gigagrad.images.image import Array, Image
+from gigagrad.images.image import LUMA_BT601, Array, Image
 from gigagrad.images.write import write_pyramid
 
 if TYPE_CHECKING:
@@ -90,8 +89,6 @@ def tissue_mask(image: Image, recipe: Recipe = PAPER_RECIPE) -> NDArray[np.uint8
 
 def foreground(image: Image, recipe: Recipe) -> NDArray[np.uint8]:
     """The recipe up to "non-zero to 255": which blocks are neither bright nor black, as 0 and 255."""
-    import cv2
-
     _, height, width = image.shape
     step = recipe.downsample
     plane = np.zeros((-(-height // step), -(-width // step)), np.uint8)
@@ -101,9 +98,10 @@ def foreground(image: Image, recipe: Recipe) -> NDArray[np.uint8]:
         channels = small_HWC.shape[2]
         bright = small_HWC.sum(axis=2, dtype=np.int32) > recipe.threshold * channels
         small_HWC[bright] = 0
-        grey = cv2.cvtColor(small_HWC, cv2.COLOR_RGB2GRAY) if channels == 3 else small_HWC[..., 0]
+        # Grey is above 0 from half a level on.
+        seen = small_HWC @ np.array(LUMA_BT601) >= 0.5 if channels == 3 else small_HWC[..., 0] > 0
         y, x = box.y0 // step, box.x0 // step
-        plane[y : y + grey.shape[0], x : x + grey.shape[1]] = np.where(grey > 0, 255, 0)
+        plane[y : y + seen.shape[0], x : x + seen.shape[1]] = np.where(seen, 255, 0)
     return plane
 
 
@@ -113,16 +111,45 @@ def clean(plane: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:
     Beyond the border the median sees the border repeated, erosion sees tissue and dilation sees background, so that
     neither of them treats the edge of the image as an edge of the tissue.
     """
-    import cv2
+    smooth = _counts(plane > 0, recipe.median, None) * 2 > recipe.median**2
+    eroded = _counts(smooth, recipe.erode, True) == recipe.erode**2
+    dilated = _counts(eroded, recipe.dilate, False) > 0
+    return (~_reached_from_border(dilated)).astype(np.uint8)
 
-    if recipe.median > 1:
-        plane = np.asarray(cv2.medianBlur(plane, recipe.median), np.uint8)
-    plane = np.asarray(cv2.erode(plane, np.ones((recipe.erode, recipe.erode), np.uint8)), np.uint8)
-    plane = np.asarray(cv2.dilate(plane, np.ones((recipe.dilate, recipe.dilate), np.uint8)), np.uint8)
-    outlines, _ = cv2.findContours(plane, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
-    filled = np.zeros_like(plane)
-    cv2.drawContours(filled, outlines, -1, 1, cv2.FILLED)
-    return filled
+
+def _counts(inside: NDArray[np.bool_], side: int, beyond: bool | None) -> NDArray[np.uint32]:
+    """How many pixels of the `side x side` square around each are inside; beyond the border all are, or none, or
+    (None) the border is repeated."""
+    half = side // 2
+    padded = np.pad(inside, half, "edge") if beyond is None else np.pad(inside, half, constant_values=beyond)
+    height, width = inside.shape
+    rows = np.zeros((height, padded.shape[1]), np.uint32)
+    for k in range(side):
+        rows += padded[k : k + height]
+    counts = np.zeros((height, width), np.uint32)
+    for k in range(side):
+        counts += rows[:, k : k + width]
+    return counts
+
+
+def _reached_from_border(tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Background that steps up, down, left or right lead to: down the rows and up again, until nothing is added."""
+    tissue = np.pad(tissue, 1)
+    height, width = tissue.shape
+    reached = np.zeros(tissue.shape, bool)
+    reached[0] = True
+    found = 0
+    while (count := int(np.count_nonzero(reached))) > found:
+        found = count
+        for rows, back in ((range(1, height), -1), (range(height - 2, -1, -1), 1)):
+            for y in rows:
+                free = ~tissue[y]
+                # Of a run of background, every pixel has the same number of tissue pixels to its left.
+                run = np.cumsum(tissue[y])
+                runs = np.zeros(width + 1, bool)
+                runs[run[free & (reached[y] | reached[y + back])]] = True
+                reached[y] = free & runs[run]
+    return reached[1:-1, 1:-1]
 
 
 def block_means(pixels_HWC: Array, step: int) -> NDArray[np.uint8]:
@@ -130,21 +157,18 @@ def block_means(pixels_HWC: Array, step: int) -> NDArray[np.uint8]:
 
     Blocks that the lower or right border cuts are means of the pixels that exist.
     """
-    import cv2
-
     height, width, channels = pixels_HWC.shape
-    means = np.empty((-(-height // step), -(-width // step), channels), np.uint8)
     pixels_HWC = np.ascontiguousarray(pixels_HWC)
-    # All whole blocks along an axis, and the one that the border cuts.
-    edges_y, edges_x = (sorted({0, side // step * step, side}) for side in (height, width))
-    for y0, y1 in pairwise(edges_y):
-        for x0, x1 in pairwise(edges_x):
-            rows, columns = -(-(y1 - y0) // step), -(-(x1 - x0) // step)
-            # With an integer ratio on both axes, OpenCV's area interpolation is exactly the mean of each block.
-            small = cv2.resize(pixels_HWC[y0:y1, x0:x1], (columns, rows), interpolation=cv2.INTER_AREA)
-            y, x = y0 // step, x0 // step
-            means[y : y + rows, x : x + columns] = small.reshape(rows, columns, channels)
-    return means
+    rows = np.zeros((-(-height // step), width, channels), np.uint32)
+    for k in range(min(step, height)):
+        part = pixels_HWC[k::step]
+        rows[: len(part)] += part
+    sums = np.zeros((len(rows), -(-width // step), channels), np.uint32)
+    for k in range(min(step, width)):
+        part = rows[:, k::step]
+        sums[:, : part.shape[1]] += part
+    high, wide = (np.minimum(step, side - np.arange(0, side, step)) for side in (height, width))
+    return np.rint(sums / np.outer(high, wide)[..., None]).astype(np.uint8)
 
 
 class TissueLabel(Image):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class ZarrImage(Image):
         level: int,
         mpp: float | None,
         channel_names: tuple[str, ...] = (),
-        open_level: Callable[[int], Image] | None = None,
+        open_level: Callable[..., Image] | None = None,
     ) -> None:
         from gigagrad.images.zarr_codecs import with_bounded_chunks
 
@@ -143,7 +144,7 @@ def _from_group(group: Any, path: Path, name: str, level: int, mpp: float | None
         level=level,
         mpp=base,
         channel_names=_channel_names(image.attrs, _shape_of(arrays[0], axes)[0]),
-        open_level=lambda other: open_zarr(path, level=other, mpp=base),
+        open_level=partial(open_zarr, path, mpp=base),
     )
 
 

@@ -6,21 +6,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.files import replacing
 from gigagrad.images import Image, MaskClass, thumbnail
+from gigagrad.prediction.outlines import Rings, corners_in, rings_of
 from gigagrad.prediction.sampling import mask_thumbnail, require_mask
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Pictures
 
 _TRUTH_COLOR = (255, 214, 10)
 _CASING = (20, 20, 24)
 _NARROW = 4
 """Specks and holes narrower than this many widths of a line get a hairline: of full lines there would be nothing else
 to see."""
+_FINER = 2
+"""Lines are drawn so many times as large, for soft edges."""
+_STEP_PX = 0.75
+"""Of a diagonal border, corners lie so far from a straight line at most."""
 _Picture = NDArray[np.uint8]
+_Ring = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +73,48 @@ def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> 
 
     Raises `ImageError` if a mask is no mask or an image cannot be read.
     """
-    import cv2
+    from PIL import Image as Pillow
+    from PIL import ImageDraw
 
-    picture = _as_rgb(thumbnail(slide, max_side))
+    picture = Pillow.fromarray(_as_rgb(thumbnail(slide, max_side)))
     for layer in drawn:
         require_mask(layer.mask)
-        pixels = mask_thumbnail(layer.mask, *picture.shape[:2])
+        pixels = mask_thumbnail(layer.mask, picture.height, picture.width)
         inside = pixels != 0 if layer.class_id is None else pixels == layer.class_id
-        # A background border of 1 px lets contours at the picture's edge close there.
-        framed = np.pad(inside.astype(np.uint8), 1)
-        contours, _ = cv2.findContours(framed, cv2.RETR_LIST, cv2.CHAIN_APPROX_SIMPLE, offset=(-1, -1))
-        broad, narrow = list[Any](), list[Any]()
-        for contour in contours:
-            (narrow if min(cv2.boundingRect(contour)[2:]) < _NARROW * layer.width_px else broad).append(contour)
+        rings = rings_of(corners_in(np.pad(inside, 1), 0, 0))
+        broad, narrow = _by_width(rings, _NARROW * layer.width_px)
         for width_px, color in ((layer.width_px + 2, _CASING), (layer.width_px, layer.color)):
-            cv2.polylines(picture, broad, isClosed=True, color=color, thickness=width_px, lineType=cv2.LINE_AA)
-        cv2.polylines(picture, narrow, isClosed=True, color=layer.color, thickness=1)
-    return np.concatenate([picture, _legend(drawn, picture.shape[1])])
+            picture.paste(color, mask=_lines(broad, width_px, picture.size))
+        pen = ImageDraw.Draw(picture)
+        for ring in narrow:
+            pen.line([*ring.ravel().tolist(), *ring[0].tolist()], layer.color)
+    return np.concatenate([np.asarray(picture), _legend(drawn, picture.width)])
+
+
+def _by_width(rings: Rings, least_px: int) -> tuple[list[_Ring], list[_Ring]]:
+    """Those that are so wide in both directions, and the others."""
+    if not len(rings.areas):
+        return [], []
+    heads = rings.starts[:-1]
+    sides = np.maximum.reduceat(rings.points, heads) - np.minimum.reduceat(rings.points, heads)
+    found = list(zip(np.split(rings.points, heads[1:]), sides.min(axis=1) >= least_px, strict=True))
+    return [ring for ring, broad in found if broad], [ring for ring, broad in found if not broad]
+
+
+def _lines(rings: Sequence[_Ring], width_px: int, size: tuple[int, int]) -> Pictures:
+    """How much of each pixel of a picture of this `(width, height)` the lines cover, of 255."""
+    import shapely
+    from PIL import Image as Pillow
+    from PIL import ImageDraw
+
+    fine = Pillow.new("L", (_FINER * size[0], _FINER * size[1]))
+    pen = ImageDraw.Draw(fine)
+    for ring in rings:
+        # Steps of one pixel become a straight line.
+        smooth = shapely.simplify(shapely.linearrings(ring), _STEP_PX, preserve_topology=False)
+        points = shapely.get_coordinates(smooth) * _FINER
+        pen.line([*points.ravel().tolist(), *points[1].tolist()], 255, _FINER * width_px, joint="curve")
+    return fine.reduce(_FINER)
 
 
 def write_overlay(path: Path, picture: _Picture) -> None:

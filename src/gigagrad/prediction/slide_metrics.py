@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gigagrad.extras import extra
+
 RESAMPLES: Final = 1000
 _SEED: Final = 0
 _BINS: Final = 15
@@ -163,4 +165,5 @@ def _explained(found_N: NDArray[np.float64], truth_N: NDArray[np.float64]) -> fl
 def _torchmetrics() -> Any:
     # It imports torchvision where that is installed.
     importlib.import_module("gigagrad.models.torchvision_operators")
-    return importlib.import_module("torchmetrics.functional.classification")
+    with extra("train"):
+        return importlib.import_module("torchmetrics.functional.classification")

@@ -1,4 +1,4 @@
-"""What a person looks at: progress in the terminal, a plan as a table, the HTML report, the machine's state."""
+"""What a person looks at: a plan as a table, the HTML report, the machine's state."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ if TYPE_CHECKING:
     from gigagrad.reports.doctor import diagnose as diagnose
     from gigagrad.reports.doctor import doctor_table as doctor_table
     from gigagrad.reports.report import write_report as write_report
-    from gigagrad.reports.terminal import Terminal as Terminal
 
-__all__ = ["Check", "Terminal", "diagnose", "doctor_table", "write_report"]
+__all__ = ["Check", "diagnose", "doctor_table", "write_report"]
 
 
 def __getattr__(name: str) -> Any:
-    """Entered when its names are used: a progress bar need not load PyTorch, matplotlib and jinja2."""
+    """Entered when its names are used: a check of the machine need not load matplotlib and jinja2."""
     if name not in __all__:
         raise AttributeError(f"module 'gigagrad.reports' has no attribute {name!r}")
-    home = {"Terminal": "terminal", "write_report": "report"}.get(name, "doctor")
+    home = "report" if name == "write_report" else "doctor"
     return getattr(importlib.import_module(f"gigagrad.reports.{home}"), name)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gigagrad.events import StepMeasured
+from gigagrad.extras import extra
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.run_data import RunData
 
@@ -169,8 +170,9 @@ def parts_chart(parts: Sequence[tuple[str, int]], budget_bytes: int) -> str | No
 @contextmanager
 def _axes(title: str, height_inches: float) -> Iterator[tuple[Axes, Callable[[], str]]]:
     """Axes of one chart, and a function that gives its SVG after the block."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+    with extra("report"):
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
 
     # The salt keeps the ids of several charts in one page apart.
     with mpl.rc_context({**_STYLE, "svg.hashsalt": title}):

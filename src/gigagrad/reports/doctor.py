@@ -28,7 +28,15 @@ _Check = Callable[[Path], _Finding]
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LEAST_MEMORY_BYTES = 2 << 30
 _LEAST_DISK_BYTES = 4 << 30
-OPTIONAL = {"timm": "gigagrad[timm]", "segmentation_models_pytorch": "gigagrad[smp]", "monai": "gigagrad[monai]"}
+OPTIONAL = {
+    "timm": ("timm", "its models"),
+    "segmentation_models_pytorch": ("smp", "its models"),
+    "monai": ("monai", "its models, and gigagrad in its workflows"),
+    "matplotlib": ("report", "charts and reports"),
+    "torchmetrics": ("train", "the scores of slide classifiers"),
+    "cv2": ("demo", "synthetic slides"),
+}
+"""By module: the extra that brings it, and what for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ def diagnose(folder: str | Path = ".") -> list[Check]:
     A check that breaks is itself a failed check; nothing is raised.
     """
     checks: list[Check] = []
-    optional: dict[str, _Check] = {module: partial(_optional, module, extra) for module, extra in OPTIONAL.items()}
+    optional: dict[str, _Check] = {module: partial(_optional, module, *brought) for module, brought in OPTIONAL.items()}
     for name, check in (CHECKS | optional).items():
         try:
             checks.append(Check(name, *check(Path(folder))))
@@ -191,11 +199,12 @@ def _cuda(_: Path) -> _Finding:
     return "ok", f"{name}, {format_bytes(free)} free of {format_bytes(total)}, CUDA {torch.version.cuda}"
 
 
-def _optional(module: str, extra: str, _: Path) -> _Finding:
+def _optional(module: str, extra: str, used_for: str, _: Path) -> _Finding:
     """Importing is the check: a torchvision built for another PyTorch, say, shows only then."""
     if importlib.util.find_spec(module) is None:
-        return "ok", "not installed (optional)", f"pip install '{extra}' to use its models"
-    version = importlib.metadata.version(module.replace("_", "-"))
+        return "ok", "not installed (optional)", f"pip install 'gigagrad[{extra}]' for {used_for}"
+    packages = importlib.metadata.packages_distributions().get(module, [module])
+    version = importlib.metadata.version(packages[0])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gigagrad.errors import ConfigError
+from gigagrad.extras import extra
 from gigagrad.files import replacing
 from gigagrad.plans import ledger
 from gigagrad.plans.plan import amount_of
@@ -39,8 +40,9 @@ def check_picture(path: Path) -> None:
 
 def draw_plan(study: PlanStudy, path: Path) -> None:
     """Write the picture. Raises `ConfigError` for another kind of file, `WriteError` if it cannot be written."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+    with extra("report"):
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
 
     check_picture(path)
     kind = path.suffix.lower()

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
-from markupsafe import Markup
-
 from gigagrad.errors import ConfigError
+from gigagrad.extras import extra
 from gigagrad.files import write_text
 from gigagrad.plans import Plan
 from gigagrad.plans.description import describe
@@ -21,6 +19,10 @@ from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
 from gigagrad.reports.run_data import Predicted, RunData, read_run
 from gigagrad.units import format_bytes, format_pixels, format_seconds
+
+with extra("report"):
+    import jinja2
+    from markupsafe import Markup
 
 _MOST_OVERLAYS: Final = 16
 """More pictures would make a page that no browser likes; the worst ones by Dice are the ones to look at."""

@@ -21,7 +21,7 @@ from gigagrad.training.config import FitConfig
 _KIND = "gigagrad checkpoint"
 
 # What may change between the parts of a run: how long, where and in how much memory, but not what is computed.
-_FREE = ("epochs", "memory", "scratch", "out", "checkpoint_seconds", "patience")
+_FREE = ("epochs", "memory", "scratch", "out", "checkpoint_seconds", "patience", "trackers")
 
 _KINDS = {
     "config": dict,

@@ -20,8 +20,9 @@ from gigagrad.models.trust import check_trusted
 from gigagrad.settings import Settings, read_yaml
 from gigagrad.stores import parse_storage
 from gigagrad.training.schedule import SCHEDULES
+from gigagrad.training.trackers import TRACKERS
 
-_CHOICES = {"schedule": SCHEDULES, "precision": (None, "bfloat16", "float16")}
+_CHOICES = {"schedule": SCHEDULES, "precision": (None, "bfloat16", "float16"), "trackers": tuple(TRACKERS)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class FitConfig(Settings):
         grey: read slides in grey, one channel, as `Image.grey` does; for networks that grey their input anyway.
         bands: channels of slides to read, in this order, by name or counted from 1; none given: all.
         checkpoint_seconds: a checkpoint follows the first step that ends this long after the last one; 0 = every step.
+        trackers: programs that get the settings and the numbers of a run: `mlflow`, `tensorboard`, `trackio`, `wandb`.
     """
 
     slides: str
@@ -100,6 +102,7 @@ class FitConfig(Settings):
     grey: bool = False
     bands: tuple[int | str, ...] = ()
     checkpoint_seconds: float = 30.0
+    trackers: tuple[str, ...] = ()
 
     LIMITS: ClassVar = {
         "epochs": (1, math.inf),
@@ -122,8 +125,8 @@ class FitConfig(Settings):
         if self.learning_rate == 0:
             raise ConfigError("learning_rate must be above 0, got 0")
         for name, known in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in known:
+            given = getattr(self, name)
+            for value in set(given if isinstance(given, tuple) else (given,)) - set(known):
                 offered = ", ".join(str(choice) for choice in known if choice is not None)
                 raise ConfigError(
                     f"{name} must be one of {offered}, got {value!r}{did_you_mean(str(value), map(str, known))}"

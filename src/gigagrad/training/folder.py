@@ -27,6 +27,7 @@ class RunFolder:
         self.model = path / "model"
         self.metrics = path / "metrics.jsonl"
         self.curves = path / "tensorboard"
+        self.tracking = path / "tracking.txt"
         self.labels = path / "labels"
         self.config = path / "config.yaml"
         self.environment = path / "environment.json"

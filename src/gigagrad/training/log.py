@@ -1,4 +1,4 @@
-"""The run's own record: a listener that turns events into one JSON line each and into TensorBoard curves.
+"""The run's own record: a listener that turns events into one JSON line each.
 
 Lines are `{"event": "metrics", "split", "epoch", "step", "values": {name: number}}` and `{"event": "step", "phase",
 "pixels", "seconds", "peak_bytes", "predicted_peak_bytes", "budget_bytes"}`, in the order in which things happened.
@@ -16,16 +16,13 @@ from gigagrad.training.folder import RunFolder
 
 
 class RunLog:
-    """Appends to a run's metrics (JSON lines) and its TensorBoard curves; a context manager and a listener.
+    """Appends to a run's metrics (JSON lines); a context manager and a listener.
 
-    A run that continues gives the `metrics_bytes` and the `step` of its checkpoint: what was written after it is about
-    to happen again, so both records are cut back to that point and no step appears twice.
+    A run that continues gives the `metrics_bytes` of its checkpoint: what was written after it is about to happen
+    again, so the record is cut back to that point and no step appears twice.
     """
 
-    def __init__(self, folder: RunFolder, *, metrics_bytes: int = 0, step: int = 0) -> None:
-        # Loaded here: it costs memory and most of a second, and only a run needs it.
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(self, folder: RunFolder, *, metrics_bytes: int = 0) -> None:
         metrics = self._path = folder.metrics
         try:
             metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +30,6 @@ class RunLog:
             self._lines = metrics.open("r+b")
             self._lines.truncate(min(metrics_bytes, metrics.stat().st_size))
             self._lines.seek(0, 2)
-            self._curves = SummaryWriter(str(folder.curves), purge_step=step + 1)
         except OSError as error:
             reason = f"{error.strerror}; choose another --out"
             raise WriteError(f"cannot write the run's record {metrics}: {reason}") from error
@@ -41,8 +37,6 @@ class RunLog:
     def __call__(self, event: Event) -> None:
         if isinstance(event, MetricsLogged):
             record: dict[str, object] = {"event": "metrics", **dataclasses.asdict(event)}
-            for name, value in event.values.items():
-                self._curves.add_scalar(f"{event.split}/{name}", value, event.step)
         elif isinstance(event, StepMeasured):
             record = {"event": "step", **dataclasses.asdict(event)}
         else:
@@ -55,7 +49,6 @@ class RunLog:
     def position(self) -> int:
         """Bytes of the metrics file so far, all of them handed to the operating system."""
         self._lines.flush()
-        self._curves.flush()
         return self._lines.tell()
 
     def __enter__(self) -> Self:
@@ -63,4 +56,3 @@ class RunLog:
 
     def __exit__(self, *raised: object) -> None:
         self._lines.close()
-        self._curves.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from gigagrad.training.optimization import freeze
 from gigagrad.training.pairs import Pairs
 from gigagrad.training.result import FitResult
 from gigagrad.training.targets import TargetRule, output_channels
+from gigagrad.training.trackers import TrackedRun, Tracker
 
 
 def fit(
@@ -128,8 +129,11 @@ class _Run:
         self._build()
         self._prepare_folder(self._plan())
         metrics_bytes = self.resumed.metrics_bytes if self.resumed else 0
-        with RunLog(self.folder, metrics_bytes=metrics_bytes, step=self.progress.step) as self.log:
+        with RunLog(self.folder, metrics_bytes=metrics_bytes) as self.log, ExitStack() as stack:
             self.events.subscribe(self.log)
+            run = TrackedRun(self.folder, self.progress.step, self.config.to_dict())
+            for name in self.config.trackers:
+                self.events.subscribe(stack.enter_context(Tracker(name, run, self.events)))
             self.engine.events.subscribe(self.events.emit)
             self._label()
             self._train()

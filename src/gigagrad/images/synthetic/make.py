@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from gigagrad.errors import ConfigError, WriteError
+from gigagrad.extras import extra
 from gigagrad.files import write_csv, write_error
 from gigagrad.images.synthetic.textures import Textures, make_textures
 from gigagrad.images.write import write_pyramid
@@ -35,9 +36,11 @@ def make_slide(
     on `height`, `width`, `seed` and `mpp` (micrometres per pixel) only. `textures` saves half a second per slide where
     several are made at one resolution.
 
-    Raises `ConfigError` for a side below 64 px or an mpp outside 0.2..2, `WriteError` as `write_pyramid` does.
+    Raises `ConfigError` without OpenCV, for a side below 64 px or an mpp outside 0.2..2, and `WriteError` as
+    `write_pyramid` does.
     """
-    from gigagrad.images.synthetic.render import make_painter  # and with it OpenCV, only where a slide is made
+    with extra("demo"):  # OpenCV, only where a slide is made
+        from gigagrad.images.synthetic.render import make_painter
 
     if min(height, width) < _SMALLEST_SIDE:
         raise ConfigError(f"got a slide of {height} x {width} px, expected at least {_SMALLEST_SIDE} px on each side")

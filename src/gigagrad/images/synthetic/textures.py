@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from gigagrad.extras import extra
 from gigagrad.images.image import Array
 
 Plane = NDArray[np.float32]
@@ -46,6 +47,8 @@ GRAIN_MEAN: Final = 4
 
 def make_textures(mpp: float = 0.5) -> Textures:
     """Draw all textures; about half a second. The same for every slide, whose own seed bends and mixes them."""
+    with extra("demo"):
+        import cv2 as cv2  # what draws below needs it
     rng = np.random.default_rng(20230710)
     grain = GRAIN_MEAN + 0.9 * _noise(rng, 0.7)[..., None] + 0.6 * np.stack([_noise(rng, 1.5) for _ in range(3)], -1)
     return Textures(

@@ -1,13 +1,17 @@
 """Events as a person sees them in a terminal: bars with rate and time left, or plain lines where there is no terminal.
 
-A listener like any other: `Terminal` is subscribed, the code that emits does not know it.
+A listener like any other: `Terminal` is subscribed, the code that emits does not know it. Where nobody listens,
+`while_it_lasts` does.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Final, Self
 
 from rich.console import Console
@@ -16,6 +20,7 @@ from rich.text import Text
 
 from gigagrad.events import (
     Event,
+    Events,
     JobAdvanced,
     JobFinished,
     JobStarted,
@@ -28,6 +33,7 @@ from gigagrad.events import (
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 _TILES: Final = "tiles"
+_LONG_SECONDS: Final = 2.0
 
 
 @dataclass(slots=True)
@@ -53,9 +59,10 @@ class _Work:
 class Terminal:
     """Shows jobs as they run. Use as a context manager, so that the live display ends with the work.
 
-    On a terminal each job is a bar, and the tiles of the current step are one more. Elsewhere (a pipe, a log file) each
-    job prints one line at most every `interval_seconds`; tiles, and jobs that are part of another one (a validation
-    between two epochs), print only where one of them outlasts that, and preparations are shown on terminals alone.
+    On a terminal, and in a notebook that has ipywidgets, each job is a bar, and the tiles of the current step are one
+    more; with `transient`, they are gone at the end. Elsewhere (a pipe, a log file) each job prints one line at most
+    every `interval_seconds`; tiles, and jobs that are part of another one (a validation between two epochs), print only
+    where one of them outlasts that, and preparations are shown on terminals alone.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class Terminal:
         console: Console | None = None,
         *,
         interval_seconds: float = 5.0,
+        transient: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console: Final = console or Console(stderr=True)
@@ -70,7 +78,7 @@ class Terminal:
         self._clock: Final = clock
         self._work: dict[str, _Work] = {}
         self._preparing: dict[str, TaskID] = {}
-        self._bars: Final = _bars(self.console, clock)
+        self._bars: Final = _bars(self.console, clock, transient)
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -158,6 +166,25 @@ class Terminal:
         self.console.print(Text(f"{text}: {detail}" if detail else text), soft_wrap=True)
 
 
+@contextmanager
+def while_it_lasts(events: Events, terminal: Terminal | None = None) -> Iterator[None]:
+    """Bars of what is prepared and of the tiles in the block, from the third second on and gone at its end."""
+    shown = terminal or Terminal(transient=True)
+    with ExitStack() as stack:
+        begins = time.monotonic() + _LONG_SECONDS
+
+        def show(event: Event) -> None:
+            nonlocal begins
+            if time.monotonic() >= begins:
+                stack.enter_context(shown)
+                begins = math.inf
+            if isinstance(event, Preparing | TileDone):
+                shown(event)
+
+        stack.enter_context(events.heard_by(show))
+        yield
+
+
 class _Count(MofNCompleteColumn):
     """`3/40`, where the parts can be counted."""
 
@@ -179,8 +206,9 @@ class _Pace(ProgressColumn):
         return Text(f"{pace}, {format_seconds(left)} left" if left else pace, style="cyan")
 
 
-def _bars(console: Console, clock: Callable[[], float]) -> Progress:
+def _bars(console: Console, clock: Callable[[], float], transient: bool) -> Progress:
     """A bar for each job; where there is no terminal, none is ever shown."""
+    notebook = console.is_jupyter and find_spec("ipywidgets") is not None
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
@@ -190,5 +218,6 @@ def _bars(console: Console, clock: Callable[[], float]) -> Progress:
         console=console,
         get_time=clock,
         refresh_per_second=5,
-        disable=not console.is_terminal,
+        transient=transient,
+        disable=not (console.is_terminal or notebook),
     )

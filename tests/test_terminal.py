@@ -15,7 +15,7 @@ from gigagrad.events import (
     StepMeasured,
     TileDone,
 )
-from gigagrad.reports.terminal import Terminal
+from gigagrad.terminal import Terminal
 
 
 class Clock:

@@ -1,0 +1,96 @@
+"""MONAI: an inferer for its evaluators and bundles, what a trainer does with a batch, and a handler that logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gigagrad.errors import ConfigError
+from gigagrad.execution import Engine, compile
+from gigagrad.extras import extra
+
+with extra("monai"):
+    from ignite.engine import Engine as Workflow
+    from ignite.engine import Events
+    from monai.engines.utils import IterationEvents
+    from monai.inferers import Inferer
+    from monai.utils import CommonKeys
+
+
+class WholeImageInferer(Inferer):  # type: ignore[misc]
+    """`network(inputs)` exactly, in bounded memory, in the place of a `SlidingWindowInferer`.
+
+    Takes the settings of `gigagrad.compile`: `memory="4 GiB"`. `inputs` is a batch `(N, C, H, W)`, or an image that
+    `gigagrad.open_image` takes, a path for instance.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+        self.engine: Engine | None = None
+
+    def __call__(self, inputs: Any, network: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`(N, C, H, W)` on the device of `inputs`. Raises `ConfigError` for further arguments of the network."""
+        if args or kwargs or not isinstance(network, nn.Module):
+            raise ConfigError("WholeImageInferer takes a torch.nn.Module of one image; make a module of what calls it")
+        if self.engine is None or self.engine.model is not network:
+            self.engine = compile(network, **self._settings)
+        if not isinstance(inputs, torch.Tensor):
+            found: torch.Tensor = self.engine.forward(inputs)
+            return found
+        return torch.cat([self.engine.forward(image) for image in _each(inputs)]).to(inputs.device)
+
+
+class WholeImageStep:
+    """A trainer's `iteration_update`: exact loss and gradients of whole images, then a step of its optimizer.
+
+    Takes the settings of `gigagrad.compile`. The loss is the mean over a batch. The trainer's own inferer and loss are
+    not asked, and predictions are not kept.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], torch.Tensor], **settings: Any) -> None:
+        self._loss, self._settings = loss, settings
+        self.engine: Engine | None = None
+
+    def __call__(self, trainer: Any, batch: Any) -> dict[str, Any]:
+        if self.engine is None:
+            self.engine = compile(trainer.network, self._loss, optimizer=trainer.optimizer, **self._settings)
+        images, targets = trainer.prepare_batch(batch, torch.device("cpu"), trainer.non_blocking)
+        trainer.network.train()
+        trainer.optimizer.zero_grad()
+        pairs = list(zip(_each(images), _each(targets), strict=True))
+        losses = [self.engine.backward(image, target) for image, target in pairs]
+        for parameter in trainer.network.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= len(pairs)
+        trainer.fire_event(IterationEvents.BACKWARD_COMPLETED)
+        trainer.optimizer.step()
+        trainer.fire_event(IterationEvents.MODEL_COMPLETED)
+        return {CommonKeys.IMAGE: images, CommonKeys.LABEL: targets, CommonKeys.LOSS: torch.stack(losses).mean().item()}
+
+
+class EngineHandler:
+    """Puts what the last image took into a workflow's metrics, for MONAI's loggers to find.
+
+    `source` is the inferer or step whose engine is watched: `seconds`, `peak_bytes` and `predicted_peak_bytes`.
+    """
+
+    def __init__(self, source: WholeImageInferer | WholeImageStep) -> None:
+        self._source = source
+
+    def attach(self, workflow: Workflow) -> None:
+        workflow.add_event_handler(Events.ITERATION_COMPLETED, self)
+
+    def __call__(self, workflow: Workflow) -> None:
+        engine = self._source.engine
+        if engine is not None and (run := engine.last_run) is not None:
+            for name in ("seconds", "peak_bytes", "predicted_peak_bytes"):
+                workflow.state.metrics[name] = float(getattr(run, name))
+
+
+def _each(batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Batches of one, without MONAI's metadata, which PyTorch's export does not trace."""
+    plain = batch.as_subclass(torch.Tensor)
+    return tuple(plain[index : index + 1] for index in range(len(plain)))

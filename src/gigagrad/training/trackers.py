@@ -1,0 +1,154 @@
+"""Experiment trackers as listeners: a run's settings and its numbers, in the program that somebody keeps theirs in.
+
+Where a program sends them is its own affair: `MLFLOW_TRACKING_URI`, `WANDB_MODE`, `TRACKIO_DIR` and whatever else it
+reads mean what they always do. `metrics.jsonl` in the run's folder is the record; a tracker that fails while a run
+trains is told of, and the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from gigagrad.errors import ConfigError, GigagradError
+from gigagrad.events import Event, Events, MetricsLogged, Notice
+from gigagrad.extras import extra
+from gigagrad.files import write_text
+from gigagrad.training.folder import RunFolder
+
+Log = Callable[[dict[str, float], int], object]
+"""Takes numbers by name, `val/loss`, and the step that they belong to."""
+
+_PROJECT: Final = "gigagrad"
+_TAG: Final = "gigagrad.run"
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """What a tracker is told: the run in `folder` goes on after step `step`."""
+
+    folder: RunFolder
+    step: int
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.folder.path.name
+
+    def key(self) -> str:
+        """By which a program finds the run again when it goes on; kept in the folder. Raises `WriteError`."""
+        path = self.folder.tracking
+        key = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
+        if not key.isalnum():
+            key = uuid.uuid4().hex
+            write_text(path, key)
+        return key
+
+
+class Tracker:
+    """A listener that hands metrics to the program `name`; a context manager from the run's beginning to its end."""
+
+    def __init__(self, name: str, run: TrackedRun, events: Events) -> None:
+        self._name, self._events = name, events
+        self._program = TRACKERS[name](run)
+        self._log: Log | None = None
+
+    def __enter__(self) -> Self:
+        """Raises `ConfigError` for a program that is not installed or does not begin."""
+        try:
+            self._log = self._program.__enter__()
+        except GigagradError:
+            raise
+        except Exception as error:  # theirs are of any kind
+            raise ConfigError(f"the tracker {self._name} does not begin: {_line(error)}") from error
+        return self
+
+    def __call__(self, event: Event) -> None:
+        if self._log is not None and isinstance(event, MetricsLogged):
+            with self._told():
+                self._log({f"{event.split}/{name}": value for name, value in event.values.items()}, event.step)
+
+    def __exit__(self, *raised: Any) -> None:
+        with self._told():
+            self._program.__exit__(*raised)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._log = None
+            text = f"the tracker {self._name} failed, and the run goes on without it: {_line(error)}"
+            self._events.emit(Notice(text, warning=True))
+
+
+@contextmanager
+def _tensorboard(run: TrackedRun) -> Iterator[Log]:
+    with extra("train"):
+        from torch.utils.tensorboard import SummaryWriter
+    # What was written after the checkpoint is about to happen again.
+    with SummaryWriter(str(run.folder.curves), purge_step=run.step + 1) as writer:
+
+        def log(values: dict[str, float], step: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        yield log
+
+
+@contextmanager
+def _mlflow(run: TrackedRun) -> Iterator[Log]:
+    with extra("mlflow"):
+        import mlflow
+    key = run.key()
+    earlier = mlflow.search_runs(filter_string=f"tags.`{_TAG}` = '{key}'", output_format="list")
+    begun = earlier[0].info.run_id if earlier else None
+    around = mlflow.active_run() is not None
+    with mlflow.start_run(begun, run_name=run.name, tags={_TAG: key}, nested=around):
+        if begun is None:
+            mlflow.log_params(dict(run.settings))
+        yield lambda values, step: mlflow.log_metrics(values, step)
+
+
+@contextmanager
+def _wandb(run: TrackedRun) -> Iterator[Log]:
+    with extra("wandb"):
+        import wandb
+    with wandb.init(
+        project=os.environ.get("WANDB_PROJECT", _PROJECT),
+        id=run.key(),
+        name=run.name,
+        resume="allow",
+        config=dict(run.settings),
+        allow_val_change=True,
+    ) as begun:
+        yield begun.log
+
+
+@contextmanager
+def _trackio(run: TrackedRun) -> Iterator[Log]:
+    with extra("trackio"):
+        import trackio
+    name = f"{run.name}-{run.key()[:8]}"
+    begun = trackio.init(_PROJECT, name, resume="allow", config=dict(run.settings), embed=False)
+    try:
+        yield begun.log
+    finally:
+        begun.finish()
+
+
+TRACKERS: Final[dict[str, Callable[[TrackedRun], AbstractContextManager[Log]]]] = {
+    "mlflow": _mlflow,
+    "tensorboard": _tensorboard,
+    "trackio": _trackio,
+    "wandb": _wandb,
+}
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

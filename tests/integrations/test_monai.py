@@ -1,0 +1,63 @@
+"""MONAI's evaluators and trainers with whole images give what they give without, and a bundle can name the inferer."""
+
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from monai.bundle import ConfigParser
+from monai.engines import SupervisedEvaluator, SupervisedTrainer
+from torch.utils.data import DataLoader
+
+from gigagrad.errors import ConfigError
+from gigagrad.integrations.monai import EngineHandler, WholeImageInferer, WholeImageStep
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def batches(pairs):
+    """Batches of two and of one, as dictionaries."""
+    rows: Any = [{"image": image, "label": mask} for image, mask in pairs]
+    return DataLoader(rows, batch_size=2)
+
+
+def test_an_evaluator_predicts_whole_images(model, pairs, batches):
+    inferer = ConfigParser(
+        {"inferer": {"_target_": "gigagrad.integrations.monai.WholeImageInferer", "tile": (16, 16)}}
+    ).get_parsed_content("inferer")
+    assert isinstance(inferer, WholeImageInferer)
+    evaluator = SupervisedEvaluator(CPU, batches, model, inferer=inferer, decollate=False)
+    found = []
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: found.append(engine.state.output["pred"]))
+    EngineHandler(inferer).attach(evaluator)
+    evaluator.run()
+    expected = model.eval()(torch.stack([image for image, _ in pairs]))
+    torch.testing.assert_close(torch.cat(found), expected.detach(), rtol=1e-4, atol=1e-5)
+    assert evaluator.state.metrics["predicted_peak_bytes"] > 2**20
+    assert evaluator.state.metrics["peak_bytes"] == inferer.engine.last_run.peak_bytes
+
+
+def test_an_image_by_path(model, pairs, paths):
+    found = WholeImageInferer(tile=(16, 16))(paths[0][0], model.eval())
+    torch.testing.assert_close(found, model(pairs[0][0][None]).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_trainer_takes_the_steps_of_a_plain_loop(model, pairs, batches, bce, trained, assert_same):
+    expected = trained(model, [pairs[:2], pairs[2:]] * 2)
+    step = WholeImageStep(bce, tile=(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = SupervisedTrainer(CPU, 2, batches, model, optimizer, bce, iteration_update=step, decollate=False)
+    losses = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output["loss"]))
+    EngineHandler(step).attach(trainer)
+    trainer.run()
+    assert_same(model, expected)
+    assert len(losses) == 4
+    assert trainer.state.metrics["seconds"] > 0
+
+
+def test_a_network_that_is_no_module_is_refused(model, pairs):
+    with pytest.raises(ConfigError, match="make a module of what calls it"):
+        WholeImageInferer()(pairs[0][0][None], lambda x: model(x))
