@@ -34,6 +34,7 @@ from gigagrad.execution import run as running
 from gigagrad.execution.executor import ahead
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.observers import Progress
+from gigagrad.execution.sinks import Pyramid, Several, WholeTensor
 from gigagrad.execution.sources import Source
 from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import StageProgram
@@ -268,6 +269,8 @@ def test_the_main_thread_waits_for_others_without_a_condition(watched, monkeypat
     monkeypatch.setattr(threading.Condition, "__enter__", noted)
     watched.gradients()
     watched.predictor.forward(watched.pair[0], out=tmp_path / "out.tif")
+    watched.predictor.forward(watched.pair[0], out=Several([Pyramid(tmp_path / "a.tif"), WholeTensor(torch.float32)]))
+    watched.predictor.forward(watched.pair[0], out=tmp_path / "out.zarr")
     assert entered == []
 
 

@@ -112,7 +112,7 @@ class Pyramid(Sink):
         channels = self._planes or shape[1]
         row = shape[-1] * channels * self._dtype.itemsize
         strips = 2 * min(tile_height, shape[-2]) * row  # one is assembled while the one before it is written
-        return strips + self._gap_bytes + pyramid_bytes((shape[-2], shape[-1], channels), self._dtype)
+        return strips + self._gap_bytes + pyramid_bytes(self._path, (shape[-2], shape[-1], channels), self._dtype)
 
     def take(self, pieces: Pieces, field: OutputField) -> Path:
         from gigagrad.images.write import write_pyramid

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import zarr
+from numcodecs import Blosc
 
 from gigagrad.images.image import Array
 from gigagrad.images.layout import ENCODERS, Layout, MaskClass
@@ -34,11 +36,10 @@ def write_zarr(folder: Path, layout: Layout, rows: Iterable[Array]) -> None:
         for level, band in layout.bands(rows):
             place = slice(done_rows[level], done_rows[level] + len(band))
             done_rows[level] = place.stop
-            planes = [band] if band.shape[2] == 1 else np.moveaxis(band, 2, 0)
-            where = [(place,)] if band.shape[2] == 1 else [(c, place) for c in range(band.shape[2])]
+            channels = range(band.shape[2])
             tasks = [
-                pool.submit(arrays[level].__setitem__, at, plane.reshape(plane.shape[:2]))
-                for at, plane in zip(where, planes, strict=True)
+                pool.submit(arrays[level].__setitem__, (c, place) if len(channels) > 1 else place, band[..., c])
+                for c in channels
             ]
             for task in tasks:
                 task.result()
@@ -46,16 +47,14 @@ def write_zarr(folder: Path, layout: Layout, rows: Iterable[Array]) -> None:
 
 def _create(folder: Path, layout: Layout) -> list[Any]:
     """The groups with all that is said of the image, and an array for each level."""
-    import zarr
-    from numcodecs import Blosc
-
     several = layout.shape[2] > 1
     root = zarr.open_group(folder, mode="a", zarr_format=2)
     inside = f"{_LABELS}/" if layout.classes else ""
-    root.attrs.update({"multiscales": _multiscales(layout, inside), **_omero(layout)})
+    root.attrs.update({"multiscales": _multiscales(layout, layout.path.name, inside), **_omero(layout)})
     if layout.classes:
-        root.create_group("labels", attributes={"labels": [Path(_LABELS).name]})
-        said = {"multiscales": _multiscales(layout, ""), "image-label": _image_label(layout)}
+        name = _LABELS.rpartition("/")[2]
+        root.create_group("labels", attributes={"labels": [name]})
+        said = {"multiscales": _multiscales(layout, name), "image-label": _image_label(layout)}
         root.create_group(_LABELS, attributes=said)
     return [
         root.create_array(
@@ -63,7 +62,7 @@ def _create(folder: Path, layout: Layout) -> list[Any]:
             shape=(layout.shape[2], *sides) if several else sides,
             chunks=(1, layout.tile, layout.tile) if several else (layout.tile, layout.tile),
             dtype=layout.dtype,
-            compressors=Blosc(cname="lz4", clevel=5),
+            compressors=Blosc(cname="zstd", clevel=3),
             fill_value=0,
             chunk_key_encoding={"name": "v2", "separator": "/"},
         )
@@ -71,7 +70,7 @@ def _create(folder: Path, layout: Layout) -> list[Any]:
     ]
 
 
-def _multiscales(layout: Layout, inside: str) -> list[dict[str, Any]]:
+def _multiscales(layout: Layout, name: str, inside: str = "") -> list[dict[str, Any]]:
     """The levels, with the size of a pixel in micrometres or, where that is not known, in pixels of level 0."""
     unit = {} if layout.mpp is None else {"unit": "micrometer"}
     axes: list[dict[str, str]] = [{"name": "c", "type": "channel"}] if layout.shape[2] > 1 else []
@@ -85,7 +84,7 @@ def _multiscales(layout: Layout, inside: str) -> list[dict[str, Any]]:
         }
         for level in range(len(layout.levels))
     ]
-    return [{"version": _VERSION, "name": layout.path.name, "axes": axes, "datasets": datasets}]
+    return [{"version": _VERSION, "name": name, "axes": axes, "datasets": datasets}]
 
 
 def _omero(layout: Layout) -> dict[str, Any]:
