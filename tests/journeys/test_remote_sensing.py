@@ -11,6 +11,7 @@ import rasterio
 import rasterio.features
 import yaml
 from rasterio.transform import Affine
+from shapely.geometry import shape
 
 import gigagrad as gg
 from gigagrad import cli
@@ -102,6 +103,7 @@ def test_lakes_in_their_place(
     assert collection["crs"]["properties"]["name"] == "urn:ogc:def:crs:EPSG::32633"
     shapes = [feature["geometry"] for feature in collection["features"]]
     assert shapes
+    assert all(shape(each).exterior.is_ccw for each in shapes)
     burnt = rasterio.features.rasterize(shapes, ids.shape, transform=PLACE)
     # Regions and holes that are too small to be outlined are all that differs.
     assert (burnt == (ids == 1)).mean() > 0.97
