@@ -64,7 +64,7 @@ class Pairs:
         if self._table is None and self._rule.loss.binary and self.ignores and 0 not in self._seen:
             raise TargetError(
                 "the masks hold nothing but foreground, and no data elsewhere, which is ignored; if that is the "
-                f"background, say --classes {max(self._seen, default=1)}=1"
+                f"background, say --classes {max(self._seen, default=IGNORED)}=1"
             )
 
     def counts(self, row: Row) -> NDArray[np.int64]:
