@@ -21,6 +21,7 @@ from PIL import Image as Pillow
 from rasterio.transform import Affine
 
 import gigagrad as gg
+from gigagrad.prediction import Evaluation
 from gigagrad.prediction.cohort_scores import evaluate_model
 
 MODEL = "smp:Unet?encoder_name=resnet18&encoder_depth=2&decoder_channels=16,8"
@@ -79,6 +80,7 @@ def main() -> None:
         [lambda event: steps.append(event) if isinstance(event, gg.events.MetricsLogged) else None],
     )
     evaluation = evaluate_model(run, cohort, split="test", memory=args.memory)
+    assert isinstance(evaluation, Evaluation)
     gg.predict(
         {"run": run, "slides": [cohort], "split": "test", "out": predictions, "memory": args.memory, "overwrite": True}
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,7 +104,8 @@ def test_lakes_in_their_place(
     assert collection["crs"]["properties"]["name"] == "urn:ogc:def:crs:EPSG::32633"
     shapes = [feature["geometry"] for feature in collection["features"]]
     assert shapes
-    assert all(shape(each).exterior.is_ccw for each in shapes)
+    polygons: list[Any] = list(map(shape, shapes))
+    assert all(polygon.exterior.is_ccw for polygon in polygons)
     burnt = rasterio.features.rasterize(shapes, ids.shape, transform=PLACE)
     # Regions and holes that are too small to be outlined are all that differs.
     assert (burnt == (ids == 1)).mean() > 0.97

@@ -37,7 +37,7 @@ def cohort(folder, nodata=0, mask_nodata=None, foreground=1):
 
 
 def pairs(folder, loss="bce", ignores=True, table=None):
-    rule = TargetRule(named_loss(loss), 3, ignores)
+    rule = TargetRule(named_loss(loss), 1, ignores)
     return Pairs(rule, level=0, look=Look(), labels=folder, table=table)
 
 
