@@ -148,7 +148,13 @@ class Events:
 
     @contextmanager
     def job(self, name: str, total: int, detail: str = "") -> Iterator[Callable[[int, str], None]]:
-        """Tell of a job that is done in the block: call what this gives with how many parts are done, and a phrase."""
+        """Tell of a job that is done in the block: call what this gives with how many parts are done, and a phrase.
+
+        Of nothing to do, nothing is told.
+        """
+        if not total:
+            yield lambda done, detail: None
+            return
         self.emit(JobStarted(name, total, detail))
         start = time.monotonic()
         yield lambda done, detail: self.emit(JobAdvanced(name, done, total, detail))

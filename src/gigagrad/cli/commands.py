@@ -114,6 +114,7 @@ def init(args: argparse.Namespace) -> None:
 
 def fit(args: argparse.Namespace) -> None:
     from gigagrad import training
+    from gigagrad.prediction.scores import spread
 
     settings = _given(args, without=("config", "trust", "overwrite", "folds"))
     if args.config is None:
@@ -135,7 +136,8 @@ def fit(args: argparse.Namespace) -> None:
     if result.scores:
         name = "Dice" if result.metric == "dice" else result.metric
         accuracy = "" if result.accuracy is None else f", accuracy {result.accuracy:.4f}"
-        print(f"test {name} {result.mean:.4f} +/- {result.sd:.4f} over {len(result.scores)} slides{accuracy}")
+        plural = "s" if len(result.scores) > 1 else ""
+        print(f"test {name} {spread(result.scores.values())} over {len(result.scores)} slide{plural}{accuracy}")
     print(f"{result.steps} steps, best epoch {result.best_epoch} of {result.epochs}; the run is in {result.out}")
 
 

@@ -38,7 +38,8 @@ def _of_source(source: Path, split: str | None, fold: int | None) -> Iterator[Ro
         every = every if fold is None else folded(every, fold)
         rows = [row for row in every if split is None or row.split == split]
         if not rows:
-            raise ConfigError(f"{source} has no rows with split '{split}'; list one slide per row")
+            have = ", ".join(sorted({row.split for row in every if row.split is not None})) or "none"
+            raise ConfigError(f"{source} has no rows with split '{split}'; choose another, its splits are {have}")
         yield from rows
     elif source.is_dir() and source.suffix.lower() != ".zarr" and not dicom_instances(source):
         slides = slides_in(source)

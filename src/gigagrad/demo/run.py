@@ -21,6 +21,7 @@ from gigagrad.files import read_json, write_csv, write_json
 from gigagrad.images import make_cohort, make_slide
 from gigagrad.images.labelling import label_slides
 from gigagrad.prediction import Evaluation, PredictConfig, evaluate, predict
+from gigagrad.prediction.scores import spread
 from gigagrad.reports.report import write_report
 from gigagrad.training import FitConfig, FitResult, fit
 from gigagrad.units import format_bytes, format_seconds
@@ -59,9 +60,9 @@ class DemoResult:
     def __str__(self) -> str:
         """A few lines for a person, the report's path last."""
         step = self.step
-        lines = [f"test Dice {self.fit.mean:.4f} +/- {self.fit.sd:.4f} over {len(self.fit.scores)} slides"]
+        lines = [f"test Dice {spread(self.fit.scores.values())} over {len(self.fit.scores)} slides"]
         if self.exact is not None:
-            lines.append(f"against the exact outlines {self.exact.dice[0]:.4f} +/- {self.exact.dice[1]:.4f}")
+            lines.append(f"against the exact outlines {spread(score.dice for score in self.exact.scores)}")
         lines.append(
             f"one exact training step on {step['height']} x {step['width']} px: "
             f"{format_seconds(step['seconds_per_step'])}, peak {format_bytes(step['peak_rss_bytes'])} "

@@ -199,3 +199,10 @@ def mean_sd(values: Iterable[float]) -> tuple[float, float]:
     if not numbers:
         return math.nan, math.nan
     return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+
+
+def spread(values: Iterable[float]) -> str:
+    """Mean and sample standard deviation as text, `0.9500 +/- 0.0100`; of one value there is no deviation."""
+    numbers = list(values)
+    mean, sd = mean_sd(numbers)
+    return f"{mean:.4f} +/- {sd:.4f}" if len(numbers) > 1 else f"{mean:.4f}"

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gigagrad.prediction import Evaluation, SlideEvaluation
-from gigagrad.prediction.scores import mean_sd
+from gigagrad.prediction.scores import spread
 from gigagrad.prediction.slide_metrics import RESAMPLES
 from gigagrad.units import format_pixels
 
@@ -104,11 +104,11 @@ def _confusion_table(names: Sequence[str], counts: Sequence[Sequence[int]]) -> T
 def score_table(evaluation: Evaluation) -> Table:
     """One line per slide; below them the mean and the sample standard deviation over slides."""
     table = Table(header_style="bold", show_footer=True)
-    (dice, dice_sd), (iou, iou_sd) = evaluation.dice, evaluation.iou
-    table.add_column("Slide", footer="mean +/- sd", overflow="fold")
+    dice, iou = (spread(getattr(score, name) for score in evaluation.scores) for name in ("dice", "iou"))
+    table.add_column("Slide", footer="mean +/- sd" if len(evaluation.scores) > 1 else "mean", overflow="fold")
     table.add_column("Pixels", justify="right")
-    table.add_column("Dice", footer=f"{dice:.4f} +/- {dice_sd:.4f}", justify="right", no_wrap=True)
-    table.add_column("IoU", footer=f"{iou:.4f} +/- {iou_sd:.4f}", justify="right", no_wrap=True)
+    table.add_column("Dice", footer=dice, justify="right", no_wrap=True)
+    table.add_column("IoU", footer=iou, justify="right", no_wrap=True)
     for score in evaluation.scores:
         table.add_row(Text(score.name), format_pixels(score.pixels), f"{score.dice:.4f}", f"{score.iou:.4f}")
     return table
@@ -121,9 +121,8 @@ def folds_table(folds: Sequence[FoldResult]) -> Table:
     table.add_column("Slides", justify="right")
     table.add_column("Best epoch", justify="right")
     for name in folds[0].scores:
-        mean, sd = mean_sd(fold.scores[name] for fold in folds)
         heading = {"dice": "Dice", "iou": "IoU"}.get(name, _MEASURES.get(name, name))
-        table.add_column(heading, footer=f"{mean:.4f} +/- {sd:.4f}", justify="right")
+        table.add_column(heading, footer=spread(fold.scores[name] for fold in folds), justify="right")
     for fold in folds:
         scores = (f"{score:.4f}" for score in fold.scores.values())
         table.add_row(str(fold.fold), str(fold.slides), str(fold.best_epoch), *scores)

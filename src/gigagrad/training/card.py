@@ -5,7 +5,6 @@ The page is a model card as the Hugging Face Hub has it. It names no slide, fold
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from gigagrad.cohorts import Cohort
 from gigagrad.cohorts.rows import Split
 from gigagrad.models.registry import asks_for_weights
 from gigagrad.models.saved import save_folder
+from gigagrad.prediction.scores import spread
 from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder, environment
 from gigagrad.training.result import FitResult
@@ -42,7 +42,7 @@ def model_card(model: nn.Module, config: FitConfig, cohort: Cohort, result: FitR
     splits: tuple[Split, ...] = ("train", "val", "test")
     counts = ", ".join(f"{len(cohort.of(split))} {split}" for split in splits)
     dense = result.metric == "dice"
-    tested = f"{result.metric} {result.mean:.4f}" + ("" if math.isnan(result.sd) else f" +/- {result.sd:.4f}")
+    tested = f"{result.metric} {spread(result.scores.values())}"
     begun = "published with the network" if asks_for_weights(config.model) else "random"
     if config.weights is not None:
         begun = f"`{Path(config.weights).name}`"
