@@ -76,7 +76,8 @@ class Layout:
     def bands(self, rows: Iterable[Array]) -> Iterator[tuple[int, Array]]:
         """Each level's bands of rows `(h, W, C)`, as high as a tile (the last may be lower), from strips of any height.
 
-        A band is valid until the next one is asked for. Raises `WriteError` where the strips are not as promised; their producer's errors come as `SourceError`.
+        A band is valid until the next one is asked for. Raises `WriteError` where the strips are not as promised;
+        their producer's errors come as `SourceError`.
         """
         stacks = [_Stack(shape, self) for shape in self.levels]
         for strip in _guarded(rows):
