@@ -16,6 +16,7 @@ from gigagrad.files import (
     read_json,
     read_tensors,
     replacing,
+    replacing_folder,
     write_csv,
     write_error,
     write_json,
@@ -70,6 +71,54 @@ def test_what_a_killed_process_left_goes_when_the_next_file_is_written_and_nothi
         alive.write(b"whole")
     assert (tmp_path / "c.txt").read_bytes() == b"whole"
     assert {path.name for path in tmp_path.iterdir()} == {".b.txt.partial", "c.txt", "d.txt"}
+
+
+def test_a_folder_is_replaced_as_a_whole_and_what_a_killed_process_left_goes(tmp_path):
+    program = (
+        "import os, pathlib, sys\nfrom gigagrad.files import replacing_folder\n"
+        "with replacing_folder(pathlib.Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'half').touch(); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "a.zarr")]).returncode == -9
+    (left,) = tmp_path.iterdir()
+    for content in ("old", "new"):
+        with replacing_folder(tmp_path / "a.zarr") as alive:
+            assert not left.exists()
+            write_text(tmp_path / "d.txt", "new")  # which cleans up
+            (alive / content).touch()
+    assert [path.name for path in (tmp_path / "a.zarr").iterdir()] == ["new"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.zarr", "d.txt"}
+
+
+def test_a_folder_stays_as_it_was_where_the_new_one_cannot_be_written(tmp_path):
+    with replacing_folder(tmp_path / "a.zarr") as folder:
+        (folder / "old").touch()
+
+    def full():
+        with replacing_folder(tmp_path / "a.zarr") as folder:
+            (folder / "new").touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(WriteError, match="No space left"):
+        full()
+    assert [path.name for path in tmp_path.rglob("*")] == ["a.zarr", "old"]
+
+
+def test_a_folder_that_was_taken_for_abandoned_is_begun_again(tmp_path, monkeypatch):
+    flock = fcntl.flock
+    taken: list[Any] = []
+
+    def late(file, how):
+        if not taken:
+            taken.extend(tmp_path.iterdir())
+            taken[0].rmdir()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with replacing_folder(tmp_path / "a.zarr") as folder:
+        (folder / "new").touch()
+    assert len(taken) == 1
+    assert (tmp_path / "a.zarr" / "new").exists()
 
 
 def test_a_file_that_was_taken_for_abandoned_is_begun_again(tmp_path, monkeypatch):

@@ -139,10 +139,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path.parent)
-        partial.mkdir()
-        if os.name != "nt":  # which opens no folders: there, what a killed process left stays
-            held = os.open(partial, os.O_RDONLY)
-            _lock(held, wait=True)
+        held = _locked_folder(partial)
         yield partial
         if path.exists():  # no system replaces a folder that is not empty in one step
             path.rename(old)
@@ -157,6 +154,20 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         raise
     finally:
         if held is not None:
+            os.close(held)
+
+
+def _locked_folder(path: Path) -> int | None:
+    """A new folder, which nobody takes for abandoned while what is returned is open."""
+    while True:
+        path.mkdir()
+        if os.name == "nt":  # which opens no folders: there, what a killed process left stays
+            return None
+        with suppress(FileNotFoundError):  # somebody cleaned up before it had its lock
+            held = os.open(path, os.O_RDONLY)
+            _lock(held, wait=True)
+            if path.exists():
+                return held
             os.close(held)
 
 

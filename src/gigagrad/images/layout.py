@@ -77,8 +77,8 @@ class Layout:
     def bands(self, rows: Iterable[Array]) -> Iterator[tuple[int, Array]]:
         """Each level's bands of rows `(h, W, C)`, as high as a tile (the last may be lower), from strips of any height.
 
-        A band is valid until the next one is asked for, and comes after those of lower levels that follow from it.
-        Raises `WriteError` where the strips are not as promised; their producer's errors come as `SourceError`.
+        A band is valid until the next one is asked for. Raises `WriteError` where the strips are not as promised;
+        their producer's errors come as `SourceError`.
         """
         stacks = [_Stack(shape, self) for shape in self.levels]
         for strip in _guarded(rows):
@@ -90,9 +90,9 @@ class Layout:
 
     def _bands(self, stacks: list[_Stack], level: int, rows: Array) -> Iterator[tuple[int, Array]]:
         for band in stacks[level].push(rows):
-            if level + 1 < len(stacks):  # first, because nobody resumes us after the last tile
-                yield from self._bands(stacks, level + 1, self._halved(band))
             yield level, band
+            if level + 1 < len(stacks):
+                yield from self._bands(stacks, level + 1, self._halved(band))
 
     def _checked(self, strip: Array, missing_rows: int) -> Array:
         if strip.ndim == 2:

@@ -58,14 +58,14 @@ class TiffPyramid:
                 waiting = (tiles.read(spool) for tiles in (planes if level else planes[1:]))
                 data = chain(*([] if level else [first]), chain.from_iterable(waiting))
                 tiff.write(data, **self._page(level))
-                for _ in data:  # runs the producer to its end, so that surplus rows are noticed
+                for _ in data:  # runs the producer to its end: what follows from the last tile, and surplus rows
                     raise AssertionError(f"tifffile left tiles of level {level} unwritten")
 
     def _first_plane(self, rows: Iterable[Array], spool: IO[bytes], pool: SideThreads) -> Iterator[bytes]:
         """The compressed tiles of level 0's first plane in file order; all others are spooled on the way."""
         layout = self._layout
         for level, band in layout.bands(rows):
-            for plane in reversed(range(layout.planes)):  # nobody resumes us after the first one's last tile
+            for plane in range(layout.planes):
                 pixels = layout.plane(band, plane)
                 if level or plane:
                     self._waiting[level][plane].add(spool, self._encoded(pixels, pool))
