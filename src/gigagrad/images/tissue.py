@@ -137,7 +137,7 @@ def _reached_from_border(tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
     reached = np.zeros(tissue.shape, bool)
     reached[0] = True
     found = 0
-    while (count := np.count_nonzero(reached)) > found:
+    while (count := int(np.count_nonzero(reached))) > found:
         found = count
         for rows, back in ((range(1, height), -1), (range(height - 2, -1, -1), 1)):
             for y in rows:

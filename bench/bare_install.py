@@ -1,6 +1,6 @@
 """What `pip install gigagrad` brings: an sdist and the wheel made of it, installed bare in an environment of its own.
 
-    python bench/packaging.py [--constraint constraints.txt]
+    python bench/bare_install.py [--constraint constraints.txt]
 
 There it imports, checks the machine, and takes a step; none of the libraries that extras bring may be there.
 """
