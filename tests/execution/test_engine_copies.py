@@ -25,10 +25,10 @@ def test_a_copy_trains_a_model_of_its_own(net, pair, copied, assert_exact, whole
     before = len(told)
     made = copied(engine)
     assert made.model is not net
+    assert made.state_dict() == engine.state_dict()
+    assert made.state_dict()["choices"]
     assert repr(made) == repr(engine).partition(", last run")[0] + ">"
     assert float(made.backward(pair.image, pair.target)) == pytest.approx(float(value))
     assert_exact(made.model, expected)
     assert all(parameter.grad is None for parameter in net.parameters())
-    assert made.state_dict() == engine.state_dict()
-    assert made.state_dict()["choices"]
     assert len(told) == before

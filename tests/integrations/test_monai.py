@@ -40,7 +40,11 @@ def test_an_evaluator_predicts_whole_images(model, pairs, batches):
 
 
 def test_an_image_by_path(model, pairs, paths):
-    found = WholeImageInferer(tile=(16, 16))(paths[0][0], model.eval())
+    inferer = WholeImageInferer(tile=(16, 16))
+    found = inferer(paths[0][0], model.eval())
+    engine = inferer.engine
+    assert torch.equal(inferer(paths[0][0], model), found)
+    assert inferer.engine is engine, "captured and planned once for a network"
     torch.testing.assert_close(found, model(pairs[0][0][None]).detach(), rtol=1e-4, atol=1e-5)
 
 

@@ -80,7 +80,9 @@ class Cpu(Device):
         return UNNOTICED_BYTES + (LATER_RUNTIME_BYTES if self.residue.warm else fresh)
 
     def compiled_bytes(self, count: int, dtypes: Collection[torch.dtype]) -> int:
-        processor = torch.cpu.get_capabilities()
+        # PyTorch 2.9 does not tell; kernels on matrix tiles are the larger ones.
+        with_tiles = dict.fromkeys(_MATRIX_TILES.values(), True)
+        processor = getattr(torch.cpu, "get_capabilities", lambda: with_tiles)()
         on_tiles = any(processor.get(_MATRIX_TILES.get(dtype, ""), False) for dtype in dtypes)
         return min(count, MOST_COMPILED - self.residue.compiled) * (AMX_KERNEL_BYTES if on_tiles else KERNEL_BYTES)
 

@@ -127,7 +127,7 @@ def _exported(
 ) -> tuple[torch.export.ExportedProgram, Rehearsal]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     home = next((tensor.device for tensor in (*composite.parameters(), *composite.buffers())), torch.device("cpu"))
-    with _quietly(), fx_traceback.preserve_node_meta(), torch.inference_mode(False), torch.enable_grad():
+    with _quietly(), torch.inference_mode(False), torch.enable_grad():
         with mode:
             images = tuple(_empty(spec, home) for spec in _listed(image))
             goals = tuple(_empty(spec, home) for spec in _listed(target))
@@ -138,7 +138,7 @@ def _exported(
                 rehearsal = rehearse(composite, mode, inputs, outside)
                 # A copy of its own: a model may keep what its first forward made.
                 fake = composite.fake_copy(mode, outside, rehearsal.closed).composite
-                with rehearsal.undone():
+                with rehearsal.undone(), fx_traceback.preserve_node_meta():
                     exported = torch.export.export(fake, inputs, strict=False)
                 return exported.run_decompositions({}), rehearsal
         except CaptureError:
@@ -324,7 +324,9 @@ def _outputs(
 ) -> tuple[list[Ref], TreeSpec | None]:
     """What the loss or the model returns, and how it is nested. Notes the buffers that were replaced."""
     specs = [s for s in program.graph_signature.output_specs if s.kind.name == "USER_OUTPUT"]
-    returned, replaced = program.call_spec.out_spec.children()
+    structure = program.call_spec.out_spec
+    # PyTorch 2.9 has no method for it, later versions no attribute.
+    returned, replaced = structure.children() if hasattr(structure, "children") else structure.children_specs
     for name, spec in zip(replaced.context, specs[returned.num_leaves :], strict=True):
         builder.updates[name] = builder.gather(values[spec.arg.name])
     found = [values.get(getattr(spec.arg, "name", "")) for spec in specs[: returned.num_leaves]]

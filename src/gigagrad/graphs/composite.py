@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -156,7 +157,7 @@ class _Observed(TorchFunctionMode):
         originals = self._originals
         args = tuple(map(originals.replacement, args))
         kwargs = {name: originals.replacement(value) for name, value in (kwargs or {}).items()}
-        with fx_traceback.annotate({SOURCE: user_line(sys._getframe(1))}):
+        with _written_by(user_line(sys._getframe(1))):
             result = func(*args, **kwargs)
             if not torch.is_grad_enabled():
                 result = tree_map_only(
@@ -165,6 +166,20 @@ class _Observed(TorchFunctionMode):
         if originals.trace is not None:
             originals.trace(func, args, kwargs, result)
         return result
+
+
+@contextmanager
+def _written_by(line: str) -> Iterator[None]:
+    """Nodes that are traced in the block say so. As `torch.fx.traceback.annotate` does, which PyTorch 2.9 has not."""
+    meta = fx_traceback.get_current_meta()
+    before = meta.get("custom")
+    meta["custom"] = {**(before or {}), SOURCE: line}
+    try:
+        yield
+    finally:
+        del meta["custom"]
+        if before is not None:
+            meta["custom"] = before
 
 
 def hook_error(line: str) -> CaptureError:
