@@ -270,7 +270,6 @@ def test_the_main_thread_waits_for_others_without_a_condition(watched, monkeypat
     watched.gradients()
     watched.predictor.forward(watched.pair[0], out=tmp_path / "out.tif")
     watched.predictor.forward(watched.pair[0], out=Several([Pyramid(tmp_path / "a.tif"), WholeTensor(torch.float32)]))
-    watched.predictor.forward(watched.pair[0], out=tmp_path / "out.zarr")
     assert entered == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,20 @@ def test_a_failing_producer_passes_through_and_leaves_the_old_file(
     assert caught.value is failure
     assert levels_of(path)[0].all()
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+def test_the_main_thread_waits_for_zarr_without_a_condition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in tests/faults/test_interruptions.py, whose process may not have the loop that zarr keeps from then on."""
+    entered = []
+    enter = threading.Condition.__enter__
+
+    def noted(self: threading.Condition) -> bool:
+        entered.append(threading.get_ident())
+        return enter(self)
+
+    monkeypatch.setattr(threading.Condition, "__enter__", noted)
+    write(tmp_path / "x.zarr", colour(300, 200), 100)
+    assert threading.get_ident() not in entered
 
 
 def test_disk_full_is_one_line_with_numbers_and_nothing_left(tmp_path: Path) -> None:
