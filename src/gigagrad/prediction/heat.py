@@ -22,7 +22,11 @@ _LOW, _HIGH = 50, 99.5
 far above the rest."""
 _CELLS = 200
 """Along the longer side of a picture, the map's means that are shown: single blocks are noise to the eye."""
-_COLOURS = "inferno"
+_COLOURS = (
+    *((0, 0, 4), (33, 12, 74), (87, 16, 110), (138, 34, 106), (188, 55, 84)),
+    *((228, 90, 49), (249, 142, 9), (249, 203, 53), (252, 255, 164)),
+)
+"""Of inferno (Smith and van der Walt, 2015) at nine places; lightness grows steadily, also for the colour-blind."""
 _FADED = 0.55
 """How far the slide is drawn towards white, so that colours mean the map and nothing else."""
 _INK = (20, 20, 24)
@@ -84,38 +88,41 @@ def draw_heat(slide: Image, heat: Image, title: str, max_side: int = 2000) -> _P
     in colours that grow stronger with them, and a legend with `title` below. Both are read piece by piece; the map is
     averaged to 200 cells along its longer side.
     """
-    import cv2
-
     grey = thumbnail(slide, max_side).mean(2, keepdims=True)
     values = _averaged(heat)
     low, high = np.percentile(values, (_LOW, _HIGH))
     share = np.clip((values - low) / ((high - low) or (values.max() - low) or 1), 0, 1)
     height, width = grey.shape[:2]
-    share = cv2.resize(share, (width, height), interpolation=cv2.INTER_LINEAR)
+    share = np.clip(_resized(share, (width, height), smooth=True), 0, 1)
     picture = _blended(grey + (255 - grey) * _FADED, share)
     return np.concatenate([picture, _legend(title, width)])
 
 
 def _blended(grey: NDArray[np.float64], share: NDArray[Any]) -> _Picture:
     """Colours of shares `(h, w)` over a picture `(h, w, 1)`; the smaller the share, the less of them."""
-    import matplotlib
-
     strength = np.sqrt(share)[..., None]  # so that half the value is well seen
-    colours = matplotlib.colormaps[_COLOURS](share)[..., :3] * 255
+    stops = np.linspace(0, 1, len(_COLOURS))
+    colours = np.stack([np.interp(share, stops, channel) for channel in zip(*_COLOURS, strict=True)], -1)
     blended: _Picture = np.rint(grey * (1 - strength) + colours * strength).astype(np.uint8)
     return blended
 
 
 def _averaged(heat: Image) -> NDArray[np.float32]:
     """A map at most `_CELLS` px high and wide, `(h, w)`, from its smallest level that is as large."""
-    import cv2
-
     enough = [index for index, level in enumerate(heat.levels) if max(level.shape) >= _CELLS]
     with heat.at_level(enough[-1] if enough else 0) as level:
         values = np.asarray(level.read(Box.whole(level.height, level.width)))[0].astype(np.float32)
     scale = min(1.0, _CELLS / max(values.shape))
     height, width = (max(1, round(side * scale)) for side in values.shape)
-    return np.asarray(cv2.resize(values, (width, height), interpolation=cv2.INTER_AREA))
+    return _resized(values, (width, height), smooth=False)
+
+
+def _resized(values: NDArray[np.float32], size: tuple[int, int], *, smooth: bool) -> NDArray[np.float32]:
+    """By linear interpolation, or by averaging areas."""
+    from PIL import Image as Pillow
+
+    how = Pillow.Resampling.BILINEAR if smooth else Pillow.Resampling.BOX
+    return np.asarray(Pillow.fromarray(values.astype(np.float32)).resize(size, how))
 
 
 def _legend(title: str, width: int) -> _Picture:
