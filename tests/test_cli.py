@@ -40,6 +40,9 @@ WORDS = {
         "--scratch --slides --split --target-mpp --threshold --trust"
     ),
     "evaluate": "--classes --device --json --memory --predictions --run --scratch --slides --split --trust",
+    "attribute": (
+        "--block --classes --device --memory --module --of --out --overwrite --run --scratch --slides --split --trust"
+    ),
     "report": "--out --predictions --run",
     "calibrate": "--scratch",
     "doctor": "",

@@ -122,7 +122,7 @@ def test_a_file_damaged_while_tiles_run_is_an_error(pair, tmp_path, monkeypatch)
             content = bytearray(path.read_bytes())
             content[:64] = bytes(64)
             path.write_bytes(content)
-        sweep(self, stage)
+        yield from sweep(self, stage)
 
     monkeypatch.setattr(Backward, "sweep", damage)
     with pytest.raises(StoreError, match="does not hold what was written"):

@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 
 from gigagrad.boxes import Box, Span, tiles
 from gigagrad.devices.spare import SpareBlocks
-from gigagrad.stores import Blosc, Codec, DiskStore, Half, HostStore, Quantised, RoundedStore, Scratch, Store
+from gigagrad.stores import (
+    Blosc,
+    Codec,
+    DiskStore,
+    FieldSpec,
+    Half,
+    HostStore,
+    Quantised,
+    RoundedStore,
+    Scratch,
+    Store,
+    Strips,
+)
 
 spans = st.tuples(st.integers(0, 8), st.integers(1, 9)).map(lambda span: Span(min(span), max(*span, min(span) + 1)))
 some_box = st.tuples(spans, spans).map(lambda box: Box.of(*box))
@@ -267,3 +279,21 @@ class TestQuantisedStore(RoundedConformance):
         for box in tiles(17, 23, 6, 6):
             wide = Box(box.y0 - halo, box.x0 - halo, box.y1 + halo, box.x1 + halo).clamp(17, 23)
             assert torch.equal(store.read(wide), expected[..., wide.y0 : wide.y1, wide.x0 : wide.x1])
+
+
+class TestStrips(StoreConformance):
+    def make(self, shape, dtype, axes):
+        return Strips(FieldSpec("gradient", shape, dtype, axes), torch.device("cpu"), whole=False)
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_what_is_taken_is_what_was_added(self, whole):
+        store = Strips(FieldSpec("gradient", (1, 2, 20, 5), torch.float64, (-2, -1)), torch.device("cpu"), whole=whole)
+        expected, found = torch.zeros(1, 2, 20, 5, dtype=torch.float64), []
+        for y0, y1, done in ((0, 6, 4), (4, 11, 4), (4, 11, 9), (12, 15, 20)):
+            crop = torch.rand(1, 2, y1 - y0, 5, dtype=torch.float64)
+            store.add(Box(y0, 0, y1, 5), crop)
+            expected[..., y0:y1, :] += crop
+            if (strip := store.take(done)) is not None:
+                found.append(strip)
+        assert [(box.y0, box.y1) for box, _ in found] == [(0, 4), (4, 9), (9, 20)]
+        assert torch.equal(torch.cat([crop for _, crop in found], -2), expected)

@@ -182,6 +182,15 @@ def evaluate(args: argparse.Namespace) -> None:
         _show(evaluation_tables(evaluation))
 
 
+def attribute(args: argparse.Namespace) -> None:
+    from gigagrad.prediction.attribution import attribute as write_maps
+
+    with _progress() as listener:
+        settings = _given(args, without=("run", "slides", "out"))
+        pictures = write_maps(args.run, args.slides, args.out, **settings, listeners=(listener,))
+    print("\n".join(map(str, pictures)))
+
+
 def report(args: argparse.Namespace) -> None:
     from gigagrad.reports import write_report
 

@@ -384,6 +384,35 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--json": "print the scores as JSON",
         },
     ),
+    "attribute": (
+        "show which places of a slide its score comes from",
+        "Of a model that scores whole slides: DIR/NAME.tif, the exact gradient of the score for the pixels (saliency) "
+        "as a pyramid, and DIR/NAME.png, it over the slide. Maps that are finished are left alone, and a slide that "
+        "fails does not stop the others.",
+        {
+            "--run": {},
+            "--slides": {"metavar": "SLIDE", "nargs": "+", "help": "files, folders, or CSVs with a 'slide'"},
+            "--out": "folder for the maps",
+            "--of": {"metavar": "CLASS", "help": "whose score; default: that of the predicted class"},
+            "--module": {
+                "metavar": "NAME",
+                "help": "instead, the output of this module of the model, as network.attention: a map of its own",
+            },
+            "--block": {
+                "type": _positive,
+                "default": 8,
+                "metavar": "PX",
+                "help": "side of the blocks over which gradients are added up (default: 8)",
+            },
+            "--memory": {},
+            "--scratch": {},
+            "--classes": {"help": "names of the classes, or NAME=ID; default: those of the training run"},
+            "--split": {"choices": ("train", "val", "test"), "help": "only these rows of a CSV"},
+            "--device": {},
+            "--trust": {},
+            "--overwrite": "make maps again that are there",
+        },
+    ),
     "report": (
         "write a run as one HTML file",
         "Loss curves, Dice, overlays, the plan, and predicted beside measured memory; the file needs no network.",

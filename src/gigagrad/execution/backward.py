@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import prod
 
 import torch
@@ -12,7 +12,7 @@ from gigagrad.devices import MemoryWatch
 from gigagrad.execution.cotangent_unit import multiplied
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.sweeps import Sweeps
+from gigagrad.execution.sweeps import Piece, Sweeps
 from gigagrad.execution.tape import Tape, Values
 from gigagrad.graphs import FIELD_BINS
 from gigagrad.plans import Stage
@@ -27,8 +27,11 @@ class Backward:
         self._sweeps, self._tape, self._fields, self._watch = sweeps, tape, fields, watch
         self._started = False
 
-    def one_pass(self, stage: Stage) -> None:
-        """The last stage, forward and backward at once: its cotangents are known beforehand, but for a factor."""
+    def one_pass(self, stage: Stage) -> Iterator[Piece]:
+        """The last stage, forward and backward at once: its cotangents are known beforehand, but for a factor.
+
+        Yields strips as `Sweeps.gradients`.
+        """
         rule = last_cotangents(self._graph, stage)
         varying = differentiable_reductions(self._graph, stage)
         if rule is Cotangents.AFFINE:
@@ -38,7 +41,7 @@ class Backward:
             device = self._prepared.device.torch_device
             cotangents = {varying[0]: torch.ones(node.shape, dtype=node.dtype, device=device)}
         self._settle(stage, cotangents)
-        totals = self._sweeps.gradients(stage, cotangents, merge=True)
+        totals = yield from self._sweeps.gradients(stage, cotangents, merge=True)
         self._check(totals.values())
         self._start()
         if rule is Cotangents.SCALED:
@@ -50,8 +53,8 @@ class Backward:
             self._sweeps.errors.scale(stage.fields, scale)
         self._give(totals)
 
-    def sweep(self, stage: Stage) -> None:
-        """A stage whose values are all known: computed again, and pulled back."""
+    def sweep(self, stage: Stage) -> Iterator[Piece]:
+        """A stage whose values are all known: computed again, and pulled back. Yields as `one_pass`."""
         self._start()
         self._pull(self._tape.level_of(stage))
         cotangents = {}
@@ -66,7 +69,7 @@ class Backward:
                     node = self._graph[field]
                     self._fields.cotangents[field].add(Box.whole(node.size(0), node.size(1)), whole)
         self._settle(stage, cotangents)
-        totals = self._sweeps.gradients(stage, cotangents, merge=False)
+        totals = yield from self._sweeps.gradients(stage, cotangents, merge=False)
         self._check(totals.values())
         self._give(totals)
 

@@ -30,7 +30,7 @@ from gigagrad.execution.seeds import Seeds
 from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTensor
 from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
-from gigagrad.graphs import Captured, Composite, Graph
+from gigagrad.graphs import Captured, Composite, Graph, Node
 from gigagrad.plans import Plan, Problem
 from gigagrad.stores import (
     DiskTier,
@@ -270,6 +270,26 @@ class Engine:
         return run.output
 
     @lets_go
+    def image_gradient(self, image: Any, target: Any, *, out: str | Path | Sink | None = None) -> Any:
+        """The exact gradient of the loss for the pixels of the (first) image, `(1, C, H, W)`; nobody's `.grad` changes.
+
+        Integers count as the numbers they stand for: of a slide it is the change of the loss for each step of 256.
+        With `out` it leaves in strips as it is finished, as in `forward`; a few rows are held of it, all of them where
+        several stages of the plan read the image, as its parts before and behind a norm over the whole image.
+
+        Raises: as `plan`; ModelError where no gradient reaches the image; WriteError if `out` cannot be written.
+        """
+        if self.loss is None:
+            raise ConfigError("this engine has no loss; compile(model, loss) for the gradient of a number")
+        if self._composite.precision is torch.float16:
+            raise ConfigError("the gradient of an image needs a range that float16 has not; use bfloat16 or float32")
+        with opened_sources(self._composite, image, target, asked=True) as sources:
+            image_node = self._captures.get(sources).graph.source("image")
+            if image_node is None:
+                raise ModelError("the loss does not depend on the image, so there is no gradient")
+            return self._taken(image_node, sources, _sink(out, image_node.dtype), "backward")
+
+    @lets_go
     def forward(self, image: Any, target: Any = None, *, out: str | Path | Sink | None = None) -> Any:
         """Without gradients: the loss if the engine has one, else the prediction `(1, C, H, W)`, or whatever the model
         returns (a tuple or a dictionary of tensors, a class score).
@@ -329,26 +349,38 @@ class Engine:
 
     def _delivered(self, graph: Graph, sources: dict[str, Source], out: str | Path | Sink | None) -> Any:
         """What the sink makes of the output field."""
-        node, image = graph[graph.output], sources["image"]
-        sink: Sink = WholeTensor(node.dtype) if out is None else out if isinstance(out, Sink) else Pyramid(Path(out))
-        alike = image.image is not None and image.spec.shape[-2:] == node.shape[-2:]
-        mpp = image.image.mpp if image.image is not None and alike else None
-        pieces = self._pieces(sources, sink)
-        try:
-            taken = sink.take(pieces, OutputField(node.shape, node.dtype, self._device.torch_device, mpp))
-        finally:
-            pieces.close()  # the traceback of an error may keep it
+        node = graph[graph.output]
+        taken = self._taken(node, sources, _sink(out, node.dtype), "forward")
         return tree_unflatten([taken], graph.structure) if out is None and graph.structure is not None else taken
 
-    def _pieces(self, sources: dict[str, Source], sink: Sink) -> Generator[tuple[Box, torch.Tensor], None, None]:
-        """The output field as it is computed, planned with what the sink holds of it."""
-        with self._measured("forward", sources, sink) as (prepared, captured, _):
-            if not _delivers_image(prepared.graph):
+    def _taken(self, node: Node, sources: dict[str, Source], sink: Sink, phase: str) -> Any:
+        """What the sink makes of a field that comes in pieces: the output, or `backward` the gradient of the image."""
+        image = sources["image"]
+        alike = image.image is not None and image.spec.shape[-2:] == node.shape[-2:]
+        mpp = image.image.mpp if image.image is not None and alike else None
+        pieces = self._pieces(sources, sink, phase)
+        try:
+            return sink.take(pieces, OutputField(node.shape, node.dtype, self._device.torch_device, mpp))
+        finally:
+            pieces.close()  # the traceback of an error may keep it
+
+    def _pieces(
+        self, sources: dict[str, Source], sink: Sink, phase: str = "forward"
+    ) -> Generator[tuple[Box, torch.Tensor], None, None]:
+        """A field as it is computed, planned with what the sink holds of it."""
+        backward = phase == "backward"
+        with self._measured(phase, sources, sink) as (prepared, captured, _):
+            if not backward and not _delivers_image(prepared.graph):
                 raise ConfigError("stream needs a model whose output is an image")
             with self._seeds.of_this_run():
-                run = Run(prepared, sources, stored_in(self._composite, prepared.graph), self.events, backward=False)
+                run = Run(prepared, sources, stored_in(self._composite, prepared.graph), self.events, backward=backward)
             with run, closing(run):
-                yield from run.stream()
+                delivered = False
+                for piece in run.stream():
+                    delivered = True
+                    yield piece
+                if not delivered:  # a gradient that a whole-field operator gives, or none
+                    yield _whole_gradient(run)
             self._planner.finished(prepared, None)
         leave_state(self._composite, run.updates, captured)
 
@@ -396,6 +428,17 @@ class Engine:
             **more,
         )
         self.events.emit(self.last_run)
+
+
+def _sink(out: str | Path | Sink | None, dtype: torch.dtype) -> Sink:
+    return WholeTensor(dtype) if out is None else out if isinstance(out, Sink) else Pyramid(Path(out))
+
+
+def _whole_gradient(run: Run) -> tuple[Box, torch.Tensor]:
+    whole = run.input_gradients.get("image")
+    if whole is None:
+        raise ModelError("no gradient reaches the image; is it detached in the model or the loss, or rounded?")
+    return Box.whole(*whole.shape[-2:]), whole
 
 
 def _accumulate(found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

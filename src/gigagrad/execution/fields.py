@@ -5,6 +5,7 @@ A tile's inputs are read here, whatever tier or image they come from.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import torch
@@ -15,8 +16,8 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import TileInputs
 from gigagrad.graphs import SCATTER
-from gigagrad.plans import EXACT, Lifetime, Stage, TileGeometry, lifetimes
-from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store
+from gigagrad.plans import EXACT, Lifetime, Stage, TileGeometry, holds_whole, lifetimes
+from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips
 
 
 class Fields:
@@ -31,6 +32,7 @@ class Fields:
         self._sources = sources
         self._tape = tape
         self._tiers = {field.node: field.tier for field in prepared.plan.kept}
+        self._handed = prepared.problem.handed
         self._lifetimes = lifetimes(prepared.graph, prepared.stages, prepared.plan.passes)
         self._open: dict[str, OpenTier] = {}
 
@@ -58,7 +60,7 @@ class Fields:
     def bytes_from(self, index: int) -> int:
         """What the stores that begin their life with this pass add to the memory that tiles are computed in."""
         memory = self._prepared.problem.memory
-        beginning = (life for life in self._lifetimes if life.first == index)
+        beginning = (life for life in self._lifetimes if life.first == index and self._holds_whole(life))
         return memory.fresh_bytes(self._spec(life) for life in beginning if self._tier(life) == memory.name)
 
     def begin(self, index: int) -> None:
@@ -68,13 +70,13 @@ class Fields:
                 (self.cotangents if life.cotangent else self.kept)[life.field] = self._store(life)
 
     def end(self, index: int) -> None:
-        """The stores whose life ends with this pass; the images' own gradients are results and stay.
+        """The stores whose life ends with this pass; an image's own gradient is a result and stays, unless handed over.
 
         The cotangents of global values laid out like images are handed to the tape: their last reader is through.
         """
         for life in self._lifetimes:
             node = self._graph[life.field]
-            if life.last != index or node.is_source:
+            if life.last != index or (node.is_source and node.id != self._handed):
                 continue
             store = (self.cotangents if life.cotangent else self.kept).pop(life.field)
             if life.cotangent and node.op == SCATTER:
@@ -84,7 +86,25 @@ class Fields:
             else:  # whoever takes a stream may hold a view of what its last tiles have read
                 store.close()
 
+    def handed_in(self, stage: Stage) -> int | None:
+        """The image whose gradient is handed over, if the backward sweep of this stage is the last that adds to it."""
+        plan, stages = self._prepared.plan, self._prepared.stages
+        adding = [p.stage for p in plan.passes if p.phase != "forward" and self._handed in stages[p.stage].reads]
+        return self._handed if adding[-1:] == [stage.index] else None
+
+    def take(self, image: int, y1: int) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The strip of an image's gradient down to this row, if there is a new one: nothing is added to it any more."""
+        store = self.cotangents[image]
+        assert isinstance(store, Strips)
+        if (strip := store.take(y1)) is not None:
+            yield strip
+
+    def _holds_whole(self, life: Lifetime) -> bool:
+        return holds_whole(life, self._prepared.stages, self._prepared.plan.passes, self._handed)
+
     def _store(self, life: Lifetime) -> Store:
+        if life.cotangent and life.field == self._handed:
+            return Strips(self._spec(life), self._prepared.device.torch_device, whole=self._holds_whole(life))
         rounding = self._rounding(life)
         store = self._open[self._tier(life)].open_store(self._spec(life))
         return store if rounding is None else RoundedStore(store, rounding, self._graph[life.field].dtype)

@@ -87,7 +87,7 @@ class Planner:
 
     def prepare(self, graph: Graph, sources: dict[str, Source], sink: Sink | None, *, backward: bool) -> Prepared:
         """The graph with a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
-        key = backward, graph, sink.kind if sink is not None else Handed.kind
+        key = backward, graph, sink.kind if sink is not None else Handed.kind, _handed(graph, sink, backward=backward)
         planned = self._planned.get(key)
         if planned is None:
             planned = self._first(graph, sources, sink, backward=backward)
@@ -141,6 +141,7 @@ class Planner:
             held=held,
             compiled_bytes=lambda count: device.compiled_bytes(count, dtypes),
             output_bytes=sink.held_bytes if sink is not None else lambda tile_height, shape: 0,
+            handed=_handed(graph, sink, backward=backward),
             tiers=self._tiers,
             rooms={tier.name: tier.room_bytes() or 0 for tier in self._tiers if not tier.in_budget},
             packing=_packing_of(self._rounding),
@@ -237,6 +238,13 @@ class Planner:
             )
         )
         return dataclasses.replace(plan, memory_format=choice.memory_format)
+
+
+def _handed(graph: Graph, sink: Sink | None, *, backward: bool) -> int | None:
+    """The image whose gradient a sink takes strip by strip. What a whole-field operator reads comes as a whole."""
+    image = graph.source("image")
+    strips = backward and sink is not None and image is not None and not graph.gathers(image.id)
+    return image.id if strips and image is not None else None
 
 
 def _compiled(prepared: Prepared) -> int:

@@ -24,7 +24,7 @@ from gigagrad.execution.fields import Fields
 from gigagrad.execution.observers import Memory, Progress
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.sources import Source
-from gigagrad.execution.sweeps import Sweeps
+from gigagrad.execution.sweeps import Piece, Sweeps
 from gigagrad.execution.tape import Tape
 from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import GATHER
@@ -106,37 +106,36 @@ class Run:
             stack.callback(self._reader.shutdown, cancel=True)
 
     def run(self) -> None:
-        """Every pass of the plan (of a plan that delivers no field: see `stream`).
+        """Every pass of the plan. Raises StoreError, and CotangentOverflow if the run should begin anew."""
+        for _ in self._passes():
+            pass
+        self.pass_seconds = self._progress.pass_seconds
 
-        Raises StoreError, and CotangentOverflow if the run should begin anew.
+    def stream(self) -> Iterator[Piece]:
+        """The boxes and crops of what is delivered in pieces, in row-major order: the output field, or the gradient of
+        an image that is handed over. Raises as `run`.
         """
+        threads = torch.get_num_threads()
+        for piece in self._passes():
+            within = torch.get_num_threads()
+            torch.set_num_threads(threads)  # what is done with it is the caller's
+            yield piece
+            # Not if it ends here: of generators that are garbage, the outer one may be closed after the inner one.
+            torch.set_num_threads(within)
+
+    def _passes(self) -> Iterator[Piece]:
         for index, step in enumerate(self._prepared.plan.passes):
             stage = self._prepared.stages[step.stage]
             self._begin(index)
             if step.phase == "forward":
-                for _ in self._sweeps.forward(stage):
-                    pass
+                yield from self._sweeps.forward(stage)
             elif step.phase == "one pass":
-                self._backward.one_pass(stage)
+                yield from self._backward.one_pass(stage)
             else:
-                self._backward.sweep(stage)
+                yield from self._backward.sweep(stage)
             self._fields.end(index)
         if self._tape.backward:
             self._backward.finish()
-        self.pass_seconds = self._progress.pass_seconds
-
-    def stream(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The boxes and crops of the output field, tile by tile in row-major order."""
-        threads = torch.get_num_threads()
-        for index, step in enumerate(self._prepared.plan.passes):
-            self._begin(index)
-            for piece in self._sweeps.forward(self._prepared.stages[step.stage]):
-                within = torch.get_num_threads()
-                torch.set_num_threads(threads)  # what is done with it is the caller's
-                yield piece
-                # Not if it ends here: of generators that are garbage, the outer one may be closed after the inner one.
-                torch.set_num_threads(within)
-            self._fields.end(index)
 
     def _begin(self, index: int) -> None:
         for observer in self._observers:

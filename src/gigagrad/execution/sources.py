@@ -38,7 +38,7 @@ class Source:
         crop = self.image.read(box)
         if isinstance(crop, np.ndarray):
             crop = torch.from_numpy(crop if crop.flags.writeable else crop.copy())
-        return crop[None].to(self.spec.dtype)
+        return crop[None].to(self.spec.read_dtype)
 
     def close(self) -> None:
         if self.opened_here and self.image is not None:
@@ -51,13 +51,18 @@ class Source:
 
 
 @contextmanager
-def opened_sources(composite: Composite, image: Any, target: Any) -> Iterator[dict[str, Source]]:
-    """The inputs of a graph by name; what is opened here is closed. Raises ImageError, TargetError."""
+def opened_sources(
+    composite: Composite, image: Any, target: Any, *, asked: bool = False
+) -> Iterator[dict[str, Source]]:
+    """The inputs of a graph by name; what is opened here is closed. `asked`: the gradient for the first image is.
+
+    Raises ImageError, TargetError.
+    """
     sources: dict[str, Source] = {}
     dtype_of = composite.dtype_of
     try:
         for index, one in enumerate(image if isinstance(image, tuple | list) else (image,)):
-            sources[f"image{index or ''}"] = image_source(one, dtype_of)
+            sources[f"image{index or ''}"] = image_source(one, dtype_of, asked=asked and not index)
         if composite.loss is not None:
             if target is None:
                 raise TargetError("this engine has a loss, which needs a target: an image or a label tensor")
@@ -69,10 +74,13 @@ def opened_sources(composite: Composite, image: Any, target: Any) -> Iterator[di
             source.close()
 
 
-def image_source(image: Any, dtype_of: Callable[[torch.dtype], torch.dtype] = lambda given: given) -> Source:
+def image_source(
+    image: Any, dtype_of: Callable[[torch.dtype], torch.dtype] = lambda given: given, *, asked: bool = False
+) -> Source:
     """An image argument: an `Image`, a path, a Zarr array, or an array or tensor `(C, H, W)` or `(1, C, H, W)`.
 
-    A tensor that requires a gradient gets one. `dtype_of` says in which dtype an image of a given one is read.
+    A tensor that requires a gradient gets one; `asked`: somebody else wants it. `dtype_of` says in which dtype an image
+    of a given one is read.
     """
     given = image if isinstance(image, torch.Tensor) and image.requires_grad else None
     if isinstance(image, torch.Tensor | np.ndarray) and image.ndim == 4:
@@ -81,7 +89,7 @@ def image_source(image: Any, dtype_of: Callable[[torch.dtype], torch.dtype] = la
         image = image[0]
     opened = image if isinstance(image, Image) else open_image(image)
     dtype = dtype_of(_torch_dtype(opened.dtype))
-    spec = InputSpec((1, *opened.shape), dtype, field=True, differentiable=given is not None)
+    spec = InputSpec((1, *opened.shape), dtype, field=True, differentiable=asked or given is not None)
     return Source(spec, opened, None, opened_here=opened is not image, given=given)
 
 

@@ -6,7 +6,7 @@ that two runs of one plan give the same bits, whoever computes the tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads
 
 Swept = TypeVar("Swept")
+Piece = tuple[Box, torch.Tensor]
 Item = tuple[TileGeometry, TileInputs]
 
 
@@ -52,7 +53,7 @@ class Sweeps:
         self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
         self.errors = RoundingErrors(prepared.graph)
 
-    def forward(self, stage: Stage) -> Iterator[tuple[Box, torch.Tensor]]:
+    def forward(self, stage: Stage) -> Iterator[Piece]:
         """Without gradients. Yields the boxes and crops of the output field, if it is this stage's.
 
         What tiles keep does not overlap, so whoever computes a tile writes it; only sums wait for their turn.
@@ -79,14 +80,17 @@ class Sweeps:
             self._fields.kept[i].flush()
         self._finish(stage)
 
-    def gradients(self, stage: Stage, cotangents: Values, *, merge: bool) -> Values:
+    def gradients(self, stage: Stage, cotangents: Values, *, merge: bool) -> Generator[Piece, None, Values]:
         """The vector-Jacobian products of all tiles: sums of the global values' shares are returned, the cotangents of
-        fields that the stage reads are added to theirs. With `merge`, its reductions are computed as well.
+        fields that the stage reads are added to theirs. With `merge`, its reductions are computed as well. Yields the
+        strips of an image's gradient that is handed over.
         """
         program, boundary = self._program(stage), self._boundary(stage)
         leaves = [i for i in stage.globals if self._graph[i].differentiable]
         fields = [i for i in stage.reads if i in self._fields.cotangents]
         gains = error_gains(self._graph, stage, self._quantised, boundary)
+        handed, grid = self._fields.handed_in(stage), self._prepared.grid(stage)
+        finished = [] if handed is None else grid.finished_rows(handed)
         times = self._tape.unit.times
         cotangents = {i: multiplied(cotangent, times) for i, cotangent in cotangents.items()}
 
@@ -120,6 +124,8 @@ class Sweeps:
                 self._merge(sums)
             del sums, shares, crops  # the next tile would be computed beside them
             self._tell("backward")
+            if handed is not None:
+                yield from self._fields.take(handed, finished[(tile.id + 1) // grid.shape[1]])
         for field in fields:
             self._fields.cotangents[field].flush()
         if merge:
@@ -152,7 +158,8 @@ class Sweeps:
     def _swept(self, stage: Stage, work: Callable[[Item], Swept], *, backward: bool) -> Iterator[Swept]:
         """What `work` makes of every tile and what it reads, in the grid's order."""
         grid, watch = self._prepared.grid(stage), self._watch
-        tiles = (grid[i] for i in grid.order())
+        by_rows = backward and self._fields.handed_in(stage) is not None
+        tiles = (grid[i] for i in (range(len(grid)) if by_rows else grid.order()))
         read = read_ahead(tiles, lambda tile: self._fields.inputs(stage, tile, backward=backward), self._reader)
 
         def work_and_look(item: Item) -> Swept:

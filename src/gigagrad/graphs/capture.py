@@ -45,6 +45,16 @@ _IGNORED = frozenset(
 _MODEL, _LOSS = "model", "loss"
 _CAPTURING = threading.RLock()
 """Export exchanges functions of Python itself while it traces, and what a rehearsal sets back must be its own doing."""
+_MOVING = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("alias.default", "cat.default", "clone.default", "constant_pad_nd.default", "expand.default", "flip.default"),
+        "index.Tensor",
+        *("permute.default", "pixel_unshuffle.default", "roll.default", "select.int", "slice.Tensor"),
+        *("squeeze.dim", "squeeze.dims", "unsqueeze.default", "view.default"),
+    )
+)
+"""Operators on integers that compute nothing: of the floats in their place they make the same."""
 _BUILTINS = (builtins, "max", builtins.max), (builtins, "min", builtins.min), (math, "pow", math.pow)
 
 
@@ -57,6 +67,12 @@ class InputSpec:
     field: bool
     differentiable: bool = False
     """Whether the gradient for this input is asked for."""
+
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """The dtype in which a run reads it: where the gradient for integers is asked for, floats of their values."""
+        asked = self.differentiable and not self.dtype.is_floating_point
+        return (torch.float32 if self.dtype.itemsize <= 2 else torch.float64) if asked else self.dtype
 
 
 Specs = InputSpec | tuple[InputSpec, ...]
@@ -207,7 +223,7 @@ def _convert(
     has_loss = composite.loss is not None
     builder = Builder(closed)
     values: dict[str, Any] = {}
-    inputs = iter(named)
+    inputs, floats = iter(named), any(spec.read_dtype != spec.dtype for _, _, spec in named)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -215,7 +231,7 @@ def _convert(
             if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT:
                 op, name, given = next(inputs)
                 values[node.name] = builder.source(
-                    op, name, given.shape, given.dtype, field=given.field, differentiable=given.differentiable
+                    op, name, given.shape, given.read_dtype, field=given.field, differentiable=given.differentiable
                 )
             else:
                 values[node.name] = _stored(builder, spec, program, composite, closed)
@@ -227,10 +243,30 @@ def _convert(
                     )
         elif node.op == "call_function":
             values[node.name] = _call(builder, node, values)
+            if floats:
+                _check_floats(builder, node, values[node.name])
         else:
             assert node.op == "output", node.op
     _note_updates(program, values, builder)
     return builder.graph(*_outputs(program, values, builder, has_loss=has_loss), has_loss=has_loss)
+
+
+def _check_floats(builder: Builder, node: torch.fx.Node, made: Any) -> None:
+    """Of floats in the place of an image's integers the operator is to make what it made of these. Raises CaptureError
+    where it need not: integers wrap around, and halves hold fewer digits.
+    """
+    traced = node.meta.get("val")
+    if not isinstance(made, Ref) or not isinstance(traced, torch.Tensor) or str(node.target) in _MOVING:
+        return
+    if traced.dtype != builder.node(made).dtype:
+        raise CaptureError(
+            f"the gradient of an image of integers is asked for, and {node.target} computes {traced.dtype} of them"
+            f"{_line(_origin(node))}; begin the model with x.float(), or with Preprocess or Normalise"
+        )
+
+
+def _line(origin: Origin) -> str:
+    return f" at {origin.source}" if origin.source else ""
 
 
 def _note_updates(program: torch.export.ExportedProgram, values: dict[str, Any], builder: Builder) -> None:

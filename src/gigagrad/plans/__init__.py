@@ -5,7 +5,7 @@ from gigagrad.plans.choose import make_plan
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.fates import Fate, fates
 from gigagrad.plans.geometry import Grid, TileGeometry
-from gigagrad.plans.keeping import Lifetime, lifetimes
+from gigagrad.plans.keeping import Lifetime, holds_whole, lifetimes
 from gigagrad.plans.order import PlanFault
 from gigagrad.plans.packing import Packing
 from gigagrad.plans.plan import EXACT, MEMORY, Amount, KeptField, Pass, Plan, StagePlan, WholeField
@@ -40,6 +40,7 @@ __all__ = [
     "WholeField",
     "advise",
     "fates",
+    "holds_whole",
     "levels",
     "lifetimes",
     "make_plan",

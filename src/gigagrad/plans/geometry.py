@@ -172,6 +172,14 @@ class Grid:
             return iter(range(rows * columns))
         return (row * columns + column for column in range(columns) for row in range(rows))
 
+    def finished_rows(self, field: int) -> list[int]:
+        """How many of a field's rows, from the top, no tile reads any more, by the rows of tiles that are through."""
+        finished = [self.graph[field].size(0)]
+        for row in reversed(range(self.shape[0])):
+            span = self.axis_geometry(0, row).spans.get(field)
+            finished.append(finished[-1] if span is None else min(finished[-1], span.start))
+        return finished[::-1]
+
     def wanted(self, axis: int, index: int) -> dict[int, Span]:
         """The share of every target that the tiles of one row or column of the grid have."""
         cut = self.axes[axis][index]

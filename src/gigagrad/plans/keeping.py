@@ -45,6 +45,15 @@ def lifetimes(graph: Graph, stages: tuple[Stage, ...], passes: tuple[Pass, ...])
     return tuple(result)
 
 
+def holds_whole(life: Lifetime, stages: tuple[Stage, ...], passes: tuple[Pass, ...], handed: int | None) -> bool:
+    """Whether a lifetime's field is there as a whole: of the gradient that is `handed` over only where several passes
+    add to it.
+    """
+    if not life.cotangent or life.field != handed:
+        return True
+    return sum(p.phase != "forward" and life.field in stages[p.stage].reads for p in passes) > 1
+
+
 def _backward_of(passes: tuple[Pass, ...], stage: int) -> int | None:
     return next((i for i, p in enumerate(passes) if p.stage == stage and p.phase != "forward"), None)
 
@@ -56,7 +65,8 @@ def held_by_pass(
     graph = problem.graph
     held = [[0, 0] for _ in passes]
     for life in lifetimes(graph, stages, passes):
-        if kept.get(life.field, problem.memory.name) == tier.name:
+        whole = holds_whole(life, stages, passes, problem.handed)
+        if whole and kept.get(life.field, problem.memory.name) == tier.name:
             node = graph[life.field]
             pixel = node.bytes_per_pixel
             if not life.cotangent:

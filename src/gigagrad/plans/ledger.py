@@ -187,9 +187,14 @@ class StageLedger:
         return int(self.workers * cost.tile_peak_bytes * min(further, MOST_FURTHER_SLACK))
 
     def _output_bytes(self, cost: TileCost) -> int:
-        if self.stage.output is None:
+        graph, image = self.problem.graph, self.problem.handed
+        if self.stage.output is not None:
+            return self.problem.output_bytes(cost.tile[0], graph[self.stage.output].shape)
+        if image is None or image not in cost.crops or not self.backward:
             return 0
-        return self.problem.output_bytes(cost.tile[0], self.problem.graph[self.stage.output].shape)
+        # A row of crops, the next one while what both share is copied to it, and what the sink makes of a strip.
+        rows, node = cost.crops[image][0], graph[image]
+        return 2 * rows * node.size(1) * node.bytes_per_pixel + self.problem.output_bytes(rows, node.shape)
 
 
 def _gradient_bytes(graph: Graph, *, backward: bool) -> int:

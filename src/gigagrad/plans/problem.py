@@ -39,6 +39,8 @@ class Problem:
     """What so many compiled convolutions will add."""
     output_bytes: Callable[[int, tuple[int, ...]], int] = lambda tile_height, shape: 0
     """What the sink holds of an output field of this shape that comes in rows of tiles of that height."""
+    handed: int | None = None
+    """The image whose gradient goes to the sink in strips, from the top, instead of being held until the end."""
     tiers: tuple[Tier, ...] = (MemoryTier(),)
     """Where fields may be kept, the memory that the budget bounds first and others in the order of preference."""
     rooms: Mapping[str, int] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from gigagrad.stores.host import HostStore, HostTier, MemoryTier
 from gigagrad.stores.rounding import Half, Quantised, RoundedStore, Rounding, parse_storage
 from gigagrad.stores.scratch import Scratch
 from gigagrad.stores.store import Store
+from gigagrad.stores.strips import Strips
 from gigagrad.stores.tier import FieldSpec, OpenTier, Tier, register_tier, registered_tier
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Rounding",
     "Scratch",
     "Store",
+    "Strips",
     "Tier",
     "faster_codec",
     "parse_storage",

@@ -1,0 +1,225 @@
+"""Which places of a slide a score comes from: the exact gradient of the score for every pixel, or the output of a
+module inside the network that is a map, such as attention.
+
+Saliency (Simonyan et al., 2014) is the absolute gradient of a class's score, before softmax or sigmoid, for the pixels.
+It is added up over channels and small blocks: what is finer follows the strides of the first layers and not the tissue,
+and at full resolution a map takes more disk than its slide (docs/decisions/0032-attribution.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gigagrad.cohorts import Row, find_slides
+from gigagrad.errors import ConfigError, GigagradError, ImageError, ModelError, WriteError, did_you_mean
+from gigagrad.events import Events, Listener, Notice
+from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.images import Image, open_image
+from gigagrad.models import load_model
+from gigagrad.models.preprocess import check_intensities
+from gigagrad.prediction.config import PredictConfig
+from gigagrad.prediction.heat import Blocks, draw_heat
+from gigagrad.prediction.overlay import write_overlay
+from gigagrad.prediction.slide_scores import Reading, gives_image, output_of
+
+_MADE: Final = "gigagrad attribution: "
+
+
+def attribute(
+    run: str | Path,
+    slides: Sequence[str | Path],
+    out: str | Path,
+    *,
+    of: str | None = None,
+    module: str | None = None,
+    block: int = 8,
+    classes: Sequence[str] = (),
+    split: str | None = None,
+    memory: str | None = None,
+    scratch: str | Path | None = None,
+    device: str = "cpu",
+    trust: Collection[str] = (),
+    overwrite: bool = False,
+    listeners: Iterable[Listener] = (),
+) -> tuple[Path, ...]:
+    """Write `out/NAME.tif`, a map of every slide as a pyramid of float32, and `out/NAME.png`, it over the slide.
+
+    The map is the absolute gradient of the score of the class (or column) `of`, by default of the class that is
+    predicted, summed over channels and blocks of `block x block` pixels; or the output of the `module` of this name
+    inside the model, the mean of its channels. The other settings are as in `evaluate_model`; `slides` as in `predict`.
+    Maps that were made before with the same settings are left alone, unless `overwrite`.
+
+    Returns the pictures, those that were there included. A slide that fails is told (`Notice`) and left out; the others
+    go on. Emits the job `attribute`, counted in slides, and the engine's events.
+
+    Raises `ConfigError`, `ModelError` and `WriteError` for what concerns all slides, and `ImageError` at the end where
+    some failed.
+    """
+    config = PredictConfig(
+        run=run, slides=tuple(slides), out=out, memory=memory, scratch=scratch, device=device, classes=tuple(classes)
+    )
+    job = _Job(config, Events(tuple(listeners)), of, module, block, trust, overwrite=overwrite)
+    rows = find_slides(slides, split)
+    made: list[Path] = []
+    failed: list[str] = []
+    with job.events.job("attribute", len(rows)) as advance:
+        for done, row in enumerate(rows, 1):
+            try:
+                said = job.make(row)
+                made.append(job.picture(row))
+            except (GigagradError, OSError) as error:
+                failed.append(f"{row.name}: {error}")
+                said = "failed"
+                job.events.emit(Notice(failed[-1], warning=True))
+            advance(done, f"{row.name}: {said}")
+    if failed:
+        raise ImageError(failed[0] + (f" ({len(failed)} of {len(rows)} slides failed)" if len(rows) > 1 else ""))
+    return tuple(made)
+
+
+class _Job:
+    """What is the same for all slides."""
+
+    def __init__(
+        self,
+        config: PredictConfig,
+        events: Events,
+        of: str | None,
+        module: str | None,
+        block: int,
+        trust: Collection[str],
+        *,
+        overwrite: bool,
+    ) -> None:
+        if of is not None and module is not None:
+            raise ConfigError("a map is of the score of a class or of the output of a module; give one of them")
+        if block < 1:
+            raise ConfigError(f"block is a number of pixels, at least 1, got {block}")
+        self.events, self._config, self._out, self._overwrite = events, config, Path(config.out), overwrite
+        self._of, self._module, self._block = of, module, 1 if module is not None else block
+        _, self._model = load_model(config.model_path, trust)
+        self._model.requires_grad_(False)  # of the pixels alone
+        self._table, self._look = config.resolved_table, config.resolved_look
+        tapped = self._model if module is None else Tapped(self._model, module).eval()
+        settings: dict[str, Any] = {"memory": config.memory, "scratch": config.scratch, "device": config.device}
+        self._engine = compile_engine(tapped, **settings)
+        self._score = compile_engine(self._model, weighted_sum, **settings)
+        for engine in (self._engine, self._score):
+            engine.events.subscribe(events.emit)
+        with config.model_path.open("rb") as file:
+            self._digest = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            self._out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WriteError(f"cannot make the folder {self._out}: {error.strerror}; choose another --out") from error
+
+    def picture(self, row: Row) -> Path:
+        return self._out / f"{row.name}.png"
+
+    def make(self, row: Row) -> str:
+        """The two files of a slide, unless they are there. Returns what was done, in a few words."""
+        path = self._out / f"{row.name}.tif"
+        with open_image(row.slide, level=self._config.resolved_level, mpp=row.mpp) as slide:
+            settings = {
+                "of": self._of or "what is predicted",
+                "module": self._module,
+                "block": self._block,
+                "model": self._digest,
+                "slide": [row.slide.name, *slide.shape],
+            }
+            description = _MADE + json.dumps(settings)
+            if path.exists() and not self._overwrite:
+                if _description(path) != description:
+                    raise WriteError(f"{path} is another map, or none; choose another --out or pass --overwrite")
+                if self.picture(row).exists():
+                    return "done before"
+            title = self._write(path, slide, description)
+            with open_image(path) as heat:
+                write_overlay(self.picture(row), draw_heat(slide, heat, title))
+        return title
+
+    def _write(self, path: Path, slide: Image, description: str) -> str:
+        """The map. Returns what it shows."""
+        seen = self._look.of(slide)
+        check_intensities(self._model, seen)
+        options = {"overwrite": True, "description": description}
+        if self._module is not None:
+            if not gives_image(self._engine, seen):
+                raise ModelError(f"the output of {self._module} is no map (N, C, H, W); name another module")
+            graph = self._engine.problem(seen).graph
+            mpp = None if slide.mpp is None else slide.mpp * slide.width / graph[graph.output].shape[-1]
+            self._engine.forward(seen, out=Blocks(path, 1, lambda crop: crop[0].mean(0), mpp=mpp, **options))
+            return f"output of {self._module}"
+        if gives_image(self._engine, seen):
+            raise ModelError("the model gives an image; maps are of scores of whole slides, or of a --module's output")
+        output_NC = output_of(self._engine, seen)
+        reading = Reading.of(output_NC.shape[1], self._config.run_loss, self._table)
+        scores = reading.scores(output_NC)
+        name, weights_C = score_of(reading, scores, self._of, self._config.threshold)
+        mpp = None if slide.mpp is None else slide.mpp * self._block
+        sink = Blocks(path, self._block, lambda crop: crop[0].abs().sum(0), mpp=mpp, **options)
+        self._score.image_gradient(seen, torch.tensor([weights_C], dtype=output_NC.dtype), out=sink)
+        said = ", ".join(f"{column.removeprefix('probability_')} {value:.4g}" for column, value in scores.items())
+        return f"absolute gradient of the score of {name} ({said})"
+
+
+def score_of(
+    reading: Reading, scores: dict[str, float], of: str | None, threshold: float
+) -> tuple[str, tuple[float, ...]]:
+    """The class or column whose score is meant, and the weights of the model's outputs that make it up.
+
+    None is the predicted class, or the only number. Raises `ConfigError` for what there is not.
+    """
+    known = reading.names or reading.columns
+    if of is None and not reading.names and len(known) > 1:
+        raise ConfigError(f"the model gives {len(known)} numbers of a slide; say --of {' or '.join(known)}")
+    name = of if of is not None else reading.predicted(scores, threshold) if reading.names else known[0]
+    if name not in known:
+        raise ConfigError(f"there is no score of {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
+    number = known.index(name)
+    if reading.names and len(reading.columns) == 1:  # one logit, of the second class
+        return name, (1.0 if number else -1.0,)
+    return name, tuple(float(place == number) for place in range(len(known)))
+
+
+def weighted_sum(output: Tensor, weights: Tensor) -> Tensor:
+    return (output * weights).sum()
+
+
+class Tapped(nn.Module):
+    """What a module inside a model puts out, the last time it is called. Raises `ConfigError` where there is none."""
+
+    def __init__(self, model: nn.Module, module: str) -> None:
+        super().__init__()
+        known = [name for name, _ in model.named_modules() if name]
+        if module not in known:
+            leaves = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
+            raise ConfigError(f"the model has no module {module!r}{did_you_mean(module, known)}; it has {leaves}")
+        self.model, self.module = model, module
+
+    def forward(self, *images: Tensor) -> Tensor:
+        outputs: list[Tensor] = []
+        hook = self.model.get_submodule(self.module).register_forward_hook(lambda _, __, out: outputs.append(out))
+        try:
+            self.model(*images)
+        finally:
+            hook.remove()
+        return outputs[-1]
+
+
+def _description(path: Path) -> str | None:
+    """What a file of ours says of itself; None of any other."""
+    import tifffile
+
+    try:
+        with tifffile.TiffFile(path) as file:
+            return str(file.pages.first.description)
+    except Exception:  # anybody's file
+        return None
