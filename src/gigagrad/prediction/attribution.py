@@ -24,10 +24,11 @@ from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.images import Image, open_image
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
+from gigagrad.prediction.classes import image_shape
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.heat import Blocks, draw_heat
 from gigagrad.prediction.overlay import write_overlay
-from gigagrad.prediction.slide_scores import Reading, gives_image, output_of
+from gigagrad.prediction.slide_scores import Reading, output_of
 
 _MADE: Final = "gigagrad attribution: "
 
@@ -126,7 +127,7 @@ class _Job:
     def make(self, row: Row) -> str:
         """The two files of a slide, unless they are there. Returns what was done, in a few words."""
         path = self._out / f"{row.name}.tif"
-        with open_image(row.slide, level=self._config.resolved_level, mpp=row.mpp) as slide:
+        with row.open(self._config.resolved_level) as slide:
             settings = {
                 "of": self._of or "what is predicted",
                 "module": self._module,
@@ -151,13 +152,13 @@ class _Job:
         check_intensities(self._model, seen)
         options = {"overwrite": True, "description": description}
         if self._module is not None:
-            if not gives_image(self._engine, seen):
+            shape = image_shape(self._engine, seen)
+            if shape is None:
                 raise ModelError(f"the output of {self._module} is no map (N, C, H, W); name another module")
-            graph = self._engine.problem(seen).graph
-            mpp = None if slide.mpp is None else slide.mpp * slide.width / graph[graph.output].shape[-1]
+            mpp = None if slide.mpp is None else slide.mpp * slide.width / shape[-1]
             self._engine.forward(seen, out=Blocks(path, 1, lambda crop: crop[0].mean(0), mpp=mpp, **options))
             return f"output of {self._module}"
-        if gives_image(self._engine, seen):
+        if image_shape(self._engine, seen) is not None:
             raise ModelError("the model gives an image; maps are of scores of whole slides, or of a --module's output")
         output_NC = output_of(self._engine, seen)
         reading = Reading.of(output_NC.shape[1], self._config.run_loss, self._table)

@@ -50,7 +50,7 @@ class Blocks(Sink):
         (height, width), dtype = shape[-2:], np.dtype(np.float32)
         # What `values` makes of a strip, and one that is assembled while the one before it is summed up.
         strips = (shape[1] + 3) * min(tile_height, height) * width * dtype.itemsize
-        return strips + pyramid_bytes((*_blocks((height, width), self._side), 1), dtype)
+        return strips + pyramid_bytes(self._path, (*_blocks((height, width), self._side), 1), dtype)
 
     def take(self, pieces: Pieces, field: OutputField) -> Path:
         from gigagrad.images.write import write_pyramid
