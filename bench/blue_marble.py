@@ -23,8 +23,9 @@ from rasterio.transform import Affine
 import gigagrad as gg
 from gigagrad.prediction import Evaluation
 from gigagrad.prediction.cohort_scores import evaluate_model
+from gigagrad.prediction.evaluate import Evaluation
 
-MODEL = "smp:Unet?encoder_name=resnet18&encoder_depth=2&decoder_channels=16,8"
+MODEL = "smp:Unet?encoder_name=mobilenet_v2&encoder_depth=2&decoder_channels=16,8"
 PARTS = {"pacific": "train", "americas": "train", "africa": "val", "asia": "test"}
 """Quarters of the earth from west to east."""
 LAKE = 2
@@ -66,7 +67,7 @@ def main() -> None:
     cohort = write_parts(args.out)
     run, predictions = args.out / "run", args.out / "predictions"
     shutil.rmtree(run, ignore_errors=True)
-    settings = {"loss": "bce_dice", "learning_rate": 3e-3, "classes": ["1=1", f"{LAKE}=ignore", "unlabelled=0"]}
+    settings = {"loss": "bce_dice", "learning_rate": 1e-2, "classes": ["1=1", f"{LAKE}=ignore", "unlabelled=0"]}
     steps: list[gg.events.MetricsLogged] = []
     gg.fit(
         {

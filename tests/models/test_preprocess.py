@@ -65,8 +65,8 @@ def test_libraries_take_a_scale_for_all_channels_or_for_each():
         ("5,5", "HIGH above LOW; got (5, 5)"),
         ("0,1,0,2", "LOW,HIGH for all of 1 channels or for each"),
         ("0,1,2", "got (0, 1, 2)"),
-        ("10", "scale"),
-        ("low,high", "scale"),
+        ("10", "got (10,)"),
+        ("low,high", "scale is LOW,HIGH"),
     ],
 )
 def test_no_scale_is_one_clear_line(scale, said):

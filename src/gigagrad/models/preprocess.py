@@ -7,6 +7,7 @@ of the bytes is ever made; the weights are finished constants, so that nothing b
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -32,11 +33,12 @@ def _for_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _ranges(scale: Sequence[float], channels: int) -> tuple[list[float], list[float]]:
     """The lowest value of each channel, and how far it is to the highest. Raises `ValueError` for no such scale."""
-    lows, spans = list(scale[::2]), [high - low for low, high in zip(scale[::2], scale[1::2], strict=False)]
-    if len(scale) not in (2, 2 * channels) or min(spans) <= 0:
+    numbers = all(isinstance(value, int | float) for value in scale)
+    lows, highs = list(scale[::2]), list(scale[1::2])
+    if not numbers or len(scale) not in (2, 2 * channels) or any(map(operator.ge, lows, highs)):
         raise ValueError(f"scale is LOW,HIGH for all of {channels} channels or for each, HIGH above LOW; got {scale}")
-    times = channels // len(spans)
-    return lows * times, spans * times
+    times = channels // len(lows)
+    return lows * times, list(map(operator.sub, highs, lows)) * times
 
 
 class Preprocess(nn.Module):

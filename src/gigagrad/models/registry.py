@@ -55,7 +55,7 @@ def resolve(name: str, *, published: bool = True) -> nn.Module:
     source, _, model_name = path.partition(":")
     if source in _LIBRARIES and model_name:
         _check_opens_nothing(name, {key: value for key, value in settings.items() if key not in _WEIGHTS})
-        scale = settings.pop("scale") if isinstance(settings.get("scale"), tuple) else ()
+        scale = settings.pop("scale", ())
         return _fronted(name, scale, *_LIBRARIES[source](name, model_name, settings, published))
     if _is_imported(path):
         model = _build(name, import_callable(path), settings)
@@ -125,13 +125,14 @@ def _fronted(
     the second and so on, as timm repeats weights.
     """
     count = channels if isinstance(channels, int) else len(mean)
+    scale = scale if isinstance(scale, tuple) else (scale,)
     try:
         if channels == 1:
             front: nn.Module = Preprocess(scale=scale)
         else:
             means, stds = ([each[k % len(each)] for k in range(count)] for each in (mean, std))
             front = Normalise(means, stds, scale)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ModelError(f"cannot build model {name!r}: {error}") from error
     return nn.Sequential(OrderedDict(preprocess=front, network=network))
 
