@@ -122,8 +122,9 @@ def fit(args: argparse.Namespace) -> None:
         result = training.fit(config, (listener,), overwrite=args.overwrite)
     if result.scores:
         name = "Dice" if result.metric == "dice" else result.metric
-        accuracy = "" if result.accuracy is None else f", accuracy {result.accuracy:.4f}"
-        print(f"test {name} {result.mean:.4f} +/- {result.sd:.4f} over {len(result.scores)} slides{accuracy}")
+        told = {"accuracy": result.accuracy, "C-index": result.c_index}
+        more = "".join(f", {what} {value:.4f}" for what, value in told.items() if value is not None)
+        print(f"test {name} {result.mean:.4f} +/- {result.sd:.4f} over {len(result.scores)} slides{more}")
     print(f"{result.steps} steps, best epoch {result.best_epoch} of {result.epochs}; the run is in {result.out}")
 
 

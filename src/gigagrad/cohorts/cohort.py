@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gigagrad.cohorts.bags import check_bags
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import Row, Split, number_in, read_rows
 from gigagrad.errors import ConfigError, GigagradError
@@ -35,6 +36,7 @@ class Cohort:
     def fingerprint(self) -> str:
         """Changes whenever the rows do; a run is only continued on the cohort it began with."""
         text = "\n".join(f"{r.slide}|{r.mask}|{r.label}|{r.split}|{r.mpp}" for r in self.rows)
+        text += "".join(f"\n{r.bag}" for r in self.rows if r.bag is not None)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -65,6 +67,7 @@ def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
             raise ConfigError(f"{path} line {row.line}: the split is empty; use train, val or test")
         if "label" in columns and row.label is None:
             raise ConfigError(f"{path} line {row.line}: the label is empty")
+    check_bags(path, rows)
     if not any(row.split == "train" for row in rows):
         raise ConfigError(f"{path} has no row with split 'train'; mark the slides to learn from")
     _check_names(path, rows)
@@ -147,7 +150,7 @@ def _of_labels(cohort: Cohort, texts: Sequence[str], table: ClassTable | None) -
         return table
     try:
         for row in cohort.rows:
-            number_in(cohort.where(row), "label", row.label or "")
+            number_in(cohort.where(row), "label", (row.label or "").removesuffix("+"))
     except ConfigError:
         if any(_is_number(text) for text in texts):
             raise

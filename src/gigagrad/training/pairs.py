@@ -46,7 +46,7 @@ class Pairs:
         with open_image(row.slide, level=self._level, mpp=row.mpp) as slide:
             check_intensities(model, self._look.of(slide))
             if row.label is not None:
-                self._label(row)
+                self.label(row)
                 return
             path = self._mask_path(row)
             if row.mask is None and not path.exists():
@@ -66,7 +66,7 @@ class Pairs:
     def counts(self, row: Row) -> NDArray[np.int64]:
         """How often each class occurs in the row's target, `(256,)`; a label counts once."""
         if row.label is not None:
-            return np.bincount([int(self._label(row))], minlength=256)
+            return np.bincount([int(self.label(row))], minlength=256)
         with open_image(row.slide, level=self._level, mpp=row.mpp) as slide, self._open_mask(row, slide) as mask:
             return count_pixels(mask, binary=self._rule.loss.binary, ignores=self.ignores)
 
@@ -80,10 +80,16 @@ class Pairs:
             slide = stack.enter_context(open_image(row.slide, level=self._level, mpp=row.mpp))
             slide = self._look.of(slide)
             if row.label is not None:
-                yield _turned(slide, turn), self._label(row)
+                yield _turned(slide, turn), self.label(row)
                 return
             mask = stack.enter_context(self._open_mask(row, slide))
             yield _turned(slide, turn), _turned(mask if row in self._passed else CheckedMask(mask, self._rule), turn)
+
+    @contextmanager
+    def seen(self, row: Row, turn: int = 0) -> Iterator[Image]:
+        """The slide alone, as `open` gives it."""
+        with self.open(row, turn) as (slide, _):
+            yield slide
 
     def passed(self, row: Row) -> None:
         """Every pixel of the row's target has been read without complaint, so it need not be checked again."""
@@ -92,9 +98,14 @@ class Pairs:
     def _mask_path(self, row: Row) -> Path:
         return row.mask or self._labels / f"{row.name}.tif"
 
-    def _label(self, row: Row) -> Tensor:
+    def label(self, row: Row) -> Tensor:
+        """Of a row that has one, as the loss takes it. Raises `TargetError`."""
         assert row.label is not None
+        if self._rule.loss.survival:
+            return self._rule.survival(row.label, row.name)
         value = self._label_ids.get(row.label)
+        if value is None and row.label.endswith("+"):
+            raise TargetError(f"the label of {row.name} is {row.label}, a survival time; say --loss cox")
         return self._rule.label(float(row.label) if value is None else value, row.name)
 
     def _open_mask(self, row: Row, slide: Image) -> Image:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gigagrad.boxes import Box, spread
+from gigagrad.cohorts import survival_of
 from gigagrad.errors import TargetError
 from gigagrad.images import Image
 from gigagrad.images.image import Pixels, View
@@ -45,6 +46,19 @@ class TargetRule:
                 f"the label of {name} is {value:g}; ce takes a class from 0 to {self.channels - 1} with this model"
             )
         return torch.tensor([int(value)], dtype=torch.int64)
+
+    def survival(self, text: str, name: str) -> Tensor:
+        """A survival time as the loss wants it: `(1, 2)` float32, the time and whether the event came.
+
+        Raises `TargetError`.
+        """
+        found = survival_of(text)
+        if found is None:
+            raise TargetError(
+                f"the label of {name} is {text!r}; cox takes a time and an event: columns 'time' and 'event', or a "
+                "label like 12.5, with a plus behind it where there was no event until then"
+            )
+        return torch.tensor([found], dtype=torch.float32)
 
     def foreign(self, pixels: np.ndarray[Any, np.dtype[Any]], foreground: float | None) -> str | None:
         """What is wrong with these pixels, in a few words; None if nothing is. Cheap: a maximum and a comparison.
