@@ -23,7 +23,6 @@ from rasterio.transform import Affine
 import gigagrad as gg
 from gigagrad.prediction import Evaluation
 from gigagrad.prediction.cohort_scores import evaluate_model
-from gigagrad.prediction.evaluate import Evaluation
 
 MODEL = "smp:Unet?encoder_name=mobilenet_v2&encoder_depth=2&decoder_channels=16,8"
 PARTS = {"pacific": "train", "americas": "train", "africa": "val", "asia": "test"}

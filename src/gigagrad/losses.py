@@ -23,8 +23,8 @@ from gigagrad.masks import IGNORED
 from gigagrad.models.trust import check_trusted, import_callable
 from gigagrad.named import parse_named
 
-Kind = Literal["binary", "class ids", "numbers"]
-"""What targets hold and outputs mean: one logit, a logit for each class, or numbers."""
+Kind = Literal["binary", "class ids", "numbers", "survival"]
+"""What targets hold and outputs mean: one logit, a logit for each class, numbers, or the logarithm of a risk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,14 @@ class Loss:
     `binary`: a mask holds 0 and at most one other value. `class_ids`: a mask or label holds integers below the model's
     number of output channels, or `IGNORED`, which is left out. `made_of`: functions with their factors, which are added
     up; those of a binary loss take `ignored`, those of the library's losses of class ids and of `bce` take `weight`.
+    `survival`: a target is a time and whether the event came then, and slides are compared with each other, so that the
+    loss is of the outputs `(N, 1)` and targets `(N, 2)` of several.
     """
 
     made_of: tuple[tuple[float, Callable[..., Tensor]], ...]
     binary: bool = False
     class_ids: bool = False
+    survival: bool = False
 
     @property
     def function(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -169,6 +172,22 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target.to(output.dtype))
 
 
+def cox(output: Tensor, target: Tensor) -> Tensor:
+    """Negative log partial likelihood of Cox (1972), ties as Efron (1977) has them, the mean over the events.
+
+    `output` `(N, 1)` is the logarithm of each risk, `target` `(N, 2)` the time and 1 where the event came then, 0 where
+    there was none until then. 0 where there is no event at all.
+    """
+    risk_N, (time_N, event_N) = output.flatten(), target.to(output.dtype).unbind(1)
+    shifted_N = (risk_N - risk_N.detach().max()).exp()
+    at_risk_N = ((time_N >= time_N[:, None]).to(output.dtype) * shifted_N).sum(1)
+    tied_NN = (time_N == time_N[:, None]).to(output.dtype) * event_N
+    # Of d events at one time, the first sees all of them at risk, the second a d-th less, and so on.
+    earlier_N = tied_NN.tril(-1).sum(1) / tied_NN.sum(1).clamp(min=1)
+    logarithm_N = (at_risk_N - earlier_N * (tied_NN * shifted_N).sum(1)).log() + risk_N.detach().max()
+    return ((logarithm_N - risk_N) * event_N).sum() / event_N.sum().clamp(min=1)
+
+
 def _is_true(output: Tensor, target: Tensor) -> Tensor:
     return (target > 0).to(output.dtype)
 
@@ -183,7 +202,10 @@ def _mean(values: Tensor, target: Tensor, ignored: int | None) -> Tensor:
 
 _BINARY: Final = {"bce": bce, "bce_dice": bce_dice, "dice": dice, "focal": focal, "tversky": tversky}
 _OF_CLASS_IDS: Final = {"ce": ce}
-_LOSSES: Final[dict[str, Callable[..., Tensor]]] = dict(sorted((_BINARY | _OF_CLASS_IDS | {"mse": mse}).items()))
+_OF_SURVIVAL: Final = {"cox": cox}
+_LOSSES: Final[dict[str, Callable[..., Tensor]]] = dict(
+    sorted((_BINARY | _OF_CLASS_IDS | _OF_SURVIVAL | {"mse": mse}).items())
+)
 _IGNORING: Final = (*_BINARY, *_OF_CLASS_IDS)
 _SETTINGS: Final = ("gamma", "false_positives", "false_negatives", "label_smoothing")
 _TERM: Final = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)\s*\*)?\s*(\S+)\s*")
@@ -207,10 +229,13 @@ def named_loss(name: str) -> Loss:
         raise ConfigError(
             f"the loss {name!r} adds up losses of class ids and binary ones; a target is one or the other"
         )
+    if "survival" in kinds and kinds & {"binary", "class ids", "numbers"}:
+        raise ConfigError(f"the loss {name!r} adds up cox and one of single slides; a target is one or the other")
     return Loss(
         tuple((factor, function) for factor, function, _ in terms),
         binary="binary" in kinds,
         class_ids="class ids" in kinds,
+        survival="survival" in kinds,
     )
 
 
@@ -224,6 +249,8 @@ def kind_of(name: str) -> Kind | None:
 
 
 def _kind(name: str) -> Kind:
+    if name in _OF_SURVIVAL:
+        return "survival"
     return "binary" if name in _BINARY else "class ids" if name in _OF_CLASS_IDS else "numbers"
 
 

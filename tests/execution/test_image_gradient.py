@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import BudgetError, CaptureError, ConfigError, ModelError
 from gigagrad.execution.sinks import OutputField, Pieces, Sink
+from gigagrad.plans import ledger, make_plan
+from gigagrad.plans.plan import amount_of
 from tests.devices.fake import FakeCpu
 from tests.execution.conftest import Gate, Net
 
@@ -179,3 +182,14 @@ def test_no_more_than_a_few_rows_are_held_of_it():
     assert max(box.height for box in boxes) < 70
     with pytest.raises(BudgetError):  # it takes 103 MiB
         engine.image_gradient(slide, torch.ones(1, 1))
+
+
+def test_the_rows_that_are_held_are_part_of_the_plan():
+    image = torch.zeros(3, 300, 200, dtype=torch.float64, requires_grad=True)
+    engine = gg.compile(Bytes(lambda x: x), total, device=FakeCpu())
+    problem = engine.problem(image, torch.ones(1, 1, dtype=torch.float64))
+    node = problem.graph.source("image")
+    assert node is not None
+    strips = replace(problem, handed=node.id, output_bytes=lambda rows, shape: 1000 * rows)
+    (stage,) = make_plan(strips, tiles=((32, 50),)).stages
+    assert amount_of(stage.memory, ledger.OUTPUT) == stage.crop[0] * (2 * 200 * node.bytes_per_pixel + 1000)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from gigagrad.prediction.slide_metrics import SlideScore, evaluate_classes, evaluate_numbers
+from gigagrad.prediction.slide_metrics import SlideScore, c_index, evaluate_classes, evaluate_numbers, evaluate_survival
 
 
 def slides_of(p_NC, truth_N, names):
@@ -99,3 +99,25 @@ def test_one_slide_has_no_interval():
     found = evaluate_classes(slides_of(p_NC, np.ones(1, int), "ab"), "ab")
     assert found.to_dict()["accuracy"]["low"] is None
     assert found.to_dict()["bootstrap"] == {"resamples": 1000, "seed": 0}
+
+
+def test_the_c_index_is_the_share_of_pairs_in_order():
+    random = np.random.default_rng(0)
+    time_N, risk_N = random.integers(1, 9, 40).astype(float), random.integers(0, 6, 40).astype(float)
+    event_N = random.random(40) < 0.6
+    right = pairs = 0.0
+    for i in range(40):
+        for j in range(40):
+            if event_N[i] and (time_N[i] < time_N[j] or (time_N[i] == time_N[j] and not event_N[j])):
+                pairs += 1
+                right += 1.0 if risk_N[i] > risk_N[j] else 0.5 if risk_N[i] == risk_N[j] else 0.0
+    assert c_index(risk_N, time_N, event_N) == pytest.approx(right / pairs, rel=1e-12)
+
+
+def test_survival_has_an_interval_and_no_value_without_events():
+    slides = [SlideScore(f"s{i}", {}, (float(-i),), "", f"{i}", float(i), i % 3 > 0) for i in range(20)]
+    found = evaluate_survival(slides)
+    assert found.measures["c_index"].value == 1
+    assert found.measures["c_index"].low == 1
+    silent = evaluate_survival([SlideScore("s", {}, (1.0,), "", "3+", 3.0, False)] * 3)
+    assert math.isnan(silent.measures["c_index"].value)

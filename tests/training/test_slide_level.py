@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from gigagrad.cli import main
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, TargetError
+from gigagrad.events import MetricsLogged
 from gigagrad.models import load_model
 from gigagrad.prediction import PredictConfig, SlideEvaluation, predict
 from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
@@ -140,3 +142,109 @@ def test_what_a_person_sees(cohort, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["confusion"] == [[2, 0], [0, 2]]
     assert told["slides"]["s3"]["label"] == "tumour"
+
+
+PATIENTS = "slide,patient,survival_months,censorship,split"
+
+
+@pytest.fixture
+def patients(cohort, slides, tmp_path):
+    """Nine patients, three of them with two slides; the darker ones live shorter. `write(**columns)` the cohort."""
+    cohort(0, 1)  # the networks
+    random = np.random.default_rng(1)
+    lines = []
+    for number in range(9):
+        months = 3 * number + 2
+        for part in range(1 + (number % 3 == 0)):
+            pixels = random.integers(0, 20, (48, 64, 3)) + 20 * number + 20 * part
+            tifffile.imwrite(tmp_path / f"p{number}-{part}.tif", pixels.astype(np.uint8), photometric="rgb")
+            split = "train" if number % 2 else "val" if number == 0 else "test"
+            lines.append(f"p{number}-{part}.tif,p{number},{months},{int(number == 8)},{split}")
+    path = tmp_path / "patients.csv"
+    path.write_text("\n".join([PATIENTS, *lines]) + "\n")
+    return path
+
+
+def test_survival_of_patients(patients, capsys):
+    config = replace(config_of(patients, "One", "cox"), accumulate=4, epochs=6)
+    with pytest.raises(ConfigError, match="--accumulate 8"):
+        fit(replace(config, accumulate=1))
+    result = fit(config)
+    assert result.metric == "risk"
+    assert list(result.scores) == ["p2", "p4", "p6", "p8"]
+    assert result.c_index == 1
+    assert FitResult.load(result.out) == result
+    evaluation = evaluate_model("run", patients, split="test", trust=TRUST)
+    assert {slide.name: slide.scores["risk"] for slide in evaluation.slides} == pytest.approx(result.scores, rel=1e-5)
+    assert [(slide.truth, slide.event) for slide in evaluation.slides][-1] == (26, False)
+    predicted(patients)
+    assert evaluate_masks("out", patients, split="test").to_dict() == evaluation.to_dict()
+    with open("out/slides.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["bag"] for line in lines if line["name"].startswith("p6")] == ["p6", "p6"]
+    with open("out/bags.csv", newline="") as file:
+        bags = {line["bag"]: line for line in csv.DictReader(file)}
+    assert float(bags["p6"]["risk"]) == pytest.approx(result.scores["p6"], rel=1e-5)
+    assert bags["p6"]["slides"] == "2"
+    assert main(["evaluate", "--predictions", "out", "--slides", str(patients)]) == 0
+    assert "C-index" in capsys.readouterr().out
+
+
+def test_classes_of_patients_are_those_of_the_mean_output(patients):
+    lines = patients.read_text().splitlines()
+    labelled = [line.split(",") for line in lines[1:]]
+    rows = [
+        f"{slide},{patient},{'late' if float(months) > 12 else 'early'},{split}"
+        for slide, patient, months, _, split in labelled
+    ]
+    patients.write_text("\n".join(["slide,case_id,label,split", *rows]) + "\n")
+    result = fit(replace(config_of(patients, "Two", "ce"), accumulate=2, epochs=4))
+    evaluation = evaluate_model("run", patients, split="test", trust=TRUST)
+    _, model = load_model("run", TRUST)
+    found = {slide.name: slide for slide in evaluation.slides}["p6"]
+    pixels = [torch.from_numpy(tifffile.imread(f"p6-{part}.tif")).permute(2, 0, 1)[None] for part in range(2)]
+    with torch.no_grad():
+        output = torch.cat([model(each) for each in pixels]).mean(0).double()
+    assert found.outputs == pytest.approx(output.softmax(0).tolist(), rel=1e-4)
+    assert result.scores["p6"] == pytest.approx(-math.log(found.outputs[int(found.truth)]), rel=1e-4)
+    predicted(patients)
+    again = evaluate_masks("out", patients, split="test")
+    assert [slide.outputs for slide in again.slides] == [pytest.approx(s.outputs, rel=1e-9) for s in evaluation.slides]
+
+
+def test_what_a_bag_or_a_time_may_not_be(patients, cohort):
+    text = patients.read_text()
+    patients.write_text(text.replace("p6-1.tif,p6,20,0,test", "p6-1.tif,p6,20,0,val"))
+    with pytest.raises(ConfigError, match=r"lines 10 and 11: slides of p6 have the splits test and val"):
+        fit(replace(config_of(patients, "One", "cox"), accumulate=4))
+    patients.write_text(text.replace("p6-1.tif,p6,20,0", "p6-1.tif,p6,21,0"))
+    with pytest.raises(ConfigError, match=r"the labels 20 and 21"):
+        fit(replace(config_of(patients, "One", "cox"), accumulate=4))
+    patients.write_text(text.replace(",20,0,", ",20,perhaps,"))
+    with pytest.raises(ConfigError, match=r"line 10: the censored is 'perhaps'; write 1 or 0"):
+        fit(replace(config_of(patients, "One", "cox"), accumulate=4))
+    patients.write_text(text)
+    with pytest.raises(TargetError, match=r"26\+, a survival time; say --loss cox"):
+        fit(config_of(patients, "One", "mse"))
+    with pytest.raises(TargetError, match="'normal'; cox takes a time and an event"):
+        fit(replace(config_of(cohort("normal", "tumour"), "One", "cox"), accumulate=2))
+
+
+def test_a_run_of_bags_goes_on_bit_for_bit(patients):
+    config = replace(config_of(patients, "One", "cox"), accumulate=2, epochs=3, checkpoint_seconds=0)
+    fit(config)
+    _, whole = load_model("run", TRUST)
+    steps = []
+
+    def stop(event):
+        if isinstance(event, MetricsLogged) and event.split == "train":
+            steps.append(event)
+            if len(steps) == 5:
+                raise KeyboardInterrupt
+
+    cut = replace(config, out="cut")
+    with pytest.raises(KeyboardInterrupt):
+        fit(cut, (stop,))
+    fit(cut)
+    _, again = load_model("cut", TRUST)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))

@@ -1,5 +1,7 @@
 """Losses, and targets they cannot take."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -75,7 +77,7 @@ def test_losses_can_be_captured_without_values(name, channels):
 
 def test_a_loss_of_the_users_own_is_found_and_an_unknown_one_refused():
     assert named_loss("torch.nn.functional:l1_loss").function is F.l1_loss
-    with pytest.raises(ConfigError, match="use bce, bce_dice, ce, dice, focal, mse, tversky or package"):
+    with pytest.raises(ConfigError, match="use bce, bce_dice, ce, cox, dice, focal, mse, tversky or package"):
         named_loss("dice2")
     with pytest.raises(ModelError, match="has no 'l3_loss'"):
         named_loss("torch.nn.functional:l3_loss")
@@ -187,3 +189,38 @@ def test_a_binary_mask_with_ignored_pixels():
     with pytest.raises(TargetError, match="the values 1 and 2"):
         read_all(rule, mask_of([1, 255, 2]))
     assert sample_mask(mask_of([0, 1, 255]), rule) == {0, 1, 255}
+
+
+@pytest.mark.parametrize("times", [[3, 5, 4, 9, 6], [3, 5, 5, 5, 2], [1, 1, 1, 1, 1]])
+def test_cox_is_the_partial_likelihood_with_efron_s_ties(times) -> None:
+    """Written out as Efron (1977) has it: of d deaths at one time, the l-th sees l / d of them gone."""
+    torch.manual_seed(0)
+    risk = (3 * torch.randn(5, 1, dtype=torch.float64) + 700).requires_grad_()
+    events = [1, 1, 0, 1, 1]
+    found = losses.cox(risk, torch.tensor(list(zip(times, events, strict=True)), dtype=torch.float64))
+    by_hand = torch.zeros((), dtype=torch.float64)
+    for time in sorted({t for t, e in zip(times, events, strict=True) if e}):
+        dead = [i for i in range(5) if times[i] == time and events[i]]
+        at_risk = [i for i in range(5) if times[i] >= time]
+        for gone, i in enumerate(dead):
+            weights = [1 - (gone / len(dead) if j in dead else 0) for j in at_risk]
+            terms = torch.stack([risk[j, 0] + math.log(w) for j, w in zip(at_risk, weights, strict=True)])
+            by_hand = by_hand + torch.logsumexp(terms, 0) - risk[i, 0]
+    by_hand = by_hand / sum(events)
+    torch.testing.assert_close(found, by_hand, rtol=1e-12, atol=0)
+    ours, theirs = torch.autograd.grad(found, risk)[0], torch.autograd.grad(by_hand, risk)[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_cox_without_an_event_is_nothing() -> None:
+    risk = torch.randn(3, 1, requires_grad=True)
+    value = losses.cox(risk, torch.tensor([[1.0, 0], [2, 0], [3, 0]]))
+    value.backward()
+    assert float(value.detach()) == 0
+    assert risk.grad is not None
+    assert torch.equal(risk.grad, torch.zeros(3, 1))
+
+
+def test_cox_is_added_to_no_loss_of_single_slides() -> None:
+    with pytest.raises(ConfigError, match="cox and one of single slides"):
+        losses.named_loss("cox + 0.5*mse")

@@ -135,9 +135,10 @@ def fit(args: argparse.Namespace) -> None:
         result = training.fit(config, (listener,), overwrite=args.overwrite)
     if result.scores:
         name = "Dice" if result.metric == "dice" else result.metric
-        accuracy = "" if result.accuracy is None else f", accuracy {result.accuracy:.4f}"
+        told = {"accuracy": result.accuracy, "C-index": result.c_index}
+        more = "".join(f", {what} {value:.4f}" for what, value in told.items() if value is not None)
         plural = "s" if len(result.scores) > 1 else ""
-        print(f"test {name} {spread(result.scores.values())} over {len(result.scores)} slide{plural}{accuracy}")
+        print(f"test {name} {spread(result.scores.values())} over {len(result.scores)} slide{plural}{more}")
     print(f"{result.steps} steps, best epoch {result.best_epoch} of {result.epochs}; the run is in {result.out}")
 
 

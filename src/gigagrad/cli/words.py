@@ -280,8 +280,8 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             },
             "--precision": {"choices": ("bfloat16", "float16"), "help": "as autocast (default: the model's own)"},
             "--loss": {
-                "help": "bce, bce_dice, ce, dice, focal, mse, tversky or package.module:callable, with settings, or a "
-                "sum with factors: 'ce + 0.5*mine:dice' (default: bce)",
+                "help": "bce, bce_dice, ce, cox, dice, focal, mse, tversky or package.module:callable, with settings, "
+                "or a sum with factors: 'ce + 0.5*mine:dice' (default: bce)",
             },
             "--class-weights": {
                 "nargs": "+",
@@ -364,7 +364,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     "evaluate": (
         "score a network, or what it predicted, against true masks or labels",
         "Prints Dice and IoU per slide with their mean and standard deviation; of a cohort with labels accuracy, AUC, "
-        "calibration or errors, with 95 % intervals. Nothing is written.",
+        "calibration, errors or the C-index, with 95 % intervals. Nothing is written.",
         {
             "--run": {"required": False, "help": "run folder or model to score"},
             "--predictions": {},

@@ -1,8 +1,10 @@
 """Which slides there are and what is known of each: cohort files, folders, single files."""
 
+from gigagrad.cohorts.bags import bags_of, check_bags
 from gigagrad.cohorts.cohort import Cohort, any_missing, check_images, class_table, read_cohort
 from gigagrad.cohorts.rows import SPLITS, Row, Split, read_rows
 from gigagrad.cohorts.slides import find_slides
+from gigagrad.cohorts.survival import survival_of
 
 __all__ = [
     "SPLITS",
@@ -10,9 +12,12 @@ __all__ = [
     "Row",
     "Split",
     "any_missing",
+    "bags_of",
+    "check_bags",
     "check_images",
     "class_table",
     "find_slides",
     "read_cohort",
     "read_rows",
+    "survival_of",
 ]

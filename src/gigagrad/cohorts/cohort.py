@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gigagrad.cohorts.bags import check_bags
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, read_rows
 from gigagrad.errors import ConfigError, GigagradError
@@ -37,6 +38,7 @@ class Cohort:
             "|".join(map(str, (r.slide, r.mask, r.label, r.split, r.mpp, *r.further_slides, *r.further_masks)))
             for r in self.rows
         )
+        text += "".join(f"\n{r.bag}" for r in self.rows if r.bag is not None)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -68,6 +70,7 @@ def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
             raise ConfigError(f"{path} line {row.line}: the split is empty; use train, val or test")
         if "label" in columns and row.label is None:
             raise ConfigError(f"{path} line {row.line}: the label is empty")
+    check_bags(path, rows)
     if not any(row.split == "train" for row in rows):
         raise ConfigError(f"{path} has no row with split 'train'; mark the slides to learn from")
     _check_names(path, rows)
@@ -166,7 +169,7 @@ def _of_labels(cohort: Cohort, texts: Sequence[str], table: ClassTable | None) -
         return table
     try:
         for row in cohort.rows:
-            number_in(cohort.where(row), "label", row.label or "")
+            number_in(cohort.where(row), "label", (row.label or "").removesuffix("+"))
     except ConfigError:
         if any(_is_number(text) for text in texts):
             raise

@@ -5,6 +5,9 @@
     fold    (instead of `split`) a number: one of them is validated, the others are trained on
     mask    (dense targets) a mask or an annotation file that `open_mask` reads; empty: the tissue recipe makes it
     label   (slide-level targets) a number or a class name; a cohort has masks or labels, not both
+    time    (survival, instead of `label`) a number, and
+    event   1 where the event came at that time, 0 where there was none until then; or `censored`, the other way round
+    bag     (beside labels) a name that all slides of a patient have in common; their outputs are averaged
     mpp     micrometres per pixel, where the file does not say
     name    what the slide is called in results; default: its file name, with its folder's where two are the same
 
@@ -29,6 +32,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Final, Literal, get_args
 
+from gigagrad.cohorts.survival import survival_label
 from gigagrad.errors import ConfigError
 from gigagrad.images import Image, open_image
 
@@ -43,6 +47,10 @@ _ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "slide": ("slide_path", "wsi", "wsi_path", "image", "image_path", "filename", "file", "path", "slide_id"),
     "mask": ("mask_path", "annotation", "annotations", "annotation_path"),
     "label": ("target",),
+    "time": ("survival_months", "survival_time", "survival_days", "os_time", "os_months", "os_days", "duration"),
+    "event": ("event_observed", "os_event", "os_status", "vital_status", "status", "dead"),
+    "censored": ("censorship", "censoring"),
+    "bag": ("patient", "patient_id", "case", "case_id"),
     "split": ("set", "subset", "partition"),
     "fold": (),
     "mpp": (),
@@ -73,10 +81,12 @@ class Row:
     mpp: float | None = None
     split: Split | None = None
     label: str | None = None
-    """As it is written; what reads labels knows what they are."""
+    """As it is written; what reads labels knows what they are. A survival time is as `survival_of` takes it."""
     called: str | None = None
     """A name beside the file's."""
     fold: int | None = None
+    bag: str | None = None
+    """What the slides of one patient have in common."""
     line: int = field(default=0, compare=False)
     """In the file; 0 for a slide that was named by itself."""
     further_slides: tuple[Path, ...] = ()
@@ -244,7 +254,8 @@ def _row(path: Path, line: int, cells: Mapping[str | None, object]) -> Row:
         mask=targets[0] if targets else None,
         mpp=mpp,
         split=_split(where, values.get("split", "")),
-        label=values.get("label") or None,
+        label=values.get("label") or survival_label(where, values),
+        bag=values.get("bag") or None,
         called=called,
         fold=int(number_in(where, "fold", values["fold"])) if values.get("fold") else None,
         line=line,

@@ -28,7 +28,7 @@ from gigagrad.prediction.classes import image_shape
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.heat import Blocks, draw_heat
 from gigagrad.prediction.overlay import write_overlay
-from gigagrad.prediction.slide_scores import Reading, output_of
+from gigagrad.prediction.slide_scores import Reading, output_of, weighted_sum
 
 _MADE: Final = "gigagrad attribution: "
 
@@ -166,7 +166,7 @@ class _Job:
         name, weights_C = score_of(reading, scores, self._of, self._config.threshold)
         mpp = None if slide.mpp is None else slide.mpp * self._block
         sink = Blocks(path, self._block, lambda crop: crop[0].abs().sum(0), mpp=mpp, **options)
-        self._score.image_gradient(seen, torch.tensor([weights_C], dtype=output_NC.dtype), out=sink)
+        self._score.image_gradient(seen, torch.tensor(weights_C, dtype=output_NC.dtype), out=sink)
         said = ", ".join(f"{column.removeprefix('probability_')} {value:.4g}" for column, value in scores.items())
         return f"absolute gradient of the score of {name} ({said})"
 
@@ -188,10 +188,6 @@ def score_of(
     if reading.names and len(reading.columns) == 1:  # one logit, of the second class
         return name, (1.0 if number else -1.0,)
     return name, tuple(float(place == number) for place in range(len(known)))
-
-
-def weighted_sum(output: Tensor, weights: Tensor) -> Tensor:
-    return (output * weights).sum()
 
 
 class Tapped(nn.Module):

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from gigagrad.cohorts import Row, find_slides
+from gigagrad.cohorts import Row, bags_of, check_bags, find_slides
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Events, Listener
 from gigagrad.execution.engine import compile as compile_engine
@@ -25,8 +25,14 @@ from gigagrad.prediction.evaluate import Evaluation, counts_of, score_each, scor
 from gigagrad.prediction.records import SlideResult, mask_of, read_records
 from gigagrad.prediction.sampling import require_mask
 from gigagrad.prediction.scores import Confusion, Counts
-from gigagrad.prediction.slide_metrics import SlideEvaluation, SlideScore, evaluate_classes, evaluate_numbers
-from gigagrad.prediction.slide_scores import Reading, label_value, output_of
+from gigagrad.prediction.slide_metrics import (
+    SlideEvaluation,
+    SlideScore,
+    evaluate_classes,
+    evaluate_numbers,
+    evaluate_survival,
+)
+from gigagrad.prediction.slide_scores import Reading, label_time, label_value, output_of
 
 _NO_MASKS = "{} has a label of each slide and no masks; scores of pixels need a column 'mask'"
 _NO_LABELS = "the model scores whole slides, and {} has no labels; it needs a column 'label'"
@@ -85,7 +91,8 @@ def evaluate_model(
         return reading, reading.scores(output_NC)
 
     if labelled:
-        return _against_labels(entries, score_slide, table, config.threshold, events)
+        check_bags(Path(slides), entries)
+        return score_labels(entries, score_slide, table, config.threshold, events)
 
     def score(entry: Row) -> Counts:
         with opened(entry) as (slide, seen, channels):
@@ -180,6 +187,7 @@ def _records_against_labels(
             raise ConfigError(f"there is no prediction of {name} in {predictions}; predict the slide first")
         if not done[name].scores:
             raise ConfigError(_NO_MASKS.format(slides))
+    check_bags(Path(slides), entries)
     made_with = done[entries[0].name].made_with
     table = given or (ClassTable.parse(made_with.classes) if made_with.classes else None)
 
@@ -187,36 +195,56 @@ def _records_against_labels(
         scores = done[entry.name].scores
         return Reading.of_columns(scores, table), scores
 
-    return _against_labels(entries, score, table, made_with.threshold, events)
+    return score_labels(entries, score, table, made_with.threshold, events)
 
 
-def _against_labels(
+def score_labels(
     entries: Sequence[Row],
     score: Callable[[Row], tuple[Reading, dict[str, float]]],
     table: ClassTable | None,
     threshold: float,
     events: Events,
 ) -> SlideEvaluation:
-    """Emits the job `evaluate`. Raises `ConfigError` for slides whose scores are not alike or are several numbers."""
-    found: list[SlideScore] = []
+    """Compare the scores of slides, or of bags, with their labels. Emits the job `evaluate`.
+
+    Raises `ConfigError` for slides whose scores are not alike or are several numbers, and `TargetError` for labels that
+    are not what the scores are of.
+    """
+    scores: dict[str, dict[str, float]] = {}
     first: Reading | None = None
     with events.job("evaluate", len(entries)) as advance:
         for entry in entries:
-            reading, scores = score(entry)
+            reading, scores[entry.name] = score(entry)
             first = first or reading
             if reading != first:
                 raise ConfigError(
                     f"{entry.name} has scores of {reading.columns}, others of {first.columns}; predict anew"
                 )
-            if not reading.names and len(scores) > 1:
+            if not reading.names and len(reading.columns) > 1:
                 raise ConfigError(
-                    f"the model gives {len(scores)} numbers of a slide and a label is one; use another loss"
+                    f"the model gives {len(reading.columns)} numbers of a slide and a label is one; use another loss"
                 )
-            said, truth = reading.predicted(scores, threshold), label_value(entry, reading, table)
-            found.append(SlideScore(entry.name, scores, reading.outputs(scores), said, entry.label or "", truth))
-            advance(len(found), f"{entry.name}: {said}")
+            advance(len(scores), f"{entry.name}: {reading.predicted(scores[entry.name], threshold)}")
     assert first is not None, "find_slides finds one"
+    found = [_compared(bag, [scores[row.name] for row in bag], first, table, threshold) for bag in bags_of(entries)]
+    if first.survival:
+        return evaluate_survival(found)
     return evaluate_classes(found, first.names) if first.names else evaluate_numbers(found)
+
+
+def _compared(
+    bag: Sequence[Row],
+    of_slides: Sequence[Mapping[str, float]],
+    reading: Reading,
+    table: ClassTable | None,
+    threshold: float,
+) -> SlideScore:
+    """A bag's scores beside its label; of a single slide they are its own."""
+    row = bag[0]
+    scores = reading.pooled(of_slides) if len(bag) > 1 else dict(of_slides[0])
+    truth, event = label_time(row) if reading.survival else (label_value(row, reading, table), True)
+    said = reading.predicted(scores, threshold)
+    return SlideScore(row.bag or row.name, scores, reading.outputs(scores), said, row.label or "", truth, event)
 
 
 def _has_foreground(counts: Confusion) -> bool:

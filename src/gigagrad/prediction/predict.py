@@ -164,7 +164,7 @@ class _Run:
     def write_table(self) -> None:
         """`slides.csv` anew from the record, where that has scores."""
         if any(result.scores for result in self.records.values()):
-            write_table(self.out, self.records.values())
+            write_table(self.out, self.records.values(), self.table, self.config.threshold)
             self.own_table = True
 
     def _predict(self, entry: Row, result: SlideResult, missing: Mapping[str, str]) -> SlideResult:
@@ -241,6 +241,7 @@ class _Run:
             scores=scores,
             predicted=reading.predicted(scores, self.config.threshold),
             label=entry.label or "",
+            bag=entry.bag or "",
         )
 
 

@@ -66,6 +66,8 @@ class SlideResult:
     scores: dict[str, float] = field(default_factory=dict)
     predicted: str = ""
     label: str = ""
+    bag: str = ""
+    """What the slides of one patient have in common, as the cohort says; "" where it does not."""
 
     @property
     def failed(self) -> bool:

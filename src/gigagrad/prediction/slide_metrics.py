@@ -3,7 +3,7 @@
 Intervals are percentiles of a bootstrap (Efron, 1979): slides are drawn again with replacement, from a fixed seed, and
 draws in which a measure has no value do not count. The area under the ROC curve is that of each class against the rest;
 the Brier score (1950) is the mean squared distance of the probabilities from the truth, of two classes that of the
-second alone; the calibration error (Guo et al., 2017) is expected over 15 bins.
+second alone; the calibration error (Guo et al., 2017) is expected over 15 bins. Bags are drawn as a whole.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Measure:
 class SlideScore:
     """One slide: its scores by column, what they mean, and its label, as a text and as a number.
 
-    `outputs` are the probabilities of all classes, or one number.
+    `outputs` are the probabilities of all classes, or one number; of survival `truth` is the time, and `event` whether
+    it ended with the event. Of a bag, those of its slides together.
     """
 
     name: str
@@ -52,6 +53,7 @@ class SlideScore:
     predicted: str
     label: str
     truth: float
+    event: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,28 @@ def evaluate_numbers(slides: Sequence[SlideScore]) -> SlideEvaluation:
         "r2": lambda at: _explained(found_N[at], truth_N[at]),
     }
     return SlideEvaluation(tuple(slides), _measured(measures, len(slides)))
+
+
+def evaluate_survival(slides: Sequence[SlideScore]) -> SlideEvaluation:
+    """How well risks foretell the order of events."""
+    risk_N, time_N = np.array([slide.outputs[0] for slide in slides]), np.array([slide.truth for slide in slides])
+    event_N = np.array([slide.event for slide in slides])
+    measures: dict[str, Callable[[NDArray[np.int64]], float]] = {
+        "c_index": lambda at: c_index(risk_N[at], time_N[at], event_N[at])
+    }
+    return SlideEvaluation(tuple(slides), _measured(measures, len(slides)))
+
+
+def c_index(risk_N: NDArray[np.float64], time_N: NDArray[np.float64], event_N: NDArray[np.bool_]) -> float:
+    """Of all pairs of which one had the event while the other still had not, the share in which that one has the higher
+    risk, equal risks counted half (Harrell et al., 1982); NaN where there is no such pair.
+    """
+    earlier_NN = time_N[:, None] < time_N
+    ended_NN = (time_N[:, None] == time_N) & ~event_N  # the other left at that very time
+    pairs_NN = event_N[:, None] & (earlier_NN | ended_NN)
+    right_NN = (risk_N[:, None] > risk_N) + 0.5 * (risk_N[:, None] == risk_N)
+    count = int(pairs_NN.sum())
+    return float(right_NN[pairs_NN].sum() / count) if count else math.nan
 
 
 def _measured(measures: dict[str, Callable[[NDArray[np.int64]], float]], count: int) -> dict[str, Measure]:

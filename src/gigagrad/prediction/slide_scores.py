@@ -6,14 +6,14 @@ records of a prediction and in the table `slides.csv`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 import torch
 
-from gigagrad.cohorts import Row
+from gigagrad.cohorts import Row, survival_of
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.execution.engine import Engine
 from gigagrad.files import write_csv
@@ -23,6 +23,9 @@ from gigagrad.masks import ClassTable
 from gigagrad.prediction.records import SlideResult
 
 TABLE_NAME: Final = "slides.csv"
+BAGS_NAME: Final = "bags.csv"
+RISK: Final = "risk"
+"""The column of what `cox` gives: the logarithm of a risk; differences count."""
 _PROBABILITY: Final = "probability_"
 
 
@@ -49,6 +52,10 @@ class Reading:
         kind = kind_of(loss) if loss else None
         if kind == "binary" and outputs != 1:
             raise ModelError(f"the model has {outputs} outputs and {loss} takes one of a slide; train it with ce")
+        if kind == "survival":
+            if outputs != 1:
+                raise ModelError(f"the model has {outputs} outputs and {loss} takes one of a slide, a risk")
+            return cls((RISK,))
         if kind == "numbers" or (kind is None and loss and table is None):
             return cls(("output",) if outputs == 1 else tuple(f"output_{number}" for number in range(outputs)))
         one = outputs == 1 and kind != "class ids"
@@ -73,6 +80,25 @@ class Reading:
         if self.names:
             values = values.sigmoid() if len(self.columns) == 1 else values.softmax(0)
         return dict(zip(self.columns, values.tolist(), strict=True))
+
+    @property
+    def survival(self) -> bool:
+        return self.columns == (RISK,)
+
+    def pooled(self, scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Scores of a bag by those of its slides: of the mean of the model's outputs, as in training.
+
+        Softmax and sigmoid forget nothing that counts: the mean of logarithms of probabilities, made to add up to 1, is
+        the softmax of the mean output.
+        """
+        values_NC = torch.tensor([list(each.values()) for each in scores], dtype=torch.float64)
+        if not self.names:
+            found = values_NC.mean(0)
+        elif len(self.columns) == 1:
+            found = values_NC.logit(torch.finfo(torch.float64).eps).mean(0).sigmoid()
+        else:
+            found = values_NC.clamp(min=torch.finfo(torch.float64).tiny).log().mean(0).softmax(0)
+        return dict(zip(self.columns, found.tolist(), strict=True))
 
     def outputs(self, scores: Mapping[str, float]) -> tuple[float, ...]:
         """The probabilities of all classes by their ids; numbers as they are."""
@@ -112,9 +138,17 @@ def output_of(engine: Engine, slide: Image) -> torch.Tensor:
     return output
 
 
-def predicted_class(output_NC: torch.Tensor) -> int:
-    """Of `(1, C)` logits the largest; of one logit 1 where it is above 0."""
-    return int(output_NC.argmax(1)) if output_NC.shape[1] > 1 else int(output_NC > 0)
+def weighted_sum(output_NC: torch.Tensor, weights_C: torch.Tensor) -> torch.Tensor:
+    """One number of the outputs, as a loss: its gradient is what the weights pull back."""
+    return (output_NC * weights_C).sum()
+
+
+def label_time(row: Row) -> tuple[float, bool]:
+    """A slide's time, and whether the event came then. Raises `TargetError`."""
+    found = survival_of(row.label or "")
+    if found is None:
+        raise TargetError(f"the label of {row.name} is {row.label!r}, expected a time and an event, or as in 12.5+")
+    return found
 
 
 def label_value(row: Row, reading: Reading, table: ClassTable | None) -> float:
@@ -142,19 +176,28 @@ def check_table(out: Path, sources: Iterable[str | Path], *, own: bool) -> None:
         raise ConfigError(f"{path} exists but was not predicted here; choose another --out or pass --overwrite")
 
 
-def write_table(out: Path, results: Iterable[SlideResult]) -> None:
-    """`slides.csv`: a line for each slide that has scores. Raises `WriteError`."""
+def write_table(out: Path, results: Iterable[SlideResult], table: ClassTable | None, threshold: float) -> None:
+    """`slides.csv`: a line for each slide that has scores; `bags.csv`: one for each bag, where slides are of bags.
+
+    Raises `WriteError`.
+    """
     scored = [result for result in results if result.scores and result.status == "done"]
     columns = list(dict.fromkeys(column for result in scored for column in result.scores))
-    labelled = ["label"] if any(result.label for result in scored) else []
+    further = [name for name in ("bag", "label") if any(getattr(result, name) for result in scored)]
     lines = [
-        [
-            r.name,
-            r.slide,
-            *(r.scores.get(column, "") for column in columns),
-            r.predicted,
-            *([r.label] if labelled else []),
-        ]
+        [r.name, r.slide, *(r.scores.get(c, "") for c in columns), r.predicted, *(getattr(r, name) for name in further)]
         for r in scored
     ]
-    write_csv(out / TABLE_NAME, [["name", "slide", *columns, "predicted", *labelled], *lines])
+    write_csv(out / TABLE_NAME, [["name", "slide", *columns, "predicted", *further], *lines])
+    if "bag" not in further:
+        return
+    reading = Reading.of_columns(columns, table)
+    bags: dict[str, list[SlideResult]] = {}
+    for result in scored:
+        bags.setdefault(result.bag or result.name, []).append(result)
+    lines = []
+    for name, slides in bags.items():
+        scores = reading.pooled([slide.scores for slide in slides])
+        said = reading.predicted(scores, threshold)
+        lines.append([name, len(slides), *scores.values(), said, *([slides[0].label] if "label" in further else [])])
+    write_csv(out / BAGS_NAME, [["bag", "slides", *columns, "predicted", *further[1:]], *lines])

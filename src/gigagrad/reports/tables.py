@@ -24,6 +24,7 @@ _MEASURES = {
     "balanced_accuracy": "balanced accuracy",
     "auc": "area under the ROC curve",
     "brier": "Brier score",
+    "c_index": "C-index",
     "calibration_error": "calibration error",
     "mse": "mean squared error",
     "mae": "mean absolute error",

@@ -13,13 +13,14 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from gigagrad.cohorts import Cohort, Row, any_missing, check_images, class_table, read_cohort
+from gigagrad.cohorts import Cohort, Row, Split, any_missing, bags_of, check_images, class_table, read_cohort
 from gigagrad.devices import device_for
 from gigagrad.errors import ConfigError, ImageError, ModelError, TargetError
 from gigagrad.events import Events, Listener, MetricsLogged, Notice
@@ -34,7 +35,6 @@ from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
 from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.evaluate import score_logits
-from gigagrad.prediction.slide_scores import output_of, predicted_class
 from gigagrad.training.augment import order_of, turn_of
 from gigagrad.training.card import write_model
 from gigagrad.training.checkpoint import Checkpoint, Progress
@@ -48,6 +48,7 @@ from gigagrad.training.optimization import freeze
 from gigagrad.training.pairs import Pairs
 from gigagrad.training.result import FitResult
 from gigagrad.training.targets import TargetRule, output_channels
+from gigagrad.training.tested import test_labels
 from gigagrad.training.trackers import TrackedRun, Tracker
 
 
@@ -102,6 +103,11 @@ class _Run:
         self.shapes = check_images(self.cohort, config.level, look=config.look, table=self.table)
         device_for(config.device)  # refuses one that is not there
         self.loss = named_loss(config.loss)
+        if self.loss.survival and config.accumulate < 2:
+            raise ConfigError(
+                "cox compares the slides of a step with each other, and accumulate is 1; give --accumulate 8, or as "
+                "many patients as a step is to see"
+            )
         self.jitter = Jitter(config.stain_jitter, config.colour_jitter)
         self.overwrite = overwrite
         self.progress = Progress()
@@ -134,7 +140,8 @@ class _Run:
             run = TrackedRun(self.folder, self.progress.step, self.config.to_dict())
             for name in self.config.trackers:
                 self.events.subscribe(stack.enter_context(Tracker(name, run, self.events)))
-            self.engine.events.subscribe(self.events.emit)
+            for engine in self.learner.engines:
+                engine.events.subscribe(self.events.emit)
             self._label()
             self._train()
             return self._test()
@@ -169,7 +176,8 @@ class _Run:
                 "the model one for each"
             )
         self._set_targets(channels)
-        self.learner = Learner(config, self.model, self.loss, len(trained))
+        grouped = self.loss.survival or len(bags_of(self.cohort.rows)) < len(self.cohort.rows)
+        self.learner = Learner(config, self.model, self.loss, len(self._bags("train")), grouped=grouped)
         self.engine = self.learner.engine
         if self.resumed is not None:
             self._resume(self.resumed)
@@ -220,7 +228,9 @@ class _Run:
                 seen = self.jitter.of(self.config.look.of(slide), self.config.seed, 0, 0)
                 return self.engine.plan(seen, open_image(blank))
         with self.pairs.open(row) as (slide, target):
-            return self.engine.plan(self.jitter.of(slide, self.config.seed, 0, 0), target)
+            seen = self.jitter.of(slide, self.config.seed, 0, 0)
+            group = self.learner.group
+            return self.engine.plan(seen, target) if group is None else group.plan(seen)
 
     def _prepare_folder(self, plan: Plan) -> None:
         """Write what is known before the first step; refuse a folder that holds something else under our names."""
@@ -273,8 +283,8 @@ class _Run:
         self.events.emit(Notice(f"class weights: {', '.join(f'{weight:.4g}' for weight in weights)}"))
 
     def _train(self) -> None:
-        config, rows = self.config, self.cohort.of("train")
-        total = config.epochs * len(rows)
+        config, bags = self.config, self._bags("train")
+        total = config.epochs * len(bags)
         if not self.cohort.of("val"):
             text = "no slide has the split 'val': the weights of the last epoch are kept"
             self.events.emit(Notice(text, warning=True))
@@ -284,10 +294,11 @@ class _Run:
             with self.events.job("train", total, config.model) as advance:
                 while not self._ended():
                     epoch = self.progress.epoch
-                    order = order_of(config.seed, epoch, len(rows))
+                    order = order_of(config.seed, epoch, len(bags))
                     for index in order[self.progress.index :]:
-                        value = self._slide(rows, index)
-                        advance(self.progress.step, f"epoch {epoch + 1} of {config.epochs}, loss {value:.4g}")
+                        value = self._bag(bags, index)
+                        loss = "" if value is None else f", loss {value:.4g}"
+                        advance(self.progress.step, f"epoch {epoch + 1} of {config.epochs}{loss}")
                         if (
                             self.at_step == self.progress
                             and time.monotonic() - self.saved_at >= config.checkpoint_seconds
@@ -305,29 +316,38 @@ class _Run:
         waited = progress.epoch - progress.best_epoch
         return progress.epoch >= config.epochs or 0 < config.patience <= waited
 
-    def _slide(self, rows: tuple[Row, ...], index: int) -> float:
-        """Add the gradients of one slide and, where it is the last of its step, step. Returns the loss.
+    def _bags(self, split: Split) -> tuple[tuple[Row, ...], ...]:
+        """What a step sees at least of the rows of a split: those of a patient, or single ones."""
+        return bags_of(self.cohort.of(split))
+
+    def _bag(self, bags: tuple[tuple[Row, ...], ...], index: int) -> float | None:
+        """Add the gradients of one bag and, where it is the last of its step, step. Returns the loss, of bags and of
+        slides that are compared that of the step, with its last one.
 
         Raises `ConfigError` if that is no longer a number.
         """
-        config, progress, row = self.config, self.progress, rows[index]
-        turn = turn_of(config.seed, progress.epoch, index) if config.augment else 0
-        with self.pairs.open(row, turn) as (slide, target):
-            seen = self.jitter.of(slide, config.seed, progress.epoch, index)
-            value = self.learner.add(seen, target, first=progress.index % config.accumulate == 0)
-        self.pairs.passed(row)
-        if not math.isfinite(value):
+        config, progress, bag, learner = self.config, self.progress, bags[index], self.learner
+        steps, first = learner.ends_step(progress.index), progress.index % config.accumulate == 0
+        number = sum(map(len, bags[:index]))  # of the bag's first slide
+        value: float | None
+        if learner.group is None:
+            with self._varied(bag[0], number, progress.epoch) as (slide, target):
+                value = learner.add(slide, target, first=first)
+            self.pairs.passed(bag[0])
+        else:
+            slides = [partial(self._seen, row, number + k, progress.epoch) for k, row in enumerate(bag)]
+            value = learner.add_bag(slides, self.pairs.label(bag[0]), first=first, last=steps)
+        if value is not None and not math.isfinite(value):
             ignored = (
                 " (or its mask holds nothing but ignored pixels)" if math.isnan(value) and self.pairs.ignores else ""
             )
             raise ConfigError(
-                f"the loss became {value} at step {progress.step + 1} (slide {row.name}); "
+                f"the loss became {value} at step {progress.step + 1} (slide {bag[0].name}); "
                 f"lower learning_rate (it is {config.learning_rate:g}){ignored}"
             )
-        values = {"loss": value}
-        steps = self.learner.ends_step(progress.index)
+        values = {} if value is None else {"loss": value}
         if steps:
-            values |= self.learner.step(progress.epoch, progress.index)
+            values |= learner.step(progress.epoch, progress.index)
         self.progress = replace(progress, index=progress.index + 1, step=progress.step + 1)
         if steps:
             self._note_state()
@@ -337,6 +357,19 @@ class _Run:
                 values["gradient_error"] = run.gradient_error
         self.events.emit(MetricsLogged("train", progress.epoch + 1, self.progress.step, values))
         return value
+
+    @contextmanager
+    def _varied(self, row: Row, number: int, epoch: int) -> Iterator[tuple[Image, Image | torch.Tensor]]:
+        """Training slide `number` with its target, turned and coloured as in this epoch."""
+        config = self.config
+        turn = turn_of(config.seed, epoch, number) if config.augment else 0
+        with self.pairs.open(row, turn) as (slide, target):
+            yield self.jitter.of(slide, config.seed, epoch, number), target
+
+    @contextmanager
+    def _seen(self, row: Row, number: int, epoch: int) -> Iterator[Image]:
+        with self._varied(row, number, epoch) as (slide, _):
+            yield slide
 
     def _end_epoch(self) -> None:
         """Validate, keep the weights if they are the best so far, and count the epoch as done."""
@@ -362,8 +395,15 @@ class _Run:
         return best_loss, best_epoch
 
     def _validate(self, rows: tuple[Row, ...]) -> float:
-        """Mean loss over `rows`, without turns and in eval mode."""
+        """Mean loss over `rows`, or that of all bags, without turns and in eval mode."""
         self.model.eval()
+        if (group := self.learner.group) is not None:
+            bags = bags_of(rows)
+            with self.events.job("validate", len(rows)) as advance:
+                opened = [[partial(self.pairs.seen, row) for row in bag] for bag in bags]
+                value = group.loss(opened, [self.pairs.label(bag[0]) for bag in bags])
+                advance(len(rows), "")
+            return value
         losses: list[float] = []
         with self.events.job("validate", len(rows)) as advance:
             for row in rows:
@@ -401,13 +441,13 @@ class _Run:
         config, rows = self.config, self.cohort.of("test")
         # Built from what the user asked for; of the file, only the weights.
         model = load_weights(self.folder.best, resolve(config.model, published=False)).to(config.device)
-        dense = self.largest.label is None and kind_of(config.loss) != "numbers"
-        # Classes of slides are read off the output, of which the loss is one more line.
-        rated = self.largest.label is not None and (self.loss.class_ids or self.loss.binary)
-        loss = None if dense or rated else self.loss.function
+        of_pixels, kind = self.largest.label is None, kind_of(config.loss)
+        dense = of_pixels and kind != "numbers"
+        # Scores of slides are read off the output, of which the loss is one more line; unless it is a user's own.
+        rated = not of_pixels and kind is not None
         engine = compile_engine(
             model,
-            loss,
+            None if dense or rated else self.loss.function,
             memory=config.memory,
             scratch=config.scratch,
             device=config.device,
@@ -415,36 +455,36 @@ class _Run:
         )
         engine.events.subscribe(self.events.emit)
         scores: dict[str, float] = {}
-        right: list[bool] = []
-        with self.events.job("test", len(rows)) as advance:
-            for row in rows:
-                with self.pairs.open(row) as (slide, target):
-                    if dense:
-                        assert not isinstance(target, torch.Tensor)
-                        shape = image_shape(engine, slide)
-                        channels = Channels.of(1 if shape is None else shape[1], config.loss)
-                        scores[row.name] = score_logits(engine.stream(slide), target, channels, self.table, slide).dice
-                    elif rated:
-                        output_NC = output_of(engine, slide)
-                        assert isinstance(target, torch.Tensor)
-                        scores[row.name] = float(self.loss.function(output_NC, target.to(output_NC.device)))
-                        right.append(predicted_class(output_NC) == int(target))
-                    else:
-                        scores[row.name] = _forward(engine, slide, target)
-                advance(len(scores), f"{row.name}: {scores[row.name]:.4f}")
+        evaluation: dict[str, Any] = {}
+        if rated and rows:
+            scores, evaluation = test_labels(engine, rows, self.pairs, self.loss, config.loss, self.table, self.events)
+        else:
+            with self.events.job("test", len(rows)) as advance:
+                for row in rows:
+                    with self.pairs.open(row) as (slide, target):
+                        if dense:
+                            assert isinstance(target, Image)
+                            shape = image_shape(engine, slide)
+                            channels = Channels.of(1 if shape is None else shape[1], config.loss)
+                            counts = score_logits(engine.stream(slide), target, channels, self.table, slide)
+                            scores[row.name] = counts.dice
+                        else:
+                            scores[row.name] = _forward(engine, slide, target)
+                    advance(len(scores), f"{row.name}: {scores[row.name]:.4f}")
         result = FitResult(
             out=self.folder.path,
-            metric="dice" if dense else "loss",
+            metric="dice" if dense else "risk" if self.loss.survival else "loss",
             scores=scores,
             epochs=self.progress.epoch,
             steps=self.progress.step,
             best_epoch=self.progress.best_epoch,
             best_loss=self.progress.best_loss if math.isfinite(self.progress.best_loss) else None,
-            accuracy=sum(right) / len(right) if right else None,
+            evaluation=evaluation,
         )
         if scores:
             named = {f"{result.metric}_mean": result.mean, f"{result.metric}_sd": result.sd}
-            named |= {} if result.accuracy is None else {"accuracy": result.accuracy}
+            measures = {"accuracy": result.accuracy, "c_index": result.c_index}
+            named |= {name: value for name, value in measures.items() if value is not None}
             self.events.emit(MetricsLogged("test", self.progress.epoch, self.progress.step, named))
         self._pass_on(model, result)
         result.save(model=config.model, parameters=sum(p.numel() for p in model.parameters()))

@@ -46,7 +46,7 @@ class Pairs:
         with row.open(self._level) as slide:
             check_intensities(model, self._look.of(slide))
             if row.label is not None:
-                self._label(row)
+                self.label(row)
                 return
             if not row.masks and not self._made(row).exists():
                 self._labels.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class Pairs:
     def counts(self, row: Row) -> NDArray[np.int64]:
         """How often each class occurs in the row's target, `(256,)`; a label counts once."""
         if row.label is not None:
-            return np.bincount([int(self._label(row))], minlength=256)
+            return np.bincount([int(self.label(row))], minlength=256)
         with row.open(self._level) as slide, self._open_mask(row, slide) as mask:
             mask = ignoring_missing(mask, self._look.of(slide)) if self.ignores else mask
             return count_pixels(mask, binary=self._rule.loss.binary, ignores=self.ignores)
@@ -85,11 +85,17 @@ class Pairs:
             slide = stack.enter_context(row.open(self._level))
             slide = self._look.of(slide)
             if row.label is not None:
-                yield _turned(slide, turn), self._label(row)
+                yield _turned(slide, turn), self.label(row)
                 return
             mask = stack.enter_context(self._open_mask(row, slide))
             mask = mask if row in self._passed else CheckedMask(mask, self._rule)
             yield _turned(slide, turn), _turned(ignoring_missing(mask, slide) if self.ignores else mask, turn)
+
+    @contextmanager
+    def seen(self, row: Row, turn: int = 0) -> Iterator[Image]:
+        """The slide alone, as `open` gives it."""
+        with self.open(row, turn) as (slide, _):
+            yield slide
 
     def passed(self, row: Row) -> None:
         """Every pixel of the row's target has been read without complaint, so it need not be checked again."""
@@ -99,9 +105,14 @@ class Pairs:
         """Where the tissue recipe's label of the row is."""
         return self._labels / f"{row.name}.tif"
 
-    def _label(self, row: Row) -> Tensor:
+    def label(self, row: Row) -> Tensor:
+        """Of a row that has one, as the loss takes it. Raises `TargetError`."""
         assert row.label is not None
+        if self._rule.loss.survival:
+            return self._rule.survival(row.label, row.name)
         value = self._label_ids.get(row.label)
+        if value is None and row.label.endswith("+"):
+            raise TargetError(f"the label of {row.name} is {row.label}, a survival time; say --loss cox")
         return self._rule.label(float(row.label) if value is None else value, row.name)
 
     def _open_mask(self, row: Row, slide: Image) -> Image:

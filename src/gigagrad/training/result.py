@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gigagrad.errors import ConfigError
 from gigagrad.files import read_json, write_json
@@ -16,9 +17,10 @@ from gigagrad.training.folder import RunFolder
 class FitResult:
     """A finished run in folder `out`.
 
-    `scores` are the test slides' by name, Dice (`metric == "dice"`) or loss; `epochs` and `steps` are what was trained
-    in all; `best_loss` is the lowest validation loss, reached in `best_epoch`, None without validation slides.
-    `accuracy` is the share of test slides whose class is right, None where there are no classes of slides.
+    `scores` are the test slides' (or bags') by name, Dice (`metric == "dice"`), loss, or of survival the predicted
+    risk; `epochs` and `steps` are what was trained in all; `best_loss` is the lowest validation loss, reached in
+    `best_epoch`, None without validation slides. `evaluation` is what `SlideEvaluation.to_dict` says of the test slides
+    where these have labels, else empty.
     """
 
     out: Path
@@ -28,7 +30,21 @@ class FitResult:
     steps: int
     best_epoch: int
     best_loss: float | None
-    accuracy: float | None = None
+    evaluation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of test slides whose class is right, None where there are no classes of slides."""
+        return self._measure("accuracy")
+
+    @property
+    def c_index(self) -> float | None:
+        """Of predicted risks, None where there are none, or no two that can be compared."""
+        return self._measure("c_index")
+
+    def _measure(self, name: str) -> float | None:
+        value = self.evaluation.get(name, {}).get("value")
+        return None if value is None else float(value)
 
     @property
     def best(self) -> Path:
@@ -56,7 +72,7 @@ class FitResult:
             "best_loss": self.best_loss,
             "metric": self.metric,
             self.metric: self.scores,
-            **({} if self.accuracy is None else {"accuracy": self.accuracy}),
+            **({"evaluation": self.evaluation} if self.evaluation else {}),
             "mean": None if math.isnan(self.mean) else self.mean,
             "sd": None if math.isnan(self.sd) else self.sd,
         }
@@ -71,8 +87,7 @@ class FitResult:
             metric = summary["metric"]
             rest = {key: summary[key] for key in ("epochs", "steps", "best_epoch", "best_loss")}
             scores = {str(name): float(score) for name, score in summary[metric].items()}
-            accuracy = summary.get("accuracy")
-            accuracy = None if accuracy is None else float(accuracy)
-            return cls(out=out, metric=str(metric), scores=scores, accuracy=accuracy, **rest)
+            evaluation = dict(summary.get("evaluation", {}))
+            return cls(out=out, metric=str(metric), scores=scores, evaluation=evaluation, **rest)
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ConfigError(f"cannot read {path}; remove it to test the run again") from error

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from gigagrad.boxes import Box, spread
+from gigagrad.cohorts import survival_of
 from gigagrad.errors import TargetError
+from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.images import Image
 from gigagrad.images.image import Pixels, View
 from gigagrad.losses import Loss
@@ -61,6 +63,19 @@ class TargetRule:
                 f"the label of {name} is {value:g}; ce takes a class from 0 to {self.channels - 1} with this model"
             )
         return torch.tensor([int(value)], dtype=torch.int64)
+
+    def survival(self, text: str, name: str) -> Tensor:
+        """A survival time as the loss wants it: `(1, 2)` float32, the time and whether the event came.
+
+        Raises `TargetError`.
+        """
+        found = survival_of(text)
+        if found is None:
+            raise TargetError(
+                f"the label of {name} is {text!r}; cox takes a time and an event: columns 'time' and 'event', or a "
+                "label like 12.5, with a plus behind it where there was no event until then"
+            )
+        return torch.tensor([found], dtype=torch.float32)
 
     def foreign(self, pixels: np.ndarray[Any, np.dtype[Any]], foreground: float | None) -> str | None:
         """What is wrong with these pixels, in a few words; None if nothing is. Cheap: a maximum and a comparison.
@@ -120,7 +135,14 @@ def sample_mask(mask: Image, rule: TargetRule) -> set[int]:
 
 
 def output_channels(model: nn.Module, shape: tuple[int, int, int], dtype: torch.dtype = torch.uint8) -> int:
-    """The size of the model's channel axis for an image of this `(C, H, W)`, found without computing a pixel."""
-    with torch.no_grad():
-        output = copy.deepcopy(model).to("meta")(torch.empty((1, *shape), dtype=dtype, device="meta"))
-    return int(output.shape[1])
+    """The size of the model's channel axis for an image of this `(C, H, W)`, found without computing a pixel.
+
+    Raises `CaptureError` for a model that does not take such an image.
+    """
+    try:
+        with torch.no_grad():
+            output = copy.deepcopy(model).to("meta")(torch.empty((1, *shape), dtype=dtype, device="meta"))
+        return int(output.shape[1])
+    except Exception:  # of any model's own; capture can do more, and says in our words what is wrong
+        graph = compile_engine(model).problem(torch.zeros((), dtype=dtype).expand(shape)).graph
+        return graph[graph.output].shape[1]
