@@ -23,7 +23,7 @@ from gigagrad.training import FitConfig
 
 WORDS = {
     "demo": "--memory --out --quick --slides",
-    "label": "--mpp --out --overwrite SLIDE",
+    "label": "--bands --mpp --out --overwrite SLIDE",
     "plan": (
         "--channels --device --json --loss --memory --model --picture --predict --rates --scratch --scratch-bytes "
         "--size --storage --threads"
