@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,13 @@ PAGE = (Path(__file__).parents[2] / "docs" / "in-other-programs.md").read_text(e
 CODE = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def test_a_process_of_its_own_imports_them():
+    """Where tests did not import something before, a torchvision for another PyTorch for one."""
+    code = "import gigagrad.integrations.lightning, gigagrad.integrations.monai"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_page_has_its_four_programs():

@@ -12,6 +12,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.events import Event, StepMeasured, TileDone
 from gigagrad.execution import Engine, compile
 from gigagrad.extras import extra
+from gigagrad.models import torchvision_operators as torchvision_operators  # Lightning imports torchvision where it is
 
 with extra("lightning"):
     import lightning.pytorch as pl
