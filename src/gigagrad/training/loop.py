@@ -160,7 +160,11 @@ class _Run:
         # The other splits only need a forward pass, which takes less than any backward pass.
         trained = [(row, shape) for row, shape in shapes if row.split == "train"]
         self.largest, shape = max(trained, key=lambda item: math.prod(item[1]))
-        channels = output_channels(self.model, shape) if self.loss.class_ids else 1
+        channels = output_channels(self.model, shape) if self.loss.class_ids or self.loss.survival else 1
+        if self.loss.survival and channels != 1:
+            raise ConfigError(
+                f"cox takes one output of a slide, a risk, and {config.model} has {channels}; give it one"
+            )
         if self.loss.class_ids and self.table is not None and self.table.count > channels:
             raise ConfigError(
                 f"there are {self.table.count} classes, the background included ({self.table}), and {config.model} has "
