@@ -129,3 +129,59 @@ def test_a_classifier_of_slides(here: Path) -> None:
         assert row["predicted"] in ("normal", "tumor")
     typed("evaluate --run runs/slides --slides cohort.csv --json")
     typed("evaluate --predictions scores --slides cohort.csv")
+
+
+SLIDE_NET = """
+import torch
+from torch import nn
+
+class SlideNet(nn.Module):
+    def __init__(self, outputs=2):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 5, stride=4), nn.ReLU())
+        self.weigh, self.head = nn.Conv2d(8, 1, 1), nn.Linear(8, outputs)
+        self.attention = nn.Sigmoid()
+
+    def forward(self, x):
+        features = self.features(x / 255 - 0.5)
+        weights = self.attention(self.weigh(features))
+        return self.head((features * weights).sum((2, 3)) / weights.sum((2, 3)))
+"""
+
+
+def test_from_patients_to_risks_and_where_they_come_from(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has the dark square lives shorter; every third patient has two slides."""
+    (here / "networks_of_a_journey.py").write_text(SLIDE_NET)
+    monkeypatch.syspath_prepend(here)
+    rng = np.random.default_rng(0)
+    lines = ["slide,patient,survival_months,censorship,split"]
+    for number in range(12):
+        split = "train" if number < 8 else "test"
+        for part in range(1 + (number % 3 == 0)):
+            pixels = rng.integers(180, 250, (96, 128, 3))
+            pixels[24:56, 64:96] = rng.integers(20, 80, (32, 32, 3)) if number % 2 else 200
+            tifffile.imwrite(here / f"p{number}-{part}.tif", pixels.astype(np.uint8), tile=(64, 64), photometric="rgb")
+            lines.append(
+                f"p{number}-{part}.tif,p{number},{number % 5 + (6 if number % 2 else 30)},{int(number == 11)},{split}"
+            )
+    (here / "survival.csv").write_text("\n".join(lines) + "\n")
+    net = "networks_of_a_journey:SlideNet"
+    typed(
+        f"fit --slides survival.csv --model {net}?outputs=1 --loss cox --accumulate 8 --epochs 12 --learning-rate 0.05 "
+        "--no-augment --out runs/risk"
+    )
+    typed(f"predict --run runs/risk --slides survival.csv --split test --out risks --trust {net}")
+    typed("evaluate --predictions risks --slides survival.csv")
+    risks = {
+        row["bag"]: float(row["risk"]) for row in csv.DictReader((here / "risks/bags.csv").read_text().splitlines())
+    }
+    assert min(risks["p9"], risks["p11"]) > max(risks["p8"], risks["p10"])
+    typed(f"attribute --run runs/risk --slides p9-0.tif --out maps --trust {net}")
+    found = tifffile.imread(here / "maps" / "p9-0.tif")
+    inside = np.zeros(found.shape, bool)
+    inside[3:7, 8:12] = True
+    assert found[inside].mean() > 1.5 * found[~inside].mean()
+    typed(f"attribute --run runs/risk --slides p9-0.tif --module attention --out attention --trust {net}")
+    assert tifffile.imread(here / "attention" / "p9-0.tif").shape == (23, 31)
+    typed("report --run runs/risk --out report.html")
+    assert "C-index" in (here / "report.html").read_text()

@@ -152,6 +152,51 @@ def test_everything_there_is(run, predictions, tmp_path):
     assert "outside-the-folder" not in text, "a picture from outside the prediction folder"
 
 
+def measured(value, low=0.25):
+    return {"value": value, "low": low, "high": None if low is None else 1.0}
+
+
+def test_scores_of_slides_with_their_intervals(run, tmp_path):
+    evaluation = {
+        "slides": {
+            EVIL: {"label": "normal", "predicted": "normal", "scores": {"probability_normal": 0.75}},
+            "low": {"label": "normal", "predicted": "tumour", "scores": {"probability_normal": 0.125, "x": None}},
+        },
+        "accuracy": measured(0.5),
+        "auc": measured(None, None),
+        "auc_tumour": measured(0.8125),
+        "c_index": measured("0.6"),
+        "classes": ["normal", "tumour"],
+        "confusion": [[17, 1], [0, 19]],
+        "bootstrap": {"resamples": 1000, "seed": 0},
+    }
+    (run / "summary.json").write_text(json.dumps({"metric": "loss", "loss": {"a": 1.0}, "evaluation": evaluation}))
+    text, page = page_of(write_report(run, tmp_path / "report.html"))
+    for wanted in (
+        "Accuracy 0.5000 over 2 slides",
+        "accuracy 0.5000 0.2500 to 1.0000",
+        "area under the ROC curve - -",
+        "tumour against the rest 0.8125",
+        "C-index -",
+        "normal 17 1 tumour 0 19",
+        "normal 0.1250, x -",
+    ):
+        assert wanted in page.text, wanted
+    assert "<strong>tumour</strong>" in text
+    assert "<strong>normal</strong>" not in text
+    assert "no test scores" not in page.text
+    assert "Dice" not in page.text
+
+
+@pytest.mark.parametrize(
+    "evaluation", [5, [], {"accuracy": 3}, {"accuracy": {"low": []}, "classes": 3, "confusion": [4], "slides": []}]
+)
+def test_a_damaged_evaluation_is_left_out(run, tmp_path, evaluation):
+    (run / "summary.json").write_text(json.dumps({"evaluation": evaluation}))
+    _, page = page_of(write_report(run, tmp_path / "report.html"))
+    assert "Loss" in page.text
+
+
 @pytest.mark.parametrize(
     "changes",
     [

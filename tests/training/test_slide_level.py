@@ -224,6 +224,8 @@ def test_what_a_bag_or_a_time_may_not_be(patients, cohort):
     with pytest.raises(ConfigError, match=r"line 10: the censored is 'perhaps'; write 1 or 0"):
         fit(replace(config_of(patients, "One", "cox"), accumulate=4))
     patients.write_text(text)
+    with pytest.raises(ConfigError, match=r"cox takes one output of a slide, a risk, and .* has 2"):
+        fit(replace(config_of(patients, "Two", "cox"), accumulate=4))
     with pytest.raises(TargetError, match=r"26\+, a survival time; say --loss cox"):
         fit(config_of(patients, "One", "mse"))
     with pytest.raises(TargetError, match="'normal'; cox takes a time and an event"):

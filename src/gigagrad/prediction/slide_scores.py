@@ -168,12 +168,12 @@ def label_value(row: Row, reading: Reading, table: ClassTable | None) -> float:
 
 
 def check_table(out: Path, sources: Iterable[str | Path], *, own: bool) -> None:
-    """Raises `ConfigError` where `slides.csv` would replace a cohort, or, if it is not our `own`, somebody's file."""
-    path = out / TABLE_NAME
-    if any(Path(source).resolve() == path.resolve() for source in sources):
-        raise ConfigError(f"{path} is the cohort itself and would be replaced by its scores; choose another --out")
-    if path.exists() and not own:
-        raise ConfigError(f"{path} exists but was not predicted here; choose another --out or pass --overwrite")
+    """Raises `ConfigError` where a table would replace a cohort, or, if it is not our `own`, somebody's file."""
+    for path in (out / TABLE_NAME, out / BAGS_NAME):
+        if any(Path(source).resolve() == path.resolve() for source in sources):
+            raise ConfigError(f"{path} is the cohort itself and would be replaced by its scores; choose another --out")
+        if path.exists() and not own:
+            raise ConfigError(f"{path} exists but was not predicted here; choose another --out or pass --overwrite")
 
 
 def write_table(out: Path, results: Iterable[SlideResult], table: ClassTable | None, threshold: float) -> None:

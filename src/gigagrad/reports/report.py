@@ -17,7 +17,9 @@ from gigagrad.plans import Plan
 from gigagrad.plans.description import describe
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
-from gigagrad.reports.run_data import Predicted, RunData, read_run
+from gigagrad.reports.run_data import Predicted, RunData, mapping, read_run
+from gigagrad.reports.slide_section import SlideSection
+from gigagrad.reports.tables import measure_name
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 with extra("report"):
@@ -103,6 +105,7 @@ def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
         "step_cards": list(_step_cards(step)),
         "notes": list(_notes(run)),
         "charts": {name: Markup(svg) if svg else None for name, svg in charts.items()},  # noqa: S704 - our own drawing
+        "labelled": SlideSection.of(run.evaluation),
         "dice_rows": sorted(_dice(run).items()),
         "pictures": [_picture(entry) for entry in shown],
         "not_shown": len(pictured) - len(shown),
@@ -134,6 +137,11 @@ def _cards(run: RunData) -> Iterator[Card]:
     if dice:
         mean, sd = mean_sd(dice)
         yield Card("Dice", f"{mean:.4f}", f"± {sd:.4f} over {_count(len(dice), 'slide')}")
+    for name in ("accuracy", "auc", "c_index", "mae"):
+        value = mapping(run.evaluation.get(name)).get("value")
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            label, count = measure_name(name), len(mapping(run.evaluation.get("slides")))
+            yield Card(label[0].upper() + label[1:], f"{value:.4f}", f"over {_count(count, 'slide')}")
     val = [(value, at) for at, value in run.series("val", "loss") if math.isfinite(value)]
     if val:
         best, at = min(val)
@@ -187,7 +195,7 @@ def _notes(run: RunData) -> Iterator[str]:
         )
     if not run.metrics:
         yield "No metrics were recorded: the run has not finished a step, or metrics.jsonl is missing."
-    elif not run.dice:
+    elif not run.dice and not run.evaluation:
         yield "There are no test scores: the run has not finished, or its cohort has no test slides."
     for entry in run.predictions:
         if entry.status == "failed":

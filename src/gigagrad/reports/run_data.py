@@ -44,6 +44,8 @@ class RunData:
     metrics: tuple[MetricsLogged, ...]
     steps: tuple[StepMeasured, ...]
     dice: Mapping[str, float]
+    evaluation: Mapping[str, Any]
+    """Of test slides with labels, as `SlideEvaluation.to_dict` has it."""
     plan: Mapping[str, Any]
     plan_text: str
     config: Mapping[str, Any]
@@ -65,6 +67,7 @@ def read_run(run_dir: Path, predictions_dir: Path | None = None) -> RunData:
         metrics=tuple(_metric(record) for record in records if record.get("event") == "metrics"),
         steps=tuple(_filled(StepMeasured, record) for record in records if record.get("event") == "step"),
         dice={str(name): value for name, value in mapping(summary.get("dice")).items() if _is_number(value)},
+        evaluation=mapping(summary.get("evaluation")),
         plan=mapping(_json(folder.plan_data)),
         plan_text=_text(folder.plan_text),
         config=_settings(folder.config),

@@ -34,6 +34,11 @@ _WIDEST_CONFUSION = 8
 """Classes whose confusion still fits beside each other on a terminal."""
 
 
+def measure_name(name: str) -> str:
+    """What a measure of an evaluation is called for a person."""
+    return _MEASURES.get(name) or f"{name.removeprefix('auc_')} against the rest"
+
+
 def evaluation_tables(evaluation: Evaluation | SlideEvaluation) -> Group:
     """All that is to be said of an evaluation, one table below the other."""
     if isinstance(evaluation, Evaluation):
@@ -85,9 +90,13 @@ def _measure_table(evaluation: SlideEvaluation) -> Table:
     table.add_column("Value", justify="right")
     table.add_column("95 % interval", justify="right")
     for name, measure in evaluation.measures.items():
-        said = _MEASURES.get(name) or f"  {name.removeprefix('auc_')} against the rest"
+        said = measure_name(name)
         ends = "-" if math.isnan(measure.low) else f"{measure.low:.4f} to {measure.high:.4f}"
-        table.add_row(Text(said), "-" if math.isnan(measure.value) else f"{measure.value:.4f}", ends)
+        table.add_row(
+            Text(said if name in _MEASURES else f"  {said}"),
+            "-" if math.isnan(measure.value) else f"{measure.value:.4f}",
+            ends,
+        )
     return table
 
 

@@ -167,7 +167,12 @@ class _Run:
         trained = [(row, shape) for row, shape in shapes if row.split == "train"]
         self.largest, shape = max(trained, key=lambda item: math.prod(item[1]))
         dense = self.largest.label is None
-        channels = output_channels(self.model, shape) if self.loss.class_ids or (self.loss.binary and dense) else 1
+        asked = self.loss.class_ids or self.loss.survival or (self.loss.binary and dense)
+        channels = output_channels(self.model, shape) if asked else 1
+        if self.loss.survival and channels != 1:
+            raise ConfigError(
+                f"cox takes one output of a slide, a risk, and {config.model} has {channels}; give it one"
+            )
         # A class without a channel of its own is the background; of labels, each has one.
         needed = 0 if self.table is None else self.table.count - (1 if self.loss.binary and channels > 1 else 0)
         if (self.loss.class_ids or channels > 1) and needed > channels:
