@@ -14,7 +14,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.events import JobAdvanced, Notice
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.folder import RunFolder
-from gigagrad.training.trackers import TRACKERS
+from gigagrad.training.trackers import TRACKERS, TrackedRun
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -147,15 +147,11 @@ def test_an_unknown_tracker_is_answered_with_the_nearest_one(config):
         FitConfig(**{**config.to_dict(), "trackers": ("MLFlow",)})
 
 
-def test_overwriting_begins_a_run_of_its_own(config, monkeypatch):
-    keys = []
-
-    def begin(run):
-        keys.append(run.key())
-        return nullcontext(lambda values, step: None)
-
-    monkeypatch.setitem(TRACKERS, "wandb", begin)
-    asked = FitConfig(**{**config.to_dict(), "epochs": 1, "trackers": ("wandb",)})
-    fit(asked)
-    fit(asked, overwrite=True)
-    assert len(set(keys)) == 2
+def test_a_run_keeps_its_key_until_it_is_overwritten(tmp_path):
+    run = TrackedRun(RunFolder(tmp_path), 0, {})
+    key = run.key()
+    assert TrackedRun(RunFolder(tmp_path), 3, {}).key() == key
+    run.folder.clear()
+    assert run.key() != key
+    run.folder.tracking.write_text("' or 1 = 1")
+    assert run.key().isalnum(), "it goes into a query"
