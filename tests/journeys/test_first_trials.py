@@ -107,6 +107,17 @@ def test_from_qupath_and_back(here: Path) -> None:
     assert tensors.keys() == model.state_dict().keys()
 
 
+def test_a_mask_of_the_tissue(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tissue = np.minimum(blobs(0), 1)
+    write_slide(here / "a.tif", tissue, 0)
+    (here / "a.geojson").write_text(json.dumps(annotated(tissue)))
+    (here / "outlines.csv").write_text("slide,mask,split\na.tif,a.geojson,test\n")
+    typed("label a.tif --out tissue/masks")
+    typed("evaluate --predictions tissue --slides outlines.csv --json")
+    printed = capsys.readouterr().out
+    assert json.loads(printed[printed.index("{") :])["mean"] > 0.9
+
+
 def test_a_classifier_of_slides(here: Path) -> None:
     lines = ["case_id,slide_id,label,Set"]
     for number in range(8):
