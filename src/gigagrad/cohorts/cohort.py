@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from gigagrad.cohorts.bags import check_bags
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, read_rows
-from gigagrad.errors import ConfigError, GigagradError
+from gigagrad.errors import ConfigError, GigagradError, ImageError, TargetError
 from gigagrad.images import Look, open_image
 from gigagrad.images.look import AS_STORED
 from gigagrad.masks import ClassTable, is_annotation_file, open_mask, read_annotations
@@ -30,6 +31,14 @@ class Cohort:
     def where(self, row: Row) -> str:
         """The place of a row, for messages."""
         return f"{self.path} line {row.line}" if row.line else f"{self.path}, {row.name}"
+
+    @contextmanager
+    def telling(self, row: Row) -> Iterator[None]:
+        """Errors of the row's images and targets say where it stands."""
+        try:
+            yield
+        except (ImageError, TargetError) as error:
+            raise type(error)(f"{self.where(row)}: {error}") from error
 
     @property
     def fingerprint(self) -> str:

@@ -20,21 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from gigagrad.cohorts import Cohort, Row, Split, any_missing, bags_of, check_images, class_table, read_cohort
+from gigagrad.cohorts import Cohort, Row, Split, bags_of, check_images, class_table, read_cohort
 from gigagrad.devices import device_for
-from gigagrad.errors import ConfigError, ImageError, ModelError, TargetError
+from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Listener, MetricsLogged, Notice
-from gigagrad.execution.engine import Engine
-from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.files import write_json, write_text
 from gigagrad.images import Image, open_image
-from gigagrad.losses import Weighted, kind_of, named_loss
+from gigagrad.losses import Weighted, named_loss
 from gigagrad.models import load_weights_into, resolve, save_model
 from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
-from gigagrad.prediction.classes import Channels, image_shape
-from gigagrad.prediction.evaluate import score_logits
 from gigagrad.training.augment import order_of, turn_of
 from gigagrad.training.card import write_model
 from gigagrad.training.checkpoint import Checkpoint, Progress
@@ -44,11 +40,11 @@ from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder, environment
 from gigagrad.training.learner import Learner
 from gigagrad.training.log import RunLog
+from gigagrad.training.objective import Objective
 from gigagrad.training.optimization import freeze
 from gigagrad.training.pairs import Pairs
 from gigagrad.training.result import FitResult
-from gigagrad.training.targets import TargetRule, output_channels
-from gigagrad.training.tested import test_labels
+from gigagrad.training.tested import test, validate
 from gigagrad.training.trackers import TrackedRun, Tracker
 
 
@@ -81,12 +77,6 @@ def as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collect
         return FitConfig.from_yaml(config, trust=trust)
     settings = config if isinstance(config, FitConfig) else FitConfig.from_dict(config)
     return settings.relative_to(Path.cwd())
-
-
-def _forward(engine: Engine, slide: Image, target: Image | torch.Tensor) -> float:
-    value = engine.forward(slide, target)
-    assert isinstance(value, torch.Tensor)
-    return float(value)
 
 
 class _Run:
@@ -166,21 +156,12 @@ class _Run:
         # The other splits only need a forward pass, which takes less than any backward pass.
         trained = [(row, shape) for row, shape in shapes if row.split == "train"]
         self.largest, shape = max(trained, key=lambda item: math.prod(item[1]))
-        dense = self.largest.label is None
-        asked = self.loss.class_ids or self.loss.survival or (self.loss.binary and dense)
-        channels = output_channels(self.model, shape) if asked else 1
-        if self.loss.survival and channels != 1:
-            raise ConfigError(
-                f"cox takes one output of a slide, a risk, and {config.model} has {channels}; give it one"
-            )
-        # A class without a channel of its own is the background; of labels, each has one.
-        needed = 0 if self.table is None else self.table.count - (1 if self.loss.binary and channels > 1 else 0)
-        if (self.loss.class_ids or channels > 1) and needed > channels:
-            raise ConfigError(
-                f"there are {needed} classes ({self.table}), and {config.model} has {channels} output channels; give "
-                "the model one for each"
-            )
-        self._set_targets(channels)
+        objective = Objective.of(config, self.cohort, self.table, self.model, shape, self.events)
+        self.loss, rule = objective.loss, objective.rule
+        for row, (_, of_mask) in zip(self.cohort.rows, self.shapes, strict=True):
+            with self.cohort.telling(row):
+                rule.check_channels(of_mask, named=row.mask is not None or row.label is not None)
+        self.pairs = Pairs(rule, level=config.level, look=config.look, labels=self.folder.labels, table=self.table)
         grouped = self.loss.survival or len(bags_of(self.cohort.rows)) < len(self.cohort.rows)
         self.learner = Learner(config, self.model, self.loss, len(self._bags("train")), grouped=grouped)
         self.engine = self.learner.engine
@@ -188,31 +169,6 @@ class _Run:
             self._resume(self.resumed)
         self.saved_step = self.progress.step
         self._note_state()
-
-    def _set_targets(self, channels: int) -> None:
-        """What targets may hold, and the loss without ignored pixels and with the weights of classes."""
-        config = self.config
-        ignores = self.table is not None and self.table.ignores and self.largest.label is None
-        # Masks of several labels tell 255 from what is true of a pixel, whatever they are made of.
-        ignores = ignores or (self.loss.binary and channels > 1)
-        if self.largest.label is None and not ignores and any_missing(self.cohort, config.look, self.table):
-            ignores = self.loss.binary or self.loss.class_ids
-            if not ignores:
-                text = "the loss takes every pixel, those without data among them, which are 0"
-                self.events.emit(Notice(text, warning=True))
-        if ignores:
-            self.loss = self.loss.ignoring()
-        rule = TargetRule(self.loss, channels, ignores)
-        for row, (_, of_mask) in zip(self.cohort.rows, self.shapes, strict=True):
-            with self._at(row):
-                rule.check_channels(of_mask, named=row.mask is not None or row.label is not None)
-        self.pairs = Pairs(rule, level=config.level, look=config.look, labels=self.folder.labels, table=self.table)
-        if config.class_weights:
-            weights = class_weights(config.class_weights, (), channels if self.loss.class_ids else 2)
-            self.loss = self.loss.weighted(weights)
-        for _, each in self.loss.made_of:
-            if isinstance(each, torch.nn.Module):
-                each.to(config.device)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         try:
@@ -264,20 +220,12 @@ class _Run:
         rows = self.cohort.rows
         with self.events.job("label", len(rows)) as advance:
             for done, row in enumerate(rows, 1):
-                with self._at(row):
+                with self.cohort.telling(row):
                     self.pairs.prepare(row, self.model)
                 advance(done, row.name)
         self.pairs.check_seen()
         if self.config.class_weights == (BALANCED,):
             self._balance()
-
-    @contextmanager
-    def _at(self, row: Row) -> Iterator[None]:
-        """Errors of the row's images say where it stands."""
-        try:
-            yield
-        except (ImageError, TargetError) as error:
-            raise type(error)(f"{self.cohort.where(row)}: {error}") from error
 
     def _balance(self) -> None:
         """Set the weights of classes by how rare they are in the training slides."""
@@ -388,7 +336,7 @@ class _Run:
         """Save the weights if they are the best so far. Returns the lowest loss and its epoch."""
         best_loss, best_epoch = self.progress.best_loss, self.progress.best_epoch
         if rows:
-            value = self._validate(rows)
+            value = validate(self.learner, self.pairs, rows, self.events)
             self.events.emit(MetricsLogged("val", epoch, self.progress.step, {"loss": value}))
             best = value < best_loss or not best_epoch
             best_loss = value if best else best_loss
@@ -398,25 +346,6 @@ class _Run:
             save_model(self.folder.best, self.config.model, self.model)
             best_epoch = epoch
         return best_loss, best_epoch
-
-    def _validate(self, rows: tuple[Row, ...]) -> float:
-        """Mean loss over `rows`, or that of all bags, without turns and in eval mode."""
-        self.model.eval()
-        if (group := self.learner.group) is not None:
-            bags = bags_of(rows)
-            with self.events.job("validate", len(rows)) as advance:
-                opened = [[partial(self.pairs.seen, row) for row in bag] for bag in bags]
-                value = group.loss(opened, [self.pairs.label(bag[0]) for bag in bags])
-                advance(len(rows), "")
-            return value
-        losses: list[float] = []
-        with self.events.job("validate", len(rows)) as advance:
-            for row in rows:
-                with self.pairs.open(row) as (slide, target):
-                    losses.append(_forward(self.engine, slide, target))
-                self.pairs.passed(row)
-                advance(len(losses), row.name)
-        return math.fsum(losses) / len(losses)
 
     def _note_state(self) -> None:
         """The run is between two steps: remember what else a checkpoint of this moment needs."""
@@ -443,50 +372,21 @@ class _Run:
 
     def _test(self) -> FitResult:
         """Score the best weights on the test slides and write the summary."""
-        config, rows = self.config, self.cohort.of("test")
+        config = self.config
         # Built from what the user asked for; of the file, only the weights.
         model = load_weights(self.folder.best, resolve(config.model, published=False)).to(config.device)
-        of_pixels, kind = self.largest.label is None, kind_of(config.loss)
-        dense = of_pixels and kind != "numbers"
-        # Scores of slides are read off the output, of which the loss is one more line; unless it is a user's own.
-        rated = not of_pixels and kind is not None
-        engine = compile_engine(
-            model,
-            None if dense or rated else self.loss.function,
-            memory=config.memory,
-            scratch=config.scratch,
-            device=config.device,
-            precision=config.precision,
-        )
-        engine.events.subscribe(self.events.emit)
-        scores: dict[str, float] = {}
-        evaluation: dict[str, Any] = {}
-        if rated and rows:
-            scores, evaluation = test_labels(engine, rows, self.pairs, self.loss, config.loss, self.table, self.events)
-        else:
-            with self.events.job("test", len(rows)) as advance:
-                for row in rows:
-                    with self.pairs.open(row) as (slide, target):
-                        if dense:
-                            assert isinstance(target, Image)
-                            shape = image_shape(engine, slide)
-                            channels = Channels.of(1 if shape is None else shape[1], config.loss)
-                            counts = score_logits(engine.stream(slide), target, channels, self.table, slide)
-                            scores[row.name] = counts.dice
-                        else:
-                            scores[row.name] = _forward(engine, slide, target)
-                    advance(len(scores), f"{row.name}: {scores[row.name]:.4f}")
+        tested = test(model, config, self.loss, self.pairs, self.table, self.cohort, self.events)
         result = FitResult(
             out=self.folder.path,
-            metric="dice" if dense else "risk" if self.loss.survival else "loss",
-            scores=scores,
+            metric=tested.metric,
+            scores=tested.scores,
             epochs=self.progress.epoch,
             steps=self.progress.step,
             best_epoch=self.progress.best_epoch,
             best_loss=self.progress.best_loss if math.isfinite(self.progress.best_loss) else None,
-            evaluation=evaluation,
+            evaluation=tested.evaluation,
         )
-        if scores:
+        if result.scores:
             named = {f"{result.metric}_mean": result.mean, f"{result.metric}_sd": result.sd}
             measures = {"accuracy": result.accuracy, "c_index": result.c_index}
             named |= {name: value for name, value in measures.items() if value is not None}

@@ -1,0 +1,81 @@
+"""What a run minimises: the loss and the rule of its targets, as they fit the cohort, its classes and the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from torch import nn
+
+from gigagrad.cohorts import Cohort, any_missing
+from gigagrad.errors import ConfigError
+from gigagrad.events import Events, Notice
+from gigagrad.losses import Loss, named_loss
+from gigagrad.masks import ClassTable
+from gigagrad.training.class_weights import class_weights
+from gigagrad.training.config import FitConfig
+from gigagrad.training.targets import TargetRule, output_channels
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """`loss` is without ignored pixels and with the weights of classes; `rule` says what targets may hold."""
+
+    loss: Loss
+    rule: TargetRule
+
+    @classmethod
+    def of(
+        cls,
+        config: FitConfig,
+        cohort: Cohort,
+        table: ClassTable | None,
+        model: nn.Module,
+        shape: tuple[int, int, int],
+        events: Events,
+    ) -> Self:
+        """For `model` and an image of this `(C, H, W)`. Raises `ConfigError` where loss, classes and model are not one
+        another's.
+        """
+        loss, dense = named_loss(config.loss), cohort.rows[0].label is None
+        asked = loss.class_ids or loss.survival or (loss.binary and dense)
+        channels = output_channels(model, shape) if asked else 1
+        _check_channels(config, loss, channels, table)
+        if dense and _ignores(config, cohort, loss, channels, table, events):
+            loss = loss.ignoring()
+            rule = TargetRule(loss, channels, ignores=True)
+        else:
+            rule = TargetRule(loss, channels)
+        if config.class_weights:
+            loss = loss.weighted(class_weights(config.class_weights, (), channels if loss.class_ids else 2))
+        for _, each in loss.made_of:
+            if isinstance(each, nn.Module):
+                each.to(config.device)
+        return cls(loss, rule)
+
+
+def _check_channels(config: FitConfig, loss: Loss, channels: int, table: ClassTable | None) -> None:
+    if loss.survival and channels != 1:
+        raise ConfigError(f"cox takes one output of a slide, a risk, and {config.model} has {channels}; give it one")
+    # A class without a channel of its own is the background; of labels, each has one.
+    needed = 0 if table is None else table.count - (1 if loss.binary and channels > 1 else 0)
+    if (loss.class_ids or channels > 1) and needed > channels:
+        raise ConfigError(
+            f"there are {needed} classes ({table}), and {config.model} has {channels} output channels; give the model "
+            "one for each"
+        )
+
+
+def _ignores(
+    config: FitConfig, cohort: Cohort, loss: Loss, channels: int, table: ClassTable | None, events: Events
+) -> bool:
+    """Whether pixels of masks are to be left out; a loss that cannot is told of where only what is missing is."""
+    # Masks of several labels tell 255 from what is true of a pixel, whatever they are made of.
+    if (table is not None and table.ignores) or (loss.binary and channels > 1):
+        return True
+    if not any_missing(cohort, config.look, table):
+        return False
+    if not (loss.binary or loss.class_ids):
+        text = "the loss takes every pixel, those without data among them, which are 0"
+        events.emit(Notice(text, warning=True))
+    return loss.binary or loss.class_ids
