@@ -74,28 +74,28 @@ def write_pyramid(
     text = None if description is None else description.encode("ascii", "replace").decode()
     layout = Layout(path, shape, np.dtype(dtype), nearest, tile, sides, mpp, text, channels, classes, tags)
     layout.check()
+    job = None if _is_zarr(path) else TiffPyramid(layout, compression, quality)
+    check_destination(path, overwrite=overwrite, expected_bytes=expected_bytes, folder=job is None)
     try:
-        if _is_zarr(path):
+        if job is None:
             from gigagrad.images.write_zarr import write_zarr
 
-            check_destination(path, overwrite=overwrite, expected_bytes=expected_bytes, folder=True)
             with replacing_folder(path) as folder:
                 write_zarr(folder, layout, rows)
+        elif path.name.lower().endswith(".cog.tif"):
+            require_gdal()
+            with TemporaryDirectory(dir=path.parent, prefix=".") as hidden:
+                write_cog(_write_tiff(Path(hidden) / path.name, job, rows), path, nearest=nearest)
         else:
-            job = TiffPyramid(layout, compression, quality)
-            check_destination(path, overwrite=overwrite, expected_bytes=expected_bytes)
-            if path.name.lower().endswith(".cog.tif"):
-                require_gdal()
-                with TemporaryDirectory(dir=path.parent, prefix=".") as folder:
-                    plain = Path(folder) / path.name
-                    with replacing(plain, lambda: job.estimated_bytes) as file:
-                        job.write(file, rows)
-                    write_cog(plain, path, nearest=nearest)
-            else:
-                with replacing(path, lambda: job.estimated_bytes) as file:
-                    job.write(file, rows)
+            _write_tiff(path, job, rows)
     except SourceError as error:
         raise error.original from None
+    return path
+
+
+def _write_tiff(path: Path, job: TiffPyramid, rows: Iterable[Array]) -> Path:
+    with replacing(path, lambda: job.estimated_bytes) as file:
+        job.write(file, rows)
     return path
 
 

@@ -102,13 +102,18 @@ def evaluate_model(
         return found[-1]
 
     evaluation = score_each([(entry.name, partial(score, entry)) for entry in entries], events, table)
-    of_ids = [counts for counts in found if isinstance(counts, Confusion)]
-    if table is None and any(counts.ignored_pixels > 0 for counts in of_ids) and not any(map(_has_foreground, of_ids)):
+    if table is None:
+        _check_foreground([counts for counts in found if isinstance(counts, Confusion)])
+    return evaluation
+
+
+def _check_foreground(found: Sequence[Confusion]) -> None:
+    """Raises `TargetError` where pixels were ignored and there is no foreground, which is what they may be."""
+    if any(counts.ignored_pixels > 0 for counts in found) and not any(counts.counts[1:].any() for counts in found):
         raise TargetError(
             f"the true masks hold 0 and {IGNORED} only, and {IGNORED} is ignored where there are several classes; say "
             f"--classes {IGNORED}=1 if it is the foreground"
         )
-    return evaluation
 
 
 def evaluate_masks(
@@ -245,10 +250,6 @@ def _compared(
     truth, event = label_time(row) if reading.survival else (label_value(row, reading, table), True)
     said = reading.predicted(scores, threshold)
     return SlideScore(row.bag or row.name, scores, reading.outputs(scores), said, row.label or "", truth, event)
-
-
-def _has_foreground(counts: Confusion) -> bool:
-    return bool(counts.counts[1:].any())
 
 
 @contextmanager
