@@ -161,10 +161,14 @@ def focal(output: Tensor, target: Tensor, *, gamma: float = 2.0, ignored: int | 
 def ce(output: Tensor, target: Tensor, *, weight: Tensor | None = None, label_smoothing: float = 0.0) -> Tensor:
     """Mean cross-entropy of logits `(1, C, H, W)` and class ids `(1, 1, H, W)`, or `(1, C)` and `(1,)`; skips 255.
 
-    `weight` is that of each class, `(C,)`, and makes a weighted mean, as in PyTorch.
+    `weight` is that of each class, `(C,)`, and makes a weighted mean, as in PyTorch; of a single slide, in whose mean
+    it would cancel out, the weighted loss.
     """
     ids = (target.squeeze(1) if target.ndim == 4 else target).to(torch.int64)
-    return F.cross_entropy(output, ids, weight, ignore_index=IGNORED, label_smoothing=label_smoothing)
+    reduction = "sum" if output.ndim == 2 and len(output) == 1 else "mean"
+    return F.cross_entropy(
+        output, ids, weight, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction=reduction
+    )
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from gigagrad import losses
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.images import open_image
-from gigagrad.losses import named_loss
+from gigagrad.losses import ce, named_loss
 from gigagrad.models import resolve
 from gigagrad.training.targets import CheckedMask, TargetRule, output_channels, sample_mask
 
@@ -224,3 +224,14 @@ def test_cox_without_an_event_is_nothing() -> None:
 def test_cox_is_added_to_no_loss_of_single_slides() -> None:
     with pytest.raises(ConfigError, match="cox and one of single slides"):
         losses.named_loss("cox + 0.5*mse")
+
+
+def test_weights_of_classes_count_for_a_single_slide_too():
+    logits, weight = torch.tensor([[0.3, -1.2], [0.1, 0.4]]), torch.tensor([1.0, 4.0])
+    for label in (0, 1):
+        target = torch.tensor([label])
+        plain = torch.nn.functional.cross_entropy(logits[:1], target)
+        torch.testing.assert_close(ce(logits[:1], target, weight=weight), weight[label] * plain)
+    both = torch.tensor([0, 1])
+    expected = torch.nn.functional.cross_entropy(logits, both, weight)
+    torch.testing.assert_close(ce(logits, both, weight=weight), expected)
