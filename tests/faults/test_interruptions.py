@@ -458,7 +458,11 @@ def test_after_ctrl_c_the_engine_is_as_before(watched):
             interrupted.append(event)
             os.kill(os.getpid(), signal.SIGINT)
 
-    with watched.engine.events.heard_by(interrupt), pytest.raises(KeyboardInterrupt):
-        watched.engine.backward(*watched.pair)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a library has put there
+    try:
+        with watched.engine.events.heard_by(interrupt), pytest.raises(KeyboardInterrupt):
+            watched.engine.backward(*watched.pair)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert interrupted
     watched.check()
