@@ -79,7 +79,8 @@ def test_from_qupath_and_back(here: Path) -> None:
     assert proposed["classes"] == {"Stroma": 1, "Tumor": 2, "unlabelled": "ignore"}
     assert proposed["model"].endswith("classes=3")
     typed(
-        "fit --config run.yaml --model smp:Unet?encoder_name=resnet18&classes=3&encoder_depth=3&decoder_channels=32,16,8 --epochs 1 --learning-rate 0.003 "
+        "fit --config run.yaml --epochs 1 --learning-rate 0.003 "
+        "--model smp:Unet?encoder_name=resnet18&classes=3&encoder_depth=3&decoder_channels=32,16,8 "
         "--classes Stroma=1 Tumor=2 unlabelled=0 --class-weights balanced --schedule cosine --out runs/first"
     )
     typed("predict --run runs/first --slides cohort.csv --split test --out predictions")
@@ -130,7 +131,8 @@ def test_a_classifier_of_slides(here: Path) -> None:
     typed("init --slides cohort.csv")
     assert yaml.safe_load((here / "run.yaml").read_text())["loss"] == "ce"
     typed(
-        "fit --config run.yaml --model timm:test_resnet?num_classes=2 --epochs 1 --frozen network.conv1 --out runs/slides"
+        "fit --config run.yaml --model timm:test_resnet?num_classes=2 --epochs 1 --frozen network.conv1 "
+        "--out runs/slides"
     )
     typed("predict --run runs/slides --slides cohort.csv --split test --out scores")
     rows = list(csv.DictReader((here / "scores" / "slides.csv").read_text().splitlines()))
