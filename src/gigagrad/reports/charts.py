@@ -92,6 +92,7 @@ def loss_chart(run: RunData) -> str | None:
             # Powers as mathematical text would reach the page as its source.
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_formatter("")
+        _whole_numbers(ax)
         _finish(ax, "training step", columns=2)
     return svg()
 
@@ -111,7 +112,8 @@ def dice_chart(scores: Mapping[str, float]) -> str | None:
         ax.grid(False, axis="y")
         ax.grid(True, axis="x")
         ax.axvspan(max(0, mean - sd), min(1, mean + sd), color=SECOND, alpha=0.14, lw=0)
-        ax.axvline(mean, color=SECOND, lw=1.4, label=f"mean {mean:.4f}, sd {sd:.4f}")
+        spread = f", sd {sd:.4f}" if len(ordered) > 1 else ""
+        ax.axvline(mean, color=SECOND, lw=1.4, label=f"mean {mean:.4f}{spread}")
         values = [value for _, value in ordered]
         ax.plot(values, range(len(values)), "o", color=FIRST, ms=7 if labelled else 4, mec=CARD, mew=1)
         ax.set_yticks(range(len(values)) if labelled else [])
@@ -142,21 +144,29 @@ def memory_chart(steps: Sequence[StepMeasured]) -> str | None:
             ax.step(x, np.where(budgets > 0, budgets, np.nan), where="mid", color=ALARM, lw=1.6, label="budget")
         ax.set_ylim(bottom=0)
         ax.set_ylabel("MiB")
+        _whole_numbers(ax)
         _finish(ax, "step")
     return svg()
 
 
 def parts_chart(parts: Sequence[tuple[str, int]], budget_bytes: int) -> str | None:
-    """Where the predicted peak goes: one horizontal bar of `(name, bytes)`, the budget as a line (0: none)."""
+    """Where the predicted peak goes: one horizontal bar of `(name, bytes)`, the budget as a line (0: none).
+
+    Parts beyond the colours that one tells apart are one, the smallest of them.
+    """
     shown = [(name, size / (1 << 20)) for name, size in parts if size > 0]
     if not shown:
         return None
     shades = (MUTED, THIRD, SECOND, FOURTH, FIRST, INK, LINE)
+    if len(shown) > len(shades):
+        large = set(sorted(shown, key=lambda part: part[1])[1 - len(shades) :])
+        rest = math.fsum(size for name, size in shown if (name, size) not in large)
+        shown = [*(part for part in shown if part in large), ("the rest", rest)]
     with _axes("Where the predicted memory goes", 1.5 + 0.1 * len(shown)) as (ax, svg):
         ax.grid(False)
         left = 0.0
-        for index, (name, size) in enumerate(shown):
-            ax.barh(0, size, left=left, height=0.5, color=shades[index % len(shades)], ec=CARD, lw=1.2, label=name)
+        for shade, (name, size) in zip(shades, shown, strict=False):
+            ax.barh(0, size, left=left, height=0.5, color=shade, ec=CARD, lw=1.2, label=name)
             left += size
         if budget_bytes:
             ax.axvline(budget_bytes / (1 << 20), color=ALARM, lw=1.8, label="budget")
@@ -180,6 +190,13 @@ def _axes(title: str, height_inches: float) -> Iterator[tuple[Axes, Callable[[],
         buffer = io.StringIO()
         yield figure.add_subplot(), lambda: _themed(buffer.getvalue(), title)
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def _whole_numbers(ax: Axes) -> None:
+    """Ticks of steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _finish(ax: Axes, x_label: str, columns: int = 4) -> None:

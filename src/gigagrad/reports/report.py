@@ -136,7 +136,8 @@ def _cards(run: RunData) -> Iterator[Card]:
     dice = [value for value in _dice(run).values() if math.isfinite(value)]
     if dice:
         mean, sd = mean_sd(dice)
-        yield Card("Dice", f"{mean:.4f}", f"± {sd:.4f} over {_count(len(dice), 'slide')}")
+        spread = f"± {sd:.4f} " if len(dice) > 1 else ""
+        yield Card("Dice", f"{mean:.4f}", f"{spread}over {_count(len(dice), 'slide')}")
     for name in ("accuracy", "auc", "c_index", "mae"):
         value = mapping(run.evaluation.get(name)).get("value")
         if isinstance(value, (int, float)) and math.isfinite(value):
