@@ -60,7 +60,8 @@ class DemoResult:
     def __str__(self) -> str:
         """A few lines for a person, the report's path last."""
         step = self.step
-        lines = [f"test Dice {spread(self.fit.scores.values())} over {len(self.fit.scores)} slides"]
+        count = len(self.fit.scores)
+        lines = [f"test Dice {spread(self.fit.scores.values())} over {count} slide{'s' if count > 1 else ''}"]
         if self.exact is not None:
             lines.append(f"against the exact outlines {spread(score.dice for score in self.exact.scores)}")
         lines.append(
