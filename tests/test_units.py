@@ -80,6 +80,7 @@ def test_what_is_no_size(text):
         (61, "1 min 01 s"),
         (3600, "1 h 00 min"),
         (12_000, "3 h 20 min"),
+        (657 * 3600 + 3000, "27 d 9 h"),
     ],
 )
 def test_format_seconds(seconds, text):

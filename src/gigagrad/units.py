@@ -61,14 +61,16 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration a person reads at a glance: `850 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`."""
+    """A duration a person reads at a glance: `850 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`, `2 d 7 h`."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:
         return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
-    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"
+    if seconds < 48 * 3600:
+        return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"
+    return f"{int(seconds) // 86400} d {int(seconds) % 86400 // 3600} h"
 
 
 def format_pixels(count: int) -> str:

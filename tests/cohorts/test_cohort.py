@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tifffile
 
-from gigagrad.cohorts import check_images, class_table, read_cohort
+from gigagrad.cohorts import Size, check_images, class_table, read_cohort
 from gigagrad.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def test_rows_come_back_in_order_with_paths_against_the_file(folder):
     assert (first.slide, first.mask, first.split, first.mpp) == (folder / "a.tif", folder / "m.tif", "train", 0.5)
     assert (second.name, second.mask, second.split, second.mpp, second.line) == ("b", None, "val", None, 4)
     assert cohort.of("val") == (second,)
-    assert check_images(cohort, 0) == (((3, 20, 30), 1), ((3, 20, 30), 1))
+    assert check_images(cohort, 0) == (Size((3, 20, 30), 1, gaps=False),) * 2
 
 
 def test_a_byte_order_mark_quotes_and_capital_headers_are_fine(folder):
@@ -60,7 +60,7 @@ def test_several_images_and_masks_of_a_row(folder):
     assert cohort.classes == ("Tumour", "Vessel")
     table = class_table(cohort, ["255=ignore"])
     assert (table.foreground, table.values) == (("Tumour", "Vessel"), {255: 255})
-    assert check_images(cohort, 0, table=table) == (((6, 20, 30), 2),)
+    assert check_images(cohort, 0, table=table) == (Size((6, 20, 30), 2, gaps=False),)
     with row.open(mpp=2.0) as image:
         assert (image.channels, image.mpp) == (6, 2.0)
     other = write(folder, "Slide,slide: IHC,mask:Tumour,annotation:Vessel,split", "a.tif,a.tif,m.tif,m.tif,train")

@@ -1,7 +1,7 @@
 """Which slides there are and what is known of each: cohort files, folders, single files."""
 
 from gigagrad.cohorts.bags import bags_of, check_bags
-from gigagrad.cohorts.cohort import Cohort, any_missing, check_images, class_table, read_cohort
+from gigagrad.cohorts.cohort import Cohort, Size, check_images, class_table, read_cohort
 from gigagrad.cohorts.rows import SPLITS, Row, Split, read_rows
 from gigagrad.cohorts.slides import find_slides
 from gigagrad.cohorts.survival import survival_of
@@ -10,8 +10,8 @@ __all__ = [
     "SPLITS",
     "Cohort",
     "Row",
+    "Size",
     "Split",
-    "any_missing",
     "bags_of",
     "check_bags",
     "check_images",

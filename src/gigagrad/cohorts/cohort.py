@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gigagrad.cohorts.bags import check_bags
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, read_rows
 from gigagrad.errors import ConfigError, GigagradError, ImageError, TargetError
-from gigagrad.images import Look, open_image
+from gigagrad.images import Look
 from gigagrad.images.look import AS_STORED
 from gigagrad.masks import ClassTable, is_annotation_file, open_mask, read_annotations
 
@@ -121,41 +122,38 @@ def class_table(cohort: Cohort, entries: Sequence[str] = ()) -> ClassTable | Non
     return table
 
 
+class Size(NamedTuple):
+    """What is known of a row before a pixel is read."""
+
+    shape: tuple[int, int, int]
+    """`(C, H, W)` of the slide as it is looked at."""
+    labels: int
+    """Channels of the mask, 1 where there is none."""
+    gaps: bool
+    """Whether pixels of the slide, or of a mask file, may hold no data."""
+
+
 def check_images(
     cohort: Cohort, level: int, *, look: Look = AS_STORED, table: ClassTable | None = None
-) -> tuple[tuple[tuple[int, int, int], int], ...]:
-    """Open every slide and mask once, and return the shapes `(C, H, W)` to train on, each with the channels of its mask
-    (1 where there is none). Reads no pixels.
+) -> tuple[Size, ...]:
+    """Open every slide and mask once. Reads no pixels.
 
     Raises `ConfigError` with the line of the first that is missing, unreadable or no picture of its partner.
     """
-    shapes = []
+    sizes = []
     for row in cohort.rows:
         try:
             with row.open(level) as slide:
-                channels = len(row.masks) or 1
+                seen, labels = look.of(slide), len(row.masks) or 1
+                gaps = seen.missing_bytes > 0
                 # Outlines were read by `class_table`, and are looked at once more before training.
                 if not all(map(is_annotation_file, row.masks)):
-                    with open_mask(row.masks, slide, table, labels=channels) as mask:
-                        channels = mask.channels
-                shapes.append((look.of(slide).shape, channels))
+                    with open_mask(row.masks, slide, table, labels=labels) as mask:
+                        labels, gaps = mask.channels, gaps or mask.nodata is not None
+                sizes.append(Size(seen.shape, labels, gaps))
         except GigagradError as error:
             raise ConfigError(f"{cohort.where(row)}: {error}") from error
-    return tuple(shapes)
-
-
-def any_missing(cohort: Cohort, look: Look, table: ClassTable | None) -> bool:
-    """Whether pixels of a slide, as it is looked at, or of a mask file may hold no data and be ignored for it."""
-    for row in cohort.rows:
-        with row.open() as slide:
-            if look.of(slide).missing_bytes:
-                return True
-        for path in row.masks if table is None else ():
-            if not is_annotation_file(path):
-                with open_image(path) as mask:
-                    if mask.nodata is not None:
-                        return True
-    return False
+    return tuple(sizes)
 
 
 def _folded(path: Path, columns: Sequence[str], rows: Sequence[Row], fold: int) -> tuple[Row, ...]:

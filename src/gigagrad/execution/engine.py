@@ -101,27 +101,12 @@ def compile(
     Raises:
         ConfigError: an argument cannot be used.
     """
+    again = partial(compile, **locals())  # as it was called: nothing else is there yet
     used = device_for(device)
     tiers = tiers_for(used, host_memory, scratch, scratch_bytes)
     rounding = parse_storage(storage)
     if isinstance(rounding, Quantised) and scratch is None:
         raise ConfigError(f"storage={storage!r} makes fields in files smaller; name a folder for them with scratch=")
-    again = partial(
-        compile,
-        model,
-        loss,
-        memory=memory,
-        device=device,
-        precision=precision,
-        scratch=scratch,
-        scratch_bytes=scratch_bytes,
-        host_memory=host_memory,
-        storage=storage,
-        optimizer=optimizer,
-        tile=tile,
-        seed=seed,
-        progress=progress,
-    )
     return Engine(
         model,
         loss,

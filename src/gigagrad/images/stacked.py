@@ -18,7 +18,8 @@ class Stacked(Image):
     """The channels of all `images`, one image's after the other's: `(C1 + C2 + ..., H, W)`.
 
     Name and mpp are the first one's, levels those that all have. Outside it is what each image is there. Closing it
-    closes them all. Raises `ImageError` for images that differ in size, at this level or at level 0, or in dtype.
+    closes them all. Raises `ImageError` for images that differ in size, at this level or at level 0, in dtype, or in
+    the value of no data.
     """
 
     def __init__(self, images: Sequence[Image]) -> None:
@@ -27,9 +28,10 @@ class Stacked(Image):
             if [_size(other), other.levels[0].shape] != [_size(first), first.levels[0].shape]:
                 raise ImageError(
                     f"{first.name} is {_size(first)} and {other.name} {_size(other)}; images of one place must be "
-                    "registered, of one size and one dtype"
+                    "registered, of one size and dtype and alike where they hold no data"
                 )
         levels = tuple(level for level in first.levels if all(_at(image, level.shape) is not None for image in images))
+        names = tuple(name for image in images for name in image.channel_names or ("",) * image.channels)
         chosen = [level.shape for level in levels].index(first.shape[1:])
         self._images = tuple(images)
         super().__init__(
@@ -42,7 +44,7 @@ class Stacked(Image):
             level=chosen,
             georeference=first.georeference and first.georeference.resized(first.shape[1:], levels[0].shape),
             nodata=first.nodata,
-            channel_names=tuple(name for image in images for name in image.channel_names or ("",) * image.channels),
+            channel_names=names if any(names) else (),
             open_level=partial(_stacked_at, self._images, tuple(level.shape for level in levels)),
             cache_bytes=sum(image.cache_bytes for image in images),
         )
@@ -72,7 +74,8 @@ def _stacked_at(images: Sequence[Image], shapes: Sequence[tuple[int, int]], leve
 
 
 def _size(image: Image) -> str:
-    return f"{image.height} x {image.width} px of {image.dtype}"
+    gaps = "" if image.nodata is None else f", no data being {image.nodata}"
+    return f"{image.height} x {image.width} px of {image.dtype}{gaps}"
 
 
 def _at(image: Image, shape: tuple[int, int]) -> int | None:

@@ -12,12 +12,12 @@ from gigagrad.masks.classes import IGNORED
 
 
 class Labels(Image):
-    """A mask `(C, H, W)` whose channels are labels: what is above 0 is 1, and `IGNORED` stays where it `ignores`.
+    """A mask `(C, H, W)` whose channels are labels: what is above 0 is 1, and what holds no data is `IGNORED`.
 
     Closing it closes the mask.
     """
 
-    def __init__(self, mask: Image, *, ignores: bool, labels: int | None = None) -> None:
+    def __init__(self, mask: Image, labels: int | None = None) -> None:
         super().__init__(
             shape=(labels or mask.channels, *mask.shape[1:]),
             dtype=np.dtype(np.uint8),
@@ -25,13 +25,13 @@ class Labels(Image):
             mpp=mask.mpp,
             cache_bytes=mask.cache_bytes,
         )
-        self._image, self._ignores = mask, ignores
+        self._image = mask
 
     def _read_inside(self, box: Box) -> Array:
         pixels = np.asarray(self._image.read(box))
         labels = (pixels > 0).astype(np.uint8)
-        if self._ignores:
-            labels[pixels == IGNORED] = IGNORED
+        if self._image.nodata is not None:
+            labels[pixels == self._image.nodata] = IGNORED
         return labels
 
     def _release(self) -> None:
@@ -43,9 +43,6 @@ class LabelOfIds(Labels):
 
     Reading an id that is none of them raises `TargetError`.
     """
-
-    def __init__(self, mask: Image, labels: int) -> None:
-        super().__init__(mask, ignores=True, labels=labels)
 
     def _read_inside(self, box: Box) -> Array:
         ids = np.asarray(self._image.read(box))

@@ -52,7 +52,6 @@ def open_mask(
         classes: class ids by name, `{"tumour": 1, "stroma": 2, "artefact": "ignore"}`, or as `ClassTable.parse` takes
             them. Of an image, names that are numbers are the values to replace: `{"255": 1}`. Without it, outlines
             count by their names in alphabetical order, and the values of an image are class ids.
-
         labels: of more than one, which may overlap, each has a channel of 0 and 1: of class ids or outlines that of
             class 1 first, of a mask with so many channels its own, which are 1 where they are above 0.
 
@@ -84,7 +83,7 @@ def open_mask(
         return mask
     if mask.channels == 1:
         return LabelOfIds(mask, labels)
-    return _of_labels(Labels(mask, ignores=IGNORED in ids.values()), labels)
+    return _of_labels(Labels(mask), labels)
 
 
 class Relabelled(View):
@@ -120,8 +119,7 @@ def _stacked(sources: Sequence[Source], slide: Image, table: ClassTable | None, 
             else:
                 one = ClassTable(tuple((name, 1) for name in outlines.names), unlabelled=0)
                 mask = _painted(outlines, slide, one, source)
-            ignores = mask.nodata is not None or (table is not None and IGNORED in table.values.values())
-            masks.append(opened.enter_context(Labels(mask, ignores=ignores)))
+            masks.append(opened.enter_context(Labels(mask)))
         stacked = Stacked(masks)
         opened.pop_all()
     return _of_labels(stacked, labels)

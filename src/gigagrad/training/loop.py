@@ -90,7 +90,7 @@ class _Run:
         if self.table is not None:
             config = replace(config, classes=self.table.entries)
         self.config = config
-        self.shapes = check_images(self.cohort, config.level, look=config.look, table=self.table)
+        self.sizes = check_images(self.cohort, config.level, look=config.look, table=self.table)
         device_for(config.device)  # refuses one that is not there
         self.loss = named_loss(config.loss)
         if self.loss.survival and config.accumulate < 2:
@@ -152,16 +152,14 @@ class _Run:
             self.events.emit(Notice(f"classes: {self.table}"))
         if frozen := freeze(config, self.model):
             self.events.emit(Notice(f"{len(frozen)} parameters are frozen, from {frozen[0]} to {frozen[-1]}"))
-        shapes = zip(self.cohort.rows, (shape for shape, _ in self.shapes), strict=True)
         # The other splits only need a forward pass, which takes less than any backward pass.
-        trained = [(row, shape) for row, shape in shapes if row.split == "train"]
-        self.largest, shape = max(trained, key=lambda item: math.prod(item[1]))
-        objective = Objective.of(config, self.cohort, self.table, self.model, shape, self.events)
-        self.loss, rule = objective.loss, objective.rule
-        for row, (_, of_mask) in zip(self.cohort.rows, self.shapes, strict=True):
-            with self.cohort.telling(row):
-                rule.check_channels(of_mask, named=row.mask is not None or row.label is not None)
-        self.pairs = Pairs(rule, level=config.level, look=config.look, labels=self.folder.labels, table=self.table)
+        trained = [pair for pair in zip(self.cohort.rows, self.sizes, strict=True) if pair[0].split == "train"]
+        self.largest, _ = max(trained, key=lambda pair: math.prod(pair[1].shape))
+        objective = Objective.of(config, self.loss, self.cohort, self.sizes, self.table, self.model, self.events)
+        self.loss = objective.loss
+        self.pairs = Pairs(
+            objective.rule, level=config.level, look=config.look, labels=self.folder.labels, table=self.table
+        )
         grouped = self.loss.survival or len(bags_of(self.cohort.rows)) < len(self.cohort.rows)
         self.learner = Learner(config, self.model, self.loss, len(self._bags("train")), grouped=grouped)
         self.engine = self.learner.engine

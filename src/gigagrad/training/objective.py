@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from torch import nn
 
-from gigagrad.cohorts import Cohort, any_missing
+from gigagrad.cohorts import Cohort, Size
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Notice
-from gigagrad.losses import Loss, named_loss
+from gigagrad.losses import Loss
 from gigagrad.masks import ClassTable
 from gigagrad.training.class_weights import class_weights
 from gigagrad.training.config import FitConfig
@@ -28,24 +29,27 @@ class Objective:
     def of(
         cls,
         config: FitConfig,
+        loss: Loss,
         cohort: Cohort,
+        sizes: Sequence[Size],
         table: ClassTable | None,
         model: nn.Module,
-        shape: tuple[int, int, int],
         events: Events,
     ) -> Self:
-        """For `model` and an image of this `(C, H, W)`. Raises `ConfigError` where loss, classes and model are not one
-        another's.
+        """Of `loss`, for `model`. Raises `ConfigError` where loss, classes and model are not one another's, and
+        `TargetError` for a mask of other channels.
         """
-        loss, dense = named_loss(config.loss), cohort.rows[0].label is None
+        dense = cohort.rows[0].label is None
         asked = loss.class_ids or loss.survival or (loss.binary and dense)
-        channels = output_channels(model, shape) if asked else 1
+        channels = output_channels(model, sizes[0].shape) if asked else 1
         _check_channels(config, loss, channels, table)
-        if dense and _ignores(config, cohort, loss, channels, table, events):
+        ignores = dense and _ignores(loss, sizes, channels, table, events)
+        if ignores:
             loss = loss.ignoring()
-            rule = TargetRule(loss, channels, ignores=True)
-        else:
-            rule = TargetRule(loss, channels)
+        rule = TargetRule(loss, channels, ignores)
+        for row, size in zip(cohort.rows, sizes, strict=True):
+            with cohort.telling(row):
+                rule.check_channels(size.labels, named=row.mask is not None or row.label is not None)
         if config.class_weights:
             loss = loss.weighted(class_weights(config.class_weights, (), channels if loss.class_ids else 2))
         for _, each in loss.made_of:
@@ -66,14 +70,12 @@ def _check_channels(config: FitConfig, loss: Loss, channels: int, table: ClassTa
         )
 
 
-def _ignores(
-    config: FitConfig, cohort: Cohort, loss: Loss, channels: int, table: ClassTable | None, events: Events
-) -> bool:
+def _ignores(loss: Loss, sizes: Sequence[Size], channels: int, table: ClassTable | None, events: Events) -> bool:
     """Whether pixels of masks are to be left out; a loss that cannot is told of where only what is missing is."""
     # Masks of several labels tell 255 from what is true of a pixel, whatever they are made of.
     if (table is not None and table.ignores) or (loss.binary and channels > 1):
         return True
-    if not any_missing(cohort, config.look, table):
+    if not any(size.gaps for size in sizes):
         return False
     if not (loss.binary or loss.class_ids):
         text = "the loss takes every pixel, those without data among them, which are 0"
