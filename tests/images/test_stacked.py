@@ -10,6 +10,12 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images import open_image
+from gigagrad.images.image import View
+
+
+class _Band(View):
+    def _read_inside(self, box):
+        return self._image.read(box)
 
 
 def plane(seed, *shape):
@@ -72,3 +78,16 @@ def test_closing_closes_all(tmp_path):
     for part in parts:
         with pytest.raises(ImageError, match="closed"):
             part.read(Box(0, 0, 1, 1))
+
+
+def test_what_holds_no_data_is_alike():
+    bands = [_Band(open_image(plane(seed, 9, 9) % 2), nodata=0) for seed in (0, 1)]
+    image = open_image(bands)
+    assert image.nodata == 0
+    both = (np.asarray(image.read(Box.whole(9, 9))) == 0).all(0)
+    assert both.any()
+    np.testing.assert_array_equal(image.missing(Box.whole(9, 9)), both)
+    with pytest.raises(
+        ImageError, match=r"uint8, no data being 0 and array 9 x 9 px of uint8; .* alike where they hold"
+    ):
+        open_image([bands[0], plane(1, 9, 9)])
