@@ -1,7 +1,7 @@
 """A deep network's step inside a budget, beside plain autograd's best time per pixel.
 
     python bench/deep_step.py [--model smp:Unet?encoder_name=resnet34] [--eval] [--height 8192 --width 8192]
-        [--memory 2GiB] [--scratch DIR] [--plain 512 1024] [--steps 1]
+        [--memory 2GiB] [--scratch DIR] [--plain 512 1024] [--steps 1] [--device cuda]
 
 One step in float32 on random bytes in a process of its own, inside `--memory` with the rest under `--scratch`, norms in
 training mode unless `--eval`; `--steps` more than 1 tells the best of the second and later ones. A network with one
@@ -9,7 +9,8 @@ output channel per pixel gets a mask, one of class scores (`timm:resnet18`) a la
 at the sizes `--plain`, in other processes, best of five steps each, of which the best per pixel counts; the ratio is to
 the mean of before and after, as the machine's speed changes in the minutes between. Prints one JSON line last: seconds,
 seconds per megapixel of both and their ratio, the peak of the whole process beside what was predicted, every stage's
-tile with how many of them and how often pixels are computed, the bytes in files, and the loss.
+tile with how many of them and how often pixels are computed, the bytes in files, and the loss. On a GPU `--memory` and
+the peak are that of its own memory.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 
 import gigagrad.models.torchvision_operators  # noqa: F401
 from bench.deep_unet import child
+from gigagrad.devices import device_for
 from gigagrad.models import resolve
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--plain", type=int, nargs="+", default=[512, 1024], help="sides in pixels")
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--run", choices=("plain", "gigagrad"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
@@ -55,6 +58,7 @@ def main() -> None:
     line = {
         "network": args.model,
         "mode": "eval" if args.eval else "training",
+        "device": args.device,
         "height": args.height,
         "width": args.width,
         **step,
@@ -95,14 +99,15 @@ def pair(args: argparse.Namespace, height: int, width: int) -> Pair:
 
 def plain(args: argparse.Namespace) -> dict[str, float]:
     """Seconds per megapixel by side, the best of five steps after one."""
-    model = network(args).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = network(args).to(args.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     found = {}
     for side in args.plain:
-        image, target = pair(args, side, side)
+        image, target = (tensor.to(args.device) for tensor in pair(args, side, side))
         seconds = []
         for _ in range(6):
             start = time.perf_counter()
             loss(model(image.contiguous(memory_format=torch.channels_last)), target).backward()
+            device_for(args.device).synchronize()
             seconds.append(time.perf_counter() - start)
         found[str(side)] = round(min(seconds[1:]) / (side * side / 1e6), 3)
     return found
@@ -112,9 +117,10 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     import gigagrad as gg
     from gigagrad.plans import ledger
 
-    model = network(args)
+    model = network(args).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # as plain autograd: nothing beside the gradients
-    engine = gg.compile(model, loss, memory=args.memory, scratch=args.scratch, optimizer=optimizer)
+    where = {"device": args.device, "scratch": args.scratch}
+    engine = gg.compile(model, loss, memory=args.memory, optimizer=optimizer, **where)
     image, target = pair(args, args.height, args.width)
     start = time.perf_counter()
     plan = engine.plan(image, target)
@@ -141,6 +147,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         "scratch_bytes": plan.bytes_in("disk"),
         "fields_in_memory": sum(field.tier == "memory" for field in plan.kept),
         "fields_on_disk": sum(field.tier == "disk" for field in plan.kept),
+        "fields_in_host_memory": sum(field.tier == "host" for field in plan.kept),
         "loss": value.item(),
         "threads": torch.get_num_threads(),
     }

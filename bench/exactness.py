@@ -1,9 +1,10 @@
 """The long exactness campaign: generated networks in float64 against whole-image autograd.
 
-    python bench/exactness.py [--cases 2000] [--first 0]
+    python bench/exactness.py [--cases 2000] [--first 0] [--device cuda]
 
 The cases are those of tests/exactness/generated.py: even seeds in the memory layout that the engine chooses, which in
-float64 is contiguous, odd ones in channels_last. Prints every case above the tolerance and one JSON line last.
+float64 is contiguous, odd ones in channels_last. The whole image is always the CPU's. Prints every case above the
+tolerance and one JSON line last.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     worst_loss = worst_gradient = 0.0
@@ -35,7 +37,8 @@ def main() -> None:
     for seed in range(args.first, args.first + args.cases):
         case = make_case(seed)
         layout = "channels_last" if seed % 2 else None
-        result = compare(case.model, case.loss, case.image, case.target, tile=case.tile, layout=layout)
+        inputs = case.model, case.loss, case.image, case.target
+        result = compare(*inputs, tile=case.tile, device=args.device, layout=layout)
         worst_loss = max(worst_loss, result.loss_error)
         worst_gradient = max(worst_gradient, result.gradient_error)
         tiles += result.tile_count
@@ -44,6 +47,7 @@ def main() -> None:
             print(f"{result}\n{case.description}", flush=True)
     line = {
         "cases": args.cases,
+        "device": args.device,
         "first_seed": args.first,
         "above_tolerance": above,
         "tolerance": TOLERANCE,

@@ -24,8 +24,12 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         pool["emptied"] += 1
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: pool["used"] + pool["cached"])
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: pool["used"])
+
+    def stats(device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
+        amounts = {"allocated_bytes": pool["used"], "reserved_bytes": pool["used"] + pool["cached"]}
+        return {name: {"all": {"current": nbytes}} for name, nbytes in amounts.items()}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty)
     return pool
 

@@ -26,10 +26,18 @@ class Cuda(Device):
         super().__init__(name)
 
     def held_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.torch_device)
+        return self._current("reserved_bytes")
 
     def used_bytes(self, enough: int = 0) -> int | None:
-        return torch.cuda.memory_allocated(self.torch_device)
+        return self._current("allocated_bytes")
+
+    def _current(self, amount: str) -> int:
+        """`memory_reserved` and `memory_allocated` write all statistics into a flat list first: 0.3 ms, several times
+        a tile.
+        """
+        stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        current: int = stats[amount]["all"]["current"] if stats else 0
+        return current
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_reserved(self.torch_device)

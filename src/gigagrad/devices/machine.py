@@ -106,12 +106,14 @@ class Machine:
 
     @classmethod
     def typical_gpu(cls) -> Machine:
-        """A GPU that nobody has measured."""
+        """A GPU that nobody has measured. An operator's call is what it was on an H200 beside a fast processor: most of
+        a step there (docs/performance.md), so that large tiles pay.
+        """
         return cls(
-            flops_per_second=10e12,
+            flops_per_second=30e12,
             cached_bytes_per_second=2e12,
-            memory_bytes_per_second=500e9,
-            seconds_per_operator=50e-6,
+            memory_bytes_per_second=1e12,
+            seconds_per_operator=150e-6,
         )
 
     def with_rates(self, rates: dict[str, float]) -> Machine:

@@ -107,8 +107,9 @@ class _Normalise(torch.autograd.Function):
         cotangent = cotangents[0]
         if cotangent.stride() != field.stride():
             cotangent = torch.empty_like(field).copy_(cotangent)
+        # Twice: CUDA's kernel asserts that what a forward in training mode would have saved is there.
         to_field, to_scale, to_shift = torch.ops.aten.native_batch_norm_backward(
-            cotangent, field, scale, mean, ones, None, None, False, 0.0, wanted
+            cotangent, field, scale, mean, ones, _wide(mean), _wide(ones), False, 0.0, wanted
         )
         return (to_field if wanted[0] else None), -scale * to_shift, to_scale, to_shift
 
