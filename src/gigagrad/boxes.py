@@ -6,7 +6,7 @@ boundary is never a matter of rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
@@ -100,6 +100,10 @@ class Box:
     def intersect(self, other: Box) -> Box:
         return Box(max(self.y0, other.y0), max(self.x0, other.x0), min(self.y1, other.y1), min(self.x1, other.x1))
 
+    def hull(self, other: Box) -> Box:
+        """The smallest box that holds both, of which none is empty."""
+        return Box(min(self.y0, other.y0), min(self.x0, other.x0), max(self.y1, other.y1), max(self.x1, other.x1))
+
     def shift(self, dy: int, dx: int) -> Box:
         return Box(self.y0 + dy, self.x0 + dx, self.y1 + dy, self.x1 + dx)
 
@@ -157,3 +161,38 @@ def spread(height: int, width: int, per_side: int = 4, side: int = 256) -> Itera
             box = Box(y, x, y + side, x + side).clamp(height, width)
             if not box.empty:
                 yield box
+
+
+def without(boxes: Iterable[Box], holes: Sequence[Box]) -> list[Box]:
+    """The pixels of boxes that lie in none of the holes, in boxes."""
+    left = [box for box in boxes if not box.empty]
+    for hole in holes:
+        cut = []
+        for box in left:
+            shared = box.intersect(hole)
+            if shared.empty:
+                cut.append(box)
+                continue
+            around = (
+                Box(box.y0, box.x0, shared.y0, box.x1),
+                Box(shared.y0, box.x0, shared.y1, shared.x0),
+                Box(shared.y0, shared.x1, shared.y1, box.x1),
+                Box(shared.y1, box.x0, box.y1, box.x1),
+            )
+            cut += [part for part in around if not part.empty]
+        left = cut
+    return left
+
+
+def apart(boxes: Iterable[Box]) -> list[Box]:
+    """The same pixels in boxes that do not overlap; the largest stay whole."""
+    found: list[Box] = []
+    for box in sorted(boxes, key=lambda box: (-box.area, box)):
+        found += without([box], found)
+    return found
+
+
+def shared(boxes: Iterable[Box], others: Sequence[Box]) -> list[Box]:
+    """What each box has in common with each of the others."""
+    met = (box.intersect(other) for box in boxes for other in others)
+    return [box for box in met if not box.empty]

@@ -5,6 +5,7 @@ A tile's inputs are read here, whatever tier or image they come from.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -17,20 +18,23 @@ from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import TileInputs
 from gigagrad.graphs import SCATTER
 from gigagrad.plans import EXACT, Lifetime, Stage, TileGeometry, holds_whole, lifetimes
-from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips
+from gigagrad.plans.shares import Shares
+from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips, Windows
 
 
 class Fields:
     """The stores of one run, by field. Values of kept fields are in `kept`, sums of cotangents in `cotangents`."""
 
-    def __init__(self, prepared: Prepared, sources: dict[str, Source], tape: Tape) -> None:
+    def __init__(self, prepared: Prepared, sources: dict[str, Source], tape: Tape, shares: Shares, rank: int) -> None:
         self.kept: dict[int, Store] = {}
+        self.stored: dict[int, Store] = {}
+        """The kept fields as they are stored, without what rounds them."""
         self.cotangents: dict[int, Store] = {}
         self.roundings = self._draw_roundings(prepared)
         self._prepared = prepared
         self._graph = prepared.graph
         self._sources = sources
-        self._tape = tape
+        self._tape, self._shares, self._rank = tape, shares, rank
         self._tiers = {field.node: field.tier for field in prepared.plan.kept}
         self._handed = prepared.problem.handed
         self._lifetimes = lifetimes(prepared.graph, prepared.stages, prepared.plan.passes)
@@ -51,6 +55,7 @@ class Fields:
 
     def forget(self) -> None:
         """Give back what is in memory too: there will be no results. After `close`."""
+        self.stored.clear()
         for stores in (self.kept, self.cotangents):
             while stores:
                 stores.popitem()[1].close()
@@ -61,7 +66,8 @@ class Fields:
         """What the stores that begin their life with this pass add to the memory that tiles are computed in."""
         memory = self._prepared.problem.memory
         beginning = (life for life in self._lifetimes if life.first == index and self._holds_whole(life))
-        return memory.fresh_bytes(self._spec(life) for life in beginning if self._tier(life) == memory.name)
+        fields = (spec for life in beginning if self._tier(life) == memory.name for _, spec in self._windows(life))
+        return memory.fresh_bytes(fields)
 
     def begin(self, index: int) -> None:
         """The stores that begin their life with this pass. Raises StoreError."""
@@ -79,6 +85,8 @@ class Fields:
             if life.last != index or (node.is_source and node.id != self._handed):
                 continue
             store = (self.cotangents if life.cotangent else self.kept).pop(life.field)
+            if not life.cotangent:
+                del self.stored[life.field]
             if life.cotangent and node.op == SCATTER:
                 self._tape.give(node.operands[0], self._tape.unit.out_of(store.whole()))
             if self._tape.backward:
@@ -105,9 +113,23 @@ class Fields:
     def _store(self, life: Lifetime) -> Store:
         if life.cotangent and life.field == self._handed:
             return Strips(self._spec(life), self._prepared.device.torch_device, whole=self._holds_whole(life))
-        rounding = self._rounding(life)
-        store = self._open[self._tier(life)].open_store(self._spec(life))
+        spec, rounding, tier = self._spec(life), self._rounding(life), self._open[self._tier(life)]
+        windows = [(box, tier.open_store(window)) for box, window in self._windows(life)]
+        whole = len(windows) == 1 and windows[0][1].shape == spec.shape
+        store = windows[0][1] if whole else Windows(spec.shape, spec.dtype, spec.axes, windows)
+        if not life.cotangent:
+            self.stored[life.field] = store
         return store if rounding is None else RoundedStore(store, rounding, self._graph[life.field].dtype)
+
+    def _windows(self, life: Lifetime) -> list[tuple[Box, FieldSpec]]:
+        """What this rank holds of a field, each window as a field of its own."""
+        spec, held = self._spec(life), self._shares.held_cotangents if life.cotangent else self._shares.held
+        found = []
+        for number, box in enumerate(held(life.field, self._rank)):
+            shape = list(spec.shape)
+            shape[spec.axes[0]], shape[spec.axes[1]] = box.shape
+            found.append((box, dataclasses.replace(spec, name=f"{spec.name}-{number}", shape=tuple(shape))))
+        return found
 
     def _rounding(self, life: Lifetime) -> Rounding | None:
         return None if life.cotangent else self.roundings.get(life.field)

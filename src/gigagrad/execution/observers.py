@@ -11,6 +11,7 @@ from gigagrad.execution.executor import Executor
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.prepared import Prepared
 from gigagrad.plans.memory import gradient_sum_bytes, largest_block_bytes
+from gigagrad.plans.parts import waiting_sums
 
 _PRIOR = 0.1
 """The share of a step's tiles that the plan's own seconds stand for."""
@@ -81,6 +82,7 @@ class Memory(Observer):
         self._executor.let_go()
         forward = step.phase == "forward"
         sums = 0 if forward else gradient_sum_bytes(prepared.graph, stage, prepared.device.sum_dtype)
+        sums *= 1 + waiting_sums(planned.parts, planned.tile_count)
         self._watch.make_room(sums + self._fields.bytes_from(index))
 
     def tile_done(self, phase: str) -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_unflatten
 from gigagrad.boxes import Box
 from gigagrad.events import Events
 from gigagrad.execution.backward import Backward
+from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.observers import Memory, Progress
@@ -28,6 +29,8 @@ from gigagrad.execution.sweeps import Piece, Sweeps
 from gigagrad.execution.tape import Tape
 from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import GATHER
+from gigagrad.plans.shares import Shares
+from gigagrad.ranks import Alone, Ranks
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads, uninterrupted
 
@@ -48,14 +51,19 @@ class Run:
         *,
         backward: bool,
         overflows: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
+        """`ranks`: who computes this run's parts, all with the same plan; by itself unless others are named."""
+        ranks = ranks or Alone()
         plan, device = prepared.plan, prepared.device
         self._prepared, self._graph = prepared, prepared.graph
         self._closing = threading.Lock()
         self._threads, self._with_grad = torch.get_num_threads(), torch.is_grad_enabled()
         kept = {field.node for field in plan.kept}
         self._tape = Tape(prepared.graph, kept, device, backward=backward, overflows=overflows)
-        self._fields = Fields(prepared, sources, self._tape)
+        shares = Shares(prepared.graph, prepared.stages, plan, ranks.count)
+        self._fields = Fields(prepared, sources, self._tape, shares, ranks.index)
+        self._exchange = Exchange(prepared, shares, ranks)
         # They live from sweep to sweep: what a new thread's first operators set up takes longer than a small tile.
         self._reader = SideThreads(1, "gigagrad-read")
         self._executor = Threads(plan.workers) if plan.workers > 1 else Serial()
@@ -64,7 +72,14 @@ class Run:
         self._progress = Progress(prepared, events)
         self._observers = (memory, self._progress)
         self._sweeps = Sweeps(
-            prepared, self._fields, self._tape, self._executor, self._reader, self._watch, self._observers
+            prepared,
+            self._fields,
+            self._tape,
+            self._exchange,
+            self._executor,
+            self._reader,
+            self._watch,
+            self._observers,
         )
         self.pass_seconds: tuple[float, ...] | None = None
         """What each pass took, once `run` is over; in a stream whoever takes the pieces has a part in that."""

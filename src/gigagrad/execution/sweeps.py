@@ -1,7 +1,7 @@
 """Sweeps: for every tile of a stage in order, read, compute, add, write.
 
-Tiles are disjoint, so what they add up to is the whole image's. They come in a fixed order and sums are in float64, so
-that two runs of one plan give the same bits, whoever computes the tiles.
+Tiles are disjoint, so what they add up to is the whole image's. Sums are in float64 and made of the parts that a plan
+fixes (plans/parts.py), so that two runs of one plan give the same bits, whoever computes the tiles.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.devices import MemoryWatch
 from gigagrad.execution.cotangent_unit import multiplied
+from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.observers import Observer
+from gigagrad.execution.part_sums import PartSums
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.sources import read_ahead
-from gigagrad.execution.tape import Tape, Values, add
+from gigagrad.execution.tape import Tape, Values
 from gigagrad.execution.tile import StageProgram, TileInputs
-from gigagrad.graphs import FIELD_MAX
-from gigagrad.plans import Stage, TileGeometry
+from gigagrad.plans import Parts, Stage, TileGeometry
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads
 
 Swept = TypeVar("Swept")
 Piece = tuple[Box, torch.Tensor]
-Item = tuple[TileGeometry, TileInputs]
+Item = tuple[int, TileGeometry, TileInputs]
+"""A tile of a part, and what it is computed from."""
 
 
 class Sweeps:
@@ -40,15 +42,16 @@ class Sweeps:
         prepared: Prepared,
         fields: Fields,
         tape: Tape,
+        exchange: Exchange,
         executor: Executor,
         reader: SideThreads,
         watch: MemoryWatch,
         observers: tuple[Observer, ...],
     ) -> None:
         self._prepared, self._graph = prepared, prepared.graph
-        self._fields, self._tape = fields, tape
+        self._fields, self._tape, self._exchange = fields, tape, exchange
         self._executor, self._reader, self._watch, self._observers = executor, reader, watch, observers
-        self._sums: Values = {}
+        self._sums: PartSums | None = None
         roundings = fields.roundings.items()
         self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
         self.errors = RoundingErrors(prepared.graph)
@@ -59,26 +62,26 @@ class Sweeps:
         What tiles keep does not overlap, so whoever computes a tile writes it; only sums wait for their turn.
         """
         program, boundary = self._program(stage), self._boundary(stage)
+        self._sums = sums_of_parts = self._exchange.new_sums(stage)
 
-        def work(item: Item) -> tuple[TileGeometry, Values, torch.Tensor | None]:
-            tile, inputs = item
+        def work(item: Item) -> tuple[int, TileGeometry, Values, torch.Tensor | None]:
+            part, tile, inputs = item
             with torch.no_grad():
                 shares = program.run(tile, inputs.crops, boundary)
                 for i in stage.kept:
                     if i in shares:
                         self._fields.kept[i].write(tile.wanted(i), shares[i])
                 output = None if stage.output is None else shares.get(stage.output)
-                return tile, program.partial_sums(tile, shares), output
+                return part, tile, program.partial_sums(tile, shares), output
 
-        for tile, sums, output in self._swept(stage, work, backward=False):
-            self._merge(sums)
+        for part, tile, sums, output in self._swept(stage, *self._exchange.own(stage), work, backward=False):
+            sums_of_parts.add(part, sums)
             self._tell("forward")
             if output is not None:
                 assert stage.output is not None
                 yield tile.wanted(stage.output), output
-        for i in stage.kept:
-            self._fields.kept[i].flush()
-        self._finish(stage)
+        self._exchange.halos(stage, self._fields.stored)
+        self._finish(stage, sums_of_parts)
 
     def gradients(self, stage: Stage, cotangents: Values, *, merge: bool) -> Generator[Piece, None, Values]:
         """The vector-Jacobian products of all tiles: sums of the global values' shares are returned, the cotangents of
@@ -89,13 +92,17 @@ class Sweeps:
         leaves = [i for i in stage.globals if self._graph[i].differentiable]
         fields = [i for i in stage.reads if i in self._fields.cotangents]
         gains = error_gains(self._graph, stage, self._quantised, boundary)
-        handed, grid = self._fields.handed_in(stage), self._prepared.grid(stage)
-        finished = [] if handed is None else grid.finished_rows(handed)
+        handed = self._fields.handed_in(stage)
+        parts, own = self._exchange.own(stage)
+        if handed is not None:
+            parts = Parts(parts.grid, len(parts), by_rows=True)
+        finished = [] if handed is None else parts.grid.finished_rows(handed)
+        seams = {i: self._exchange.new_seam(stage, parts, i, self._fields.cotangents[i]) for i in fields}
         times = self._tape.unit.times
         cotangents = {i: multiplied(cotangent, times) for i, cotangent in cotangents.items()}
 
-        def work(item: Item) -> tuple[TileGeometry, Values, Values, Values, Watch]:
-            tile, inputs = item
+        def work(item: Item) -> tuple[int, TileGeometry, Values, Values, Values, Watch]:
+            part, tile, inputs = item
             watch = Watch(self._graph, gains)
             crops = {i: inputs.crops[i] for i in fields if i in inputs.crops}
             # Of its own: two threads that make the gradient's node of one tensor can wait for each other for ever, one
@@ -109,27 +116,36 @@ class Sweeps:
                 gradients = torch.autograd.grad(outputs, list(wanted.values()), seeds, allow_unused=True)
                 found = {i: g for i, g in zip(wanted, gradients, strict=True) if g is not None}
             shares = {i: gradient for i, gradient in found.items() if i in boundary}
-            return tile, sums, shares, {i: g for i, g in found.items() if i in crops}, watch
+            return part, tile, sums, shares, {i: g for i, g in found.items() if i in crops}, watch
 
-        totals: Values = {}
-        for tile, sums, shares, crops, watch in self._swept(stage, work, backward=True):
+        gradients, self._sums = self._exchange.new_sums(stage), self._exchange.new_sums(stage)
+        merged, current = self._sums, -1
+        for part, tile, sums, shares, crops, watch in self._swept(stage, parts, own, work, backward=True):
             self.errors.add(watch.norms)
-            for leaf, gradient in shares.items():
-                add(totals, leaf, gradient, self._prepared.device.sum_dtype)
+            gradients.add(part, shares)
+            if part != current:
+                current = part
+                for seam in seams.values():
+                    seam.begin(part)
             for field, gradient in crops.items():
                 box = tile.box(field)
                 assert box is not None
-                self._fields.cotangents[field].add(box, gradient)
+                seams[field].add(box, gradient)
             if merge:
-                self._merge(sums)
+                merged.add(part, sums)
             del sums, shares, crops  # the next tile would be computed beside them
             self._tell("backward")
             if handed is not None:
-                yield from self._fields.take(handed, finished[(tile.id + 1) // grid.shape[1]])
-        for field in fields:
-            self._fields.cotangents[field].flush()
+                rows, waits = finished[(tile.id + 1) // parts.grid.shape[1]], seams[handed].waits_from
+                yield from self._fields.take(handed, rows if waits is None else min(rows, waits))
+        for seam in seams.values():
+            seam.end()
+        self._exchange.cotangents(stage, seams, self._fields.cotangents)
+        if handed is not None:
+            yield from self._fields.take(handed, finished[-1])
         if merge:
-            self._finish(stage)
+            self._finish(stage, merged)
+        totals = self._exchange.total(stage, gradients)
         if times != 1:
             for total in totals.values():
                 total.div_(times)
@@ -138,7 +154,7 @@ class Sweeps:
 
     def forget(self) -> None:
         """Give back what was merged: there will be no results."""
-        self._sums.clear()
+        self._sums = None
 
     def _program(self, stage: Stage) -> StageProgram:
         roundings = {i: self._fields.roundings[i] for i in stage.kept if i in self._fields.roundings}
@@ -155,12 +171,17 @@ class Sweeps:
             boundary[i] = value
         return boundary
 
-    def _swept(self, stage: Stage, work: Callable[[Item], Swept], *, backward: bool) -> Iterator[Swept]:
-        """What `work` makes of every tile and what it reads, in the grid's order."""
-        grid, watch = self._prepared.grid(stage), self._watch
-        by_rows = backward and self._fields.handed_in(stage) is not None
-        tiles = (grid[i] for i in (range(len(grid)) if by_rows else grid.order()))
-        read = read_ahead(tiles, lambda tile: self._fields.inputs(stage, tile, backward=backward), self._reader)
+    def _swept(
+        self, stage: Stage, parts: Parts, own: range, work: Callable[[Item], Swept], *, backward: bool
+    ) -> Iterator[Swept]:
+        """What `work` makes of every tile and what it reads, in the order of the parts."""
+        watch = self._watch
+        tiles = ((part, parts.tile(position)) for part in own for position in parts.tiles(part))
+
+        def read_for(numbered: tuple[int, TileGeometry]) -> TileInputs:
+            return self._fields.inputs(stage, numbered[1], backward=backward)
+
+        read = ((part, tile, inputs) for (part, tile), inputs in read_ahead(tiles, read_for, self._reader))
 
         def work_and_look(item: Item) -> Swept:
             swept = work(item)
@@ -170,18 +191,11 @@ class Sweeps:
         with watch.tiles_at_work():
             yield from self._executor.in_order(read, work_and_look)
 
-    def _merge(self, partial: Values) -> None:
-        for reduction, value in partial.items():
-            if self._graph[reduction].op == FIELD_MAX:
-                known = self._sums.get(reduction)
-                self._sums[reduction] = value if known is None else torch.maximum(known, value)
-            else:
-                add(self._sums, reduction, value, self._prepared.device.sum_dtype)
-
-    def _finish(self, stage: Stage) -> None:
+    def _finish(self, stage: Stage, merged: PartSums) -> None:
         """Turn the finished reductions and gathered fields into values of the graph, and compute what waited."""
+        sums, self._sums = self._exchange.total(stage, merged), None
         for reduction in stage.reductions:
-            self._tape.put(reduction, self._sums.pop(reduction).to(self._graph[reduction].dtype))
+            self._tape.put(reduction, sums.pop(reduction).to(self._graph[reduction].dtype))
         for field in stage.kept:
             for gathering in self._graph.gathers(field):
                 self._tape.put(gathering, self._fields.kept[field].whole())

@@ -8,6 +8,7 @@ from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.keeping import Lifetime, holds_whole, lifetimes
 from gigagrad.plans.order import PlanFault
 from gigagrad.plans.packing import Packing
+from gigagrad.plans.parts import Parts
 from gigagrad.plans.plan import EXACT, MEMORY, Amount, KeptField, Pass, Plan, StagePlan, WholeField
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.simulate import Moment, Simulation, simulate
@@ -27,6 +28,7 @@ __all__ = [
     "Lifetime",
     "Moment",
     "Packing",
+    "Parts",
     "Pass",
     "Plan",
     "PlanAt",

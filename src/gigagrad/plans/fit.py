@@ -372,6 +372,7 @@ class _Tilings:
             crop=cost.crop,
             computed_ratio=cost.computed_ratio,
             tile_peak_bytes=cost.tile_peak_bytes,
+            parts=self.book.parts,
             memory=self.book.amounts(cost),
             beside_bytes=self.book.mapped_bytes(cost),
             forward_seconds=self._sweep_seconds(cost, "forward"),

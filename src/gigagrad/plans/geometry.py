@@ -7,7 +7,7 @@ of its targets, the spans of all other fields follow backwards through the opera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import repeat
@@ -164,13 +164,10 @@ class Grid:
         rows, columns = self.shape
         return self[rows // 2 * columns + columns // 2]
 
-    def order(self) -> Iterator[int]:
-        """Tile ids in the order of execution: along the shorter side first, so that few pixels are decoded twice."""
-        rows, columns = self.shape
-        height, width = (self.graph[self.reference].size(axis) for axis in (0, 1))
-        if self.stage.output is not None or height >= width:
-            return iter(range(rows * columns))
-        return (row * columns + column for column in range(columns) for row in range(rows))
+    @property
+    def by_rows(self) -> bool:
+        """Whether tiles come row by row, not column by column."""
+        return runs_by_rows(self.stage, self.graph[self.reference])
 
     def finished_rows(self, field: int) -> list[int]:
         """How many of a field's rows, from the top, no tile reads any more, by the rows of tiles that are through."""
@@ -243,6 +240,11 @@ def axis_geometry(steps: list[Step], wanted: dict[int, Span]) -> AxisGeometry:
 def reference(graph: Graph, stage: Stage) -> int:
     """The largest target."""
     return max(stage.targets(graph), key=lambda i: graph[i].size(0) * graph[i].size(1))
+
+
+def runs_by_rows(stage: Stage, reference: Node) -> bool:
+    """Along the shorter side first, so that few pixels are decoded twice; an output is delivered in rows."""
+    return stage.output is not None or reference.size(0) >= reference.size(1)
 
 
 def lattice(graph: Graph, stage: Stage) -> tuple[int, int]:

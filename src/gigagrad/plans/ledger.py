@@ -27,7 +27,9 @@ from gigagrad.allowances import (
 )
 from gigagrad.graphs import Graph
 from gigagrad.plans.cost import TileCost
+from gigagrad.plans.geometry import reference, runs_by_rows
 from gigagrad.plans.memory import gradient_sum_bytes, whole_field_bytes
+from gigagrad.plans.parts import part_count, waiting_sums
 from gigagrad.plans.plan import Amount
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import Stage
@@ -43,6 +45,7 @@ COMPILED: Final = "compiled convolutions"
 HOARD: Final = "freed blocks held for the next tiles"
 FIELDS: Final = "fields kept"
 COTANGENTS: Final = "cotangents of fields kept"
+SEAMS: Final = "cotangents where parts of a stage overlap"
 SUMS: Final = "sums and working copies of parameters"
 WAITING: Final = "crops on their way"
 OUTPUT: Final = "output"
@@ -61,6 +64,7 @@ WHERE_FROM: Final[Mapping[str, str]] = {
     HOARD: "twice what tiles take, as far as the budget has room",
     FIELDS: "shapes in the graph",
     COTANGENTS: "shapes in the graph",
+    SEAMS: "what crops share, on the lines of a part",
     SUMS: "shapes in the graph",
     WAITING: "crops read ahead or to be written",
     OUTPUT: "what its writer holds",
@@ -114,17 +118,23 @@ class StageLedger:
         tiles = self.workers * cost.tile_peak_bytes
         slack = int(ALLOCATOR_SLACK * tiles) + self._further_slack(cost)
         copies, sums = self._working_bytes
+        sums *= 1 + waiting_sums(self.parts, cost.tile_count)
         # The only tile is gone when what it gave is added to sums that did not exist before.
         apart = min(tiles + slack, sums) if cost.tile_count == 1 else 0
         return (
             Amount(FIELDS, self.held[0]),
             Amount(COTANGENTS, self.held[1]),
+            Amount(SEAMS, self._seam_bytes(cost)),
             Amount(SUMS, copies + sums - apart),
             Amount(WAITING, self._waiting_bytes(cost)),
             Amount(OUTPUT, self._output_bytes(cost)),
             Amount(TILES, tiles),
             Amount(SLACK, slack),
         )
+
+    @cached_property
+    def parts(self) -> int:
+        return part_count(self._working_bytes[1])
 
     def mapped_bytes(self, cost: TileCost) -> int:
         """What freed memory does not serve: of what comes and goes beside the tiles, what is taken from the system
@@ -179,6 +189,25 @@ class StageLedger:
         ]
         return (WRITES_BEHIND + 1) * most + max(buffers, default=0)  # those that wait, and the one on its way
 
+    def _seam_bytes(self, cost: TileCost) -> int:
+        """The strips of one part: what its crops share with the lines of tiles before it and, where it begins inside a
+        line, with the tile before it.
+        """
+        graph, parts = self.problem.graph, min(self.parts, cost.tile_count)
+        read = [i for i in self.stage.reads if graph[i].differentiable and i in cost.crops] if self.backward else []
+        target = graph[reference(graph, self.stage)]
+        across, along = (0, 1) if runs_by_rows(self.stage, target) else (1, 0)
+        found = 0
+        for i in read if parts > 1 else ():
+            shared = [_shared_pixels(graph[i].size(axis), cost.tiles[axis], cost.crops[i][axis]) for axis in (0, 1)]
+            length = graph[i].size(along)
+            if cost.tiles[across] < self.parts:
+                tiles = -(-cost.tile_count // self.parts)
+                length = min(length, (tiles - 1) * -(-length // cost.tiles[along]) + cost.crops[i][along])
+                found += cost.crops[i][across] * shared[along] * graph[i].bytes_per_pixel
+            found += shared[across] * length * graph[i].bytes_per_pixel
+        return found
+
     def _further_slack(self, cost: TileCost) -> int:
         """What many tiles side by side need beyond `ALLOCATOR_SLACK`."""
         if self.workers == 1 or cost.tile_count <= FEW_TILES:
@@ -195,6 +224,11 @@ class StageLedger:
         # A row of crops, the next one while what both share is copied to it, and what the sink makes of a strip.
         rows, node = cost.crops[image][0], graph[image]
         return 2 * rows * node.size(1) * node.bytes_per_pixel + self.problem.output_bytes(rows, node.shape)
+
+
+def _shared_pixels(size: int, tiles: int, crop: int) -> int:
+    """What two neighbouring crops have in common along an axis, at most: tiles differ by a pixel or two."""
+    return 0 if tiles == 1 else min(crop, max(0, crop - size // tiles) + 2)
 
 
 def _gradient_bytes(graph: Graph, *, backward: bool) -> int:

@@ -8,6 +8,7 @@ from gigagrad.stores.scratch import Scratch
 from gigagrad.stores.store import Store
 from gigagrad.stores.strips import Strips
 from gigagrad.stores.tier import FieldSpec, OpenTier, Tier, register_tier, registered_tier
+from gigagrad.stores.windows import Windows
 
 __all__ = [
     "Blosc",
@@ -28,6 +29,7 @@ __all__ = [
     "Store",
     "Strips",
     "Tier",
+    "Windows",
     "faster_codec",
     "parse_storage",
     "register_tier",

@@ -1,0 +1,182 @@
+"""What the ranks of a run tell each other between sweeps: halos of kept fields, sums, cotangents beyond their own.
+
+One packed message for each pair of ranks that have something in common, in an order that both know from the plan. No
+library adds for us: bytes travel, and whoever gets them adds, in the order of parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
+
+import torch
+
+from gigagrad.boxes import Box
+from gigagrad.execution.part_sums import Joined, PartSums
+from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.seams import Seam
+from gigagrad.execution.tape import Values
+from gigagrad.graphs import FIELD_MAX
+from gigagrad.plans import Parts, Stage
+from gigagrad.plans.shares import Shares
+from gigagrad.ranks import Message, Ranks
+from gigagrad.stores import Store
+
+Piece = tuple[int, Box, int]
+"""A box of a field, by its node, and the part that it is of where that matters."""
+
+
+class Exchange:
+    """Of one run; `stores` by field. Every rank calls the same in the same order. Raises RankError."""
+
+    def __init__(self, prepared: Prepared, shares: Shares, ranks: Ranks) -> None:
+        self._graph, self._shares, self._ranks = prepared.graph, shares, ranks
+        self._device, self._dtype = prepared.device.torch_device, prepared.device.sum_dtype
+        self._layout = prepared.layout
+
+    def own(self, stage: Stage) -> tuple[Parts, range]:
+        """The parts of a stage, and which of them this rank computes."""
+        return self._shares.parts(stage.index), self._shares.own(stage.index, self._ranks.index)
+
+    def new_sums(self, stage: Stage) -> PartSums:
+        largest = {i for i in stage.reductions if self._graph[i].op == FIELD_MAX}
+        return PartSums(self._dtype, largest, self._shares.before(stage.index, self._ranks.index))
+
+    def new_seam(self, stage: Stage, parts: Parts, field: int, store: Store) -> Seam:
+        elsewhere = self._shares.foreign(stage.index, field, self._ranks.index)
+        return Seam(store, parts, field, elsewhere, (self._device, self._layout))
+
+    def halos(self, stage: Stage, stores: Mapping[int, Store]) -> None:
+        """Of what a stage keeps, now that it is written. `stores` as bytes travel: without rounding."""
+
+        def pieces(sender: int, receiver: int) -> list[Piece]:
+            return [(i, box, 0) for i in stage.kept for box in self._shares.halo(i, sender, receiver)]
+
+        for _, (field, box, _), crop in self._swapped(pieces, lambda piece: stores[piece[0]].read(piece[1]), stores):
+            stores[field].write(box, crop)
+        for field in stage.kept:
+            stores[field].flush()
+
+    def cotangents(self, stage: Stage, seams: Mapping[int, Seam], stores: Mapping[int, Store]) -> None:
+        """Of the fields that a stage has read, to whoever needs them next: sums first, then strips part after part."""
+        shares, index, here = self._shares, stage.index, self._ranks.index
+
+        def sums(sender: int, receiver: int) -> list[Piece]:
+            return [(i, box, 0) for i in seams for box in shares.sums(index, i, sender, receiver)]
+
+        def strips(sender: int, receiver: int) -> list[Piece]:
+            return [(i, box, part) for i in seams for part, box in shares.strips(index, i, sender, receiver)]
+
+        def strip(piece: Piece) -> torch.Tensor:
+            field, box, part = piece
+            return seams[field].strip(part, box)
+
+        for _, (field, box, _), crop in self._swapped(sums, lambda piece: stores[piece[0]].read(piece[1]), stores):
+            stores[field].write(box, crop)
+        own = ((here, piece, strip(piece)) for piece in strips(here, here))
+        came = [*self._swapped(strips, strip, stores), *own]
+        for _, (field, box, _), crop in sorted(came, key=lambda one: one[0]):
+            stores[field].add(box, crop)
+        for field in seams:
+            stores[field].flush()
+
+    def total(self, stage: Stage, sums: PartSums) -> Values:
+        """Of all ranks, to all of them: neighbours join theirs, then pairs of neighbours, until the first has all."""
+        here, count = self._ranks.index, self._ranks.count
+        step = 1
+        while step < count:
+            message = None
+            if here % (2 * step) == step:
+                following = self._shares.following(stage.index, min(here + step, count) - 1)
+                message = self._packed(sums.joined(following))
+            came = self._passed(message, {rank: rank - step for rank in range(step, count, 2 * step)})
+            if came is not None:
+                sums.append(self._unpacked(came))
+            step *= 2
+        total = sums.total() if here == 0 else {}
+        message = self._packed([(0, total)]) if here == 0 else None
+        while step > 1:
+            step //= 2
+            given = {rank: rank + step for rank in range(0, count - step, 2 * step)}
+            came = self._passed(message if here in given else None, given)
+            message = message if came is None else came
+        if count > 1 and here > 0:
+            assert message is not None
+            ((_, total),) = self._unpacked(message)
+        return total
+
+    def _passed(self, message: Message | None, receivers: Mapping[int, int]) -> Message | None:
+        """What comes to this rank when some send others a message of any length."""
+        lengths = self._ranks.words(b"" if message is None else str(len(message)).encode())
+        here = self._ranks.index
+        senders = {receiver: sender for sender, receiver in receivers.items()}
+        sent = {} if message is None else {receivers[here]: message}
+        if here not in senders:
+            self._ranks.exchange(sent, {})
+            return None
+        return self._ranks.exchange(sent, {senders[here]: int(lengths[senders[here]])})[senders[here]]
+
+    def _packed(self, joined: Iterable[Joined]) -> Message:
+        joined = list(joined)
+        numbers = [len(joined)]
+        for part, values in joined:
+            numbers += [part, len(values), *values]
+        for _, values in joined:
+            for key, value in values.items():
+                assert (value.dtype, tuple(value.shape)) == (self._sum_dtype(key), self._graph[key].shape), key
+        values_of = [value for _, values in joined for value in values.values()]
+        return _bytes([torch.tensor([8 * len(numbers), *numbers]), *values_of])
+
+    def _unpacked(self, message: Message) -> Iterator[Joined]:
+        header = message[8 : 8 + int(message[:8].clone().view(torch.int64))].clone().view(torch.int64).tolist()
+        numbers, place = iter(header), 8 + 8 * len(header)
+        keys = [(next(numbers), [next(numbers) for _ in range(next(numbers))]) for _ in range(next(numbers))]
+        for part, held in keys:
+            values = {}
+            for key in held:
+                values[key], place = _tensor(message, place, self._graph[key].shape, self._sum_dtype(key))
+                values[key] = values[key].to(self._device)
+            yield part, values
+
+    def _sum_dtype(self, key: int) -> torch.dtype:
+        return self._graph[key].dtype if self._graph[key].op == FIELD_MAX else self._dtype
+
+    def _swapped(
+        self,
+        pieces: Callable[[int, int], list[Piece]],
+        crop: Callable[[Piece], torch.Tensor],
+        stores: Mapping[int, Store],
+    ) -> Iterator[tuple[int, Piece, torch.Tensor]]:
+        """What comes from every other rank, in their order: the sender, which piece, and its crop."""
+        here = self._ranks.index
+        others = [rank for rank in range(self._ranks.count) if rank != here]
+        sent = {rank: _bytes(crop(piece) for piece in pieces(here, rank)) for rank in others}
+        coming = {rank: pieces(rank, here) for rank in others}
+        sizes = {
+            rank: sum(prod(_shape(stores[i], box)) * stores[i].dtype.itemsize for i, box, _ in found)
+            for rank, found in coming.items()
+        }
+        messages = self._ranks.exchange(sent, sizes)
+        for rank, message in sorted(messages.items()):
+            place = 0
+            for piece in coming[rank]:
+                store = stores[piece[0]]
+                value, place = _tensor(message, place, _shape(store, piece[1]), store.dtype)
+                yield rank, piece, value
+
+
+def _shape(store: Store, box: Box) -> tuple[int, ...]:
+    shape = list(store.shape)
+    shape[store.axes[0]], shape[store.axes[1]] = box.shape
+    return tuple(shape)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> Message:
+    flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+
+def _tensor(message: Message, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """The tensor that begins at a place of a message, in memory that is aligned for it, and where the next one does."""
+    end = place + prod(shape) * dtype.itemsize
+    return message[place:end].clone().view(dtype).reshape(shape), end

@@ -1,0 +1,155 @@
+"""Parts: runs of consecutive tiles of a stage, in the order of execution. They are what sums are made of, whoever
+computes them.
+
+A sum is a chain over the tiles of a part, then a fixed binary tree over parts; where the crops of two parts overlap,
+each adds up its cotangents by itself, and theirs are added in the order of parts. So no bit depends on who computes
+which parts. EasyScale (Li et al., SC 2023) decouples work from workers likewise, for data-parallel training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from gigagrad.boxes import Box, Span
+from gigagrad.plans.geometry import Grid, TileGeometry
+
+MOST_PARTS = 64
+_WAITING_BYTES = 64 * 2**20
+
+
+def part_count(sum_bytes: int) -> int:
+    """How many parts a stage has whose sums take so many bytes: a power of two, fewer where those that wait for others
+    in the tree would take much memory.
+    """
+    count = MOST_PARTS
+    while (count.bit_length() - 1) * sum_bytes > _WAITING_BYTES:
+        count //= 2
+    return count
+
+
+def waiting_sums(parts: int, tile_count: int) -> int:
+    """Beside the sum of the part at work, how many finished ones wait at most until the tree joins them."""
+    return (min(parts, tile_count) - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What the tiles before one of them have reached of a field: whole lines of pixels, and a part of some more.
+
+    Lines are rows where tiles go row by row, and columns where they go column by column.
+    """
+
+    by_rows: bool
+    full: int
+    """Lines from the border on."""
+    partly: int
+    """Lines of which the first `along` pixels are reached."""
+    along: int
+
+    def split(self, box: Box) -> Iterator[tuple[Box, int | None]]:
+        """A box, cut where the front runs: what is not reached with None, the rest with 0 (lines) or 1 (partly)."""
+        lines, along = (box.y, box.x) if self.by_rows else (box.x, box.y)
+        partly = self.partly if self.along > along.start else self.full
+        reached = Span(max(lines.start, self.full), min(lines.stop, partly))
+        pieces = (
+            (Span(lines.start, min(lines.stop, self.full)), along, 0),
+            (reached, Span(along.start, min(along.stop, self.along)), 1),
+            (reached, Span(max(along.start, self.along), along.stop), None),
+            (Span(max(lines.start, partly, self.full), lines.stop), along, None),
+        )
+        for across, on, which in pieces:
+            if not (across.empty or on.empty):
+                yield (Box.of(across, on) if self.by_rows else Box.of(on, across)), which
+
+
+class Parts:
+    """The parts of one stage's tiles: up to `count`, of whole lines of tiles where there are as many. `by_rows`: tiles
+    go row by row, not column by column.
+    """
+
+    def __init__(self, grid: Grid, count: int, *, by_rows: bool) -> None:
+        self.grid, self.by_rows = grid, by_rows
+        self._lines, self._along = grid.shape if by_rows else grid.shape[::-1]
+        units, self._unit = (self._lines, self._along) if self._lines >= count else (len(grid), 1)
+        self._starts = [self._unit * (units * part // count) for part in range(count + 1)]
+        self._line_axis, self._along_axis = (0, 1) if by_rows else (1, 0)
+        self._spans = lru_cache(maxsize=None)(self._find_spans)
+
+    def __len__(self) -> int:
+        """How many there may be; some are empty where there are fewer tiles."""
+        return len(self._starts) - 1
+
+    def start(self, part: int) -> int:
+        """The position of its first tile in the order of execution; of all tiles behind the last part."""
+        return self._starts[part]
+
+    def tiles(self, part: int) -> range:
+        """Positions of its tiles in the order of execution."""
+        return range(self._starts[part], self._starts[part + 1])
+
+    def tile(self, position: int) -> TileGeometry:
+        line, along = divmod(position, self._along)
+        row, column = (line, along) if self.by_rows else (along, line)
+        return self.grid[row * self.grid.shape[1] + column]
+
+    def front(self, field: int, part: int) -> Front:
+        """What all parts before this one have reached of a field."""
+        line, along = divmod(self._starts[part], self._along)
+        _, lines = self._spans(self._line_axis, field)
+        _, columns = self._spans(self._along_axis, field)
+        return Front(self.by_rows, lines[line], lines[line + 1] if along else lines[line], columns[along])
+
+    def strips(self, field: int, part: int) -> tuple[Box | None, Box | None]:
+        """Of a field, what a part's crops have in common with whole lines and with the lines that parts before it have
+        reached: hulls.
+        """
+        front = self.front(field, part)
+        found: list[Box | None] = [None, None]
+        for box in self.read(field, self.tiles(part)):
+            for piece, which in front.split(box):
+                if which is not None:
+                    known = found[which]
+                    found[which] = piece if known is None else known.hull(piece)
+        return found[0], found[1]
+
+    def read(self, field: int, tiles: range) -> list[Box]:
+        """What a run of tiles reads of a field: up to three boxes, which may overlap."""
+        return self._boxes(tiles, lambda axis, index: self._spans(axis, field)[0][index])
+
+    def written(self, field: int, tiles: range) -> list[Box]:
+        """What a run of tiles has of a target of the stage: up to three boxes."""
+        return self._boxes(tiles, lambda axis, index: self.grid.wanted(axis, index)[field])
+
+    def _boxes(self, tiles: range, span: Callable[[int, int], Span | None]) -> list[Box]:
+        """Hulls of the tiles in a line that the run begins in, in whole lines, and in the line that it ends in."""
+        line, along = divmod(tiles.start, self._along)
+        last, end = divmod(tiles.stop, self._along)
+        runs = [(range(line, last), range(self._along)), (range(last, last + 1), range(end))]
+        if line == last:
+            runs = [(range(line, line + 1), range(along, end))]
+        elif along:
+            runs = [(range(line, line + 1), range(along, self._along)), (range(line + 1, last), runs[0][1]), runs[1]]
+        found = []
+        for lines, columns in runs:
+            if not (lines and columns):
+                continue
+            across, on = (
+                _hull(span(axis, index) for index in indices)
+                for axis, indices in ((self._line_axis, lines), (self._along_axis, columns))
+            )
+            if across is not None and on is not None:
+                found.append(Box.of(across, on) if self.by_rows else Box.of(on, across))
+        return found
+
+    def _find_spans(self, axis: int, field: int) -> tuple[list[Span | None], list[int]]:
+        """What each row or column of tiles reads of a field, and how far those before it reach."""
+        spans = [self.grid.axis_geometry(axis, index).spans.get(field) for index in range(self.grid.shape[axis])]
+        return spans, [*accumulate((0 if span is None else span.stop for span in spans), max, initial=0)]
+
+
+def _hull(spans: Iterable[Span | None]) -> Span | None:
+    there = [span for span in spans if span is not None and not span.empty]
+    return Span(min(s.start for s in there), max(s.stop for s in there)) if there else None

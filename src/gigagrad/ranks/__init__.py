@@ -1,0 +1,6 @@
+"""Who computes the parts of one image together: this process alone, processes, or threads that stand for them."""
+
+from gigagrad.ranks.ranks import Alone, Message, RankError, Ranks
+from gigagrad.ranks.virtual import Virtual, run_virtual
+
+__all__ = ["Alone", "Message", "RankError", "Ranks", "Virtual", "run_virtual"]

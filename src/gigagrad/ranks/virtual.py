@@ -1,0 +1,72 @@
+"""Ranks in threads of one process: to try out what many of them do, without any network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from gigagrad.ranks.ranks import Message, RankError, Ranks
+
+Result = TypeVar("Result")
+
+
+class Virtual(Ranks):
+    """One of several ranks in threads of this process. Made by `run_virtual`."""
+
+    def __init__(self, index: int, inboxes: Sequence[Sequence[SimpleQueue[object]]], timeout: float) -> None:
+        self.index, self.count = index, len(inboxes)
+        self._inboxes, self._timeout = inboxes, timeout
+
+    def _swap(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
+        for rank, message in sent.items():
+            self._inboxes[rank][self.index].put(message.clone())
+        found = {}
+        for rank, nbytes in received.items():
+            came = self._from(rank)
+            assert isinstance(came, Message)
+            assert len(came) == nbytes, f"{len(came)} bytes came from rank {rank}, {nbytes} were expected"
+            found[rank] = came
+        return found
+
+    def _words(self, word: bytes) -> Sequence[bytes]:
+        for rank in range(self.count):
+            self._inboxes[rank][self.index].put(word)
+        found = []
+        for rank in range(self.count):
+            said = self._from(rank)
+            assert isinstance(said, bytes), "a rank sends a message where others meet"
+            found.append(said)
+        return found
+
+    def _from(self, rank: int) -> object:
+        try:
+            return self._inboxes[self.index][rank].get(timeout=self._timeout)
+        except Empty:
+            raise RankError(f"rank {rank} has been silent for {self._timeout:g} s") from None
+
+
+def run_virtual(count: int, work: Callable[[Ranks], Result], timeout: float = 600.0) -> list[Result]:
+    """`work(ranks)` by so many ranks, each in a thread of its own: what they return, by rank.
+
+    Raises the error of the first rank that failed by itself.
+    """
+    inboxes: list[list[SimpleQueue[object]]] = [[SimpleQueue() for _ in range(count)] for _ in range(count)]
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(Virtual(rank, inboxes, timeout))
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"gigagrad-rank-{rank}") for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise min(errors.items(), key=lambda item: (isinstance(item[1], RankError), item[0]))[1]
+    return [results[rank] for rank in range(count)]

@@ -1,0 +1,70 @@
+"""The part of a field that one rank holds, in disjoint windows with a store for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from gigagrad.boxes import Box
+from gigagrad.graphs.crops import part
+from gigagrad.stores.store import Store
+
+Window = tuple[Box, Store]
+
+
+class Windows(Store):
+    """Boxes are those of the whole field. What is written or added outside of all windows is somebody else's."""
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, int], windows: Sequence[Window]
+    ) -> None:
+        super().__init__(shape, dtype, axes)
+        self._windows = tuple(windows)
+
+    def read(self, box: Box) -> torch.Tensor:
+        """Raises as `Store.read`; the windows hold all of the box."""
+        found = [(share, store.read(own)) for share, own, store in self._met(box)]
+        assert sum(share.area for share, _ in found) == box.area, f"{box} is not all held here"
+        if len(found) == 1:
+            return found[0][1]
+        y, x = self.axes
+        shape = list(self.shape)
+        shape[y], shape[x] = box.shape
+        first = found[0][1] if found else torch.empty(0, dtype=self.dtype)
+        whole = torch.empty(shape, dtype=first.dtype, device=first.device)
+        for share, crop in found:
+            whole.narrow(y, share.y0 - box.y0, share.height).narrow(x, share.x0 - box.x0, share.width).copy_(crop)
+        return whole
+
+    def write(self, box: Box, crop: torch.Tensor) -> None:
+        for share, own, store in self._met(box):
+            store.write(own, part(crop, self.axes, (share.y0 - box.y0, share.x0 - box.x0), share.shape))
+
+    def add(self, box: Box, crop: torch.Tensor) -> None:
+        for share, own, store in self._met(box):
+            store.add(own, part(crop, self.axes, (share.y0 - box.y0, share.x0 - box.x0), share.shape))
+
+    def flush(self) -> None:
+        for _, store in self._windows:
+            store.flush()
+
+    def close(self) -> None:
+        for _, store in self._windows:
+            store.close()
+
+    def retire(self) -> None:
+        for _, store in self._windows:
+            store.retire()
+
+    def whole(self) -> torch.Tensor:
+        if len(self._windows) == 1 and self._windows[0][1].shape == self.shape:
+            return self._windows[0][1].whole()
+        return super().whole()
+
+    def _met(self, box: Box) -> Iterator[tuple[Box, Box, Store]]:
+        """What every window has of a box: as the whole field has it, as its store has it, and that."""
+        for window, store in self._windows:
+            share = box.intersect(window)
+            if not share.empty:
+                yield share, share.shift(-window.y0, -window.x0), store
