@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
 from gigagrad.graphs import Captured, Composite, Graph, Node
 from gigagrad.plans import Plan, Problem
+from gigagrad.ranks import Alone, Ranks, ranks_of
 from gigagrad.stores import (
     DiskTier,
     HostTier,
@@ -43,6 +44,9 @@ from gigagrad.stores import (
     registered_tier,
 )
 from gigagrad.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -70,6 +74,7 @@ def compile(
     tile: tuple[int, int] | None = None,
     seed: int | None = None,
     progress: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> Engine:
     """Make an engine for `model` and `loss`; nothing runs yet.
 
@@ -95,6 +100,10 @@ def compile(
         tile: `(height, width)` in pixels of the last field, to force the tile's shape (tests, experiments).
         seed: of random operators (dropout, stochastic depth), which otherwise draw from PyTorch's own generator. With
             one, the n-th run of an engine draws the same numbers as the n-th run of another.
+        mesh: the ranks that compute the tiles of one image together, of `torch.distributed.init_device_mesh`: its only
+            dimension, or the one named "tile". Every rank then calls the same methods with the same arguments, holds
+            its share of the fields within `memory`, and gets the whole loss and gradients: the same bits as one
+            process gets with the same plan. Images that a model returns come from one process.
         progress: a step that takes seconds shows its tiles on standard error, where that is a terminal or a notebook,
             unless somebody listens to `Engine.events`.
 
@@ -119,6 +128,7 @@ def compile(
         tile=tile,
         seed=seed,
         progress=progress,
+        ranks=Alone() if mesh is None else ranks_of(mesh),
         again=again,
     )
 
@@ -140,6 +150,7 @@ class Engine:
         tile: tuple[int, int] | None,
         seed: int | None,
         progress: bool,
+        ranks: Ranks,
         again: Callable[[], Engine],
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -166,7 +177,10 @@ class Engine:
             tile=tile,
             rounding=rounding,
             optimizer=optimizer,
+            ranks=ranks,
         )
+        self.ranks = ranks
+        """Who computes the tiles together."""
         self._progress, self._again = progress, again
         self.last_run: StepMeasured | None = None
         self._overflows = 0
@@ -218,7 +232,7 @@ class Engine:
             CaptureError, UnsupportedOperatorError: the model cannot be captured.
             ImageError, TargetError: an input cannot be used.
         """
-        with opened_sources(self._composite, image, target) as sources:
+        with self.ranks.together(), opened_sources(self._composite, image, target) as sources:
             graph, backward = self._captures.get(sources).graph, self.loss is not None
             if machine is None:
                 return self._planner.prepare(graph, sources, None, backward=backward).plan
@@ -227,7 +241,7 @@ class Engine:
     @lets_go
     def problem(self, image: Any, target: Any = None, *, machine: Machine | None = None) -> Problem:
         """What `plan` is a plan for, to ask for plans with other budgets (`gigagrad.plans.trade_off`)."""
-        with opened_sources(self._composite, image, target) as sources:
+        with self.ranks.together(), opened_sources(self._composite, image, target) as sources:
             graph, backward = self._captures.get(sources).graph, self.loss is not None
             return self._planner.problem(graph, sources, None, backward=backward, machine=machine)
 
@@ -244,7 +258,7 @@ class Engine:
         """
         if self.loss is None:
             raise ConfigError("this engine has no loss; compile(model, loss) to train")
-        with self._shown(), opened_sources(self._composite, image, target) as sources:
+        with self.ranks.together(), self._shown(), opened_sources(self._composite, image, target) as sources:
             run, graph = self._run("backward", sources)
             given = {name: source.given for name, source in sources.items() if source.given is not None}
         parameters = {**dict(self._composite.named_parameters(remove_duplicate=False)), **graph.closed}
@@ -266,6 +280,7 @@ class Engine:
         """
         if self.loss is None:
             raise ConfigError("this engine has no loss; compile(model, loss) for the gradient of a number")
+        self._one_process("image_gradient")
         if self._composite.precision is torch.float16:
             raise ConfigError("the gradient of an image needs a range that float16 has not; use bfloat16 or float32")
         with opened_sources(self._composite, image, target, asked=True) as sources:
@@ -287,11 +302,12 @@ class Engine:
         """
         if self.loss is not None and out is not None:
             raise ConfigError("out= needs an engine without a loss: compile(model)")
-        with self._shown(), opened_sources(self._composite, image, target) as sources:
+        with self.ranks.together(), self._shown(), opened_sources(self._composite, image, target) as sources:
             if self.loss is not None:
                 return self._run("forward", sources)[0].output
             graph = self._captures.get(sources).graph
             if _delivers_image(graph):
+                self._one_process("a prediction")
                 return self._delivered(graph, sources, out)
             if out is not None:
                 raise ConfigError("out= needs a model whose output is an image")
@@ -307,6 +323,7 @@ class Engine:
         """
         if self.loss is not None:
             raise ConfigError("stream needs an engine without a loss: compile(model)")
+        self._one_process("stream")
         with opened_sources(self._composite, image, None) as sources:
             yield from self._pieces(sources, Handed())
 
@@ -322,6 +339,10 @@ class Engine:
         """Adopt the choices of another engine's `state_dict`, from the next run on."""
         self._planner.load_state_dict(state)
         self._errors = RunningErrors(state.get("gradient_errors"))
+
+    def _one_process(self, what: str) -> None:
+        if self.ranks.count > 1:
+            raise ConfigError(f"{what} comes from one process: leave mesh= out, and give each rank slides of its own")
 
     def _shown(self) -> AbstractContextManager[None]:
         """Bars for a person at a terminal or a notebook, where nobody listens."""
@@ -372,10 +393,19 @@ class Engine:
     def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run, Graph]:
         """A finished run of a graph whose output is no image."""
         with self._measured(phase, sources) as (prepared, captured, more), self._seeds.of_this_run():
+            _draw_alike(self.ranks)
             for overflows in range(self._overflows, MOST_OVERFLOWS + 1):
                 try:
                     stored, backward = stored_in(self._composite, prepared.graph), phase == "backward"
-                    run = Run(prepared, sources, stored, self.events, backward=backward, overflows=overflows)
+                    run = Run(
+                        prepared,
+                        sources,
+                        stored,
+                        self.events,
+                        backward=backward,
+                        overflows=overflows,
+                        ranks=self.ranks,
+                    )
                     with run, closing(run):
                         run.run()
                     break
@@ -413,6 +443,13 @@ class Engine:
             **more,
         )
         self.events.emit(self.last_run)
+
+
+def _draw_alike(ranks: Ranks) -> None:
+    """Random operators on every rank: from the first one's generator."""
+    if ranks.count > 1:
+        state = ranks.said(torch.get_rng_state().tolist() if ranks.index == 0 else None)[0]
+        torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
 
 
 def _sink(out: str | Path | Sink | None, dtype: torch.dtype) -> Sink:

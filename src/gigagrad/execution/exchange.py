@@ -107,14 +107,14 @@ class Exchange:
 
     def _passed(self, message: Message | None, receivers: Mapping[int, int]) -> Message | None:
         """What comes to this rank when some send others a message of any length."""
-        lengths = self._ranks.words(b"" if message is None else str(len(message)).encode())
+        lengths = self._ranks.said(0 if message is None else len(message))
         here = self._ranks.index
         senders = {receiver: sender for sender, receiver in receivers.items()}
         sent = {} if message is None else {receivers[here]: message}
         if here not in senders:
             self._ranks.exchange(sent, {})
             return None
-        return self._ranks.exchange(sent, {senders[here]: int(lengths[senders[here]])})[senders[here]]
+        return self._ranks.exchange(sent, {senders[here]: lengths[senders[here]]})[senders[here]]
 
     def _packed(self, joined: Iterable[Joined]) -> Message:
         joined = list(joined)

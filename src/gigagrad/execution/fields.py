@@ -116,7 +116,7 @@ class Fields:
         spec, rounding, tier = self._spec(life), self._rounding(life), self._open[self._tier(life)]
         windows = [(box, tier.open_store(window)) for box, window in self._windows(life)]
         whole = len(windows) == 1 and windows[0][1].shape == spec.shape
-        store = windows[0][1] if whole else Windows(spec.shape, spec.dtype, spec.axes, windows)
+        store = windows[0][1] if whole else Windows(spec, windows)
         if not life.cotangent:
             self.stored[life.field] = store
         return store if rounding is None else RoundedStore(store, rounding, self._graph[life.field].dtype)

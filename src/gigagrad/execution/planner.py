@@ -29,6 +29,7 @@ from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan, split_stage
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import amount_of, total
+from gigagrad.ranks import Ranks
 from gigagrad.stores import Half, Rounding, Tier
 
 _WORTH_A_TRIAL = 32
@@ -75,7 +76,9 @@ class Planner:
         tile: tuple[int, int] | None,
         rounding: Rounding | None,
         optimizer: torch.optim.Optimizer | None,
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self._optimizer = OptimizerState(composite.model, optimizer)
         self._rounding = rounding
         self._events = events
@@ -86,13 +89,16 @@ class Planner:
         self._adopted: dict[str, Choice] = {}
 
     def prepare(self, graph: Graph, sources: dict[str, Source], sink: Sink | None, *, backward: bool) -> Prepared:
-        """The graph with a plan for these sources, under the memory that is there now. Raises as `Engine.plan`."""
+        """The graph with a plan for these sources, under the memory that is there now: on every rank the same, made by
+        the first for the one with the least. Raises as `Engine.plan`.
+        """
         key = backward, graph, sink.kind if sink is not None else Handed.kind, _handed(graph, sink, backward=backward)
         planned = self._planned.get(key)
-        if planned is None:
-            planned = self._first(graph, sources, sink, backward=backward)
-        elif self._may_have_grown(planned):
-            planned = self._as_things_are(planned, self.problem(graph, sources, sink, backward=backward))
+        settled = planned is not None and not self._may_have_grown(planned)
+        if not all(self._ranks.said(settled)):
+            problem = self.problem(graph, sources, sink, backward=backward)
+            planned = self._made(planned, problem, sources)
+        assert planned is not None
         self._planned[key] = planned
         self._planned.move_to_end(key)
         if len(self._planned) > _MOST_SIZES:
@@ -109,6 +115,16 @@ class Planner:
                 taken = dataclasses.replace(prepared, taken=pass_seconds)
                 self._planned[key] = dataclasses.replace(planned, prepared=taken, ran=True)
                 return
+
+    def _made(self, known: _Planned | None, problem: Problem, sources: dict[str, Source]) -> _Planned:
+        planned = None
+        if self._ranks.index == 0:
+            planned = self._first(problem, sources) if known is None else self._as_things_are(known, problem)
+        choice = self._ranks.said(None if planned is None else Choice.of(planned.prepared.plan).to_dict())[0]
+        if planned is None:
+            prepared = self._prepared(problem, self._again(problem, Choice.from_dict(choice)))
+            planned = _Planned(prepared, _compiled(prepared), known is not None and known.ran)
+        return planned
 
     def problem(
         self,
@@ -131,19 +147,23 @@ class Planner:
             Amount(ledger.OPTIMIZER, self._optimizer.coming_bytes() if backward else 0),
             Amount(ledger.STEP, device.step_bytes()),
         )
+        rooms = {tier.name: tier.room_bytes() or 0 for tier in self._tiers if not tier.in_budget}
+        everybody = self._ranks.said([self._budget_bytes, [amount.size_bytes for amount in held], [*rooms.values()]])
+        budgets, sizes, free = zip(*everybody, strict=True)
         return Problem(
             graph=graph,
             backward=backward,
             machine=machine or device.machine(lambda text: self._events.emit_once(Notice(text, warning=True))),
             device=str(device),
             sum_dtype=device.sum_dtype,
-            budget_bytes=self._budget_bytes,
-            held=held,
+            budget_bytes=min((budget for budget in budgets if budget is not None), default=None),
+            held=tuple(Amount(one.name, max(sizes)) for one, sizes in zip(held, zip(*sizes, strict=True), strict=True)),
             compiled_bytes=lambda count: device.compiled_bytes(count, dtypes),
             output_bytes=sink.held_bytes if sink is not None else lambda tile_height, shape: 0,
             handed=_handed(graph, sink, backward=backward),
             tiers=self._tiers,
-            rooms={tier.name: tier.room_bytes() or 0 for tier in self._tiers if not tier.in_budget},
+            rooms=dict(zip(rooms, map(min, zip(*free, strict=True)), strict=True)),
+            ranks=self._ranks.count,
             packing=_packing_of(self._rounding),
         )
 
@@ -185,9 +205,9 @@ class Planner:
         stages = split_stages(problem.graph, [field.node for field in plan.kept])
         return Prepared(plan, stages, self._device, problem, self._rounding)
 
-    def _first(self, graph: Graph, sources: dict[str, Source], sink: Sink | None, *, backward: bool) -> _Planned:
+    def _first(self, problem: Problem, sources: dict[str, Source]) -> _Planned:
         """A first plan; both memory layouts are tried where the run is long enough to pay for it."""
-        problem = self.problem(graph, sources, sink, backward=backward)
+        graph, backward = problem.graph, problem.backward
         # A changed model is planned anew, so a choice is adopted once; what only counts or anneals stays as it was.
         adopted = self._adopted.pop(_name(sources, backward=backward), None)
         if adopted is None:

@@ -31,6 +31,8 @@ class Problem:
     machine: Machine = field(default_factory=Machine)
     device: str = "cpu"
     sum_dtype: torch.dtype = torch.float64
+    ranks: int = 1
+    """How many share the work; memory is that of one of them."""
     """Of sums over tiles."""
     budget_bytes: int | None = None
     held: tuple[Amount, ...] = ()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ class ProcessGroup(Ranks):
         self.index, self.count = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._peers = dist.get_process_group_ranks(self._group)
         self._timeout = timedelta(seconds=timeout)
-        self._pulse = _Pulse(self._peers, dist.get_rank())
+        self._pulse = _pulse_of(dist.get_rank())
 
     def _swap(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
         found = {rank: torch.empty(nbytes, dtype=torch.uint8) for rank, nbytes in received.items()}
@@ -63,7 +65,7 @@ class ProcessGroup(Ranks):
 
     def _silent(self, error: RuntimeError) -> RankError:
         """Who it is, as far as anybody knows."""
-        silent = [self._peers.index(peer) for peer in self._pulse.missing()]
+        silent = [self._peers.index(peer) for peer in self._pulse.missing(self._peers)]
         if not silent:
             return RankError(f"the ranks lost each other: {error}")
         names = ", ".join(map(str, silent))
@@ -71,27 +73,33 @@ class ProcessGroup(Ranks):
 
 
 class _Pulse:
-    """This process's sign of life in the store that all ranks have, and everybody's."""
+    """This process's sign of life in the store that all ranks have, and everybody's; one for all groups."""
 
-    def __init__(self, peers: Sequence[int], own: int) -> None:
+    def __init__(self, own: int) -> None:
         self._store = dist.distributed_c10d.PrefixStore("gigagrad-pulse", dist.distributed_c10d._get_default_store())
-        self._peers, self._own = peers, own
+        self._own, self._over = own, threading.Event()
         self._store.add(str(own), 1)
-        threading.Thread(target=self._beat, name="gigagrad-pulse", daemon=True).start()
+        thread = threading.Thread(target=self._beat, name="gigagrad-pulse", daemon=True)
+        atexit.register(
+            lambda: (self._over.set(), thread.join(_BEAT_SECONDS))
+        )  # a call of the store must not outlive it
+        thread.start()
 
-    def missing(self) -> list[int]:
-        """The ranks without a sign of life for three seconds."""
+    def missing(self, peers: Sequence[int]) -> list[int]:
+        """Those of the ranks without a sign of life for three seconds."""
         try:
-            before = {peer: self._store.add(str(peer), 0) for peer in self._peers}
+            before = {peer: self._store.add(str(peer), 0) for peer in peers}
             time.sleep(3 * _BEAT_SECONDS)
             return [peer for peer, beats in before.items() if self._store.add(str(peer), 0) == beats]
         except RuntimeError:  # whoever keeps the store is gone
             return [0] if self._own else []
 
     def _beat(self) -> None:
-        while True:
+        while not self._over.wait(_BEAT_SECONDS):
             try:
                 self._store.add(str(self._own), 1)
             except RuntimeError:
                 return
-            time.sleep(_BEAT_SECONDS)
+
+
+_pulse_of = lru_cache(maxsize=None)(_Pulse)

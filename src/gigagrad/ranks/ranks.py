@@ -6,9 +6,11 @@ meeting begins with a word from each, so that an error of one of them ends all.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -53,11 +55,11 @@ class Ranks(ABC):
         """Wait for all. Raises RankError if another one failed, or is silent."""
         self._hear(self._words(b""))
 
-    def words(self, word: bytes) -> Sequence[bytes]:
-        """What each rank has to say, by rank. Raises RankError if one failed, or is silent."""
-        words = self._words(b"\0" + word)
+    def said(self, value: Any) -> list[Any]:
+        """What each rank says, by rank: anything that JSON can hold. Raises RankError if one failed, or is silent."""
+        words = self._words(b"\0" + json.dumps(value).encode())
         self._hear([b"" if said[:1] == b"\0" else said for said in words])
-        return [said[1:] for said in words]
+        return [json.loads(said[1:]) for said in words]
 
     @contextmanager
     def together(self) -> Iterator[None]:

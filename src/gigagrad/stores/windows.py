@@ -9,6 +9,7 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.graphs.crops import part
 from gigagrad.stores.store import Store
+from gigagrad.stores.tier import FieldSpec
 
 Window = tuple[Box, Store]
 
@@ -16,11 +17,10 @@ Window = tuple[Box, Store]
 class Windows(Store):
     """Boxes are those of the whole field. What is written or added outside of all windows is somebody else's."""
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[int, int], windows: Sequence[Window]
-    ) -> None:
-        super().__init__(shape, dtype, axes)
+    def __init__(self, field: FieldSpec, windows: Sequence[Window]) -> None:
+        super().__init__(field.shape, field.dtype, field.axes)
         self._windows = tuple(windows)
+        self._layout = field.layout if len(field.shape) == 4 else torch.contiguous_format
 
     def read(self, box: Box) -> torch.Tensor:
         """Raises as `Store.read`; the windows hold all of the box."""
@@ -32,7 +32,7 @@ class Windows(Store):
         shape = list(self.shape)
         shape[y], shape[x] = box.shape
         first = found[0][1] if found else torch.empty(0, dtype=self.dtype)
-        whole = torch.empty(shape, dtype=first.dtype, device=first.device)
+        whole = torch.empty(shape, dtype=first.dtype, device=first.device, memory_format=self._layout)
         for share, crop in found:
             whole.narrow(y, share.y0 - box.y0, share.height).narrow(x, share.x0 - box.x0, share.width).copy_(crop)
         return whole
