@@ -79,11 +79,9 @@ class _Pulse:
         self._store = dist.distributed_c10d.PrefixStore("gigagrad-pulse", dist.distributed_c10d._get_default_store())
         self._own, self._over = own, threading.Event()
         self._store.add(str(own), 1)
-        thread = threading.Thread(target=self._beat, name="gigagrad-pulse", daemon=True)
-        atexit.register(
-            lambda: (self._over.set(), thread.join(_BEAT_SECONDS))
-        )  # a call of the store must not outlive it
-        thread.start()
+        self._thread = threading.Thread(target=self._beat, name="gigagrad-pulse", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
 
     def missing(self, peers: Sequence[int]) -> list[int]:
         """Those of the ranks without a sign of life for three seconds."""
@@ -93,6 +91,11 @@ class _Pulse:
             return [peer for peer, beats in before.items() if self._store.add(str(peer), 0) == beats]
         except RuntimeError:  # whoever keeps the store is gone
             return [0] if self._own else []
+
+    def _end(self) -> None:
+        """A call of the store must not outlive it."""
+        self._over.set()
+        self._thread.join(_BEAT_SECONDS)
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT_SECONDS):
