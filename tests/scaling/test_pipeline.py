@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gigagrad.errors import ConfigError
@@ -11,10 +11,16 @@ from gigagrad.scaling import Layer, Link, replicated, split
 
 LINK = Link(1e9, 1e-3)
 layers = st.lists(
-    st.builds(Layer, st.integers(0, 50).map(float), st.integers(0, 20 * 10**9), st.integers(0, 10**11)),
+    st.builds(
+        Layer,
+        st.sampled_from([0.0, 1.0, 2.0, 3.0, 6.0]),
+        st.sampled_from([0, 4 * 10**8, 10**9, 3 * 10**9]),
+        st.sampled_from([0, 10**9, 5 * 10**9]),
+    ),
     min_size=1,
     max_size=5,
 )
+"""Few values, so that stages and cuts are often equally slow."""
 
 
 def all_splits(count: int, ranks: int, first: int = 0) -> Iterator[list[tuple[int, int, int]]]:
@@ -41,6 +47,8 @@ def slowest(chain: Sequence[Layer], stages: list[tuple[int, int, int]]) -> float
 
 
 @given(layers, st.integers(1, 5))
+@example([Layer(3.0, 10**9, 5 * 10**9), Layer(2.0, 4 * 10**8, 10**9), Layer(3.0, 0, 5 * 10**9)], 4)  # 1-3, not 1-1-1
+@example([Layer(0.0, 10**9, 5 * 10**9), Layer(2.0, 10**9, 10**9), Layer(2.0, 0, 10**9)], 5)  # 1-1, not 1-2
 def test_no_split_is_faster_and_no_smaller_one_as_fast(chain, ranks):
     found = split(chain, ranks, LINK)
     stages = [(stage.first, stage.stop, stage.ranks) for stage in found.stages]
@@ -63,8 +71,14 @@ def test_few_parameters_are_copied_and_many_are_not():
     assert str(split([convolutions, convolutions], 16, LINK)) == "16"
 
 
+def test_ranks_that_would_wait_for_a_cut_are_left_out():
+    found = split([Layer(6.0, 10**9, 10**6), Layer(1.0, 0, 10**12)], 16, LINK)
+    assert str(found) == "3-1"
+    assert found.seconds == pytest.approx(2.002)
+
+
 def test_a_wide_cut_is_not_worth_its_bytes():
-    halves = [Layer(1.0, 2 * 10**9, 0), Layer(1.0, 0, 0)]
+    halves = [Layer(1.0, 12 * 10**8, 0), Layer(1.0, 0, 0)]
     no_copies = split(halves, 2, LINK, lambda stage, ranks, link: replicated(stage, 1, link))
     assert str(no_copies) == "1"
     assert no_copies.seconds == 2.0

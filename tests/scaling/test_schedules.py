@@ -35,7 +35,7 @@ def test_interleaved_1f1b_idles_as_published(p, rounds, v):
         assert max(found.held) == min(v * m, v * p + p - 1)  # p (1 + (p - 1) / (p v)) micro-batches in v stages
 
 
-@given(ranks_st, st.integers(1, 12), chunks_st)
+@given(ranks_st, rounds_st, chunks_st)
 def test_2bw_never_waits(p, m, v):
     found = simulate(PIPEDREAM_2BW, equal_stages(p, v), p, m * p if v > 1 else m)
     assert found.idle_share == pytest.approx(0)
@@ -73,6 +73,7 @@ def test_messages_delay_what_waits_for_them():
     [
         (3, 2, 2, "3 stages on 2 ranks"),
         (0, 2, 2, "0 stages on 2 ranks"),
+        (2, 0, 2, "2 stages on 0 ranks"),
         (2, 2, 0, "1 at least here, got 0"),
         (4, 2, 3, "a multiple of 2 here, got 3"),
     ],

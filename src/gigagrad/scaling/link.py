@@ -7,6 +7,7 @@ Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, sec
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gigagrad.errors import ConfigError
@@ -42,12 +43,10 @@ def parse_link(text: str) -> Link:
 
     Raises `ConfigError` for anything else. `Gb/s` is refused: half of its readers take it for bytes.
     """
-    match = re.fullmatch(r"([^,]+?)(bit|B)/s(?:,(.+))?", text.strip())
-    try:
-        if match is None:
-            raise ValueError(f"cannot read {text!r} as a link")
+    match = re.fullmatch(r"([^,]+?)(bit|B)/s(?:\s*,(.+))?", text.strip())
+    if match:
         amount, unit, latency = match.groups()
-        rate = parse_bytes(f"{amount}B") / (8 if unit == "bit" else 1)
-        return Link(rate, parse_seconds(latency) if latency else 0.0)
-    except ValueError as error:
-        raise ConfigError(f"{error}; write a link like '10Gbit/s', '25GB/s' or '10Gbit/s,50us'") from error
+        with suppress(ValueError):
+            rate = parse_bytes(f"{amount}B") / (8 if unit == "bit" else 1)
+            return Link(rate, parse_seconds(latency) if latency else 0.0)
+    raise ConfigError(f"cannot read {text!r} as a link; write it like '10Gbit/s', '25GB/s' or '10Gbit/s,50us'")

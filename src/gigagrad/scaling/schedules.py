@@ -14,7 +14,7 @@ and v chunks, equal stages and messages that take no time, the idle share of a s
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -91,9 +91,9 @@ def simulate(
     Messages travel beside the work and do not wait for each other. Raises `ConfigError` where stages are no multiple of
     ranks, or where ranks have several stages each and micro-batches are no multiple of ranks.
     """
-    chunks, odd = divmod(len(stages), ranks)
-    if odd or not chunks:
+    if ranks < 1 or not stages or len(stages) % ranks:
         raise ConfigError(f"every rank needs as many stages, got {len(stages)} stages on {ranks} ranks")
+    chunks = len(stages) // ranks
     if micro_batches < 1 or (chunks > 1 and micro_batches % ranks):
         multiple = f"a multiple of {ranks}" if chunks > 1 else "1 at least"
         raise ConfigError(f"micro-batches must be {multiple} here, got {micro_batches}")
@@ -107,13 +107,8 @@ def simulate(
     if not schedule.exact:
         seconds = (_seconds(orders(2 * steps), stages, link) - seconds) / steps
     work = micro_batches * sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
-    under_way = [_under_way(order) for order in run]
-    return Simulated(
-        seconds,
-        1 - work / (ranks * seconds),
-        tuple(max(map(len, moments)) for moments in under_way),
-        max(len({batch // micro_batches for _, batch in moment}) for moments in under_way for moment in moments),
-    )
+    held, versions = zip(*(_under_way(order, micro_batches) for order in run), strict=True)
+    return Simulated(seconds, 1 - work / (ranks * seconds), held, max(versions))
 
 
 def _order(schedule: Schedule, rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Work]:
@@ -131,14 +126,14 @@ def _order(schedule: Schedule, rank: int, ranks: int, chunks: int, micro_batches
     return [*forwards[:first], *in_turns, *backwards[count - first :]]
 
 
-def _under_way(order: Sequence[Work]) -> list[frozenset[tuple[int, int]]]:
-    """After each forward, the stages and micro-batches whose activations the rank holds."""
-    moments, now = [], frozenset[tuple[int, int]]()
-    for backward, stage, batch in order:
-        now ^= {(stage, batch)}
-        if not backward:
-            moments.append(now)
-    return moments
+def _under_way(order: Sequence[Work], micro_batches: int) -> tuple[int, int]:
+    """The most activations that a rank holds at once, and the most steps that they are of."""
+    steps: Counter[int] = Counter()
+    most = most_steps = 0
+    for work in order:
+        steps[work.micro_batch // micro_batches] += -1 if work.backward else 1
+        most, most_steps = max(most, steps.total()), max(most_steps, sum(map(bool, steps.values())))
+    return most, most_steps
 
 
 def _seconds(orders: Sequence[Sequence[Work]], stages: Sequence[StageTimes], link: Link | None) -> float:
