@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
+
 from gigagrad.errors import ConfigError
 from gigagrad.scaling.link import Link
 
@@ -67,46 +69,49 @@ class Split:
 def split(layers: Sequence[Layer], ranks: int, link: Link, stage_seconds: Replicated = replicated) -> Split:
     """The pipeline whose slowest stage is fastest, on at most so many ranks; of equals the smallest.
 
-    The smallest has fewest stages, then fewest ranks: what is idle is left out. Takes time in layers^2 x ranks^2.
-    Raises `ConfigError` where there is no layer or no rank.
+    The smallest has fewest stages, then fewest ranks: what is idle is left out. Raises `ConfigError` where there is no
+    layer or no rank.
     """
     if not layers or ranks < 1:
         raise ConfigError(f"a pipeline needs a layer and a rank at least, got {len(layers)} and {ranks}")
     cut = [0.0, *(2 * link.seconds(layer.cut_bytes) for layer in layers)]
     cost = {
-        PipelineStage(first, stop, count): max(cut[first], stage_seconds(layers[first:stop], count, link))
+        (first, stop): np.array(
+            [max(cut[first], stage_seconds(layers[first:stop], count, link)) for count in range(1, ranks + 1)]
+        )
         for stop in range(1, len(layers) + 1)
         for first in range(stop)
-        for count in range(1, ranks + 1)
     }
-
-    def slower(before: _Value, stage: PipelineStage) -> _Value:
-        return max(before[0], cost[stage]), 0
-
-    def larger(before: _Value, stage: PipelineStage) -> _Value:
-        return before[0] + 1 if cost[stage] <= slowest else inf, before[1] + stage.ranks
-
-    (slowest, _), _ = _least(len(layers), ranks, slower)
-    return Split(_least(len(layers), ranks, larger)[1], slowest)
+    slowest = _slowest(cost, len(layers), ranks)
+    return Split(_smallest(cost, len(layers), ranks, slowest), slowest)
 
 
-_Value = tuple[float, int]
+_Costs = dict[tuple[int, int], np.ndarray[tuple[int], np.dtype[np.float64]]]
+"""Seconds of layers `first` to `stop` as a stage, and of the cut before it, on 1, 2, 3, ... ranks; sorted by `stop`."""
 
 
-def _least(
-    layers: int, ranks: int, join: Callable[[_Value, PipelineStage], _Value]
-) -> tuple[_Value, tuple[PipelineStage, ...]]:
-    """The least value of any split, which `join` makes stage by stage from (0, 0) on, and its stages."""
-    best: dict[tuple[int, int], tuple[_Value, tuple[PipelineStage, ...]]]
-    best = {(0, free): ((0.0, 0), ()) for free in range(ranks + 1)}
-    for stop in range(1, layers + 1):
+def _slowest(cost: _Costs, layers: int, ranks: int) -> float:
+    """A(layers, ranks)."""
+    best = np.full((layers + 1, ranks + 1), inf)
+    best[0] = 0.0
+    for (first, stop), stage in cost.items():
         for free in range(1, ranks + 1):
-            found = [
-                (join(best[first, free - count][0], stage), (*best[first, free - count][1], stage))
-                for first in range(stop)
-                for count in range(1, free + 1)
-                if (first, free - count) in best
-                for stage in [PipelineStage(first, stop, count)]
-            ]
-            best[stop, free] = min(found, key=lambda option: option[0])
-    return best[layers, ranks]
+            joined = np.maximum(best[first, :free][::-1], stage[:free])
+            best[stop, free] = min(best[stop, free], joined.min())
+    return float(best[layers, ranks])
+
+
+def _smallest(cost: _Costs, layers: int, ranks: int, slowest: float) -> tuple[PipelineStage, ...]:
+    """The stages of a split of which none takes longer: by the number of stages, the fewest ranks up to each layer."""
+    needs = {piece: int(np.argmax(times <= slowest)) + 1 for piece, times in cost.items() if times.min() <= slowest}
+    reached: dict[int, tuple[int, tuple[PipelineStage, ...]]] = {0: (0, ())}
+    for _ in range(layers):
+        before, reached = reached, {}
+        for (first, stop), own in needs.items():
+            if first in before:
+                used, stages = before[first]
+                if used + own < reached.get(stop, (inf,))[0]:
+                    reached[stop] = used + own, (*stages, PipelineStage(first, stop, own))
+        if reached.get(layers, (inf,))[0] <= ranks:
+            return reached[layers][1]
+    raise AssertionError("no split is as fast as the fastest")
