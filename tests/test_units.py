@@ -4,7 +4,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gigagrad.units import format_bytes, format_pixels, format_seconds, parse_bytes, parse_size, printable_bytes
+from gigagrad.units import (
+    format_bytes,
+    format_pixels,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+    parse_size,
+    printable_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +77,19 @@ def test_parse_size(text, size):
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="HEIGHTxWIDTH"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("50us", 50e-6), (" 1.5 ms ", 1.5e-3), ("2s", 2.0), (".5s", 0.5), ("7ns", 7e-9), ("0us", 0)]
+)
+def test_parse_seconds(text, seconds):
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "50", "us", "-1s", "5 min", "1e-3s"])
+def test_what_is_no_duration(text):
+    with pytest.raises(ValueError, match="duration"):
+        parse_seconds(text)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ _BYTE_UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for ending, base in (("b", 1000), ("", 1024), ("ib", 1024))
 }
+_IN_A_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
 def parse_bytes(text: str | int) -> int:
@@ -58,6 +59,14 @@ def parse_size(text: str) -> tuple[int, int]:
     if match is None or not int(match.group(1)) or not int(match.group(2)):
         raise ValueError(f"cannot read {text!r} as an image size; write HEIGHTxWIDTH in pixels, e.g. 16000x64000")
     return int(match.group(1)), int(match.group(2))
+
+
+def parse_seconds(text: str) -> float:
+    """`"50us"`, `"1.5 ms"` or `"2s"` in seconds. Raises `ValueError` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text)
+    if match is None or match.group(2) not in _IN_A_SECOND:
+        raise ValueError(f"cannot read {text!r} as a duration; write it like '50us', '1.5ms' or '2s'")
+    return float(match.group(1)) / _IN_A_SECOND[match.group(2)]
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,0 +1,50 @@
+"""Links as people write them, and what messages and sums take on them."""
+
+import pytest
+
+from gigagrad.errors import ConfigError
+from gigagrad.scaling import Link, parse_link
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("10Gbit/s", Link(1.25e9)),
+        ("25GB/s", Link(25e9)),
+        ("10Gbit/s,50us", Link(1.25e9, 50e-6)),
+        (" 1.5 GiB/s , 2 ms ", Link(1.5 * 2**30, 2e-3)),
+        ("8bit/s", Link(1.0)),
+    ],
+)
+def test_parse_link(text, link):
+    assert parse_link(text) == link
+
+
+@pytest.mark.parametrize(
+    "text", ["", "10", "10Gbit", "10Gb/s", "10Gbps", "GB/s", "0GB/s", "10GB/s,", "10GB/s,5", "1GB/s,1s,1s"]
+)
+def test_what_is_no_link(text):
+    with pytest.raises(ConfigError, match="as a link; write it like '10Gbit/s'"):
+        parse_link(text)
+
+
+def test_a_message_and_a_share():
+    link = Link(1e9, 1e-3)
+    assert link.seconds(2e9) == 2.001
+    assert link.shared(4).seconds(2e9) == 8.001
+
+
+def test_sums_by_the_papers_formulas():
+    link, nbytes = Link(1e9, 1e-3), 3e9
+    for ranks in (2, 3, 7, 8, 1000):
+        ring = 2 * (ranks - 1) * 1e-3 + 2 * (ranks - 1) / ranks * 3
+        assert link.ring_seconds(nbytes, ranks) == pytest.approx(ring)
+    for ranks, rounds in ((2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (1024, 10)):
+        assert link.tree_seconds(nbytes, ranks) == pytest.approx(2 * rounds * 3.001)
+    assert link.ring_seconds(nbytes, 1) == link.tree_seconds(nbytes, 1) == 0
+
+
+def test_a_ring_is_for_many_bytes_and_a_tree_for_few():
+    link = Link(1.25e9, 50e-6)
+    assert link.ring_seconds(1e9, 64) < link.tree_seconds(1e9, 64)
+    assert link.tree_seconds(8, 64) < link.ring_seconds(8, 64)
