@@ -209,7 +209,7 @@ def two_images() -> Network:
 
 
 def smp_unet() -> Network:
-    return of(gg.models.resolve("smp:Unet?encoder_name=resnet18&encoder_depth=3&decoder_channels=(32,16,8)"))
+    return of(gg.models.resolve("smp:Unet?encoder_name=resnet18"))
 
 
 NETWORKS: dict[str, Callable[[], Network]] = {

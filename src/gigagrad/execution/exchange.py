@@ -18,7 +18,7 @@ from gigagrad.execution.seams import Seam
 from gigagrad.execution.tape import Values
 from gigagrad.graphs import FIELD_MAX
 from gigagrad.plans import Parts, Stage
-from gigagrad.plans.shares import Shares
+from gigagrad.plans.shares import Shares, down, up
 from gigagrad.ranks import Message, Ranks
 from gigagrad.stores import Store
 
@@ -52,8 +52,11 @@ class Exchange:
         def pieces(sender: int, receiver: int) -> list[Piece]:
             return [(i, box, 0) for i in stage.kept for box in self._shares.halo(i, sender, receiver)]
 
-        for _, (field, box, _), crop in self._swapped(pieces, lambda piece: stores[piece[0]].read(piece[1]), stores):
-            stores[field].write(box, crop)
+        if stage.kept and self._ranks.count > 1:
+            for _, (field, box, _), crop in self._swapped(
+                pieces, lambda piece: stores[piece[0]].read(piece[1]), stores
+            ):
+                stores[field].write(box, crop)
         for field in stage.kept:
             stores[field].flush()
 
@@ -71,34 +74,31 @@ class Exchange:
             field, box, part = piece
             return seams[field].strip(part, box)
 
-        for _, (field, box, _), crop in self._swapped(sums, lambda piece: stores[piece[0]].read(piece[1]), stores):
-            stores[field].write(box, crop)
-        own = ((here, piece, strip(piece)) for piece in strips(here, here))
-        came = [*self._swapped(strips, strip, stores), *own]
-        for _, (field, box, _), crop in sorted(came, key=lambda one: one[0]):
-            stores[field].add(box, crop)
+        if seams and self._ranks.count > 1:
+            for _, (field, box, _), crop in self._swapped(sums, lambda piece: stores[piece[0]].read(piece[1]), stores):
+                stores[field].write(box, crop)
+            own = ((here, piece, strip(piece)) for piece in strips(here, here))
+            came = [*self._swapped(strips, strip, stores), *own]
+            for _, (field, box, _), crop in sorted(came, key=lambda one: one[0]):
+                stores[field].add(box, crop)
         for field in seams:
             stores[field].flush()
 
     def total(self, stage: Stage, sums: PartSums) -> Values:
         """Of all ranks, to all of them: neighbours join theirs, then pairs of neighbours, until the first has all."""
         here, count = self._ranks.index, self._ranks.count
-        step = 1
-        while step < count:
+        for receivers in up(count):
             message = None
-            if here % (2 * step) == step:
-                following = self._shares.following(stage.index, min(here + step, count) - 1)
+            if here in receivers:
+                following = self._shares.following(stage.index, min(2 * here - receivers[here], count) - 1)
                 message = self._packed(sums.joined(following))
-            came = self._passed(message, {rank: rank - step for rank in range(step, count, 2 * step)})
+            came = self._passed(message, receivers)
             if came is not None:
                 sums.append(self._unpacked(came))
-            step *= 2
         total = sums.total() if here == 0 else {}
         message = self._packed([(0, total)]) if here == 0 else None
-        while step > 1:
-            step //= 2
-            given = {rank: rank + step for rank in range(0, count - step, 2 * step)}
-            came = self._passed(message if here in given else None, given)
+        for receivers in down(count):
+            came = self._passed(message if here in receivers else None, receivers)
             message = message if came is None else came
         if count > 1 and here > 0:
             assert message is not None

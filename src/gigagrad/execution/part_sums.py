@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from gigagrad.execution.tape import Values, add
+from gigagrad.plans.parts import JoinOrder
 
 Joined = tuple[int, Values]
 """Sums of neighbouring parts that the tree joins, and one of these parts."""
@@ -18,10 +19,10 @@ class PartSums:
     """
 
     def __init__(self, dtype: torch.dtype, largest: Collection[int] = (), before: int | None = None) -> None:
-        self._dtype, self._largest, self._before = dtype, largest, before
-        self._part = -1
+        self._dtype, self._largest = dtype, largest
+        self._part: int | None = None
         self._chain: Values = {}
-        self._joined: list[Joined] = []
+        self._order, self._sums = JoinOrder(before), list[Values]()
 
     def add(self, part: int, values: Values) -> None:
         """What a tile of this part gives; parts come in their order."""
@@ -35,49 +36,39 @@ class PartSums:
         """What somebody else has of the parts that follow."""
         self._end()
         for part, values in others:
-            self._join_before(part)
-            self._joined.append((part, values))
+            self._join(self._order.append(part))
+            self._sums.append(values)
 
     def joined(self, following: int) -> list[Joined]:
         """All that was added, joined as far as the tree joins it before the part that follows."""
         self._end()
-        self._join_before(following)
-        return self._joined
+        self._join(self._order.join_before(following))
+        return list(zip(self._order.parts, self._sums, strict=True))
 
     def total(self) -> Values:
         """Of all parts; nothing is added any more."""
         self._end()
-        while len(self._joined) > 1:
-            self._join()
-        return self._joined.pop()[1] if self._joined else {}
+        self._join(len(self._sums) - 1)
+        return self._sums.pop() if self._sums else {}
 
     def _end(self) -> None:
         """The chain becomes a leaf."""
-        if self._part >= 0:
-            self._join_before(self._part)
-            self._joined.append((self._part, self._chain))
-            self._part, self._chain = -1, {}
+        if self._part is not None:
+            self._join(self._order.append(self._part))
+            self._sums.append(self._chain)
+            self._part, self._chain = None, {}
 
-    def _join_before(self, following: int) -> None:
-        """Join what meets in the tree below where it meets the part that follows, and what came before.
-
-        Two leaves meet as high as the first bit in which their numbers differ.
-        """
-        while len(self._joined) > 1:
-            left, right = self._joined[-2][0], self._joined[-1][0]
-            before = self._joined[-3][0] if len(self._joined) > 2 else self._before
-            if left ^ right > right ^ following or (before is not None and left ^ right > before ^ left):
-                return
-            self._join()
-
-    def _join(self) -> None:
-        _, right = self._joined.pop()
-        for key in tuple(right):
-            value, left = right.pop(key), self._joined[-1][1]
-            if key in left:
-                self._into(left, key, value)
-            else:
-                left[key] = value
+    def _join(self, times: int) -> None:
+        """The last two, so many times."""
+        for _ in range(times):
+            right = self._sums.pop()
+            left = self._sums[-1]
+            for key in tuple(right):
+                value = right.pop(key)
+                if key in left:
+                    self._into(left, key, value)
+                else:
+                    left[key] = value
 
     def _into(self, sums: Values, key: int, value: torch.Tensor) -> None:
         if key in self._largest:

@@ -16,6 +16,18 @@ from gigagrad.plans.parts import Front, Parts
 from gigagrad.plans.plan import Plan
 from gigagrad.plans.stages import Stage, is_read
 
+
+def up(count: int) -> list[dict[int, int]]:
+    """Who sends to whom until the first rank has everybody's: neighbours, then pairs of neighbours, and so on."""
+    steps = [1 << power for power in range((count - 1).bit_length())]
+    return [{rank: rank - step for rank in range(step, count, 2 * step)} for step in steps]
+
+
+def down(count: int) -> list[dict[int, int]]:
+    """The same backwards, until all have what the first one had."""
+    return [{receiver: sender for sender, receiver in senders.items()} for senders in reversed(up(count))]
+
+
 Strip = tuple[int, Box]
 """What a part adds to pixels that another rank reaches first: the part, and which."""
 

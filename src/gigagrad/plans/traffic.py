@@ -1,0 +1,91 @@
+"""What the ranks of a run send each other, to the byte: known from the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+
+from gigagrad.boxes import Box
+from gigagrad.graphs import FIELD_MAX
+from gigagrad.plans.parts import JoinOrder
+from gigagrad.plans.plan import Plan
+from gigagrad.plans.problem import Problem
+from gigagrad.plans.shares import Shares, down, up
+from gigagrad.plans.stages import Stage
+
+Meeting = dict[tuple[int, int], int]
+"""Bytes from one rank to another, by both."""
+
+
+def traffic(problem: Problem, stages: tuple[Stage, ...], plan: Plan, shares: Shares) -> Iterator[tuple[int, Meeting]]:
+    """Every meeting of a run in which something is sent, with the pass that it ends."""
+    counter = _Traffic(problem, stages, plan, shares)
+    for index, step in enumerate(plan.passes):
+        stage = stages[step.stage]
+        meetings = (
+            counter.after_forward(stage) if step.phase == "forward" else counter.after_gradients(stage, step.phase)
+        )
+        yield from ((index, meeting) for meeting in meetings if any(meeting.values()))
+
+
+class _Traffic:
+    def __init__(self, problem: Problem, stages: tuple[Stage, ...], plan: Plan, shares: Shares) -> None:
+        self._problem, self._graph, self._stages, self._shares = problem, problem.graph, stages, shares
+        self._tiers = {field.node: field.tier for field in plan.kept}
+
+    def after_forward(self, stage: Stage) -> Iterator[Meeting]:
+        shares, packing = self._shares, self._problem.packing
+        pixel = {i: packing.bytes_per_pixel(self._graph, i, self._problem.tier(self._tiers[i])) for i in stage.kept}
+        yield self._pairs(lambda a, b: sum(_pixels(shares.halo(i, a, b)) * pixel[i] for i in stage.kept))
+        yield from self._sums(stage, stage.reductions)
+
+    def after_gradients(self, stage: Stage, phase: str) -> Iterator[Meeting]:
+        graph, shares, index = self._graph, self._shares, stage.index
+        added = [i for i in stage.reads if index in shares.adding(i) and graph[i].differentiable]
+        pixel = {i: graph[i].bytes_per_pixel for i in added}
+        yield self._pairs(lambda a, b: sum(_pixels(shares.sums(index, i, a, b)) * pixel[i] for i in added))
+        yield self._pairs(
+            lambda a, b: sum(_pixels(box for _, box in shares.strips(index, i, a, b)) * pixel[i] for i in added)
+        )
+        if phase == "one pass":
+            yield from self._sums(stage, stage.reductions)
+        yield from self._sums(stage, [i for i in stage.globals if graph[i].differentiable])
+
+    def _pairs(self, nbytes: Callable[[int, int], int]) -> Meeting:
+        ranks = range(self._shares.count)
+        return {(a, b): nbytes(a, b) for a in ranks for b in ranks if a != b}
+
+    def _sums(self, stage: Stage, keys: Iterable[int]) -> Iterator[Meeting]:
+        """Numbers that say what comes, and values; up to the first rank joined as far as the tree allows, and down."""
+        keys, shares, count = tuple(keys), self._shares, self._shares.count
+        if not keys:
+            return
+        values = sum(self._sum_bytes(key) for key in keys)
+        parts, held = shares.parts(stage.index), []
+        for rank in range(count):
+            order = JoinOrder(shares.before(stage.index, rank))
+            for part in shares.own(stage.index, rank):
+                if parts.tiles(part):
+                    order.append(part)
+            held.append(order)
+        for receivers in up(count):
+            meeting = {}
+            for sender, receiver in receivers.items():
+                last = min(2 * sender - receiver, count) - 1
+                held[sender].join_before(shares.following(stage.index, last))
+                joined = held[sender].parts
+                meeting[sender, receiver] = 8 * (2 + len(joined) * (2 + len(keys))) + len(joined) * values
+                for part in joined:
+                    held[receiver].append(part)
+            yield meeting
+        for receivers in down(count):
+            yield {pair: 8 * (4 + len(keys)) + values for pair in receivers.items()}
+
+    def _sum_bytes(self, key: int) -> int:
+        node = self._graph[key]
+        dtype = node.dtype if node.op == FIELD_MAX else self._problem.sum_dtype
+        return prod(node.shape) * dtype.itemsize
+
+
+def _pixels(boxes: Iterable[Box]) -> int:
+    return sum(box.area for box in boxes)
