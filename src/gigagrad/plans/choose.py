@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
 from heapq import heappop, heappush
@@ -15,6 +16,7 @@ from gigagrad.plans.keeping import kept_bytes
 from gigagrad.plans.plan import EXACT, KeptField, Plan, WholeField
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import gathered, split_stages
+from gigagrad.plans.traffic import plan_for_ranks
 from gigagrad.stores import Tier
 
 _GOOD_ENOUGH = 1.1
@@ -26,6 +28,9 @@ _ABOUT_AS_LEAN = 1.1
 _FIRST_LOOK = 24
 """Options of one kind that are tried before the search narrows."""
 
+
+_SHARINGS, _LEEWAY = 6, 1.05
+"""What ranks hold and send is known of a plan only: it is made again with a little more, so often at most."""
 
 Tried = Callable[[float | None], None]
 """Gets the seconds that a step takes in a way that was tried, None where it does not fit."""
@@ -47,8 +52,31 @@ def make_plan(
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
     """
+    costs = costs or Costs(problem.graph, problem.machine, problem.packing)
+    if problem.ranks == 1:
+        return _make_plan(problem, memory_format, tiles, kept, costs, tried)
+    problem = dataclasses.replace(problem, held_share=min(1.0, _LEEWAY / problem.ranks))
+    for sharing in range(_SHARINGS):
+        plan = _make_plan(problem, memory_format, tiles, kept, costs, tried)
+        ranks = plan_for_ranks(problem, plan)
+        if ranks.held_share <= problem.held_share and ranks.message_bytes <= problem.message_bytes:
+            break
+        share = 1.0 if sharing == _SHARINGS - 2 else max(problem.held_share, min(1.0, _LEEWAY * ranks.held_share))
+        messages = max(problem.message_bytes, int(_LEEWAY * ranks.message_bytes))
+        problem = dataclasses.replace(problem, held_share=share, message_bytes=messages)
+    ranks = dataclasses.replace(ranks, held_share=problem.held_share, message_bytes=problem.message_bytes)
+    return dataclasses.replace(plan, ranks=ranks)
+
+
+def _make_plan(
+    problem: Problem,
+    memory_format: str,
+    tiles: tuple[tuple[int, int], ...] | None,
+    kept: Kept | None,
+    costs: Costs,
+    tried: Tried,
+) -> Plan:
     graph, backward = problem.graph, problem.backward
-    costs = costs or Costs(graph, problem.machine, problem.packing)
     chooser = _Chooser(problem, costs, tiles, tried)
     best = chooser.best() if kept is None else chooser.again(kept)
     whole = [node for node in graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]

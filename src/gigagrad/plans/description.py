@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 if TYPE_CHECKING:
-    from gigagrad.plans.plan import Plan
+    from gigagrad.plans.plan import Plan, RankPlan
 
 Facts = tuple[tuple[str, str], ...]
 """Labels and what is said under them."""
@@ -114,11 +114,17 @@ def facts_of(plan: Plan, source: str) -> Facts:
     return (
         ("image", f"{height} x {width} px ({format_pixels(height * width)}), channels: {channels}"),
         ("runs", f"on {plan.device}, {plan.memory_format.replace('_', ' ')}, {at_once}"),
+        *((("ranks", _ranks(plan.ranks)),) if plan.ranks is not None else ()),
         ("passes over stages", _passes(plan) or "none"),
         ("predicted peak", f"{format_bytes(plan.predicted_peak_bytes)} ({budget})"),
         *((f"kept in {where}", f"{format_bytes(size)} at most") for where, size in elsewhere if size),
         ("predicted time", f"about {format_seconds(plan.predicted_seconds)} a step ({source}){whole}"),
     )
+
+
+def _ranks(ranks: RankPlan) -> str:
+    share = f"each holds at most {percent(ranks.held_share, 1)} of a field"
+    return f"{ranks.count}; {share}, all together send {format_bytes(ranks.sent_bytes)} a step"
 
 
 def _passes(plan: Plan) -> str:

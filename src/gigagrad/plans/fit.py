@@ -387,10 +387,12 @@ class _Tilings:
         where too little may be held between them. Tiers are read ahead and written behind: the slowest link counts, or
         the processor with what they ask of it beside computing tiles.
         """
-        problem, count = self.book.problem, cost.tile_count
+        problem = self.book.problem
         computing = cost.forward_seconds if phase == "forward" else cost.backward_seconds
         calls = cost.forward_calls if phase == "forward" else cost.backward_calls
-        processing = problem.machine.wall_seconds(computing, calls, self.book.workers, count)
+        count = -(-cost.tile_count // problem.ranks)  # those of the rank that has most
+        share = count / cost.tile_count
+        processing = problem.machine.wall_seconds(share * computing, share * calls, self.book.workers, count)
         new = max(0, self.book.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
         processing += problem.machine.page_seconds(new + count * self._given_back_bytes(cost))
         links = [0.0]

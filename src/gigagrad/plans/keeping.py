@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from gigagrad.graphs import SCATTER, Graph
 from gigagrad.plans.plan import Pass
@@ -54,6 +55,11 @@ def holds_whole(life: Lifetime, stages: tuple[Stage, ...], passes: tuple[Pass, .
     return sum(p.phase != "forward" and life.field in stages[p.stage].reads for p in passes) > 1
 
 
+def is_replicated(graph: Graph, life: Lifetime) -> bool:
+    """Whether every rank holds all of it: what whole-field operators read, and results."""
+    return is_read(graph, life.field) if life.cotangent else bool(graph.gathers(life.field))
+
+
 def _backward_of(passes: tuple[Pass, ...], stage: int) -> int | None:
     return next((i for i, p in enumerate(passes) if p.stage == stage and p.phase != "forward"), None)
 
@@ -72,6 +78,8 @@ def held_by_pass(
             if not life.cotangent:
                 pixel = problem.packing.bytes_per_pixel(graph, life.field, tier)
             size = tier.field_bytes((node.size(0), node.size(1)), pixel)
+            if not is_replicated(graph, life):
+                size = ceil(problem.held_share * size)
             for index in range(life.first, life.last + 1):
                 held[index][life.cotangent] += size
     return [(fields, cotangents) for fields, cotangents in held]

@@ -41,6 +41,7 @@ STEP: Final = "kernels' code and threads"
 GRADIENTS: Final = "gradients and values of parameters"
 WHOLE: Final = "whole-field operators"
 TAPE: Final = "freed blocks beside whole fields"
+MESSAGES: Final = "messages between ranks"
 COMPILED: Final = "compiled convolutions"
 HOARD: Final = "freed blocks held for the next tiles"
 FIELDS: Final = "fields kept"
@@ -60,6 +61,7 @@ WHERE_FROM: Final[Mapping[str, str]] = {
     GRADIENTS: "shapes in the graph",
     WHOLE: "liveness of whole fields in the graph",
     TAPE: "a quarter of gradients and whole fields",
+    MESSAGES: "boxes that ranks exchange",
     COMPILED: "shapes of convolutions, at the size of a kernel",
     HOARD: "twice what tiles take, as far as the budget has room",
     FIELDS: "shapes in the graph",
@@ -79,7 +81,8 @@ def fixed_amounts(problem: Problem) -> tuple[Amount, ...]:
     graph, backward = problem.graph, problem.backward
     gradients, whole = _gradient_bytes(graph, backward=backward), whole_field_bytes(graph, backward=backward)
     tape = int(TAPE_SLACK * (gradients + whole)) if whole else 0
-    return (*problem.held, Amount(GRADIENTS, gradients), Amount(WHOLE, whole), Amount(TAPE, tape))
+    messages = () if problem.ranks == 1 else (Amount(MESSAGES, problem.message_bytes),)
+    return (*problem.held, Amount(GRADIENTS, gradients), Amount(WHOLE, whole), Amount(TAPE, tape), *messages)
 
 
 def hoard(problem: Problem, peak_bytes: int, tiles_bytes: int) -> Amount:

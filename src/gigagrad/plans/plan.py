@@ -103,6 +103,18 @@ class WholeField:
 
 
 @dataclass(frozen=True, slots=True)
+class RankPlan:
+    """How a step is shared among ranks."""
+
+    count: int
+    held_share: float
+    """What part of a field one of them holds at most, of those that are not replicated."""
+    message_bytes: int
+    sent_bytes: int
+    """By all of them in a step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything a run will do, known before it starts. All memory in bytes, sizes in pixels."""
 
@@ -122,6 +134,8 @@ class Plan:
     """Peak of what is kept in each of the other tiers, by its name."""
     whole_seconds: float = 0.0
     """What whole-field operators take, by the cost model."""
+    ranks: RankPlan | None = None
+    """None: one process by itself."""
     timed_seconds: tuple[float, ...] | None = None
     """Of each pass, by a tile of it that was timed on this machine; None where none was."""
 
@@ -200,6 +214,7 @@ class Plan:
         )
         rest = {
             "image_shape": tuple(data["image_shape"]),
+            "ranks": None if data["ranks"] is None else RankPlan(**data["ranks"]),
             "timed_seconds": None if data["timed_seconds"] is None else tuple(data["timed_seconds"]),
             "passes": tuple(Pass(**p) for p in data["passes"]),
             "kept": tuple(KeptField(**field | {"shape": tuple(field["shape"])}) for field in data["kept"]),

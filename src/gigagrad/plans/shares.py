@@ -83,7 +83,7 @@ class Shares:
     def _find_held(self, field: int, rank: int) -> list[Box]:
         """What a rank holds of a kept field."""
         if self._graph.gathers(field):
-            return [self._whole(field)]
+            return [self.whole(field)]
         reading = [stage.index for stage in self._stages if field in stage.reads]
         read = [box for stage in reading for box in self._read(stage, field, rank)]
         return apart([*self.written(field, rank), *read])
@@ -103,7 +103,7 @@ class Shares:
     def _find_first(self, stage: int, field: int, rank: int) -> list[Box]:
         """The pixels that a rank's tiles reach before those of all others: of all ranks together the whole field."""
         own, parts = self.own(stage, rank), self.parts(stage)
-        until = [self._whole(field)] if rank == self.count - 1 else self._behind(parts.front(field, own.stop), field)
+        until = [self.whole(field)] if rank == self.count - 1 else self._behind(parts.front(field, own.stop), field)
         return without(until, self._behind(parts.front(field, own.start), field))
 
     def wanted_next(self, stage: int, field: int, rank: int) -> list[Box]:
@@ -114,7 +114,7 @@ class Shares:
         following = adding.index(stage) + 1
         if following < len(adding):
             return self._first(adding[following], field, rank)
-        return [self._whole(field)] if is_read(self._graph, field) else self.written(field, rank)
+        return [self.whole(field)] if is_read(self._graph, field) else self.written(field, rank)
 
     def _find_held_cotangents(self, field: int, rank: int) -> list[Box]:
         """What a rank holds of a field's cotangents."""
@@ -145,9 +145,10 @@ class Shares:
 
     # Boxes
 
-    def _whole(self, field: int) -> Box:
+    def whole(self, field: int) -> Box:
+        """The box of all of a field."""
         node = self._graph[field]
         return Box.whole(node.size(0), node.size(1))
 
     def _behind(self, front: Front, field: int) -> list[Box]:
-        return [box for box, which in front.split(self._whole(field)) if which is not None]
+        return [box for box, which in front.split(self.whole(field)) if which is not None]

@@ -8,6 +8,7 @@ tiles.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from gigagrad.plans.order import PlanFault, Walk
 from gigagrad.plans.plan import Amount, Pass, Plan, StagePlan, amount_of, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import Stage, gathered, is_read, split_stages
+from gigagrad.plans.traffic import plan_for_ranks
 
 _ALL_LOOKED_AT = 96
 """Of an axis with more tiles than this, halos are followed for the tiles at both borders and for some between."""
@@ -63,6 +65,8 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
     every stage that a gradient goes through is swept backward once, after all that read its results; bytes held stay
     within what the plan says, and its peak within the budget.
     """
+    if plan.ranks is not None:
+        problem = dataclasses.replace(problem, ranks=plan.ranks.count, held_share=plan.ranks.held_share)
     graph = problem.graph
     stages = split_stages(graph, [field.node for field in plan.kept])
     faults = list(_stage_faults(problem, plan, stages))
@@ -81,7 +85,20 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
         if most > plan.bytes_in(tier.name):
             said = plan.bytes_in(tier.name)
             faults.append(PlanFault("bytes", None, f"{most} bytes are kept on '{tier.name}', not {said}"))
+    faults += _sharing_faults(problem, plan)
     return Simulation(tuple(faults), moments)
+
+
+def _sharing_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
+    """Whether ranks hold and send what the plan says."""
+    if plan.ranks is None:
+        return
+    found = plan_for_ranks(problem, plan)
+    if found.sent_bytes != plan.ranks.sent_bytes:
+        yield PlanFault("ranks", None, f"{found.sent_bytes} bytes are sent, not {plan.ranks.sent_bytes}")
+    if found.held_share > plan.ranks.held_share or found.message_bytes > plan.ranks.message_bytes:
+        told = f"a rank holds {found.held_share:.3f} of the fields, and messages take {found.message_bytes} bytes"
+        yield PlanFault("ranks", None, f"{told}: more than said")
 
 
 def _differentiated(passes: tuple[Pass, ...], stage: Stage) -> bool:

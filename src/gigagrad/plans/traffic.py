@@ -7,11 +7,16 @@ from math import prod
 
 from gigagrad.boxes import Box
 from gigagrad.graphs import FIELD_MAX
+from gigagrad.plans.keeping import Lifetime, is_replicated, lifetimes
 from gigagrad.plans.parts import JoinOrder
-from gigagrad.plans.plan import Plan
+from gigagrad.plans.plan import Plan, RankPlan
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.shares import Shares, down, up
-from gigagrad.plans.stages import Stage
+from gigagrad.plans.stages import Stage, split_stages
+from gigagrad.stores import Tier
+
+_PACKING = 2
+"""A message is packed from crops and cut into them again, which takes as much beside."""
 
 Meeting = dict[tuple[int, int], int]
 """Bytes from one rank to another, by both."""
@@ -26,6 +31,50 @@ def traffic(problem: Problem, stages: tuple[Stage, ...], plan: Plan, shares: Sha
             counter.after_forward(stage) if step.phase == "forward" else counter.after_gradients(stage, step.phase)
         )
         yield from ((index, meeting) for meeting in meetings if any(meeting.values()))
+
+
+def plan_for_ranks(problem: Problem, plan: Plan) -> RankPlan:
+    """What a plan comes to if so many ranks share it."""
+    stages = split_stages(problem.graph, [field.node for field in plan.kept])
+    shares = Shares(problem.graph, stages, plan, problem.ranks)
+    sent, most = 0, 0
+    for _, meeting in traffic(problem, stages, plan, shares):
+        sent += sum(meeting.values())
+        for rank in range(problem.ranks):
+            most = max(most, sum(nbytes for pair, nbytes in meeting.items() if rank in pair))
+    return RankPlan(problem.ranks, _held_share(problem, stages, plan, shares), _PACKING * most, sent)
+
+
+def _held_share(problem: Problem, stages: tuple[Stage, ...], plan: Plan, shares: Shares) -> float:
+    """The largest part that a rank holds, in any pass and tier, of the fields that are not replicated."""
+    graph, largest = problem.graph, 0.0
+    tiers = {field.node: field.tier for field in plan.kept}
+    lives = [life for life in lifetimes(graph, stages, plan.passes) if not is_replicated(graph, life)]
+    for tier in problem.tiers:
+        here = [life for life in lives if tiers.get(life.field, problem.memory.name) == tier.name]
+        for index in range(len(plan.passes)):
+            there = [life for life in here if life.first <= index <= life.last]
+            whole = sum(_life_bytes(problem, tier, life, [shares.whole(life.field)]) for life in there)
+            for rank in range(shares.count) if whole else ():
+                held = (
+                    _life_bytes(
+                        problem,
+                        tier,
+                        life,
+                        shares.held_cotangents(life.field, rank) if life.cotangent else shares.held(life.field, rank),
+                    )
+                    for life in there
+                )
+                largest = max(largest, sum(held) / whole)
+    return largest
+
+
+def _life_bytes(problem: Problem, tier: Tier, life: Lifetime, boxes: Iterable[Box]) -> int:
+    graph = problem.graph
+    pixel = graph[life.field].bytes_per_pixel
+    if not life.cotangent:
+        pixel = problem.packing.bytes_per_pixel(graph, life.field, tier)
+    return sum(tier.field_bytes(box.shape, pixel) for box in boxes)
 
 
 class _Traffic:
