@@ -1,0 +1,111 @@
+"""Any number of ranks gives the bits of one, and sends what the plan says."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gigagrad as gg
+from gigagrad.execution.part_sums import PartSums
+from gigagrad.plans import simulate
+from gigagrad.plans.traffic import plan_for_ranks
+from gigagrad.ranks import Alone, RankError, run_virtual
+from tests.exactness.generated import make_case
+from tests.execution.by_ranks import RankRun, outcome, prepared_by, prepared_for
+from tests.execution.normed import Net, dice
+
+
+def check(run: RankRun, count: int) -> None:
+    alone, _ = outcome(run, Alone())
+    found = run_virtual(count, partial(outcome, run))
+    assert [bits for bits, _ in found] == [alone] * count
+    problem = dataclasses.replace(run.prepared.problem, ranks=count)
+    assert sum(nbytes for _, nbytes in found) == plan_for_ranks(problem, run.prepared.plan).sent_bytes
+
+
+@settings(max_examples=12, derandomize=True, phases=[Phase.generate])
+@given(st.integers(0, 10_000), st.integers(2, 12))
+def test_random_networks_by_random_numbers_of_ranks(seed, count):
+    case = make_case(seed)
+    check(prepared_for(case.model, case.loss, case.image, case.target, tile=case.tile), count)
+
+
+class Looks(nn.Module):
+    """A field read whole, and a map as large as the image that leads back to fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.last(y + y.flip(-1).cumsum(-2) / 9)
+
+
+@pytest.mark.parametrize("where", ["memory", "scratch", "bfloat16"])
+@pytest.mark.parametrize("net", [Net, Looks])
+def test_wherever_fields_are_kept(net, where, tmp_path):
+    torch.manual_seed(0)
+    storage = where if where == "bfloat16" else "exact"
+    image, target = torch.rand(3, 64, 96, requires_grad=True), (torch.rand(1, 64, 96) > 0.5).float()
+    run = prepared_for(net(), dice, image, target, tile=(13, 24), scratch=tmp_path, storage=storage)
+    if where != "memory":
+        state = run.engine.state_dict()
+        for choice in state["choices"].values():
+            choice["kept"] = [[node, "disk"] for node, _ in choice["kept"]]
+        run.engine.load_state_dict(state)
+        run = prepared_by(run.engine, image, target)
+    assert run.prepared.plan.kept
+    check(run, 3)
+
+
+def test_plans_for_ranks_say_what_each_holds_and_are_walked():
+    image, target = torch.rand(3, 256, 96), torch.rand(1, 256, 96)
+    run = prepared_for(Net(), dice, image, target, tile=(16, 96))
+    for count in (2, 4):
+        problem = dataclasses.replace(run.prepared.problem, ranks=count)
+        plan = gg.plans.make_plan(problem, tiles=((16, 96),))
+        assert plan.ranks is not None
+        assert 1 / count < plan.ranks.held_share < 1 / count + 0.2
+        assert simulate(problem, plan).consistent
+        less = dataclasses.replace(plan.ranks, held_share=0.9 / count)
+        assert not simulate(problem, dataclasses.replace(plan, ranks=less)).consistent
+        assert gg.plans.Plan.from_dict(plan.to_dict()) == plan
+        assert f"{count}; each holds at most" in str(plan)
+
+
+def test_an_error_of_one_rank_ends_all_and_is_told_as_it_was():
+    image, target = torch.rand(3, 64, 96), torch.rand(1, 64, 96)
+    run = prepared_for(Net(), dice, image, target, tile=(16, 24))
+    told = []
+
+    def work(ranks):
+        with ranks.together():
+            if ranks.index == 1:
+                raise OSError("no such slide")
+            try:
+                outcome(run, ranks)
+            except RankError as error:
+                told.append(str(error))
+                raise
+
+    with pytest.raises(OSError, match="no such slide"):
+        run_virtual(3, work)
+    assert told == ["rank 1 failed: no such slide"] * 2
+
+
+def test_maxima_and_missing_values_are_joined_as_they_should():
+    sums = PartSums(torch.float64, largest={7})
+    sums.add(0, {1: torch.tensor(1.0), 7: torch.tensor(3.0)})
+    sums.add(0, {1: torch.tensor(2.0), 7: torch.tensor(1.0)})
+    sums.add(5, {2: torch.tensor(-0.0)})
+    sums.add(9, {1: torch.tensor(4.0), 7: torch.tensor(9.0)})
+    total = sums.total()
+    assert {key: value.item() for key, value in total.items()} == {1: 7.0, 2: 0.0, 7: 9.0}
+    assert str(total[2].item()) == "-0.0", "what is missing is not added as zero"
