@@ -1,0 +1,50 @@
+"""Ranks that are processes: bits, errors and silence."""
+
+from __future__ import annotations
+
+import ast
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks.worker import step
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def start(what: str, count: int) -> list[subprocess.Popen[str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    command = [sys.executable, str(WORKER), what]
+    return [
+        subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(count)
+    ]
+
+
+@pytest.mark.slow
+def test_processes_get_the_bits_of_one_with_the_first_ones_random_numbers():
+    printed = [rank.communicate()[0] for rank in start("step", 2)]
+    torch.manual_seed(0)
+    assert [ast.literal_eval(text.splitlines()[-1]) for text in printed] == [step(), step()]
+
+
+@pytest.mark.slow
+def test_an_error_is_told_as_it_was_by_its_rank_and_named_by_the_others():
+    printed = [rank.communicate()[0].splitlines()[-1] for rank in start("fail", 2)]
+    assert printed == ["RankError: rank 1 failed: no such slide", "OSError: no such slide"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named():
+    first, second = start("stop", 2)
+    assert first.communicate()[0].splitlines()[-1] == "rank 1 is silent: stopped, killed, or out of reach"
+    second.kill()
+    second.communicate()

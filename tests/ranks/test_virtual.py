@@ -1,0 +1,41 @@
+"""Ranks in threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gigagrad.ranks import Alone, RankError, run_virtual
+
+
+def test_messages_of_bytes_reach_the_ranks_they_are_sent_to():
+    def work(ranks):
+        right, left = (ranks.index + 1) % ranks.count, (ranks.index - 1) % ranks.count
+        message = torch.full((ranks.index + 1,), ranks.index, dtype=torch.uint8)
+        found = ranks.exchange({right: message, left: message[:0]}, {left: left + 1, right: 0})
+        return {rank: came.tolist() for rank, came in found.items()}, ranks.sent_bytes
+
+    assert run_virtual(3, work) == [({2: [2, 2, 2]}, 1), ({0: [0]}, 2), ({1: [1, 1]}, 3)]
+
+
+def test_everybody_hears_what_each_says():
+    assert run_virtual(3, lambda ranks: ranks.said([ranks.index, None])) == [[[0, None], [1, None], [2, None]]] * 3
+    assert Alone().said("x") == ["x"]
+
+
+def test_who_does_not_come_is_named():
+    def work(ranks):
+        if ranks.index != 1:
+            ranks.meet()
+
+    with pytest.raises(RankError, match="rank 1 has been silent"):
+        run_virtual(3, work, timeout=0.2)
+
+
+def test_two_errors_at_once_are_both_told_by_their_ranks():
+    def work(ranks):
+        with ranks.together():
+            raise ValueError(f"of {ranks.index}")
+
+    with pytest.raises(ValueError, match="of 0"):
+        run_virtual(2, work)

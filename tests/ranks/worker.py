@@ -1,0 +1,68 @@
+"""A rank of the tests: `python worker.py WHAT`, with torchrun's variables set."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gigagrad as gg
+from gigagrad.ranks import RankError
+from gigagrad.ranks.process_group import ProcessGroup
+
+
+def step(mesh: object = None) -> list[list[float]]:
+    """The gradients of one step with random operators."""
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, 1, 1), nn.BatchNorm2d(4), nn.Dropout(0.2), nn.ReLU(), nn.Conv2d(4, 1, 3, 1, 1)
+    )
+    image, target = torch.rand(3, 40, 60), torch.rand(1, 40, 60)
+    torch.set_rng_state(state)
+    engine = gg.compile(net, nn.functional.mse_loss, tile=(11, 13), mesh=mesh)  # type: ignore[arg-type]
+    engine.backward(image, target)
+    return [p.grad.flatten().tolist() for p in net.parameters() if p.grad is not None]
+
+
+def told(what: object) -> None:
+    sys.stdout.write(f"{what}\n")
+
+
+def main(what: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if what == "step":
+        told(step(init_device_mesh("cpu", (dist.get_world_size(),))))
+    elif what == "fail":
+        ranks = ProcessGroup()
+        try:
+            with ranks.together():
+                if rank == 1:
+                    raise OSError("no such slide")
+                ranks.said("going on")
+        except (OSError, RankError) as error:
+            told(f"{type(error).__name__}: {error}")
+    else:
+        ranks = ProcessGroup(timeout=2)
+        ranks.meet()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            ranks.meet()
+        except RankError as error:
+            told(error)
+        sys.stdout.flush()
+        os._exit(0)  # gloo would wait for the rank that is stopped
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
