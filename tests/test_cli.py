@@ -23,7 +23,7 @@ from gigagrad.training import FitConfig
 
 WORDS = {
     "demo": "--memory --out --quick --slides",
-    "label": "--bands --mpp --out --overwrite SLIDE",
+    "label": "--bands --mpp --out --overwrite --share SLIDE",
     "plan": (
         "--channels --device --json --loss --memory --model --picture --predict --rates --scratch --scratch-bytes "
         "--size --storage --threads"
@@ -37,11 +37,14 @@ WORDS = {
     ),
     "predict": (
         "--bands --classes --device --format --level --memory --mpp --no-grey --out --outputs --overwrite --run "
-        "--scratch --slides --split --target-mpp --threshold --trust"
+        "--scratch --share --slides --split --target-mpp --threshold --trust"
     ),
-    "evaluate": "--classes --device --json --memory --predictions --run --scratch --slides --split --trust",
+    "evaluate": (
+        "--classes --device --json --memory --out --predictions --run --scratch --share --slides --split --trust"
+    ),
     "attribute": (
-        "--block --classes --device --memory --module --of --out --overwrite --run --scratch --slides --split --trust"
+        "--block --classes --device --memory --module --of --out --overwrite --run --scratch --share --slides --split "
+        "--trust"
     ),
     "report": "--out --predictions --run",
     "calibrate": "--scratch",
