@@ -37,7 +37,7 @@ class Share:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises `ConfigError` for what is none."""
-        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if found is None:
             raise ConfigError(f"a share is written I/N with I from 1 to N, as 2/4; got {text!r}")
         return cls(int(found[1]), int(found[2]))

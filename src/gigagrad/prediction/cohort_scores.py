@@ -138,7 +138,9 @@ def _evaluate(
             return None
         evaluation = compare_labels(entries, scores, source.table, source.threshold)
     else:
-        of_pixels: Kind[Counts] = Kind(lambda counts: f"Dice {counts.dice:.4f}", Counts.to_dict, counts_from)
+        of_pixels: Kind[Counts] = Kind(
+            lambda counts: f"Dice {counts.dice:.4f}", lambda counts: counts.to_dict(), counts_from
+        )
         kept_counts = None if folder is None else Kept(folder, of_pixels, source.basis)
         counts = score_slides(entries, source.counts, of_pixels, kept_counts, part, events)
         if counts is None:

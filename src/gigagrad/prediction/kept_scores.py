@@ -103,7 +103,7 @@ def score_slides(
     events.emit(
         Notice(
             f"{len(every)} of {len(entries)} slides are scored; the share that ends last tells the scores, "
-            "or this command when the others have ended"
+            "or this command given again"
         )
     )
     return None
