@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, WriteError
 from gigagrad.files import HOST, read_json, write_json
 
 _T = TypeVar("_T")
@@ -93,7 +93,8 @@ def _number(environment: Mapping[str, str], name: str, default: str | None = Non
 
 @contextmanager
 def claimed(out: Path, share: Share, names: Collection[str]) -> Iterator[None]:
-    """Let others know, in the block, that this process makes what belongs to slides of these names in the folder `out`.
+    """Let others know, in the block, that this process makes what belongs to slides of these names in the folder `out`,
+    which is made if it is missing.
 
     A claim is a hidden file that names the machine, the process and since when. Those of processes that have ended, and
     of other machines where they are of the same slides, are taken away: the two would write the same. Raises
@@ -105,6 +106,10 @@ def claimed(out: Path, share: Share, names: Collection[str]) -> Iterator[None]:
     own, names = out / f".claim-{HOST}-{pid}.json", sorted(names)
     started = psutil.Process(pid).create_time()
     claim = {"share": str(share), "host": platform.node(), "pid": pid, "started": started, "slides": names}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(f"cannot make the folder {out}: {error.strerror}; choose another --out") from error
     write_json(own, claim)  # before looking: of two that begin together, none may overlook the other
     try:
         for path in out.glob(".claim-*.json"):

@@ -295,7 +295,7 @@ def test_what_concerns_all_slides_is_raised(config, tmp_path, monkeypatch):
 
 def test_an_output_folder_that_cannot_be_made(config, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(WriteError, match="cannot make folders"):
+    with pytest.raises(WriteError, match="cannot make the folder"):
         predict(config(out=tmp_path / "file" / "out"))
 
 

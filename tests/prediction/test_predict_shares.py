@@ -9,7 +9,9 @@ import platform
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -218,6 +220,33 @@ def test_an_executor_gets_a_task_for_each_slide_and_one_engine_does_them(config,
     assert len(executor.calls) == 9
     masks = [{p.name: p.read_bytes() for p in (tmp_path / out / "masks").iterdir()} for out in ("alone", "apart")]
     assert masks[0] == masks[1]
+
+
+@contextmanager
+def dask_client():
+    distributed = pytest.importorskip("distributed")
+    settings = {"n_workers": 1, "threads_per_worker": 2, "processes": False, "dashboard_address": None}
+    with distributed.LocalCluster(**settings) as cluster, distributed.Client(cluster) as client:
+        yield client
+
+
+@pytest.mark.parametrize("executor", [lambda: ThreadPoolExecutor(2), dask_client], ids=["threads", "dask"])
+def test_threads_of_a_worker_predict_one_slide_at_a_time(config, tmp_path, monkeypatch, executor):
+    busy = threading.Lock()
+    attempt = predictor.Predictor.attempt
+
+    def alone(self, entry):
+        assert busy.acquire(blocking=False)
+        try:
+            return attempt(self, entry)
+        finally:
+            busy.release()
+
+    monkeypatch.setattr(predictor.Predictor, "attempt", alone)
+    with executor() as running:
+        results = predict(config("out"), executor=running)
+    assert [result.status for result in results] == 8 * ["done"]
+    assert read_records(tmp_path / "out") == {result.name: result for result in results}
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gigagrad.errors import ConfigError, ImageError, WriteError
+from gigagrad.errors import ConfigError, ImageError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.files import size_of
 from gigagrad.images.look import Look
@@ -40,10 +40,6 @@ def label_slides(
     sources, out = [Path(slide) for slide in slides], Path(out)
     masks = [out / f"{source.stem}.tif" for source in sources]
     _check(sources, masks)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WriteError(f"cannot make the folder {out}: {error.strerror}; choose another --out") from error
     events, part = Events(tuple(listeners)), Share.parse(share)
     own = part.part(list(zip(sources, masks, strict=True)), [size_of(source) for source in sources])
     kept = [mask.exists() and not overwrite for _, mask in own]

@@ -125,10 +125,6 @@ class _Job:
             engine.events.subscribe(events.emit)
         with config.model_path.open("rb") as file:
             self._digest = hashlib.file_digest(file, "sha256").hexdigest()
-        try:
-            self._out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WriteError(f"cannot make the folder {self._out}: {error.strerror}; choose another --out") from error
 
     def picture(self, row: Row) -> Path:
         return self._out / f"{row.name}.png"

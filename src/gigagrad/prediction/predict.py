@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from gigagrad.cohorts import Row, find_slides
-from gigagrad.errors import WriteError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.files import size_of, write_agreed
 from gigagrad.prediction.config import PredictConfig
@@ -58,10 +57,6 @@ def predict(
     records = read_records(out, [entry.name for entry in slides])
     for entry in () if config.overwrite else slides:
         predictor.check(entry, records.get(entry.name))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WriteError(f"cannot make folders in {out}: {error.strerror}; choose another --out") from error
     results: list[SlideResult] = []
     with claimed(out, share, [entry.name for entry in slides]):
         before = {entry.name: predictor.finished(entry, records.get(entry.name)) for entry in slides}

@@ -35,7 +35,7 @@ from gigagrad.prediction.slide_scores import Reading, check_table, output_of
 class Predictor:
     """What is the same for all slides: the network, its engine, and what predictions are made with.
 
-    The folder for the outputs must exist by the first slide. Raises `ConfigError` and `ModelError`.
+    Raises `ConfigError` and `ModelError`.
     """
 
     def __init__(self, config: PredictConfig, events: Events) -> None:
