@@ -55,7 +55,7 @@ def command(folder: Path, out: str, share: str) -> list[str]:
 def until_done(share: Share, kills_at: int | None, folder: Path) -> tuple[int, int]:
     """Give the command of a share again until it ends by itself; how often it was killed and how often it began."""
     killed = began = 0
-    own = share.part(rows := find_slides([folder / "slides"]), [size_of(row.slide) for row in rows])
+    own = share.deal(rows := find_slides([folder / "slides"]), [size_of(row.slide) for row in rows])
     while True:
         began += 1
         process = subprocess.Popen(command(folder, "apart", str(share)), stdout=subprocess.DEVNULL)
@@ -102,7 +102,7 @@ def main() -> None:
         alone, apart = files_of(folder / "alone"), files_of(folder / "apart")
         rows = find_slides([folder / "slides"])
         sizes = [size_of(row.slide) for row in rows]
-        of_shares = [sum(size_of(row.slide) for row in share.part(rows, sizes)) for share in shares]
+        of_shares = [sum(size_of(row.slide) for row in share.deal(rows, sizes)) for share in shares]
     print(
         json.dumps(
             {

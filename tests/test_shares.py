@@ -16,7 +16,7 @@ from gigagrad.shares import Share, claimed, share_from
 @given(st.lists(st.integers(0, 10**9), max_size=30), st.integers(1, 12))
 def test_every_item_is_in_one_share_in_its_order_and_shares_are_alike(sizes, count):
     items = list(range(len(sizes)))
-    parts = [Share(number, count).part(items, sizes) for number in range(1, count + 1)]
+    parts = [Share(number, count).deal(items, sizes) for number in range(1, count + 1)]
     assert sorted(item for part in parts for item in part) == items
     assert all(list(part) == sorted(part) for part in parts)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -27,9 +27,9 @@ def test_every_item_is_in_one_share_in_its_order_and_shares_are_alike(sizes, cou
 
 def test_the_largest_are_dealt_out_first_to_and_fro():
     sizes = [1, 2, 30, 20, 10, 9]
-    assert Share(1, 2).part("abcdef", sizes) == ("b", "c", "f")
-    assert Share(2, 2).part("abcdef", sizes) == ("a", "d", "e")
-    assert Share(1, 1).part("abcdef", sizes) == tuple("abcdef")
+    assert Share(1, 2).deal("abcdef", sizes) == ("b", "c", "f")
+    assert Share(2, 2).deal("abcdef", sizes) == ("a", "d", "e")
+    assert Share(1, 1).deal("abcdef", sizes) == tuple("abcdef")
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "x", "1/0", "1", "1/2/3", "-1/4", " 1/2", "1/2\n", "٣/4"])

@@ -49,7 +49,7 @@ class Share:
         """What the job is called while this share is done."""
         return job if self.count == 1 else f"{job} (share {self.number} of {self.count})"
 
-    def part(self, items: Sequence[_T], sizes: Sequence[int]) -> tuple[_T, ...]:
+    def deal(self, items: Sequence[_T], sizes: Sequence[int]) -> tuple[_T, ...]:
         """The items of this share, in their order. All are dealt out like cards, the largest first, to and fro.
 
         So shares are alike in number, whatever the sizes say, and nearly in size.

@@ -37,17 +37,18 @@ def label_slides(
     Raises `ConfigError` for two slides of one name or a missing slide before anything is written, `WriteError` for a
     mask that cannot be written, and `ImageError` at the end where slides failed; masks made until then remain.
     """
+    mine = Share.parse(share)
     sources, out = [Path(slide) for slide in slides], Path(out)
     masks = [out / f"{source.stem}.tif" for source in sources]
     _check(sources, masks)
-    events, part = Events(tuple(listeners)), Share.parse(share)
-    own = part.part(list(zip(sources, masks, strict=True)), [size_of(source) for source in sources])
+    events = Events(tuple(listeners))
+    own = mine.deal(list(zip(sources, masks, strict=True)), [size_of(source) for source in sources])
     kept = [mask.exists() and not overwrite for _, mask in own]
     sizes = [0 if there else size_of(source) for (source, _), there in zip(own, kept, strict=True)]
     failed: list[str] = []
     with (
-        claimed(out, part, [mask.stem for _, mask in own]),
-        events.job(part.named("label"), len(own), sizes=sizes) as advance,
+        claimed(out, mine, [mask.stem for _, mask in own]),
+        events.job(mine.named("label"), len(own), sizes=sizes) as advance,
     ):
         for done, ((source, mask), there) in enumerate(zip(own, kept, strict=True), 1):
             said = f"{source.stem}: done before" if there else source.stem

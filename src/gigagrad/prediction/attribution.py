@@ -67,18 +67,19 @@ def attribute(
     Raises `ConfigError`, `ModelError` and `WriteError` for what concerns all slides, and `ImageError` at the end where
     some failed.
     """
+    mine = Share.parse(share)
     config = PredictConfig(
         run=run, slides=tuple(slides), out=out, memory=memory, scratch=scratch, device=device, classes=tuple(classes)
     )
     job = _Job(config, Events(tuple(listeners)), of, module, block, trust, overwrite=overwrite)
-    part, every = Share.parse(share), find_slides(slides, split)
-    rows = part.part(every, [size_of(row.slide) for row in every])
+    every = find_slides(slides, split)
+    rows = mine.deal(every, [size_of(row.slide) for row in every])
     sizes = [0 if job.is_made(row) else size_of(row.slide) for row in rows]
     made: list[Path] = []
     failed: list[str] = []
     with (
-        claimed(Path(out), part, [row.name for row in rows]),
-        job.events.job(part.named("attribute"), len(rows), sizes=sizes) as advance,
+        claimed(Path(out), mine, [row.name for row in rows]),
+        job.events.job(mine.named("attribute"), len(rows), sizes=sizes) as advance,
     ):
         for done, row in enumerate(rows, 1):
             try:

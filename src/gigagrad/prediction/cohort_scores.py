@@ -63,6 +63,7 @@ def evaluate_model(
 
     Raises `ConfigError` for the cohort, `ModelError`, `ImageError`, `TargetError` and `BudgetError`.
     """
+    place = _place(out, share)
     config = PredictConfig(
         run=run,
         slides=(slides,),
@@ -77,7 +78,7 @@ def evaluate_model(
     entries = find_slides([slides], split, config.run_fold)
     labelled, events = _labelled(slides, entries), Events(listeners)
     source = OfModel(config, slides, events, labelled=labelled)
-    return _evaluate(source, slides, entries, out, share, events, labelled=labelled)
+    return _evaluate(source, slides, entries, *place, events, labelled=labelled)
 
 
 def evaluate_masks(
@@ -99,10 +100,18 @@ def evaluate_masks(
 
     Raises `ConfigError` for the cohort or a missing prediction, `ImageError` and `TargetError`.
     """
-    entries = find_slides([slides], split)
+    place, entries = _place(out, share), find_slides([slides], split)
     labelled = _labelled(slides, entries)
     source = OfPredictions(Path(predictions), slides, entries, classes, labelled=labelled)
-    return _evaluate(source, slides, entries, out, share, Events(listeners), labelled=labelled)
+    return _evaluate(source, slides, entries, *place, Events(listeners), labelled=labelled)
+
+
+def _place(out: str | Path | None, share: str) -> tuple[Path | None, Share]:
+    """Where scores are kept, and whose slides are scored. Raises `ConfigError` for a share without a folder."""
+    mine = Share.parse(share)
+    if out is None and mine.count > 1:
+        raise ConfigError("shares of a cohort meet in a folder; name it with --out")
+    return None if out is None else Path(out), mine
 
 
 def _labelled(slides: str | Path, rows: Sequence[Row]) -> bool:
@@ -117,23 +126,19 @@ def _evaluate(
     source: Source,
     slides: str | Path,
     entries: Sequence[Row],
-    out: str | Path | None,
-    share: str,
+    out: Path | None,
+    share: Share,
     events: Events,
     *,
     labelled: bool,
 ) -> Evaluation | SlideEvaluation | None:
     """The evaluation of all slides, once they are scored; written into `out`, where there is one."""
-    part = Share.parse(share)
-    if out is None and part.count > 1:
-        raise ConfigError("shares of a cohort meet in a folder; name it with --out")
-    folder = None if out is None else Path(out)
     evaluation: Evaluation | SlideEvaluation
     if labelled:
         check_bags(Path(slides), entries)
         of_slides = Kind(partial(_told_of_scores, source.threshold), _plain_scores, _scores_of_plain)
-        kept = None if folder is None else Kept(folder, of_slides, source.basis)
-        scores = score_slides(entries, source.scores, of_slides, kept, part, events)
+        kept = None if out is None else Kept(out, of_slides, source.basis)
+        scores = score_slides(entries, source.scores, of_slides, kept, share, events)
         if scores is None:
             return None
         evaluation = compare_labels(entries, scores, source.table, source.threshold)
@@ -141,15 +146,15 @@ def _evaluate(
         of_pixels: Kind[Counts] = Kind(
             lambda counts: f"Dice {counts.dice:.4f}", lambda counts: counts.to_dict(), counts_from
         )
-        kept_counts = None if folder is None else Kept(folder, of_pixels, source.basis)
-        counts = score_slides(entries, source.counts, of_pixels, kept_counts, part, events)
+        kept_counts = None if out is None else Kept(out, of_pixels, source.basis)
+        counts = score_slides(entries, source.counts, of_pixels, kept_counts, share, events)
         if counts is None:
             return None
         source.check(counts.values())
         evaluation = Evaluation.of(counts, source.table)
-    if folder is not None:
+    if out is not None:
         text = json.dumps(evaluation.to_dict(), indent=2) + "\n"
-        write_agreed(lambda: {folder / FILE_NAME: text})
+        write_agreed(lambda: {out / FILE_NAME: text})
     return evaluation
 
 

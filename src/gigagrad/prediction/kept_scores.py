@@ -78,7 +78,7 @@ def score_slides(
     None where the share is done and others are not, which is told (`Notice`). Emits the job `evaluate`, counted in
     slides. Raises as `score` does, and as `claimed` and `Kept.write` do.
     """
-    own = share.part(entries, [size_of(entry.slide) for entry in entries])
+    own = share.deal(entries, [size_of(entry.slide) for entry in entries])
     found = {entry.name: kept.read(entry) if kept is not None else None for entry in own}
     sizes = [0 if found[entry.name] is not None else size_of(entry.slide) for entry in own]
     names = [entry.name for entry in own]

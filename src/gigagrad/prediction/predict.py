@@ -52,7 +52,7 @@ def predict(
         config = config.absolute()
     share, out, events = Share.parse(config.share), Path(config.out), Events(tuple(listeners))
     cohort = find_slides(config.slides, config.split)
-    slides = share.part(cohort, [size_of(entry.slide) for entry in cohort])
+    slides = share.deal(cohort, [size_of(entry.slide) for entry in cohort])
     predictor = Predictor(config, events)
     records = read_records(out, [entry.name for entry in slides])
     for entry in () if config.overwrite else slides:
