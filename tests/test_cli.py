@@ -23,7 +23,7 @@ from gigagrad.training import FitConfig
 
 WORDS = {
     "demo": "--memory --out --quick --slides",
-    "label": "--bands --mpp --out --overwrite SLIDE",
+    "label": "--bands --mpp --out --overwrite --share SLIDE",
     "plan": (
         "--channels --device --json --loss --memory --model --picture --predict --rates --scratch --scratch-bytes "
         "--size --storage --threads"
@@ -37,11 +37,14 @@ WORDS = {
     ),
     "predict": (
         "--bands --classes --device --format --level --memory --mpp --no-grey --out --outputs --overwrite --run "
-        "--scratch --slides --split --target-mpp --threshold --trust"
+        "--scratch --share --slides --split --target-mpp --threshold --trust"
     ),
-    "evaluate": "--classes --device --json --memory --predictions --run --scratch --slides --split --trust",
+    "evaluate": (
+        "--classes --device --json --memory --out --predictions --run --scratch --share --slides --split --trust"
+    ),
     "attribute": (
-        "--block --classes --device --memory --module --of --out --overwrite --run --scratch --slides --split --trust"
+        "--block --classes --device --memory --module --of --out --overwrite --run --scratch --share --slides --split "
+        "--trust"
     ),
     "report": "--out --predictions --run",
     "calibrate": "--scratch",
@@ -107,10 +110,18 @@ def test_help_teaches_every_command(command, capsys):
         ([*PLAN, "--scratch", "no/such/folder", "--scratch-bytes", "1GiB"], "no/such/folder"),
         (["fit"], "--slides"),
         (["evaluate", "--slides", "c.csv"], "--run --predictions"),
+        (["label", "{slide}", "--out", "masks", "--share", "0/4"], "there is no share 0/4; write I/N"),
+        (["predict", "--run", "r", "--slides", "{slide}", "--out", "o", "--share", "5/4"], "there is no share 5/4"),
+        (["evaluate", "--run", "r", "--slides", "{cohort}", "--out", "o", "--share", "x"], "as 2/4; got 'x'"),
+        (["evaluate", "--predictions", "r", "--slides", "{cohort}", "--share", "1/2"], "name it with --out"),
+        (["attribute", "--run", "{run}", "--slides", "{slide}", "--out", "o", "--share", "1/-2"], "got '1/-2'"),
     ],
 )
-def test_a_command_line_that_says_nothing_sensible_gets_one_line(argv, said, capsys):
-    assert main(argv) == 2
+def test_a_command_line_that_says_nothing_sensible_gets_one_line(
+    argv, said, capsys, jpeg_slide, cohort, run_dir, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main([word.format(slide=jpeg_slide, cohort=cohort, run=run_dir) for word in argv]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert len(lines(err)) == 1
@@ -128,6 +139,24 @@ def test_label_needs_no_pytorch_and_help_needs_nothing(jpeg_slide, tmp_path):
     )
     subprocess.run([sys.executable, "-c", check, jpeg_slide, tmp_path / "masks"], check=True, capture_output=True)
     assert (tmp_path / "masks" / "small.tif").exists()
+
+
+def test_an_array_of_slurm_shares_the_slides_and_says_so(tmp_path, jpeg_slide, monkeypatch, capsys):
+    slides, out = tmp_path / "slides of three", tmp_path / "masks"
+    slides.mkdir()
+    for name in "abc":
+        (slides / f"{name}.tif").write_bytes(jpeg_slide.read_bytes())
+    command = ["label", str(slides), "--out", str(out), "--mpp", "0.5"]
+    for name, value in (("ID", "12"), ("MIN", "11"), ("MAX", "12"), ("COUNT", "2")):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert "share 2/2 by SLURM_ARRAY_TASK_ID; --share 1/1 takes every slide" in told
+    assert "label (share 2 of 2) 2/2 (100 %): c" in told
+    assert sorted(path.name for path in out.iterdir()) == ["b.tif", "c.tif"]
+    assert main([*command, "--share", "1/1"]) == 0
+    assert "label 3/3 (100 %): c: done before" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["a.tif", "b.tif", "c.tif"]
 
 
 def test_the_package_itself_can_be_run_and_its_exit_code_is_the_command_s():
@@ -307,7 +336,7 @@ def test_predict_evaluate_and_report_from_a_run(cohort, run_dir, tmp_path, capsy
     assert main(["predict", "--run", str(run_dir), "--slides", str(cohort), "--out", out]) == 0
     assert f"1 of 1 slides are in {out}" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "predictions").rglob("small.*")} == {
-        "small.tif", "small.geojson", "small.png"
+        "small.tif", "small.geojson", "small.png", "small.json"
     }  # fmt: skip
 
     assert main(["evaluate", "--run", str(run_dir), "--slides", str(cohort), "--json"]) == 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from gigagrad import files
 from gigagrad.errors import WriteError
 from gigagrad.files import (
     check_destination,
@@ -17,6 +18,7 @@ from gigagrad.files import (
     read_tensors,
     replacing,
     replacing_folder,
+    write_agreed,
     write_csv,
     write_error,
     write_json,
@@ -165,6 +167,42 @@ def test_two_who_write_the_same_file_do_not_mix(tmp_path):
         both()
     assert path.read_bytes() == b"second"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_another_machine_writes_is_not_taken_for_abandoned(tmp_path):
+    """Where its lock does not reach us, as on some shared disks, it looks so."""
+    theirs = tmp_path / ".b.tif.0123abcd.gigagrad-partial"
+    theirs.write_bytes(b"half")
+    (tmp_path / f".c.tif.{files.HOST}.gigagrad-partial").write_bytes(b"of a process that is gone")
+    write_text(tmp_path / "a.txt", "a")
+    assert set(tmp_path.iterdir()) == {theirs, tmp_path / "a.txt"}
+
+
+def test_files_made_of_records_are_of_all_that_came_while_they_were_written(tmp_path, monkeypatch):
+    records, path, other = ["a"], tmp_path / "all.txt", tmp_path / "count.txt"
+    written = []
+
+    def write(to, text):
+        if len(records) < 3:
+            records.append("b")
+            raise files._RivalError("cannot write")  # the other writes it too, of what it has seen
+        write_text(to, text)
+        written.append(to)
+
+    monkeypatch.setattr(files, "write_text", write)
+    made = lambda: {path: ",".join(records), other: f"{len(records)}"}  # noqa: E731
+    write_agreed(made)
+    assert (path.read_text(), other.read_text()) == ("a,b,b", "3")
+    other.write_text("2")  # of another, who has not seen the last one
+    written.clear()
+    write_agreed(made)
+    assert written == [other]
+
+
+def test_a_disk_without_room_for_them_is_no_rival(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError):
+        write_agreed(lambda: {tmp_path / "file" / "all.txt": "a"})
 
 
 def test_an_earlier_writer_that_fails_leaves_the_later_one_alone(tmp_path):

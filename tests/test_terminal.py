@@ -55,6 +55,17 @@ def test_plain_lines_come_at_intervals(plain, clock):
     assert len(written) == 1 + 20 + 2
 
 
+def test_time_left_that_a_job_tells_itself(plain, clock):
+    plain(JobStarted("predict (share 2 of 4)", 3))
+    for done, left in ((1, 0.0), (2, 40.0)):
+        clock.now += 10
+        plain(JobAdvanced("predict (share 2 of 4)", done, 3, "a", left))
+    assert lines(plain)[1:] == [
+        "predict (share 2 of 4) 1/3 (33 %): a",
+        "predict (share 2 of 4) 2/3 (66 %), 40.0 s left: a",
+    ]
+
+
 def test_a_job_inside_another_speaks_only_if_it_is_long(plain, clock):
     plain(JobStarted("train", 2))
     for seconds in (1, 8):

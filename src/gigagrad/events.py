@@ -7,7 +7,7 @@ listeners, so a progress bar, a metrics file and a test are the same thing to it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,12 +28,16 @@ class JobStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class JobAdvanced(Event):
-    """`done` of `total` parts of `job` are finished; `detail` is one short phrase for a person."""
+    """`done` of `total` parts of `job` are finished; `detail` is one short phrase for a person.
+
+    `seconds_left` is 0 where nothing is known of it yet, None where parts are alike and their number says it.
+    """
 
     job: str
     done: int
     total: int
     detail: str = ""
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +151,27 @@ class Events:
             self.emit(notice)
 
     @contextmanager
-    def job(self, name: str, total: int, detail: str = "") -> Iterator[Callable[[int, str], None]]:
+    def job(
+        self, name: str, total: int, detail: str = "", sizes: Sequence[int] | None = None
+    ) -> Iterator[Callable[[int, str], None]]:
         """Tell of a job that is done in the block: call what this gives with how many parts are done, and a phrase.
 
-        Of nothing to do, nothing is told.
+        Of nothing to do, nothing is told. Where parts are not alike, `sizes` of all in their order say how long each
+        takes beside the others; one of 0 takes no time.
         """
         if not total:
             yield lambda done, detail: None
             return
+
+        def seconds_left(done: int) -> float | None:
+            if sizes is None:
+                return None
+            past = sum(sizes[:done])
+            return (time.monotonic() - start) * sum(sizes[done:]) / past if past else 0.0
+
         self.emit(JobStarted(name, total, detail))
         start = time.monotonic()
-        yield lambda done, detail: self.emit(JobAdvanced(name, done, total, detail))
+        yield lambda done, detail: self.emit(JobAdvanced(name, done, total, detail, seconds_left(done)))
         self.emit(JobFinished(name, time.monotonic() - start))
 
     @contextmanager

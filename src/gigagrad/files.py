@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import csv
 import errno
+import hashlib
 import io
 import json
 import os
+import platform
 import shutil
 import threading
 import uuid
@@ -28,8 +30,14 @@ if TYPE_CHECKING:
 # EFBIG and EDQUOT are what a full disk looks like to somebody with a file size limit or a quota.
 _DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-_PARTIAL: Final = ".gigagrad-partial"
+HOST: Final = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+"""This machine, in names of files that it alone may judge: in a shared folder locks may not reach the others."""
+_PARTIAL: Final = f".{HOST}.gigagrad-partial"
 """How the hidden name of a file ends that is being written; it is locked for as long. Nobody else names files so."""
+
+
+class _RivalError(WriteError):
+    """Another process of this machine writes the same file; what it writes will be there."""
 
 
 _MOVING: Final = threading.Lock()
@@ -109,7 +117,10 @@ def replacing(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iter
         while file is None or file.closed:
             # Not the old one emptied: a process that still writes that one must not disturb us.
             partial.unlink(missing_ok=True)
-            file = partial.open("x+b")
+            try:
+                file = partial.open("x+b")
+            except FileExistsError:  # two begin at once
+                continue
             _lock(file, wait=True)
             if not _is_at(file, partial):  # somebody cleaned up before it had its lock
                 file.close()
@@ -117,7 +128,7 @@ def replacing(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iter
         file.flush()  # the last buffered bytes can still meet a full disk
         os.fsync(file.fileno())
         if not _is_at(file, partial):
-            raise WriteError(f"cannot write {path}: another process is writing it too; let one of them finish")
+            raise _RivalError(f"cannot write {path}: another process is writing it too; let one of them finish")
         if os.name == "nt":  # which renames no open file; elsewhere it stays locked until it has its name
             file.close()
         os.replace(partial, path)
@@ -234,6 +245,22 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def write_agreed(made: Callable[[], Mapping[Path, str]]) -> None:
+    """Write files that are made of others, until they are what `made` makes of these; those that are so stay.
+
+    Any number of processes may do this at once while they add to the others: whoever wrote a file last has looked
+    again, so that it is made of all. Raises `WriteError`.
+    """
+    while changed := {path: text for path, text in made().items() if not _holds(path, text)}:
+        for path, text in changed.items():
+            with suppress(_RivalError):
+                write_text(path, text)
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` as readable JSON, atomically. Raises `WriteError`."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
@@ -258,11 +285,23 @@ def read_record(path: Path, form: str) -> dict[str, Any]:
     return content
 
 
-def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
-    """Write a table, atomically. Raises `WriteError`."""
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
     text = io.StringIO(newline="")
     csv.writer(text).writerows(rows)
-    write_text(path, text.getvalue())
+    return text.getvalue()
+
+
+def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
+    """Write a table, atomically. Raises `WriteError`."""
+    write_text(path, csv_text(rows))
+
+
+def size_of(path: Path) -> int:
+    """In bytes; 0 where nothing can be said."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 # PyTorch is imported where it is needed: commands that only read and write images start without it.

@@ -92,8 +92,8 @@ class Terminal:
         match event:
             case JobStarted(job, total, detail):
                 self._begin(job, total, detail)
-            case JobAdvanced(job, done, total, detail):
-                self._advance(job, done, total, detail)
+            case JobAdvanced(job, done, total, detail, left):
+                self._advance(job, done, total, detail, left)
             case JobFinished(job, seconds, detail):
                 nested = job in self._work and self._work[job].nested
                 self._end(job)

@@ -106,8 +106,8 @@ EVALUATE = "evaluate --run {run} --split all --slides {at}/"
         ("fit --epochs 1 --slides {at}/good.csv --out {at}/file/run", "file", ()),
         ("predict --run {at}/norun --slides {slide} --out {out}", "norun", ()),
         (PREDICT + "{at}/nowhere.svs", r"nowhere\.svs", ()),
-        (PREDICT + "{at}/corrupt.tif", "the file is corrupt there", ("predictions.json",)),
-        (PREDICT + "{at}/unscaled.tif --target-mpp 0.5", "--mpp", ("predictions.json",)),
+        (PREDICT + "{at}/corrupt.tif", "the file is corrupt there", ("corrupt.json", "predictions.json")),
+        (PREDICT + "{at}/unscaled.tif --target-mpp 0.5", "--mpp", ("predictions.json", "unscaled.json")),
         (EVALUATE + "absent.csv", "line 2", ()),
         (EVALUATE + "empty.csv", r"empty\.csv", ()),
         (EVALUATE + "mismatched.csv", "700 x 800 px .* 700 x 900 px", ()),
@@ -133,7 +133,7 @@ def test_mpp_where_the_slide_says_none(words, out):
     ("line", "leaves"),
     [
         ("plan --model paper-unet --size 16000x64000", ()),
-        (PREDICT + "{slide}", ("predictions.json",)),
+        (PREDICT + "{slide}", ("predictions.json", "small.json")),
     ],
     ids=["plan", "predict"],
 )
@@ -164,7 +164,7 @@ def room_for(size):
     [
         ("label {slide} --out {out}", 1000, r"small\.tif", ()),
         # The list of results is small enough to be written, and says what failed.
-        (PREDICT + "{slide}", 1500, "small", ("predictions.json",)),
+        (PREDICT + "{slide}", 1500, "small", ("predictions.json", "small.json")),
         (FIT + "good.csv", 5000, "cannot write", ()),
         ("report --run {run} --out {out}/report.html", 1000, r"report\.html", ()),
     ],

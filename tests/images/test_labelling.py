@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,27 @@ def test_a_slide_that_cannot_be_read_does_not_stop_the_others(jpeg_slide: Path, 
         )
     assert (tmp_path / "masks" / f"{jpeg_slide.stem}.tif").exists()
     assert any("aaa" in text for text in said)
+
+
+def test_a_share_that_was_killed_goes_on_and_the_masks_are_those_of_one_process(
+    jpeg_slide: Path, tmp_path: Path
+) -> None:
+    slides = [tmp_path / f"{name}.tif" for name in "abcd"]
+    for slide in slides:
+        slide.write_bytes(jpeg_slide.read_bytes())
+    alone = label_slides(slides, tmp_path / "alone")
+    # Killed when its second mask is whole under its hidden name.
+    program = (
+        "import os, signal, sys; from gigagrad.images.labelling import label_slides\n"
+        "def kill(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def step(event, counted=[]):\n"
+        "    if getattr(event, 'done', 0) == 1: os.replace = kill\n"
+        "label_slides(sys.argv[2:], sys.argv[1], share='1/2', listeners=[step])\n"
+    )
+    out = tmp_path / "apart"
+    killed = subprocess.run([sys.executable, "-c", program, out, *slides], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in out.iterdir() if not path.name.startswith(".")] == ["a.tif"]
+    assert label_slides(slides, out, share="2/2") == (out / "b.tif", out / "c.tif")
+    assert label_slides(slides, out, share="1/2") == (out / "a.tif", out / "d.tif")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {path.name: path.read_bytes() for path in alone}

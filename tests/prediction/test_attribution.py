@@ -118,6 +118,8 @@ def test_what_is_there_is_left_alone_and_what_failed_is_told(run: Path, slide: P
     assert main([*line[:4], "a slide.tif", *line[6:]]) == 0
     assert "done before" in capsys.readouterr().out
     assert (run.parent / "maps" / "a slide.tif").stat().st_mtime_ns == before
+    assert main([*line[:4], "a slide.tif", *line[6:], "--share", "2/2"]) == 0
+    assert "a slide" not in capsys.readouterr().out
     (run.parent / "maps" / "a slide.png").unlink()
     assert main([*line[:4], "a slide.tif", *line[6:]]) == 0
     assert (run.parent / "maps" / "a slide.png").is_file()

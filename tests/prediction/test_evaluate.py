@@ -1,7 +1,6 @@
 """Scores of masks in files, block by block."""
 
 import importlib
-from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 from rich.console import Console
 
 from gigagrad.errors import ImageError, TargetError
-from gigagrad.events import Events
 from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.evaluate import evaluate, score_each, score_masks
+from gigagrad.prediction.evaluate import Evaluation, evaluate, score_masks
 from gigagrad.prediction.scores import Confusion, LabelCounts
 from gigagrad.reports.tables import evaluation_tables
 
@@ -64,8 +62,8 @@ def test_classes_by_name_over_all_slides():
         confusion.add(pred, truth)
         return confusion
 
-    scored = [(str(number), partial(counted, *pair)) for number, pair in enumerate(slides)]
-    found = score_each(scored, Events(), ClassTable((("glass", 0), ("tumour", 1))))
+    counts = {str(number): counted(*pair) for number, pair in enumerate(slides)}
+    found = Evaluation.of(counts, ClassTable((("glass", 0), ("tumour", 1))))
     pred, truth = (np.concatenate([pair[which] for pair in slides]) for which in (0, 1))
     told = found.to_dict()
     assert list(told["classes"]) == ["glass", "tumour", "Class 2", "Class 3"]
@@ -82,10 +80,10 @@ def test_slides_whose_masks_have_other_numbers_of_classes_add_up():
     few, many = Confusion(), Confusion(3)
     few.add(np.array([1, 0]), np.array([1, 1]))
     many.add(np.array([2, 1]), np.array([2, 2]))
-    found = score_each([("few", lambda: few), ("many", lambda: many)], Events())
+    found = Evaluation.of({"few": few, "many": many})
     assert found.confusion == ((0, 0, 0), (1, 1, 0), (0, 1, 1))
     assert found.classes == ("Background", "Class 1", "Class 2")
-    assert score_each([("few", lambda: few)], Events()).classes == ("Background", "Foreground")
+    assert Evaluation.of({"few": few}).classes == ("Background", "Foreground")
 
 
 def test_labels_by_name_over_all_slides():
@@ -98,7 +96,7 @@ def test_labels_by_name_over_all_slides():
         counts = LabelCounts(Confusion(ignored=255) for _ in range(3))
         return score_masks(open_image(pred[number]), open_image(truth[number]), counts)
 
-    found = score_each([(str(n), partial(counted, n)) for n in (0, 1)], Events(), ClassTable((("a", 1), ("b", 2))))
+    found = Evaluation.of({str(n): counted(n) for n in (0, 1)}, ClassTable((("a", 1), ("b", 2))))
     assert (found.classes, found.confusion) == (("a", "b", "Class 3"), ())
     known = truth[:, 0] != 255
     both, total = np.sum(pred[:, 0] & truth[:, 0] & known), np.sum(pred[:, 0][known]) + np.sum(truth[:, 0][known])
@@ -119,7 +117,7 @@ def test_a_table_of_classes_as_a_person_sees_it():
         confusion.add(np.arange(count), np.arange(count))
         confusion.add(np.array([0, 0]), np.array([1, 1]))
         text = StringIO()
-        Console(file=text, width=100).print(evaluation_tables(score_each([("s", lambda: confusion)], Events())))
+        Console(file=text, width=100).print(evaluation_tables(Evaluation.of({"s": confusion})))
         return text.getvalue()
 
     assert "Class" not in shown(2)

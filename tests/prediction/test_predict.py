@@ -23,7 +23,7 @@ from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import read_records
 
-module = importlib.import_module("gigagrad.prediction.predict")
+module = importlib.import_module("gigagrad.prediction.predictor")
 
 
 class Darkness(nn.Module):
@@ -84,7 +84,13 @@ def test_all_outputs_of_one_slide(config, tmp_path, jpeg_slide):
     (result,) = predict(config(slides=(tmp_path / "cohort.csv",)), (heard.append,))
 
     out = tmp_path / "out"
-    assert files_in(out) == ["geojson/small.geojson", "masks/small.tif", "overlays/small.png", "predictions.json"]
+    assert files_in(out) == [
+        "geojson/small.geojson",
+        "masks/small.tif",
+        "overlays/small.png",
+        "predictions.json",
+        "records/small.json",
+    ]
     assert np.array_equal(whole(out / result.files["mask"])[0], expected)
     assert (result.dice, result.iou) == (1.0, 1.0)
     assert (result.height, result.width, result.mpp) == (700, 900, pytest.approx(0.5))  # type: ignore[comparison-overlap]
@@ -151,7 +157,7 @@ def test_a_further_output_is_made_of_the_mask_or_in_another_sweep(config, use, t
 
     (result,) = predict(config(outputs=("probabilities",)), (heard.append,))
     assert any(isinstance(event, TileDone) for event in heard)
-    assert files_in(tmp_path / "out") == sorted([*result.files.values(), "predictions.json"])
+    assert files_in(tmp_path / "out") == sorted([*result.files.values(), "predictions.json", "records/small.json"])
     assert len(result.files) == 6
     assert os.stat(tmp_path / "out/overlays/small.png").st_mtime_ns > overlay
 
@@ -210,7 +216,7 @@ def test_one_bad_slide_does_not_lose_the_others(config, tmp_path, jpeg_slide):
     assert (broken.status, good.status) == ("failed", "done")
     assert "bad" in broken.error
     assert [event.warning for event in heard if isinstance(event, Notice)] == [True]
-    assert not any("bad" in name for name in files_in(tmp_path / "out"))
+    assert [name for name in files_in(tmp_path / "out") if "bad" in name] == ["records/bad.json"]
 
     bad.write_bytes(jpeg_slide.read_bytes())
     heard.clear()
@@ -238,7 +244,7 @@ def test_a_mask_of_another_size_is_refused_before_any_work(config, tmp_path, jpe
     (tmp_path / "cohort.csv").write_text(f"slide,mask\n{jpeg_slide},true.tif\n")
     (result,) = predict(config(slides=(tmp_path / "cohort.csv",)))
     assert "10 x 10 px and its slide 700 x 900 px" in result.error
-    assert files_in(tmp_path / "out") == ["predictions.json"]
+    assert files_in(tmp_path / "out") == ["predictions.json", "records/small.json"]
 
 
 def test_several_classes(config, use, tmp_path, jpeg_slide):
@@ -264,7 +270,7 @@ def test_what_cannot_work_leaves_no_files(config, use, tmp_path, model, settings
     use(model)
     (result,) = predict(config(**settings))
     assert message in result.error
-    assert files_in(tmp_path / "out") == ["predictions.json"]
+    assert files_in(tmp_path / "out") == ["predictions.json", "records/small.json"]
 
 
 def test_a_lower_level_gives_outlines_in_level_0_pixels(config, tmp_path, jpeg_slide):
@@ -289,7 +295,7 @@ def test_what_concerns_all_slides_is_raised(config, tmp_path, monkeypatch):
 
 def test_an_output_folder_that_cannot_be_made(config, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(WriteError, match="cannot make folders"):
+    with pytest.raises(WriteError, match="cannot make the folder"):
         predict(config(out=tmp_path / "file" / "out"))
 
 

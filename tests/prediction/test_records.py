@@ -7,7 +7,7 @@ import pytest
 
 from gigagrad.errors import ConfigError
 from gigagrad.prediction.outputs import file_names
-from gigagrad.prediction.records import MadeWith, SlideResult, read_records, write_records
+from gigagrad.prediction.records import MadeWith, SlideResult, read_records, summary, write_record
 
 MADE_WITH = MadeWith("paper-unet", "00", 0.5, (), 0)
 
@@ -19,8 +19,10 @@ def result(name="a", **changes):
 
 def test_what_is_written_comes_back(tmp_path):
     records = {"a": result(), "b": result("b", status="failed", files={})}
-    write_records(tmp_path, records)
+    for each in records.values():
+        write_record(tmp_path, each)
     assert read_records(tmp_path) == records
+    assert read_records(tmp_path, ["b", "c"]) == {"b": records["b"]}
 
 
 @pytest.mark.parametrize(
@@ -41,8 +43,8 @@ def test_what_is_written_comes_back(tmp_path):
     ],
 )
 def test_nothing_outside_the_folder_is_believed(tmp_path, changes):
-    write_records(tmp_path, {"a": result()})
     path = tmp_path / "predictions.json"
+    path.write_text(summary([result()]))
     content = json.loads(path.read_text())
     content["slides"][0] |= changes
     path.write_text(json.dumps(content))
@@ -51,8 +53,8 @@ def test_nothing_outside_the_folder_is_believed(tmp_path, changes):
 
 
 def test_records_of_three_outputs_and_one_format_are_read(tmp_path):
-    write_records(tmp_path, {"a": result()})
     path = tmp_path / "predictions.json"
+    path.write_text(summary([result()]))
     content = json.loads(path.read_text())
     (entry,) = content["slides"]
     del entry["made_with"]["format"]

@@ -19,10 +19,10 @@ from gigagrad.images import open_image
 from gigagrad.masks import ClassTable
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.predict import predict
-from gigagrad.prediction.records import read_records, write_records
+from gigagrad.prediction.records import read_records, write_record
 from gigagrad.prediction.slide_scores import Reading, label_value
 
-module = importlib.import_module("gigagrad.prediction.predict")
+module = importlib.import_module("gigagrad.prediction.predictor")
 TABLE = ClassTable((("normal", 0), ("tumour", 1)))
 
 
@@ -151,7 +151,7 @@ def test_a_table_of_probabilities(predicted, tmp_path, jpeg_slide):
     assert line["predicted"] == ("normal", "tumour")[int(np.argmax(expected))]
     assert (result.status, result.files, result.height, result.width) == ("done", {}, 700, 900)
     assert read_records(tmp_path / "out") == {"first": result}
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["predictions.json", "slides.csv"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["predictions.json", "records", "slides.csv"]
 
 
 @pytest.mark.parametrize(("loss", "column"), [("bce", "probability_1"), ("mse", "output")])
@@ -220,6 +220,6 @@ def test_outputs_that_are_no_scores_fail_by_name(predicted, model, said):
 def test_scores_in_a_record_are_numbers(predicted, tmp_path):
     (result,) = predicted(Logits(2))
     result.scores["probability_0"] = "high"
-    write_records(tmp_path / "out", {"small": result})
+    write_record(tmp_path / "out", result)
     with pytest.raises(ConfigError, match="no numbers"):
         read_records(tmp_path / "out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
@@ -34,9 +35,16 @@ def label(args: argparse.Namespace) -> None:
     slides = [row.slide for row in find_slides(args.slides)]
     with _progress() as listener:
         masks = label_slides(
-            slides, args.out, mpp=args.mpp, bands=args.bands, overwrite=args.overwrite, listeners=(listener,)
+            slides,
+            args.out,
+            mpp=args.mpp,
+            bands=args.bands,
+            share=_share(args, listener),
+            overwrite=args.overwrite,
+            listeners=(listener,),
         )
-    print("\n".join(map(str, masks)))
+    for mask in masks:
+        print(mask)
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -145,8 +153,8 @@ def fit(args: argparse.Namespace) -> None:
 def predict(args: argparse.Namespace) -> None:
     from gigagrad import prediction
 
-    config = prediction.PredictConfig.from_dict(_given(args))
     with _progress() as listener:
+        config = prediction.PredictConfig.from_dict({**_given(args), "share": _share(args, listener)})
         results = prediction.predict(config, (listener,))
     failed = [result for result in results if result.failed]
     print(f"{len(results) - len(failed)} of {len(results)} slides are in {args.out}")
@@ -159,24 +167,22 @@ def evaluate(args: argparse.Namespace) -> None:
     from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
     from gigagrad.reports.tables import evaluation_tables
 
-    split = None if args.split == "all" else args.split
     with _progress(quiet=args.json) as listener:
+        settings: dict[str, Any] = {
+            "split": None if args.split == "all" else args.split,
+            "classes": args.classes,
+            "out": args.out,
+            # Without a folder there is nowhere to meet: only who asks for a share is told so.
+            "share": _share(args, listener) if args.out is not None else args.share or "1/1",
+            "listeners": (listener,),
+        }
         if args.predictions is not None:
-            evaluation = evaluate_masks(
-                args.predictions, args.slides, split=split, classes=args.classes, listeners=(listener,)
-            )
+            evaluation = evaluate_masks(args.predictions, args.slides, **settings)
         else:
-            evaluation = evaluate_model(
-                args.run,
-                args.slides,
-                split=split,
-                classes=args.classes,
-                memory=args.memory,
-                scratch=args.scratch,
-                device=args.device,
-                trust=args.trust,
-                listeners=(listener,),
-            )
+            settings |= {name: getattr(args, name) for name in ("memory", "scratch", "device", "trust")}
+            evaluation = evaluate_model(args.run, args.slides, **settings)
+    if evaluation is None:  # which was told
+        return
     if args.json:
         print(json.dumps(evaluation.to_dict(), indent=2))
     else:
@@ -187,9 +193,10 @@ def attribute(args: argparse.Namespace) -> None:
     from gigagrad.prediction.attribution import attribute as write_maps
 
     with _progress() as listener:
-        settings = _given(args, without=("run", "slides", "out"))
+        settings = {**_given(args, without=("run", "slides", "out")), "share": _share(args, listener)}
         pictures = write_maps(args.run, args.slides, args.out, **settings, listeners=(listener,))
-    print("\n".join(map(str, pictures)))
+    for picture in pictures:
+        print(picture)
 
 
 def report(args: argparse.Namespace) -> None:
@@ -221,6 +228,20 @@ def doctor(args: argparse.Namespace) -> None:
 def _given(args: argparse.Namespace, without: Collection[str] = ()) -> dict[str, Any]:
     """What was typed of a command whose flags are the fields of a settings class and have no defaults of their own."""
     return {name: value for name, value in vars(args).items() if name not in {"command", "traceback", *without}}
+
+
+def _share(args: argparse.Namespace, listener: Listener) -> str:
+    """What `--share` says, or else the environment, which is told."""
+    from gigagrad.events import Notice
+    from gigagrad.shares import share_from
+
+    typed: str | None = getattr(args, "share", None)
+    if typed is not None:
+        return typed
+    share, said_by = share_from(os.environ)
+    if share != "1/1":
+        listener(Notice(f"share {share} by {said_by}; --share 1/1 takes every slide"))
+    return share
 
 
 def _progress(*, quiet: bool = False) -> AbstractContextManager[Listener]:

@@ -110,6 +110,11 @@ FLAGS: Final[dict[str, dict[str, Any]]] = {
         "metavar": "DIR",
         "help": "folder on a fast disk for what does not fit in --memory; default: such fields are computed again",
     },
+    "--share": {
+        "metavar": "I/N",
+        "help": "only the I-th of N shares, I from 1 to N, which any machines do side by side into one --out; "
+        "default: by Slurm's array or torchrun, else 1/1, every slide",
+    },
     "--slides": {"type": Path, "required": True},
     "--storage": {
         "metavar": "HOW",
@@ -152,6 +157,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--out": "folder for the masks",
             "--mpp": {},
             "--bands": {"default": (), "help": "channels to look at, one or three of bytes: by name or number"},
+            "--share": {},
             "--overwrite": "make masks again that exist; otherwise they are kept",
         },
     ),
@@ -358,13 +364,14 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             },
             "--device": {},
             "--trust": {},
+            "--share": {},
             "--overwrite": "predict again what is there already",
         },
     ),
     "evaluate": (
         "score a network, or what it predicted, against true masks or labels",
         "Prints Dice and IoU per slide with their mean and standard deviation; of a cohort with labels accuracy, AUC, "
-        "calibration, errors or the C-index, with 95 % intervals. Nothing is written.",
+        "calibration, errors or the C-index, with 95 % intervals. Nothing is written without --out.",
         {
             "--run": {"required": False, "help": "run folder or model to score"},
             "--predictions": {},
@@ -381,6 +388,11 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--scratch": {},
             "--device": {},
             "--trust": {},
+            "--out": {
+                "required": False,
+                "help": "folder for evaluation.json and the scores of each slide, which are not computed again",
+            },
+            "--share": {},
             "--json": "print the scores as JSON",
         },
     ),
@@ -410,6 +422,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--split": {"choices": ("train", "val", "test"), "help": "only these rows of a CSV"},
             "--device": {},
             "--trust": {},
+            "--share": {},
             "--overwrite": "make maps again that are there",
         },
     ),

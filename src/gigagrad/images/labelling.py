@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gigagrad.errors import ConfigError, ImageError, WriteError
-from gigagrad.events import Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice
+from gigagrad.errors import ConfigError, ImageError
+from gigagrad.events import Events, Listener, Notice
+from gigagrad.files import size_of
 from gigagrad.images.look import Look
 from gigagrad.images.opening import open_image
 from gigagrad.images.tissue import PAPER_RECIPE, Recipe, write_label
+from gigagrad.shares import Share, claimed
 
 
 def label_slides(
@@ -20,10 +21,12 @@ def label_slides(
     recipe: Recipe = PAPER_RECIPE,
     mpp: float | None = None,
     bands: Sequence[int | str] = (),
+    share: str = "1/1",
     overwrite: bool = False,
     listeners: Iterable[Listener] = (),
 ) -> tuple[Path, ...]:
-    """Write `out/STEM.tif`, a full-size mask of 0 and 1, for every slide, and return the paths in the same order.
+    """Write `out/STEM.tif`, a full-size mask of 0 and 1, for every slide, and return the paths in the same order; of a
+    `share`, as "2/4", for its slides.
 
     A slide that cannot be read or labelled is told (`Notice`) and left out; the others go on.
 
@@ -34,34 +37,34 @@ def label_slides(
     Raises `ConfigError` for two slides of one name or a missing slide before anything is written, `WriteError` for a
     mask that cannot be written, and `ImageError` at the end where slides failed; masks made until then remain.
     """
+    mine = Share.parse(share)
     sources, out = [Path(slide) for slide in slides], Path(out)
     masks = [out / f"{source.stem}.tif" for source in sources]
     _check(sources, masks)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WriteError(f"cannot make the folder {out}: {error.strerror}; choose another --out") from error
     events = Events(tuple(listeners))
-    events.emit(JobStarted("label", len(sources)))
-    start = time.monotonic()
+    own = mine.deal(list(zip(sources, masks, strict=True)), [size_of(source) for source in sources])
+    kept = [mask.exists() and not overwrite for _, mask in own]
+    sizes = [0 if there else size_of(source) for (source, _), there in zip(own, kept, strict=True)]
     failed: list[str] = []
-    for done, (source, mask) in enumerate(zip(sources, masks, strict=True), 1):
-        kept = mask.exists() and not overwrite
-        said = f"{source.stem}: done before" if kept else source.stem
-        if not kept:
-            try:
-                with open_image(source, mpp=mpp) as slide:
-                    write_label(Look(bands=tuple(bands)).of(slide), mask, recipe, overwrite=overwrite)
-            except ImageError as error:
-                failed.append(str(error))
-                said = f"{source.stem}: failed"
-                events.emit(Notice(str(error), warning=True))
-        events.emit(JobAdvanced("label", done, len(sources), said))
-    events.emit(JobFinished("label", time.monotonic() - start))
+    with (
+        claimed(out, mine, [mask.stem for _, mask in own]),
+        events.job(mine.named("label"), len(own), sizes=sizes) as advance,
+    ):
+        for done, ((source, mask), there) in enumerate(zip(own, kept, strict=True), 1):
+            said = f"{source.stem}: done before" if there else source.stem
+            if not there:
+                try:
+                    with open_image(source, mpp=mpp) as slide:
+                        write_label(Look(bands=tuple(bands)).of(slide), mask, recipe, overwrite=overwrite)
+                except ImageError as error:
+                    failed.append(str(error))
+                    said = f"{source.stem}: failed"
+                    events.emit(Notice(str(error), warning=True))
+            advance(done, said)
     if failed:
-        more = f" ({len(failed)} of {len(sources)} slides failed)" if len(sources) > 1 else ""
+        more = f" ({len(failed)} of {len(own)} slides failed)" if len(own) > 1 else ""
         raise ImageError(f"{failed[0]}{more}")
-    return tuple(masks)
+    return tuple(mask for _, mask in own)
 
 
 def _check(sources: Sequence[Path], masks: Sequence[Path]) -> None:

@@ -21,6 +21,7 @@ from gigagrad.cohorts import Row, find_slides
 from gigagrad.errors import ConfigError, GigagradError, ImageError, ModelError, WriteError, did_you_mean
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.files import size_of
 from gigagrad.images import Image, open_image
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
@@ -29,6 +30,7 @@ from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.heat import Blocks, draw_heat
 from gigagrad.prediction.overlay import write_overlay
 from gigagrad.prediction.slide_scores import Reading, output_of, weighted_sum
+from gigagrad.shares import Share, claimed
 
 _MADE: Final = "gigagrad attribution: "
 
@@ -47,6 +49,7 @@ def attribute(
     scratch: str | Path | None = None,
     device: str = "cpu",
     trust: Collection[str] = (),
+    share: str = "1/1",
     overwrite: bool = False,
     listeners: Iterable[Listener] = (),
 ) -> tuple[Path, ...]:
@@ -54,7 +57,8 @@ def attribute(
 
     The map is the absolute gradient of the score of the class (or column) `of`, by default of the class that is
     predicted, summed over channels and blocks of `block x block` pixels; or the output of the `module` of this name
-    inside the model, the mean of its channels. The other settings are as in `evaluate_model`; `slides` as in `predict`.
+    inside the model, the mean of its channels. The other settings are as in `evaluate_model`; `slides` and `share` as
+    in `predict`.
     Maps that were made before with the same settings are left alone, unless `overwrite`.
 
     Returns the pictures, those that were there included. A slide that fails is told (`Notice`) and left out; the others
@@ -63,14 +67,20 @@ def attribute(
     Raises `ConfigError`, `ModelError` and `WriteError` for what concerns all slides, and `ImageError` at the end where
     some failed.
     """
+    mine = Share.parse(share)
     config = PredictConfig(
         run=run, slides=tuple(slides), out=out, memory=memory, scratch=scratch, device=device, classes=tuple(classes)
     )
     job = _Job(config, Events(tuple(listeners)), of, module, block, trust, overwrite=overwrite)
-    rows = find_slides(slides, split)
+    every = find_slides(slides, split)
+    rows = mine.deal(every, [size_of(row.slide) for row in every])
+    sizes = [0 if job.is_made(row) else size_of(row.slide) for row in rows]
     made: list[Path] = []
     failed: list[str] = []
-    with job.events.job("attribute", len(rows)) as advance:
+    with (
+        claimed(Path(out), mine, [row.name for row in rows]),
+        job.events.job(mine.named("attribute"), len(rows), sizes=sizes) as advance,
+    ):
         for done, row in enumerate(rows, 1):
             try:
                 said = job.make(row)
@@ -116,17 +126,20 @@ class _Job:
             engine.events.subscribe(events.emit)
         with config.model_path.open("rb") as file:
             self._digest = hashlib.file_digest(file, "sha256").hexdigest()
-        try:
-            self._out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WriteError(f"cannot make the folder {self._out}: {error.strerror}; choose another --out") from error
 
     def picture(self, row: Row) -> Path:
         return self._out / f"{row.name}.png"
 
+    def is_made(self, row: Row) -> bool:
+        """Whether there is a map and a picture, of whatever settings."""
+        return self._map(row).exists() and self.picture(row).exists() and not self._overwrite
+
+    def _map(self, row: Row) -> Path:
+        return self._out / f"{row.name}.tif"
+
     def make(self, row: Row) -> str:
         """The two files of a slide, unless they are there. Returns what was done, in a few words."""
-        path = self._out / f"{row.name}.tif"
+        path = self._map(row)
         with row.open(self._config.resolved_level) as slide:
             settings = {
                 "of": self._of or "what is predicted",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.images import Look
@@ -13,6 +15,7 @@ from gigagrad.masks import ClassTable
 from gigagrad.models.saved import CONFIG, model_file
 from gigagrad.prediction.outputs import FORMATS, OUTPUTS
 from gigagrad.settings import Settings, read_yaml
+from gigagrad.shares import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class PredictConfig(Settings):
         device: "cpu" or "cuda".
         split: of the rows of a CSV file, only those with this split; None takes all.
         trust: what the saved model may import beside the project's and the libraries' networks, as in `load_model`.
+        share: of the slides, as "2/4" the second of four shares that processes predict side by side into `out`.
         overwrite: predict again what is there already, and replace files that some other program wrote.
     """
 
@@ -62,6 +66,7 @@ class PredictConfig(Settings):
     device: str = "cpu"
     split: str | None = None
     trust: tuple[str, ...] = ()
+    share: str = "1/1"
     overwrite: bool = False
 
     LIMITS: ClassVar = {"level": (0, math.inf)}
@@ -82,6 +87,13 @@ class PredictConfig(Settings):
                 raise ConfigError(f"{name} must be a positive number of micrometres per pixel, got {value}")
         if self.target_mpp is not None and self.level is not None:
             raise ConfigError("level and target_mpp both choose the level of a slide; give one of them")
+        Share.parse(self.share)
+
+    def absolute(self) -> Self:
+        """The same for a process that runs in another folder."""
+        slides, scratch = tuple(map(os.path.abspath, self.slides)), self.scratch and os.path.abspath(self.scratch)
+        run, out = os.path.abspath(self.run), os.path.abspath(self.out)
+        return dataclasses.replace(self, run=run, slides=slides, out=out, scratch=scratch)
 
     @property
     def resolved_level(self) -> int:

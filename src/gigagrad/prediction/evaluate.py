@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -63,6 +62,15 @@ class Evaluation:
     scores: tuple[Score, ...]
     of_classes: tuple[ClassScore, ...] = ()
     confusion: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, counts: Mapping[str, Counts], table: ClassTable | None = None) -> Self:
+        """Of the counts of slides by name; `table` names their classes."""
+        every: Counts | None = None
+        for each in counts.values():
+            every = each if every is None else every.plus(each)
+        scores = tuple(Score(name, each.dice, each.iou, each.pixels) for name, each in counts.items())
+        return cls(scores, *_of_classes(every, table))
 
     @property
     def dice(self) -> tuple[float, float]:
@@ -143,21 +151,6 @@ def counts_of(channels: Channels, ignored: int | None) -> Counts:
     return Confusion(channels.foreground + 1, ignored)
 
 
-def score_each(
-    scored: Sequence[tuple[str, Callable[[], Counts]]], events: Events, table: ClassTable | None = None
-) -> Evaluation:
-    """Score slides by name, one after the other; `table` names their classes. Emits the job `evaluate`."""
-    scores: list[Score] = []
-    every: Counts | None = None
-    with events.job("evaluate", len(scored)) as advance:
-        for name, count in scored:
-            counts = count()
-            every = counts if every is None else every.plus(counts)
-            scores.append(Score(name, counts.dice, counts.iou, counts.pixels))
-            advance(len(scores), f"{name}: Dice {counts.dice:.4f}")
-    return Evaluation(tuple(scores), *_of_classes(every, table))
-
-
 def _of_classes(
     every: Counts | None, table: ClassTable | None
 ) -> tuple[tuple[ClassScore, ...], tuple[tuple[int, ...], ...]]:
@@ -180,8 +173,10 @@ def evaluate(
     Raises `ImageError` or `TargetError` at the first pair that cannot be compared.
     """
 
-    def score(predicted_source: str | Path, truth_source: str | Path) -> Confusion:
-        with open_image(predicted_source) as predicted, open_image(truth_source) as truth:
-            return score_masks(predicted, truth, Confusion(classes))
-
-    return score_each([(name, partial(score, predicted, truth)) for name, predicted, truth in pairs], Events(listeners))
+    pairs, found = list(pairs), dict[str, Counts]()
+    with Events(listeners).job("evaluate", len(pairs)) as advance:
+        for name, predicted_source, truth_source in pairs:
+            with open_image(predicted_source) as predicted, open_image(truth_source) as truth:
+                found[name] = score_masks(predicted, truth, Confusion(classes))
+            advance(len(found), f"{name}: Dice {found[name].dice:.4f}")
+    return Evaluation.of(found)

@@ -1,258 +1,113 @@
-"""Predict whole slides: a mask and whatever else was asked for (`outputs`), slide by slide; or, of a model whose output
-is no image, scores of every slide in one table (`slide_scores`).
+"""Predict the slides of a cohort, or a share of them, here or wherever an executor has workers.
 
-Tiles leave the engine row by row and go straight into the file, so the mask exists only as strips and there are no
-seams. A run can be stopped and started again: slides whose files are all there are left alone, and what is asked for
-later is made of the mask where it can be. A slide that fails does not stop the others.
+A run can be stopped and started again: slides whose files are all there are left alone. A slide that fails does not
+stop the others. Each has a record of its own; `predictions.json` and the tables of scores are made of the records.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import time
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
 from gigagrad.cohorts import Row, find_slides
-from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
 from gigagrad.events import Events, Listener, Notice
-from gigagrad.execution.engine import compile as compile_engine
-from gigagrad.execution.sinks import Several
-from gigagrad.images import Image, open_image
-from gigagrad.images.resolution import level_near
-from gigagrad.masks import open_mask
-from gigagrad.models import load_model
-from gigagrad.models.preprocess import check_intensities
-from gigagrad.prediction.classes import Channels, foreground, image_shape
+from gigagrad.files import size_of, write_agreed
 from gigagrad.prediction.config import PredictConfig
-from gigagrad.prediction.evaluate import counts_of, score_masks
-from gigagrad.prediction.outputs import OUTPUTS, Derived, Predicted, Sweep, Swept, file_names
-from gigagrad.prediction.polygons import trace
-from gigagrad.prediction.records import MadeWith, SlideResult, read_records, write_records
-from gigagrad.prediction.slide_scores import Reading, check_table, output_of, write_table
+from gigagrad.prediction.predictor import Predictor
+from gigagrad.prediction.records import FILE_NAME, MadeWith, SlideResult, read_records, summary
+from gigagrad.prediction.slide_scores import score_tables
+from gigagrad.shares import Share, claimed
 from gigagrad.units import format_seconds
 
+_ONE_AT_A_TIME: Final = threading.Lock()
+"""In a worker: `memory` is that of its whole process."""
 
-def predict(config: PredictConfig | Mapping[str, Any], listeners: Iterable[Listener] = ()) -> tuple[SlideResult, ...]:
-    """Predict every slide of `config`; one result per slide, in order, the failed ones included.
 
-    Emits a `predict` job counted in slides, the engine's own events, and a `Notice` for each slide that fails.
+class Executor(Protocol):
+    """Runs calls elsewhere: `concurrent.futures`' executors, Dask's `Client`, or anything that submits as they do."""
+
+    def submit(self, fn: Any, /, *args: Any) -> Any:
+        """What this returns has the `result()` of the call."""
+
+
+def predict(
+    config: PredictConfig | Mapping[str, Any], listeners: Iterable[Listener] = (), executor: Executor | None = None
+) -> tuple[SlideResult, ...]:
+    """Predict every slide of `config`, or of its share; one result per slide, in order, the failed ones included.
+
+    With an `executor` each slide is a task of it; its workers need the same paths. A worker predicts one slide at a
+    time, with one engine for all of them; `memory` is that of each worker's process.
+
+    Emits a `predict` job counted in slides, a `Notice` for each slide that fails and, where there is no executor, the
+    engine's own events.
 
     Raises `ConfigError`, `ModelError` or `WriteError` for what concerns all slides; nothing has been predicted then.
     """
     config = config if isinstance(config, PredictConfig) else PredictConfig.from_dict(config)
-    run = _Run(config, Events(tuple(listeners)))
+    if executor is not None:  # workers may run in another folder
+        config = config.absolute()
+    share, out, events = Share.parse(config.share), Path(config.out), Events(tuple(listeners))
+    cohort = find_slides(config.slides, config.split)
+    slides = share.deal(cohort, [size_of(entry.slide) for entry in cohort])
+    predictor = Predictor(config, events)
+    records = read_records(out, [entry.name for entry in slides])
+    for entry in () if config.overwrite else slides:
+        predictor.check(entry, records.get(entry.name))
     results: list[SlideResult] = []
-    with run.events.job("predict", len(run.slides), run.made_with.model) as advance:
-        for done, entry in enumerate(run.slides, 1):
-            known = None if config.overwrite else run.finished(entry)
-            results.append(known or run.attempt(entry))
-            advance(done, f"{entry.name}: done before" if known else _summary(results[-1]))
-    run.write_table()
+    with claimed(out, share, [entry.name for entry in slides]):
+        before = {entry.name: predictor.finished(entry, records.get(entry.name)) for entry in slides}
+        todo = [entry for entry in slides if before[entry.name] is None]
+        made = _each(todo, predictor, executor)
+        sizes = [0 if before[entry.name] else size_of(entry.slide) for entry in slides]
+        with events.job(share.named("predict"), len(slides), predictor.made_with.model, sizes) as advance:
+            for done, entry in enumerate(slides, 1):
+                known = before[entry.name]
+                result = known or next(made)
+                results.append(result)
+                if result.failed:
+                    events.emit(Notice(f"{result.name}: {result.error}", warning=True))
+                advance(done, f"{entry.name}: done before" if known else _said(result))
+        write_agreed(lambda: _merged(config, predictor, cohort))
     return tuple(results)
 
 
-class _Run:
-    """What is the same for all slides, and the record of those that are done."""
-
-    def __init__(self, config: PredictConfig, events: Events) -> None:
-        self.config, self.events, self.out = config, events, Path(config.out)
-        self.slides = find_slides(config.slides, config.split)
-        spec, self.model = load_model(config.model_path, config.trust)
-        # One for all slides: those of one size are captured and planned once.
-        self.engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
-        self.engine.events.subscribe(events.emit)
-        with config.model_path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        level = config.resolved_level if config.target_mpp is None else None
-        self.table, self.loss = config.resolved_table, config.run_loss
-        classes = self.table.entries if self.table is not None else ()
-        self.look = config.resolved_look
-        self.made_with = MadeWith(
-            spec,
-            digest,
-            config.threshold,
-            classes,
-            level,
-            config.target_mpp,
-            self.look.grey,
-            self.look.bands,
-            config.format,
-        )
-        self.records = read_records(self.out)
-        for entry in () if config.overwrite else self.slides:
-            self._check_own(entry)
-        self.own_table = config.overwrite or any(result.scores for result in self.records.values())
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WriteError(f"cannot make folders in {self.out}: {error.strerror}; choose another --out") from error
-
-    def _check_own(self, entry: Row) -> None:
-        """Refuse what is there of this slide's name and belongs to somebody else or to other settings."""
-        known = self.records.get(entry.name)
-        if known is not None and known.status == "done" and known.made_with != self.made_with:
-            raise ConfigError(
-                f"{self.out} holds a prediction of {entry.name} by another model, threshold, level, colours, "
-                "format or class names; choose another --out or pass --overwrite"
-            )
-        if known is not None and known.slide != str(entry.slide.absolute()):
-            raise ConfigError(
-                f"{self.out} holds a prediction of another slide of this name, {known.slide}; "
-                "choose another --out or pass --overwrite"
-            )
-        for output, file in self._files(entry).items():
-            if (self.out / file).exists() and (known is None or output not in known.files):
-                raise WriteError(
-                    f"{self.out / file} exists but was not predicted here; choose another --out or pass --overwrite"
-                )
-
-    def _files(self, entry: Row) -> dict[str, str]:
-        """What is to be there of the slide: the mask, what was asked for, and what was made when that was asked for."""
-        known = self.records.get(entry.name)
-        asked = {"mask", *self.config.outputs, *(known.files if known is not None else ())}
-        return {output: file for output, file in file_names(entry.name, self.config.format).items() if output in asked}
-
-    def _missing(self, entry: Row) -> dict[str, str]:
-        """The files that are to be made: all of them where the network has to sweep, or where the slide has changed."""
-        files, known = self._files(entry), self.records.get(entry.name)
-        if self.config.overwrite or known is None or known.slide_bytes != _bytes_of(entry.slide):
-            return files
-        missing = known.missing(self.out, files)
-        return files if any(isinstance(OUTPUTS[output], Swept) for output in missing) else missing
-
-    def finished(self, entry: Row) -> SlideResult | None:
-        """What an earlier run made of the slide, None where its files are not all there or the slide has changed."""
-        known = self.records.get(entry.name)
-        if known is None or known.status != "done" or known.slide_bytes != _bytes_of(entry.slide):
-            return None
-        if not known.scores:
-            return None if self._missing(entry) else known
-        if entry.label is not None and known.label != entry.label:
-            known = dataclasses.replace(known, label=entry.label)
-            self._record(known)
-        return known
-
-    def attempt(self, entry: Row) -> SlideResult:
-        """Predict one slide and keep the record up to date, whatever happens."""
-        slide, size, files = str(entry.slide.absolute()), _bytes_of(entry.slide), self._files(entry)
-        missing = self._missing(entry)
-        result = SlideResult(
-            name=entry.name, slide=slide, slide_bytes=size, made_with=self.made_with, status="running", files=files
-        )
-        if missing == files:  # else what was made before stays so, whatever becomes of the rest
-            self._record(result)
-        start = time.perf_counter()
-        try:
-            result = self._predict(entry, result, missing)
-            result = dataclasses.replace(result, status="done", seconds=time.perf_counter() - start)
-        except (GigagradError, OSError) as error:
-            result = dataclasses.replace(result, status="failed", error=str(error))
-            self.events.emit(Notice(f"{entry.name}: {error}", warning=True))
-        self._record(result)
-        return result
-
-    def _record(self, result: SlideResult) -> None:
-        self.records[result.name] = result
-        write_records(self.out, self.records)
-        if result.scores:
-            self.write_table()
-
-    def write_table(self) -> None:
-        """`slides.csv` anew from the record, where that has scores."""
-        if any(result.scores for result in self.records.values()):
-            write_table(self.out, self.records.values(), self.table, self.config.threshold)
-            self.own_table = True
-
-    def _predict(self, entry: Row, result: SlideResult, missing: Mapping[str, str]) -> SlideResult:
-        with ExitStack() as opened:
-            level = self._level_of(entry)
-            slide = opened.enter_context(entry.open(level, self.config.mpp))
-            seen = self.look.of(slide)
-            check_intensities(self.model, seen)
-            shape = image_shape(self.engine, seen)
-            if shape is None:
-                return self._score(entry, seen, result)
-            channels = self._channels(shape, slide)
-            named = channels.classes(self.table, typed=bool(self.config.classes))
-            truth = None
-            if entry.masks:
-                truth = opened.enter_context(open_mask(entry.masks, slide, self.table, labels=channels.planes))
-            paths = {OUTPUTS[output]: self.out / file for output, file in missing.items()}
-            for path in paths.values():
-                path.parent.mkdir(exist_ok=True)
-            swept = [(kind, path) for kind, path in paths.items() if isinstance(kind, Swept)]
-            if swept:
-                sweep = Sweep(seen, channels, named, self.config.threshold)
-                self.engine.forward(seen, out=Several([kind.sink(path, sweep) for kind, path in swept]))
-            mask = opened.enter_context(open_image(self.out / result.files["mask"]))
-            classes = foreground(named)
-            predicted = Predicted(slide, mask, trace(mask, classes), classes, truth)
-            for kind, path in paths.items():
-                if isinstance(kind, Derived):
-                    kind.write(path, predicted)
-            ignored = channels.ignored(self.table, truth)
-            scored = None if truth is None else score_masks(mask, truth, counts_of(channels, ignored))
-            return dataclasses.replace(
-                result,
-                height=slide.shape[1],
-                width=slide.shape[2],
-                mpp=slide.mpp,
-                classes=len(classes) + 1,
-                ignored=ignored,
-                regions=len(predicted.traced.regions),
-                traced_downsample=predicted.traced.downsample,
-                dice=None if scored is None else scored.dice,
-                iou=None if scored is None else scored.iou,
-            )
-
-    def _channels(self, shape: tuple[int, ...], slide: Image) -> Channels:
-        """Of an output `(1, C, H, W)`. Raises `ModelError` for one of another size than the slide."""
-        if shape[-2:] != slide.shape[1:]:
-            raise ModelError(
-                f"the model's output is {shape[-2]} x {shape[-1]} px, the slide {slide.height} x {slide.width} px; "
-                "a mask needs a model whose output covers the slide pixel for pixel"
-            )
-        return Channels.of(shape[1], self.loss)
-
-    def _level_of(self, entry: Row) -> int:
-        """Raises `ImageError` where the slide's resolution decides and is unknown."""
-        if self.config.target_mpp is None:
-            return self.config.resolved_level
-        with entry.open(mpp=self.config.mpp) as slide:
-            return level_near(slide, self.config.target_mpp)
-
-    def _score(self, entry: Row, slide: Image, result: SlideResult) -> SlideResult:
-        """Scores of the whole slide."""
-        check_table(self.out, self.config.slides, own=self.own_table)
-        output_NC = output_of(self.engine, slide)
-        reading = Reading.of(output_NC.shape[1], self.loss, self.table)
-        scores = reading.scores(output_NC)
-        return dataclasses.replace(
-            result,
-            files={},
-            height=slide.shape[1],
-            width=slide.shape[2],
-            mpp=slide.mpp,
-            classes=len(reading.names),
-            scores=scores,
-            predicted=reading.predicted(scores, self.config.threshold),
-            label=entry.label or "",
-            bag=entry.bag or "",
-        )
+def _each(slides: Sequence[Row], predictor: Predictor, executor: Executor | None) -> Iterator[SlideResult]:
+    if executor is None:
+        return map(predictor.attempt, slides)
+    # Of the sources a task needs those that its tables must not replace, not the paths of ten thousand slides.
+    config = predictor.config
+    sources = tuple(source for source in config.slides if Path(source).suffix == ".csv") or config.slides[:1]
+    config = dataclasses.replace(config, slides=sources)
+    futures = [executor.submit(_predict_there, config, predictor.made_with, entry) for entry in slides]
+    return (future.result() for future in futures)
 
 
-def _bytes_of(slide: Path) -> int:
-    try:
-        return slide.stat().st_size
-    except OSError:
-        return 0
+def _predict_there(config: PredictConfig, made_with: MadeWith, entry: Row) -> SlideResult:
+    """One slide, in a worker."""
+    with _ONE_AT_A_TIME:
+        return _predictor_there(config, made_with).attempt(entry)
 
 
-def _summary(result: SlideResult) -> str:
+@lru_cache(maxsize=1)
+def _predictor_there(config: PredictConfig, made_with: MadeWith) -> Predictor:
+    """A worker's; of a model that has been trained anew meanwhile, `made_with` is another."""
+    return Predictor(config, Events())
+
+
+def _merged(config: PredictConfig, predictor: Predictor, cohort: Sequence[Row]) -> dict[Path, str]:
+    """The files that are made of all records: the cohort's in its order, then those of earlier runs by name."""
+    records, out = read_records(Path(config.out)), Path(config.out)
+    names = dict.fromkeys([*(entry.name for entry in cohort), *sorted(records)])
+    found = [records[name] for name in names if name in records]
+    tables = score_tables(found, predictor.table, config.threshold)
+    return {out / name: text for name, text in {**tables, FILE_NAME: summary(found)}.items()}
+
+
+def _said(result: SlideResult) -> str:
     if result.failed:
         return f"{result.name}: failed"
     said = f", {result.predicted}" if result.predicted else ""

@@ -1,19 +1,24 @@
-"""`predictions.json`: what was predicted, with what, and how it went; the memory that makes a run resumable."""
+"""What was predicted, with what, and how it went: `records/NAME.json` of each slide, the memory that makes a run
+resumable, and `predictions.json` of all, the same whoever predicted them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 from gigagrad.errors import ConfigError
-from gigagrad.files import read_json, write_text
+from gigagrad.files import read_json, write_json
+from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.outputs import file_names
 
 FILE_NAME: Final = "predictions.json"
+_FOLDER: Final = "records"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,26 @@ class MadeWith:
     bands: tuple[int | str, ...] = ()
     format: str = "tiff"
     """Of the images, as `outputs.FORMATS` has them."""
+
+    @classmethod
+    def of(cls, config: PredictConfig, model: str) -> Self:
+        """With these settings, and what now lies in the file of the model."""
+        with config.model_path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        level = config.resolved_level if config.target_mpp is None else None
+        table, look = config.resolved_table, config.resolved_look
+        classes = table.entries if table is not None else ()
+        return cls(
+            model,
+            digest,
+            config.threshold,
+            classes,
+            level,
+            config.target_mpp,
+            look.grey,
+            look.bands,
+            config.format,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,24 +109,42 @@ def mask_of(name: str, result: SlideResult | None) -> str:
     return (result.files if result is not None else {}).get("mask") or file_names(name, "tiff")["mask"]
 
 
-def read_records(out: Path) -> dict[str, SlideResult]:
-    """Results by slide name, none if there is no file yet. Raises `ConfigError` if the file is damaged."""
+def read_records(out: Path, names: Iterable[str] | None = None) -> dict[str, SlideResult]:
+    """Results by slide name, of the slides of these names or of all; what has no record of its own is taken from
+    `predictions.json`. Raises `ConfigError` if a file is damaged.
+    """
     path = out / FILE_NAME
-    if not path.is_file():
-        return {}
+    files = sorted((out / _FOLDER).glob("*.json")) if names is None else [_file_of(out, name) for name in names]
     try:
-        entries = read_json(path)["slides"]
-        return {entry["name"]: _parse(entry) for entry in entries}
+        entries = read_json(path)["slides"] if path.is_file() else []
+        found = {entry["name"]: _parse(entry) for entry in entries}
+        for path in filter(Path.is_file, files):
+            result = _parse(read_json(path))
+            if path != _file_of(out, result.name):
+                raise ValueError(f"it is of {result.name!r}")
+            found[result.name] = result
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is damaged or of another version ({error}); move it away or choose another --out"
         ) from error
+    return found
 
 
-def write_records(out: Path, records: Mapping[str, SlideResult]) -> None:
-    """Replace the file as a whole. Raises `WriteError`."""
-    entries = [dataclasses.asdict(result) for result in records.values()]
-    write_text(out / FILE_NAME, json.dumps({"format": 1, "slides": entries}, indent=1) + "\n")
+def write_record(out: Path, result: SlideResult) -> None:
+    """Replace the record of a slide. Raises `WriteError`."""
+    write_json(_file_of(out, result.name), dataclasses.asdict(result))
+
+
+def summary(records: Sequence[SlideResult]) -> str:
+    """What `predictions.json` holds: all but how long it took, which is another time with everybody."""
+    entries = [dataclasses.asdict(result) for result in records]
+    for entry in entries:
+        del entry["seconds"]
+    return json.dumps({"format": 1, "slides": entries}, indent=1) + "\n"
+
+
+def _file_of(out: Path, name: str) -> Path:
+    return out / _FOLDER / f"{name}.json"
 
 
 def _parse(entry: Mapping[str, Any]) -> SlideResult:

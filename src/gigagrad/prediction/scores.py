@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Self
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,10 @@ class Counts(ABC):
     @abstractmethod
     def plus(self, other: Self) -> Self:
         """The counts of both."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """As `counts_from` takes them."""
 
     @property
     @abstractmethod
@@ -124,6 +128,9 @@ class Confusion(Counts):
             both.ignored_pixels += each.ignored_pixels
         return both
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts.tolist(), "ignored": self.ignored, "ignored_pixels": self.ignored_pixels}
+
     @property
     def pixels(self) -> int:
         return int(self.counts.sum())
@@ -174,6 +181,9 @@ class LabelCounts(Counts):
     def plus(self, other: Self) -> Self:
         return type(self)(one.plus(another) for one, another in zip(self.of_labels, other.of_labels, strict=True))
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"of_labels": [counts.to_dict() for counts in self.of_labels]}
+
     @property
     def pixels(self) -> int:
         """Of the label of which most are known."""
@@ -191,6 +201,18 @@ class LabelCounts(Counts):
         return [counts for counts in self.of_labels if counts.counts[1].any() or counts.counts[0, 1]] or [
             self.of_labels[0]
         ]
+
+
+def counts_from(content: Mapping[str, Any]) -> Counts:
+    """What `Counts.to_dict` gave. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+    return LabelCounts(map(_confusion, content["of_labels"])) if "of_labels" in content else _confusion(content)
+
+
+def _confusion(content: Mapping[str, Any]) -> Confusion:
+    found = Confusion(len(content["counts"]), content["ignored"])
+    found.counts[:] = content["counts"]
+    found.ignored_pixels = content["ignored_pixels"]
+    return found
 
 
 def mean_sd(values: Iterable[float]) -> tuple[float, float]:

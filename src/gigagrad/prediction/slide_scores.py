@@ -16,7 +16,7 @@ import torch
 from gigagrad.cohorts import Row, survival_of
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.execution.engine import Engine
-from gigagrad.files import write_csv
+from gigagrad.files import csv_text
 from gigagrad.images import Image
 from gigagrad.losses import kind_of
 from gigagrad.masks import ClassTable
@@ -176,21 +176,22 @@ def check_table(out: Path, sources: Iterable[str | Path], *, own: bool) -> None:
             raise ConfigError(f"{path} exists but was not predicted here; choose another --out or pass --overwrite")
 
 
-def write_table(out: Path, results: Iterable[SlideResult], table: ClassTable | None, threshold: float) -> None:
-    """`slides.csv`: a line for each slide that has scores; `bags.csv`: one for each bag, where slides are of bags.
-
-    Raises `WriteError`.
+def score_tables(results: Iterable[SlideResult], table: ClassTable | None, threshold: float) -> dict[str, str]:
+    """By file name `slides.csv`, a line for each slide that has scores, and `bags.csv`, one for each bag, where slides
+    are of bags; nothing where there are no scores.
     """
     scored = [result for result in results if result.scores and result.status == "done"]
+    if not scored:
+        return {}
     columns = list(dict.fromkeys(column for result in scored for column in result.scores))
     further = [name for name in ("bag", "label") if any(getattr(result, name) for result in scored)]
     lines = [
         [r.name, r.slide, *(r.scores.get(c, "") for c in columns), r.predicted, *(getattr(r, name) for name in further)]
         for r in scored
     ]
-    write_csv(out / TABLE_NAME, [["name", "slide", *columns, "predicted", *further], *lines])
+    tables = {TABLE_NAME: csv_text([["name", "slide", *columns, "predicted", *further], *lines])}
     if "bag" not in further:
-        return
+        return tables
     reading = Reading.of_columns(columns, table)
     bags: dict[str, list[SlideResult]] = {}
     for result in scored:
@@ -200,4 +201,4 @@ def write_table(out: Path, results: Iterable[SlideResult], table: ClassTable | N
         scores = reading.pooled([slide.scores for slide in slides])
         said = reading.predicted(scores, threshold)
         lines.append([name, len(slides), *scores.values(), said, *([slides[0].label] if "label" in further else [])])
-    write_csv(out / BAGS_NAME, [["bag", "slides", *columns, "predicted", *further[1:]], *lines])
+    return tables | {BAGS_NAME: csv_text([["bag", "slides", *columns, "predicted", *further[1:]], *lines])}

@@ -77,6 +77,7 @@ def _of_fold(
         trust=(*trust, config.model.partition("?")[0]),  # that file is our own
         listeners=listeners,
     )
+    assert found is not None, "there are no other shares"
     if isinstance(found, Evaluation):
         slides, scores = len(found.scores), {"dice": found.dice[0], "iou": found.iou[0]}
     else:

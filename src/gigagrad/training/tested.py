@@ -19,7 +19,7 @@ from gigagrad.images import Image
 from gigagrad.losses import Loss, kind_of
 from gigagrad.masks import ClassTable
 from gigagrad.prediction.classes import Channels, image_shape
-from gigagrad.prediction.cohort_scores import score_labels
+from gigagrad.prediction.cohort_scores import compare_labels
 from gigagrad.prediction.evaluate import score_logits
 from gigagrad.prediction.slide_scores import Reading, output_of
 from gigagrad.training.config import FitConfig
@@ -120,8 +120,8 @@ def _of_labels(
         scores[called] = float(output_NC if loss.survival else loss.function(output_NC, target))
     if not reading.names and len(reading.columns) > 1:
         return scores, {}
-    found = score_labels(rows, lambda row: (reading, reading.scores(outputs[row.name])), table, _THRESHOLD, Events(()))
-    return scores, found.to_dict()
+    found = {row.name: (reading, reading.scores(outputs[row.name])) for row in rows}
+    return scores, compare_labels(rows, found, table, _THRESHOLD).to_dict()
 
 
 def _loss(engine: Engine, slide: Image, target: Image | torch.Tensor) -> float:

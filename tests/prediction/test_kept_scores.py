@@ -1,0 +1,144 @@
+"""Cohorts scored in shares, or again: the numbers of one process, from what was kept of each slide."""
+
+import importlib
+import json
+import os
+from functools import cache
+
+import numpy as np
+import pytest
+import tifffile
+from torch import nn
+
+from gigagrad.errors import ConfigError
+from gigagrad.events import Event, Notice
+from gigagrad.prediction import slide_metrics
+from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
+from gigagrad.prediction.score_sources import OfModel
+from gigagrad.prediction.scores import Confusion, LabelCounts, counts_from
+
+score_sources = importlib.import_module("gigagrad.prediction.score_sources")
+
+
+class Darkness(nn.Module):
+    def forward(self, x_NCHW):
+        return (128 - x_NCHW.float()).mean(1, keepdim=True)
+
+
+class Brightness(nn.Module):
+    """One logit of the whole slide."""
+
+    def forward(self, x_NCHW):
+        return x_NCHW.float().mean((2, 3)).mean(1, keepdim=True) / 100 - 1
+
+
+@pytest.fixture
+def cohort(tmp_path):
+    """Five slides, and a mask of each; the labels are of patients of two slides."""
+    random = np.random.default_rng(0)
+    lines, labelled = ["slide,mask"], ["slide,label,bag"]
+    for number in range(5):
+        pixels = random.integers(0, 51 * (number + 1), (3, 48, 64), np.uint8)
+        tifffile.imwrite(tmp_path / f"s{number}.tif", pixels.transpose(1, 2, 0), tile=(16, 16), photometric="rgb")
+        truth = (pixels[0] < 60).astype(np.uint8)
+        tifffile.imwrite(tmp_path / f"m{number}.tif", truth, tile=(16, 16), photometric="minisblack")
+        lines.append(f"s{number}.tif,m{number}.tif")
+        labelled.append(f"s{number}.tif,{int(number > 2)},p{number if number < 3 else 3}")
+    (tmp_path / "labels.csv").write_text("\n".join(labelled))
+    (tmp_path / "cohort.csv").write_text("\n".join(lines))
+    return tmp_path / "cohort.csv"
+
+
+class Scored:
+    """Scores a cohort by a model; `names` are of the slides that were scored anew the last time."""
+
+    def __init__(self, folder, monkeypatch):
+        self.run, self.names = folder / "best.pt", []
+        self.run.write_bytes(b"weights")
+        (folder / "config.yaml").write_text("loss: bce\n")
+        self.patch = monkeypatch.setattr
+        self.patch(score_sources, "compile_engine", cache(score_sources.compile_engine))  # one capture serves all
+        self.patch(slide_metrics, "RESAMPLES", 20)
+        for kind in ("counts", "scores"):
+            self.patch(OfModel, kind, self.watched(getattr(OfModel, kind)))
+
+    def watched(self, method):
+        def call(source, entry):
+            self.names.append(entry.name)
+            return method(source, entry)
+
+        return call
+
+    def __call__(self, model, slides, **settings):
+        self.patch(score_sources, "load_model", lambda path, trust: (type(model).__name__, model.eval()))
+        self.names.clear()
+        return evaluate_model(self.run, slides, **settings)
+
+
+@pytest.fixture
+def scored(tmp_path, monkeypatch):
+    return Scored(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("model", "table"), [(Darkness(), "cohort.csv"), (Brightness(), "labels.csv")])
+def test_shares_give_the_numbers_of_one_process(scored, cohort, tmp_path, model, table):
+    slides = cohort.with_name(table)
+    alone = scored(model, slides, out=tmp_path / "alone")
+    assert scored(model, slides).to_dict() == alone.to_dict()
+
+    heard: list[Event] = []
+    assert scored(model, slides, out=tmp_path / "apart", share="2/3", listeners=(heard.append,)) is None
+    assert [event.text for event in heard if isinstance(event, Notice)] == [
+        "2 of 5 slides are scored; the share that ends last tells the scores, or this command given again"
+    ]
+    assert scored(model, slides, out=tmp_path / "apart", share="1/3") is None
+    assert not (tmp_path / "apart/evaluation.json").exists()
+    last = scored(model, slides, out=tmp_path / "apart", share="3/3")
+    assert len(scored.names) == 2
+    assert last.to_dict() == alone.to_dict()
+    written = [(tmp_path / out / "evaluation.json").read_bytes() for out in ("alone", "apart")]
+    assert written[0] == written[1] == json.dumps(alone.to_dict(), indent=2).encode() + b"\n"
+    assert scored(model, slides, out=tmp_path / "apart").to_dict() == alone.to_dict()
+    assert scored.names == []
+    assert sorted(os.listdir(tmp_path / "apart")) == ["evaluation.json", "scores"]
+
+
+def test_what_has_changed_is_scored_again(scored, cohort, tmp_path):
+    first = scored(Darkness(), cohort, out=tmp_path / "out")
+    assert len(scored.names) == 5
+    truth = tifffile.imread(tmp_path / "m1.tif")
+    tifffile.imwrite(tmp_path / "m1.tif", 1 - truth, tile=(16, 16), photometric="minisblack")
+    (tmp_path / "out/scores/s2.json").write_text("{")
+    (tmp_path / "out/scores/s4.json").unlink()
+    again = scored(Darkness(), cohort, out=tmp_path / "out")
+    assert scored.names == ["s1", "s2", "s4"]
+    assert [a == b for a, b in zip(first.scores, again.scores, strict=True)] == [True, False, True, True, True]
+    (tmp_path / "best.pt").write_bytes(b"other weights")
+    scored(Darkness(), cohort, out=tmp_path / "out")
+    assert len(scored.names) == 5
+
+
+def test_masks_are_scored_in_shares_too(cohort, tmp_path):
+    masks = tmp_path / "predictions/masks"
+    masks.mkdir(parents=True)
+    for number in range(5):
+        mask = np.roll(tifffile.imread(tmp_path / f"m{number}.tif"), number, 1)
+        tifffile.imwrite(masks / f"s{number}.tif", mask, tile=(16, 16), photometric="minisblack")
+    alone = evaluate_masks(tmp_path / "predictions", cohort)
+    assert evaluate_masks(tmp_path / "predictions", cohort, out=tmp_path / "out", share="2/2") is None
+    assert evaluate_masks(tmp_path / "predictions", cohort, out=tmp_path / "out", share="1/2") == alone
+    with pytest.raises(ConfigError, match="name it with --out"):
+        evaluate_masks(tmp_path / "predictions", cohort, share="2/2")
+
+
+def test_counts_come_back_whole():
+    several = Confusion(3, ignored=255)
+    several.add(np.array([0, 1, 2, 2]), np.array([0, 2, 2, 255]))
+    labels = LabelCounts([Confusion(ignored=7), Confusion()])
+    labels.add(np.array([[0, 1], [1, 1]]), np.array([[7, 1], [0, 1]]))
+    for counts in (several, labels):
+        read = counts_from(json.loads(json.dumps(counts.to_dict())))
+        assert read.to_dict() == counts.to_dict()
+        assert read.plus(read).dice == counts.dice
+    with pytest.raises((KeyError, ValueError, TypeError)):
+        counts_from({"counts": [[1, 2], [3]], "ignored": None, "ignored_pixels": 0})
