@@ -47,6 +47,10 @@ def cohort(folder, *lines):
             },
         ),
         (
+            ("slide,mask:one,mask:two,split", "a.tif,a.geojson,a.geojson,train"),
+            {"model": "smp:Unet?encoder_name=resnet34&classes=2", "loss": "bce_dice"},
+        ),
+        (
             ("slide,label,split", "a.tif,good,train", "b.tif,bad,val"),
             {"model": "timm:resnet18?num_classes=2", "loss": "ce"},
         ),

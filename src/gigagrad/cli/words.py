@@ -84,7 +84,7 @@ FLAGS: Final[dict[str, dict[str, Any]]] = {
         "default": (),
         "metavar": "NAME=ID",
         "help": "class ids by name, or by value in mask files: tumour=1 stroma=2 artefact=ignore unlabelled=0, or "
-        "255=1; names alone count from 1",
+        "255=1; names alone count from 1, and whole=1+2 core=2 are regions that overlap",
     },
     "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "where tiles are computed (default: cpu)"},
     "--grey": {
@@ -335,8 +335,8 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--outputs": {
                 "nargs": "+",
                 "metavar": "OUTPUT",
-                "help": "mask, probabilities, geojson (QuPath), overlay, instances (CSV of regions), tiatoolbox "
-                "(annotation store); default: mask geojson overlay",
+                "help": "mask, probabilities, labelmap (nnU-Net's ids of regions), geojson (QuPath), overlay, "
+                "instances (CSV of regions), tiatoolbox (annotation store); default: mask geojson overlay",
             },
             "--format": {
                 "choices": ("tiff", "ome-tiff", "cog", "ome-zarr"),

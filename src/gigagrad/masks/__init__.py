@@ -2,6 +2,7 @@
 
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
 from gigagrad.masks.classes import IGNORED, UNLABELLED, ClassTable
+from gigagrad.masks.labels import LabelMap
 from gigagrad.masks.missing import ignoring_missing
 from gigagrad.masks.opening import open_mask
 from gigagrad.masks.outlines import Outlines
@@ -12,6 +13,7 @@ __all__ = [
     "UNLABELLED",
     "AnnotationMask",
     "ClassTable",
+    "LabelMap",
     "Outlines",
     "ignoring_missing",
     "is_annotation_file",

@@ -51,7 +51,8 @@ def open_mask(
         slide: where the mask belongs.
         classes: class ids by name, `{"tumour": 1, "stroma": 2, "artefact": "ignore"}`, or as `ClassTable.parse` takes
             them. Of an image, names that are numbers are the values to replace: `{"255": 1}`. Without it, outlines
-            count by their names in alphabetical order, and the values of an image are class ids.
+            count by their names in alphabetical order, and the values of an image are class ids. Regions of several
+            ids, `{"whole": "1+2", "core": "2"}`, are labels.
         labels: of more than one, which may overlap, each has a channel of 0 and 1: of class ids or outlines that of
             class 1 first, of a mask with so many channels its own, which are 1 where they are above 0.
 
@@ -79,10 +80,11 @@ def open_mask(
     if nodata is not None:
         ids = {nodata: IGNORED if table is None else table.unlabelled, **ids}
     mask = Relabelled(mask, ids) if ids else mask
-    if labels == 1:
+    regions = table.regions if table is not None else ()
+    if labels == 1 and not regions:
         return mask
     if mask.channels == 1:
-        return LabelOfIds(mask, labels)
+        return _of_labels(LabelOfIds(mask, regions or [(number,) for number in range(1, labels + 1)]), labels)
     return _of_labels(Labels(mask), labels)
 
 

@@ -70,6 +70,12 @@ class _Run:
         level = config.resolved_level if config.target_mpp is None else None
         self.table, self.loss = config.resolved_table, config.run_loss
         classes = self.table.entries if self.table is not None else ()
+        self.ids = [ids[0] for ids in self.table.regions] if self.table is not None else []
+        if "labelmap" in config.outputs and not self.ids:
+            raise ConfigError(
+                "a label map is of classes that are regions of ids, as in --classes whole=1+2 core=2; the mask has the "
+                "ids of others"
+            )
         self.look = config.resolved_look
         self.made_with = MadeWith(
             spec,
@@ -190,7 +196,7 @@ class _Run:
                 self.engine.forward(seen, out=Several([kind.sink(path, sweep) for kind, path in swept]))
             mask = opened.enter_context(open_image(self.out / result.files["mask"]))
             classes = foreground(named)
-            predicted = Predicted(slide, mask, trace(mask, classes), classes, truth)
+            predicted = Predicted(slide, mask, trace(mask, classes), classes, truth, self.ids)
             for kind, path in paths.items():
                 if isinstance(kind, Derived):
                     kind.write(path, predicted)

@@ -46,9 +46,12 @@ def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path
 def _chosen(cohort: Cohort, slides: Path, path: Path) -> dict[str, Any]:
     table = class_table(cohort)
     labels = [row.label for row in cohort.rows if row.label is not None]
+    of_pixel = len(table.regions if table is not None else ()) or len(cohort.rows[0].masks)
     if labels:
         count = table.count if table is not None else max(2, len(set(labels)))
         model, loss = f"timm:resnet18?num_classes={count}", "ce"
+    elif of_pixel > 1:
+        model, loss = f"smp:Unet?encoder_name=resnet34&classes={of_pixel}", "bce_dice"
     elif table is not None and table.count > 2:
         model, loss = f"smp:Unet?encoder_name=resnet34&classes={table.count}", "ce"
     else:
@@ -60,7 +63,7 @@ def _chosen(cohort: Cohort, slides: Path, path: Path) -> dict[str, Any]:
         "loss": loss,
         "memory": f"{max(1, psutil.virtual_memory().total // 2**31)} GiB",
     }
-    if table is not None:
+    if table is not None and not cohort.rows[0].further_masks:  # these are named by their columns
         named = (entry.rpartition("=")[::2] for entry in table.entries)
         chosen["classes"] = {name: int(text) if text.isdecimal() else text for name, text in named}
     return chosen
