@@ -6,7 +6,7 @@ from gigagrad.masks.labels import LabelMap
 from gigagrad.masks.missing import ignoring_missing
 from gigagrad.masks.opening import open_mask
 from gigagrad.masks.outlines import Outlines
-from gigagrad.masks.painting import AnnotationMask
+from gigagrad.masks.painting import AnnotationMask, paint
 
 __all__ = [
     "IGNORED",
@@ -18,5 +18,6 @@ __all__ = [
     "ignoring_missing",
     "is_annotation_file",
     "open_mask",
+    "paint",
     "read_annotations",
 ]

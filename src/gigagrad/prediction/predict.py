@@ -29,6 +29,7 @@ from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import Channels, foreground, image_shape
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import counts_of, score_masks
+from gigagrad.prediction.measures import with_probabilities
 from gigagrad.prediction.outputs import OUTPUTS, Derived, Predicted, Sweep, Swept, file_names
 from gigagrad.prediction.polygons import trace
 from gigagrad.prediction.records import MadeWith, SlideResult, read_records, write_records
@@ -196,7 +197,11 @@ class _Run:
                 self.engine.forward(seen, out=Several([kind.sink(path, sweep) for kind, path in swept]))
             mask = opened.enter_context(open_image(self.out / result.files["mask"]))
             classes = foreground(named)
-            predicted = Predicted(slide, mask, trace(mask, classes), classes, truth, self.ids)
+            traced = trace(mask, classes)
+            if "probabilities" in result.files:
+                chances = opened.enter_context(open_image(self.out / result.files["probabilities"]))
+                traced = with_probabilities(traced, chances, named)
+            predicted = Predicted(slide, mask, traced, classes, truth, self.ids)
             for kind, path in paths.items():
                 if isinstance(kind, Derived):
                     kind.write(path, predicted)
