@@ -200,8 +200,9 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     ),
     "init": (
         "write a settings file for fit, with every setting explained",
-        "Looks at the cohort's columns and classes and proposes a model and a loss; everything else stands there as a "
-        "comment, with its default. Then: gigagrad fit --config FILE.",
+        "Looks at the cohort's columns, its classes and a few slides, and proposes a model and a loss, and a scale for "
+        "slides of 16 bits or floats; everything else stands there as a comment, with its default. Then: gigagrad fit "
+        "--config FILE.",
         {
             "--slides": {"required": False, "metavar": "CSV", "help": "cohort: a CSV or a folder, as fit takes it"},
             "--out": {
