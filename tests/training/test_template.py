@@ -8,18 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import rasterio
 import tifffile
 import yaml
-from rasterio.transform import from_origin
 
 from gigagrad import cli
+from gigagrad.cohorts import class_table, read_cohort
 from gigagrad.errors import ImageError, WriteError
 from gigagrad.models import resolve
 from gigagrad.named import parse_named
 from gigagrad.settings import described, schema
 from gigagrad.training import FitConfig
 from gigagrad.training.template import write_template
+from tests.images.test_georeference import make
 
 
 def cohort(folder, *lines, pixels=None):
@@ -67,7 +67,9 @@ def test_what_the_cohort_calls_for_stands_in_it(tmp_path, lines, expected):
     path = write_template(tmp_path / "run.yaml", cohort(tmp_path, *lines))
     settings = yaml.safe_load(path.read_text())
     assert settings | expected == settings
-    assert FitConfig.from_yaml(path).slides == str(tmp_path / "cohort.csv")
+    config = FitConfig.from_yaml(path)
+    assert config.slides == str(tmp_path / "cohort.csv")
+    class_table(read_cohort(config.slides), config.classes)
     with pytest.raises(WriteError, match="exists"):
         write_template(path, tmp_path / "cohort.csv")
 
@@ -101,13 +103,10 @@ def test_a_scale_is_proposed_from_percentiles(tmp_path, pixels, scale):
 
 
 def test_a_scale_has_a_pair_for_each_band_and_leaves_out_no_data(tmp_path):
-    table = cohort(tmp_path, "slide,split", "bands.tif,train")
-    profile = {"driver": "GTiff", "width": 300, "height": 300, "count": 4, "dtype": "int32", "nodata": -9999}
-    with rasterio.open(tmp_path / "bands.tif", "w", transform=from_origin(0, 0, 1, 1), **profile) as file:
-        bands = np.concatenate([noise(1000 * band, 4000 * band, np.int32) for band in (1, 2, 3, 4)])
-        bands[:, :60, :60] = -9999
-        file.write(bands)
-    path = write_template(tmp_path / "run.yaml", table)
+    bands = np.concatenate([noise(1000 * band, 4000 * band, np.int32) for band in (1, 2, 3, 4)])
+    bands[:, :60, :60] = -9999
+    make(tmp_path / "bands.tif", bands, nodata=-9999)
+    path = write_template(tmp_path / "run.yaml", cohort(tmp_path, "slide,split", "bands.tif,train"))
     model = yaml.safe_load(path.read_text())["model"]
     settings = parse_named(model)[1]
     assert settings["in_channels"] == 4
