@@ -90,7 +90,7 @@ def noise(low, high, dtype):
         (np.linspace(0, 65535, 9000).reshape(1, 90, 100).astype(np.uint16), None),
         (np.linspace(0, 1, 9000).reshape(1, 90, 100), None),
         (np.zeros((1, 9, 9), np.uint16), None),
-        (np.full((1, 9, 9), 3, np.uint8), None),
+        (noise(2, 30, np.uint8), None),
     ],
 )
 def test_a_scale_is_proposed_from_percentiles(tmp_path, pixels, scale):
