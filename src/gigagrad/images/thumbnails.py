@@ -70,8 +70,11 @@ def _averaged(image: Image, max_side: int) -> Array:
 def samples(image: Image) -> list[Array]:
     """Of each channel some 65,000 values, from all over the smallest level of 256 px or more; none of no data."""
     with _coarse(image, _SAMPLES * _SAMPLE_PX) as coarse:
-        boxes = spread(coarse.height, coarse.width, _SAMPLES, _SAMPLE_PX)
-        read = [np.asarray(coarse.read(box)).reshape(coarse.channels, -1) for box in boxes]
+        read = []
+        for box in spread(coarse.height, coarse.width, _SAMPLES, _SAMPLE_PX):
+            missing = coarse.missing(box)
+            there = np.ones(box.shape, bool) if missing is None else ~missing
+            read.append(np.asarray(coarse.read(box))[:, there])
     channels = np.concatenate(read, axis=1)
     return [each if image.nodata is None else each[~is_nodata(each, image.nodata)] for each in channels]
 

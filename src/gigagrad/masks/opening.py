@@ -75,6 +75,12 @@ def open_mask(
     assert not isinstance(source, Outlines)
     mask = open_image(source)
     nodata = mask.nodata
+    if nodata is None and mask.missing_bytes:
+        mask.close()
+        raise TargetError(
+            f"the mask {mask.name} says by a mask inside its file where it holds data; say it by a value: "
+            "gdal_translate -a_nodata 255 -mask none"
+        )
     ids: dict[int | float, int] = dict(table.values.items()) if table is not None else {}
     mask = _at_size_of(slide, mask, source if isinstance(source, str | Path) else mask.name)
     if nodata is not None:
