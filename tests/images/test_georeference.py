@@ -147,9 +147,10 @@ def test_world_files_are_those_of_gdal(tmp_path, name, transform):
 
 def test_a_world_file_counts_where_the_file_has_no_place_and_has_to_be_one(tmp_path):
     make(tmp_path / "a.tif")
-    tifffile.imwrite(tmp_path / "B.TIF", np.zeros((9, 9), np.uint8))
-    with open_image(tmp_path / "B.TIF") as image:
-        assert image.georeference is None
+    for name in ("B.TIF", "no suffix"):
+        tifffile.imwrite(tmp_path / name, np.zeros((9, 9), np.uint8))
+        with open_image(tmp_path / name) as image:
+            assert image.georeference is None
     for name in ("a.tfw", "B.TFW"):
         (tmp_path / name).write_text("2\n0\n0\n-2\n11\n29\n")
     with open_image(tmp_path / "a.tif") as image:

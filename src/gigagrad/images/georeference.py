@@ -140,7 +140,7 @@ def world_file(path: Path) -> Georeference | None:
     `ImageError` for a file that is none.
     """
     suffix = path.suffix.lower()
-    for world in (f".{suffix[1:2]}{suffix[-1:]}w", f"{suffix}w", ".wld"):
+    for world in (f".{suffix[1]}{suffix[-1]}w", f"{suffix}w", ".wld") if suffix else ():
         beside = path.with_suffix(world.upper() if path.suffix.isupper() else world)
         try:
             with beside.open("rb") as file:
