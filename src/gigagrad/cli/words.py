@@ -336,8 +336,8 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--outputs": {
                 "nargs": "+",
                 "metavar": "OUTPUT",
-                "help": "mask, probabilities, labelmap (nnU-Net's ids of regions), geojson (QuPath), overlay, "
-                "instances (CSV of regions), tiatoolbox (annotation store); default: mask geojson overlay",
+                "help": "mask, probabilities, geojson (QuPath), overlay, instances (CSV of regions), tiatoolbox "
+                "(annotation store), labelmap (nnU-Net's ids of regions); default: mask geojson overlay",
             },
             "--format": {
                 "choices": ("tiff", "ome-tiff", "cog", "ome-zarr"),

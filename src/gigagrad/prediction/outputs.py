@@ -197,11 +197,11 @@ class LabelMapOfRegions(Derived):
 OUTPUTS: Final[dict[str, Output]] = {
     "mask": Mask(),
     "probabilities": Probabilities(),
-    "labelmap": LabelMapOfRegions(),
     "geojson": GeoJson(),
     "overlay": Overlay(),
     "instances": Instances(),
     "tiatoolbox": TiaToolbox(),
+    "labelmap": LabelMapOfRegions(),
 }
 
 
