@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gigagrad.cohorts import find_slides, read_cohort
+from gigagrad.cohorts import class_table, find_slides, read_cohort
 from gigagrad.errors import ConfigError
 
 
@@ -17,10 +17,9 @@ def touch(folder, *names):
     return folder
 
 
-def nnunet(folder, labels, *names):
-    (folder / "dataset.json").write_text(
-        json.dumps({"channel_names": {"0": "R"}, "labels": labels, "numTraining": 2, "file_ending": ".png"})
-    )
+def nnunet(folder, labels, *names, **further):
+    settings = {"channel_names": {"0": "R"}, "labels": labels, "numTraining": 2, "file_ending": ".png"}
+    (folder / "dataset.json").write_text(json.dumps(settings | further))
     return touch(folder, *names)
 
 
@@ -58,6 +57,29 @@ def test_a_dataset_of_nnunet(tmp_path):
     assert cohort.classes == ("background=0", "tumour=1", "2=ignore")
 
 
+@pytest.mark.parametrize(
+    ("labels", "order", "classes"),
+    [
+        (
+            {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3, "ignore": 4},
+            [1, 2, 3],
+            ("background=0", "whole=1+2+3", "core=2+3", "enhancing=3", "4=ignore"),
+        ),
+        (
+            {"background": [0], "kidney": [1, 2, 3], "masses": [2, 3], "tumor": [2]},
+            [1, 3, 2],
+            ("background=0", "kidney=1+2+3", "masses=3+2", "tumor=2"),
+        ),
+        ({"background": 0, "a": [2], "b": [1]}, None, ("background=0", "a=2", "b=1")),
+    ],
+)
+def test_regions_of_nnunet(tmp_path, labels, order, classes):
+    folder = nnunet(tmp_path, labels, "imagesTr/c_0000.png", "labelsTr/c.png", regions_class_order=order)
+    cohort = read_cohort(folder)
+    assert cohort.classes == classes
+    assert class_table(cohort).entries[: len(classes)] == classes
+
+
 def test_channels_of_a_case_in_files_of_their_own(tmp_path):
     files = [f"imagesTr/{case}_{channel}.png" for case in ("a", "a1") for channel in ("0000", "0001")]
     (first, second) = read_cohort(nnunet(tmp_path, {"x": 1}, *files, "labelsTr/a.png", "labelsTr/a1.png")).rows
@@ -88,13 +110,28 @@ def test_what_a_folder_lacks_is_named(tmp_path, names, words):
         ({"a": 1}, [], "has no case; expected imagesTr/CASE_0000.png"),
         ({"a": 1}, ["imagesTr/c_0000.png"], r"has no mask; expected .*labelsTr/c\.png"),
         ({"a": 1}, ["imagesTr/c_0000.png", "imagesTr/c_0002.png"], r"c_0002\.png is there and .*c_0001\.png is not"),
-        ({"a": [1, 2]}, [], "regions of several ids"),
+        ({"a": [1, 2]}, [], "as nnU-Net's: regions_class_order is None"),
+        ({"a": []}, [], "a label is neither an id nor a list of ids"),
+        ({"a": "1"}, [], "a label is neither an id nor a list of ids"),
         (None, [], "cannot read .*dataset.json as nnU-Net's"),
     ],
 )
 def test_a_dataset_of_nnunet_that_is_none_is_named(tmp_path, labels, names, words):
     with pytest.raises(ConfigError, match=words):
         read_cohort(nnunet(tmp_path, labels, *names))
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (None, "regions_class_order is None, and there are 2 regions"),
+        ([1], r"regions_class_order is \[1\]"),
+        ([3, 2], "regions_class_order has 3 for 'whole', whose ids are"),
+    ],
+)
+def test_an_order_of_regions_that_is_none_is_named(tmp_path, order, words):
+    with pytest.raises(ConfigError, match=words):
+        read_cohort(nnunet(tmp_path, {"whole": [1, 2], "core": 2}, regions_class_order=order))
 
 
 def test_a_damaged_dataset_is_named(tmp_path):

@@ -12,6 +12,7 @@ import tifffile
 from rasterio.transform import Affine
 
 from gigagrad.boxes import Box
+from gigagrad.errors import ImageError
 from gigagrad.images import Image, open_image, write_pyramid
 from gigagrad.images.georeference import TAGS, Georeference, geotiff_tags
 from gigagrad.images.nodata import parse_nodata
@@ -113,6 +114,53 @@ def test_levels_cover_the_same_ground(tmp_path):
         corners = [each.georeference.points(np.array([(each.width, each.height)])) for each in (image, small)]
         np.testing.assert_allclose(corners[0], corners[1])
         assert small.mpp == pytest.approx((image.mpp or 0) * 4, rel=0.02)
+
+
+WORLD = {
+    "a.tif": {"driver": "GTiff", "PROFILE": "BASELINE", "TFW": "YES"},
+    "a.png": {"driver": "PNG", "WORLDFILE": "YES"},
+    "a.jpg": {"driver": "JPEG", "WORLDFILE": "YES"},
+}
+
+
+@pytest.mark.parametrize("transform", ["north up", "turned"])
+@pytest.mark.parametrize("name", WORLD)
+def test_world_files_are_those_of_gdal(tmp_path, name, transform):
+    path = tmp_path / "with a space" / name
+    path.parent.mkdir()
+    pixels = np.arange(H * W, dtype=np.uint8).reshape(1, H, W)
+    shape = {"count": 1, "height": H, "width": W, "dtype": "uint8"}
+    with rasterio.open(path, "w", transform=TRANSFORMS[transform], **shape, **WORLD[name]) as file:
+        file.write(pixels)
+    for beside in path.parent.glob("*.aux.xml"):
+        beside.unlink()
+    with rasterio.open(path) as theirs, open_image(path) as image:
+        assert image.mpp is None
+        assert placed(image).transform == pytest.approx(theirs.transform[:6], abs=1e-9)
+        assert placed(image).transform == pytest.approx(TRANSFORMS[transform][:6], abs=1e-9)
+    (world,) = (file for file in path.parent.iterdir() if file != path)
+    for suffix in (f"{path.suffix}w", f".{path.suffix[1]}{path.suffix[-1]}w"):
+        world = world.rename(world.with_suffix(suffix))
+        with open_image(path) as image, rasterio.open(path) as theirs:
+            assert placed(image).transform == pytest.approx(theirs.transform[:6], abs=1e-9)
+
+
+def test_a_world_file_counts_where_the_file_has_no_place_and_has_to_be_one(tmp_path):
+    make(tmp_path / "a.tif")
+    for name in ("B.TIF", "no suffix"):
+        tifffile.imwrite(tmp_path / name, np.zeros((9, 9), np.uint8))
+        with open_image(tmp_path / name) as image:
+            assert image.georeference is None
+    for name in ("a.tfw", "B.TFW"):
+        (tmp_path / name).write_text("2\n0\n0\n-2\n11\n29\n")
+    with open_image(tmp_path / "a.tif") as image:
+        assert placed(image).transform == pytest.approx(NORTH_UP[:6])
+    with open_image(tmp_path / "B.TIF", mpp=0.5) as image:
+        assert (placed(image).transform, image.mpp) == ((2, 0, 10, 0, -2, 30), 0.5)
+    for text, words in (("1 2 3", "six numbers"), ("a b c d e f", "six numbers"), ("0 " * 6, "places no pixel")):
+        (tmp_path / "B.TFW").write_text(text)
+        with pytest.raises(ImageError, match=words):
+            open_image(tmp_path / "B.TIF")
 
 
 @pytest.mark.parametrize("turn", range(TURNS))

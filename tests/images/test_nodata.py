@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import rasterio
 from hypothesis import given, settings
 
 from gigagrad.boxes import Box
-from gigagrad.errors import ImageError
-from gigagrad.images import Look, open_image, thumbnail
-from gigagrad.images.tiff_directory import UnreadMaskWarning
+from gigagrad.errors import ImageError, TargetError
+from gigagrad.images import Look, open_image, thumbnail, tiff, tiff_directory
+from gigagrad.masks import ignoring_missing, open_mask
 from tests.images.conformance import HEIGHT, WIDTH, boxes
 from tests.images.test_georeference import make
 
@@ -83,13 +84,66 @@ def test_where_nothing_is_missing_nothing_is_looked_at(tmp_path):
         assert image.missing_bytes == 0
 
 
-def test_a_mask_inside_the_file_is_told_of(tmp_path):
+JPEG = {"compress": "jpeg", "photometric": "ycbcr", "tiled": True, "blockxsize": 32, "blockysize": 32}
+
+
+def masked(path, pixels, **options):
+    """A file with GDAL's mask inside, and levels of both."""
     with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True):
-        make(tmp_path / "a.tif")
-        with rasterio.open(tmp_path / "a.tif", "r+") as file:
-            file.write_mask(np.zeros((90, 130), bool))
-    with pytest.warns(UnreadMaskWarning, match="a_nodata"), open_image(tmp_path / "a.tif") as image:
-        assert image.shape == (1, 90, 130)
+        make(path, pixels, **options)
+        with rasterio.open(path, "r+") as file:
+            file.write_mask(np.random.default_rng(5).random(pixels.shape[1:]) > 0.4)
+        with rasterio.open(path, "r+") as file:
+            file.build_overviews([2])
+    return path
+
+
+@pytest.mark.parametrize("options", [*LAYOUTS.values(), JPEG, {"nodata": 7}], ids=[*LAYOUTS, "JPEG", "beside a value"])
+def test_a_mask_inside_the_file_is_that_of_gdal(tmp_path, options):
+    pixels = RNG.integers(1, 255, (3, HEIGHT, WIDTH)).astype(np.uint8)
+    path = masked(tmp_path / "a.tif", pixels, **options)
+    with open_image(make(tmp_path / "b.tif", pixels, **options)) as image:
+        plain = np.asarray(image.read(ALL))
+    with open_image(path) as image, rasterio.open(path) as theirs:
+        missing = theirs.dataset_mask() == 0
+        np.testing.assert_array_equal(image.missing(ALL), missing)
+        np.testing.assert_array_equal(image.read(ALL), np.where(missing, 0, plain))
+        part = Box(3, 70, 40, WIDTH + 2)
+        np.testing.assert_array_equal(image.read(part)[:, :, :-2], image.read(ALL)[:, 3:40, 70:])
+        grey = Look(grey=True, bands=(1, 2, 3)).of(image)
+        assert not grey.read(ALL)[0, missing].any()
+        for seen in (grey, image.bands((2,)), pickle.loads(pickle.dumps(image))):
+            np.testing.assert_array_equal(seen.missing(ALL), missing)
+            assert seen.missing_bytes > 0
+            assert seen.filled() is seen
+        with image.at_level(1) as small, rasterio.open(path, overview_level=0) as theirs_small:
+            np.testing.assert_array_equal(
+                small.missing(Box.whole(small.height, small.width)), theirs_small.dataset_mask() == 0
+            )
+    with pytest.raises(ImageError, match="closed"):
+        image.missing(ALL)
+
+
+def test_a_level_without_a_mask_of_its_own_takes_the_nearest_pixels_of_the_largest(tmp_path, monkeypatch):
+    path = masked(tmp_path / "a.tif", np.ones((1, HEIGHT, WIDTH), np.uint8))
+    monkeypatch.setattr(tiff, "mask_levels", lambda file, name: tiff_directory.mask_levels(file, name)[:1])
+    with open_image(path) as image, image.at_level(1) as small:
+        found, missing = small.missing(Box.whole(small.height, small.width)), image.missing(ALL)
+        assert missing is not None
+        rows = ((np.arange(small.height) + 0.5) * HEIGHT / small.height).astype(int)
+        columns = ((np.arange(small.width) + 0.5) * WIDTH / small.width).astype(int)
+        np.testing.assert_array_equal(found, missing[np.ix_(rows, columns)])
+
+
+def test_nothing_is_true_where_a_mask_inside_the_file_says_so(tmp_path):
+    path = masked(tmp_path / "a.tif", np.ones((3, HEIGHT, WIDTH), np.uint8))
+    with open_image(path) as slide:
+        truth, missing = ignoring_missing(open_image(np.ones((HEIGHT, WIDTH), np.uint8)), slide), slide.missing(ALL)
+        assert missing is not None
+        np.testing.assert_array_equal(truth.read(ALL)[0], np.where(missing, 255, 1))
+        ids = masked(tmp_path / "ids.tif", np.ones((1, HEIGHT, WIDTH), np.uint8))
+        with pytest.raises(TargetError, match="ids says by a mask inside its file where it holds data"):
+            open_mask(ids, slide)
 
 
 def test_a_thumbnail_shows_reflectance_and_elevation(tmp_path):

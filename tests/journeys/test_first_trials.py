@@ -19,6 +19,7 @@ from shapely.geometry import shape
 import gigagrad as gg
 from gigagrad import cli
 from gigagrad.boxes import Box
+from gigagrad.images import make_cohort
 from gigagrad.prediction.classes import mask_classes
 from gigagrad.prediction.polygons import trace
 
@@ -142,6 +143,31 @@ def test_a_classifier_of_slides(here: Path) -> None:
         assert row["predicted"] in ("normal", "tumor")
     typed("evaluate --run runs/slides --slides cohort.csv --json")
     typed("evaluate --predictions scores --slides cohort.csv")
+
+
+def test_a_network_that_somebody_trained(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, folder in enumerate(("theirs", "mine"), 1):
+        make_cohort(folder, 1, height=128, width=128, seed=number)
+    net = "smp:Unet?encoder_name=tu-test_resnet&encoder_depth=2&decoder_channels=16,8"
+    settings = "--epochs 1 --learning-rate 0.01 --no-augment"
+    typed(f"fit --slides theirs/cohort.csv --model {net}&classes=3 --loss ce {settings} --out runs/theirs")
+    mine = f"fit --slides mine/cohort.csv --model {net} --loss bce_dice {settings}"
+    capsys.readouterr()
+    typed(f"{mine} --weights runs/theirs --frozen network.encoder --out runs/heads")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "54 of 56 tensors begin as in" in said
+    assert "network.segmentation_head.0.bias (3 there, 1 here)" in said
+    assert "parameters are frozen, from network.encoder." in said
+    typed(f"{mine} --weights runs/heads --rates network.encoder=0.1 --out runs/tuned")
+    assert "56 of 56 tensors begin as in" in " ".join(capsys.readouterr().out.split())
+    runs = (here / "runs" / name for name in ("theirs", "heads", "tuned"))
+    theirs, heads, tuned = (load_file(run / "model" / "model.safetensors") for run in runs)
+    encoder, decoder = "network.encoder.model.conv1.0.weight", "network.decoder.blocks.0.conv1.0.weight"
+    assert theirs[encoder].equal(heads[encoder])
+    assert not theirs[decoder].equal(heads[decoder])
+    # One step of Adam is the rate, whatever the gradient.
+    assert (tuned[encoder] - heads[encoder]).abs().max() == pytest.approx(0.001, rel=1e-2)
+    assert (tuned[decoder] - heads[decoder]).abs().max() == pytest.approx(0.01, rel=1e-2)
 
 
 SLIDE_NET = """

@@ -33,6 +33,17 @@ def test_several_names_may_mean_one_class() -> None:
     assert str(table) == "In situ = 2, Invasive = 2, a=b = 1, Necrosis = ignore, unlabelled = 0"
 
 
+def test_classes_of_several_ids_are_regions() -> None:
+    table = ClassTable.parse(["background=0", "kidney=1+2+3", "masses = 3 + 2", "tumor=2", "vessel", "9=ignore"])
+    assert table.regions == ((1, 2, 3), (3, 2), (2,), (4,))
+    assert table.foreground == ("kidney", "masses", "tumor", "vessel")
+    assert table.values == {9: IGNORED}
+    assert table.count == 5
+    assert ClassTable.parse(table.entries) == table
+    assert str(table).startswith("background = 0, kidney = 1+2+3, masses = 3+2, tumor = 2, vessel = 4, 9 = ignore")
+    assert not ClassTable.parse(["a=2", "b=1"]).regions
+
+
 def test_numbers_are_values_of_mask_files() -> None:
     assert ClassTable.parse(["255=1", "7=ignore", "x=2"]).values == {255: 1, 7: IGNORED}
 
@@ -53,6 +64,11 @@ def test_all_names_in_alphabetical_order() -> None:
         (["a=256"], "from 0 to 254"),
         (["a", "a=2"], "given twice"),
         (["3"], "is a number; name each class"),
+        (["a=1+"], "has no class id"),
+        (["a=1+0"], "a=1\\+0 beside regions; these have names, and ids from 1 to 254"),
+        (["a=1+ignore"], "a=1\\+255 beside regions"),
+        (["a=1+2", "7=2"], "7=2 beside regions"),
+        (["a=1+2", "unlabelled=2"], "unlabelled=2 beside regions"),
     ],
 )
 def test_a_mistake_gets_one_clear_line(entries, words) -> None:

@@ -10,7 +10,7 @@ import pytest
 from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
 from gigagrad.images import open_image
-from gigagrad.masks import IGNORED, open_mask
+from gigagrad.masks import IGNORED, LabelMap, open_mask
 
 SIZE = 40
 WHOLE = Box.whole(SIZE, SIZE)
@@ -59,8 +59,41 @@ def test_class_ids_become_channels(slide):
     assert labels[:, 5, 0].tolist() == [0, 0, 1]
     assert labels[:, 10, 0].tolist() == [IGNORED] * 3
     assert not labels[:, 12:].any()
-    with pytest.raises(TargetError, match="holds class 3; the model has 2 labels"):
+    with pytest.raises(TargetError, match="holds class 3, none of its 2 labels"):
         open_mask(ids, slide, labels=2).read(WHOLE)
+
+
+REGIONS: dict[str, int | str] = {"whole": "1+2+3", "core": "3+2", "enhancing": 2, "4": "ignore"}
+
+
+def test_regions_of_several_ids_are_labels(slide):
+    ids = np.zeros((SIZE, SIZE), np.uint16)
+    ids[:5], ids[5:10], ids[10:12], ids[12:14], ids[14:16] = 1, 2, 3, 4, IGNORED
+    mask = open_mask(ids, slide, REGIONS, labels=3)
+    by_row = {0: [1, 0, 0], 5: [1, 1, 1], 10: [1, 1, 0], 12: [IGNORED] * 3, 14: [IGNORED] * 3, 16: [0, 0, 0]}
+    labels = mask.read(WHOLE)
+    assert {row: labels[:, row, 7].tolist() for row in by_row} == by_row
+    np.testing.assert_array_equal(mask.read(Box(3, 2, 15, 9)), labels[:, 3:15, 2:9])
+    one = open_mask(ids, slide, {"whole": "1+2+3", "4": "ignore"}).read(WHOLE)
+    np.testing.assert_array_equal(one, labels[:1])
+    with pytest.raises(TargetError, match="holds class 5, none of its 3 labels"):
+        open_mask(np.where(ids == 1, 5, ids), slide, REGIONS, labels=3).read(WHOLE)
+    with pytest.raises(TargetError, match="has 3 channels and the model 2 output channels"):
+        open_mask(ids, slide, REGIONS, labels=2)
+
+
+def test_regions_become_a_label_map_as_nnunet_makes_it(slide):
+    """The loop of its documentation: each region's id in turn, over what lies there."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, (3, SIZE, SIZE), np.uint8)
+    labels[:, 30:] = IGNORED
+    expected = np.zeros((SIZE, SIZE), np.uint8)
+    for region, number in enumerate((1, 3, 2)):
+        expected[labels[region] == 1] = number
+    expected[30:] = IGNORED
+    ids = LabelMap(open_image(labels), [1, 3, 2])
+    np.testing.assert_array_equal(ids.read(WHOLE)[0], expected)
+    np.testing.assert_array_equal(ids.read(Box(-2, 20, 9, 50))[0, 2:, :20], expected[:9, 20:])
 
 
 def test_a_mask_of_each_label(slide, tmp_path):

@@ -53,7 +53,7 @@ def written(name, predicted, folder):
 def test_every_output_is_of_one_kind_and_has_a_file_of_its_own():
     assert all(isinstance(output, Swept) != isinstance(output, Derived) for output in OUTPUTS.values())
     names = [name for form in FORMATS for name in file_names("a", form).values()]
-    assert len(set(names)) == len(FORMATS) * 2 + 4
+    assert len(set(names)) == len(FORMATS) * 3 + 4
     assert not any("/" in suffix for suffix in FORMATS.values())
 
 

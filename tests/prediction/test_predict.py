@@ -1,5 +1,6 @@
 """Whole runs on small slides: right pixels, resumable, and one slide's failure is its own."""
 
+import csv
 import importlib
 import json
 import os
@@ -159,6 +160,12 @@ def test_a_further_output_is_made_of_the_mask_or_in_another_sweep(config, use, t
     assert any(isinstance(event, TileDone) for event in heard)
     assert files_in(tmp_path / "out") == sorted([*result.files.values(), "predictions.json", "records/small.json"])
     assert len(result.files) == 6
+    features = json.loads((tmp_path / "out" / result.files["geojson"]).read_text())["features"]
+    with (tmp_path / "out" / result.files["instances"]).open(newline="", encoding="utf-8") as file:
+        measured = [float(row["mean_probability"]) for row in csv.DictReader(file)]
+    assert [each["properties"]["measurements"]["Mean probability"] for each in features] == measured
+    assert measured
+    assert all(1 / 3 < each <= 1 for each in measured)
     assert os.stat(tmp_path / "out/overlays/small.png").st_mtime_ns > overlay
 
 

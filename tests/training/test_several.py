@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,6 +167,44 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     with pytest.raises(error, match=words):
         fit(replace(config, slides=slides, model=f"{networks}:{model}", loss=loss))
     assert not Path(config.out).exists()
+
+
+def test_a_dataset_of_nnunet_with_regions(config, cohort_csv, tmp_path):
+    """Regions train as channels of their own do, and a label map has the dataset's ids."""
+    folder = tmp_path / "nnunet"
+    for name in ("imagesTr", "labelsTr", "imagesTs", "labelsTs"):
+        (folder / name).mkdir(parents=True)
+    planes = {}
+    for line in cohort_csv.read_text().splitlines()[1:]:
+        slide, mask, split = line.split(",")
+        ids = tifffile.imread(cohort_csv.parent / mask)
+        ids[:, :40] *= 2
+        part, case = "Ts" if split == "test" else "Tr", Path(slide).stem
+        shutil.copy(cohort_csv.parent / slide, folder / f"images{part}" / f"{case}_0000.tif")
+        tifffile.imwrite(folder / f"labels{part}" / f"{case}.tif", ids, tile=(64, 64))
+        planes[case] = ids
+    labels = {"background": 0, "whole": [1, 2], "core": 2}
+    settings = {"labels": labels, "regions_class_order": [1, 2], "file_ending": ".tif", "channel_names": {"0": "R"}}
+    (folder / "dataset.json").write_text(json.dumps(settings))
+    config = replace(config, slides=str(folder), epochs=4, learning_rate=0.1)
+    result = fit(config)
+    trust, out = (config.model,), tmp_path / "out"
+    wanted = PredictConfig(run=config.out, slides=(folder,), out=out, split="test", trust=trust, outputs=("labelmap",))
+    made = predict(wanted)
+    assert [slide.dice for slide in made] == pytest.approx(list(result.scores.values()))
+    assert evaluate_masks(out, folder, split="test").classes == ("whole", "core")
+    name = made[0].name
+    mask, ids = (tifffile.imread(out / kind / f"{name}.tif") for kind in ("masks", "labelmaps"))
+    assert mask.any()
+    np.testing.assert_array_equal(ids, np.where(mask[1] == 1, 2, mask[0]))
+    truth = np.array([planes[name] > 0, planes[name] == 2])
+    dice = [2 * (a & b).sum() / (a.sum() + b.sum()) for a, b in zip(mask, truth, strict=True)]
+    assert made[0].dice == pytest.approx(np.mean(dice))
+    for wrong in ({"loss": "ce"}, {"model": f"{config.model}?labels=3"}):
+        with pytest.raises(ConfigError, match=r"regions that may overlap .*whole = 1\+2.* model of 2 output channels"):
+            fit(replace(config, out=str(tmp_path / "wrong"), **wrong))
+    with pytest.raises(ConfigError, match="a label map is of classes that are regions"):
+        predict(replace(wanted, classes=("a", "b")))
 
 
 def test_labels_are_predicted_and_scored_alike(config, networks, cohort_csv, tmp_path):

@@ -6,19 +6,26 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tifffile
 import yaml
 
 from gigagrad import cli
-from gigagrad.errors import WriteError
+from gigagrad.cohorts import class_table, read_cohort
+from gigagrad.errors import ImageError, WriteError
+from gigagrad.models import resolve
+from gigagrad.named import parse_named
 from gigagrad.settings import described, schema
 from gigagrad.training import FitConfig
 from gigagrad.training.template import write_template
+from tests.images.test_georeference import make
 
 
-def cohort(folder, *lines):
+def cohort(folder, *lines, pixels=None):
     for name in ("a.tif", "b.tif"):
-        (folder / name).touch()
+        values = np.zeros((9, 9, 3), np.uint8) if pixels is None else pixels
+        tifffile.imwrite(folder / name, values, photometric="rgb" if pixels is None else "minisblack")
     ring = [[0, 0], [9, 0], [9, 9], [0, 0]]
     features = [
         {
@@ -47,6 +54,10 @@ def cohort(folder, *lines):
             },
         ),
         (
+            ("slide,mask:one,mask:two,split", "a.tif,a.geojson,a.geojson,train"),
+            {"model": "smp:Unet?encoder_name=resnet34&classes=2", "loss": "bce_dice"},
+        ),
+        (
             ("slide,label,split", "a.tif,good,train", "b.tif,bad,val"),
             {"model": "timm:resnet18?num_classes=2", "loss": "ce"},
         ),
@@ -56,9 +67,59 @@ def test_what_the_cohort_calls_for_stands_in_it(tmp_path, lines, expected):
     path = write_template(tmp_path / "run.yaml", cohort(tmp_path, *lines))
     settings = yaml.safe_load(path.read_text())
     assert settings | expected == settings
-    assert FitConfig.from_yaml(path).slides == str(tmp_path / "cohort.csv")
+    config = FitConfig.from_yaml(path)
+    assert config.slides == str(tmp_path / "cohort.csv")
+    class_table(read_cohort(config.slides), config.classes)
     with pytest.raises(WriteError, match="exists"):
         write_template(path, tmp_path / "cohort.csv")
+
+
+def noise(low, high, dtype):
+    """Evenly from low to high, but for a hundredth far beyond; `(1, 300, 300)`."""
+    values = np.random.default_rng(0).uniform(low, high, (1, 300, 300))
+    values[:, ::10, ::10] = 7 * high
+    return values.astype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "scale"),
+    [
+        (noise(1000, 4000, np.int16), (1060, 3970)),
+        (noise(0.002, 0.2, np.float32), (0.006, 0.198)),
+        (noise(-20, 300, np.float64), (-13.6, 296.8)),
+        (np.linspace(0, 65535, 9000).reshape(1, 90, 100).astype(np.uint16), None),
+        (np.linspace(0, 1, 9000).reshape(1, 90, 100), None),
+        (np.zeros((1, 9, 9), np.uint16), None),
+        (noise(2, 30, np.uint8), None),
+    ],
+)
+def test_a_scale_is_proposed_from_percentiles(tmp_path, pixels, scale):
+    path = write_template(tmp_path / "run.yaml", cohort(tmp_path, "slide,split", "a.tif,train", pixels=pixels))
+    settings = parse_named(yaml.safe_load(path.read_text())["model"])[1]
+    assert settings["in_channels"] == 1
+    assert settings.get("scale") == (scale and pytest.approx(scale, rel=0.05))
+    said = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines())
+    assert ("percentiles, from a look at 1 of the slides" in said) == (scale is not None)
+
+
+def test_a_scale_has_a_pair_for_each_band_and_leaves_out_no_data(tmp_path):
+    bands = np.concatenate([noise(1000 * band, 4000 * band, np.int32) for band in (1, 2, 3, 4)])
+    bands[:, :60, :60] = -9999
+    make(tmp_path / "bands.tif", bands, nodata=-9999)
+    path = write_template(tmp_path / "run.yaml", cohort(tmp_path, "slide,split", "bands.tif,train"))
+    model = yaml.safe_load(path.read_text())["model"]
+    settings = parse_named(model)[1]
+    assert settings["in_channels"] == 4
+    expected = [value * band for band in (1, 2, 3, 4) for value in (1060, 3970)]
+    assert settings["scale"] == pytest.approx(expected, rel=0.05)
+    resolve(model)
+
+
+def test_a_slide_that_cannot_be_looked_at_is_named(tmp_path):
+    table = cohort(tmp_path, "slide,split", "a.tif,train")
+    (tmp_path / "a.tif").write_bytes(b"")
+    with pytest.raises(ImageError, match=r"cohort\.csv line 2: .*a\.tif is empty"):
+        write_template(tmp_path / "run.yaml", table)
 
 
 def test_every_setting_is_there_with_its_default(tmp_path):

@@ -70,7 +70,6 @@ def _complain(text: str, code: int) -> int:
 def _warnings_in_one_line() -> Iterator[None]:
     """Our own warnings as `gigagrad: warning: ...`; those of libraries are for developers, who pass `python -W`."""
     from gigagrad.images.resolution import GuessedResolutionWarning
-    from gigagrad.images.tiff_directory import UnreadMaskWarning
 
     def show(message: Warning | str, *rest: object, **named: object) -> None:
         _complain(f"warning: {message}", 0)
@@ -78,7 +77,6 @@ def _warnings_in_one_line() -> Iterator[None]:
     with warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
-            for ours in (GuessedResolutionWarning, UnreadMaskWarning):
-                warnings.simplefilter("default", ours)
+            warnings.simplefilter("default", GuessedResolutionWarning)
         warnings.showwarning = show
         yield

@@ -84,7 +84,7 @@ FLAGS: Final[dict[str, dict[str, Any]]] = {
         "default": (),
         "metavar": "NAME=ID",
         "help": "class ids by name, or by value in mask files: tumour=1 stroma=2 artefact=ignore unlabelled=0, or "
-        "255=1; names alone count from 1",
+        "255=1; names alone count from 1, and whole=1+2 core=2 are regions that overlap",
     },
     "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "where tiles are computed (default: cpu)"},
     "--grey": {
@@ -206,8 +206,9 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     ),
     "init": (
         "write a settings file for fit, with every setting explained",
-        "Looks at the cohort's columns and classes and proposes a model and a loss; everything else stands there as a "
-        "comment, with its default. Then: gigagrad fit --config FILE.",
+        "Looks at the cohort's columns, its classes and a few slides, and proposes a model and a loss, and a scale for "
+        "slides of 16 bits or floats; everything else stands there as a comment, with its default. Then: gigagrad fit "
+        "--config FILE.",
         {
             "--slides": {"required": False, "metavar": "CSV", "help": "cohort: a CSV or a folder, as fit takes it"},
             "--out": {
@@ -342,7 +343,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
                 "nargs": "+",
                 "metavar": "OUTPUT",
                 "help": "mask, probabilities, geojson (QuPath), overlay, instances (CSV of regions), tiatoolbox "
-                "(annotation store); default: mask geojson overlay",
+                "(annotation store), labelmap (nnU-Net's ids of regions); default: mask geojson overlay",
             },
             "--format": {
                 "choices": ("tiff", "ome-tiff", "cog", "ome-zarr"),

@@ -144,7 +144,7 @@ def check_images(
     for row in cohort.rows:
         try:
             with row.open(level) as slide:
-                seen, labels = look.of(slide), len(row.masks) or 1
+                seen, labels = look.of(slide), len(table.regions if table is not None else ()) or len(row.masks) or 1
                 gaps = seen.missing_bytes > 0
                 # Outlines were read by `class_table`, and are looked at once more before training.
                 if not all(map(is_annotation_file, row.masks)):

@@ -1,7 +1,8 @@
 """Cohorts that are folders: nnU-Net's, and images beside masks of the same names.
 
-    dataset.json, imagesTr/CASE_0000.png, labelsTr/CASE.png            nnU-Net v2; also imagesTs and labelsTs, and
-                                                                       channels in CASE_0001.png and so on
+    dataset.json, imagesTr/CASE_0000.png, labelsTr/CASE.png            nnU-Net v2; also imagesTs and labelsTs,
+                                                                       channels in CASE_0001.png and so on, and
+                                                                       labels that are regions of several ids
     images/NAME.png, masks/NAME.png                                    also `labels` or `annotations` for `masks`
     train/images, train/masks, val/images, ...                         the same for each split
 
@@ -68,23 +69,40 @@ def _of_nnunet(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
     path = folder / "dataset.json"
     try:
         settings: Mapping[str, Any] = read_json(path)
-        ids = {str(name): number for name, number in settings["labels"].items()}
-        suffix = str(settings["file_ending"])
-        if not all(type(number) is int for number in ids.values()):
-            raise ValueError("labels that are regions of several ids are not supported")
+        classes, suffix = _classes(settings), str(settings["file_ending"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"cannot read {path} as nnU-Net's: {error}; it needs labels with ids, and file_ending"
+            f"cannot read {path} as nnU-Net's: {error}; it needs labels with an id or a list of ids, and file_ending"
         ) from error
     rows = list(_with_splits(_cases(folder, "Tr", suffix)))
     if (folder / "labelsTs").is_dir():
         rows += [replace(row, split="test") for row in _cases(folder, "Ts", suffix)]
     if not rows:
         raise ConfigError(f"{folder} has no case; expected imagesTr/CASE_0000{suffix} and labelsTr/CASE{suffix}")
-    # The id that nnU-Net ignores is the highest one, called so.
-    ignored = ids.pop("ignore", None)
-    named = [f"{name}={number}" for name, number in ids.items()]
-    return tuple(rows), (*named, *([] if ignored is None else [f"{ignored}=ignore"]))
+    return tuple(rows), classes
+
+
+def _classes(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of a dataset's labels, as `ClassTable.parse` takes them.
+
+    Where a label is a region of several ids, all are, and `regions_class_order` has of each, later ones over earlier
+    ones, the id that it becomes in a label map. The id to ignore is called so. Raises `ValueError`.
+    """
+    held = {str(name): ids if isinstance(ids, list) else [ids] for name, ids in settings["labels"].items()}
+    if not all(ids and all(type(number) is int for number in ids) for ids in held.values()):
+        raise ValueError("a label is neither an id nor a list of ids")
+    ignored = held.pop("ignore", [])
+    if any(len(ids) > 1 for ids in held.values()):
+        regions = {name: ids for name, ids in held.items() if set(ids) != {0}}
+        order = settings.get("regions_class_order")
+        if not isinstance(order, list) or len(order) != len(regions):
+            raise ValueError(f"regions_class_order is {order}, and there are {len(regions)} regions to have an id each")
+        for (name, ids), first in zip(regions.items(), order, strict=True):
+            if first not in ids:
+                raise ValueError(f"regions_class_order has {first} for {name!r}, whose ids are {ids}")
+            held[name] = list(dict.fromkeys([first, *ids]))
+    named = [f"{name}={'+'.join(map(str, ids))}" for name, ids in held.items()]
+    return (*named, *(f"{number}=ignore" for number in ignored))
 
 
 def _cases(folder: Path, part: str, suffix: str) -> Iterator[Row]:

@@ -13,18 +13,28 @@ from gigagrad.images.image import Array, Image, fill_of
 if TYPE_CHECKING:
     import torch
 
+    from gigagrad.images.georeference import Georeference
+
 _MOST_CHANNELS_OF_BYTES = 32
 
 
 class ArrayImage(Image):
     """A NumPy array (or memory map) as an image. The array is not copied: later changes to it are seen."""
 
-    def __init__(self, array: Array, *, mpp: float | None = None, name: str = "array") -> None:
+    def __init__(
+        self,
+        array: Array,
+        *,
+        mpp: float | None = None,
+        name: str = "array",
+        georeference: Georeference | None = None,
+    ) -> None:
         shape = channels_first(array.shape, array.dtype == np.uint8, name)
         if array.dtype.kind not in "buif":
             raise ImageError(f"{name} has dtype {array.dtype}; expected integers, floats or bool")
         native = array.dtype.newbyteorder("=")
-        super().__init__(shape=shape, dtype=native, name=name, fill=fill_of(native, shape[0]), mpp=mpp)
+        fill = fill_of(native, shape[0])
+        super().__init__(shape=shape, dtype=native, name=name, fill=fill, mpp=mpp, georeference=georeference)
         self._native = native
         self._array_CHW = array.reshape(shape)
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from gigagrad.errors import ImageError
 
 PIXEL_SCALE, TIEPOINT, TRANSFORMATION = 33550, 33922, 34264
 KEY_DIRECTORY, DOUBLE_PARAMS, ASCII_PARAMS = 34735, 34736, 34737
@@ -25,6 +28,8 @@ _USER_DEFINED: Final = 32767
 _METRES_PER_UNIT: Final = {9001: 1.0, 9002: 0.3048, 9003: 1200 / 3937}
 """By EPSG's code of the unit: the metre, the foot and the US survey foot."""
 _WGS84: Final = 4326
+
+_LONGEST_WORLD_FILE: Final = 4096
 
 Tags = dict[int, tuple[str, Any]]
 """Values by TIFF tag, each with its type as struct writes it."""
@@ -128,6 +133,31 @@ def geotiff_tags(place: Georeference | None, nodata: int | None) -> Tags:
     return tags if place is None else tags | place.to_tags()
 
 
+def world_file(path: Path) -> Georeference | None:
+    """The place of an image by the world file beside it, whose reference system nobody knows; None without one.
+
+    `a.tif` has `a.tfw`, `a.tifw` or `a.wld`: six lines, of which the last two are the middle of the first pixel. Raises
+    `ImageError` for a file that is none.
+    """
+    suffix = path.suffix.lower()
+    for world in (f".{suffix[1]}{suffix[-1]}w", f"{suffix}w", ".wld") if suffix else ():
+        beside = path.with_suffix(world.upper() if path.suffix.isupper() else world)
+        try:
+            with beside.open("rb") as file:
+                lines = file.read(_LONGEST_WORLD_FILE).split()
+            a, d, b, e, c, f = (float(line) for line in lines)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ImageError(
+                f"{beside} is no world file, which has six numbers in as many lines ({error}); mend it or move it away"
+            ) from error
+        if (transform := _invertible((a, b, c, d, e, f))) is None:
+            raise ImageError(f"{beside} places no pixel: its numbers span no area; mend it or move it away")
+        return Georeference(transform).of_pixels((1, 0, -0.5, 0, 1, -0.5))
+    return None
+
+
 def _numbers(value: Any) -> tuple[float, ...]:
     try:
         return tuple(map(float, np.ravel(value))) if value is not None else ()
@@ -151,5 +181,9 @@ def _transform(scale: tuple[float, ...], tie: tuple[float, ...], matrix: tuple[f
         affine = (scale[0], 0.0, x - column * scale[0], 0.0, -scale[1], y + row * scale[1])
     else:
         return None
+    return _invertible(affine)
+
+
+def _invertible(affine: Affine) -> Affine | None:
     flat = affine[0] * affine[4] == affine[1] * affine[3]
     return None if flat or not all(map(math.isfinite, affine)) else affine

@@ -55,7 +55,8 @@ class Image(ABC):
         name: a stem for output folders and messages.
         levels: all resolutions of the source, level 0 (the largest) first.
         georeference: where the pixels of the chosen level lie on earth, None if unknown.
-        nodata: the value of samples that hold no data, None where all do. Beside another value, NaN holds none either.
+        nodata: the value of samples that hold no data; beside another value, NaN holds none either. None where all do,
+            and where a mask inside the file says otherwise, whose samples are 0 then; `missing` tells in every case.
         channel_names: one of each channel, "" for one without; empty where none is known.
         fill: the value of every pixel outside the image (see `opening.open_image` for the rule).
         cache_bytes: the most that reading may keep in memory beside the pixels it returns.

@@ -90,7 +90,7 @@ def _open_path(path: Path, level: int, mpp: float | None) -> Image:
             f"{path} holds outlines, not pixels; paint them over their slide: gg.open_mask({path.name!r}, slide)"
         )
     if is_picture(head):
-        image = open_picture(path, mpp=choose_mpp(mpp, path.name))
+        image = open_picture(path, mpp=mpp)
         choose_level(image.levels, level, path.name)
         return image
     tiff = open_tiff(path, level=level, mpp=mpp) if head.startswith(_TIFF_SIGNATURES) else None

@@ -11,8 +11,10 @@ import numpy as np
 
 from gigagrad.errors import ImageError
 from gigagrad.images.arrays import ArrayImage
+from gigagrad.images.georeference import world_file
 from gigagrad.images.image import Array, in_our_words
 from gigagrad.images.png_check import check_png, png_size
+from gigagrad.images.resolution import choose_mpp
 from gigagrad.images.stream_check import Jpeg
 from gigagrad.units import format_bytes
 
@@ -32,7 +34,8 @@ def is_picture(head: bytes) -> bool:
 
 
 def open_picture(path: Path, *, mpp: float | None = None) -> ArrayImage:
-    """A PNG or JPEG as an image: grey ones have 1 channel, all others 3 (transparency over white).
+    """A PNG or JPEG as an image: grey ones have 1 channel, all others 3 (transparency over white). `mpp` is over what a
+    world file says.
 
     Raises `ImageError` for a damaged file, for one that ends before its pixels and for one of more than 67 Mpx.
     """
@@ -44,7 +47,9 @@ def open_picture(path: Path, *, mpp: float | None = None) -> ArrayImage:
         warnings.simplefilter("ignore")
         data = path.read_bytes()
         pixels = _png(data, path) if data.startswith(_PNG) else _jpeg(data, path)
-        return ArrayImage(pixels, mpp=mpp, name=path.stem)
+        place = world_file(path)
+        mpp = choose_mpp(mpp, path.name, georeference=place)
+        return ArrayImage(pixels, mpp=mpp, name=path.stem, georeference=place)
 
 
 def _png(data: bytes, path: Path) -> Array:

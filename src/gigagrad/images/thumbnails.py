@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from gigagrad.boxes import Box, tiles
+from gigagrad.boxes import Box, spread, tiles
 from gigagrad.errors import ImageError
 from gigagrad.images.image import Array, Image
+from gigagrad.images.nodata import is_nodata
 
 _BLOCK = 1024
+_SAMPLES, _SAMPLE_PX = 8, 32
+"""Boxes of samples along each axis, and their sides."""
 
 
 def thumbnail(image: Image, max_side: int) -> Array:
@@ -24,12 +29,20 @@ def thumbnail(image: Image, max_side: int) -> Array:
     """
     if max_side < 1:
         raise ImageError(f"a thumbnail needs at least 1 px a side, got {max_side}")
+    with _coarse(image, max_side) as coarse:
+        return _averaged(coarse, max_side)
+
+
+@contextmanager
+def _coarse(image: Image, side: int) -> Iterator[Image]:
+    """The smallest level, `image` or below it, that is still `side` px high or wide."""
     here = next(index for index, level in enumerate(image.levels) if level.shape == image.shape[1:])
-    enough = [index for index, level in enumerate(image.levels) if index >= here and max(level.shape) >= max_side]
+    enough = [index for index, level in enumerate(image.levels) if index >= here and max(level.shape) >= side]
     if enough and enough[-1] != here:
         with image.at_level(enough[-1]) as smaller:
-            return _averaged(smaller, max_side)
-    return _averaged(image, max_side)
+            yield smaller
+    else:
+        yield image
 
 
 def _averaged(image: Image, max_side: int) -> Array:
@@ -54,10 +67,34 @@ def _averaged(image: Image, max_side: int) -> Array:
     return small_HWC if bytes_already else _as_bytes(small_HWC, pixels.dtype)
 
 
+def samples(image: Image) -> list[Array]:
+    """Of each channel some 65,000 values, from all over the smallest level of 256 px or more; none of no data."""
+    with _coarse(image, _SAMPLES * _SAMPLE_PX) as coarse:
+        read = []
+        for box in spread(coarse.height, coarse.width, _SAMPLES, _SAMPLE_PX):
+            missing = coarse.missing(box)
+            there = np.ones(box.shape, bool) if missing is None else ~missing
+            read.append(np.asarray(coarse.read(box))[:, there])
+    channels = np.concatenate(read, axis=1)
+    return [each if image.nodata is None else each[~is_nodata(each, image.nodata)] for each in channels]
+
+
+def full_range(dtype: np.dtype[Any]) -> tuple[float, float]:
+    """Intensities 0 and 1 where nothing else is known: 0 and the largest integer, or 1 for floats."""
+    return 0.0, float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0
+
+
+def range_shown(values: Array, dtype: np.dtype[Any]) -> tuple[float, float]:
+    """`full_range` for an image of such values; where they vary within a quarter of it or beyond it, from their 2nd
+    percentile to their 98th."""
+    low, high = full_range(dtype)
+    darkest, brightest = (float(value) for value in np.percentile(values, (2, 98))) if values.size else (low, high)
+    if darkest < brightest and (darkest < low or not high / 4 < brightest <= high):
+        return darkest, brightest
+    return low, high
+
+
 def _as_bytes(means_HWC: Array, dtype: np.dtype[Any]) -> Array:
     means_HWC = np.nan_to_num(means_HWC, copy=False)
-    low, high = 0.0, float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0
-    darkest, brightest = (float(value) for value in np.percentile(means_HWC, (2, 98)))
-    if darkest < brightest and (darkest < low or not high / 4 < brightest <= high):
-        low, high = darkest, brightest
+    low, high = range_shown(means_HWC, dtype)
     return np.clip(np.rint((means_HWC - low) * (255 / (high - low))), 0, 255).astype(np.uint8)

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gigagrad.boxes import Box
+from gigagrad.boxes import Box, tiles
 from gigagrad.files import bytes_at
 from gigagrad.images.image import Array, Image, Pixels, choose_level, fill_of, in_our_words, levels_of
+from gigagrad.images.nodata import held_bytes, missing_in
+from gigagrad.images.resampled import Resampled
 from gigagrad.images.tiff_directory import (
     base_mpp,
     better_by_openslide,
@@ -26,13 +29,15 @@ from gigagrad.images.tiff_directory import (
     check_layout,
     georeference_of,
     is_colour,
+    mask_levels,
     nodata_of,
-    warn_of_mask,
 )
 from gigagrad.images.tiff_segments import Decode, Segments, segments_of
 from gigagrad.images.tiff_walk import walk_tiff
 from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, grid_parts
 
+_ROWS = 64
+"""That are emptied at a time, so that next to nothing is held beside the pixels."""
 _ALPHA = (1, 2)
 """Kinds of extra samples (TIFF 6.0, section 18): associated and unassociated alpha; 0 is unspecified."""
 
@@ -44,6 +49,7 @@ class TiffImage(Image):
         self,
         path: Path,
         tables: list[Segments],
+        valid_tables: list[Segments],
         *,
         colour: bool,
         alpha: bool,
@@ -52,12 +58,15 @@ class TiffImage(Image):
         channel_names: tuple[str, ...],
         **described: Any,
     ) -> None:
-        """`described` is what `Image` is told beside, as the directory has it."""
+        """`valid_tables` are the levels of the mask that says where pixels hold data, none where there is no such mask;
+        `described` is what `Image` is told beside, as the directory has it."""
         levels = levels_of([table.shape for table in tables])
         choose_level(levels, level, path.name)
         segments = tables[level]
         channels = segments.planes * segments.samples
         channels = 3 if alpha and channels == 4 else channels
+        self._valid = _valid(path, valid_tables, segments.shape) if valid_tables else None
+        held = min(CACHE_BYTES, channels * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize)
         super().__init__(
             shape=(channels, *segments.shape),
             dtype=segments.dtype,
@@ -68,7 +77,7 @@ class TiffImage(Image):
             level=level,
             channel_names=channel_names[:channels],
             open_level=partial(open_tiff, path, mpp=mpp),
-            cache_bytes=min(CACHE_BYTES, channels * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize),
+            cache_bytes=held if self._valid is None else held + self._valid.cache_bytes,
             **described,
         )
         self._path = path
@@ -87,14 +96,28 @@ class TiffImage(Image):
         for plane in range(self._planes):
             samples = slice(plane * self._kept, (plane + 1) * self._kept)
             self._read_plane(box, plane, self._segments.decode, pixels_HWC[..., samples])
-        return pixels_HWC.transpose(2, 0, 1)
+        return self._emptied(box, pixels_HWC).transpose(2, 0, 1)
 
     def _read_grey(self, box: Box) -> Pixels:
         if self._segments.decode_luma is None:
             return super()._read_grey(box)
         pixels_HW1 = np.empty((*box.shape, 1), self._segments.dtype)
         self._read_plane(box, 0, self._segments.decode_luma, pixels_HW1)
-        return pixels_HW1.transpose(2, 0, 1)
+        return self._emptied(box, pixels_HW1).transpose(2, 0, 1)
+
+    def missing(self, box: Box) -> NDArray[np.bool_] | None:
+        return super().missing(box) if self._valid is None else missing_in(self._valid, 0, box)
+
+    @property
+    def missing_bytes(self) -> int:
+        return super().missing_bytes if self._valid is None else held_bytes(self._valid)
+
+    def _emptied(self, box: Box, pixels_HWC: Array) -> Array:
+        """The pixels, 0 where the mask says that there are none: what compression has left there means nothing."""
+        for rows in tiles(*box.shape, _ROWS, box.width) if self._valid is not None else ():
+            if (missing := self.missing(rows.shift(box.y0, box.x0))) is not None:
+                pixels_HWC[rows.y0 : rows.y1][missing] = 0
+        return pixels_HWC
 
     def _read_plane(self, box: Box, plane: int, decode: Decode, pixels_HWC: Array) -> None:
         height, width = self._segments.segment
@@ -126,8 +149,18 @@ class TiffImage(Image):
         return tile
 
     def _release(self) -> None:
+        if self._valid is not None:
+            self._valid.close()
         self._cache.clear()
         self._close_file()
+
+
+def _valid(path: Path, tables: list[Segments], shape: tuple[int, int]) -> Image:
+    """The mask of a level of this shape, above 0 where there is data: its own, or the nearest pixels of the largest."""
+    shapes = [table.shape for table in tables]
+    level = shapes.index(shape) if shape in shapes else 0
+    mask = TiffImage(path, tables, [], colour=False, alpha=False, level=level, mpp=None, channel_names=())
+    return mask if shapes[level] == shape else Resampled(mask, *shape)
 
 
 def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None) -> TiffImage | None:
@@ -153,19 +186,22 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None) -> TiffIm
         check_kind(tif, path.name)
         series = tif.series[0]
         check_layout(series, path.name)
-        warn_of_mask(tif, path.name)
         tables = [segments_of(entry, path.name, found) for entry in series.levels]
+        valid_tables = [segments_of(entry, path.name, found) for entry in mask_levels(tif, path.name)]
         colour = is_colour(series.keyframe)
         # A fourth band that is not said to be alpha is a band as others, near infrared for one.
         alpha = colour and any(int(kind) in _ALPHA for kind in series.keyframe.extrasamples)
-        place, nodata = georeference_of(series.keyframe), nodata_of(series.keyframe)
+        # As in GDAL, a mask is right where there is a value of no data, too.
+        nodata = None if valid_tables else nodata_of(series.keyframe)
+        place = georeference_of(series.keyframe, path)
         base = base_mpp(tif, series.keyframe, mpp, path.name, place)
         names = channel_names(tif, series.keyframe, tables[0].planes * tables[0].samples)
-    for table in tables:
+    for table in (*tables, *valid_tables):
         table.check_within(found.file_bytes, path.name)
     return TiffImage(
         path,
         tables,
+        valid_tables,
         colour=colour,
         alpha=alpha,
         level=level,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import re
-import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gigagrad.errors import ImageError
-from gigagrad.images.georeference import GDAL_NODATA, TAGS, Georeference
+from gigagrad.images.georeference import GDAL_NODATA, TAGS, Georeference, world_file
 from gigagrad.images.nodata import parse_nodata
 from gigagrad.images.resolution import choose_mpp, micrometres, number
 from gigagrad.images.stream_check import JPEG_2000_COMPRESSIONS, JPEG_COMPRESSIONS
@@ -91,6 +91,11 @@ def check_layout(series: Any, name: str) -> None:
             f"{name} stores its colours as {getattr(page.photometric, 'name', page.photometric)}; expected RGB or "
             "MINISBLACK (or YCBCR as JPEG); convert it to RGB"
         )
+    check_codec(page, name)
+
+
+def check_codec(page: Any, name: str) -> None:
+    """Raises `ImageError` for a compression that cannot be decoded, or not safely."""
     if int(page.compression) not in _CODECS:
         label = getattr(page.compression, "name", int(page.compression))
         raise ImageError(
@@ -122,22 +127,23 @@ def base_mpp(tif: Any, page: Any, given: float | None, name: str, georeference: 
     return choose_mpp(given, name, claims, _aperio(description, "AppMag"), georeference=georeference)
 
 
-class UnreadMaskWarning(UserWarning):
-    """The file has a mask of where it holds data, beside its pixels, which is not read."""
+def mask_levels(tif: Any, name: str) -> list[Any]:
+    """The levels of the mask inside a file that says where its pixels hold data, as GDAL keeps it; the largest first.
+
+    Raises `ImageError` for one that cannot be decoded.
+    """
+    levels: list[Any] = next((series.levels for series in tif.series if series.keyframe.subfiletype & _IS_MASK), [])
+    for level in levels:
+        check_codec(level.keyframe, name)
+    return levels
 
 
-def warn_of_mask(tif: Any, name: str) -> None:
-    """A mask that GDAL keeps in the file is the page after the first, or none."""
-    if len(tif.pages) > 1 and int(tif.pages[1].subfiletype) & _IS_MASK:
-        warnings.warn(
-            f"{name} says by a mask of its own where it holds data, which is not read, so that all its pixels count; "
-            "mark the others by a value: gdal_translate -a_nodata 0",
-            UnreadMaskWarning,
-            stacklevel=3,
-        )
+def georeference_of(page: Any, path: Path) -> Georeference | None:
+    """By the tags, or where these place no pixel by the world file. Raises `ImageError` for a damaged one."""
+    return world_file(path) if (found := _of_tags(page)) is None else found
 
 
-def georeference_of(page: Any) -> Georeference | None:
+def _of_tags(page: Any) -> Georeference | None:
     return Georeference.of_tags({tag: value for tag in TAGS if (value := _value(page, tag)) is not None})
 
 

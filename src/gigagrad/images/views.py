@@ -30,6 +30,13 @@ class BandsImage(View):
     def _blank(self, height: int, width: int) -> Pixels:
         return super()._blank(height, width)[self._channels]
 
+    def missing(self, box: Box) -> NDArray[np.bool_] | None:
+        return self._image.missing(box) if self.nodata is None else super().missing(box)
+
+    @property
+    def missing_bytes(self) -> int:
+        return self._image.missing_bytes if self.nodata is None else super().missing_bytes
+
 
 class _Valued(View):
     """A view with other values, of which none says that there is no data: that is asked of the image."""

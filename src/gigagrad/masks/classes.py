@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,19 +21,24 @@ class ClassTable:
     """Class ids by name, in the order they were given, and the id of `unlabelled` pixels.
 
     A name that is a number stands for that value in mask files. Ids are 0 (background) to 254, or `IGNORED`.
+
+    Where classes are `regions`, which may overlap, they count from 1 in their order, and `regions` has the ids of each
+    in mask files, of which the first stands for it in a label map (nnU-Net's region-based training).
     """
 
     ids: tuple[tuple[str, int], ...]
     unlabelled: int = IGNORED
+    regions: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def parse(cls, entries: Sequence[str]) -> Self:
         """A table of entries `NAME=ID`, where ID may be `ignore`; an entry without an id has the next free one, from 1.
 
         `unlabelled=0` makes background of what is not annotated; without it, it is ignored, unless there is but one
-        class. Raises `ConfigError` for an id that is none and for a name that is given twice.
+        class. A class of several ids, `NAME=1+2`, makes regions of all. Raises `ConfigError` for an id that is none and
+        for a name that is given twice.
         """
-        ids: dict[str, int] = {}
+        found: dict[str, tuple[int, ...]] = {}
         following = 1
         for entry in entries:
             name, equals, text = (part.strip() for part in entry.rpartition("="))
@@ -43,15 +48,17 @@ class ClassTable:
                     raise ConfigError(f"classes: {name!r} is a number; name each class but the background: tumour=1")
             if not name:
                 raise ConfigError(f"classes: {entry!r} names no class; write NAME=ID, for example tumour=1")
-            if name in ids:
+            if name in found:
                 raise ConfigError(f"classes: {name!r} is given twice")
-            ids[name] = _id(text, entry)
-            if ids[name] != IGNORED:
-                following = max(following, ids[name] + 1)
+            found[name] = tuple(_id(part.strip(), entry) for part in text.split("+"))
+            following = max(following, *(number + 1 for number in found[name] if number != IGNORED), 0)
+        regions = _regions(found)
+        ids = {name: numbers[0] for name, numbers in found.items()}
+        ids |= {name: number for number, name in enumerate(regions, 1)}
         unlabelled = ids.pop(UNLABELLED, None)
         if not ids:
             raise ConfigError("classes: no class is named; write NAME=ID, for example tumour=1")
-        return cls(tuple(ids.items()), _default(ids) if unlabelled is None else unlabelled)
+        return cls(tuple(ids.items()), _default(ids) if unlabelled is None else unlabelled, tuple(regions.values()))
 
     @classmethod
     def of_names(cls, names: Iterable[str]) -> Self:
@@ -71,8 +78,8 @@ class ClassTable:
         return tuple(f"{name}={text}" for name, text in self._written())
 
     def _written(self) -> list[tuple[str, str]]:
-        ids = [*self.ids, (UNLABELLED, self.unlabelled)]
-        return [(name, _IGNORE if number == IGNORED else str(number)) for name, number in ids]
+        held = {number: "+".join(map(str, ids)) for number, ids in enumerate(self.regions, 1)} | {IGNORED: _IGNORE}
+        return [(name, held.get(number, str(number))) for name, number in (*self.ids, (UNLABELLED, self.unlabelled))]
 
     @property
     def values(self) -> dict[int, int]:
@@ -112,6 +119,20 @@ def _id(text: str, entry: str) -> int:
     if not text.isdecimal() or int(text) > IGNORED:
         raise ConfigError(f"classes: {entry!r} has no class id; write NAME=ID with an id from 0 to 254, or ignore")
     return int(text)
+
+
+def _regions(found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The classes that are regions; none where each has one id."""
+    if all(len(numbers) == 1 for numbers in found.values()):
+        return {}
+    regions = {name: numbers for name, numbers in found.items() if numbers not in ((0,), (IGNORED,))}
+    for name, numbers in regions.items():
+        if name.isdecimal() or name == UNLABELLED or {0, IGNORED} & set(numbers):
+            raise ConfigError(
+                f"classes: {name}={'+'.join(map(str, numbers))} beside regions; these have names, and ids from 1 to "
+                "254, and other ids can be background or ignored"
+            )
+    return regions
 
 
 def _default(ids: dict[str, int]) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
 from gigagrad.images import Image
-from gigagrad.images.image import Array
+from gigagrad.images.image import Array, Pixels, View
 from gigagrad.masks.classes import IGNORED
 
 
@@ -39,16 +41,41 @@ class Labels(Image):
 
 
 class LabelOfIds(Labels):
-    """A mask of class ids `(1, H, W)` as `labels` channels: channel `k` says where the class `k + 1` is.
+    """A mask of class ids `(1, H, W)` as a channel for each of `regions`, which says where one of its ids is.
 
-    Reading an id that is none of them raises `TargetError`.
+    Reading an id that is in none of them raises `TargetError`.
     """
 
+    def __init__(self, mask: Image, regions: Sequence[Sequence[int]]) -> None:
+        super().__init__(mask, len(regions))
+        self._regions = regions
+
     def _read_inside(self, box: Box) -> Array:
-        ids = np.asarray(self._image.read(box))
-        ignored = ids == IGNORED
-        if (largest := int(ids.max(where=~ignored, initial=0))) > self.channels:
-            raise TargetError(f"the mask of {self.name} holds class {largest}; the model has {self.channels} labels")
-        labels: Array = (ids == np.arange(1, self.channels + 1)[:, None, None]).astype(np.uint8)
-        labels[:, ignored[0]] = IGNORED
+        ids = np.asarray(self._image.read(box))[0]
+        labels = np.stack([np.isin(ids, region) for region in self._regions]).astype(np.uint8)
+        labels[:, ids == IGNORED] = IGNORED
+        foreign = (ids != 0) & ~labels.any(axis=0)
+        if foreign.any():
+            largest = ids[foreign].max()
+            raise TargetError(f"the mask of {self.name} holds class {largest:g}, none of its {self.channels} labels")
         return labels
+
+
+class LabelMap(View):
+    """Labels `(C, H, W)` as class ids `(1, H, W)`: where a label is there, its one of `ids`; a later one lies over an
+    earlier one, as nnU-Net's `regions_class_order` has it. Closing it leaves the labels open.
+    """
+
+    def __init__(self, labels: Image, ids: Sequence[int]) -> None:
+        super().__init__(labels, (1, *labels.shape[1:]), channel_names=())
+        self._ids = ids
+
+    def _read_inside(self, box: Box) -> Array:
+        labels = np.asarray(self._image.read(box))
+        ids = np.where(labels[0] == IGNORED, IGNORED, 0).astype(np.uint8)
+        for label, number in zip(labels, self._ids, strict=True):
+            ids[label == 1] = number
+        return ids[None]
+
+    def _blank(self, height: int, width: int) -> Pixels:
+        return super()._blank(height, width)[:1]

@@ -51,7 +51,8 @@ def open_mask(
         slide: where the mask belongs.
         classes: class ids by name, `{"tumour": 1, "stroma": 2, "artefact": "ignore"}`, or as `ClassTable.parse` takes
             them. Of an image, names that are numbers are the values to replace: `{"255": 1}`. Without it, outlines
-            count by their names in alphabetical order, and the values of an image are class ids.
+            count by their names in alphabetical order, and the values of an image are class ids. Regions of several
+            ids, `{"whole": "1+2", "core": "2"}`, are labels.
         labels: of more than one, which may overlap, each has a channel of 0 and 1: of class ids or outlines that of
             class 1 first, of a mask with so many channels its own, which are 1 where they are above 0.
 
@@ -74,15 +75,22 @@ def open_mask(
     assert not isinstance(source, Outlines)
     mask = open_image(source)
     nodata = mask.nodata
+    if nodata is None and mask.missing_bytes:
+        mask.close()
+        raise TargetError(
+            f"the mask {mask.name} says by a mask inside its file where it holds data; say it by a value: "
+            "gdal_translate -a_nodata 255 -mask none"
+        )
     ids: dict[int | float, int] = dict(table.values.items()) if table is not None else {}
     mask = _at_size_of(slide, mask, source if isinstance(source, str | Path) else mask.name)
     if nodata is not None:
         ids = {nodata: IGNORED if table is None else table.unlabelled, **ids}
     mask = Relabelled(mask, ids) if ids else mask
-    if labels == 1:
+    regions = table.regions if table is not None else ()
+    if labels == 1 and not regions:
         return mask
     if mask.channels == 1:
-        return LabelOfIds(mask, labels)
+        return _of_labels(LabelOfIds(mask, regions or [(number,) for number in range(1, labels + 1)]), labels)
     return _of_labels(Labels(mask), labels)
 
 

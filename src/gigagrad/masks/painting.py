@@ -8,6 +8,8 @@ is computed from the polygon's own coordinates: a pixel is the same in whatever 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +19,7 @@ from gigagrad.masks.classes import IGNORED, ClassTable
 from gigagrad.masks.outlines import Outlines, Points
 
 _Bytes = NDArray[np.uint8]
+_Numbers = NDArray[np.integer[Any]]
 _COPIES = 3
 """Of the points: as read, while they are put together, and in pixels of the mask."""
 
@@ -61,7 +64,7 @@ class AnnotationMask(Image):
         return labels
 
 
-def paint(canvas: _Bytes, box: Box, points: Points, closing: NDArray[np.bool_], value: int) -> None:
+def paint(canvas: _Numbers, box: Box, points: Points, closing: NDArray[np.bool_], value: int) -> None:
     """Set the pixels of `canvas`, which shows `box`, whose centres lie inside the closed rings of `points` to `value`.
 
     `points` are `(n, 2)` as (x, y); `closing` is true at each ring's last point.
@@ -87,7 +90,7 @@ def paint(canvas: _Bytes, box: Box, points: Points, closing: NDArray[np.bool_], 
     _fill(canvas[:, :right], row - box.y0, column, value)
 
 
-def _fill(canvas: _Bytes, row: NDArray[np.int64], column: NDArray[np.int64], value: int) -> None:
+def _fill(canvas: _Numbers, row: NDArray[np.int64], column: NDArray[np.int64], value: int) -> None:
     """Fill each row from its first crossing to its second, from its third to its fourth, and so on."""
     kept = column < canvas.shape[1]
     row, column = row[kept], column[kept]

@@ -28,7 +28,7 @@ class PredictConfig(Settings):
         out: output folder; gets a folder for each of `outputs` and `predictions.json`, or, of a model that gives
             scores of whole slides, `slides.csv` and `predictions.json`.
         outputs: what to write of each slide: "mask" (always), "probabilities", "geojson", "overlay", "instances",
-            "tiatoolbox"; see `outputs.OUTPUTS`.
+            "tiatoolbox", "labelmap"; see `outputs.OUTPUTS`.
         format: of masks and probabilities: "tiff", "ome-tiff", "cog" (of GDAL) or "ome-zarr".
         memory: peak memory the process may use, e.g. "1 GiB"; None leaves the choice to the engine.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.

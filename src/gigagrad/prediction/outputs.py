@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gigagrad.boxes import tiles
 from gigagrad.execution.sinks import Pyramid, Sink
-from gigagrad.images import Image, MaskClass
+from gigagrad.images import Image, MaskClass, write_pyramid
 from gigagrad.images.georeference import geotiff_tags
-from gigagrad.masks import IGNORED
+from gigagrad.masks import IGNORED, LabelMap
 from gigagrad.prediction.classes import Channels, foreground
 from gigagrad.prediction.instances import write_instances
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
@@ -28,6 +29,8 @@ from gigagrad.prediction.tiatoolbox import write_annotations
 
 FORMATS: Final = {"tiff": ".tif", "ome-tiff": ".ome.tif", "cog": ".cog.tif", "ome-zarr": ".ome.zarr"}
 """What the names of images end in, by the name of their format; `write_pyramid` goes by it."""
+_STRIP_PX: Final = 512
+"""Rows of a mask that are made of it at a time: those of its tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Predicted:
     traced: Traced
     classes: Sequence[MaskClass]
     truth: Image | None
+    ids: Sequence[int] = ()
+    """Where the classes are regions, what stands for each in a label map."""
 
     @property
     def scale(self) -> tuple[float, float]:
@@ -166,6 +171,29 @@ class TiaToolbox(Derived):
         write_annotations(path, predicted.traced, path.stem, predicted.scale)
 
 
+class LabelMapOfRegions(Derived):
+    """Class ids as in the files of a cohort whose classes are regions of them."""
+
+    folder = "labelmaps"
+
+    def write(self, path: Path, predicted: Predicted) -> None:
+        ids = LabelMap(predicted.mask, predicted.ids)
+        kinds = [replace(kind, id=number) for number, kind in zip(predicted.ids, predicted.classes, strict=True)]
+        _, height, width = ids.shape
+        write_pyramid(
+            path,
+            (np.asarray(ids.read(strip))[0] for strip in tiles(height, width, _STRIP_PX, width)),
+            shape=(height, width, 1),
+            dtype=np.uint8,
+            nearest=True,
+            mpp=ids.mpp,
+            overwrite=True,
+            description=", ".join(["gigagrad mask: 0 background", *(f"{kind.id} {kind.name}" for kind in kinds)]),
+            classes=kinds,
+            tags=geotiff_tags(ids.georeference, None if ids.nodata is None else IGNORED),
+        )
+
+
 OUTPUTS: Final[dict[str, Output]] = {
     "mask": Mask(),
     "probabilities": Probabilities(),
@@ -173,6 +201,7 @@ OUTPUTS: Final[dict[str, Output]] = {
     "overlay": Overlay(),
     "instances": Instances(),
     "tiatoolbox": TiaToolbox(),
+    "labelmap": LabelMapOfRegions(),
 }
 
 

@@ -37,10 +37,14 @@ _NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "gigagrad/annotation")
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A connected region of one class. `polygon` is valid and in pixels of the mask."""
+    """A connected region of one class. `polygon` is valid and in pixels of the mask.
+
+    `probability` is the mean of its class over it, None where nobody has measured it (`measures.with_probabilities`).
+    """
 
     kind: MaskClass
     polygon: Polygon
+    probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Placed:
     id: str
     kind: MaskClass
     polygon: Polygon
+    probability: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ def placed(traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> It
 
     for index, region in enumerate(traced.regions):
         polygon = shapely.transform(region.polygon, lambda points: points * (scale[1], scale[0]))
-        yield Placed(str(uuid.uuid5(_NAMESPACE, f"{name}/{index}")), region.kind, polygon)
+        yield Placed(str(uuid.uuid5(_NAMESPACE, f"{name}/{index}")), region.kind, polygon, region.probability)
 
 
 def write_geojson(
@@ -181,14 +186,17 @@ def _feature(region: Placed, write: Callable[[Points], list[list[float]]]) -> di
     import shapely
 
     rings = (region.polygon.exterior, *region.polygon.interiors)
+    properties: dict[str, Any] = {
+        "objectType": "annotation",
+        "classification": {"name": region.kind.name, "color": list(region.kind.color)},
+    }
+    if region.probability is not None:
+        properties["measurements"] = {"Mean probability": round(region.probability, 4)}
     return {
         "type": "Feature",
         "id": region.id,
         "geometry": {"type": "Polygon", "coordinates": [write(shapely.get_coordinates(ring)) for ring in rings]},
-        "properties": {
-            "objectType": "annotation",
-            "classification": {"name": region.kind.name, "color": list(region.kind.color)},
-        },
+        "properties": properties,
     }
 
 

@@ -26,6 +26,7 @@ from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import Channels, foreground, image_shape
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import counts_of, score_masks
+from gigagrad.prediction.measures import with_probabilities
 from gigagrad.prediction.outputs import OUTPUTS, Derived, Predicted, Sweep, Swept, file_names
 from gigagrad.prediction.polygons import trace
 from gigagrad.prediction.records import MadeWith, SlideResult, read_records, write_record
@@ -45,6 +46,12 @@ class Predictor:
         self.engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
         self.engine.events.subscribe(events.emit)
         self.table, self.loss, self.look = config.resolved_table, config.run_loss, config.resolved_look
+        self.ids = [ids[0] for ids in self.table.regions] if self.table is not None else []
+        if "labelmap" in config.outputs and not self.ids:
+            raise ConfigError(
+                "a label map is of classes that are regions of ids, as in --classes whole=1+2 core=2; the mask has the "
+                "ids of others"
+            )
         self.made_with = MadeWith.of(config, spec)
         self._tables_checked = False
 
@@ -140,7 +147,11 @@ class Predictor:
                 self.engine.forward(seen, out=Several([kind.sink(path, sweep) for kind, path in swept]))
             mask = opened.enter_context(open_image(self.out / result.files["mask"]))
             classes = foreground(named)
-            predicted = Predicted(slide, mask, trace(mask, classes), classes, truth)
+            traced = trace(mask, classes)
+            if "probabilities" in result.files:
+                chances = opened.enter_context(open_image(self.out / result.files["probabilities"]))
+                traced = with_probabilities(traced, chances, named)
+            predicted = Predicted(slide, mask, traced, classes, truth, self.ids)
             for kind, path in paths.items():
                 if isinstance(kind, Derived):
                     kind.write(path, predicted)

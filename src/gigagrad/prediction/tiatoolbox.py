@@ -11,7 +11,7 @@ import sqlite3
 import zlib
 from contextlib import closing
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from gigagrad.files import replacing
 from gigagrad.prediction.polygons import Traced, placed
@@ -38,13 +38,13 @@ def write_annotations(path: Path, traced: Traced, name: str, scale: tuple[float,
         store.executemany("INSERT INTO metadata VALUES (?, ?)", ((k, json.dumps(v)) for k, v in _METADATA.items()))
         for number, region in enumerate(placed(traced, name, scale), 1):
             polygon, kind = region.polygon, region.kind
-            properties = json.dumps({"type": kind.name, "color": [part / 255 for part in kind.color]})
+            properties: dict[str, Any] = {"type": kind.name, "color": [part / 255 for part in kind.color]}
+            if region.probability is not None:
+                properties["mean_probability"] = round(region.probability, 4)
             geometry = zlib.compress(polygon.wkb, _PACKING)
             centre, (x0, y0, x1, y1) = polygon.centroid, polygon.bounds
-            store.execute(
-                "INSERT INTO annotations VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (number, region.id, polygon.geom_type, centre.x, centre.y, geometry, properties, polygon.area),
-            )
+            row = (number, region.id, polygon.geom_type, centre.x, centre.y, geometry, json.dumps(properties))
+            store.execute("INSERT INTO annotations VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*row, polygon.area))
             store.execute("INSERT INTO rtree VALUES (?, ?, ?, ?, ?)", (number, x0, x1, y0, y1))
         store.commit()
         with replacing(path) as file:

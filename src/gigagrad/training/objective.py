@@ -61,6 +61,12 @@ class Objective:
 def _check_channels(config: FitConfig, loss: Loss, channels: int, table: ClassTable | None) -> None:
     if loss.survival and channels != 1:
         raise ConfigError(f"cox takes one output of a slide, a risk, and {config.model} has {channels}; give it one")
+    regions = () if table is None else table.regions
+    if regions and not (loss.binary and channels == len(regions)):
+        raise ConfigError(
+            f"the classes are regions that may overlap ({table}): they take a binary loss, bce_dice for one, and a "
+            f"model of {len(regions)} output channels, got {config.loss} and {config.model}"
+        )
     # A class without a channel of its own is the background; of labels, each has one.
     needed = 0 if table is None else table.count - (1 if loss.binary and channels > 1 else 0)
     if (loss.class_ids or channels > 1) and needed > channels:

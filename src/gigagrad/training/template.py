@@ -4,37 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Self
 
+import numpy as np
 import psutil
 import yaml
 
 from gigagrad.cohorts import Cohort, class_table, read_cohort
 from gigagrad.errors import WriteError
 from gigagrad.files import write_text
+from gigagrad.images.thumbnails import full_range, range_shown, samples
 from gigagrad.settings import described
 from gigagrad.training.config import FitConfig
 
 _WIDTH = 100
+_LOOKED_AT: Final = 3
+"""Slides."""
+_OF_SCALE: Final = (
+    "Its scale says which values are 0 and 1 in each channel: the 2nd and 98th percentiles, from a look at {} of the "
+    "slides. Better is what you know of the data (reflectance: scale=0,10000)."
+)
 
 
 def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path:
-    """Write `path`, YAML that `fit` takes, for the cohort `slides`. The slides are not opened.
+    """Write `path`, YAML that `fit` takes, for the cohort `slides`, of which a few are looked at.
 
     Settings that the cohort calls for stand in it; the others are comments with their defaults. Raises `ConfigError`
-    for the cohort and `WriteError` for a file that exists.
+    for the cohort, `ImageError` for a slide that cannot be read and `WriteError` for a file that exists.
     """
     if path.exists() and not overwrite:
         raise WriteError(f"{path} exists; choose another --out or pass --overwrite")
-    chosen = _chosen(read_cohort(slides), slides, path)
+    cohort = read_cohort(slides)
+    seen = _Seen.of(cohort)
+    chosen = _chosen(cohort, slides, path, seen)
     lines = [
         "# Settings of gigagrad fit. Uncomment what you want to change; paths are taken from this file's folder.",
         "",
     ]
     meanings = described(FitConfig)
     for field in dataclasses.fields(FitConfig):
-        lines += [f"# {line}" for line in textwrap.wrap(meanings[field.name], _WIDTH)]
+        remark = f" {_OF_SCALE.format(seen.slides)}" if field.name == "model" and seen.scale else ""
+        lines += [f"# {line}" for line in textwrap.wrap(meanings[field.name] + remark, _WIDTH)]
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         given = field.name in chosen
         text = yaml.safe_dump({field.name: chosen[field.name] if given else default}, sort_keys=False).rstrip()
@@ -43,24 +55,57 @@ def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path
     return path
 
 
-def _chosen(cohort: Cohort, slides: Path, path: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a look at a few slides tells: how many channels they have, and which values are 0 and 1 in each.
+
+    `scale` is empty for bytes, and where it is what networks take for granted.
+    """
+
+    slides: int
+    channels: int
+    scale: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, cohort: Cohort) -> Self:
+        looked = []
+        for row in cohort.rows[:_LOOKED_AT]:
+            with cohort.telling(row), row.open() as slide:
+                looked.append(samples(slide))
+        alike = [values for values in looked if len(values) == len(looked[0])]
+        channels = [np.concatenate(values) for values in zip(*alike, strict=True)]
+        scale = tuple(range_shown(values, values.dtype) for values in channels)
+        known = all(pair == full_range(values.dtype) for pair, values in zip(scale, channels, strict=True))
+        return cls(len(alike), len(channels), () if known or channels[0].dtype.itemsize == 1 else scale)
+
+    def settings(self, channels: str) -> str:
+        """Of a model's name, whose setting of this name has the number of channels."""
+        pairs = self.scale[:1] if len(set(self.scale)) == 1 else self.scale
+        numbers = ",".join(f"{value:.6g}" for pair in pairs for value in pair)
+        of_channels = "" if self.channels == 3 else f"&{channels}={self.channels}"
+        return of_channels + (f"&scale={numbers}" if numbers else "")
+
+
+def _chosen(cohort: Cohort, slides: Path, path: Path, seen: _Seen) -> dict[str, Any]:
     table = class_table(cohort)
     labels = [row.label for row in cohort.rows if row.label is not None]
+    of_pixel = len(table.regions if table is not None else ()) or len(cohort.rows[0].masks)
+    model, loss = "smp:Unet?encoder_name=resnet34", "bce_dice"
     if labels:
         count = table.count if table is not None else max(2, len(set(labels)))
         model, loss = f"timm:resnet18?num_classes={count}", "ce"
+    elif of_pixel > 1:
+        model += f"&classes={of_pixel}"
     elif table is not None and table.count > 2:
-        model, loss = f"smp:Unet?encoder_name=resnet34&classes={table.count}", "ce"
-    else:
-        model, loss = "smp:Unet?encoder_name=resnet34", "bce_dice"
+        model, loss = f"{model}&classes={table.count}", "ce"
     chosen: dict[str, Any] = {
         "slides": str(slides.absolute()),
         "out": f"runs/{path.stem}",
-        "model": model,
+        "model": model + seen.settings("in_chans" if labels else "in_channels"),
         "loss": loss,
         "memory": f"{max(1, psutil.virtual_memory().total // 2**31)} GiB",
     }
-    if table is not None:
+    if table is not None and not cohort.rows[0].further_masks:  # these are named by their columns
         named = (entry.rpartition("=")[::2] for entry in table.entries)
         chosen["classes"] = {name: int(text) if text.isdecimal() else text for name, text in named}
     return chosen
