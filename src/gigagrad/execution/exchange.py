@@ -6,7 +6,7 @@ library adds for us: bytes travel, and whoever gets them adds, in the order of p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -18,7 +18,8 @@ from gigagrad.execution.seams import Seam
 from gigagrad.execution.tape import Values
 from gigagrad.graphs import FIELD_MAX
 from gigagrad.plans import Parts, Stage
-from gigagrad.plans.shares import Shares, down, up
+from gigagrad.plans.shares import Shares, down
+from gigagrad.plans.traffic import sum_bytes, sum_dtype
 from gigagrad.ranks import Message, Ranks
 from gigagrad.stores import Store
 
@@ -30,7 +31,7 @@ class Exchange:
     """Of one run; `stores` by field. Every rank calls the same in the same order. Raises RankError."""
 
     def __init__(self, prepared: Prepared, shares: Shares, ranks: Ranks) -> None:
-        self._graph, self._shares, self._ranks = prepared.graph, shares, ranks
+        self._problem, self._graph, self._shares, self._ranks = prepared.problem, prepared.graph, shares, ranks
         self._device, self._dtype = prepared.device.torch_device, prepared.device.sum_dtype
         self._layout = prepared.layout
 
@@ -84,62 +85,51 @@ class Exchange:
         for field in seams:
             stores[field].flush()
 
-    def total(self, stage: Stage, sums: PartSums) -> Values:
-        """Of all ranks, to all of them: neighbours join theirs, then pairs of neighbours, until the first has all."""
-        here, count = self._ranks.index, self._ranks.count
-        for receivers in up(count):
-            message = None
-            if here in receivers:
-                following = self._shares.following(stage.index, min(2 * here - receivers[here], count) - 1)
-                message = self._packed(sums.joined(following))
-            came = self._passed(message, receivers)
-            if came is not None:
-                sums.append(self._unpacked(came))
-        total = sums.total() if here == 0 else {}
-        message = self._packed([(0, total)]) if here == 0 else None
-        for receivers in down(count):
-            came = self._passed(message if here in receivers else None, receivers)
-            message = message if came is None else came
-        if count > 1 and here > 0:
-            assert message is not None
-            ((_, total),) = self._unpacked(message)
-        return total
+    def total(self, stage: Stage, sums: PartSums, keys: Sequence[int]) -> Values:
+        """Of all ranks, of the nodes `keys`: neighbours join theirs, then pairs of them, until the first rank has all,
+        and all get it.
+        """
+        if self._ranks.count == 1 or not keys:
+            return sums.total()
+        here, nbytes = self._ranks.index, sum_bytes(self._problem, keys)
+        for step in self._shares.joins(stage.index):
+            sent = {}
+            for sender, receiver in step:
+                if sender == here:
+                    joined = sums.joined(self._shares.behind(stage.index, sender, receiver))
+                    sent = {receiver: _bytes(tensor for one in joined for tensor in self._flat(one, keys))}
+            coming = {sender: count * nbytes for (sender, receiver), count in step.items() if receiver == here}
+            for message in self._ranks.exchange(sent, coming).values():
+                sums.append(
+                    self._joined(message[place : place + nbytes], keys) for place in range(0, len(message), nbytes)
+                )
+        whole = _bytes(self._flat((0, sums.total()), keys)) if here == 0 else None
+        for receivers in down(self._ranks.count):
+            sent = {receivers[here]: whole} if whole is not None and here in receivers else {}
+            coming = {sender: nbytes for sender, receiver in receivers.items() if receiver == here}
+            for message in self._ranks.exchange(sent, coming).values():
+                whole = message
+        assert whole is not None
+        return self._joined(whole, keys)[1]
 
-    def _passed(self, message: Message | None, receivers: Mapping[int, int]) -> Message | None:
-        """What comes to this rank when some send others a message of any length."""
-        lengths = self._ranks.said(0 if message is None else len(message))
-        here = self._ranks.index
-        senders = {receiver: sender for sender, receiver in receivers.items()}
-        sent = {} if message is None else {receivers[here]: message}
-        if here not in senders:
-            self._ranks.exchange(sent, {})
-            return None
-        return self._ranks.exchange(sent, {senders[here]: lengths[senders[here]]})[senders[here]]
+    def _flat(self, joined: Joined, keys: Sequence[int]) -> Iterator[torch.Tensor]:
+        """A message's tensors: the part, for each node whether there is a sum, and all of them, zeros for none."""
+        part, values = joined
+        yield torch.tensor([part, *(key in values for key in keys)])
+        for key in keys:
+            dtype, shape = sum_dtype(self._problem, key), self._graph[key].shape
+            value = values.get(key)
+            assert value is None or (value.dtype, tuple(value.shape)) == (dtype, shape), key
+            yield torch.zeros(shape, dtype=dtype) if value is None else value
 
-    def _packed(self, joined: Iterable[Joined]) -> Message:
-        joined = list(joined)
-        numbers = [len(joined)]
-        for part, values in joined:
-            numbers += [part, len(values), *values]
-        for _, values in joined:
-            for key, value in values.items():
-                assert (value.dtype, tuple(value.shape)) == (self._sum_dtype(key), self._graph[key].shape), key
-        values_of = [value for _, values in joined for value in values.values()]
-        return _bytes([torch.tensor([8 * len(numbers), *numbers]), *values_of])
-
-    def _unpacked(self, message: Message) -> Iterator[Joined]:
-        header = message[8 : 8 + int(message[:8].clone().view(torch.int64))].clone().view(torch.int64).tolist()
-        numbers, place = iter(header), 8 + 8 * len(header)
-        keys = [(next(numbers), [next(numbers) for _ in range(next(numbers))]) for _ in range(next(numbers))]
-        for part, held in keys:
-            values = {}
-            for key in held:
-                values[key], place = _tensor(message, place, self._graph[key].shape, self._sum_dtype(key))
-                values[key] = values[key].to(self._device)
-            yield part, values
-
-    def _sum_dtype(self, key: int) -> torch.dtype:
-        return self._graph[key].dtype if self._graph[key].op == FIELD_MAX else self._dtype
+    def _joined(self, message: Message, keys: Sequence[int]) -> Joined:
+        (part, *there), place = message[: 8 * (1 + len(keys))].clone().view(torch.int64).tolist(), 8 * (1 + len(keys))
+        values = {}
+        for key, is_there in zip(keys, there, strict=True):
+            value, place = _tensor(message, place, self._graph[key].shape, sum_dtype(self._problem, key))
+            if is_there:
+                values[key] = value.to(self._device)
+        return part, values
 
     def _swapped(
         self,

@@ -145,7 +145,7 @@ class Sweeps:
             yield from self._fields.take(handed, finished[-1])
         if merge:
             self._finish(stage, merged)
-        totals = self._exchange.total(stage, gradients) if leaves else {}
+        totals = self._exchange.total(stage, gradients, leaves)
         if times != 1:
             for total in totals.values():
                 total.div_(times)
@@ -193,7 +193,7 @@ class Sweeps:
 
     def _finish(self, stage: Stage, merged: PartSums) -> None:
         """Turn the finished reductions and gathered fields into values of the graph, and compute what waited."""
-        sums, self._sums = self._exchange.total(stage, merged) if stage.reductions else {}, None
+        sums, self._sums = self._exchange.total(stage, merged, stage.reductions), None
         for reduction in stage.reductions:
             self._tape.put(reduction, sums.pop(reduction).to(self._graph[reduction].dtype))
         for field in stage.kept:

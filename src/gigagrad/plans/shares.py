@@ -12,7 +12,7 @@ from functools import lru_cache
 from gigagrad.boxes import Box, apart, shared, without
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid
-from gigagrad.plans.parts import Front, Parts
+from gigagrad.plans.parts import Front, JoinOrder, Parts
 from gigagrad.plans.plan import Plan
 from gigagrad.plans.stages import Stage, is_read
 
@@ -64,6 +64,28 @@ class Shares:
         """The first part with tiles behind those of a rank; where there is none, as many as there are parts."""
         parts = self.parts(stage)
         return next((p for p in range(self.own(stage, rank).stop, len(parts)) if parts.tiles(p)), len(parts))
+
+    def joins(self, stage: int) -> list[dict[tuple[int, int], int]]:
+        """How sums reach the first rank: at each step who sends to whom, and how many that are not joined yet."""
+        parts, held = self.parts(stage), []
+        for rank in range(self.count):
+            held.append(order := JoinOrder(self.before(stage, rank)))
+            for part in self.own(stage, rank):
+                if parts.tiles(part):
+                    order.append(part)
+        steps: list[dict[tuple[int, int], int]] = []
+        for receivers in up(self.count):
+            steps.append(step := {})
+            for sender, receiver in receivers.items():
+                held[sender].join_before(self.behind(stage, sender, receiver))
+                step[sender, receiver] = len(held[sender].parts)
+                for part in held[sender].parts:
+                    held[receiver].append(part)
+        return steps
+
+    def behind(self, stage: int, sender: int, receiver: int) -> int:
+        """The first part behind those that a sender has gathered on the way up."""
+        return self.following(stage, min(2 * sender - receiver, self.count) - 1)
 
     def _tiles(self, stage: int, rank: int) -> range:
         own, parts = self.own(stage, rank), self.parts(stage)

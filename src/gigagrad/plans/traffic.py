@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
+
+import torch
 
 from gigagrad.boxes import Box
 from gigagrad.graphs import FIELD_MAX
 from gigagrad.plans.keeping import Lifetime, is_replicated, lifetimes
-from gigagrad.plans.parts import JoinOrder
 from gigagrad.plans.plan import Plan, RankPlan
 from gigagrad.plans.problem import Problem
-from gigagrad.plans.shares import Shares, down, up
+from gigagrad.plans.shares import Shares, down
 from gigagrad.plans.stages import Stage, split_stages
 from gigagrad.stores import Tier
 
@@ -104,36 +105,25 @@ class _Traffic:
         ranks = range(self._shares.count)
         return {(a, b): nbytes(a, b) for a in ranks for b in ranks if a != b}
 
-    def _sums(self, stage: Stage, keys: Iterable[int]) -> Iterator[Meeting]:
-        """Numbers that say what comes, and values; up to the first rank joined as far as the tree allows, and down."""
-        keys, shares, count = tuple(keys), self._shares, self._shares.count
-        if not keys:
-            return
-        values = sum(self._sum_bytes(key) for key in keys)
-        parts, held = shares.parts(stage.index), []
-        for rank in range(count):
-            order = JoinOrder(shares.before(stage.index, rank))
-            for part in shares.own(stage.index, rank):
-                if parts.tiles(part):
-                    order.append(part)
-            held.append(order)
-        for receivers in up(count):
-            meeting = {}
-            for sender, receiver in receivers.items():
-                last = min(2 * sender - receiver, count) - 1
-                held[sender].join_before(shares.following(stage.index, last))
-                joined = held[sender].parts
-                meeting[sender, receiver] = 8 * (2 + len(joined) * (2 + len(keys))) + len(joined) * values
-                for part in joined:
-                    held[receiver].append(part)
-            yield meeting
-        for receivers in down(count):
-            yield {pair: 8 * (4 + len(keys)) + values for pair in receivers.items()}
+    def _sums(self, stage: Stage, keys: Sequence[int]) -> Iterator[Meeting]:
+        """Up to the first rank, joined as far as the tree allows, and down."""
+        if keys:
+            nbytes = sum_bytes(self._problem, keys)
+            for step in self._shares.joins(stage.index):
+                yield {pair: count * nbytes for pair, count in step.items()}
+            for receivers in down(self._shares.count):
+                yield dict.fromkeys(receivers.items(), nbytes)
 
-    def _sum_bytes(self, key: int) -> int:
-        node = self._graph[key]
-        dtype = node.dtype if node.op == FIELD_MAX else self._problem.sum_dtype
-        return prod(node.shape) * dtype.itemsize
+
+def sum_bytes(problem: Problem, keys: Sequence[int]) -> int:
+    """Of one message with sums of these nodes: a part, for each node whether there is a sum, and all of them."""
+    return 8 * (1 + len(keys)) + sum(prod(problem.graph[key].shape) * sum_dtype(problem, key).itemsize for key in keys)
+
+
+def sum_dtype(problem: Problem, key: int) -> torch.dtype:
+    """In which sums of a node are kept."""
+    node = problem.graph[key]
+    return node.dtype if node.op == FIELD_MAX else problem.sum_dtype
 
 
 def _pixels(boxes: Iterable[Box]) -> int:
