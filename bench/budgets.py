@@ -1,13 +1,14 @@
 """Is a budget kept, and is the prediction tight? Random (network, size, budget) cases, each in processes of its own.
 
-    python bench/budgets.py [--cases 300] [--seed 0] [--out budgets.jsonl] [--jobs 2]
+    python bench/budgets.py [--cases 300] [--seed 0] [--out budgets.jsonl] [--jobs 2] [--ranks 1]
 
 A case draws a network, an image and how its budget is set: none at all; or a multiple of the smallest budget, which a
 first process is told when it is refused 64 MiB, so that a multiple of 1 checks the refusal's own advice. Two training
 steps with Adam run in a fresh interpreter (bench/budgets_case.py). Lines already in `--out` are not run again.
 
 Measured is the highest resident memory of the whole process, from the operating system, over both steps; predicted is
-what the plan said before the first one. Prints one JSON line last and exits with 1 where a budget was exceeded.
+what the plan said before the first one. With several `--ranks`, processes compute each image together over gloo, and
+the highest of any of them counts. Prints one JSON line last and exits with 1 where a budget was exceeded.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from typing import Any
 
 import numpy as np
 import tifffile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.gloo import variables_of
 
 _REFUSED_BYTES = 64 * 2**20
 """No process that has imported PyTorch is as small as this."""
@@ -99,17 +104,28 @@ def draw(seed: int, index: int) -> dict[str, Any]:
 
 
 def attempt(case: dict[str, Any], budget: int | None) -> dict[str, Any]:
-    """One process with this budget."""
+    """One process with this budget, or several with this budget each."""
     command = [sys.executable, str(Path(__file__).with_name("budgets_case.py")), json.dumps(case | {"budget": budget})]
     # On a busy machine spinning threads take the time that others need; memory is the same.
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    with ThreadPoolExecutor(case["ranks"]) as pool:
+        runs = pool.map(lambda variables: _process(command, environment | variables), variables_of(case["ranks"]))
+        first, *others = runs
+    if "measured" in first and all("measured" in other for other in others):
+        first["measured"] = [max(step) for step in zip(*(run["measured"] for run in (first, *others)), strict=True)]
+    failed = next((run for run in (first, *others) if "failed" in run), {})
+    return {"budget": budget, **first, **failed}
+
+
+def _process(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS, env=environment)
     except subprocess.TimeoutExpired:
-        return {"budget": budget, "failed": f"longer than {_SECONDS} s"}
+        return {"failed": f"longer than {_SECONDS} s"}
     if done.returncode:
-        return {"budget": budget, "failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
-    return {"budget": budget, **json.loads(done.stdout.splitlines()[-1])}
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -161,11 +177,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("budgets.jsonl"))
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1)
     args = parser.parse_args()
     records = {}
     if args.out.exists():
         records = {r["index"]: r for r in map(json.loads, args.out.read_text().splitlines())}
-    due = [draw(args.seed, index) for index in range(args.cases) if index not in records]
+    drawn = (draw(args.seed, index) for index in range(args.cases) if index not in records)
+    due = [case | {"ranks": args.ranks} for case in drawn]
     with (
         tempfile.TemporaryDirectory() as folder,
         args.out.open("a") as out,
@@ -178,7 +196,7 @@ def main() -> None:
             out.flush()
             print(describe(record), flush=True)
     line = summarise([records[index] for index in sorted(records) if index < args.cases])
-    print(json.dumps({"seed": args.seed, **line}))
+    print(json.dumps({"seed": args.seed, "ranks": args.ranks, **line}))
     sys.exit(line["over_budget"] > 0)
 
 

@@ -9,6 +9,7 @@ process so far and the peak that was predicted before the step began; all in byt
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import warnings
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,6 +27,7 @@ import gigagrad as gg
 import gigagrad.models.torchvision_operators
 from gigagrad.errors import BudgetError
 from gigagrad.losses import bce
+from gigagrad.ranks import RankError
 
 _STEPS = 2
 
@@ -90,7 +93,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     image = images if len(images) > 1 else images[0]
     target = torch.tensor([1]) if case["label"] else make_image(case | {"image": "bytes"}, 9)[:1] > 127
     loss = F.cross_entropy if case["label"] else bce
-    engine = gg.compile(model, loss, memory=case["budget"], precision=case["precision"])
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),)) if "WORLD_SIZE" in os.environ else None
+    engine = gg.compile(model, loss, memory=case["budget"], precision=case["precision"], mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     try:
         plan = engine.plan(image, target)
@@ -110,6 +114,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             "needed": error.needed_bytes,
             "smallest": error.smallest_bytes,
         }
+    except RankError as error:  # the first rank says which numbers
+        return {"refused": str(error)}
     return {
         "predicted": predicted,
         "measured": measured,
