@@ -28,6 +28,7 @@ PLAN = Plan(
     device="cpu",
     memory_format="channels_last",
     workers=1,
+    threads=2,
     stages=(STAGE,),
     passes=(Pass(0, "one pass"),),
     kept=(),

@@ -49,6 +49,7 @@ def study_of(stages=3, fields=4, **changes):
         device="cpu",
         memory_format="channels_last",
         workers=2,
+        threads=1,
         stages=described,
         passes=passes,
         kept=kept,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from gigagrad.graphs import Graph
 from gigagrad.plans import Plan, split_stages
 
@@ -13,6 +15,7 @@ from gigagrad.plans import Plan, split_stages
 class Choice:
     memory_format: str
     workers: int
+    threads: int
     tiles: tuple[tuple[int, int], ...]
     """Height and width in pixels, one for each stage."""
     kept: tuple[tuple[int, str], ...]
@@ -21,7 +24,13 @@ class Choice:
     @classmethod
     def of(cls, plan: Plan) -> Choice:
         tiles = tuple(stage.tile for stage in plan.stages)
-        return cls(plan.memory_format, plan.workers, tiles, tuple((field.node, field.tier) for field in plan.kept))
+        return cls(
+            plan.memory_format,
+            plan.workers,
+            plan.threads,
+            tiles,
+            tuple((field.node, field.tier) for field in plan.kept),
+        )
 
     def suits(self, graph: Graph) -> bool:
         """Whether the graph has these fields and as many stages: a choice may come from another version of a model."""
@@ -34,6 +43,7 @@ class Choice:
         return {
             "memory_format": self.memory_format,
             "workers": self.workers,
+            "threads": self.threads,
             "tiles": tiles,
             "kept": [list(pair) for pair in self.kept],
         }
@@ -42,4 +52,7 @@ class Choice:
     def from_dict(cls, data: dict[str, Any]) -> Choice:
         tiles = tuple((int(h), int(w)) for h, w in data["tiles"])
         kept = tuple((int(i), str(tier)) for i, tier in data["kept"])
-        return cls(data["memory_format"], int(data["workers"]), tiles, kept)
+        workers = int(data["workers"])
+        # Choices of earlier versions left it to PyTorch.
+        threads = int(data.get("threads", 1 if workers > 1 else torch.get_num_threads()))
+        return cls(data["memory_format"], workers, threads, tiles, kept)

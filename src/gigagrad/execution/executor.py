@@ -39,10 +39,14 @@ class Executor(ABC):
 
 
 class Serial(Executor):
-    """One tile at a time in the caller's thread; PyTorch's operators share their own threads."""
+    """One tile at a time in the caller's thread; PyTorch's operators share so many of their own."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
 
     def in_order(self, items: Iterable[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
-        yield from map(work, items)
+        with operator_threads(self._threads):
+            yield from map(work, items)
 
 
 class Threads(Executor):

@@ -29,7 +29,7 @@ from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan, split_stage
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import amount_of, total
-from gigagrad.ranks import Ranks
+from gigagrad.ranks import Ranks, unlike
 from gigagrad.stores import Half, Rounding, Tier
 
 _WORTH_A_TRIAL = 32
@@ -117,6 +117,9 @@ class Planner:
                 return
 
     def _made(self, known: _Planned | None, problem: Problem, sources: dict[str, Source]) -> _Planned:
+        if others := unlike(self._ranks):
+            told = f"the processors of ranks {others} round otherwise than that of the first rank"
+            self._events.emit_once(Notice(f"{told}: bits depend on how many ranks there are", warning=True))
         planned = None
         if self._ranks.index == 0:
             planned = self._first(problem, sources) if known is None else self._as_things_are(known, problem)
@@ -240,12 +243,13 @@ class Planner:
         """The plan of an earlier choice; where it no longer fits, another one, and a notice that says so."""
         machine = dataclasses.replace(problem.machine, threads=choice.workers)
         try:
-            return make_plan(
+            plan = make_plan(
                 dataclasses.replace(problem, machine=machine),
                 memory_format=choice.memory_format,
                 tiles=choice.tiles,
                 kept=dict(choice.kept),
             )
+            return dataclasses.replace(plan, threads=choice.threads)
         except BudgetError:
             if self._tile is not None:
                 raise

@@ -66,7 +66,7 @@ class Run:
         self._exchange = Exchange(prepared, shares, ranks)
         # They live from sweep to sweep: what a new thread's first operators set up takes longer than a small tile.
         self._reader = SideThreads(1, "gigagrad-read")
-        self._executor = Threads(plan.workers) if plan.workers > 1 else Serial()
+        self._executor = Threads(plan.workers) if plan.workers > 1 else Serial(plan.threads)
         self._watch = device.watch(plan.predicted_peak_bytes, plan.budget_bytes)
         memory = Memory(prepared, self._watch, self._fields, self._executor, events)
         self._progress = Progress(prepared, events)

@@ -31,7 +31,7 @@ def trial_seconds(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
     plan, found = prepared.plan, []
     whole = plan.whole_seconds / max(1, len(plan.passes))
-    with operator_threads(1 if plan.workers > 1 else torch.get_num_threads()):
+    with operator_threads(plan.threads):
         for step in plan.passes:
             seconds = _tile_seconds(prepared, prepared.stages[step.stage], step.phase != "forward", layout)
             found.append(seconds * plan.stages[step.stage].tile_count / plan.workers + whole)

@@ -85,6 +85,7 @@ def _make_plan(
         device=problem.device,
         memory_format=memory_format,
         workers=best.workers,
+        threads=1 if best.workers > 1 else problem.machine.threads,
         stages=best.stages,
         passes=best.passes,
         kept=tuple(_kept_field(problem, i, problem.tier(best.kept[i])) for i in sorted(best.kept)),

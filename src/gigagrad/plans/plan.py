@@ -123,6 +123,8 @@ class Plan:
     memory_format: str
     workers: int
     """Tiles computed at the same time, by one thread each; with 1, all threads share the operators of one tile."""
+    threads: int
+    """That share the operators of a tile: their sums depend on how many there are."""
     stages: tuple[StagePlan, ...]
     passes: tuple[Pass, ...]
     kept: tuple[KeptField, ...]
