@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gigagrad.devices import Machine
 from gigagrad.graphs import GATHER, Call, Graph, Node, lookup
-from gigagrad.plans.geometry import Grid, Needs, TileGeometry, lattice, reference
+from gigagrad.plans.geometry import Grid, Needs, TileGeometry, lattice, reference, runs_by_rows
 from gigagrad.plans.memory import compiled_convolutions, crop_bytes, tile_peak_bytes, worst_tile
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import EXACT
@@ -189,20 +189,25 @@ def _key(stage: Stage) -> tuple[object, ...]:
     return stage.kept, stage.reductions, stage.output, stage.fields, stage.reads
 
 
-def candidates(graph: Graph, stage: Stage) -> list[tuple[int, int]]:
+def candidates(graph: Graph, stage: Stage, ranks: int = 1) -> list[tuple[int, int]]:
     """Tile shapes worth costing: about squares, in steps of the lattice, that cut the field evenly.
 
     They are multiples of 16 pixels: files hold bricks of 8 to 64, and a brick that two tiles share is written twice.
+    For several ranks it counts more that all stages are divided among them at the same places.
     """
     largest = graph[reference(graph, stage)]
     size = largest.size(0), largest.size(1)
     steps = lattice(graph, stage)
+    shared = 0 if runs_by_rows(stage, largest) else 1
     shapes = []
     side = _SMALLEST_SIDE_PX
     while side <= _LARGEST_SIDE_PX:
-        shapes.append(tuple(_even(side, size[axis], steps[axis]) for axis in (0, 1)))
+        shape = [_even(side, size[axis], steps[axis]) for axis in (0, 1)]
+        if ranks > 1:
+            shape[shared] = _shared(side, size[shared], steps[shared], ranks)
+        shapes.append((shape[0], shape[1]))
         side = max(side + 16, side * 5 // 4 // 16 * 16)
-    return [(h, w) for h, w in dict.fromkeys(shapes)]
+    return list(dict.fromkeys(shapes))
 
 
 def _even(side: int, size: int, step: int) -> int:
@@ -211,6 +216,14 @@ def _even(side: int, size: int, step: int) -> int:
     """
     cut = -(-size // min(_round_up(side, step), size))
     return min(_round_up(_round_up(-(-size // cut), _SMALLEST_SIDE_PX), step), size)
+
+
+def _shared(side: int, size: int, step: int, ranks: int) -> int:
+    """A side that gives each rank as many tiles, at best exactly, as near to this one as may be."""
+    about = max(1, round(size / (ranks * side)))
+    counts = range(-(-about // 2), 2 * about + 1)
+    count = min(counts, key=lambda one: (size % (ranks * one * step) > 0, max(one / about, about / one)))
+    return min(_round_up(-(-size // (ranks * count)), step), size)
 
 
 def _round_up(value: int, step: int) -> int:

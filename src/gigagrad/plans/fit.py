@@ -180,7 +180,11 @@ class Fitter:
     def _looked_through(self, book: StageLedger, room: int | None, *, roughly: bool) -> list[TileCost]:
         """Costs of tile shapes, from the smallest on; behind those that fit only a few more."""
         forced, stage = self._tiles, book.stage
-        shapes = [forced[min(stage.index, len(forced) - 1)]] if forced else candidates(self._problem.graph, stage)
+        shapes = (
+            [forced[min(stage.index, len(forced) - 1)]]
+            if forced
+            else candidates(self._problem.graph, stage, self._problem.ranks)
+        )
         found: list[TileCost] = []
         fit: list[bool] = []
         for shape in shapes:

@@ -97,15 +97,21 @@ class Front:
 
 
 class Parts:
-    """The parts of one stage's tiles: up to `count`, of whole lines of tiles where there are as many. `by_rows`: tiles
-    go row by row, not column by column.
+    """The parts of one stage's tiles: up to `count`, each of whole lines of tiles or, where lines are fewer, inside one.
+
+    `by_rows`: tiles go row by row, not column by column.
     """
 
     def __init__(self, grid: Grid, count: int, *, by_rows: bool) -> None:
         self.grid, self.by_rows = grid, by_rows
         self._lines, self._along = grid.shape if by_rows else grid.shape[::-1]
-        units, self._unit = (self._lines, self._along) if self._lines >= count else (len(grid), 1)
-        self._starts = [self._unit * (units * part // count) for part in range(count + 1)]
+        if self._lines > count:
+            self._starts = [self._along * (self._lines * part // count) for part in range(count + 1)]
+        else:
+            of_line = count // self._lines
+            cuts = [self._along * part // of_line for part in range(of_line)]
+            starts = [line * self._along + cut for line in range(self._lines) for cut in cuts]
+            self._starts = starts + [len(grid)] * (count + 1 - len(starts))
         self._line_axis, self._along_axis = (0, 1) if by_rows else (1, 0)
         self._spans = lru_cache(maxsize=None)(self._find_spans)
 
@@ -120,6 +126,10 @@ class Parts:
     def tiles(self, part: int) -> range:
         """Positions of its tiles in the order of execution."""
         return range(self._starts[part], self._starts[part + 1])
+
+    def nearest(self, position: int) -> int:
+        """The part that begins nearest to a tile, or as many as there are parts."""
+        return min(range(len(self._starts)), key=lambda part: abs(self._starts[part] - position))
 
     def tile(self, position: int) -> TileGeometry:
         line, along = divmod(position, self._along)

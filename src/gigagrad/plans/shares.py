@@ -40,6 +40,7 @@ class Shares:
         self._graph, self._stages, self._plan = graph, stages, plan
         self._producers = {field: stage.index for stage in stages for field in stage.kept}
         self.parts = lru_cache(maxsize=None)(self._find_parts)
+        self._first_part = lru_cache(maxsize=None)(self._find_first_part)
         self.held = lru_cache(maxsize=None)(self._find_held)
         self.held_cotangents = lru_cache(maxsize=None)(self._find_held_cotangents)
         self.written = lru_cache(maxsize=None)(self._find_written)
@@ -52,8 +53,11 @@ class Shares:
 
     def own(self, stage: int, rank: int) -> range:
         """The parts of a stage that a rank computes."""
-        count = len(self.parts(stage))
-        return range(count * rank // self.count, count * (rank + 1) // self.count)
+        return range(self._first_part(stage, rank), self._first_part(stage, rank + 1))
+
+    def _find_first_part(self, stage: int, rank: int) -> int:
+        parts = self.parts(stage)
+        return len(parts) if rank == self.count else parts.nearest(len(parts.grid) * rank // self.count)
 
     def before(self, stage: int, rank: int) -> int | None:
         """The last part with tiles before those of a rank, if there is one."""
