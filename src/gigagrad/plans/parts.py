@@ -97,7 +97,7 @@ class Front:
 
 
 class Parts:
-    """The parts of one stage's tiles: up to `count`, each of whole lines of tiles or, where lines are fewer, inside one.
+    """The parts of a stage's tiles: up to `count`, each of whole lines of tiles or, where those are fewer, inside one.
 
     `by_rows`: tiles go row by row, not column by column.
     """
