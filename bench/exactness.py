@@ -38,7 +38,7 @@ def main() -> None:
         result = compare(case.model, case.loss, case.image, case.target, tile=case.tile, layout=layout)
         worst_loss = max(worst_loss, result.loss_error)
         worst_gradient = max(worst_gradient, result.gradient_error)
-        tiles += result.tile_count
+        tiles += result.plan.tile_count
         if max(result.loss_error, result.gradient_error) > TOLERANCE:
             above += 1
             print(f"{result}\n{case.description}", flush=True)
