@@ -1,22 +1,28 @@
 # make demo    everything once, ending in gigagrad-demo/report.html
 # make test    all tests
 # make zoo     a dozen published models, compared with plain autograd
+# make oldest  some tests beside the oldest versions that pyproject.toml allows
 # make quick   in a minute: lint, and the tests of what everything stands on
 # make lint    style, formatting, types and the direction of the imports
 #
-# Each makes its own environment in .venv first, once; all it needs is Python 3.11 or later.
+# Each makes its own environment in .venv (oldest: .venv-oldest) first, once; all it needs is Python 3.11 or later.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+OLDEST := .venv-oldest
 
-.PHONY: demo test quick zoo lint clean
+.PHONY: demo test oldest quick zoo lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/gigagrad demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest --quiet --numprocesses 2 --dist worksteal tests/images tests/masks tests/stores \
+		tests/exactness/test_any_model.py tests/execution/test_engine_gradients.py
 
 quick: lint
 	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist worksteal --hypothesis-profile quick -m "not slow" \
@@ -39,5 +45,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[demo,geo]' \
+		hypothesis ome-types pydicom pytest pytest-xdist scipy
+	touch $@
+
 clean:
-	rm -rf .venv .zoo.jsonl build dist gigagrad-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv $(OLDEST) .zoo.jsonl build dist gigagrad-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -41,7 +41,7 @@ def main() -> None:
         result = compare(*inputs, tile=case.tile, device=args.device, layout=layout)
         worst_loss = max(worst_loss, result.loss_error)
         worst_gradient = max(worst_gradient, result.gradient_error)
-        tiles += result.tile_count
+        tiles += result.plan.tile_count
         if max(result.loss_error, result.gradient_error) > TOLERANCE:
             above += 1
             print(f"{result}\n{case.description}", flush=True)

@@ -129,7 +129,7 @@ def compare_in_float64(args: argparse.Namespace) -> dict[str, float]:
     image = torch.rand(3, 512, 512, dtype=torch.float64)
     target = (torch.rand(1, 512, 512) > 0.5).double()
     result = compare(model, F.binary_cross_entropy_with_logits, image, target, tile=(128, 128))
-    return {"loss_error": result.loss_error, "gradient_error": result.gradient_error, "tiles": result.tile_count}
+    return {"loss_error": result.loss_error, "gradient_error": result.gradient_error, "tiles": result.plan.tile_count}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import threading
 import time
 from functools import partial
 
+import torch
+
 from gigagrad import threads
 
 
@@ -87,6 +89,17 @@ def test_without_a_further_thread_the_caller_does_it(monkeypatch):
             patch.setattr(owner, name, none)
             threads.uninterrupted(lambda: ended.append(1))
     assert ended == [1, 1]
+
+
+def test_side_threads_compute_alone_whatever_others_set_before_their_first_operator():
+    before = torch.get_num_threads()
+    with threads.SideThreads(1, "gigagrad-test") as side:
+        side.submit(lambda: None).result()
+        torch.set_num_threads(2)
+        try:
+            assert side.submit(torch.get_num_threads).result() == 1
+        finally:
+            torch.set_num_threads(before)
 
 
 def test_side_threads_leave_pytorchs_count_as_it_would_be():

@@ -202,6 +202,8 @@ def _sharing() -> int:
 def _share_operators(count: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and count:
+        # A thread that has set its count and never asked for it takes, at its first operator, what any thread set last.
+        torch.get_num_threads()
         torch.set_num_threads(count)
 
 

@@ -13,18 +13,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 import gigagrad as gg
+from gigagrad.plans import Plan
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Relative errors of the loss, of the worst parameter's gradient (2-norms) and of the worst buffer after the step,
-    and the number of tiles run."""
+    and the plan that was run."""
 
     loss_error: float
     gradient_error: float
     worst_parameter: str
     buffer_error: float
-    tile_count: int
+    plan: Plan
 
 
 def compiled(
@@ -110,5 +111,4 @@ def compare(
         for a, b in buffers
         if b.numel()
     ]
-    tiles = engine.plan(image, target).tile_count
-    return Comparison(loss_error, worst, worst_name, max(differences, default=0.0), tiles)
+    return Comparison(loss_error, worst, worst_name, max(differences, default=0.0), engine.plan(image, target))

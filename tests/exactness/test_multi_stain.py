@@ -12,8 +12,7 @@ import gigagrad as gg
 from gigagrad.models import MultiStainNet
 
 TOLERANCE = 1e-9
-STEPS = 3
-SIZES = {"even": (64, 96), "odd": (51, 67)}
+STEPS = 2
 
 
 def relative(got, expected, floor):
@@ -21,14 +20,16 @@ def relative(got, expected, floor):
     return (got - expected).abs().max().item() / size
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_training_two_stains_follows_plain_autograd(size):
-    """Loss, gradients and running statistics at every step, from weights that differ only by what came before."""
-    height, width = SIZES[size]
+@pytest.mark.parametrize(("height", "width", "dtype"), [(64, 96, torch.float64), (51, 67, torch.uint8)], ids=str)
+def test_training_two_stains_follows_plain_autograd(height, width, dtype):
+    """Loss, gradients and running statistics at every step, from weights that differ only by what came before. Bytes,
+    as slides deliver them, are scaled inside the network."""
     torch.manual_seed(0)
     tiled = MultiStainNet(stains=2, width=4).double().train()
     plain = copy.deepcopy(tiled)
     he, ihc = (torch.rand(3, height, width, dtype=torch.float64) for _ in range(2))
+    if dtype is torch.uint8:
+        he, ihc = (255 * he).byte(), (255 * ihc).byte()
     target = torch.rand(1, height, width, dtype=torch.float64).round()
     engine = gg.compile(tiled, F.binary_cross_entropy_with_logits, tile=(24, 32))
     assert engine.plan((he, ihc), target).stages[-1].tile_count > 1
@@ -47,17 +48,3 @@ def test_training_two_stains_follows_plain_autograd(size):
             assert relative(buffer, expected, 1e-4) <= TOLERANCE, name
         for optimizer in optimizers:
             optimizer.step()
-
-
-def test_bytes_of_two_stains():
-    """As slides deliver them: scaled inside the network."""
-    torch.manual_seed(0)
-    tiled = MultiStainNet(stains=2, width=2).double().train()
-    plain = copy.deepcopy(tiled)
-    stains = tuple(torch.randint(0, 256, (3, 48, 56), dtype=torch.uint8) for _ in range(2))
-    target = torch.rand(1, 48, 56, dtype=torch.float64).round()
-    gg.compile(tiled, F.binary_cross_entropy_with_logits, tile=(16, 24)).backward(stains, target)
-    F.binary_cross_entropy_with_logits(plain(*(stain[None] for stain in stains)), target[None]).backward()
-    largest = max(p.grad.abs().max().item() for p in plain.parameters())
-    for (name, parameter), expected in zip(tiled.named_parameters(), plain.parameters(), strict=True):
-        assert relative(parameter.grad, expected.grad, 1e-4 * largest) <= TOLERANCE, name

@@ -34,7 +34,7 @@ def awake(model: nn.Module) -> nn.Module:
 
 def check(model, loss, image, target, tile, device="cpu"):
     result = compare(model, loss, image, target, tile=tile, device=device)
-    assert result.tile_count > 1
+    assert result.plan.tile_count > 1
     assert result.loss_error <= TOLERANCE
     assert result.gradient_error <= TOLERANCE, result.worst_parameter
 

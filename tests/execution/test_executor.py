@@ -21,6 +21,7 @@ from gigagrad.events import Notice
 from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.tile import StageProgram, TileInputs
+from gigagrad.threads import operator_threads
 
 
 @pytest.fixture
@@ -215,9 +216,9 @@ def test_a_stream_that_is_garbage_leaves_the_callers_setting(two_threads: None) 
     found: list[Any] = []
 
     def elsewhere() -> None:
-        torch.set_num_threads(1)
-        inside.close()  # type: ignore[attr-defined]
-        found.append(torch.get_num_threads())
+        with operator_threads(1):
+            inside.close()  # type: ignore[attr-defined]
+            found.append(torch.get_num_threads())
 
     inside = Threads(2).in_order([0, 1], lambda item: item)
     next(inside)

@@ -92,7 +92,7 @@ def keeping(model, loss, pair, modules, scratch, **options):
     choice = {
         "memory_format": "contiguous",
         "workers": 1,
-        "tiles": [[24, 20]] * stages,
+        "tiles": [[36, 44]] * stages,
         "kept": [[i, "disk"] for i in fields],
     }
     engine.load_state_dict({"choices": {"backward " + "x".join(map(str, (1, *pair[0].shape))): choice}})
