@@ -23,7 +23,7 @@ from tests.execution.normed import Net, dice
 
 def check(run: RankRun, count: int) -> None:
     alone, _ = outcome(run, Alone())
-    found = run_virtual(count, partial(outcome, run))
+    found = run_virtual(count, partial(outcome, run), timeout=60)
     assert [bits for bits, _ in found] == [alone] * count
     problem = dataclasses.replace(run.prepared.problem, ranks=count)
     assert sum(nbytes for _, nbytes in found) == plan_for_ranks(problem, run.prepared.plan).sent_bytes
