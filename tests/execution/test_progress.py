@@ -29,7 +29,9 @@ def shown(monkeypatch, engine, pair, *, is_terminal=True, long_seconds=0.0, rais
     with monkeypatch.context() as patch, pytest.raises(raised) if raised else nullcontext():
         patch.setattr(sys, "stderr", screen)
         engine.backward(pair.image, pair.target)
-    assert not [thread for thread in threading.enumerate() if "Refresh" in type(thread).__name__]
+    for thread in [thread for thread in threading.enumerate() if "Refresh" in type(thread).__name__]:
+        thread.join(10)  # rich tells it to end, and does not wait
+        assert not thread.is_alive()
     return screen.getvalue()
 
 
