@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gigagrad as gg
+from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.plans import simulate
+from gigagrad.plans.shares import Shares
 from gigagrad.plans.traffic import plan_for_ranks
 from gigagrad.ranks import Alone, RankError, run_virtual
 from tests.exactness.generated import make_case
@@ -78,6 +80,33 @@ def test_plans_for_ranks_say_what_each_holds_and_are_walked():
         assert not simulate(problem, dataclasses.replace(plan, ranks=less)).consistent
         assert gg.plans.Plan.from_dict(plan.to_dict()) == plan
         assert f"{count}; each holds at most" in str(plan)
+
+
+def test_what_whole_field_operators_read_is_replicated_and_the_rest_is_shared():
+    image, target = torch.rand(3, 256, 96), torch.rand(1, 256, 96)
+    run = prepared_for(Looks(), dice, image, target, tile=(16, 96))
+    assert any(run.prepared.graph.gathers(field.node) for field in run.prepared.plan.kept)
+    assert plan_for_ranks(dataclasses.replace(run.prepared.problem, ranks=4), run.prepared.plan).held_share < 0.4
+
+
+def test_a_rank_without_a_sum_adds_nothing_not_zero():
+    run = prepared_for(Net(), dice, torch.rand(3, 64, 96), torch.rand(1, 64, 96), tile=(16, 24))
+    prepared = run.prepared
+    stage = next(one for one in prepared.stages if one.globals)
+    graph = prepared.graph
+    first, second = [i for i in stage.globals if graph[i].differentiable][:2]
+
+    def work(ranks):
+        shares = Shares(graph, prepared.stages, prepared.plan, ranks.count)
+        exchange = Exchange(prepared, shares, ranks)
+        _, own = exchange.own(stage)
+        sums, key = exchange.new_sums(stage), (first, second)[ranks.index]
+        sums.add(own.start, {key: torch.full(graph[key].shape, -0.0)})
+        return exchange.total(stage, sums, (first, second))
+
+    for total in run_virtual(2, work, timeout=20):
+        assert [*total] == [first, second]
+        assert all(value.signbit().all() for value in total.values())
 
 
 def test_an_error_of_one_rank_ends_all_and_is_told_as_it_was():
