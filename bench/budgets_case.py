@@ -25,9 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gigagrad as gg
 import gigagrad.models.torchvision_operators
-from gigagrad.errors import BudgetError
+from gigagrad.errors import BudgetError, RankError
 from gigagrad.losses import bce
-from gigagrad.ranks import RankError
 
 _STEPS = 2
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gigagrad as gg
+from gigagrad.errors import RankError
 from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.plans import simulate
 from gigagrad.plans.shares import Shares
 from gigagrad.plans.traffic import plan_for_ranks
-from gigagrad.ranks import Alone, RankError, run_virtual
+from gigagrad.ranks import Alone, run_virtual
 from tests.exactness.generated import make_case
 from tests.execution.by_ranks import RankRun, outcome, prepared_by, prepared_for
 from tests.execution.normed import Net, dice

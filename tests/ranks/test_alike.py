@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gigagrad.ranks import Alone, alike, run_virtual, unlike
+from gigagrad.ranks import Alone, alike, run_virtual
+from gigagrad.ranks.alike import unlike
 
 
 def test_ranks_of_one_process_compute_alike():

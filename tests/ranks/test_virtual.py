@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gigagrad.ranks import Alone, RankError, run_virtual
+from gigagrad.errors import RankError
+from gigagrad.ranks import Alone, run_virtual
 
 
 def test_messages_of_bytes_reach_the_ranks_they_are_sent_to():

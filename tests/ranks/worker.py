@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gigagrad as gg
-from gigagrad.ranks import RankError
+from gigagrad.errors import RankError
 from gigagrad.ranks.process_group import ProcessGroup
 
 

@@ -29,7 +29,8 @@ from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan, split_stage
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import amount_of, total
-from gigagrad.ranks import Ranks, unlike
+from gigagrad.ranks import Ranks
+from gigagrad.ranks.alike import unlike
 from gigagrad.stores import Half, Rounding, Tier
 
 _WORTH_A_TRIAL = 32
