@@ -1,0 +1,137 @@
+"""Several images a step on many ranks: groups that share images tile by tile, or a pipeline. Which is fastest?
+
+Groups take images in turns, and a group's ranks share each of its own: with one group that is tile parallelism, with
+groups of one rank data parallelism. Gradients are joined up a tree of groups, and down again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from gigagrad.errors import ConfigError
+from gigagrad.plans import Plan, Problem, split_stages
+from gigagrad.scaling.link import Link
+from gigagrad.scaling.pipeline import Layer, split
+from gigagrad.scaling.tiles import PARTS, SUMS, TileStep, tile_step
+
+SLIDES = "slides that do not divide evenly"
+_MOST_IN_A_PIPELINE = 64
+"""More ranks than this would take the program minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A step on so many ranks, in groups each of which shares its images."""
+
+    ranks: int
+    groups: int
+    tile: TileStep
+    """Of one image in one group."""
+    images: int
+    """Of the group that has most."""
+    alone_seconds: float
+    """What one rank takes for all images."""
+    sums_seconds: float
+    """Of the gradients of all groups."""
+    sent_bytes: int
+    """By the rank that sends most."""
+
+    @property
+    def seconds(self) -> float:
+        return self.images * self.tile.seconds + self.sums_seconds
+
+    @property
+    def efficiency(self) -> float:
+        return self.alone_seconds / (self.ranks * self.seconds)
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """Seconds beyond an equal share of what one rank takes, by cause."""
+        tile, working = self.tile, self.groups * self.tile.ranks
+        lost = Counter({cause: self.images * seconds for cause, seconds in tile.lost.items()})
+        lost[SLIDES] += self.images * tile.alone_seconds / tile.ranks - self.alone_seconds / working
+        lost[PARTS] += self.alone_seconds * (1 / working - 1 / self.ranks)
+        lost[SUMS] += self.sums_seconds
+        return dict(lost)
+
+
+class Scaling:
+    """What a plan's step takes if so many `images` a step are shared by ranks with a `link` each."""
+
+    def __init__(self, problem: Problem, plan: Plan, link: Link, images: int = 1) -> None:
+        if images < 1:
+            raise ConfigError(f"a step needs an image at least, got {images}")
+        self._problem, self._plan, self._link, self.images = problem, plan, link, images
+        self._tile = lru_cache(maxsize=None)(self._find_tile)
+
+    def shared(self, ranks: int) -> Shared:
+        """The fastest way to share them in groups; of equals with fewest groups."""
+        most = min(ranks, self.images)
+        counts = sorted({*(1 << power for power in range(most.bit_length())), most})
+        return min((self.grouped(ranks, groups) for groups in counts), key=lambda way: way.seconds)
+
+    def grouped(self, ranks: int, groups: int) -> Shared:
+        """In so many groups."""
+        tile, images = self._tile(ranks // groups), -(-self.images // groups)
+        rounds = (groups - 1).bit_length()
+        return Shared(
+            ranks,
+            groups,
+            tile,
+            images,
+            self.images * tile.alone_seconds,
+            self._link.tree_seconds(self._gradient_bytes, groups),
+            images * tile.sent_bytes + rounds * self._gradient_bytes,
+        )
+
+    def pipeline_seconds(self, ranks: int) -> float:
+        """As a pipeline of the plan's stages that empties itself every step: an image through all of them, and as often
+        as there are others what the slowest takes. Its gradients are summed at the end.
+        """
+
+        def taking_turns(layers: Sequence[Layer], copies: int, link: Link) -> float:
+            return sum(layer.seconds for layer in layers) / copies
+
+        layers = self._layers
+        found = split(layers, min(ranks, _MOST_IN_A_PIPELINE), self._link, taking_turns)
+        cuts = sum(2 * self._link.seconds(layers[stage.first - 1].cut_bytes) for stage in found.stages[1:])
+        sums = max(
+            self._link.tree_seconds(sum(one.parameter_bytes for one in layers[stage.first : stage.stop]), stage.ranks)
+            for stage in found.stages
+        )
+        alone = sum(layer.seconds for layer in layers)
+        return alone + cuts + (self.images - 1) * found.seconds + sums
+
+    def _find_tile(self, ranks: int) -> TileStep:
+        return tile_step(self._problem, self._plan, ranks, self._link)
+
+    @cached_property
+    def _layers(self) -> list[Layer]:
+        """The stages of the plan as a chain."""
+        graph, plan = self._problem.graph, self._plan
+        stages = split_stages(graph, [field.node for field in plan.kept])
+        seconds = Counter[int]()
+        for step, share in zip(plan.passes, plan.pass_shares, strict=True):
+            seconds[step.stage] += share * plan.predicted_seconds
+        made = {field: stage.index for stage in stages for field in stage.kept}
+        last = {field: stage.index for stage in stages for field in stage.reads}
+        return [
+            Layer(
+                seconds[stage.index],
+                sum(graph[i].nbytes for i, first in made.items() if first <= stage.index < last.get(i, first)),
+                sum(graph[i].nbytes for i in stage.globals if i in self._parameters),
+            )
+            for stage in stages
+        ]
+
+    @cached_property
+    def _parameters(self) -> set[int]:
+        """That get gradients."""
+        return {node.id for node in self._problem.graph.nodes if node.op == "parameter" and node.differentiable}
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return sum(self._problem.graph[i].nbytes for i in self._parameters)
