@@ -20,6 +20,8 @@ from gigagrad.plans import Pass, Plan, Problem, Stage
 from gigagrad.plans.parts import JoinOrder
 from gigagrad.plans.shares import Shares, down, up
 
+_PACKING = 2
+"""A message is packed from crops and cut into them again, which takes as much beside."""
 _TREE_WORDS = 3
 """A step in a tree begins with how long messages are: their lengths' length, the lengths, and the meeting's own word."""
 
@@ -34,6 +36,17 @@ class Meeting:
     """How often everybody hears everybody."""
     sums: bool = False
     """Whether it joins sums; else it is of fields."""
+
+    def sent_bytes(self, rank: int) -> int:
+        return sum(nbytes for (sender, _), nbytes in self.messages.items() if sender == rank)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What its messages take in the rank that sends and gets most."""
+        most = Counter[int]()
+        for pair, nbytes in self.messages.items():
+            most.update(dict.fromkeys(pair, nbytes))
+        return _PACKING * max(most.values(), default=0)
 
 
 def meetings(

@@ -7,7 +7,6 @@ rank one after the other, and a rank goes on when those for it have come and its
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -43,7 +42,7 @@ class TileStep:
     alone_seconds: float
     """What one rank takes."""
     memory_bytes: int
-    """The predicted peak of the rank that holds most, without messages."""
+    """The predicted peak of the rank that holds most."""
     sent_bytes: int
     """By the rank that sends most."""
     lost: Mapping[str, float]
@@ -53,7 +52,7 @@ class TileStep:
 def tile_step(
     problem: Problem, plan: Plan, ranks: int, link: Link, pass_seconds: Sequence[float] | None = None
 ) -> TileStep:
-    """A step of this plan by so many ranks, as far as they have something to do.
+    """A step by so many ranks, as far as they have something to do, of a plan that was made for one.
 
     `pass_seconds`: what each pass takes one rank, where that was measured; by default what the plan predicts.
     """
@@ -63,22 +62,19 @@ def tile_step(
     replicated = plan.whole_seconds if pass_seconds is None and plan.timed_seconds is None else 0.0
     if pass_seconds is None:
         pass_seconds = [share * (plan.predicted_seconds - replicated) for share in plan.pass_shares]
+    met = meetings(problem, stages, plan, shares)
     swept = [
-        Swept([seconds * share for share in _rank_shares(plan.workers, shares, step.stage)], met)
-        for step, seconds, met in zip(
-            plan.passes, pass_seconds, meetings(problem, stages, plan, shares), strict=True
-        )
+        Swept([seconds * share for share in _rank_shares(plan.workers, shares, step.stage)], ending)
+        for step, seconds, ending in zip(plan.passes, pass_seconds, met, strict=True)
     ]
-    sent = Counter[int]()
-    for meeting in (meeting for one in swept for meeting in one.meetings):
-        for (sender, _), nbytes in meeting.messages.items():
-            sent[sender] += nbytes
+    every = [meeting for ending in met for meeting in ending]
+    messages = max((meeting.memory_bytes for meeting in every), default=0)
     return TileStep(
         ranks,
         clock(swept, link) + replicated,
         sum(pass_seconds) + replicated,
-        _memory_bytes(problem, stages, plan, shares),
-        max(sent.values(), default=0),
+        _memory_bytes(problem, stages, plan, shares) + messages,
+        max(sum(meeting.sent_bytes(rank) for meeting in every) for rank in range(ranks)),
         {**_lost(swept, link), REPLICATED: replicated * (1 - 1 / ranks)},
     )
 
@@ -109,9 +105,7 @@ def _lost(swept: Sequence[Swept], link: Link) -> dict[str, float]:
     """What would be gained without one cause after another."""
 
     def only(wanted: Callable[[Meeting], bool]) -> list[Swept]:
-        return [
-            Swept(seconds, [m if wanted(m) else replace(m, messages={}) for m in met]) for seconds, met in swept
-        ]
+        return [Swept(seconds, [m if wanted(m) else replace(m, messages={}) for m in met]) for seconds, met in swept]
 
     quick = replace(link, latency_seconds=0.0)
     sums, silent = only(lambda meeting: meeting.sums), only(lambda meeting: False)
@@ -144,7 +138,7 @@ def _rank_shares(workers: int, shares: Shares, stage: int) -> list[float]:
 
 
 def _memory_bytes(problem: Problem, stages: Sequence[Stage], plan: Plan, shares: Shares) -> int:
-    """The peak of the rank whose fields and cotangents in memory are most: as planned but for these."""
+    """The peak, without messages, of the rank whose fields and cotangents in memory are most."""
     graph, tiers = problem.graph, {field.node: field.tier for field in plan.kept}
     lives = [
         life

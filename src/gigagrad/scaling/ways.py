@@ -17,6 +17,7 @@ from gigagrad.scaling.link import Link
 from gigagrad.scaling.pipeline import Layer, split
 from gigagrad.scaling.tiles import PARTS, SUMS, TileStep, tile_step
 
+TILE, DATA, GROUPS, PIPELINE = "tile", "data", "data x tile", "pipeline"
 SLIDES = "slides that do not divide evenly"
 _MOST_IN_A_PIPELINE = 64
 """More ranks than this would take the program minutes."""
@@ -40,20 +41,30 @@ class Shared:
     """By the rank that sends most."""
 
     @property
+    def busy(self) -> int:
+        """Ranks that have something to do."""
+        return self.groups * self.tile.ranks
+
+    @property
     def seconds(self) -> float:
         return self.images * self.tile.seconds + self.sums_seconds
 
     @property
+    def times_faster(self) -> float:
+        """Than one rank."""
+        return self.alone_seconds / self.seconds
+
+    @property
     def efficiency(self) -> float:
-        return self.alone_seconds / (self.ranks * self.seconds)
+        return self.times_faster / self.ranks
 
     @property
     def lost(self) -> dict[str, float]:
         """Seconds beyond an equal share of what one rank takes, by cause."""
-        tile, working = self.tile, self.groups * self.tile.ranks
+        tile = self.tile
         lost = Counter({cause: self.images * seconds for cause, seconds in tile.lost.items()})
-        lost[SLIDES] += self.images * tile.alone_seconds / tile.ranks - self.alone_seconds / working
-        lost[PARTS] += self.alone_seconds * (1 / working - 1 / self.ranks)
+        lost[SLIDES] += self.images * tile.alone_seconds / tile.ranks - self.alone_seconds / self.busy
+        lost[PARTS] += self.alone_seconds * (1 / self.busy - 1 / self.ranks)
         lost[SUMS] += self.sums_seconds
         return dict(lost)
 
@@ -87,6 +98,16 @@ class Scaling:
             images * tile.sent_bytes + rounds * self._gradient_bytes,
         )
 
+    def ways(self, ranks: int) -> dict[str, float]:
+        """Seconds of a step by way: ranks share every image, or each has images of its own, or groups do; a pipeline."""
+        busy = min(ranks, self.images)
+        return {
+            TILE: self.grouped(ranks, 1).seconds,
+            DATA: self.grouped(busy, busy).seconds,
+            GROUPS: self.shared(ranks).seconds,
+            PIPELINE: self.pipeline_seconds(ranks),
+        }
+
     def pipeline_seconds(self, ranks: int) -> float:
         """As a pipeline of the plan's stages that empties itself every step: an image through all of them, and as often
         as there are others what the slowest takes. Its gradients are summed at the end.
@@ -96,6 +117,8 @@ class Scaling:
             return sum(layer.seconds for layer in layers) / copies
 
         layers = self._layers
+        if not layers:
+            return self.grouped(1, 1).seconds
         found = split(layers, min(ranks, _MOST_IN_A_PIPELINE), self._link, taking_turns)
         cuts = sum(2 * self._link.seconds(layers[stage.first - 1].cut_bytes) for stage in found.stages[1:])
         sums = max(
