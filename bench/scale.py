@@ -1,15 +1,16 @@
 """One image over several processes: the time of machines of their own, and what the simulator says of them.
 
-    python bench/scale.py [--model smp:Unet?encoder_name=resnet34] [--side 8192] [--ranks 8] [--memory 2GiB]
-        [--scratch DIR] [--link 10Gbit/s,50us | --wall] [--steps 2]
+    python bench/scale.py [--model smp:Unet?encoder_name=resnet34] [--side 8192] [--ranks 8 4 2] [--memory 2GiB]
+        [--scratch DIR] [--link 10Gbit/s,50us | --wall] [--steps 2] [--plot FILE]
 
 A step in float32 on random bytes, norms in training mode, by so many gloo processes of one thread, and by one process
-with the same plan. Each rank has a virtual clock (gigagrad.ranks.Clocked) that goes with its processor time, and
-messages take what they would on `--link`; so it does not matter how many cores are here, but processor time is that of
-a machine whose caches and memory nobody else uses, so leave it alone. With `--wall` it is real time instead, and the
-link is what messages between these processes were measured to take: for as many ranks as there are idle cores. The
-simulator gets what each pass of the one process took. The last of the `--steps` counts: kernels are compiled in the
-first. `--memory` is of each rank; the one process has as much as it wants. Prints one JSON line last.
+with the plan of the first ones. Each rank has a virtual clock (gigagrad.ranks.Clocked) that goes with its processor
+time, and messages take what they would on `--link`; so it does not matter how many cores are here, but processor time
+is that of a machine whose caches and memory nobody else uses: leave it alone meanwhile. With `--wall` it is real time
+instead, and the link is what messages between these processes were measured to take: for as many ranks as there are
+idle cores. The simulator gets what each pass of the one process took. The last of the `--steps` counts: kernels are
+compiled in the first. `--memory` is of each of the first ranks; others have as much as they want. Prints one JSON line
+last; `--plot` draws it (bench/scale_plot.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smp:Unet?encoder_name=resnet34")
     parser.add_argument("--side", type=int, default=8192, help="of the image, in pixels")
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8])
     parser.add_argument("--memory", default="2GiB")
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--link", default="10Gbit/s,50us")
     parser.add_argument("--wall", action="store_true")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--plot", type=Path, help="draw times faster, predicted and measured: .svg or .png")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -58,30 +61,41 @@ def main() -> None:
         print(json.dumps((together if "RANK" in os.environ else alone)(args, args.worker)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run(folder, args.ranks)
+        found = {count: run(folder, count) for count in args.ranks}
         (one,) = run(folder, None)
-    seconds = max(rank["seconds"] for rank in ranks)
-    predicted = one["predicted"]
     line = {
         "network": args.model,
         "side": args.side,
-        "ranks": args.ranks,
         "clock": "wall" if args.wall else "virtual",
-        "link": ranks[0]["link"],
+        "link": one["link"],
         "one_rank_seconds": round(one["seconds"], 2),
+        "runs": {count: compared(ranks, one, one["predicted"][str(count)]) for count, ranks in found.items()},
+        "predicted_times_faster": {
+            count: round(one["seconds"] / step["seconds"], 2) for count, step in one["predicted"].items()
+        },
+        "plan": one["plan"],
+    }
+    if args.plot is not None:
+        from bench.scale_plot import draw
+
+        draw(line, args.plot)
+    print(json.dumps(line))
+
+
+def compared(ranks: list[dict[str, Any]], one: dict[str, Any], predicted: dict[str, Any]) -> dict[str, Any]:
+    """What ranks took beside what was predicted of them."""
+    seconds = max(rank["seconds"] for rank in ranks)
+    return {
         "seconds": round(seconds, 2),
         "times_faster": round(one["seconds"] / seconds, 2),
         "predicted_seconds": round(predicted["seconds"], 2),
-        "predicted_times_faster": round(one["seconds"] / predicted["seconds"], 2),
         "predicted_error": round(predicted["seconds"] / seconds - 1, 3),
         "most_sent_bytes": max(rank["sent_bytes"] for rank in ranks),
         "predicted_most_sent_bytes": predicted["sent_bytes"],
-        "peak_rss_bytes": max(rank["peak_bytes"] for rank in ranks),
+        "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
         "lost_seconds": {cause: round(lost, 3) for cause, lost in predicted["lost"].items()},
-        "same_loss": len({rank["loss"] for rank in ranks} | {one["loss"]}) == 1,
-        "plan": one["plan"],
+        "same_loss": {rank["loss"] for rank in ranks} == {one["loss"]},
     }
-    print(json.dumps(line))
 
 
 def run(folder: str, count: int | None) -> list[dict[str, Any]]:
@@ -106,10 +120,14 @@ def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     link = measured(ranks) if args.wall else parse_link(args.link)
     clocked = Clocked(ranks, link.seconds)
     clock = time.perf_counter if args.wall else lambda: clocked.clock
-    engine, image, target = prepared(args, memory=args.memory, mesh=ranks if args.wall else clocked)
-    engine.plan(image, target)
+    path, mesh = folder / "plan.json", ranks if args.wall else clocked
+    planned = path.exists()
+    engine, image, target = prepared(args, memory=None if planned else args.memory, mesh=mesh)
+    if planned:
+        engine.load_state_dict(json.loads(path.read_text()))
+    engine.plan(image, target)  # all have looked for the file when this is through
     if ranks.index == 0:
-        (folder / "plan.json").write_text(json.dumps({"link": dataclasses.asdict(link), **engine.state_dict()}))
+        path.write_text(json.dumps({"link": dataclasses.asdict(link), **engine.state_dict()}))
     for _ in range(args.steps):
         before = engine.ranks.sent_bytes
         start = clock()
@@ -121,7 +139,6 @@ def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "loss": value.item(),
         "sent_bytes": engine.ranks.sent_bytes - before,
         "peak_bytes": engine.last_run.peak_bytes,
-        "link": dataclasses.asdict(link),
     }
     dist.destroy_process_group()
     return found
@@ -146,11 +163,14 @@ def alone(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             start = clock()
             value = engine.backward(image, target)
             end = clock()
-    step = tile_step(engine.problem(image, target), plan, args.ranks, link, by_pass(plan, [start, *ticks, end]))
+    problem, seconds = engine.problem(image, target), by_pass(plan, [start, *ticks, end])
+    counts = sorted({*args.ranks, *(1 << power for power in range(7))})
+    steps = {count: tile_step(problem, plan, count, link, seconds) for count in counts}
     return {
         "seconds": end - start,
         "loss": value.item(),
-        "predicted": dataclasses.asdict(step),
+        "link": dataclasses.asdict(link),
+        "predicted": {count: dataclasses.asdict(step) for count, step in steps.items()},
         "plan": {
             "tiles": [stage.tiles for stage in plan.stages],
             "parts": [stage.parts for stage in plan.stages],
@@ -166,7 +186,7 @@ def by_pass(plan: Plan, ticks: list[float]) -> list[float]:
         done += plan.stages[step.stage].tile_count
         ends.append(ticks[done])
     ends[-1] = ticks[-1]
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def prepared(args: argparse.Namespace, **options: Any) -> tuple[gg.Engine, torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from gigagrad.plans.description import COSTLY, GOOD, Table, percent
@@ -21,11 +22,9 @@ _WHY = {
 
 def scale_tables(scaling: Scaling, ranks: Sequence[int]) -> tuple[Table, ...]:
     """What so many ranks take, hold and send; for several images a step also which way is fastest."""
-    shown: list[Shared] = []
-    for row in map(scaling.shared, ranks):
-        if not shown or row.busy > shown[-1].busy:
-            shown.append(row)
-    idle = f" More than {shown[-1].busy} have nothing to do: no stage has more parts." if row is not shown[-1] else ""
+    rows = [scaling.shared(count) for count in ranks]
+    shown = [next(alike) for _, alike in groupby(rows, lambda row: (row.groups, row.tile.ranks))]
+    idle = " Rows that only add idle ranks are left out." if len(shown) < len(rows) else ""
     tables = [
         Table(
             "Ranks",

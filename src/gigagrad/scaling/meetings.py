@@ -23,7 +23,7 @@ from gigagrad.plans.shares import Shares, down, up
 _PACKING = 2
 """A message is packed from crops and cut into them again, which takes as much beside."""
 _TREE_WORDS = 3
-"""A step in a tree begins with how long messages are: their lengths' length, the lengths, and the meeting's own word."""
+"""A step in a tree begins with how long messages are, a word in two rounds (its length, then it)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from gigagrad.plans import Plan, Problem, Stage, StagePlan, lifetimes, split_stages
@@ -112,7 +113,7 @@ def _lost(swept: Sequence[Swept], link: Link) -> dict[str, float]:
     times = [clock(swept, link), *(clock(some, quick) for some in (swept, sums, silent))]
     waits = [max(one.seconds) - sum(one.seconds) / len(one.seconds) for one in swept]
     idle = sum(wait for wait, one in zip(waits, swept, strict=True) if not all(one.seconds))
-    found = dict(zip((LATENCY, HALOS, SUMS), (a - b for a, b in zip(times, times[1:], strict=False)), strict=True))
+    found = dict(zip((LATENCY, HALOS, SUMS), (a - b for a, b in pairwise(times)), strict=True))
     return {PARTS: idle, BALANCE: sum(waits) - idle, **found}
 
 

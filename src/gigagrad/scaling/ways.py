@@ -6,7 +6,6 @@ groups of one rank data parallelism. Gradients are joined up a tree of groups, a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -62,11 +61,13 @@ class Shared:
     def lost(self) -> dict[str, float]:
         """Seconds beyond an equal share of what one rank takes, by cause."""
         tile = self.tile
-        lost = Counter({cause: self.images * seconds for cause, seconds in tile.lost.items()})
-        lost[SLIDES] += self.images * tile.alone_seconds / tile.ranks - self.alone_seconds / self.busy
-        lost[PARTS] += self.alone_seconds * (1 / self.busy - 1 / self.ranks)
-        lost[SUMS] += self.sums_seconds
-        return dict(lost)
+        more = {
+            SLIDES: self.images * tile.alone_seconds / tile.ranks - self.alone_seconds / self.busy,
+            PARTS: self.alone_seconds * (1 / self.busy - 1 / self.ranks),
+            SUMS: self.sums_seconds,
+        }
+        lost = {cause: self.images * seconds for cause, seconds in tile.lost.items()}
+        return {cause: lost.get(cause, 0.0) + more.get(cause, 0.0) for cause in (*lost, SLIDES)}
 
 
 class Scaling:
@@ -99,7 +100,7 @@ class Scaling:
         )
 
     def ways(self, ranks: int) -> dict[str, float]:
-        """Seconds of a step by way: ranks share every image, or each has images of its own, or groups do; a pipeline."""
+        """Seconds of a step if all ranks share every image, each has images of its own, groups do, or in a pipeline."""
         busy = min(ranks, self.images)
         return {
             TILE: self.grouped(ranks, 1).seconds,
@@ -136,7 +137,7 @@ class Scaling:
         """The stages of the plan as a chain."""
         graph, plan = self._problem.graph, self._plan
         stages = split_stages(graph, [field.node for field in plan.kept])
-        seconds = Counter[int]()
+        seconds = [0.0] * len(stages)
         for step, share in zip(plan.passes, plan.pass_shares, strict=True):
             seconds[step.stage] += share * plan.predicted_seconds
         made = {field: stage.index for stage in stages for field in stage.kept}
