@@ -8,6 +8,7 @@ from typing import Any
 from bench.peers_plot import UNSIGNED
 from gigagrad.files import replacing
 from gigagrad.reports.charts import FIRST, MUTED, SECOND, STANDING_ALONE
+from gigagrad.scaling import Link
 
 
 def draw(line: dict[str, Any], path: Path) -> None:
@@ -33,8 +34,7 @@ def draw(line: dict[str, Any], path: Path) -> None:
         ax.set_xticks(counts)
         ax.set_xlabel("ranks")
         ax.set_ylabel("times faster")
-        rate = 8e-9 * line["link"]["bytes_per_second"]
-        title = f"{line['network']}, {line['side']} x {line['side']} px, one image, {rate:.3g} Gbit/s"
+        title = f"{line['network']}, {line['side']} x {line['side']} px, one image; {Link(**line['link'])}"
         ax.set_title(title, loc="left", fontsize=11)
         ax.legend(loc="upper left")
         kind = path.suffix.lower()

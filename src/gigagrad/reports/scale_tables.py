@@ -27,7 +27,7 @@ def scale_tables(scaling: Scaling, ranks: Sequence[int]) -> tuple[Table, ...]:
     idle = " Rows that only add idle ranks are left out." if len(shown) < len(rows) else ""
     tables = [
         Table(
-            "Ranks",
+            f"Ranks with {scaling.link} each",
             ("ranks", "time", "faster", "efficiency", "memory", "sent", "groups", "lost to"),
             tuple(map(_row, shown)),
             "Memory is that of the rank that needs most, sent the bytes of the one that sends most." + idle,

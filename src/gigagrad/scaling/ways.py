@@ -76,7 +76,7 @@ class Scaling:
     def __init__(self, problem: Problem, plan: Plan, link: Link, images: int = 1) -> None:
         if images < 1:
             raise ConfigError(f"a step needs an image at least, got {images}")
-        self._problem, self._plan, self._link, self.images = problem, plan, link, images
+        self._problem, self._plan, self.link, self.images = problem, plan, link, images
         self._tile = lru_cache(maxsize=None)(self._find_tile)
 
     def shared(self, ranks: int) -> Shared:
@@ -95,7 +95,7 @@ class Scaling:
             tile,
             images,
             self.images * tile.alone_seconds,
-            self._link.tree_seconds(self._gradient_bytes, groups),
+            self.link.tree_seconds(self._gradient_bytes, groups),
             images * tile.sent_bytes + rounds * self._gradient_bytes,
         )
 
@@ -120,17 +120,17 @@ class Scaling:
         layers = self._layers
         if not layers:
             return self.grouped(1, 1).seconds
-        found = split(layers, min(ranks, _MOST_IN_A_PIPELINE), self._link, taking_turns)
-        cuts = sum(2 * self._link.seconds(layers[stage.first - 1].cut_bytes) for stage in found.stages[1:])
+        found = split(layers, min(ranks, _MOST_IN_A_PIPELINE), self.link, taking_turns)
+        cuts = sum(2 * self.link.seconds(layers[stage.first - 1].cut_bytes) for stage in found.stages[1:])
         sums = max(
-            self._link.tree_seconds(sum(one.parameter_bytes for one in layers[stage.first : stage.stop]), stage.ranks)
+            self.link.tree_seconds(sum(one.parameter_bytes for one in layers[stage.first : stage.stop]), stage.ranks)
             for stage in found.stages
         )
         alone = sum(layer.seconds for layer in layers)
         return alone + cuts + (self.images - 1) * found.seconds + sums
 
     def _find_tile(self, ranks: int) -> TileStep:
-        return tile_step(self._problem, self._plan, ranks, self._link)
+        return tile_step(self._problem, self._plan, ranks, self.link)
 
     @cached_property
     def _layers(self) -> list[Layer]:
