@@ -115,7 +115,7 @@ class Scaling:
         """
 
         def taking_turns(layers: Sequence[Layer], copies: int, link: Link) -> float:
-            return sum(layer.seconds for layer in layers) / copies
+            return sum(layer.seconds for layer in layers) / min(copies, self.images)
 
         layers = self._layers
         if not layers:
