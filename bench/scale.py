@@ -5,8 +5,8 @@
 
 A step in float32 on random bytes, norms in training mode, by so many gloo processes of one thread, and by one process
 with the plan of the first ones. Each rank has a virtual clock (gigagrad.ranks.Clocked) that goes with its processor
-time, and messages take what they would on `--link`; so it does not matter how many cores are here, but processor time
-is that of a machine whose caches and memory nobody else uses: leave it alone meanwhile. With `--wall` it is real time
+time, and messages take what they would on `--link`; ranks compute one at a time, as each would have its caches and
+memory to itself. So it does not matter how many cores are here, but leave the machine alone meanwhile. With `--wall` it is real time
 instead, and the link is what messages between these processes were measured to take: for as many ranks as there are
 idle cores. The simulator gets what each pass of the one process took. The last of the `--steps` counts: kernels are
 compiled in the first. `--memory` is of each of the first ranks; others have as much as they want. Prints one JSON line
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import json
 import os
 import socket
@@ -118,7 +119,8 @@ def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     dist.init_process_group("gloo")
     ranks: Ranks = ProcessGroup()
     link = measured(ranks) if args.wall else parse_link(args.link)
-    clocked = Clocked(ranks, link.seconds)
+    turn = Turn(folder / "turn")
+    clocked = Clocked(ranks, link.seconds, turn=turn)
     clock = time.perf_counter if args.wall else lambda: clocked.clock
     path, mesh = folder / "plan.json", ranks if args.wall else clocked
     planned = path.exists()
@@ -140,8 +142,22 @@ def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "sent_bytes": engine.ranks.sent_bytes - before,
         "peak_bytes": engine.last_run.peak_bytes,
     }
+    turn.release()
     dist.destroy_process_group()
     return found
+
+
+class Turn:
+    """A file that one process at a time has to itself."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def acquire(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 def alone(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def draw(line: dict[str, Any], path: Path) -> None:
         ax.set_xticks(counts)
         ax.set_xlabel("ranks")
         ax.set_ylabel("times faster")
-        title = f"{line['network']}, {line['side']} x {line['side']} px, one image; {Link(**line['link'])}"
+        title = f"{line['network']}\n{line['side']} x {line['side']} px, one image; {Link(**line['link'])}"
         ax.set_title(title, loc="left", fontsize=11)
         ax.legend(loc="upper left")
         kind = path.suffix.lower()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -72,6 +75,36 @@ def test_the_simulator_says_what_clocks_show(swept):
 
     shown = clocked(len(swept[0].seconds), work)
     assert max(shown) == pytest.approx(clock(swept, LINK))
+
+
+def test_ranks_that_take_turns_compute_one_at_a_time():
+    lock, at_work, seen = threading.Semaphore(), [], []
+
+    class Turn:
+        def __init__(self):
+            self.has = False
+
+        def acquire(self):
+            self.has = lock.acquire()
+
+        def release(self):
+            if self.has:
+                self.has = False
+                lock.release()
+
+    def work(ranks):
+        turn = Turn()
+        clocked = Clocked(ranks, LINK.seconds, turn=turn)
+        for _ in range(5):
+            clocked.exchange({(ranks.index + 1) % 3: message(9)}, {(ranks.index - 1) % 3: 9})
+            at_work.append(ranks.index)
+            time.sleep(0.002)
+            seen.append(len(at_work))
+            at_work.pop()
+        turn.release()
+
+    run_virtual(3, work)
+    assert seen == [1] * 15
 
 
 def test_a_step_by_clocked_ranks_has_the_same_bits_and_bytes():

@@ -58,11 +58,11 @@ def test_no_two_ranks_whose_boxes_meet_are_missed(some, others):
 
 def test_what_messages_take(ladder):
     meeting = Meeting({(0, 1): 10, (0, 2): 5, (1, 0): 2})
-    assert [meeting.sent_bytes(rank) for rank in range(3)] == [15, 2, 0]
+    assert meeting.sent_bytes == {0: 15, 1: 2}
     assert meeting.memory_bytes == 2 * 17
     plan = ladder.plan()
     problem = dataclasses.replace(ladder.problem, ranks=3)
     every = meetings(problem, ladder.stages, plan, Shares(ladder.graph, ladder.stages, plan, 3))
     planned = plan_for_ranks(problem, plan)
     assert max(m.memory_bytes for passes in every for m in passes) == planned.message_bytes
-    assert sum(m.sent_bytes(rank) for passes in every for m in passes for rank in range(3)) == planned.sent_bytes
+    assert sum(m.sent_bytes.total() for passes in every for m in passes) == planned.sent_bytes

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from gigagrad.errors import ConfigError
-from gigagrad.scaling import DATA, GROUPS, PIPELINE, TILE, Link, Scaling
+from gigagrad.scaling import DATA, GROUPS, PIPELINE, TILE, Layer, Link, Scaling
 
 FREE = Link(inf, 0.0)
 
@@ -60,6 +60,26 @@ def test_a_pipeline_of_one_image_gains_nothing_and_never_beats_free_data(scaling
         assert ways[PIPELINE] >= alone * (1 + (images - 1) / ranks) * (1 - 1e-9)
         assert ways[PIPELINE] >= ways[DATA] * (1 - 1e-9)
     assert scaling(8).ways(4)[PIPELINE] < 8 * alone  # but it does gain
+
+
+def test_stages_as_a_chain_are_crossed_by_what_later_ones_read(scaling, ladder):
+    layers = scaling(1).layers
+    plan, made = ladder.plan(), {field: stage.index for stage in ladder.stages for field in stage.kept}
+    read = {field: stage.index for stage in ladder.stages for field in stage.reads}
+    crossings = sum(field.size_bytes * (read[field.node] - made[field.node]) for field in plan.kept)
+    assert sum(layer.cut_bytes for layer in layers) == crossings > 0
+    assert layers[-1].cut_bytes == 0
+    assert sum(layer.seconds for layer in layers) == pytest.approx(plan.predicted_seconds)
+    assert max(layer.parameter_bytes for layer in layers) > 0
+
+
+def test_a_pipeline_is_cut_where_gradients_cost_more_than_fields(scaling, ladder):
+    """With parameters of a gigabyte copies are dear, and each rank takes layers of its own."""
+    ways = scaling(100, Link(1e9, 0.0))
+    ways.layers = [Layer(1.0, 10_000, 10**9), Layer(1.0, 10_000, 10**9)]
+    assert ways.pipeline_seconds(2) == pytest.approx(2 + 2e-5 + 99)
+    ways.layers = [Layer(1.0, 10**10, 1000), Layer(1.0, 10**10, 1000)]
+    assert ways.pipeline_seconds(2) == pytest.approx(2 + 99 + 2 * 2000 / 1e9)
 
 
 def test_a_step_without_images_is_refused(scaling):

@@ -37,8 +37,13 @@ class Meeting:
     sums: bool = False
     """Whether it joins sums; else it is of fields."""
 
-    def sent_bytes(self, rank: int) -> int:
-        return sum(nbytes for (sender, _), nbytes in self.messages.items() if sender == rank)
+    @property
+    def sent_bytes(self) -> Counter[int]:
+        """By rank."""
+        sent = Counter[int]()
+        for (sender, _), nbytes in self.messages.items():
+            sent[sender] += nbytes
+        return sent
 
     @property
     def memory_bytes(self) -> int:

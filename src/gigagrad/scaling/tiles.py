@@ -7,6 +7,7 @@ rank one after the other, and a rank goes on when those for it have come and its
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -70,12 +71,13 @@ def tile_step(
     ]
     every = [meeting for ending in met for meeting in ending]
     messages = max((meeting.memory_bytes for meeting in every), default=0)
+    sent = sum((meeting.sent_bytes for meeting in every), Counter[int]())
     return TileStep(
         ranks,
         clock(swept, link) + replicated,
         sum(pass_seconds) + replicated,
         _memory_bytes(problem, stages, plan, shares) + messages,
-        max(sum(meeting.sent_bytes(rank) for meeting in every) for rank in range(ranks)),
+        max(sent.values(), default=0),
         {**_lost(swept, link), REPLICATED: replicated * (1 - 1 / ranks)},
     )
 

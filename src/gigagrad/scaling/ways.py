@@ -110,30 +110,31 @@ class Scaling:
         }
 
     def pipeline_seconds(self, ranks: int) -> float:
-        """As a pipeline of the plan's stages that empties itself every step: an image through all of them, and as often
-        as there are others what the slowest takes. Its gradients are summed at the end.
+        """As the pipeline that PipeDream's program makes of the plan's stages, emptied every step: an image through all
+        of them, and what the slowest takes for every other one. Copies of a stage sum their gradients once, at the end.
         """
+        layers, images = self.layers, self.images
 
-        def taking_turns(layers: Sequence[Layer], copies: int, link: Link) -> float:
-            return sum(layer.seconds for layer in layers) / min(copies, self.images)
+        def turns(some: Sequence[Layer], copies: int) -> float:
+            return sum(layer.seconds for layer in some) / min(copies, images)
 
-        layers = self._layers
+        def sums(some: Sequence[Layer], copies: int) -> float:
+            return self.link.tree_seconds(sum(layer.parameter_bytes for layer in some), copies)
+
         if not layers:
             return self.grouped(1, 1).seconds
-        found = split(layers, min(ranks, _MOST_IN_A_PIPELINE), self.link, taking_turns)
-        cuts = sum(2 * self.link.seconds(layers[stage.first - 1].cut_bytes) for stage in found.stages[1:])
-        sums = max(
-            self.link.tree_seconds(sum(one.parameter_bytes for one in layers[stage.first : stage.stop]), stage.ranks)
-            for stage in found.stages
+        most = min(ranks, _MOST_IN_A_PIPELINE)
+        found = split(
+            layers, most, self.link, lambda some, copies, _: turns(some, copies) + sums(some, copies) / images
         )
-        alone = sum(layer.seconds for layer in layers)
-        return alone + cuts + (self.images - 1) * found.seconds + sums
-
-    def _find_tile(self, ranks: int) -> TileStep:
-        return tile_step(self._problem, self._plan, ranks, self.link)
+        stages = [(layers[stage.first : stage.stop], stage.ranks) for stage in found.stages]
+        cuts = [2 * self.link.seconds(some[-1].cut_bytes) for some, _ in stages[:-1]]
+        slowest = max([*cuts, *(turns(*stage) for stage in stages)])
+        filled = sum(layer.seconds for layer in layers) + sum(cuts)
+        return filled + (images - 1) * slowest + max(sums(*stage) for stage in stages)
 
     @cached_property
-    def _layers(self) -> list[Layer]:
+    def layers(self) -> list[Layer]:
         """The stages of the plan as a chain."""
         graph, plan = self._problem.graph, self._plan
         stages = split_stages(graph, [field.node for field in plan.kept])
@@ -150,6 +151,9 @@ class Scaling:
             )
             for stage in stages
         ]
+
+    def _find_tile(self, ranks: int) -> TileStep:
+        return tile_step(self._problem, self._plan, ranks, self.link)
 
     @cached_property
     def _parameters(self) -> set[int]:
