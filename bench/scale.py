@@ -6,11 +6,11 @@
 A step in float32 on random bytes, norms in training mode, by so many gloo processes of one thread, and by one process
 with the plan of the first ones. Each rank has a virtual clock (gigagrad.ranks.Clocked) that goes with its processor
 time, and messages take what they would on `--link`; ranks compute one at a time, as each would have its caches and
-memory to itself. So it does not matter how many cores are here, but leave the machine alone meanwhile. With `--wall` it is real time
-instead, and the link is what messages between these processes were measured to take: for as many ranks as there are
-idle cores. The simulator gets what each pass of the one process took. The last of the `--steps` counts: kernels are
-compiled in the first. `--memory` is of each of the first ranks; others have as much as they want. Prints one JSON line
-last; `--plot` draws it (bench/scale_plot.py).
+memory to itself. So it does not matter how many cores are here, but leave the machine alone meanwhile. With `--wall` it
+is real time instead, and the link is what messages between these processes were measured to take: for as many ranks as
+there are idle cores. The simulator gets what each pass of the one process took. The last of the `--steps` counts:
+kernels are compiled in the first. `--memory` is of each of the first ranks; others have as much as they want. Prints
+one JSON line last; `--plot` draws it (bench/scale_plot.py).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def draw(line: dict[str, Any], path: Path) -> None:
         ax = figure.subplots()
         ax.plot(counts, counts, color=MUTED, lw=1, ls=(0, (4, 3)), label="as many times as ranks")
         ax.plot(*zip(*sorted(predicted.items()), strict=True), color=FIRST, marker="o", ms=5, lw=2, label="predicted")
-        look = {"color": SECOND, "ls": "", "marker": "X", "ms": 11, "mec": "white"}
+        look: dict[str, Any] = {"color": SECOND, "ls": "", "marker": "X", "ms": 11, "mec": "white"}
         clock = "processes" if line["clock"] == "wall" else "processes, each with a virtual clock"
         ax.plot(*zip(*sorted(measured.items()), strict=True), label=clock, zorder=3, **look)
         for axis, scale in ((ax.xaxis, ax.set_xscale), (ax.yaxis, ax.set_yscale)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from gigagrad.plans import Plan, Problem, Stage, StagePlan, lifetimes, split_stages
+from gigagrad.plans import Plan, Problem, Stage, lifetimes, split_stages
 from gigagrad.plans.ledger import COTANGENTS, FIELDS
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.plans.shares import Shares
@@ -51,6 +51,11 @@ class TileStep:
     """Seconds beyond an equal share of what one rank takes, by cause."""
 
 
+def most_ranks(plan: Plan) -> int:
+    """So many have something to do: the parts of a stage that are not empty."""
+    return max((min(stage.parts, stage.tile_count) for stage in plan.stages), default=1)
+
+
 def tile_step(
     problem: Problem, plan: Plan, ranks: int, link: Link, pass_seconds: Sequence[float] | None = None
 ) -> TileStep:
@@ -58,7 +63,7 @@ def tile_step(
 
     `pass_seconds`: what each pass takes one rank, where that was measured; by default what the plan predicts.
     """
-    ranks = min(ranks, max(map(_most_parts, plan.stages), default=1))
+    ranks = min(ranks, most_ranks(plan))
     stages = split_stages(problem.graph, [field.node for field in plan.kept])
     shares = Shares(problem.graph, stages, plan, ranks)
     replicated = plan.whole_seconds if pass_seconds is None and plan.timed_seconds is None else 0.0
@@ -117,11 +122,6 @@ def _lost(swept: Sequence[Swept], link: Link) -> dict[str, float]:
     idle = sum(wait for wait, one in zip(waits, swept, strict=True) if not all(one.seconds))
     found = dict(zip((LATENCY, HALOS, SUMS), (a - b for a, b in pairwise(times)), strict=True))
     return {PARTS: idle, BALANCE: sum(waits) - idle, **found}
-
-
-def _most_parts(stage: StagePlan) -> int:
-    """That are not empty."""
-    return min(stage.parts, stage.tile_count)
 
 
 def _rank_shares(workers: int, shares: Shares, stage: int) -> list[float]:

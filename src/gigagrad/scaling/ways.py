@@ -14,7 +14,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.plans import Plan, Problem, split_stages
 from gigagrad.scaling.link import Link
 from gigagrad.scaling.pipeline import Layer, split
-from gigagrad.scaling.tiles import PARTS, SUMS, TileStep, tile_step
+from gigagrad.scaling.tiles import PARTS, SUMS, TileStep, most_ranks, tile_step
 
 TILE, DATA, GROUPS, PIPELINE = "tile", "data", "data x tile", "pipeline"
 SLIDES = "slides that do not divide evenly"
@@ -87,7 +87,7 @@ class Scaling:
 
     def grouped(self, ranks: int, groups: int) -> Shared:
         """In so many groups."""
-        tile, images = self._tile(ranks // groups), -(-self.images // groups)
+        tile, images = self._tile(min(ranks // groups, most_ranks(self._plan))), -(-self.images // groups)
         rounds = (groups - 1).bit_length()
         return Shared(
             ranks,
