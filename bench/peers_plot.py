@@ -25,7 +25,7 @@ _TITLES = {
     "resnet18-train": "ResNet-18, norms in training mode",
 }
 _MEASURES = (("seconds_per_megapixel", "seconds per megapixel"), ("peak_rss_bytes", "peak of the process"))
-_UNSIGNED = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
+UNSIGNED = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
 
 
 def draw(line: dict[str, Any], path: Path) -> None:
@@ -51,7 +51,7 @@ def draw(line: dict[str, Any], path: Path) -> None:
         figure.legend(seen.values(), seen.keys(), loc="outside upper center", ncols=2 * len(networks), handlelength=2.6)
         with replacing(path) as file:
             kind = path.suffix.lower()
-            figure.savefig(file, format=kind.removeprefix("."), dpi=150, metadata=_UNSIGNED[kind])
+            figure.savefig(file, format=kind.removeprefix("."), dpi=150, metadata=UNSIGNED[kind])
 
 
 def _draw_measure(ax: Axes, methods: dict[str, Any], measure: str, limit: int) -> None:

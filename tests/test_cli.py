@@ -103,6 +103,12 @@ def test_help_teaches_every_command(command, capsys):
         (["plan", "--model", "paper-unett", "--size", "160x160"], "did you mean 'paper-unet'"),
         (["plan", "--model", "paper-unet", "--size", "160x160", "--memory", "1MiB"], "the smallest budget that works"),
         (["plan", "--model", "paper-unet", "--size", "160x160", "--picture", "plan.jpg"], ".svg or .png"),
+        ([*PLAN, "--ranks", "0"], "8, 1,2,4 or 1..64"),
+        ([*PLAN, "--ranks", "8..2"], "8, 1,2,4 or 1..64"),
+        ([*PLAN, "--ranks", "1,,2"], "8, 1,2,4 or 1..64"),
+        ([*PLAN, "--ranks", "2", "--link", "10Gb/s"], "'10Gbit/s', '25GB/s'"),
+        ([*PLAN, "--ranks", "2", "--predict"], "slides of its own"),
+        ([*PLAN, "--slides-per-step", "2"], "--ranks 1..64"),
         ([*PLAN, "--scratch-bytes", "much"], "'2 GiB'"),
         ([*PLAN, "--threads", "0"], "a whole number of 1 or more"),
         ([*PLAN, "--rates", "none.json"], "'gigagrad calibrate' saved"),
@@ -236,6 +242,22 @@ def test_plan_as_json_and_for_prediction(capsys):
     made = json.loads(capsys.readouterr().out)
     assert made["image_shape"][-2:] == [320, 480]
     assert [each["phase"] for each in made["passes"]] == ["forward"]
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [("3", [3]), ("4,1,2", [1, 2, 4]), ("3..20", [3, 4, 8, 16, 20])])
+def test_plan_for_many_ranks(ranks, rows, capsys):
+    assert main([*PLAN, "--ranks", ranks, "--link", "10Gbit/s", "--slides-per-step", "2", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["ranks"] for row in printed["scaling"]] == rows
+    assert Plan.from_dict(printed).ranks is None
+
+
+def test_plan_for_many_ranks_as_tables(capsys):
+    assert main(["plan", "--model", "paper-unet", "--size", "2000x3000", "--ranks", "1..64"]) == 0
+    text = capsys.readouterr().out
+    assert "efficiency" in text
+    assert "Which parallelism" not in text
+    assert max(map(len, lines(text))) <= 100
 
 
 DEEP = """

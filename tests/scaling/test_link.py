@@ -48,3 +48,9 @@ def test_a_ring_is_for_many_bytes_and_a_tree_for_few():
     link = Link(1.25e9, 50e-6)
     assert link.ring_seconds(1e9, 64) < link.tree_seconds(1e9, 64)
     assert link.tree_seconds(8, 64) < link.ring_seconds(8, 64)
+
+
+def test_a_link_is_printed_as_it_may_be_typed():
+    link = parse_link("10Gbit/s,50us")
+    assert str(link) == "10 Gbit/s, 50 us"
+    assert parse_link(str(link)) == link

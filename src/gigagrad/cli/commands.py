@@ -16,6 +16,7 @@ from gigagrad.errors import ConfigError
 if TYPE_CHECKING:
     from gigagrad.devices import Machine
     from gigagrad.events import Listener
+    from gigagrad.scaling import Link
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -55,12 +56,15 @@ def plan(args: argparse.Namespace) -> None:
     from gigagrad.models import resolve
     from gigagrad.reports.plan_picture import check_picture, draw_plan
     from gigagrad.reports.plan_study import make_study, plan_page
+    from gigagrad.reports.scale_tables import scale_rows, scale_tables
+    from gigagrad.scaling import Scaling
     from gigagrad.stores import PlannedDiskTier
     from gigagrad.training.targets import output_channels
     from gigagrad.units import parse_bytes
 
     if args.picture is not None:
         check_picture(args.picture)
+    link = _link(args)
     machine = _other_machine(args)
     scratch = args.scratch
     if scratch is None and args.scratch_bytes is not None:
@@ -87,12 +91,27 @@ def plan(args: argparse.Namespace) -> None:
         study = make_study(args.model, problem, made, rates=rates, listeners=(listener,))
     if args.picture is not None:
         draw_plan(study, args.picture)
+    scaling = Scaling(problem, made, link, args.slides_per_step or 1)
     if args.json:
-        print(json.dumps({**made.to_dict(), "advice": list(map(dataclasses.asdict, study.advice))}, indent=2))
+        told = {"advice": list(map(dataclasses.asdict, study.advice))}
+        if args.ranks is not None:
+            told["scaling"] = scale_rows(scaling, args.ranks)
+        print(json.dumps(made.to_dict() | told, indent=2))
         return
-    _show(plan_page(study))
+    _show(plan_page(study, () if args.ranks is None else scale_tables(scaling, args.ranks)))
     if args.picture is not None:
         print(args.picture)
+
+
+def _link(args: argparse.Namespace) -> Link:
+    """What --ranks have to each other. Raises `ConfigError` for a text that is none, and for what needs --ranks."""
+    from gigagrad.scaling import parse_link
+
+    if args.ranks is None and (args.link or args.slides_per_step):
+        raise ConfigError("--link and --slides-per-step are of several ranks; say how many with --ranks 1..64")
+    if args.ranks is not None and args.predict:
+        raise ConfigError("--ranks share training steps; for predictions give each machine slides of its own")
+    return parse_link(args.link or "10Gbit/s,50us")
 
 
 def _other_machine(args: argparse.Namespace) -> Machine | None:

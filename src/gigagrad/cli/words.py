@@ -68,6 +68,17 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _ranks(text: str) -> tuple[int, ...]:
+    """`8`, `1,2,4`, or `1..64`: powers of two between both, and both."""
+    first, dots, last = text.partition("..")
+    numbers = (first, last) if dots else text.split(",")
+    if not all(number.isdecimal() and int(number) for number in numbers) or (dots and int(last) < int(first)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers of ranks like 8, 1,2,4 or 1..64")
+    found = {int(number) for number in numbers}
+    between = range(max(found).bit_length()) if dots else ()
+    return tuple(sorted(found | {1 << power for power in between if min(found) <= 1 << power <= max(found)}))
+
+
 def _band(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
@@ -165,7 +176,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "show what a training step would cost, without a slide",
         "Captures the model at the true size, chooses tiles within the budget, and prints its stages, the fate of each "
         "field, where memory and time go, the smallest budget that works, and what more memory or scratch would buy. "
-        "For another machine name its --memory, --scratch-bytes, --rates and --threads.",
+        "For another machine name its --memory, --scratch-bytes, --rates and --threads; for many of them --ranks.",
         {
             "--model": {"required": True, "help": _MODEL},
             "--size": {
@@ -196,7 +207,21 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--loss": {},
             "--predict": {"action": "store_true", "help": "plan a prediction instead of a training step"},
             "--device": {},
-            "--json": "print the plan, and the advice, as JSON",
+            "--ranks": {
+                "type": _ranks,
+                "metavar": "N",
+                "help": "say what so many machines like this one would gain: 8, 1,2,4 or 1..64",
+            },
+            "--link": {
+                "metavar": "RATE[,LATENCY]",
+                "help": "with --ranks: what each has to the others (default: 10Gbit/s,50us)",
+            },
+            "--slides-per-step": {
+                "type": _positive,
+                "metavar": "S",
+                "help": "with --ranks: which way of sharing so many slides is fastest (default: 1)",
+            },
+            "--json": "print the plan, the advice, and what --ranks gain, as JSON",
             "--picture": {
                 "type": Path,
                 "metavar": "FILE",

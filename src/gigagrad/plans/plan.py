@@ -203,7 +203,7 @@ class Plan:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """The inverse of `to_dict`, also after a trip through JSON."""
-        derived = ("predicted_peak_bytes", "predicted_seconds", "advice")  # the last stands beside a printed plan
+        derived = ("predicted_peak_bytes", "predicted_seconds", "advice", "scaling")  # the last two stand beside it
         fields = {name: value for name, value in data.items() if name not in derived}
         amounts = {name: tuple(Amount(**one) for one in data[name]) for name in ("fixed", "elsewhere")}
         stages = tuple(

@@ -93,9 +93,10 @@ def make_study(
     )
 
 
-def plan_page(study: PlanStudy) -> RenderableType:
-    """The whole page for a rich console."""
-    return renderable(describe_study(study))
+def plan_page(study: PlanStudy, more: tuple[Table, ...] = ()) -> RenderableType:
+    """The whole page for a rich console, with `more` tables at its end."""
+    page = describe_study(study)
+    return renderable(dataclasses.replace(page, tables=(*page.tables, *more)))
 
 
 def describe_study(study: PlanStudy) -> Description:

@@ -12,22 +12,32 @@ from gigagrad.scaling.schedules import (
     Work,
     simulate,
 )
+from gigagrad.scaling.tiles import TileStep, tile_step
+from gigagrad.scaling.ways import DATA, GROUPS, PIPELINE, TILE, Scaling, Shared
 
 __all__ = [
+    "DATA",
     "GPIPE",
+    "GROUPS",
     "ONE_F_ONE_B",
     "PIPEDREAM_2BW",
+    "PIPELINE",
+    "TILE",
     "Layer",
     "Link",
     "PipelineStage",
     "Replicated",
+    "Scaling",
     "Schedule",
+    "Shared",
     "Simulated",
     "Split",
     "StageTimes",
+    "TileStep",
     "Work",
     "parse_link",
     "replicated",
     "simulate",
     "split",
+    "tile_step",
 ]

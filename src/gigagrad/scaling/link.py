@@ -21,6 +21,9 @@ class Link:
     bytes_per_second: float
     latency_seconds: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{8e-9 * self.bytes_per_second:.3g} Gbit/s, {1e6 * self.latency_seconds:.3g} us"
+
     def shared(self, ranks: int) -> Link:
         """What is left to each of so many ranks that send at once, as the GPUs of a machine do."""
         return Link(self.bytes_per_second / ranks, self.latency_seconds)

@@ -1,0 +1,239 @@
+"""One image over several processes: the time of machines of their own, and what the simulator says of them.
+
+    python bench/scale.py [--model smp:Unet?encoder_name=resnet34] [--side 8192] [--ranks 8 4 2] [--memory 2GiB]
+        [--scratch DIR] [--link 10Gbit/s,50us | --wall] [--steps 2] [--plot FILE]
+
+A step in float32 on random bytes, norms in training mode, by so many gloo processes of one thread, and by one process
+with the plan of the first ones. Each rank has a virtual clock (gigagrad.ranks.Clocked) that goes with its processor
+time, and messages take what they would on `--link`; ranks compute one at a time, as each would have its caches and
+memory to itself. So it does not matter how many cores are here, but leave the machine alone meanwhile. With `--wall` it
+is real time instead, and the link is what messages between these processes were measured to take: for as many ranks as
+there are idle cores. The simulator gets what each pass of the one process took. The last of the `--steps` counts:
+kernels are compiled in the first. `--memory` is of each of the first ranks; others have as much as they want. Prints
+one JSON line last; `--plot` draws it (bench/scale_plot.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import gigagrad as gg
+from bench.deep_step import FromBytes, loss
+from gigagrad.events import Event, TileDone
+from gigagrad.plans import Plan
+from gigagrad.ranks import Ranks
+from gigagrad.ranks.clocked import Clocked
+from gigagrad.ranks.process_group import ProcessGroup
+from gigagrad.scaling import Link, parse_link, tile_step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smp:Unet?encoder_name=resnet34")
+    parser.add_argument("--side", type=int, default=8192, help="of the image, in pixels")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8])
+    parser.add_argument("--memory", default="2GiB")
+    parser.add_argument("--scratch", type=Path)
+    parser.add_argument("--link", default="10Gbit/s,50us")
+    parser.add_argument("--wall", action="store_true")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--plot", type=Path, help="draw times faster, predicted and measured: .svg or .png")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        torch.set_num_threads(1)
+        print(json.dumps((together if "RANK" in os.environ else alone)(args, args.worker)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = {count: run(folder, count) for count in args.ranks}
+        (one,) = run(folder, None)
+    line = {
+        "network": args.model,
+        "side": args.side,
+        "clock": "wall" if args.wall else "virtual",
+        "link": one["link"],
+        "one_rank_seconds": round(one["seconds"], 2),
+        "runs": {count: compared(ranks, one, one["predicted"][str(count)]) for count, ranks in found.items()},
+        "predicted_times_faster": {
+            count: round(one["seconds"] / step["seconds"], 2) for count, step in one["predicted"].items()
+        },
+        "plan": one["plan"],
+    }
+    if args.plot is not None:
+        from bench.scale_plot import draw
+
+        draw(line, args.plot)
+    print(json.dumps(line))
+
+
+def compared(ranks: list[dict[str, Any]], one: dict[str, Any], predicted: dict[str, Any]) -> dict[str, Any]:
+    """What ranks took beside what was predicted of them."""
+    seconds = max(rank["seconds"] for rank in ranks)
+    return {
+        "seconds": round(seconds, 2),
+        "times_faster": round(one["seconds"] / seconds, 2),
+        "predicted_seconds": round(predicted["seconds"], 2),
+        "predicted_error": round(predicted["seconds"] / seconds - 1, 3),
+        "most_sent_bytes": max(rank["sent_bytes"] for rank in ranks),
+        "predicted_most_sent_bytes": predicted["sent_bytes"],
+        "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
+        "lost_seconds": {cause: round(lost, 3) for cause, lost in predicted["lost"].items()},
+        "same_loss": {rank["loss"] for rank in ranks} == {one["loss"]},
+    }
+
+
+def run(folder: str, count: int | None) -> list[dict[str, Any]]:
+    """What every rank found; None: a process by itself, with the plan that ranks left in the folder."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", folder]
+    numbers = [{}] if count is None else [common | {"RANK": str(rank)} for rank in range(count)]
+    workers = [subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True) for own in numbers]
+    printed = [worker.communicate()[0] for worker in workers]
+    if any(worker.returncode for worker in workers):
+        raise SystemExit("a rank failed")
+    return [json.loads(text.splitlines()[-1]) for text in printed]
+
+
+def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One of several ranks."""
+    dist.init_process_group("gloo")
+    ranks: Ranks = ProcessGroup()
+    link = measured(ranks) if args.wall else parse_link(args.link)
+    turn = Turn(folder / "turn")
+    clocked = Clocked(ranks, link.seconds, turn=turn)
+    clock = time.perf_counter if args.wall else lambda: clocked.clock
+    path, mesh = folder / "plan.json", ranks if args.wall else clocked
+    planned = path.exists()
+    engine, image, target = prepared(args, memory=None if planned else args.memory, mesh=mesh)
+    if planned:
+        engine.load_state_dict(json.loads(path.read_text()))
+    engine.plan(image, target)  # all have looked for the file when this is through
+    if ranks.index == 0:
+        path.write_text(json.dumps({"link": dataclasses.asdict(link), **engine.state_dict()}))
+    for _ in range(args.steps):
+        before = engine.ranks.sent_bytes
+        start = clock()
+        value = engine.backward(image, target)
+        seconds = clock() - start
+    assert engine.last_run is not None
+    found = {
+        "seconds": seconds,
+        "loss": value.item(),
+        "sent_bytes": engine.ranks.sent_bytes - before,
+        "peak_bytes": engine.last_run.peak_bytes,
+    }
+    turn.release()
+    dist.destroy_process_group()
+    return found
+
+
+class Turn:
+    """A file that one process at a time has to itself."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def acquire(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def alone(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One process, what its passes take, and what the simulator makes of that."""
+    state = json.loads((folder / "plan.json").read_text())
+    link = Link(**state.pop("link"))
+    engine, image, target = prepared(args)
+    engine.load_state_dict(state)
+    plan = engine.plan(image, target)
+    clock = time.perf_counter if args.wall else time.process_time
+    for _ in range(args.steps):
+        ticks: list[float] = []
+
+        def tick(event: Event, ticks: list[float] = ticks) -> None:
+            if isinstance(event, TileDone):
+                ticks.append(clock())
+
+        with engine.events.heard_by(tick):
+            start = clock()
+            value = engine.backward(image, target)
+            end = clock()
+    problem, seconds = engine.problem(image, target), by_pass(plan, [start, *ticks, end])
+    counts = sorted({*args.ranks, *(1 << power for power in range(7))})
+    steps = {count: tile_step(problem, plan, count, link, seconds) for count in counts}
+    return {
+        "seconds": end - start,
+        "loss": value.item(),
+        "link": dataclasses.asdict(link),
+        "predicted": {count: dataclasses.asdict(step) for count, step in steps.items()},
+        "plan": {
+            "tiles": [stage.tiles for stage in plan.stages],
+            "parts": [stage.parts for stage in plan.stages],
+            "kept": [(field.tier, field.size_bytes) for field in plan.kept],
+        },
+    }
+
+
+def by_pass(plan: Plan, ticks: list[float]) -> list[float]:
+    """Seconds of each pass, from those of the start, of every tile and of the end; the last one has what follows."""
+    ends, done = [ticks[0]], 0
+    for step in plan.passes:
+        done += plan.stages[step.stage].tile_count
+        ends.append(ticks[done])
+    ends[-1] = ticks[-1]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def prepared(args: argparse.Namespace, **options: Any) -> tuple[gg.Engine, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = gg.models.resolve(args.model).train()
+    if args.model.startswith("smp:"):
+        model = FromBytes(model)
+    generator = torch.Generator().manual_seed(1)
+    image = torch.randint(0, 256, (3, args.side, args.side), dtype=torch.uint8, generator=generator)
+    target = torch.randint(0, 2, (1, args.side, args.side), dtype=torch.uint8, generator=generator)
+    return gg.compile(model, loss, scratch=args.scratch, progress=False, **options), image, target
+
+
+def measured(ranks: Ranks, rounds: int = 20, nbytes: int = 1 << 25) -> Link:
+    """What messages take between these processes, all of which send at once: the first one's word counts."""
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+    right, left = (ranks.index + 1) % ranks.count, (ranks.index - 1) % ranks.count
+
+    def seconds(work: Callable[[], object]) -> float:
+        work()
+        start = time.perf_counter()
+        for _ in range(rounds):
+            work()
+        return (time.perf_counter() - start) / rounds
+
+    word = seconds(ranks.meet)
+    swap = seconds(lambda: ranks.exchange({right: message}, {left: nbytes}))
+    latency, rate = ranks.said([word / (ranks.count - 1), nbytes / max(swap - 2 * word, 1e-9)])[0]
+    return Link(rate, latency)
+
+
+if __name__ == "__main__":
+    main()

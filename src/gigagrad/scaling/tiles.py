@@ -1,0 +1,166 @@
+"""One image over several ranks, by the clock alone: what a step takes, holds and sends, and what keeps it from more.
+
+Each rank computes its share of every pass, and all of what whole-field operators do. After a pass ranks meet: everybody
+hears a word of everybody's, around a ring as gloo gathers (n - 1 messages of nothing); then messages travel, those of a
+rank one after the other, and a rank goes on when those for it have come and its own are there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from gigagrad.plans import Plan, Problem, Stage, lifetimes, split_stages
+from gigagrad.plans.ledger import COTANGENTS, FIELDS
+from gigagrad.plans.plan import amount_of, total
+from gigagrad.plans.shares import Shares
+from gigagrad.scaling.link import Link
+from gigagrad.scaling.meetings import Meeting, meetings
+
+PARTS, BALANCE, HALOS, SUMS = "fewer parts than ranks", "uneven parts", "halos", "sums"
+LATENCY, REPLICATED = "latency", "whole fields on every rank"
+"""What keeps a step from being as many times faster as there are ranks."""
+
+
+class Swept(NamedTuple):
+    """A pass by several ranks."""
+
+    seconds: Sequence[float]
+    """That each computes."""
+    meetings: Sequence[Meeting]
+    """That end it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileStep:
+    """A step on one image, shared by several ranks."""
+
+    ranks: int
+    """That have something to do: no more than any stage has parts."""
+    seconds: float
+    alone_seconds: float
+    """What one rank takes."""
+    memory_bytes: int
+    """The predicted peak of the rank that holds most."""
+    sent_bytes: int
+    """By the rank that sends most."""
+    lost: Mapping[str, float]
+    """Seconds beyond an equal share of what one rank takes, by cause."""
+
+
+def most_ranks(plan: Plan) -> int:
+    """So many have something to do: the parts of a stage that are not empty."""
+    return max((min(stage.parts, stage.tile_count) for stage in plan.stages), default=1)
+
+
+def tile_step(
+    problem: Problem, plan: Plan, ranks: int, link: Link, pass_seconds: Sequence[float] | None = None
+) -> TileStep:
+    """A step by so many ranks, as far as they have something to do, of a plan that was made for one.
+
+    `pass_seconds`: what each pass takes one rank, where that was measured; by default what the plan predicts.
+    """
+    ranks = min(ranks, most_ranks(plan))
+    stages = split_stages(problem.graph, [field.node for field in plan.kept])
+    shares = Shares(problem.graph, stages, plan, ranks)
+    replicated = plan.whole_seconds if pass_seconds is None and plan.timed_seconds is None else 0.0
+    if pass_seconds is None:
+        pass_seconds = [share * (plan.predicted_seconds - replicated) for share in plan.pass_shares]
+    met = meetings(problem, stages, plan, shares)
+    swept = [
+        Swept([seconds * share for share in _rank_shares(plan.workers, shares, step.stage)], ending)
+        for step, seconds, ending in zip(plan.passes, pass_seconds, met, strict=True)
+    ]
+    every = [meeting for ending in met for meeting in ending]
+    messages = max((meeting.memory_bytes for meeting in every), default=0)
+    sent = sum((meeting.sent_bytes for meeting in every), Counter[int]())
+    return TileStep(
+        ranks,
+        clock(swept, link) + replicated,
+        sum(pass_seconds) + replicated,
+        _memory_bytes(problem, stages, plan, shares) + messages,
+        max(sent.values(), default=0),
+        {**_lost(swept, link), REPLICATED: replicated * (1 - 1 / ranks)},
+    )
+
+
+def clock(swept: Sequence[Swept], link: Link) -> float:
+    """Seconds until the last rank is through all passes."""
+    clocks = [0.0] * len(swept[0].seconds) if swept else [0.0]
+    for one in swept:
+        clocks = [now + seconds for now, seconds in zip(clocks, one.seconds, strict=True)]
+        for meeting in one.meetings:
+            clocks = _met(clocks, meeting, link)
+    return max(clocks)
+
+
+def _met(clocks: Sequence[float], meeting: Meeting, link: Link) -> list[float]:
+    count = len(clocks)
+    heard = max(clocks) + meeting.words * (count - 1) * link.seconds(0)
+    after, queued = [heard] * count, [0] * count
+    for (sender, receiver), nbytes in sorted(meeting.messages.items()):
+        queued[sender] += nbytes
+        there = heard + link.seconds(queued[sender])
+        for rank in (sender, receiver):
+            after[rank] = max(after[rank], there)
+    return after
+
+
+def _lost(swept: Sequence[Swept], link: Link) -> dict[str, float]:
+    """What would be gained without one cause after another."""
+
+    def only(wanted: Callable[[Meeting], bool]) -> list[Swept]:
+        return [Swept(seconds, [m if wanted(m) else replace(m, messages={}) for m in met]) for seconds, met in swept]
+
+    quick = replace(link, latency_seconds=0.0)
+    sums, silent = only(lambda meeting: meeting.sums), only(lambda meeting: False)
+    times = [clock(swept, link), *(clock(some, quick) for some in (swept, sums, silent))]
+    waits = [max(one.seconds) - sum(one.seconds) / len(one.seconds) for one in swept]
+    idle = sum(wait for wait, one in zip(waits, swept, strict=True) if not all(one.seconds))
+    found = dict(zip((LATENCY, HALOS, SUMS), (a - b for a, b in pairwise(times)), strict=True))
+    return {PARTS: idle, BALANCE: sum(waits) - idle, **found}
+
+
+def _rank_shares(workers: int, shares: Shares, stage: int) -> list[float]:
+    """What part of a pass each rank takes, of one rank's seconds: its pixels, and what its last tiles leave idle of the
+    threads that compute tiles side by side.
+    """
+    parts = shares.parts(stage)
+    grid = parts.grid
+
+    def taken(first: int, stop: int) -> float:
+        tiles = range(parts.start(first), parts.start(stop))
+        idle = -len(tiles) % workers / max(len(tiles), 1)
+        return (1 + idle) * sum(box.area for box in parts.written(grid.reference, tiles))
+
+    own = (shares.own(stage, rank) for rank in range(shares.count))
+    return [taken(some.start, some.stop) / taken(0, len(parts)) for some in own]
+
+
+def _memory_bytes(problem: Problem, stages: Sequence[Stage], plan: Plan, shares: Shares) -> int:
+    """The peak, without messages, of the rank whose fields and cotangents in memory are most."""
+    graph, tiers = problem.graph, {field.node: field.tier for field in plan.kept}
+    lives = [
+        life
+        for life in lifetimes(graph, tuple(stages), plan.passes)
+        if tiers.get(life.field, problem.memory.name) == problem.memory.name
+    ]
+    held = [[0] * shares.count for _ in plan.passes]
+    for life in lives:
+        node = graph[life.field]
+        pixel = node.bytes_per_pixel
+        if not life.cotangent:
+            pixel = problem.packing.bytes_per_pixel(graph, life.field, problem.memory)
+        boxes = shares.held_cotangents if life.cotangent else shares.held
+        for rank in range(shares.count):
+            own = sum(problem.memory.field_bytes(box.shape, pixel) for box in boxes(life.field, rank))
+            for index in range(life.first, life.last + 1):
+                held[index][rank] += own
+    peaks = (
+        total(amounts := plan.stages[step.stage].memory) - amount_of(amounts, FIELDS, COTANGENTS) + max(own)
+        for step, own in zip(plan.passes, held, strict=True)
+    )
+    return total(plan.fixed) + max(peaks, default=0)
