@@ -44,6 +44,14 @@ class TargetError(GigagradError):
     """The target holds values, a size or a dtype that the loss cannot take."""
 
 
+class RankError(GigagradError):
+    """Another rank failed, or is silent. `told`: somebody else says so; `mendable`: the user can do something."""
+
+    def __init__(self, message: str, *, told: bool = False, mendable: bool = True) -> None:
+        self.told, self.mendable = told, mendable
+        super().__init__(message)
+
+
 class OperatorError(GigagradError):
     """An operator refuses the values or dtypes that it meets in a run; the message quotes PyTorch's reason.
 

@@ -121,6 +121,14 @@ def init(args: argparse.Namespace) -> None:
 
 
 def fit(args: argparse.Namespace) -> None:
+    from gigagrad.ranks import from_environment
+
+    ranks = from_environment()
+    with ranks.as_one():
+        _fit(args, quiet=ranks.index > 0)
+
+
+def _fit(args: argparse.Namespace, *, quiet: bool) -> None:
     from gigagrad import training
     from gigagrad.prediction.scores import spread
 
@@ -135,12 +143,15 @@ def fit(args: argparse.Namespace) -> None:
     if args.folds:
         from gigagrad.reports.tables import folds_table
 
-        with _progress() as listener:
+        with _progress(quiet=quiet) as listener:
             folds = training.cross_validate(config, (listener,), overwrite=args.overwrite, trust=args.trust)
-        _show(folds_table(folds))
+        if not quiet:
+            _show(folds_table(folds))
         return
-    with _progress() as listener:
+    with _progress(quiet=quiet) as listener:
         result = training.fit(config, (listener,), overwrite=args.overwrite)
+    if quiet:
+        return
     if result.scores:
         name = "Dice" if result.metric == "dice" else result.metric
         told = {"accuracy": result.accuracy, "C-index": result.c_index}

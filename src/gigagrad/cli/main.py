@@ -5,7 +5,8 @@
     2    something the user can mend: the line on standard error says what was found, what is expected and what to do
     130  interrupted
 
-Progress and results go to standard output, so that standard error holds nothing but that line and warnings.
+Progress and results go to standard output, so that standard error holds nothing but that line and warnings. Of several
+processes that were started together one speaks: the first, or whichever failed.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from contextlib import contextmanager
 
 from gigagrad.cli.parser import build_parser
 from gigagrad.devices.heap import before_pytorch
-from gigagrad.errors import GigagradError
+from gigagrad.errors import GigagradError, RankError
+from gigagrad.ranks import is_first
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (by default the process's own) and return the exit code."""
-    traceback = False
+    parsed = traceback = False
     before_pytorch(own_process=True)
     try:
         args = build_parser().parse_args(argv)
-        traceback = args.traceback
+        parsed, traceback = True, args.traceback
         with _warnings_in_one_line():
             args.command(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
-        return _complain("interrupted; give the same command again to go on from what is finished", 130)
+        text = "interrupted; give the same command again to go on from what is finished"
+        return _complain(text if is_first() else "", 130)
     except BrokenPipeError:
         # Whoever read our output has seen enough; Python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -40,13 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # a traceback never reaches someone at the command line
         if traceback:
             raise
-        return _complain(*_in_words(error))
+        text, code = _in_words(error)
+        return _complain(text if parsed or is_first() else "", code)
     return 0
 
 
 def _in_words(error: Exception) -> tuple[str, int]:
-    """The line and the exit code for what ended a command."""
+    """The line and the exit code for what ended a command; no line where another process says it."""
     match error:
+        case RankError(told=True):
+            return "", 2 if error.mendable else 1
         case GigagradError():
             return f"error: {error}", 2
         case OSError():
@@ -59,10 +65,11 @@ def _in_words(error: Exception) -> tuple[str, int]:
 
 
 def _complain(text: str, code: int) -> int:
-    """Say `text` in one line, whatever is in it, and return the exit code."""
+    """Say `text`, if there is any, in one line, whatever is in it, and return the exit code."""
     # A file's name or content may stand in it, and must not steer the terminal.
     shown = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
-    print(f"gigagrad: {shown}", file=sys.stderr)
+    if shown:
+        print(f"gigagrad: {shown}", file=sys.stderr)
     return code
 
 

@@ -312,6 +312,15 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
                 "action": "store_false",
                 "help": "train without turned and mirrored slides",
             },
+            "--mesh": {
+                "metavar": "DxT",
+                "help": "share the slides of a step among D groups of T ranks (default: one group of all)",
+            },
+            "--rank-timeout": {
+                "type": float,
+                "metavar": "SECONDS",
+                "help": "give up a rank that is silent for so long (default: 600)",
+            },
             "--trackers": {
                 "nargs": "+",
                 "metavar": "NAME",

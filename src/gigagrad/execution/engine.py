@@ -21,7 +21,7 @@ from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Notice, StepMeasured
 from gigagrad.execution.captures import Captures
 from gigagrad.execution.cotangent_unit import MOST_OVERFLOWS, CotangentOverflow
-from gigagrad.execution.model_state import leave_state, stored_in
+from gigagrad.execution.model_state import Left, check_independent, leave_state, stored_in
 from gigagrad.execution.planner import Planner
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.rounding_error import RunningErrors
@@ -74,7 +74,7 @@ def compile(
     tile: tuple[int, int] | None = None,
     seed: int | None = None,
     progress: bool = True,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Ranks | None = None,
 ) -> Engine:
     """Make an engine for `model` and `loss`; nothing runs yet.
 
@@ -103,7 +103,8 @@ def compile(
         mesh: the ranks that compute the tiles of one image together, of `torch.distributed.init_device_mesh`: its only
             dimension, or the one named "tile". Every rank then calls the same methods with the same arguments, holds
             its share of the fields within `memory`, and gets the whole loss and gradients: the same bits as one
-            process gets with the same plan. Images that a model returns come from one process.
+            process gets with the same plan. Images that a model returns come from one process. Or
+            `gigagrad.ranks.Ranks` themselves.
         progress: a step that takes seconds shows its tiles on standard error, where that is a terminal or a notebook,
             unless somebody listens to `Engine.events`.
 
@@ -183,6 +184,8 @@ class Engine:
         """Who computes the tiles together."""
         self._progress, self._again = progress, again
         self.last_run: StepMeasured | None = None
+        self.left: Left | None = None
+        """What the last `backward` left in buffers."""
         self._overflows = 0
         """What runs in float16 have learned of the size of their cotangents."""
         self._errors = RunningErrors()
@@ -221,8 +224,9 @@ class Engine:
         return {name.removeprefix(prefix): error for name, error in found.items() if name.startswith(prefix)}
 
     @lets_go
-    def plan(self, image: Any, target: Any = None, *, machine: Machine | None = None) -> Plan:
-        """The plan for an image (and target) of this size: of a backward if the engine has a loss, else of a `stream`.
+    def plan(self, image: Any, target: Any = None, *, machine: Machine | None = None, backward: bool = True) -> Plan:
+        """The plan for an image (and target) of this size: of a backward if the engine has a loss, unless that is not
+        what is asked for, else of a `stream`.
 
         With a `machine`, what would be planned on that one, beside what this process holds: no tiles are timed, and
         runs here have plans of their own.
@@ -233,10 +237,17 @@ class Engine:
             ImageError, TargetError: an input cannot be used.
         """
         with self.ranks.together(), opened_sources(self._composite, image, target) as sources:
-            graph, backward = self._captures.get(sources).graph, self.loss is not None
+            graph, backward = self._captures.get(sources).graph, backward and self.loss is not None
             if machine is None:
                 return self._planner.prepare(graph, sources, None, backward=backward).plan
             return self._planner.make(self._planner.problem(graph, sources, None, backward=backward, machine=machine))
+
+    def check_independent(self, image: Any, target: Any = None) -> None:
+        """Raises ModelError where a run depends on what the run before it left in the model, beside parameters; else
+        as `plan`.
+        """
+        with self.ranks.together(), opened_sources(self._composite, image, target) as sources:
+            check_independent(self._captures.get(sources))
 
     @lets_go
     def problem(self, image: Any, target: Any = None, *, machine: Machine | None = None) -> Problem:
@@ -418,6 +429,7 @@ class Engine:
             gradients = {prepared.graph[i].arguments["name"]: g for i, g in run.gradients.items()}
             more["gradient_error"] = self._errors.refresh(run.rounding_errors, gradients)
         leave_state(self._composite, run.updates, captured)
+        self.left = Left(self._composite, captured, run._tape.values) if phase == "backward" else None
         return run, prepared.graph
 
     @contextmanager

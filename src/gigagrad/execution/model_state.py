@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from gigagrad.errors import ModelError
+from gigagrad.execution.tape import Values, evaluated
 from gigagrad.graphs import Captured, Composite, Graph
 
 
@@ -35,3 +37,60 @@ def leave_state(composite: Composite, updates: Mapping[str, torch.Tensor], captu
         else:
             setattr(owner, own, value.clone() if buffer is None else value.to(buffer, copy=True))
     captured.leave_effects()
+
+
+class Left:
+    """What a run left in buffers, to be left again where these hold something else meanwhile. `values` by node.
+
+    The model must have passed `check_independent`.
+    """
+
+    def __init__(self, composite: Composite, captured: Captured, values: Values) -> None:
+        self._composite, self._captured = composite, captured
+        graph = captured.graph
+        self._later = _behind_written(graph)
+        read = {*graph.updates.values(), *(i for later in self._later for i in graph[later].operands)}
+        self._written = {i for i in read if _is_written(graph, i)}
+        self._values = {i: values[i].detach() for i in read - self._written - set(self._later)}
+
+    def again(self) -> None:
+        """As if the run took place now."""
+        graph, values = self._captured.graph, dict(self._values)
+        device = next((value.device for value in values.values()), torch.device("cpu"))
+        stored = stored_in(self._composite, graph)
+        values |= {i: stored(graph[i].op, graph[i].arguments["name"]).to(device) for i in self._written}
+        with torch.no_grad():
+            for i in self._later:
+                values[i] = evaluated(graph, i, values, device)
+            leave_state(self._composite, {name: values[i] for name, i in graph.updates.items()}, self._captured)
+
+
+def check_independent(captured: Captured) -> None:
+    """Raises ModelError where what a run computes depends on what the run before it left in the model."""
+    graph = captured.graph
+    later = _behind_written(graph)
+    pixels = any(graph[i].is_field or graph[i].is_reduction or graph[i].whole for i in later)
+    if pixels or not set(later).isdisjoint(graph.outputs):
+        what = f"reads the buffers that the one before it wrote ({', '.join(sorted(graph.updates))})"
+    elif captured.effects and not captured.effects.steady:
+        what = "reads attributes that the one before it changed"
+    else:
+        return
+    raise ModelError(f"a forward of the model {what}, so slides come one after the other; leave all ranks in one group")
+
+
+def _is_written(graph: Graph, node_id: int) -> bool:
+    return graph[node_id].op == "buffer" and graph[node_id].arguments["name"] in graph.updates
+
+
+def _behind_written(graph: Graph) -> list[int]:
+    """The nodes that depend on buffers which the graph writes."""
+    found: list[int] = []
+    behind: set[int] = set()
+    for node in graph.nodes:
+        if _is_written(graph, node.id):
+            behind.add(node.id)
+        elif not behind.isdisjoint(node.operands):
+            behind.add(node.id)
+            found.append(node.id)
+    return found

@@ -78,7 +78,7 @@ class Tape:
                 if node.is_field or node.id in self.values or node.is_reduction or node.op == GATHER:
                     continue
                 if not node.is_source and all(i in self.values for i in node.operands):
-                    self.values[node.id] = _evaluated(self.graph, node.id, self.values, self._device.torch_device)
+                    self.values[node.id] = evaluated(self.graph, node.id, self.values, self._device.torch_device)
 
     def give(self, node_id: int, cotangent: torch.Tensor) -> None:
         """Add a contribution to the cotangent of a value."""
@@ -154,7 +154,7 @@ class Tape:
         with torch.enable_grad():
             for node in self.graph.nodes:
                 if not node.is_field and node.id not in values:
-                    values[node.id] = _evaluated(self.graph, node.id, values, self._device.torch_device)
+                    values[node.id] = evaluated(self.graph, node.id, values, self._device.torch_device)
         gradients = torch.autograd.grad(values[self.graph.output], [leaves[i] for i in varying], allow_unused=True)
         return {
             i: torch.zeros_like(leaves[i]) if gradient is None else gradient
@@ -179,7 +179,7 @@ class Tape:
         self._cotangents[leaf] = value if known is None else known + value
 
 
-def _evaluated(graph: Graph, node_id: int, values: Values, device: torch.device) -> torch.Tensor:
+def evaluated(graph: Graph, node_id: int, values: Values, device: torch.device) -> torch.Tensor:
     """The value, or the tuple of values of an operator with several outputs, which only `gigagrad.item` reads."""
     node = graph[node_id]
     arguments = {name: substitute(value, values) for name, value in node.arguments.items()}

@@ -1,8 +1,22 @@
 """Who computes the parts of one image together: this process alone, processes, or threads that stand for them."""
 
 from gigagrad.ranks.alike import unlike
+from gigagrad.ranks.fleet import TIMEOUT_SECONDS, Fleet, from_environment, is_first, is_restart
 from gigagrad.ranks.meshes import ranks_of
-from gigagrad.ranks.ranks import Alone, Message, RankError, Ranks
+from gigagrad.ranks.ranks import Alone, Message, Ranks
 from gigagrad.ranks.virtual import Virtual, run_virtual
 
-__all__ = ["Alone", "Message", "RankError", "Ranks", "Virtual", "ranks_of", "run_virtual", "unlike"]
+__all__ = [
+    "TIMEOUT_SECONDS",
+    "Alone",
+    "Fleet",
+    "Message",
+    "Ranks",
+    "Virtual",
+    "from_environment",
+    "is_first",
+    "is_restart",
+    "ranks_of",
+    "run_virtual",
+    "unlike",
+]

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def ranks_of(mesh: DeviceMesh) -> Ranks:
+def ranks_of(mesh: DeviceMesh | Ranks) -> Ranks:
     """The ranks of a mesh's only dimension, or of that named "tile". Raises ConfigError for a mesh with neither."""
+    if isinstance(mesh, Ranks):
+        return mesh
     from gigagrad.ranks.process_group import ProcessGroup
 
     names = mesh.mesh_dim_names or ()

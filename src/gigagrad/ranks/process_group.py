@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import atexit
+import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
-from gigagrad.ranks.ranks import Message, RankError, Ranks
+from gigagrad.errors import RankError
+from gigagrad.ranks.ranks import Message, Ranks, is_mendable
 
 _BEAT_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 5.0
+"""How long one that failed stays until the others know."""
+SLOW = timedelta(days=30)
+"""For groups made here: how long a collective may take. Who is slow is waited for; `ProcessGroup` finds the silent."""
 
 
 class ProcessGroup(Ranks):
     """The ranks of a group of `torch.distributed` whose backend takes tensors of the CPU.
 
     A thread of each says every second that its process is there, so that one that is stopped, or gone, can be named.
-    `timeout`: seconds after which the others give up waiting.
+    `timeout`: seconds after which the others give up waiting for one that is silent. One that is at work is waited for.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 600.0) -> None:
@@ -57,19 +64,41 @@ class ProcessGroup(Ranks):
         everybody = [torch.empty_like(own) for _ in range(self.count)]
         try:
             work = dist.all_gather(everybody, own, self._group, async_op=True)
-            if work is not None:
-                work.wait(self._timeout)
         except RuntimeError as error:
             raise self._silent(error) from None
+        start = time.monotonic()
+        while work is not None:
+            try:
+                work.wait(timedelta(seconds=_BEAT_SECONDS))
+                break
+            except RuntimeError as error:
+                self._pulse.listen()
+                late = time.monotonic() - start > self._timeout.total_seconds()
+                if work.is_completed() or (late and self._pulse.missing(self._peers)):
+                    raise self._silent(error) from None
         return everybody
+
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """By way of the store, since they may wait for each other in any of their groups."""
+        try:
+            yield
+            self.meet()
+        except Exception as error:
+            if isinstance(error, RankError) and error.told:
+                raise
+            first = self._pulse.fail(error, self.count)
+            if first is not None:
+                raise first from None
+            raise
 
     def _silent(self, error: RuntimeError) -> RankError:
         """Who it is, as far as anybody knows."""
-        silent = [self._peers.index(peer) for peer in self._pulse.missing(self._peers)]
-        if not silent:
+        missing = self._pulse.missing(self._peers)
+        self._pulse.listen()  # it may have said why it went
+        if not missing:
             return RankError(f"the ranks lost each other: {error}")
-        names = ", ".join(map(str, silent))
-        return RankError(f"rank {names} is silent: stopped, killed, or out of reach")
+        return RankError(f"rank {', '.join(map(str, missing))} is silent: stopped, killed, or out of reach")
 
 
 class _Pulse:
@@ -77,7 +106,7 @@ class _Pulse:
 
     def __init__(self, own: int) -> None:
         self._store = dist.distributed_c10d.PrefixStore("gigagrad-pulse", dist.distributed_c10d._get_default_store())
-        self._own, self._over = own, threading.Event()
+        self._own, self._over, self._failed = own, threading.Event(), False
         self._store.add(str(own), 1)
         self._thread = threading.Thread(target=self._beat, name="gigagrad-pulse", daemon=True)
         self._thread.start()
@@ -91,6 +120,38 @@ class _Pulse:
             return [peer for peer, beats in before.items() if self._store.add(str(peer), 0) == beats]
         except RuntimeError:  # whoever keeps the store is gone
             return [0] if self._own else []
+
+    def fail(self, error: Exception, count: int) -> RankError | None:
+        """Tell all `count` processes of an error, and wait a little until they know. Returns what to raise instead
+        where another one was first.
+        """
+        if self._failed:
+            return None
+        self._failed = True
+        own = json.dumps([self._own, is_mendable(error), str(error) or type(error).__name__])
+        try:
+            first = self._store.compare_set("failed", "", own).decode()
+            if first != own:
+                return self._heard(first)
+            end = time.monotonic() + _LAST_WORDS_SECONDS
+            while self._store.add("heard", 0) < count - 1 and time.monotonic() < end:
+                time.sleep(0.01)
+        except RuntimeError:  # whoever keeps the store is gone
+            pass
+        return None
+
+    def listen(self) -> None:
+        """Raises RankError where a process has failed."""
+        try:
+            if self._store.check(["failed"]):
+                raise self._heard(self._store.get("failed").decode())
+        except RuntimeError:
+            return
+
+    def _heard(self, told: str) -> RankError:
+        self._store.add("heard", 1)
+        rank, mendable, text = json.loads(told)
+        return RankError(f"rank {rank} failed: {text}", told=True, mendable=mendable)
 
     def _end(self) -> None:
         """A call of the store must not outlive it."""

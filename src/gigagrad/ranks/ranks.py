@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import torch
+from gigagrad.errors import GigagradError, RankError
 
-from gigagrad.errors import GigagradError
+if TYPE_CHECKING:
+    import torch
 
-Message = torch.Tensor
+Message: TypeAlias = "torch.Tensor"
 """Bytes: a 1-d tensor of uint8 on the CPU."""
 
 
-class RankError(GigagradError):
-    """Another rank failed, or is silent."""
+Item = TypeVar("Item")
+
+
+def is_mendable(error: Exception) -> bool:
+    """Whether it is no fault of gigagrad's own."""
+    return isinstance(error, (GigagradError, OSError, MemoryError))
 
 
 class Ranks(ABC):
@@ -51,6 +56,11 @@ class Ranks(ABC):
         self.sent_bytes += sum(map(len, sent.values()))
         return self._swap(sent, {rank: nbytes for rank, nbytes in received.items() if nbytes})
 
+    def deliver(self, sent: Mapping[int, Message]) -> dict[int, Message]:
+        """As `exchange`, where receivers do not know what comes."""
+        lengths = self.said([len(sent.get(rank, ())) for rank in range(self.count)])
+        return self.exchange(sent, {rank: told[self.index] for rank, told in enumerate(lengths) if told[self.index]})
+
     def meet(self) -> None:
         """Wait for all. Raises RankError if another one failed, or is silent."""
         self._hear(self._words(b""))
@@ -60,6 +70,25 @@ class Ranks(ABC):
         words = self._words(b"\0" + json.dumps(value).encode())
         self._hear([b"" if said[:1] == b"\0" else said for said in words])
         return [json.loads(said[1:]) for said in words]
+
+    def shared_out(
+        self, items: Sequence[Item], work: Callable[[Item], Any], done: Callable[[int, Any], None] = lambda *_: None
+    ) -> list[Any]:
+        """What `work` finds of each item, in their order: anything that JSON can hold. Item i is that of rank i modulo
+        their count; `done` is told how many are done, and the last of these answers. Raises as `said`.
+        """
+        found: list[Any] = []
+        for start in range(0, len(items), self.count):
+            mine = start + self.index
+            answers = self.said(work(items[mine]) if mine < len(items) else None)
+            for answer in answers[: len(items) - start]:
+                found.append(answer)
+                done(len(found), answer)
+        return found
+
+    def as_one(self) -> AbstractContextManager[None]:
+        """A whole program of theirs: an error of one of them ends all, wherever they wait for whom."""
+        return self.together()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -77,14 +106,15 @@ class Ranks(ABC):
 
     def _fail(self, error: Exception) -> None:
         try:
-            self._words(str(error).encode() or type(error).__name__.encode())
+            self._words(bytes([1 + is_mendable(error)]) + (str(error) or type(error).__name__).encode())
         except RankError:
             return  # somebody else failed, too: one's own error is told
 
     def _hear(self, words: Sequence[bytes]) -> None:
         for rank, said in enumerate(words):
             if said and rank != self.index:
-                raise RankError(f"rank {rank} failed: {said.decode(errors='replace')}")
+                text = said[1:].decode(errors="replace")
+                raise RankError(f"rank {rank} failed: {text}", told=True, mendable=said[0] > 1)
 
 
 class Alone(Ranks):

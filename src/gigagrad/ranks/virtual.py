@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from gigagrad.ranks.ranks import Message, RankError, Ranks
+from gigagrad.errors import RankError
+from gigagrad.ranks.ranks import Message, Ranks
 
 Result = TypeVar("Result")
 
@@ -24,8 +25,7 @@ class Virtual(Ranks):
             self._inboxes[rank][self.index].put(message.clone())
         found = {}
         for rank, nbytes in received.items():
-            came = self._from(rank)
-            assert isinstance(came, Message)
+            came = cast(Message, self._from(rank))
             assert len(came) == nbytes, f"{len(came)} bytes came from rank {rank}, {nbytes} were expected"
             found[rank] = came
         return found

@@ -17,8 +17,8 @@ from gigagrad.images.image import Pixels, View
 
 TURNS = 8
 
-# Tags that keep the two streams of random numbers apart (NumPy pads seeds with zeros, so a tag is never 0).
-_ORDER, _TURN = 1, 2
+# Tags that keep the streams of random numbers apart; 3 is that of colours. NumPy pads seeds with zeros, so none is 0.
+_ORDER, _TURN, _DRAWS = 1, 2, 4
 
 
 class Turned(View):
@@ -79,3 +79,8 @@ def order_of(seed: int, epoch: int, count: int) -> list[int]:
 def turn_of(seed: int, epoch: int, index: int) -> int:
     """Which of the eight turns slide `index` gets in an epoch; depends on nothing but these numbers."""
     return int(np.random.default_rng((seed, epoch, _TURN, index)).integers(TURNS))
+
+
+def draws_of(seed: int, epoch: int, index: int) -> int:
+    """The seed of what random operators draw for slide `index` in an epoch; depends on nothing but these numbers."""
+    return int(np.random.default_rng((seed, epoch, _DRAWS, index)).integers(2**63))

@@ -1,6 +1,7 @@
 """Where an interrupted run goes on: everything that a step depends on, in one file that is whole or not there.
 
-The order of slides and their turns are functions of the seed, the epoch and the index, so they need no state here.
+The order of slides, their turns and what random operators draw for them are functions of the seed, the epoch and the
+index, so they need no state here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gigagrad.training.config import FitConfig
 _KIND = "gigagrad checkpoint"
 
 # What may change between the parts of a run: how long, where and in how much memory, but not what is computed.
-_FREE = ("epochs", "memory", "scratch", "out", "checkpoint_seconds", "patience", "trackers")
+_FREE = ("epochs", "memory", "scratch", "out", "checkpoint_seconds", "patience", "trackers", "mesh", "rank_timeout")
 
 _KINDS = {
     "config": dict,
@@ -29,7 +30,6 @@ _KINDS = {
     "model": dict,
     "optimizer": dict,
     "engine": dict,
-    "random": Tensor,
     "average": dict,
 }
 _DEFAULTS = {
@@ -54,8 +54,8 @@ class Checkpoint:
     """A run at the end of a step.
 
     `config` as `FitConfig.to_dict`; `cohort` is its fingerprint; `engine` the choices the engine made by measurement;
-    `tile` the `(height, width)` the plan chose; `random` the state of PyTorch's generator; `metrics_bytes` how much of
-    the metrics file belongs to it; `average` is that of the weights, empty where none is kept.
+    `tile` the `(height, width)` the plan chose; `metrics_bytes` how much of the metrics file belongs to it; `average`
+    is that of the weights, empty where none is kept. All ranks hold the same, the first writes it, any number go on.
     """
 
     config: dict[str, Any]
@@ -64,7 +64,6 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     engine: dict[str, Any]
-    random: Tensor
     tile: tuple[int, int]
     metrics_bytes: int
     average: dict[str, Tensor]

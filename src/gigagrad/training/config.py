@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from gigagrad.images import Look
 from gigagrad.losses import check_loss
 from gigagrad.models.registry import check_network
 from gigagrad.models.trust import check_trusted
+from gigagrad.ranks import TIMEOUT_SECONDS
 from gigagrad.settings import Settings, read_yaml
 from gigagrad.stores import parse_storage
 from gigagrad.training.schedule import SCHEDULES
@@ -67,6 +69,9 @@ class FitConfig(Settings):
         bands: channels of slides to read, in this order, by name or counted from 1; none given: all.
         checkpoint_seconds: a checkpoint follows the first step that ends this long after the last one; 0 = every step.
         trackers: programs that get the settings and the numbers of a run: `mlflow`, `tensorboard`, `trackio`, `wandb`.
+        mesh: `DxT`: the slides of a step are shared out to D groups of T ranks, the tiles of a slide to the ranks of a
+            group; None: one group of all that were started.
+        rank_timeout: seconds after which a rank that is silent is given up.
     """
 
     slides: str
@@ -103,6 +108,8 @@ class FitConfig(Settings):
     bands: tuple[int | str, ...] = ()
     checkpoint_seconds: float = 30.0
     trackers: tuple[str, ...] = ()
+    mesh: str | None = None
+    rank_timeout: float = TIMEOUT_SECONDS
 
     LIMITS: ClassVar = {
         "epochs": (1, math.inf),
@@ -118,6 +125,7 @@ class FitConfig(Settings):
         "seed": (0, 2**63 - 1),
         "level": (0, math.inf),
         "checkpoint_seconds": (0, math.inf),
+        "rank_timeout": (1, math.inf),
     }
 
     def __post_init__(self) -> None:
@@ -132,6 +140,16 @@ class FitConfig(Settings):
                     f"{name} must be one of {offered}, got {value!r}{did_you_mean(str(value), map(str, known))}"
                 )
         parse_storage(self.storage)
+        if self.mesh is not None and not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", self.mesh):
+            raise ConfigError(f"mesh must be groups x ranks of a group, as 2x4, got {self.mesh!r}")
+
+    @property
+    def mesh_shape(self) -> tuple[int, int] | None:
+        """Groups, and ranks of a group."""
+        if self.mesh is None:
+            return None
+        groups, _, size = self.mesh.partition("x")
+        return int(groups), int(size)
 
     @property
     def look(self) -> Look:

@@ -13,6 +13,7 @@ from gigagrad.events import Listener
 from gigagrad.files import write_json
 from gigagrad.prediction.cohort_scores import evaluate_model
 from gigagrad.prediction.evaluate import Evaluation
+from gigagrad.ranks import Ranks, from_environment
 from gigagrad.training.config import FitConfig
 from gigagrad.training.loop import as_config, fit
 
@@ -46,11 +47,15 @@ def cross_validate(
     settings, listeners = as_config(config, trust), tuple(listeners)
     if settings.fold is not None:
         raise ConfigError(f"one fold is named, {settings.fold}, and all are to be trained; leave it out")
-    results = [
-        _of_fold(settings, fold, listeners, overwrite=overwrite, trust=trust) for fold in _folds(Path(settings.slides))
-    ]
-    folds = [{**asdict(result), "out": result.out.name} for result in results]
-    write_json(Path(settings.out) / SUMMARY, {"folds": folds})
+    ranks = from_environment(settings.rank_timeout)
+    with ranks.as_one():
+        results = [
+            _of_fold(settings, fold, listeners, ranks, overwrite=overwrite, trust=trust)
+            for fold in _folds(Path(settings.slides))
+        ]
+        if ranks.index == 0:
+            folds = [{**asdict(result), "out": result.out.name} for result in results]
+            write_json(Path(settings.out) / SUMMARY, {"folds": folds})
     return tuple(results)
 
 
@@ -63,12 +68,27 @@ def _folds(path: Path) -> list[int]:
 
 
 def _of_fold(
-    settings: FitConfig, fold: int, listeners: tuple[Listener, ...], *, overwrite: bool, trust: Collection[str]
+    settings: FitConfig,
+    fold: int,
+    listeners: tuple[Listener, ...],
+    ranks: Ranks,
+    *,
+    overwrite: bool,
+    trust: Collection[str],
 ) -> FoldResult:
     config = replace(settings, fold=fold, out=str(Path(settings.out) / f"fold-{fold}"))
     result = fit(config, listeners, overwrite=overwrite)
+    found = _scored(config, result.out, listeners, trust) if ranks.index == 0 else None
+    slides, scores = ranks.said(found)[0]
+    return FoldResult(fold, result.out, slides, result.best_epoch, scores)
+
+
+def _scored(
+    config: FitConfig, run: Path, listeners: tuple[Listener, ...], trust: Collection[str]
+) -> tuple[int, dict[str, float]]:
+    """How many slides there are to validate, and how the best weights do on them."""
     found = evaluate_model(
-        result.out,
+        run,
         config.slides,
         split="val",
         memory=config.memory,
@@ -79,7 +99,5 @@ def _of_fold(
     )
     assert found is not None, "there are no other shares"
     if isinstance(found, Evaluation):
-        slides, scores = len(found.scores), {"dice": found.dice[0], "iou": found.iou[0]}
-    else:
-        slides, scores = len(found.slides), {name: measure.value for name, measure in found.measures.items()}
-    return FoldResult(fold, result.out, slides, result.best_epoch, scores)
+        return len(found.scores), {"dice": found.dice[0], "iou": found.iou[0]}
+    return len(found.slides), {name: measure.value for name, measure in found.measures.items()}

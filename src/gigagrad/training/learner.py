@@ -3,32 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from gigagrad.errors import ConfigError
 from gigagrad.execution.engine import Engine
 from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.execution.model_state import Left
 from gigagrad.images import Image
 from gigagrad.losses import Loss
+from gigagrad.ranks import Fleet
 from gigagrad.training.averaging import Averaged
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.config import FitConfig
 from gigagrad.training.group import Group, Opened
 from gigagrad.training.optimization import make_optimizer, set_rates
+from gigagrad.training.sharing import GradientTree, dealt, leave_in_order
+
+Pair = Callable[[], AbstractContextManager[tuple[Image, Image | torch.Tensor]]]
+"""Opens a slide and its target, as they are seen in this step."""
 
 
 class Learner:
     """Adds up gradients of slides and steps. `count` is how many an epoch has; `grouped`: they are bags of slides, or
-    compared with each other.
+    compared with each other. The groups of the fleet share the slides of a step, the ranks of a group their tiles.
     """
 
-    def __init__(self, config: FitConfig, model: nn.Module, loss: Loss, count: int, *, grouped: bool) -> None:
-        """Raises `ConfigError` for an optimizer that cannot be made."""
-        self.model, self._config, self._count = model, config, count
+    def __init__(
+        self, config: FitConfig, model: nn.Module, loss: Loss, count: int, fleet: Fleet, *, grouped: bool
+    ) -> None:
+        """Raises `ConfigError` for an optimizer that cannot be made, and for groups that have nothing to share."""
+        groups = fleet.data.count
+        if groups > 1 and grouped:
+            raise ConfigError(
+                f"bags and cox see the slides of a step one after the other, and the mesh has {groups} groups; give "
+                f"--mesh 1x{fleet.everybody.count}"
+            )
+        if groups > config.accumulate:
+            raise ConfigError(
+                f"a step has {config.accumulate} slides for {groups} groups of the mesh; give --accumulate {groups} or "
+                f"more, or --mesh 1x{fleet.everybody.count}"
+            )
+        self.model, self._config, self._count, self._data = model, config, count, fleet.data
         self.optimizer = make_optimizer(config, model)
         self._average = Averaged(model, config.ema) if config.ema else None
         settings: dict[str, Any] = {
@@ -38,37 +58,64 @@ class Learner:
             "device": config.device,
             "precision": config.precision,
             "optimizer": self.optimizer,
+            "mesh": fleet.tile,
         }
         self.group = Group(model, loss.function, **settings) if grouped else None
         self.engine = self.group.engine if self.group is not None else compile_engine(model, loss.function, **settings)
-        self._bags: list[Sequence[Opened]] = []
-        self._targets: list[torch.Tensor] = []
 
     @property
     def engines(self) -> tuple[Engine, ...]:
         return (self.engine,) if self.group is None else (self.engine, self.group.outputs)
 
-    def add(self, slide: Image, target: Image | torch.Tensor, *, first: bool) -> float:
-        """Add the gradients of a slide, the first of its step or a further one. Returns its loss."""
-        self._begin(first)
-        return float(self.engine.backward(slide, target))
-
-    def add_bag(self, slides: Sequence[Opened], target: torch.Tensor, *, first: bool, last: bool) -> float | None:
-        """A further bag of a group; with the `last` one of a step all their gradients. Returns the step's loss then."""
-        assert self.group is not None
-        self._begin(first)
-        self._bags.append(slides)
-        self._targets.append(target)
-        return self.group.backward(self._bags, self._targets) if last else None
-
-    def _begin(self, first: bool) -> None:
-        self.model.train()
-        if first:
+    def add(
+        self, slides: Sequence[Pair], pixels: Sequence[int], done: Callable[[int, float], None]
+    ) -> list[dict[str, float]]:
+        """The gradients of a step's slides, of so many pixels each; what there is to log of each of them, its loss for
+        one. `done` is told how many of this group's are, and the loss of the last.
+        """
+        self._begin()
+        learned = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        owners = dealt(pixels, self._data.count)
+        tree, found, left = GradientTree(learned, len(slides)), dict[int, dict[str, float]](), dict[int, Left]()
+        before = [buffer.clone() for buffer in self.model.buffers()] if self._data.count > 1 else []
+        for slide, (opened, owner) in enumerate(zip(slides, owners, strict=True)):
+            if owner != self._data.index:
+                continue
+            with opened() as (image, target):
+                loss = float(self.engine.backward(image, target))
+            tree.add(slide, [parameter.grad for parameter in learned])
             self.optimizer.zero_grad(set_to_none=True)
-            self._bags, self._targets = [], []
+            found[slide] = {"loss": loss, **self._measured()}
+            assert self.engine.left is not None
+            left[slide] = self.engine.left
+            done(len(found), loss)
+        for parameter, gradient in zip(learned, tree.total(owners, self._data), strict=True):
+            parameter.grad = gradient
+        if before:
+            for buffer, value in zip(self.model.buffers(), before, strict=True):
+                buffer.copy_(value)
+            leave_in_order(self.model, left, owners, self._data)
+        told = self._data.said([[slide, values] for slide, values in found.items()])
+        return [values for _, values in sorted(pair for pairs in told for pair in pairs)]
 
-    def step(self, epoch: int, index: int) -> dict[str, float]:
-        """Step with the mean gradient of the slides up to `index` of `epoch`. Returns what there is to log of it."""
+    def add_bags(self, bags: Sequence[Sequence[Opened]], targets: Sequence[torch.Tensor]) -> dict[str, float]:
+        """The gradients of a step's bags; what there is to log of them all."""
+        assert self.group is not None
+        self._begin()
+        return {"loss": self.group.backward(bags, targets), **self._measured()}
+
+    def _begin(self) -> None:
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _measured(self) -> dict[str, float]:
+        run = self.engine.last_run
+        assert run is not None
+        found = {"seconds": run.seconds, "peak_bytes": float(run.peak_bytes)}
+        return found | ({"gradient_error": run.gradient_error} if run.gradient_error else {})
+
+    def step(self, epoch: int, index: int, slides: int) -> dict[str, float]:
+        """Step with the mean gradient of so many slides, from `index` of `epoch` on. Returns what there is to log."""
         config = self._config
         of_epoch = math.ceil(self._count / config.accumulate)
         done = epoch * of_epoch + index // config.accumulate
@@ -77,20 +124,16 @@ class Learner:
             share = set_rates(self.optimizer, config, done, config.epochs * of_epoch)
             values["learning_rate"] = share * config.learning_rate
         learned = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        if (added := index % config.accumulate) and self.group is None:
+        if slides > 1 and self.group is None:
             for parameter in learned:
                 assert parameter.grad is not None
-                parameter.grad /= added + 1
+                parameter.grad /= slides
         if config.clip is not None:
             values["gradient_norm"] = float(torch.nn.utils.clip_grad_norm_(learned, config.clip))
         self.optimizer.step()
         if self._average is not None:
             self._average.update(done + 1)
         return values
-
-    def ends_step(self, index: int) -> bool:
-        """Whether slide `index` of an epoch is the last of its step."""
-        return (index + 1) % self._config.accumulate == 0 or index + 1 == self._count
 
     def as_kept(self) -> AbstractContextManager[None]:
         """The model with the weights that are validated and kept, meanwhile."""

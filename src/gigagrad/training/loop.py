@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from gigagrad.models import load_weights_into, resolve, save_model
 from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
-from gigagrad.training.augment import order_of, turn_of
+from gigagrad.ranks import Fleet, from_environment, is_restart
+from gigagrad.training.augment import draws_of, order_of, turn_of
 from gigagrad.training.card import write_model
 from gigagrad.training.checkpoint import Checkpoint, Progress
 from gigagrad.training.class_weights import BALANCED, class_weights
@@ -44,6 +46,7 @@ from gigagrad.training.objective import Objective
 from gigagrad.training.optimization import freeze
 from gigagrad.training.pairs import Pairs
 from gigagrad.training.result import FitResult
+from gigagrad.training.sharing import plan_alike
 from gigagrad.training.tested import test, validate
 from gigagrad.training.trackers import TrackedRun, Tracker
 
@@ -62,13 +65,20 @@ def fit(
     `JobStarted`, `JobAdvanced` and `JobFinished` for the jobs `label`, `train`, `validate` and `test` (counted in
     slides), `MetricsLogged` for every step and epoch, `Notice`, and the engine's own.
 
+    Processes that were started together (torchrun) train one network, every one of them calling this; the first has
+    the listeners and writes the run's files, on a disk that all of them see.
+
     Raises a `GigagradError` for anything the user can mend. Settings, cohort, sizes, model, loss and budget are all
     checked before the run folder is touched.
     """
-    run = _Run(as_config(config, trust), Events(tuple(listeners)), overwrite)
+    settings = as_config(config, trust)
+    everybody = from_environment(settings.rank_timeout)
     # The caller's random numbers are not ours to disturb.
-    with torch.random.fork_rng(devices=[]):
-        return run.fit()
+    with everybody.as_one(), torch.random.fork_rng(devices=[]):
+        fleet = Fleet.of(everybody, settings.mesh_shape, settings.rank_timeout)
+        events = Events(tuple(listeners) if fleet.first else ())
+        # What was to be overwritten has been, by those who were here before.
+        return _Run(settings, events, fleet, overwrite=overwrite and not is_restart()).fit()
 
 
 def as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collection[str] = ()) -> FitConfig:
@@ -79,11 +89,14 @@ def as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collect
     return settings.relative_to(Path.cwd())
 
 
+Bag = tuple[Row, ...]
+
+
 class _Run:
     """One run from its checks to its summary."""
 
-    def __init__(self, config: FitConfig, events: Events, overwrite: bool) -> None:
-        self.events = events
+    def __init__(self, config: FitConfig, events: Events, fleet: Fleet, *, overwrite: bool) -> None:
+        self.events, self.fleet = events, fleet
         self.folder = RunFolder(Path(config.out))
         self.cohort: Cohort = read_cohort(config.slides, config.fold)
         self.table = class_table(self.cohort, config.classes)
@@ -91,6 +104,7 @@ class _Run:
             config = replace(config, classes=self.table.entries)
         self.config = config
         self.sizes = check_images(self.cohort, config.level, look=config.look, table=self.table)
+        self.shapes = {row: size.shape for row, size in zip(self.cohort.rows, self.sizes, strict=True)}
         device_for(config.device)  # refuses one that is not there
         self.loss = named_loss(config.loss)
         if self.loss.survival and config.accumulate < 2:
@@ -105,6 +119,17 @@ class _Run:
         if self.folder.checkpoint.exists() and not overwrite:
             self.folder.check_own()
             self._continue(Checkpoint.load(self.folder.checkpoint))
+        self._check_alike()
+
+    def _check_alike(self) -> None:
+        """Raises `ConfigError` where ranks find different things in the run's folder."""
+        found = None if self.resumed is None else self.progress.step
+        for rank, other in enumerate(self.fleet.everybody.said(found)):
+            if other != found:
+                raise ConfigError(
+                    f"rank {rank} finds {_run_found(other)} in {self.folder.path}, and rank "
+                    f"{self.fleet.everybody.index} {_run_found(found)}; give an --out on a disk that all of them see"
+                )
 
     def _continue(self, checkpoint: Checkpoint) -> None:
         """Go on from `checkpoint`. Raises `ConfigError` where it is another run's, unless that took no step."""
@@ -119,22 +144,32 @@ class _Run:
             self.resumed, self.progress = checkpoint, checkpoint.progress
 
     def fit(self) -> FitResult:
-        if self._ended() and self.folder.summary.exists():
+        if self.fleet.everybody.said(self._ended() and self.folder.summary.exists())[0]:
             self.events.emit(Notice(f"{self.folder.path} holds this run, finished; --overwrite starts it anew"))
             return FitResult.load(self.folder.path)
         self._build()
-        self._prepare_folder(self._plan())
-        metrics_bytes = self.resumed.metrics_bytes if self.resumed else 0
-        with RunLog(self.folder, metrics_bytes=metrics_bytes) as self.log, ExitStack() as stack:
-            self.events.subscribe(self.log)
-            run = TrackedRun(self.folder, self.progress.step, self.config.to_dict())
-            for name in self.config.trackers:
-                self.events.subscribe(stack.enter_context(Tracker(name, run, self.events)))
-            for engine in self.learner.engines:
-                engine.events.subscribe(self.events.emit)
+        plan = plan_alike(self.engine, self._plan, self.fleet.data)
+        self.tile = (int(plan.tile[0]), int(plan.tile[1]))
+        if self.fleet.first:
+            self._prepare_folder(plan)
+        self.fleet.everybody.meet()
+        with ExitStack() as stack:
+            if self.fleet.first:
+                self._record(stack)
             self._label()
             self._train()
             return self._test()
+
+    def _record(self, stack: ExitStack) -> None:
+        """Write down what happens, until the stack is closed."""
+        metrics_bytes = self.resumed.metrics_bytes if self.resumed else 0
+        self.log = stack.enter_context(RunLog(self.folder, metrics_bytes=metrics_bytes))
+        self.events.subscribe(self.log)
+        run = TrackedRun(self.folder, self.progress.step, self.config.to_dict())
+        for name in self.config.trackers:
+            self.events.subscribe(stack.enter_context(Tracker(name, run, self.events)))
+        for engine in self.learner.engines:
+            engine.events.subscribe(self.events.emit)
 
     def _build(self) -> None:
         """The model, the optimizer and the engine, in the state of the checkpoint if there is one."""
@@ -161,7 +196,7 @@ class _Run:
             objective.rule, level=config.level, look=config.look, labels=self.folder.labels, table=self.table
         )
         grouped = self.loss.survival or len(bags_of(self.cohort.rows)) < len(self.cohort.rows)
-        self.learner = Learner(config, self.model, self.loss, len(self._bags("train")), grouped=grouped)
+        self.learner = Learner(config, self.model, self.loss, len(self._bags("train")), self.fleet, grouped=grouped)
         self.engine = self.learner.engine
         if self.resumed is not None:
             self._resume(self.resumed)
@@ -171,7 +206,6 @@ class _Run:
     def _resume(self, checkpoint: Checkpoint) -> None:
         try:
             self.learner.load(checkpoint)
-            torch.set_rng_state(checkpoint.random)
         except Exception as error:  # whatever lies in the place of what was saved
             reason = " ".join(str(error).split())[:200]
             unfit = f"{self.folder.checkpoint} does not fit this model ({reason})"
@@ -185,16 +219,21 @@ class _Run:
             with row.open(self.config.level) as slide:
                 blank = np.broadcast_to(np.zeros((), np.uint8), (1, *slide.shape[1:]))
                 seen = self.jitter.of(self.config.look.of(slide), self.config.seed, 0, 0)
-                return self.engine.plan(seen, open_image(blank))
+                return self._planned(seen, open_image(blank))
         with self.pairs.open(row) as (slide, target):
             seen = self.jitter.of(slide, self.config.seed, 0, 0)
-            group = self.learner.group
-            return self.engine.plan(seen, target) if group is None else group.plan(seen)
+            if self.learner.group is not None:
+                return self.learner.group.plan(seen)
+            return self._planned(seen, target)
+
+    def _planned(self, slide: Image, target: Image | torch.Tensor) -> Plan:
+        if self.fleet.data.count > 1:
+            self.engine.check_independent(slide, target)
+        return self.engine.plan(slide, target)
 
     def _prepare_folder(self, plan: Plan) -> None:
         """Write what is known before the first step; refuse a folder that holds something else under our names."""
         folder = self.folder
-        self.tile = (int(plan.tile[0]), int(plan.tile[1]))
         if self.resumed is None:
             if self.overwrite:
                 folder.clear()
@@ -216,20 +255,23 @@ class _Run:
     def _label(self) -> None:
         """Make the labels that the cohort leaves to the recipe, and sample every target."""
         rows = self.cohort.rows
+
+        def prepare(row: Row) -> list[int]:
+            with self.cohort.telling(row):
+                return sorted(self.pairs.prepare(row, self.model))
+
         with self.events.job("label", len(rows)) as advance:
-            for done, row in enumerate(rows, 1):
-                with self.cohort.telling(row):
-                    self.pairs.prepare(row, self.model)
-                advance(done, row.name)
-        self.pairs.check_seen()
+            seen = self.fleet.everybody.shared_out(rows, prepare, lambda done, _: advance(done, rows[done - 1].name))
+        self.pairs.check_seen({value for values in seen for value in values})
         if self.config.class_weights == (BALANCED,):
             self._balance()
 
     def _balance(self) -> None:
         """Set the weights of classes by how rare they are in the training slides."""
-        counts = [self.pairs.counts(row) for row in self.cohort.of("train")]
+        rows = self.cohort.of("train")
+        counts = self.fleet.everybody.shared_out(rows, lambda row: self.pairs.counts(row).tolist())
         weighted = next(module for _, module in self.loss.made_of if isinstance(module, Weighted))
-        weights = class_weights((BALANCED,), counts, len(weighted.weight))
+        weights = class_weights((BALANCED,), np.array(counts), len(weighted.weight))
         weighted.weight.copy_(torch.tensor(weights))
         self.events.emit(Notice(f"class weights: {', '.join(f'{weight:.4g}' for weight in weights)}"))
 
@@ -246,17 +288,12 @@ class _Run:
                 while not self._ended():
                     epoch = self.progress.epoch
                     order = order_of(config.seed, epoch, len(bags))
-                    for index in order[self.progress.index :]:
-                        value = self._bag(bags, index)
-                        loss = "" if value is None else f", loss {value:.4g}"
-                        advance(self.progress.step, f"epoch {epoch + 1} of {config.epochs}{loss}")
-                        if (
-                            self.at_step == self.progress
-                            and time.monotonic() - self.saved_at >= config.checkpoint_seconds
-                        ):
-                            self._save(self.log.position())
+                    for first in range(self.progress.index, len(bags), config.accumulate):
+                        self._step([bags[i] for i in order[first : first + config.accumulate]], bags, advance)
+                        if time.monotonic() - self.saved_at >= config.checkpoint_seconds:
+                            self._save()
                     self._end_epoch()
-                self._save(self.log.position())
+                self._save()
         except BaseException:
             self._save_interrupted()
             raise
@@ -267,55 +304,57 @@ class _Run:
         waited = progress.epoch - progress.best_epoch
         return progress.epoch >= config.epochs or 0 < config.patience <= waited
 
-    def _bags(self, split: Split) -> tuple[tuple[Row, ...], ...]:
+    def _bags(self, split: Split) -> tuple[Bag, ...]:
         """What a step sees at least of the rows of a split: those of a patient, or single ones."""
         return bags_of(self.cohort.of(split))
 
-    def _bag(self, bags: tuple[tuple[Row, ...], ...], index: int) -> float | None:
-        """Add the gradients of one bag and, where it is the last of its step, step. Returns the loss, of bags and of
-        slides that are compared that of the step, with its last one.
+    def _step(self, chosen: Sequence[Bag], bags: Sequence[Bag], advance: Callable[[int, str], None]) -> None:
+        """One step with the mean gradient of some bags. Raises `ConfigError` if a loss is no longer a number."""
+        progress, learner, slides = self.progress, self.learner, len(chosen)
+        numbers = dict(zip(bags, accumulate(map(len, bags), initial=0), strict=False))  # of each bag's first slide
 
-        Raises `ConfigError` if that is no longer a number.
-        """
-        config, progress, bag, learner = self.config, self.progress, bags[index], self.learner
-        steps, first = learner.ends_step(progress.index), progress.index % config.accumulate == 0
-        number = sum(map(len, bags[:index]))  # of the bag's first slide
-        value: float | None
+        def tell(done: int, loss: float) -> None:
+            text = f"epoch {progress.epoch + 1} of {self.config.epochs}, loss {loss:.4g}"
+            advance(progress.step + done, text)
+
         if learner.group is None:
-            with self._varied(bag[0], number, progress.epoch) as (slide, target):
-                value = learner.add(slide, target, first=first)
-            self.pairs.passed(bag[0])
+            pairs = [partial(self._varied, bag[0], numbers[bag], progress.epoch) for bag in chosen]
+            pixels = [math.prod(self.shapes[bag[0]][1:]) for bag in chosen]
+            told = learner.add(pairs, pixels, lambda done, loss: tell(done, loss) if done < slides else None)
         else:
-            slides = [partial(self._seen, row, number + k, progress.epoch) for k, row in enumerate(bag)]
-            value = learner.add_bag(slides, self.pairs.label(bag[0]), first=first, last=steps)
-        if value is not None and not math.isfinite(value):
+            opened = [
+                [partial(self._seen, row, numbers[bag] + k, progress.epoch) for k, row in enumerate(bag)]
+                for bag in chosen
+            ]
+            told = [learner.add_bags(opened, [self.pairs.label(bag[0]) for bag in chosen])]
+        for bag, values in zip(chosen, told, strict=False):
+            self._check_finite(values["loss"], bag[0])
+        told[-1] |= learner.step(progress.epoch, progress.index, slides)
+        self.progress = replace(progress, index=progress.index + slides, step=progress.step + slides)
+        self._note_state()
+        for number, values in enumerate(told, self.progress.step - len(told) + 1):
+            self.events.emit(MetricsLogged("train", progress.epoch + 1, number, values))
+        tell(slides, told[-1]["loss"])
+
+    def _check_finite(self, loss: float, row: Row) -> None:
+        if not math.isfinite(loss):
             ignored = (
-                " (or its mask holds nothing but ignored pixels)" if math.isnan(value) and self.pairs.ignores else ""
+                " (or its mask holds nothing but ignored pixels)" if math.isnan(loss) and self.pairs.ignores else ""
             )
             raise ConfigError(
-                f"the loss became {value} at step {progress.step + 1} (slide {bag[0].name}); "
-                f"lower learning_rate (it is {config.learning_rate:g}){ignored}"
+                f"the loss became {loss} at step {self.progress.step + 1} (slide {row.name}); "
+                f"lower learning_rate (it is {self.config.learning_rate:g}){ignored}"
             )
-        values = {} if value is None else {"loss": value}
-        if steps:
-            values |= learner.step(progress.epoch, progress.index)
-        self.progress = replace(progress, index=progress.index + 1, step=progress.step + 1)
-        if steps:
-            self._note_state()
-        if (run := self.engine.last_run) is not None:
-            values |= {"seconds": run.seconds, "peak_bytes": float(run.peak_bytes)}
-            if run.gradient_error:
-                values["gradient_error"] = run.gradient_error
-        self.events.emit(MetricsLogged("train", progress.epoch + 1, self.progress.step, values))
-        return value
 
     @contextmanager
     def _varied(self, row: Row, number: int, epoch: int) -> Iterator[tuple[Image, Image | torch.Tensor]]:
-        """Training slide `number` with its target, turned and coloured as in this epoch."""
+        """Training slide `number` with its target, turned and coloured as in this epoch, which seeds what is drawn."""
         config = self.config
         turn = turn_of(config.seed, epoch, number) if config.augment else 0
         with self.pairs.open(row, turn) as (slide, target):
+            torch.manual_seed(draws_of(config.seed, epoch, number))
             yield self.jitter.of(slide, config.seed, epoch, number), target
+        self.pairs.passed(row)
 
     @contextmanager
     def _seen(self, row: Row, number: int, epoch: int) -> Iterator[Image]:
@@ -334,36 +373,37 @@ class _Run:
         """Save the weights if they are the best so far. Returns the lowest loss and its epoch."""
         best_loss, best_epoch = self.progress.best_loss, self.progress.best_epoch
         if rows:
-            value = validate(self.learner, self.pairs, rows, self.events)
+            value = validate(self.learner, self.pairs, rows, self.events, self.fleet)
             self.events.emit(MetricsLogged("val", epoch, self.progress.step, {"loss": value}))
             best = value < best_loss or not best_epoch
             best_loss = value if best else best_loss
         else:
             best = True
         if best:
-            save_model(self.folder.best, self.config.model, self.model)
+            if self.fleet.first:
+                save_model(self.folder.best, self.config.model, self.model)
             best_epoch = epoch
         return best_loss, best_epoch
 
     def _note_state(self) -> None:
         """The run is between two steps: remember what else a checkpoint of this moment needs."""
-        self.random = torch.get_rng_state()
         self.at_step, self.writes = self.progress, self.learner.writes()
 
     def _save_interrupted(self) -> None:
         """A checkpoint of the last whole step, unless one had begun to write when the interrupt came."""
         if self.at_step.step > self.saved_step and self.learner.writes() == self.writes:
             self.progress = self.at_step
-            self._save(self.log.position())
+            self._save()
 
-    def _save(self, metrics_bytes: int) -> None:
+    def _save(self, metrics_bytes: int | None = None) -> None:
+        if not self.fleet.first:
+            return
         Checkpoint(
             config=self.config.to_dict(),
             cohort=self.cohort.fingerprint,
             progress=self.progress,
-            random=self.random,
             tile=self.tile,
-            metrics_bytes=metrics_bytes,
+            metrics_bytes=self.log.position() if metrics_bytes is None else metrics_bytes,
             **self.learner.state(),
         ).save(self.folder.checkpoint)
         self.saved_at, self.saved_step = time.monotonic(), self.progress.step
@@ -371,9 +411,10 @@ class _Run:
     def _test(self) -> FitResult:
         """Score the best weights on the test slides and write the summary."""
         config = self.config
+        self.fleet.everybody.meet()  # behind whoever has written them
         # Built from what the user asked for; of the file, only the weights.
         model = load_weights(self.folder.best, resolve(config.model, published=False)).to(config.device)
-        tested = test(model, config, self.loss, self.pairs, self.table, self.cohort, self.events)
+        tested = test(model, config, self.loss, self.pairs, self.table, self.cohort, self.events, self.fleet.everybody)
         result = FitResult(
             out=self.folder.path,
             metric=tested.metric,
@@ -389,8 +430,9 @@ class _Run:
             measures = {"accuracy": result.accuracy, "c_index": result.c_index}
             named |= {name: value for name, value in measures.items() if value is not None}
             self.events.emit(MetricsLogged("test", self.progress.epoch, self.progress.step, named))
-        self._pass_on(model, result)
-        result.save(model=config.model, parameters=sum(p.numel() for p in model.parameters()))
+        if self.fleet.first:
+            self._pass_on(model, result)
+            result.save(model=config.model, parameters=sum(p.numel() for p in model.parameters()))
         return result
 
     def _pass_on(self, model: torch.nn.Module, result: FitResult) -> None:
@@ -402,3 +444,7 @@ class _Run:
             write_model(model, self.config, self.cohort, result, mpp)
         except ModelError as error:
             self.events.emit(Notice(f"there is no {self.folder.model}: {error}", warning=True))
+
+
+def _run_found(step: int | None) -> str:
+    return "no run" if step is None else f"a run after step {step}"

@@ -31,15 +31,15 @@ class Pairs:
         self._rule, self._level, self._look, self._labels, self._table = rule, level, look, labels, table
         self._label_ids = dict(table.ids) if table is not None else {}
         self._passed: set[Row] = set()
-        self._seen: set[int] = set()
 
     @property
     def ignores(self) -> bool:
         """Whether pixels that hold `IGNORED` are left out."""
         return self._rule.ignores or self._rule.loss.class_ids
 
-    def prepare(self, row: Row, model: nn.Module) -> None:
+    def prepare(self, row: Row, model: nn.Module) -> set[int]:
         """Make the row's label if the recipe has to, and look at samples of its target and of what `model` will see.
+        Returns the whole numbers among those of a mask.
 
         Raises `TargetError` and `ImageError`.
         """
@@ -47,24 +47,24 @@ class Pairs:
             check_intensities(model, self._look.of(slide))
             if row.label is not None:
                 self.label(row)
-                return
+                return set()
             if not row.masks and not self._made(row).exists():
                 self._labels.mkdir(parents=True, exist_ok=True)
                 write_label(slide, self._made(row))
             with self._open_mask(row, slide) as mask:
-                self._seen |= sample_mask(mask, self._rule) - ({IGNORED} if mask.nodata == IGNORED else set())
+                return sample_mask(mask, self._rule) - ({IGNORED} if mask.nodata == IGNORED else set())
 
-    def check_seen(self) -> None:
+    def check_seen(self, seen: set[int]) -> None:
         """Raises `TargetError` where every sample of every mask, as all of them were prepared, is 0 or ignored."""
-        if self._table is None and self.ignores and IGNORED in self._seen and self._seen <= {0, IGNORED}:
+        if self._table is None and self.ignores and IGNORED in seen and seen <= {0, IGNORED}:
             raise TargetError(
                 f"the masks hold 0 and {IGNORED} only, and {IGNORED} is ignored by losses of class ids, by others for "
                 f"no data; say --classes {IGNORED}=1 if it is the foreground, or {IGNORED}=ignore"
             )
-        if self._table is None and self._rule.loss.binary and self.ignores and 0 not in self._seen:
+        if self._table is None and self._rule.loss.binary and self.ignores and 0 not in seen:
             raise TargetError(
                 "the masks hold nothing but foreground, and no data elsewhere, which is ignored; if that is the "
-                f"background, say --classes {max(self._seen, default=IGNORED)}=1"
+                f"background, say --classes {max(seen, default=IGNORED)}=1"
             )
 
     def counts(self, row: Row) -> NDArray[np.int64]:

@@ -1,4 +1,8 @@
-"""How a network does on slides that it is not trained on: the loss of validation slides, scores of test slides."""
+"""How a network does on slides that it is not trained on: the loss of validation slides, scores of test slides.
+
+Of several ranks, groups share out the slides of a validation, computing each as in a step, and single ranks those of a
+test, since an image that a model returns comes from one process.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,11 @@ from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.cohort_scores import compare_labels
 from gigagrad.prediction.evaluate import score_logits
 from gigagrad.prediction.slide_scores import Reading, output_of
+from gigagrad.ranks import Fleet, Ranks
 from gigagrad.training.config import FitConfig
 from gigagrad.training.learner import Learner
 from gigagrad.training.pairs import Pairs
+from gigagrad.training.sharing import plan_alike
 
 _THRESHOLD = 0.5
 
@@ -38,22 +44,27 @@ class Tested:
     evaluation: dict[str, Any] = field(default_factory=dict)
 
 
-def validate(learner: Learner, pairs: Pairs, rows: tuple[Row, ...], events: Events) -> float:
+def validate(learner: Learner, pairs: Pairs, rows: tuple[Row, ...], events: Events, fleet: Fleet) -> float:
     """Mean loss over `rows`, or that of all bags, without turns and in eval mode. Emits the job `validate`."""
     learner.model.eval()
-    losses: list[float] = []
     with events.job("validate", len(rows)) as advance:
         if (group := learner.group) is not None:
             bags = bags_of(rows)
             opened = [[partial(pairs.seen, row) for row in bag] for bag in bags]
-            losses.append(group.loss(opened, [pairs.label(bag[0]) for bag in bags]))
+            losses = [group.loss(opened, [pairs.label(bag[0]) for bag in bags])]
             advance(len(rows), "")
         else:
-            for row in rows:
+            engine = learner.engine
+            with pairs.open(rows[0]) as (slide, target):
+                plan_alike(engine, lambda: engine.plan(slide, target, backward=False), fleet.data)
+
+            def loss(row: Row) -> float:
                 with pairs.open(row) as (slide, target):
-                    losses.append(_loss(learner.engine, slide, target))
+                    value = _loss(engine, slide, target)
                 pairs.passed(row)
-                advance(len(losses), row.name)
+                return value
+
+            losses = fleet.data.shared_out(rows, loss, lambda done, _: advance(done, rows[done - 1].name))
     return math.fsum(losses) / len(losses)
 
 
@@ -65,6 +76,7 @@ def test(
     table: ClassTable | None,
     cohort: Cohort,
     events: Events,
+    ranks: Ranks,
 ) -> Tested:
     """Of masks Dice, of labels what `_of_labels` says, of anything else the loss. Emits the job `test`."""
     rows, kind = cohort.of("test"), kind_of(config.loss)
@@ -82,35 +94,52 @@ def test(
     )
     engine.events.subscribe(events.emit)
     metric = "dice" if dense else "risk" if loss.survival else "loss"
-    if rated and rows:
-        return Tested(metric, *_of_labels(engine, rows, pairs, loss, config.loss, table, events))
-    scores: dict[str, float] = {}
+    if not rows:
+        return Tested(metric)
+    with pairs.open(rows[0]) as (slide, target):
+        plan_alike(engine, lambda: engine.plan(slide, target if engine.loss else None, backward=False), ranks)
+    if rated:
+        return Tested(metric, *_of_labels(engine, rows, pairs, loss, config.loss, table, events, ranks))
+
+    def score(row: Row) -> float:
+        with pairs.open(row) as (slide, target):
+            if not dense:
+                return _loss(engine, slide, target)
+            assert isinstance(target, Image)
+            shape = image_shape(engine, slide)
+            channels = Channels.of(1 if shape is None else shape[1], config.loss)
+            return score_logits(engine.stream(slide), target, channels, table, slide).dice
+
     with events.job("test", len(rows)) as advance:
-        for row in rows:
-            with pairs.open(row) as (slide, target):
-                if dense:
-                    assert isinstance(target, Image)
-                    shape = image_shape(engine, slide)
-                    channels = Channels.of(1 if shape is None else shape[1], config.loss)
-                    scores[row.name] = score_logits(engine.stream(slide), target, channels, table, slide).dice
-                else:
-                    scores[row.name] = _loss(engine, slide, target)
-            advance(len(scores), f"{row.name}: {scores[row.name]:.4f}")
-    return Tested(metric, scores)
+        found = ranks.shared_out(rows, score, lambda done, value: advance(done, f"{rows[done - 1].name}: {value:.4f}"))
+    return Tested(metric, {row.name: value for row, value in zip(rows, found, strict=True)})
 
 
 def _of_labels(
-    engine: Engine, rows: Sequence[Row], pairs: Pairs, loss: Loss, name: str, table: ClassTable | None, events: Events
+    engine: Engine,
+    rows: Sequence[Row],
+    pairs: Pairs,
+    loss: Loss,
+    name: str,
+    table: ClassTable | None,
+    events: Events,
+    ranks: Ranks,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """By slide or bag its loss, of survival the risk; and `SlideEvaluation.to_dict`, empty where there are several
     numbers of a slide. `name` is what the loss is called. Emits the job `test`.
     """
-    outputs: dict[str, torch.Tensor] = {}
+
+    def output(row: Row) -> tuple[str, list[list[float]]]:
+        with pairs.seen(row) as slide:
+            found = output_of(engine, slide)
+        return str(found.dtype).removeprefix("torch."), found.tolist()
+
     with events.job("test", len(rows)) as advance:
-        for row in rows:
-            with pairs.seen(row) as slide:
-                outputs[row.name] = output_of(engine, slide)
-            advance(len(outputs), row.name)
+        found = ranks.shared_out(rows, output, lambda done, _: advance(done, rows[done - 1].name))
+    outputs = {
+        row.name: torch.tensor(values, dtype=getattr(torch, dtype))
+        for row, (dtype, values) in zip(rows, found, strict=True)
+    }
     reading = Reading.of(next(iter(outputs.values())).shape[1], name, table)
     scores = {}
     for bag in bags_of(rows):
@@ -120,8 +149,8 @@ def _of_labels(
         scores[called] = float(output_NC if loss.survival else loss.function(output_NC, target))
     if not reading.names and len(reading.columns) > 1:
         return scores, {}
-    found = {row.name: (reading, reading.scores(outputs[row.name])) for row in rows}
-    return scores, compare_labels(rows, found, table, _THRESHOLD).to_dict()
+    read = {row.name: (reading, reading.scores(outputs[row.name])) for row in rows}
+    return scores, compare_labels(rows, read, table, _THRESHOLD).to_dict()
 
 
 def _loss(engine: Engine, slide: Image, target: Image | torch.Tensor) -> float:
