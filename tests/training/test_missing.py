@@ -45,8 +45,7 @@ def pairs(folder, loss="bce", ignores=True, table=None):
 def test_targets_are_ignored_where_slides_are_missing(tmp_path, turn) -> None:
     (row,), ids = cohort(tmp_path)[0].rows, cohort(tmp_path)[1]
     made = pairs(tmp_path)
-    made.prepare(row, nn.Sequential(nn.Identity()))
-    made.check_seen()
+    made.check_seen(made.prepare(row, nn.Sequential(nn.Identity())))
     expected = np.where(MISSING, IGNORED, ids)
     with made.open(row, turn) as (slide, target):
         found = target.read(Box.whole(*target.shape[1:]))[0]
@@ -72,12 +71,11 @@ def test_who_has_gaps(tmp_path):
 def test_what_255_or_0_means_is_asked(tmp_path, mask_nodata, said) -> None:
     (row,) = cohort(tmp_path, mask_nodata=mask_nodata, foreground=255)[0].rows
     made = pairs(tmp_path)
-    made.prepare(row, nn.Sequential(nn.Identity()))
+    seen = made.prepare(row, nn.Sequential(nn.Identity()))
     with pytest.raises(TargetError, match=said):
-        made.check_seen()
+        made.check_seen(seen)
     named = pairs(tmp_path, table=ClassTable.parse(["255=1"]))
-    named.prepare(row, nn.Sequential(nn.Identity()))
-    named.check_seen()
+    named.check_seen(named.prepare(row, nn.Sequential(nn.Identity())))
 
 
 class Constant(nn.Module):

@@ -36,17 +36,12 @@ class Learner:
     def __init__(
         self, config: FitConfig, model: nn.Module, loss: Loss, count: int, fleet: Fleet, *, grouped: bool
     ) -> None:
-        """Raises `ConfigError` for an optimizer that cannot be made, and for groups that have nothing to share."""
+        """Raises `ConfigError` for an optimizer that cannot be made, and for bags in several groups."""
         groups = fleet.data.count
         if groups > 1 and grouped:
             raise ConfigError(
                 f"bags and cox see the slides of a step one after the other, and the mesh has {groups} groups; give "
                 f"--mesh 1x{fleet.everybody.count}"
-            )
-        if groups > config.accumulate:
-            raise ConfigError(
-                f"a step has {config.accumulate} slides for {groups} groups of the mesh; give --accumulate {groups} or "
-                f"more, or --mesh 1x{fleet.everybody.count}"
             )
         self.model, self._config, self._count, self._data = model, config, count, fleet.data
         self.optimizer = make_optimizer(config, model)

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from gigagrad.cohorts import Cohort, Row, Split, bags_of, check_images, class_table, read_cohort
+from gigagrad.cohorts import Cohort, Row, bags_of, check_images, class_table, read_cohort
 from gigagrad.devices import device_for
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Listener, MetricsLogged, Notice
@@ -33,7 +31,6 @@ from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
 from gigagrad.ranks import Fleet, from_environment, is_restart
-from gigagrad.training.augment import draws_of, order_of, turn_of
 from gigagrad.training.card import write_model
 from gigagrad.training.checkpoint import Checkpoint, Progress
 from gigagrad.training.class_weights import BALANCED, class_weights
@@ -47,6 +44,7 @@ from gigagrad.training.optimization import freeze
 from gigagrad.training.pairs import Pairs
 from gigagrad.training.result import FitResult
 from gigagrad.training.sharing import plan_alike
+from gigagrad.training.steps import Bag, Steps
 from gigagrad.training.tested import test, validate
 from gigagrad.training.trackers import TrackedRun, Tracker
 
@@ -89,9 +87,6 @@ def as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collect
     return settings.relative_to(Path.cwd())
 
 
-Bag = tuple[Row, ...]
-
-
 class _Run:
     """One run from its checks to its summary."""
 
@@ -104,7 +99,6 @@ class _Run:
             config = replace(config, classes=self.table.entries)
         self.config = config
         self.sizes = check_images(self.cohort, config.level, look=config.look, table=self.table)
-        self.shapes = {row: size.shape for row, size in zip(self.cohort.rows, self.sizes, strict=True)}
         device_for(config.device)  # refuses one that is not there
         self.loss = named_loss(config.loss)
         if self.loss.survival and config.accumulate < 2:
@@ -196,7 +190,13 @@ class _Run:
             objective.rule, level=config.level, look=config.look, labels=self.folder.labels, table=self.table
         )
         grouped = self.loss.survival or len(bags_of(self.cohort.rows)) < len(self.cohort.rows)
-        self.learner = Learner(config, self.model, self.loss, len(self._bags("train")), self.fleet, grouped=grouped)
+        count = len(bags_of(self.cohort.of("train")))
+        self.learner = Learner(config, self.model, self.loss, count, self.fleet, grouped=grouped)
+        if (groups := self.fleet.data.count) > config.accumulate:
+            text = f"a step has {config.accumulate} slides for {groups} groups of the mesh, so some have nothing to do"
+            self.events.emit(Notice(text, warning=True))
+        pixels = {row: math.prod(size.shape[1:]) for row, size in zip(self.cohort.rows, self.sizes, strict=True)}
+        self.steps = Steps(config, self.cohort, pixels, self.pairs, self.jitter, self.learner)
         self.engine = self.learner.engine
         if self.resumed is not None:
             self._resume(self.resumed)
@@ -276,20 +276,17 @@ class _Run:
         self.events.emit(Notice(f"class weights: {', '.join(f'{weight:.4g}' for weight in weights)}"))
 
     def _train(self) -> None:
-        config, bags = self.config, self._bags("train")
-        total = config.epochs * len(bags)
+        config = self.config
         if not self.cohort.of("val"):
             text = "no slide has the split 'val': the weights of the last epoch are kept"
             self.events.emit(Notice(text, warning=True))
         self._note_state()
         self.saved_at = time.monotonic()
         try:
-            with self.events.job("train", total, config.model) as advance:
+            with self.events.job("train", config.epochs * len(self.steps.bags), config.model) as advance:
                 while not self._ended():
-                    epoch = self.progress.epoch
-                    order = order_of(config.seed, epoch, len(bags))
-                    for first in range(self.progress.index, len(bags), config.accumulate):
-                        self._step([bags[i] for i in order[first : first + config.accumulate]], bags, advance)
+                    for chosen in self.steps.left(self.progress):
+                        self._step(chosen, advance)
                         if time.monotonic() - self.saved_at >= config.checkpoint_seconds:
                             self._save()
                     self._end_epoch()
@@ -304,62 +301,21 @@ class _Run:
         waited = progress.epoch - progress.best_epoch
         return progress.epoch >= config.epochs or 0 < config.patience <= waited
 
-    def _bags(self, split: Split) -> tuple[Bag, ...]:
-        """What a step sees at least of the rows of a split: those of a patient, or single ones."""
-        return bags_of(self.cohort.of(split))
-
-    def _step(self, chosen: Sequence[Bag], bags: Sequence[Bag], advance: Callable[[int, str], None]) -> None:
+    def _step(self, chosen: Sequence[Bag], advance: Callable[[int, str], None]) -> None:
         """One step with the mean gradient of some bags. Raises `ConfigError` if a loss is no longer a number."""
-        progress, learner, slides = self.progress, self.learner, len(chosen)
-        numbers = dict(zip(bags, accumulate(map(len, bags), initial=0), strict=False))  # of each bag's first slide
+        progress, slides = self.progress, len(chosen)
 
         def tell(done: int, loss: float) -> None:
             text = f"epoch {progress.epoch + 1} of {self.config.epochs}, loss {loss:.4g}"
             advance(progress.step + done, text)
 
-        if learner.group is None:
-            pairs = [partial(self._varied, bag[0], numbers[bag], progress.epoch) for bag in chosen]
-            pixels = [math.prod(self.shapes[bag[0]][1:]) for bag in chosen]
-            told = learner.add(pairs, pixels, lambda done, loss: tell(done, loss) if done < slides else None)
-        else:
-            opened = [
-                [partial(self._seen, row, numbers[bag] + k, progress.epoch) for k, row in enumerate(bag)]
-                for bag in chosen
-            ]
-            told = [learner.add_bags(opened, [self.pairs.label(bag[0]) for bag in chosen])]
-        for bag, values in zip(chosen, told, strict=False):
-            self._check_finite(values["loss"], bag[0])
-        told[-1] |= learner.step(progress.epoch, progress.index, slides)
+        told = self.steps.gradients(chosen, progress, lambda done, loss: tell(done, loss) if done < slides else None)
+        told[-1] |= self.learner.step(progress.epoch, progress.index, slides)
         self.progress = replace(progress, index=progress.index + slides, step=progress.step + slides)
         self._note_state()
         for number, values in enumerate(told, self.progress.step - len(told) + 1):
             self.events.emit(MetricsLogged("train", progress.epoch + 1, number, values))
         tell(slides, told[-1]["loss"])
-
-    def _check_finite(self, loss: float, row: Row) -> None:
-        if not math.isfinite(loss):
-            ignored = (
-                " (or its mask holds nothing but ignored pixels)" if math.isnan(loss) and self.pairs.ignores else ""
-            )
-            raise ConfigError(
-                f"the loss became {loss} at step {self.progress.step + 1} (slide {row.name}); "
-                f"lower learning_rate (it is {self.config.learning_rate:g}){ignored}"
-            )
-
-    @contextmanager
-    def _varied(self, row: Row, number: int, epoch: int) -> Iterator[tuple[Image, Image | torch.Tensor]]:
-        """Training slide `number` with its target, turned and coloured as in this epoch, which seeds what is drawn."""
-        config = self.config
-        turn = turn_of(config.seed, epoch, number) if config.augment else 0
-        with self.pairs.open(row, turn) as (slide, target):
-            torch.manual_seed(draws_of(config.seed, epoch, number))
-            yield self.jitter.of(slide, config.seed, epoch, number), target
-        self.pairs.passed(row)
-
-    @contextmanager
-    def _seen(self, row: Row, number: int, epoch: int) -> Iterator[Image]:
-        with self._varied(row, number, epoch) as (slide, _):
-            yield slide
 
     def _end_epoch(self) -> None:
         """Validate, keep the weights if they are the best so far, and count the epoch as done."""

@@ -1,0 +1,102 @@
+"""Ranks that are killed, and ranks that are stopped, in the middle of a fit: the others end and say who it was, and the
+run goes on to the same bits.
+
+    python bench/kills.py [--kills 100] [--stops 20] [--mesh 2x2] [--network Dropped] [--seed 0]
+
+A fit by as many processes as the mesh has, over gloo, loses one of them at a random moment, by SIGKILL or by SIGSTOP,
+and is started again from its last checkpoint, as torchrun --max-restarts does, until it ends; then another one begins.
+Every one must end with the hash of an undisturbed run of one process, no process may go on for longer than a minute
+without the lost one, and one that stopped must be named. One JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.meshes import NETWORKS, begin, digest, started
+
+_TIMEOUT = 4.0
+"""Seconds, of `--rank-timeout`."""
+_LONG = 60.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--stops", type=int, default=20)
+    parser.add_argument("--mesh", default="2x2")
+    parser.add_argument("--network", choices=NETWORKS, default="Dropped")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    blows = [signal.SIGKILL] * args.kills + [signal.SIGSTOP] * args.stops
+    rng.shuffle(blows)
+    with tempfile.TemporaryDirectory() as folder:
+        begun = Path(begin(Path(folder), args.network, epochs=4).out)
+        expected, _ = undisturbed(begun, Path(folder) / "one", "1x1")
+        usual, seconds = undisturbed(begun, Path(folder) / "many", args.mesh)
+        found = struck(begun, blows, args.mesh, seconds, rng)
+    wrong = [other for other in (usual, *found["hashes"]) if other != expected]
+    line = {"kills": args.kills, "stops": args.stops, "mesh": args.mesh, "runs": len(found["hashes"])}
+    print(json.dumps(line | {"differing": len(wrong), **{key: found[key] for key in ("landed", "named", "late")}}))
+
+
+def undisturbed(begun: Path, run: Path, mesh: str) -> tuple[str, float]:
+    """Its hash, and the seconds that it took."""
+    shutil.copytree(begun, run)
+    start = time.monotonic()
+    if any(ended := [rank.wait() for rank in started(run, mesh)]):
+        raise SystemExit(f"{mesh}: exit codes {ended}")
+    return digest(run), time.monotonic() - start
+
+
+def struck(begun: Path, blows: list[signal.Signals], mesh: str, seconds: float, rng: random.Random) -> dict[str, Any]:
+    """The hashes of the runs that ended, how many blows met a process at work, and of how many stops it was named."""
+    hashes: list[str] = []
+    counts = {"landed": 0, "named": 0, "late": 0}
+    while blows or not hashes:
+        run = begun.parent / f"run{len(hashes)}"
+        shutil.copytree(begun, run)
+        while True:
+            ranks = started(run, mesh, "--rank-timeout", str(_TIMEOUT))
+            if blows:
+                _strike(ranks, blows.pop(), rng.random() * seconds, rng.randrange(len(ranks)), counts)
+            codes = [rank.wait() for rank in ranks]
+            if not any(codes):
+                break
+        hashes.append(digest(run))
+        shutil.rmtree(run)
+    return {"hashes": hashes, **counts}
+
+
+def _strike(
+    ranks: list[subprocess.Popen[str]], blow: signal.Signals, delay: float, chosen: int, counts: dict[str, int]
+) -> None:
+    time.sleep(delay)
+    victim = ranks[chosen]
+    if victim.poll() is None:
+        counts["landed"] += 1
+    victim.send_signal(blow)
+    others, end = [rank for rank in ranks if rank is not victim], time.monotonic() + _LONG
+    while any(rank.poll() is None for rank in others) and time.monotonic() < end:
+        time.sleep(0.05)
+    counts["late"] += sum(rank.poll() is None for rank in others)
+    said = ""
+    for rank in ranks:
+        rank.kill()
+        said += rank.communicate()[1]
+    counts["named"] += blow == signal.SIGSTOP and f"rank {chosen} is silent" in said
+    print(f"{blow.name} of rank {chosen} after {delay:.1f} s: {' '.join(said.split())[:200]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

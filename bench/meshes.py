@@ -1,0 +1,163 @@
+"""Training over the ranks of several meshes: the same bits for all of them.
+
+    python bench/meshes.py [--meshes 1x1 1x2 1x4 2x1 2x2 4x1 3x1] [--networks NAME ...]
+
+For each network, a fit of nine slides of two sizes, three of them a step, over gloo by ranks of one thread each, all
+from one checkpoint: hashes of weights, buffers, optimizer and logged losses are compared. Prints a line for each mesh
+that differs, and one JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tifffile
+import torch
+
+from gigagrad.events import Event, JobStarted
+from gigagrad.training import FitConfig, fit
+from gigagrad.training.checkpoint import Checkpoint
+from gigagrad.training.folder import RunFolder
+
+NETWORKS = ("Plain", "Normed", "Dropped", "Cumulative")
+_MODULE = """
+import torch
+from torch import nn
+
+class Plain(nn.Sequential):
+    def __init__(self, *inner):
+        super().__init__(nn.Conv2d(3, 4, 3, 2, 1), *inner, nn.ReLU(), nn.ConvTranspose2d(4, 1, 4, 2, 1))
+
+    def forward(self, image):
+        return super().forward(image / 255)
+
+class Normed(Plain):
+    def __init__(self):
+        super().__init__(nn.BatchNorm2d(4))
+
+class Dropped(Plain):
+    def __init__(self):
+        super().__init__(nn.BatchNorm2d(4), nn.Dropout2d(0.3), nn.Dropout(0.3))
+
+class Cumulative(Plain):
+    def __init__(self):
+        super().__init__(nn.BatchNorm2d(4, momentum=None))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--meshes", nargs="+", default=["1x1", "1x2", "1x4", "2x1", "2x2", "4x1", "3x1"])
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    args = parser.parse_args()
+    differing, hashes, seconds = 0, dict[str, str](), dict[str, float]()
+    for network in args.networks:
+        with tempfile.TemporaryDirectory() as folder:
+            begun = begin(Path(folder), network, epochs=1)
+            for mesh in args.meshes:
+                run, start = Path(folder) / mesh, time.perf_counter()
+                shutil.copytree(begun.out, run)
+                ended = [rank.wait() for rank in started(run, mesh)]
+                if any(ended):
+                    raise SystemExit(f"{network} by {mesh}: exit codes {ended}")
+                seconds[f"{network} {mesh}"] = round(time.perf_counter() - start, 1)
+                if digest(run) != hashes.setdefault(network, digest(run)):
+                    differing += 1
+                    print(f"{network} by {mesh} differs", flush=True)
+    line = {"meshes": args.meshes, "networks": args.networks, "differing": differing, "hashes": hashes}
+    print(json.dumps(line | {"seconds": seconds}))
+
+
+def begin(folder: Path, network: str, epochs: int) -> FitConfig:
+    """A run of small tiles that has taken no step yet."""
+    (folder / "mesh_networks.py").write_text(_MODULE)
+    os.chdir(folder)  # where networks are found
+    rng, lines = np.random.default_rng(0), ["slide,mask,split"]
+    for number, split in enumerate(["train"] * 9 + ["val", "val", "test", "test"]):
+        side = 112 if number % 3 else 144  # square, so that a turn needs no capture of its own
+        pixels = rng.integers(0, 256, (side, side, 3), np.uint8)
+        tifffile.imwrite(folder / f"{number}.tif", pixels, tile=(64, 64), photometric="rgb")
+        mask = (pixels[..., 0] > 127).astype(np.uint8)
+        tifffile.imwrite(folder / f"{number}.mask.tif", mask, tile=(64, 64), photometric="minisblack")
+        lines.append(f"{number}.tif,{number}.mask.tif,{split}")
+    (folder / "cohort.csv").write_text("\n".join(lines) + "\n")
+    config = FitConfig(
+        slides=str(folder / "cohort.csv"),
+        out=str(folder / "begun"),
+        model=f"mesh_networks:{network}",
+        epochs=epochs,
+        accumulate=3,
+        checkpoint_seconds=0,
+    )
+    torch.set_num_threads(1)
+    with suppress(KeyboardInterrupt):
+        fit(config, [_stop])
+    path = RunFolder(Path(config.out)).checkpoint
+    state = torch.load(path, weights_only=True)
+    for choice in state["engine"]["choices"].values():
+        choice["tiles"] = [[40, 48]] * len(choice["tiles"])
+    torch.save(state, path)
+    return config
+
+
+def _stop(event: Event) -> None:
+    if isinstance(event, JobStarted) and event.job == "train":
+        raise KeyboardInterrupt
+
+
+def started(run: Path, mesh: str, *more: str) -> list[subprocess.Popen[str]]:
+    """The ranks of a mesh, going on with the run in a folder beside its cohort."""
+    groups, _, size = mesh.partition("x")
+    count = int(groups) * int(size)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "gigagrad", "fit", "--config", str(run / "config.yaml"), "--out", str(run)]
+    trusted = [f"--trust=mesh_networks:{name}" for name in NETWORKS]
+    command += [*trusted, "--mesh", mesh, *more]
+    return [
+        subprocess.Popen(
+            command,
+            env=os.environ | common | {"RANK": str(rank)},
+            cwd=run.parent,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if more else None,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+def digest(run: Path) -> str:
+    """Of what a run has come to: its weights, buffers, optimizer, and the losses that it logged."""
+    checkpoint, found = Checkpoint.load(RunFolder(run).checkpoint), hashlib.sha256()
+    states = [checkpoint.model, *checkpoint.optimizer["state"].values()]
+    for state in states:
+        for name, tensor in state.items():
+            found.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    lines = [json.loads(line) for line in RunFolder(run).metrics.read_text().splitlines()]
+    losses = [(line["split"], line["step"], _loss(line["values"])) for line in lines if line["event"] == "metrics"]
+    found.update(json.dumps([losses, json.loads(RunFolder(run).summary.read_text())]).encode())
+    return found.hexdigest()
+
+
+def _loss(values: dict[str, Any]) -> Any:
+    return values.get("loss", values)
+
+
+if __name__ == "__main__":
+    main()

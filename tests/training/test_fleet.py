@@ -1,0 +1,142 @@
+"""A run by several processes: the same bits as by one, one voice, and no hang where one of them is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gigagrad.events import JobStarted
+from gigagrad.training import FitConfig, fit
+from gigagrad.training.checkpoint import Checkpoint
+from gigagrad.training.folder import RunFolder
+
+_NETWORK = """
+from torch import nn
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        layers = nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.Dropout(0.3), nn.ConvTranspose2d(4, 1, 4, 2, 1)
+        super().__init__(*layers)
+
+    def forward(self, image):
+        return super().forward(image / 255)
+"""
+
+
+@pytest.fixture
+def begun(cohort_csv, tmp_path, monkeypatch):
+    """A run of three steps of three slides, with small tiles, that has taken none yet."""
+    (tmp_path / "networks_of_test_fleet.py").write_text(_NETWORK)
+    monkeypatch.chdir(tmp_path)
+    config = FitConfig(
+        slides=str(cohort_csv),
+        out=str(tmp_path / "begun"),
+        model="networks_of_test_fleet:Normed",
+        epochs=3,
+        accumulate=3,
+        checkpoint_seconds=0,
+    )
+
+    def stop(event):
+        if isinstance(event, JobStarted) and event.job == "train":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(config, [stop])
+    path = RunFolder(tmp_path / "begun").checkpoint
+    state = torch.load(path, weights_only=True)
+    for choice in state["engine"]["choices"].values():
+        choice["tiles"], choice["workers"] = [[40, 48]] * len(choice["tiles"]), 2  # so that no operator is shared
+    torch.save(state, path)
+    return config
+
+
+def start(count: int, config: FitConfig, *flags: str) -> list[subprocess.Popen[str]]:
+    """`gigagrad fit` by so many processes, as torchrun starts them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+    config.save(path := Path("run.yaml"))
+    command = [sys.executable, "-m", "gigagrad", "fit", "--config", str(path), "--trust", config.model, *flags]
+    return [
+        subprocess.Popen(
+            command,
+            env=os.environ | common | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+def ended(ranks: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
+    """Exit codes, and what was said on standard output and error, by rank."""
+    said = [rank.communicate(timeout=200) for rank in ranks]
+    return [rank.returncode for rank in ranks], [out for out, _ in said], [error for _, error in said]
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    states = [Checkpoint.load(RunFolder(run).checkpoint) for run in (one, other)]
+    losses = []
+    for run in (one, other):
+        lines = map(json.loads, RunFolder(run).metrics.read_text().splitlines())
+        losses.append([(m["step"], m["values"].get("loss")) for m in lines if m["event"] == "metrics"])
+    alike = all(torch.equal(tensor, states[1].model[name]) for name, tensor in states[0].model.items())
+    summaries = [RunFolder(run).summary.read_text() for run in (one, other)]
+    return alike and states[0].progress == states[1].progress and losses[0] == losses[1] and len(set(summaries)) == 1
+
+
+def test_two_groups_of_two_ranks_go_on_as_one_process_does(begun, tmp_path):
+    one = tmp_path / "one"
+    shutil.copytree(begun.out, one)
+    ranks = start(4, replace(begun, mesh="2x2"))
+    fit(replace(begun, out=str(one)))
+    codes, out, errors = ended(ranks)
+    assert (codes, "".join(errors)) == ([0] * 4, "")
+    assert out[0].count("9 steps, best epoch") == 1
+    assert out[1:] == [""] * 3
+    assert same_bits(one, Path(begun.out))
+
+
+def test_who_is_killed_or_stopped_is_named_and_the_run_goes_on(begun, tmp_path):
+    one = tmp_path / "one"
+    shutil.copytree(begun.out, one)
+    for blow in (signal.SIGKILL, signal.SIGSTOP):
+        ranks = start(3, replace(begun, rank_timeout=2, epochs=99))
+        line = next(line for line in ranks[0].stdout if line.startswith("val"))  # an epoch is over
+        ranks[1].send_signal(blow)
+        begin = time.monotonic()
+        for rank in (ranks[0], ranks[2]):
+            assert rank.wait(timeout=120) == 2, line
+        assert time.monotonic() - begin < 60
+        ranks[1].kill()
+        _, _, errors = ended(ranks)
+        # PyTorch has words of its own where the first rank, which keeps the store, ends before another one.
+        said = [line for line in "".join(errors).splitlines() if line.startswith("gigagrad")]
+        assert said == ["gigagrad: error: rank 1 is silent: stopped, killed, or out of reach"]
+    assert Checkpoint.load(RunFolder(Path(begun.out)).checkpoint).progress.epoch > 0
+    longer = Checkpoint.load(RunFolder(Path(begun.out)).checkpoint).progress.epoch + 1
+    for run in (begun.out, str(one)):  # by one process, and in one go
+        fit(replace(begun, out=run, epochs=longer))
+    assert same_bits(one, Path(begun.out))
+
+
+def test_an_error_is_said_once(begun, tmp_path):
+    for flags in (["--slides", str(tmp_path / "nothing.csv")], ["--epochs", "0"], ["--no-such-flag"]):
+        codes, out, errors = ended(start(2, begun, *flags))
+        assert codes == [2, 2]
+        assert "".join(out) == ""
+        assert len("".join(errors).splitlines()) == 1
