@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +68,7 @@ class ProcessGroup(Ranks):
             work = dist.all_gather(everybody, own, self._group, async_op=True)
         except RuntimeError as error:
             raise self._silent(error) from None
-        start = time.monotonic()
+        start, self._pulse.waiting = time.monotonic(), work
         while work is not None:
             try:
                 work.wait(timedelta(seconds=_BEAT_SECONDS))
@@ -107,6 +109,8 @@ class _Pulse:
     def __init__(self, own: int) -> None:
         self._store = dist.distributed_c10d.PrefixStore("gigagrad-pulse", dist.distributed_c10d._get_default_store())
         self._own, self._over, self._failed = own, threading.Event(), False
+        self.waiting: dist.Work | None = None
+        """The last collective that this process has waited for."""
         self._store.add(str(own), 1)
         self._thread = threading.Thread(target=self._beat, name="gigagrad-pulse", daemon=True)
         self._thread.start()
@@ -154,9 +158,18 @@ class _Pulse:
         return RankError(f"rank {rank} failed: {text}", told=True, mendable=mendable)
 
     def _end(self) -> None:
-        """A call of the store must not outlive it."""
+        """A call of the store must not outlive it. Neither can gloo give up a collective: with one that never ends the
+        process would not, either.
+        """
         self._over.set()
         self._thread.join(_BEAT_SECONDS)
+        end = time.monotonic() + _LAST_WORDS_SECONDS
+        while self.waiting is not None and not self.waiting.is_completed():
+            if time.monotonic() > end:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(2)
+            time.sleep(0.01)
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT_SECONDS):
