@@ -47,7 +47,7 @@ def main() -> None:
         found = struck(begun, blows, args.mesh, seconds, rng)
     wrong = [other for other in (usual, *found["hashes"]) if other != expected]
     line = {"kills": args.kills, "stops": args.stops, "mesh": args.mesh, "runs": len(found["hashes"])}
-    print(json.dumps(line | {"differing": len(wrong), **{key: found[key] for key in ("landed", "named", "late")}}))
+    print(json.dumps(line | {"differing": len(wrong)} | {key: found[key] for key in found if key != "hashes"}))
 
 
 def undisturbed(begun: Path, run: Path, mesh: str) -> tuple[str, float]:
@@ -60,16 +60,16 @@ def undisturbed(begun: Path, run: Path, mesh: str) -> tuple[str, float]:
 
 
 def struck(begun: Path, blows: list[signal.Signals], mesh: str, seconds: float, rng: random.Random) -> dict[str, Any]:
-    """The hashes of the runs that ended, how many blows met a process at work, and of how many stops it was named."""
+    """The hashes of the runs that ended, how often the lost rank was named, and how many others had to be ended."""
     hashes: list[str] = []
-    counts = {"landed": 0, "named": 0, "late": 0}
+    counts = {"stops named": 0, "kills named": 0, "late": 0}
     while blows or not hashes:
         run = begun.parent / f"run{len(hashes)}"
         shutil.copytree(begun, run)
         while True:
             ranks = started(run, mesh, "--rank-timeout", str(_TIMEOUT))
-            if blows:
-                _strike(ranks, blows.pop(), rng.random() * seconds, rng.randrange(len(ranks)), counts)
+            if blows and _strike(ranks, blows[-1], rng.random() * seconds, rng.randrange(len(ranks)), counts):
+                blows.pop()
             codes = [rank.wait() for rank in ranks]
             if not any(codes):
                 break
@@ -80,11 +80,13 @@ def struck(begun: Path, blows: list[signal.Signals], mesh: str, seconds: float, 
 
 def _strike(
     ranks: list[subprocess.Popen[str]], blow: signal.Signals, delay: float, chosen: int, counts: dict[str, int]
-) -> None:
-    time.sleep(delay)
-    victim = ranks[chosen]
-    if victim.poll() is None:
-        counts["landed"] += 1
+) -> bool:
+    """Whether the blow met a process that was at work."""
+    victim, end = ranks[chosen], time.monotonic() + delay
+    while time.monotonic() < end and victim.poll() is None:
+        time.sleep(0.01)
+    if victim.poll() is not None:
+        return False
     victim.send_signal(blow)
     others, end = [rank for rank in ranks if rank is not victim], time.monotonic() + _LONG
     while any(rank.poll() is None for rank in others) and time.monotonic() < end:
@@ -94,8 +96,10 @@ def _strike(
     for rank in ranks:
         rank.kill()
         said += rank.communicate()[1]
-    counts["named"] += blow == signal.SIGSTOP and f"rank {chosen} is silent" in said
+    kind = "stops named" if blow == signal.SIGSTOP else "kills named"
+    counts[kind] += f"rank {chosen} is silent" in said
     print(f"{blow.name} of rank {chosen} after {delay:.1f} s: {' '.join(said.split())[:200]}", flush=True)
+    return True
 
 
 if __name__ == "__main__":

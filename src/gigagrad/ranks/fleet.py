@@ -25,13 +25,18 @@ def from_environment(timeout: float = TIMEOUT_SECONDS) -> Ranks:
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         return Alone()
     import torch
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     from gigagrad.ranks.process_group import SLOW, ProcessGroup
 
     if not torch.distributed.is_initialized():
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        torch.distributed.init_process_group("gloo", timeout=SLOW)
+        store, rank, count = next(rendezvous("env://"))
+        # Of its own for every start: torchrun may keep the store of processes that are gone.
+        store = PrefixStore(f"gigagrad-{_restarts()}", store)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=SLOW)
     return ProcessGroup(timeout=timeout)
 
 
@@ -42,7 +47,11 @@ def is_first() -> bool:
 
 def is_restart() -> bool:
     """Whether torchrun started these processes again, after one of them had failed."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return _restarts() != "0"
+
+
+def _restarts() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 @dataclass(frozen=True, slots=True)

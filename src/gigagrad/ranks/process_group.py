@@ -70,13 +70,14 @@ class ProcessGroup(Ranks):
             raise self._silent(error) from None
         start, self._pulse.waiting = time.monotonic(), work
         while work is not None:
+            over = work.is_completed()  # before it is waited for: what it raises then is no lack of time
             try:
                 work.wait(timedelta(seconds=_BEAT_SECONDS))
                 break
             except RuntimeError as error:
                 self._pulse.listen()
                 late = time.monotonic() - start > self._timeout.total_seconds()
-                if work.is_completed() or (late and self._pulse.missing(self._peers)):
+                if over or (late and self._pulse.missing(self._peers)):
                     raise self._silent(error) from None
         return everybody
 
