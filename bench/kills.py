@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.meshes import NETWORKS, begin, digest, started
 
-_TIMEOUT = 4.0
+_TIMEOUT = 8.0
 """Seconds, of `--rank-timeout`."""
 _LONG = 60.0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -82,6 +84,6 @@ def test_a_mesh_is_of_as_many_ranks_as_there_are():
     with pytest.raises(ConfigError, match="a mesh of 2x2 takes 4 ranks, got 1"):
         Fleet.of(Alone(), (2, 2))
     for mesh, counts in (((1, 3), (1, 3)), ((3, 1), (3, 1)), (None, (1, 3))):
-        made = run_virtual(3, lambda ranks, mesh=mesh: Fleet.of(ranks, mesh))
+        made = run_virtual(3, partial(Fleet.of, mesh=mesh))
         assert [(fleet.data.count, fleet.tile.count) for fleet in made] == [counts] * 3
         assert [fleet.first for fleet in made] == [True, False, False]

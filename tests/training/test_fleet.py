@@ -115,7 +115,7 @@ def test_who_is_killed_or_stopped_is_named_and_the_run_goes_on(begun, tmp_path):
     one = tmp_path / "one"
     shutil.copytree(begun.out, one)
     for blow in (signal.SIGKILL, signal.SIGSTOP):
-        ranks = start(3, replace(begun, rank_timeout=2, epochs=99))
+        ranks = start(3, replace(begun, rank_timeout=8, epochs=99))
         line = next(line for line in ranks[0].stdout if line.startswith("val"))  # an epoch is over
         ranks[1].send_signal(blow)
         begin = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_groups_end_with_similar_loads():
 def test_gradients_join_in_the_same_tree_whoever_has_them(count, groups):
     generator = torch.Generator().manual_seed(count)
     parameters = [nn.Parameter(torch.zeros(5, 3)), nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(2).half())]
-    slides = [
+    slides: list[list[Any]] = [
         # Of very different sizes, so that any other order has other bits; some reach one parameter only.
         [torch.randn(p.shape, generator=generator).mul_(10.0 ** (i % 5)).to(p.dtype) for p in parameters]
         for i in range(count)
@@ -75,8 +76,10 @@ class Normed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.average, self.last = nn.BatchNorm2d(4, momentum=None), nn.Conv2d(4, 1, 1)
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.average = nn.BatchNorm2d(4, momentum=None)
+        self.last = nn.Conv2d(4, 1, 1)
         self.register_buffer("latest", torch.zeros(4))
 
     def forward(self, image):
@@ -98,7 +101,7 @@ def learned(model, groups, sizes):
         own = copy.deepcopy(model)
         fleet = Fleet.of(ranks, (groups, 1))
         learner = Learner(config, own, named_loss("bce"), len(sizes), fleet, grouped=False)
-        opened = [partial(nullcontext, pair) for pair in pairs]
+        opened: list[Any] = [partial(nullcontext, pair) for pair in pairs]
         told = learner.add(opened, [height * width for height, width in sizes], lambda *_: None)
         learner.step(0, 0, len(sizes))
         return own, [values["loss"] for values in told]
@@ -131,6 +134,7 @@ class Drifting(nn.Module):
     def __init__(self):
         super().__init__()
         self.head = nn.Conv2d(3, 1, 1)
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, image):

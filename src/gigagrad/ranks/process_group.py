@@ -68,7 +68,7 @@ class ProcessGroup(Ranks):
             work = dist.all_gather(everybody, own, self._group, async_op=True)
         except RuntimeError as error:
             raise self._silent(error) from None
-        start, self._pulse.waiting = time.monotonic(), work
+        self._pulse.waiting = work
         while work is not None:
             over = work.is_completed()  # before it is waited for: what it raises then is no lack of time
             try:
@@ -76,9 +76,9 @@ class ProcessGroup(Ranks):
                 break
             except RuntimeError as error:
                 self._pulse.listen()
-                late = time.monotonic() - start > self._timeout.total_seconds()
-                if over or (late and self._pulse.missing(self._peers)):
-                    raise self._silent(error) from None
+                silent = self._pulse.silent(self._peers, self._timeout.total_seconds())
+                if over or silent:
+                    raise self._silent(error, silent) from None
         return everybody
 
     @contextmanager
@@ -95,9 +95,9 @@ class ProcessGroup(Ranks):
                 raise first from None
             raise
 
-    def _silent(self, error: RuntimeError) -> RankError:
+    def _silent(self, error: RuntimeError, silent: Sequence[int] = ()) -> RankError:
         """Who it is, as far as anybody knows."""
-        missing = self._pulse.missing(self._peers)
+        missing = silent or self._pulse.missing(self._peers)
         self._pulse.listen()  # it may have said why it went
         if not missing:
             return RankError(f"the ranks lost each other: {error}")
@@ -110,12 +110,31 @@ class _Pulse:
     def __init__(self, own: int) -> None:
         self._store = dist.distributed_c10d.PrefixStore("gigagrad-pulse", dist.distributed_c10d._get_default_store())
         self._own, self._over, self._failed = own, threading.Event(), False
+        self._look, self._noticed = 0.0, dict[int, tuple[int, float]]()
+        """When to look again, and by rank how many signs of life there were and since when."""
         self.waiting: dist.Work | None = None
         """The last collective that this process has waited for."""
         self._store.add(str(own), 1)
         self._thread = threading.Thread(target=self._beat, name="gigagrad-pulse", daemon=True)
         self._thread.start()
         atexit.register(self._end)
+
+    def silent(self, peers: Sequence[int], seconds: float) -> list[int]:
+        """Those of the ranks of which no sign of life was noticed here for so long, in which they are looked for ten
+        times.
+        """
+        now = time.monotonic()
+        if now < self._look:
+            return []
+        self._look = now + seconds / 10
+        try:
+            found = {peer: self._store.add(str(peer), 0) for peer in peers}
+        except RuntimeError:  # whoever keeps the store is gone
+            return [0] if self._own else []
+        for peer, beats in found.items():
+            if self._noticed.get(peer, (-1, now))[0] != beats:
+                self._noticed[peer] = beats, now
+        return [peer for peer in peers if now - self._noticed[peer][1] > seconds]
 
     def missing(self, peers: Sequence[int]) -> list[int]:
         """Those of the ranks without a sign of life for three seconds."""
