@@ -115,18 +115,15 @@ def test_who_is_killed_or_stopped_is_named_and_the_run_goes_on(begun, tmp_path):
     one = tmp_path / "one"
     shutil.copytree(begun.out, one)
     for blow in (signal.SIGKILL, signal.SIGSTOP):
-        ranks = start(3, replace(begun, rank_timeout=8, epochs=99))
+        ranks = start(2, replace(begun, rank_timeout=8, epochs=99))
         line = next(line for line in ranks[0].stdout if line.startswith("val"))  # an epoch is over
         ranks[1].send_signal(blow)
         begin = time.monotonic()
-        for rank in (ranks[0], ranks[2]):
-            assert rank.wait(timeout=120) == 2, line
+        assert ranks[0].wait(timeout=120) == 2, line
         assert time.monotonic() - begin < 60
         ranks[1].kill()
         _, _, errors = ended(ranks)
-        # PyTorch has words of its own where the first rank, which keeps the store, ends before another one.
-        said = [line for line in "".join(errors).splitlines() if line.startswith("gigagrad")]
-        assert said == ["gigagrad: error: rank 1 is silent: stopped, killed, or out of reach"]
+        assert errors[0] == "gigagrad: error: rank 1 is silent: stopped, killed, or out of reach\n"
     assert Checkpoint.load(RunFolder(Path(begun.out)).checkpoint).progress.step > 0
     for run in (begun.out, str(one)):  # by one process, and in one go
         fit(replace(begun, out=run))
@@ -134,7 +131,7 @@ def test_who_is_killed_or_stopped_is_named_and_the_run_goes_on(begun, tmp_path):
 
 
 def test_an_error_is_said_once(begun, tmp_path):
-    for flags in (["--slides", str(tmp_path / "nothing.csv")], ["--epochs", "0"], ["--no-such-flag"]):
+    for flags in (["--slides", str(tmp_path / "nothing.csv")], ["--no-such-flag"]):
         codes, out, errors = ended(start(2, begun, *flags))
         assert codes == [2, 2]
         assert "".join(out) == ""

@@ -80,6 +80,7 @@ class Normed(nn.Module):
         self.norm = nn.BatchNorm2d(4)
         self.average = nn.BatchNorm2d(4, momentum=None)
         self.last = nn.Conv2d(4, 1, 1)
+        self.latest: torch.Tensor
         self.register_buffer("latest", torch.zeros(4))
 
     def forward(self, image):
