@@ -1,5 +1,7 @@
 """Who computes the parts of one image together: this process alone, processes, or threads that stand for them."""
 
+from gigagrad.errors import RankError
+from gigagrad.ranks.alike import unlike
 from gigagrad.ranks.fleet import TIMEOUT_SECONDS, Fleet, from_environment, is_first, is_restart
 from gigagrad.ranks.meshes import ranks_of
 from gigagrad.ranks.ranks import Alone, Message, Ranks
@@ -10,6 +12,7 @@ __all__ = [
     "Alone",
     "Fleet",
     "Message",
+    "RankError",
     "Ranks",
     "Virtual",
     "from_environment",
@@ -17,4 +20,5 @@ __all__ = [
     "is_restart",
     "ranks_of",
     "run_virtual",
+    "unlike",
 ]

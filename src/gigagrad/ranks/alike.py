@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-import torch
-import torch.nn.functional as F
-
 from gigagrad.ranks.ranks import Ranks
 from gigagrad.threads import operator_threads
 
@@ -15,12 +12,17 @@ def unlike(ranks: Ranks) -> list[int]:
     """The ranks whose processors round a probe otherwise than the first one's. Raises RankError."""
     if ranks.count == 1:
         return []
+    import torch
+
     first, *others = ranks.said([torch.backends.cpu.get_cpu_capability(), _probe()])
     return [rank for rank, said in enumerate(others, 1) if said != first]
 
 
 def _probe() -> str:
     """A convolution, sums and an exponential, forward and backward, of numbers that are the same everywhere."""
+    import torch
+    import torch.nn.functional as F
+
     count = torch.arange(2 * 8 * 33 * 35, dtype=torch.float32)
     image = (count * 0.618034 % 1).reshape(2, 8, 33, 35).requires_grad_()
     weight = (count[: 16 * 8 * 9] * 0.414214 % 1 - 0.5).reshape(16, 8, 3, 3).requires_grad_()
