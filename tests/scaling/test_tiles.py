@@ -15,7 +15,7 @@ from gigagrad.plans.plan import amount_of, total
 from gigagrad.plans.traffic import plan_for_ranks
 from gigagrad.scaling import Link, tile_step
 from gigagrad.scaling.meetings import Meeting
-from gigagrad.scaling.tiles import BALANCE, HALOS, LATENCY, PARTS, REPLICATED, SUMS, Swept, clock
+from gigagrad.scaling.tiles import BALANCE, HALOS, LATENCY, PARTS, REPLICATED, SUMS, Swept, _lost, clock
 from tests.plans.networks import graph_of, plan_of, problem_of
 
 FREE = Link(inf, 0.0)
@@ -64,6 +64,15 @@ def test_a_timeline_by_hand():
     # Rank 1 is free when the first of them is there, and the next pass is its own.
     following = Swept([0, 10, 0], [])
     assert clock([Swept([1, 5, 2], met), following], link) == heard + 1 + 0.25 + 10
+
+
+def test_losses_go_by_what_they_are_lost_to():
+    halos, sums = Meeting({(0, 1): 100}), Meeting({(1, 0): 50}, words=3, sums=True)
+    swept = [Swept([2, 0], [halos]), Swept([1, 2], [sums])]
+    latency = (1 + 3) * 0.5 + 2 * 0.5
+    expected = {PARTS: 1.0, BALANCE: 0.5, LATENCY: latency, HALOS: 1.0, SUMS: 0.5}
+    assert _lost(swept, Link(100.0, 0.5)) == pytest.approx(expected)
+    assert clock(swept, Link(100.0, 0.5)) == pytest.approx(5 / 2 + sum(expected.values()))
 
 
 def test_one_rank_takes_what_is_planned(ladder):

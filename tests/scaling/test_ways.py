@@ -80,6 +80,14 @@ def test_a_pipeline_is_cut_where_gradients_cost_more_than_fields(scaling, ladder
     assert ways.pipeline_seconds(2) == pytest.approx(2 + 2e-5 + 99)
     ways.layers = [Layer(1.0, 10**10, 1000), Layer(1.0, 10**10, 1000)]
     assert ways.pipeline_seconds(2) == pytest.approx(2 + 99 + 2 * 2000 / 1e9)
+    two = scaling(2)
+    two.layers = [Layer(1.0, 0, 0), Layer(1.0, 0, 0)]
+    assert two.pipeline_seconds(8) == pytest.approx(2 + 0.5)  # more copies than images have nothing to do
+
+
+def test_ranks_without_work_are_worked_out_once(scaling):
+    ways = scaling(1)
+    assert ways.grouped(1000, 1).tile is ways.grouped(10_000, 1).tile
 
 
 def test_a_step_without_images_is_refused(scaling):
