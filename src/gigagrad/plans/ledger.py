@@ -224,9 +224,10 @@ class StageLedger:
             return self.problem.output_bytes(cost.tile[0], graph[self.stage.output].shape)
         if image is None or image not in cost.crops or not self.backward:
             return 0
-        # A row of crops, the next one while what both share is copied to it, and what the sink makes of a strip.
+        # A row of crops, the next one while what both share is copied to it, one that waits for what a part shares with
+        # the one before it, and what the sink makes of a strip.
         rows, node = cost.crops[image][0], graph[image]
-        return 2 * rows * node.size(1) * node.bytes_per_pixel + self.problem.output_bytes(rows, node.shape)
+        return 3 * rows * node.size(1) * node.bytes_per_pixel + self.problem.output_bytes(rows, node.shape)
 
 
 def _shared_pixels(size: int, tiles: int, crop: int) -> int:
