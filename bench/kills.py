@@ -27,6 +27,7 @@ from bench.meshes import NETWORKS, begin, digest, started
 _TIMEOUT = 8.0
 """Seconds, of `--rank-timeout`."""
 _LONG = 60.0
+_EPOCHS = 5
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def main() -> None:
     blows = [signal.SIGKILL] * args.kills + [signal.SIGSTOP] * args.stops
     rng.shuffle(blows)
     with tempfile.TemporaryDirectory() as folder:
-        begun = Path(begin(Path(folder), args.network, epochs=4).out)
+        begun = Path(begin(Path(folder), args.network).out)
         expected, _ = undisturbed(begun, Path(folder) / "one", "1x1")
         usual, seconds = undisturbed(begun, Path(folder) / "many", args.mesh)
         found = struck(begun, blows, args.mesh, seconds, rng)
@@ -54,7 +55,7 @@ def undisturbed(begun: Path, run: Path, mesh: str) -> tuple[str, float]:
     """Its hash, and the seconds that it took."""
     shutil.copytree(begun, run)
     start = time.monotonic()
-    if any(ended := [rank.wait() for rank in started(run, mesh)]):
+    if any(ended := [rank.wait() for rank in started(run, mesh, epochs=_EPOCHS)]):
         raise SystemExit(f"{mesh}: exit codes {ended}")
     return digest(run), time.monotonic() - start
 
@@ -67,7 +68,7 @@ def struck(begun: Path, blows: list[signal.Signals], mesh: str, seconds: float, 
         run = begun.parent / f"run{len(hashes)}"
         shutil.copytree(begun, run)
         while True:
-            ranks = started(run, mesh, "--rank-timeout", str(_TIMEOUT))
+            ranks = started(run, mesh, "--rank-timeout", str(_TIMEOUT), epochs=_EPOCHS)
             if blows and _strike(ranks, blows[-1], rng.random() * seconds, rng.randrange(len(ranks)), counts):
                 blows.pop()
             codes = [rank.wait() for rank in ranks]

@@ -2,9 +2,9 @@
 
     python bench/meshes.py [--meshes 1x1 1x2 1x4 2x1 2x2 4x1 3x1] [--networks NAME ...]
 
-For each network, a fit of nine slides of two sizes, three of them a step, over gloo by ranks of one thread each, all
-from one checkpoint: hashes of weights, buffers, optimizer and logged losses are compared. Prints a line for each mesh
-that differs, and one JSON line last.
+For each network, three steps of three slides of two sizes, over gloo by ranks of one thread each, all from one
+checkpoint, which has the plans of all sizes: hashes of weights, buffers, optimizer and logged losses are compared.
+Prints a line for each mesh that differs, and one JSON line last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ import numpy as np
 import tifffile
 import torch
 
-from gigagrad.events import Event, JobStarted
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
@@ -66,11 +64,11 @@ def main() -> None:
     differing, hashes, seconds = 0, dict[str, str](), dict[str, float]()
     for network in args.networks:
         with tempfile.TemporaryDirectory() as folder:
-            begun = begin(Path(folder), network, epochs=1)
+            begun = begin(Path(folder), network)
             for mesh in args.meshes:
                 run, start = Path(folder) / mesh, time.perf_counter()
                 shutil.copytree(begun.out, run)
-                ended = [rank.wait() for rank in started(run, mesh)]
+                ended = [rank.wait() for rank in started(run, mesh, epochs=2)]
                 if any(ended):
                     raise SystemExit(f"{network} by {mesh}: exit codes {ended}")
                 seconds[f"{network} {mesh}"] = round(time.perf_counter() - start, 1)
@@ -81,8 +79,8 @@ def main() -> None:
     print(json.dumps(line | {"seconds": seconds}))
 
 
-def begin(folder: Path, network: str, epochs: int) -> FitConfig:
-    """A run of small tiles that has taken no step yet."""
+def begin(folder: Path, network: str) -> FitConfig:
+    """A run of one epoch, which goes on with small tiles."""
     (folder / "mesh_networks.py").write_text(_MODULE)
     os.chdir(folder)  # where networks are found
     rng, lines = np.random.default_rng(0), ["slide,mask,split"]
@@ -98,13 +96,12 @@ def begin(folder: Path, network: str, epochs: int) -> FitConfig:
         slides=str(folder / "cohort.csv"),
         out=str(folder / "begun"),
         model=f"mesh_networks:{network}",
-        epochs=epochs,
+        epochs=1,
         accumulate=3,
         checkpoint_seconds=0,
     )
     torch.set_num_threads(1)
-    with suppress(KeyboardInterrupt):
-        fit(config, [_stop])
+    fit(config)
     path = RunFolder(Path(config.out)).checkpoint
     state = torch.load(path, weights_only=True)
     for choice in state["engine"]["choices"].values():
@@ -113,13 +110,8 @@ def begin(folder: Path, network: str, epochs: int) -> FitConfig:
     return config
 
 
-def _stop(event: Event) -> None:
-    if isinstance(event, JobStarted) and event.job == "train":
-        raise KeyboardInterrupt
-
-
-def started(run: Path, mesh: str, *more: str) -> list[subprocess.Popen[str]]:
-    """The ranks of a mesh, going on with the run in a folder beside its cohort."""
+def started(run: Path, mesh: str, *more: str, epochs: int) -> list[subprocess.Popen[str]]:
+    """The ranks of a mesh, going on with the run in a folder beside its cohort until it has so many epochs."""
     groups, _, size = mesh.partition("x")
     count = int(groups) * int(size)
     with socket.socket() as probe:
@@ -128,7 +120,7 @@ def started(run: Path, mesh: str, *more: str) -> list[subprocess.Popen[str]]:
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "gigagrad", "fit", "--config", str(run / "config.yaml"), "--out", str(run)]
     trusted = [f"--trust=mesh_networks:{name}" for name in NETWORKS]
-    command += [*trusted, "--mesh", mesh, *more]
+    command += [*trusted, "--mesh", mesh, "--epochs", str(epochs), *more]
     return [
         subprocess.Popen(
             command,

@@ -122,3 +122,15 @@ def test_several_sizes_live_side_by_side(engine, net, bce, whole, assert_exact):
         engine.backward(image, target)
         assert_exact(net, expected)
     assert all(engine.plan(*pair) is plan for pair, plan in zip(pairs, plans, strict=True))
+
+
+def test_a_batch_norm_of_plain_averages_notices_that_training_is_over() -> None:
+    norm = nn.BatchNorm2d(3, momentum=None)
+    engine = gg.compile(nn.Sequential(norm).train(), lambda output, target: (output - target).square().mean())
+    image, target = torch.rand(3, 16, 16), torch.zeros(3, 16, 16)
+    engine.backward(image, target)
+    norm.eval()
+    value = engine.forward(image, target)
+    assert norm.num_batches_tracked is not None
+    assert norm.num_batches_tracked.item() == 1
+    torch.testing.assert_close(value, norm(image[None]).square().mean())

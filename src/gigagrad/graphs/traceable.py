@@ -47,6 +47,7 @@ class _Same(nn.Module):
 
 def _cumulative(self: _BatchNorm, field: torch.Tensor) -> torch.Tensor:
     """Training-mode batch norm whose running statistics are the plain average of all steps so far."""
+    assert self.training  # the guard watches what is read, and PyTorch's own forward reads it
     assert self.num_batches_tracked is not None
     assert self.running_mean is not None
     assert self.running_var is not None
