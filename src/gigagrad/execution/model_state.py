@@ -51,7 +51,8 @@ class Left:
         self._later = _behind_written(graph)
         read = {*graph.updates.values(), *(i for later in self._later for i in graph[later].operands)}
         self._written = {i for i in read if _is_written(graph, i)}
-        self._values = {i: values[i].detach() for i in read - self._written - set(self._later)}
+        needed = read - self._written - set(self._later)
+        self._values = {i: values[i].detach() for i in needed if i in values}  # of dependent models some are gone
 
     def again(self) -> None:
         """As if the run took place now."""

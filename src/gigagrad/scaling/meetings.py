@@ -150,12 +150,12 @@ class _Meetings:
                 last = min(2 * sender - receiver, count) - 1
                 held[sender].join_before(shares.following(stage.index, last))
                 joined = held[sender].parts
-                messages[sender, receiver] = 8 * (2 + len(joined) * (2 + len(keys))) + len(joined) * values
+                messages[sender, receiver] = len(joined) * (8 * (1 + len(keys)) + values)
                 for part in joined:
                     held[receiver].append(part)
             yield Meeting(messages, _TREE_WORDS, sums=True)
         for receivers in down(count):
-            yield Meeting(dict.fromkeys(receivers.items(), 8 * (4 + len(keys)) + values), _TREE_WORDS, sums=True)
+            yield Meeting(dict.fromkeys(receivers.items(), 8 * (1 + len(keys)) + values), _TREE_WORDS, sums=True)
 
     def _sum_bytes(self, key: int) -> int:
         node = self._graph[key]
