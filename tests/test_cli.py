@@ -25,8 +25,8 @@ WORDS = {
     "demo": "--memory --out --quick --slides",
     "label": "--bands --mpp --out --overwrite --share SLIDE",
     "plan": (
-        "--channels --device --json --loss --memory --model --picture --predict --rates --scratch --scratch-bytes "
-        "--size --storage --threads"
+        "--channels --device --json --link --loss --memory --model --picture --predict --ranks --rates --scratch "
+        "--scratch-bytes --size --slides-per-step --storage --threads"
     ),
     "init": "--out --overwrite --schema --slides",
     "fit": (

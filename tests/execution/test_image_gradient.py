@@ -192,4 +192,4 @@ def test_the_rows_that_are_held_are_part_of_the_plan():
     assert node is not None
     strips = replace(problem, handed=node.id, output_bytes=lambda rows, shape: 1000 * rows)
     (stage,) = make_plan(strips, tiles=((32, 50),)).stages
-    assert amount_of(stage.memory, ledger.OUTPUT) == stage.crop[0] * (2 * 200 * node.bytes_per_pixel + 1000)
+    assert amount_of(stage.memory, ledger.OUTPUT) == stage.crop[0] * (3 * 200 * node.bytes_per_pixel + 1000)

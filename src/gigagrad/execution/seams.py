@@ -39,7 +39,6 @@ class Seam:
 
     def begin(self, part: int) -> None:
         """The next part's first tile comes."""
-        self.end()
         self._part, self._front = part, self._parts.front(self._field, part)
         for which, box in enumerate(self._parts.strips(self._field, part)):
             if box is not None:

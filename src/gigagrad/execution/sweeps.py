@@ -119,18 +119,22 @@ class Sweeps:
             return part, tile, sums, shares, {i: g for i, g in found.items() if i in crops}, watch
 
         gradients, self._sums = self._exchange.new_sums(stage), self._exchange.new_sums(stage)
-        merged, current = self._sums, -1
+        merged, left = self._sums, 0
         for part, tile, sums, shares, crops, watch in self._swept(stage, parts, own, work, backward=True):
             self.errors.add(watch.norms)
             gradients.add(part, shares)
-            if part != current:
-                current = part
+            if not left:
+                left = len(parts.tiles(part))
                 for seam in seams.values():
                     seam.begin(part)
             for field, gradient in crops.items():
                 box = tile.box(field)
                 assert box is not None
                 seams[field].add(box, gradient)
+            left -= 1
+            if not left:  # at once: what an image's gradient waits for is held
+                for seam in seams.values():
+                    seam.end()
             if merge:
                 merged.add(part, sums)
             del sums, shares, crops  # the next tile would be computed beside them
@@ -138,8 +142,6 @@ class Sweeps:
             if handed is not None:
                 rows, waits = finished[(tile.id + 1) // parts.grid.shape[1]], seams[handed].waits_from
                 yield from self._fields.take(handed, rows if waits is None else min(rows, waits))
-        for seam in seams.values():
-            seam.end()
         self._exchange.cotangents(stage, seams, self._fields.cotangents)
         if handed is not None:
             yield from self._fields.take(handed, finished[-1])
