@@ -16,7 +16,7 @@ from gigagrad.errors import RankError
 from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.plans import simulate
-from gigagrad.plans.shares import Shares
+from gigagrad.plans.owners import Owners
 from gigagrad.plans.traffic import plan_for_ranks
 from gigagrad.ranks import Alone, run_virtual
 from tests.exactness.generated import make_case
@@ -98,8 +98,8 @@ def test_a_rank_without_a_sum_adds_nothing_not_zero():
     first, second = [i for i in stage.globals if graph[i].differentiable][:2]
 
     def work(ranks):
-        shares = Shares(graph, prepared.stages, prepared.plan, ranks.count)
-        exchange = Exchange(prepared, shares, ranks)
+        owners = Owners(graph, prepared.stages, prepared.plan, ranks.count)
+        exchange = Exchange(prepared, owners, ranks)
         _, own = exchange.own(stage)
         sums, key = exchange.new_sums(stage), (first, second)[ranks.index]
         sums.add(own.start, {key: torch.full(graph[key].shape, -0.0)})

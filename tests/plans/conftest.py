@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gigagrad.graphs import Graph, InputSpec, capture
 from gigagrad.plans import Plan
-from tests.plans.networks import plan_of
+from tests.plans.networks import Planned, plan_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -104,3 +104,8 @@ def norms(graph_of: Any) -> Graph:
 @pytest.fixture(scope="session")
 def plan_at(norms: Graph, plan_for: Any) -> Callable[[int | None], Plan]:
     return lambda budget: plan_for(norms, budget)
+
+
+@pytest.fixture(scope="session")
+def ladder() -> Planned:
+    return Planned()

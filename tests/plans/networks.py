@@ -6,7 +6,7 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.graphs import InputSpec, capture
-from gigagrad.plans import MEMORY, Amount, Problem, ledger, make_plan
+from gigagrad.plans import MEMORY, Amount, Problem, ledger, make_plan, split_stages
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 
@@ -82,3 +82,16 @@ def plan_of(graph, budget=None, *, tiles=None, kept=None, **more):
     """A plan for such a problem that keeps these fields in memory."""
     there = None if kept is None else dict.fromkeys(kept, MEMORY)
     return make_plan(problem_of(graph, budget, **more), tiles=tiles, kept=there)
+
+
+class Planned:
+    """A ladder's problem, with plans of any tiles for one rank."""
+
+    def __init__(self) -> None:
+        self.graph = graph_of(Ladder(), size=96)
+        self.problem = problem_of(self.graph)
+        self.kept = kept_at_best(self.graph)
+        self.stages = split_stages(self.graph, self.kept)
+
+    def plan(self, tile=(8, 16)):
+        return plan_of(self.graph, tiles=(tile,) * len(self.stages), kept=self.kept)

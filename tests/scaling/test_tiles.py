@@ -12,9 +12,8 @@ from torch import nn
 
 from gigagrad.plans import ledger
 from gigagrad.plans.plan import amount_of, total
-from gigagrad.plans.traffic import plan_for_ranks
+from gigagrad.plans.traffic import Meeting, plan_for_ranks
 from gigagrad.scaling import Link, tile_step
-from gigagrad.scaling.meetings import Meeting
 from gigagrad.scaling.tiles import BALANCE, HALOS, LATENCY, PARTS, REPLICATED, SUMS, Swept, _lost, clock
 from tests.plans.networks import graph_of, plan_of, problem_of
 
@@ -28,7 +27,7 @@ def steps(draw, count=None):
     count = count or draw(st.integers(1, 5))
     pairs = st.tuples(*[st.integers(0, count - 1)] * 2).filter(lambda pair: pair[0] != pair[1])
     messages = st.dictionaries(pairs, st.integers(1, 1000), max_size=6) if count > 1 else st.just({})
-    meeting = st.builds(Meeting, messages, st.sampled_from((1, 3)), st.booleans())
+    meeting = st.builds(Meeting, messages, st.booleans())
     swept = st.builds(Swept, st.lists(seconds_st, min_size=count, max_size=count), st.lists(meeting, min_size=1))
     return draw(st.lists(swept, min_size=1, max_size=4))
 
@@ -67,9 +66,9 @@ def test_a_timeline_by_hand():
 
 
 def test_losses_go_by_what_they_are_lost_to():
-    halos, sums = Meeting({(0, 1): 100}), Meeting({(1, 0): 50}, words=3, sums=True)
+    halos, sums = Meeting({(0, 1): 100}), Meeting({(1, 0): 50}, sums=True)
     swept = [Swept([2, 0], [halos]), Swept([1, 2], [sums])]
-    latency = (1 + 3) * 0.5 + 2 * 0.5
+    latency = (1 + 1) * 0.5 + 2 * 0.5
     expected = {PARTS: 1.0, BALANCE: 0.5, LATENCY: latency, HALOS: 1.0, SUMS: 0.5}
     assert _lost(swept, Link(100.0, 0.5)) == pytest.approx(expected)
     assert clock(swept, Link(100.0, 0.5)) == pytest.approx(5 / 2 + sum(expected.values()))

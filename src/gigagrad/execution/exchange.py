@@ -6,7 +6,7 @@ library adds for us: bytes travel, and whoever gets them adds, in the order of p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -18,9 +18,11 @@ from gigagrad.execution.seams import Seam
 from gigagrad.execution.tape import Values
 from gigagrad.graphs import FIELD_MAX
 from gigagrad.plans import Parts, Stage
-from gigagrad.plans.shares import Shares, down
+from gigagrad.plans.joins import before, behind, down, up
+from gigagrad.plans.owners import Owners
 from gigagrad.plans.traffic import sum_bytes, sum_dtype
 from gigagrad.ranks import Message, Ranks
+from gigagrad.ranks.messages import packed, unpacked
 from gigagrad.stores import Store
 
 Piece = tuple[int, Box, int]
@@ -30,28 +32,28 @@ Piece = tuple[int, Box, int]
 class Exchange:
     """Of one run; `stores` by field. Every rank calls the same in the same order. Raises RankError."""
 
-    def __init__(self, prepared: Prepared, shares: Shares, ranks: Ranks) -> None:
-        self._problem, self._graph, self._shares, self._ranks = prepared.problem, prepared.graph, shares, ranks
+    def __init__(self, prepared: Prepared, owners: Owners, ranks: Ranks) -> None:
+        self._problem, self._graph, self._owners, self._ranks = prepared.problem, prepared.graph, owners, ranks
         self._device, self._dtype = prepared.device.torch_device, prepared.device.sum_dtype
         self._layout = prepared.layout
 
     def own(self, stage: Stage) -> tuple[Parts, range]:
         """The parts of a stage, and which of them this rank computes."""
-        return self._shares.parts(stage.index), self._shares.own(stage.index, self._ranks.index)
+        return self._owners.parts(stage.index), self._owners.own(stage.index, self._ranks.index)
 
     def new_sums(self, stage: Stage) -> PartSums:
         largest = {i for i in stage.reductions if self._graph[i].op == FIELD_MAX}
-        return PartSums(self._dtype, largest, self._shares.before(stage.index, self._ranks.index))
+        return PartSums(self._dtype, largest, before(self._owners, stage.index, self._ranks.index))
 
     def new_seam(self, stage: Stage, parts: Parts, field: int, store: Store) -> Seam:
-        elsewhere = self._shares.foreign(stage.index, field, self._ranks.index)
+        elsewhere = self._owners.cotangents.elsewhere(stage.index, field, self._ranks.index)
         return Seam(store, parts, field, elsewhere, (self._device, self._layout))
 
     def halos(self, stage: Stage, stores: Mapping[int, Store]) -> None:
         """Of what a stage keeps, now that it is written. `stores` as bytes travel: without rounding."""
 
         def pieces(sender: int, receiver: int) -> list[Piece]:
-            return [(i, box, 0) for i in stage.kept for box in self._shares.halo(i, sender, receiver)]
+            return [(i, box, 0) for i in stage.kept for box in self._owners.halo(i, sender, receiver)]
 
         if stage.kept and self._ranks.count > 1:
             for _, (field, box, _), crop in self._swapped(
@@ -63,13 +65,13 @@ class Exchange:
 
     def cotangents(self, stage: Stage, seams: Mapping[int, Seam], stores: Mapping[int, Store]) -> None:
         """Of the fields that a stage has read, to whoever needs them next: sums first, then strips part after part."""
-        shares, index, here = self._shares, stage.index, self._ranks.index
+        owners, index, here = self._owners.cotangents, stage.index, self._ranks.index
 
         def sums(sender: int, receiver: int) -> list[Piece]:
-            return [(i, box, 0) for i in seams for box in shares.sums(index, i, sender, receiver)]
+            return [(i, box, 0) for i in seams for box in owners.sums(index, i, sender, receiver)]
 
         def strips(sender: int, receiver: int) -> list[Piece]:
-            return [(i, box, part) for i in seams for part, box in shares.strips(index, i, sender, receiver)]
+            return [(i, box, part) for i in seams for part, box in owners.strips(index, i, sender, receiver)]
 
         def strip(piece: Piece) -> torch.Tensor:
             field, box, part = piece
@@ -92,21 +94,21 @@ class Exchange:
         if self._ranks.count == 1 or not keys:
             return sums.total()
         here, nbytes = self._ranks.index, sum_bytes(self._problem, keys)
-        for step in self._shares.joins(stage.index):
+        for step in up(self._owners, stage.index):
             sent = {}
             for sender, receiver in step:
                 if sender == here:
-                    joined = sums.joined(self._shares.behind(stage.index, sender, receiver))
-                    sent = {receiver: _bytes(tensor for one in joined for tensor in self._flat(one, keys))}
+                    joined = sums.joined(behind(self._owners, stage.index, sender, receiver))
+                    sent = {receiver: packed(tensor for one in joined for tensor in self._flat(one, keys))}
             coming = {sender: count * nbytes for (sender, receiver), count in step.items() if receiver == here}
             for message in self._ranks.exchange(sent, coming).values():
                 sums.append(
                     self._joined(message[place : place + nbytes], keys) for place in range(0, len(message), nbytes)
                 )
-        whole = _bytes(self._flat((0, sums.total()), keys)) if here == 0 else None
-        for receivers in down(self._ranks.count):
-            sent = {receivers[here]: whole} if whole is not None and here in receivers else {}
-            coming = {sender: nbytes for sender, receiver in receivers.items() if receiver == here}
+        whole = packed(self._flat((0, sums.total()), keys)) if here == 0 else None
+        for step in down(self._ranks.count):
+            sent = {receiver: whole for sender, receiver in step if sender == here and whole is not None}
+            coming = {sender: nbytes for sender, receiver in step if receiver == here}
             for message in self._ranks.exchange(sent, coming).values():
                 whole = message
         assert whole is not None
@@ -126,7 +128,7 @@ class Exchange:
         (part, *there), place = message[: 8 * (1 + len(keys))].clone().view(torch.int64).tolist(), 8 * (1 + len(keys))
         values = {}
         for key, is_there in zip(keys, there, strict=True):
-            value, place = _tensor(message, place, self._graph[key].shape, sum_dtype(self._problem, key))
+            value, place = unpacked(message, place, self._graph[key].shape, sum_dtype(self._problem, key))
             if is_there:
                 values[key] = value.to(self._device)
         return part, values
@@ -140,7 +142,7 @@ class Exchange:
         """What comes from every other rank, in their order: the sender, which piece, and its crop."""
         here = self._ranks.index
         others = [rank for rank in range(self._ranks.count) if rank != here]
-        sent = {rank: _bytes(crop(piece) for piece in pieces(here, rank)) for rank in others}
+        sent = {rank: packed(crop(piece) for piece in pieces(here, rank)) for rank in others}
         coming = {rank: pieces(rank, here) for rank in others}
         sizes = {
             rank: sum(prod(_shape(stores[i], box)) * stores[i].dtype.itemsize for i, box, _ in found)
@@ -151,7 +153,7 @@ class Exchange:
             place = 0
             for piece in coming[rank]:
                 store = stores[piece[0]]
-                value, place = _tensor(message, place, _shape(store, piece[1]), store.dtype)
+                value, place = unpacked(message, place, _shape(store, piece[1]), store.dtype)
                 yield rank, piece, value
 
 
@@ -159,14 +161,3 @@ def _shape(store: Store, box: Box) -> tuple[int, ...]:
     shape = list(store.shape)
     shape[store.axes[0]], shape[store.axes[1]] = box.shape
     return tuple(shape)
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> Message:
-    flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
-
-
-def _tensor(message: Message, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """The tensor that begins at a place of a message, in memory that is aligned for it, and where the next one does."""
-    end = place + prod(shape) * dtype.itemsize
-    return message[place:end].clone().view(dtype).reshape(shape), end

@@ -18,14 +18,14 @@ from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import TileInputs
 from gigagrad.graphs import SCATTER
 from gigagrad.plans import EXACT, Lifetime, Stage, TileGeometry, holds_whole, lifetimes
-from gigagrad.plans.shares import Shares
+from gigagrad.plans.owners import Owners
 from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips, Windows
 
 
 class Fields:
     """The stores of one run, by field. Values of kept fields are in `kept`, sums of cotangents in `cotangents`."""
 
-    def __init__(self, prepared: Prepared, sources: dict[str, Source], tape: Tape, shares: Shares, rank: int) -> None:
+    def __init__(self, prepared: Prepared, sources: dict[str, Source], tape: Tape, owners: Owners, rank: int) -> None:
         self.kept: dict[int, Store] = {}
         self.stored: dict[int, Store] = {}
         """The kept fields as they are stored, without what rounds them."""
@@ -34,7 +34,7 @@ class Fields:
         self._prepared = prepared
         self._graph = prepared.graph
         self._sources = sources
-        self._tape, self._shares, self._rank = tape, shares, rank
+        self._tape, self._owners, self._rank = tape, owners, rank
         self._tiers = {field.node: field.tier for field in prepared.plan.kept}
         self._handed = prepared.problem.handed
         self._lifetimes = lifetimes(prepared.graph, prepared.stages, prepared.plan.passes)
@@ -123,7 +123,7 @@ class Fields:
 
     def _windows(self, life: Lifetime) -> list[tuple[Box, FieldSpec]]:
         """What this rank holds of a field, each window as a field of its own."""
-        spec, held = self._spec(life), self._shares.held_cotangents if life.cotangent else self._shares.held
+        spec, held = self._spec(life), self._owners.cotangents.held if life.cotangent else self._owners.held
         found = []
         for number, box in enumerate(held(life.field, self._rank)):
             shape = list(spec.shape)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from gigagrad.execution.tape import Values, add
-from gigagrad.plans.parts import JoinOrder
+from gigagrad.plans.joins import JoinOrder
 
 Joined = tuple[int, Values]
 """Sums of neighbouring parts that the tree joins, and one of these parts."""

@@ -29,7 +29,7 @@ from gigagrad.execution.sweeps import Piece, Sweeps
 from gigagrad.execution.tape import Tape
 from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import GATHER
-from gigagrad.plans.shares import Shares
+from gigagrad.plans.owners import Owners
 from gigagrad.ranks import Alone, Ranks
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads, uninterrupted
@@ -61,9 +61,9 @@ class Run:
         self._threads, self._with_grad = torch.get_num_threads(), torch.is_grad_enabled()
         kept = {field.node for field in plan.kept}
         self._tape = Tape(prepared.graph, kept, device, backward=backward, overflows=overflows)
-        shares = Shares(prepared.graph, prepared.stages, plan, ranks.count)
-        self._fields = Fields(prepared, sources, self._tape, shares, ranks.index)
-        self._exchange = Exchange(prepared, shares, ranks)
+        owners = Owners(prepared.graph, prepared.stages, plan, ranks.count)
+        self._fields = Fields(prepared, sources, self._tape, owners, ranks.index)
+        self._exchange = Exchange(prepared, owners, ranks)
         # They live from sweep to sweep: what a new thread's first operators set up takes longer than a small tile.
         self._reader = SideThreads(1, "gigagrad-read")
         self._executor = Threads(plan.workers) if plan.workers > 1 else Serial(plan.threads)

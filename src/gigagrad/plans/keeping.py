@@ -55,6 +55,15 @@ def holds_whole(life: Lifetime, stages: tuple[Stage, ...], passes: tuple[Pass, .
     return sum(p.phase != "forward" and life.field in stages[p.stage].reads for p in passes) > 1
 
 
+def life_bytes(problem: Problem, life: Lifetime, tier: Tier, size: tuple[int, int]) -> int:
+    """What so many pixels, height and width, of a field or of its cotangents take in a tier."""
+    graph = problem.graph
+    pixel = graph[life.field].bytes_per_pixel
+    if not life.cotangent:
+        pixel = problem.packing.bytes_per_pixel(graph, life.field, tier)
+    return tier.field_bytes(size, pixel)
+
+
 def is_replicated(graph: Graph, life: Lifetime) -> bool:
     """Whether every rank holds all of it: what whole-field operators read, and results."""
     return is_read(graph, life.field) if life.cotangent else bool(graph.gathers(life.field))
@@ -74,10 +83,7 @@ def held_by_pass(
         whole = holds_whole(life, stages, passes, problem.handed)
         if whole and kept.get(life.field, problem.memory.name) == tier.name:
             node = graph[life.field]
-            pixel = node.bytes_per_pixel
-            if not life.cotangent:
-                pixel = problem.packing.bytes_per_pixel(graph, life.field, tier)
-            size = tier.field_bytes((node.size(0), node.size(1)), pixel)
+            size = life_bytes(problem, life, tier, (node.size(0), node.size(1)))
             if not is_replicated(graph, life):
                 size = ceil(problem.held_share * size)
             for index in range(life.first, life.last + 1):

@@ -35,37 +35,6 @@ def waiting_sums(parts: int, tile_count: int) -> int:
     return (min(parts, tile_count) - 1).bit_length()
 
 
-class JoinOrder:
-    """When sums of parts are joined: in a binary tree over the numbers of parts, of which some may be missing.
-
-    Two of them meet as high as the first bit in which their numbers differ. `before`: the last part that somebody else
-    has before these.
-    """
-
-    def __init__(self, before: int | None = None) -> None:
-        self.parts: list[int] = []
-        """Of each sum that is not joined further yet, one part."""
-        self._before = before
-
-    def append(self, part: int) -> int:
-        """A further sum, of a part behind all others: how often the last two before it are to be joined first."""
-        joins = self.join_before(part)
-        self.parts.append(part)
-        return joins
-
-    def join_before(self, following: int) -> int:
-        """How often the last two are to be joined: what meets below where it meets the part that follows."""
-        joins = 0
-        while len(self.parts) > 1:
-            left, right = self.parts[-2:]
-            before = self.parts[-3] if len(self.parts) > 2 else self._before
-            if left ^ right > right ^ following or (before is not None and left ^ right > before ^ left):
-                break
-            self.parts.pop()
-            joins += 1
-        return joins
-
-
 @dataclass(frozen=True, slots=True)
 class Front:
     """What the tiles before one of them have reached of a field: whole lines of pixels, and a part of some more.

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from gigagrad.plans import Plan, Problem, Stage, lifetimes, split_stages
 from gigagrad.plans.ledger import COTANGENTS, FIELDS
+from gigagrad.plans.owners import Owners
 from gigagrad.plans.plan import amount_of, total
-from gigagrad.plans.shares import Shares
+from gigagrad.plans.traffic import Meeting, held_by_ranks, meetings
 from gigagrad.scaling.link import Link
-from gigagrad.scaling.meetings import Meeting, meetings
 
 PARTS, BALANCE, HALOS, SUMS = "fewer parts than ranks", "uneven parts", "halos", "sums"
 LATENCY, REPLICATED = "latency", "whole fields on every rank"
@@ -65,13 +65,13 @@ def tile_step(
     """
     ranks = min(ranks, most_ranks(plan))
     stages = split_stages(problem.graph, [field.node for field in plan.kept])
-    shares = Shares(problem.graph, stages, plan, ranks)
+    owners = Owners(problem.graph, stages, plan, ranks)
     replicated = plan.whole_seconds if pass_seconds is None and plan.timed_seconds is None else 0.0
     if pass_seconds is None:
         pass_seconds = [share * (plan.predicted_seconds - replicated) for share in plan.pass_shares]
-    met = meetings(problem, stages, plan, shares)
+    met = meetings(problem, stages, plan, owners)
     swept = [
-        Swept([seconds * share for share in _rank_shares(plan.workers, shares, step.stage)], ending)
+        Swept([seconds * share for share in _rank_shares(plan.workers, owners, step.stage)], ending)
         for step, seconds, ending in zip(plan.passes, pass_seconds, met, strict=True)
     ]
     every = [meeting for ending in met for meeting in ending]
@@ -81,7 +81,7 @@ def tile_step(
         ranks,
         clock(swept, link) + replicated,
         sum(pass_seconds) + replicated,
-        _memory_bytes(problem, stages, plan, shares) + messages,
+        _memory_bytes(problem, stages, plan, owners) + messages,
         max(sent.values(), default=0),
         {**_lost(swept, link), REPLICATED: replicated * (1 - 1 / ranks)},
     )
@@ -99,7 +99,7 @@ def clock(swept: Sequence[Swept], link: Link) -> float:
 
 def _met(clocks: Sequence[float], meeting: Meeting, link: Link) -> list[float]:
     count = len(clocks)
-    heard = max(clocks) + meeting.words * (count - 1) * link.seconds(0)
+    heard = max(clocks) + (count - 1) * link.seconds(0)
     after, queued = [heard] * count, [0] * count
     for (sender, receiver), nbytes in sorted(meeting.messages.items()):
         queued[sender] += nbytes
@@ -124,11 +124,11 @@ def _lost(swept: Sequence[Swept], link: Link) -> dict[str, float]:
     return {PARTS: idle, BALANCE: sum(waits) - idle, **found}
 
 
-def _rank_shares(workers: int, shares: Shares, stage: int) -> list[float]:
+def _rank_shares(workers: int, owners: Owners, stage: int) -> list[float]:
     """What part of a pass each rank takes, of one rank's seconds: its pixels, and what its last tiles leave idle of the
     threads that compute tiles side by side.
     """
-    parts = shares.parts(stage)
+    parts = owners.parts(stage)
     grid = parts.grid
 
     def taken(first: int, stop: int) -> float:
@@ -136,29 +136,14 @@ def _rank_shares(workers: int, shares: Shares, stage: int) -> list[float]:
         idle = -len(tiles) % workers / max(len(tiles), 1)
         return (1 + idle) * sum(box.area for box in parts.written(grid.reference, tiles))
 
-    own = (shares.own(stage, rank) for rank in range(shares.count))
+    own = (owners.own(stage, rank) for rank in range(owners.count))
     return [taken(some.start, some.stop) / taken(0, len(parts)) for some in own]
 
 
-def _memory_bytes(problem: Problem, stages: Sequence[Stage], plan: Plan, shares: Shares) -> int:
+def _memory_bytes(problem: Problem, stages: Sequence[Stage], plan: Plan, owners: Owners) -> int:
     """The peak, without messages, of the rank whose fields and cotangents in memory are most."""
-    graph, tiers = problem.graph, {field.node: field.tier for field in plan.kept}
-    lives = [
-        life
-        for life in lifetimes(graph, tuple(stages), plan.passes)
-        if tiers.get(life.field, problem.memory.name) == problem.memory.name
-    ]
-    held = [[0] * shares.count for _ in plan.passes]
-    for life in lives:
-        node = graph[life.field]
-        pixel = node.bytes_per_pixel
-        if not life.cotangent:
-            pixel = problem.packing.bytes_per_pixel(graph, life.field, problem.memory)
-        boxes = shares.held_cotangents if life.cotangent else shares.held
-        for rank in range(shares.count):
-            own = sum(problem.memory.field_bytes(box.shape, pixel) for box in boxes(life.field, rank))
-            for index in range(life.first, life.last + 1):
-                held[index][rank] += own
+    lives = lifetimes(problem.graph, tuple(stages), plan.passes)
+    held = held_by_ranks(problem, lives, plan, owners, problem.memory)
     peaks = (
         total(amounts := plan.stages[step.stage].memory) - amount_of(amounts, FIELDS, COTANGENTS) + max(own)
         for step, own in zip(plan.passes, held, strict=True)

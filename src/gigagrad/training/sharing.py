@@ -16,6 +16,7 @@ from gigagrad.execution.engine import Engine
 from gigagrad.execution.model_state import Left
 from gigagrad.plans import Plan
 from gigagrad.ranks import Message, Ranks
+from gigagrad.ranks.messages import packed, unpacked
 
 Gradients = list[Tensor | None]
 """Of each parameter; None where none reaches it."""
@@ -83,18 +84,18 @@ class GradientTree:
 
     def _packed(self, gradients: Gradients) -> Message:
         there = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
-        return torch.cat([there, *(_bytes(gradient) for gradient in gradients if gradient is not None)])
+        return packed([there, *(gradient for gradient in gradients if gradient is not None)])
 
     def _unpacked(self, message: Message) -> tuple[Gradients, Message]:
         """What was packed first, and what comes behind it."""
-        count, found = len(self._parameters), list[Tensor | None]()
-        there, message = message[:count].tolist(), message[count:]
-        for parameter, known in zip(self._parameters, there, strict=True):
-            found.append(torch.empty_like(parameter, requires_grad=False) if known else None)
-            if (gradient := found[-1]) is not None:
-                _copy(message, gradient)
-                message = message[gradient.nbytes :]
-        return found, message
+        place, found = len(self._parameters), list[Tensor | None]()
+        for parameter, known in zip(self._parameters, message[:place].tolist(), strict=True):
+            gradient = None
+            if known:
+                gradient, place = unpacked(message, place, tuple(parameter.shape), parameter.dtype)
+                gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+            found.append(gradient)
+        return found, message[place:]
 
 
 def leave_in_order(model: nn.Module, left: Mapping[int, Left], owners: Sequence[int], ranks: Ranks) -> None:
@@ -110,12 +111,13 @@ def leave_in_order(model: nn.Module, left: Mapping[int, Left], owners: Sequence[
             continue
         sent = {}
         if owner == ranks.index:
-            message = torch.cat([_bytes(buffer) for buffer in model.buffers()])
+            message = packed(model.buffers())
             sent = {taker: message for taker in takers if taker != owner}
         for message in ranks.deliver(sent).values():
+            place = 0
             for buffer in model.buffers():
-                _copy(message, buffer)
-                message = message[buffer.nbytes :]
+                value, place = unpacked(message, place, tuple(buffer.shape), buffer.dtype)
+                buffer.detach().copy_(value)
 
 
 def plan_alike(engine: Engine, plan: Callable[[], Plan], ranks: Ranks) -> Plan:
@@ -136,13 +138,3 @@ def _sum(one: Tensor | None, two: Tensor | None) -> Tensor | None:
     if one is None or two is None:
         return two if one is None else one
     return one.add_(two)
-
-
-def _bytes(tensor: Tensor) -> Message:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _copy(message: Message, tensor: Tensor) -> None:
-    """What a message begins with, in memory that is aligned for it."""
-    flat = message[: tensor.nbytes].clone().view(tensor.dtype)
-    tensor.detach().copy_(flat.reshape(tensor.shape))

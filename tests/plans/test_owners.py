@@ -10,7 +10,8 @@ from torch import nn
 
 from gigagrad.boxes import Box
 from gigagrad.plans import split_stages
-from gigagrad.plans.shares import Shares, down, up
+from gigagrad.plans.joins import down, up
+from gigagrad.plans.owners import Owners
 
 HEIGHT, WIDTH = 47, 31
 
@@ -29,16 +30,16 @@ class Chain(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def shares_of(graph_of, plan_for):
+def owners_of(graph_of, plan_for):
     graph = graph_of(Chain(), lambda o, t: (o - t).square().mean(), (HEIGHT, WIDTH))
     kept = [node.id for node in graph.nodes if node.is_field and "conv" in node.op][:2]
     stages = split_stages(graph, kept)
 
-    def shares(tiles, count):
+    def make(tiles, count):
         plan = plan_for(graph, tiles=tuple(tiles), kept=dict.fromkeys(kept, "memory"))
-        return Shares(graph, stages, plan, count), stages, kept
+        return Owners(graph, stages, plan, count), stages, kept
 
-    return shares
+    return make
 
 
 def painted(boxes: list[Box]) -> np.ndarray:
@@ -53,33 +54,33 @@ counts = st.integers(1, 9)
 
 
 @given(tiles, counts)
-def test_ranks_write_every_pixel_once_and_hold_what_they_read(shares_of, tiles, count):
-    shares, stages, kept = shares_of(tiles, count)
+def test_ranks_write_every_pixel_once_and_hold_what_they_read(owners_of, tiles, count):
+    owners, stages, kept = owners_of(tiles, count)
     for field in kept:
-        assert (sum(painted(shares.written(field, rank)) for rank in range(count)) == 1).all()
+        assert (sum(painted(owners.written(field, rank)) for rank in range(count)) == 1).all()
         for rank in range(count):
-            held, missing = painted(shares.held(field, rank)), painted(shares.held(field, rank))
+            held, missing = painted(owners.held(field, rank)), painted(owners.held(field, rank))
             assert held.max() <= 1
-            missing -= painted(shares.written(field, rank))
+            missing -= painted(owners.written(field, rank))
             assert missing.min() >= 0
-            came = sum(painted(shares.halo(field, sender, rank)) for sender in range(count) if sender != rank)
+            came = sum(painted(owners.halo(field, sender, rank)) for sender in range(count) if sender != rank)
             assert (missing == came).all()
             for stage in stages:
                 if field in stage.reads:
-                    parts = shares.parts(stage.index)
-                    for part in shares.own(stage.index, rank):
+                    parts = owners.parts(stage.index)
+                    for part in owners.own(stage.index, rank):
                         for position in parts.tiles(part):
                             box = parts.tile(position).box(field)
                             assert box is None or painted([box])[held == 0].sum() == 0
 
 
 @given(tiles, counts)
-def test_cotangents_reach_whoever_wants_them_next(shares_of, tiles, count):
+def test_cotangents_reach_whoever_wants_them_next(owners_of, tiles, count):
     """Pixel by pixel: the rank that is the first to reach it adds up its tiles, then parts of later ranks follow."""
-    shares, _, kept = shares_of(tiles, count)
+    owners, _, kept = owners_of(tiles, count)
     for field in kept:
-        for index in shares.adding(field):
-            parts = shares.parts(index)
+        for index in owners.cotangents.adding(field):
+            parts = owners.parts(index)
             touched = {
                 part: painted([box for p in parts.tiles(part) if (box := parts.tile(p).box(field)) is not None]) > 0
                 for part in range(len(parts))
@@ -90,32 +91,33 @@ def test_cotangents_reach_whoever_wants_them_next(shares_of, tiles, count):
                     expected[pixel].add(part)
             found: list[set[int]] = [set() for _ in range(HEIGHT * WIDTH)]
             for rank in range(count):
-                wanted = painted(shares.wanted_next(index, field, rank))
-                summed = sum(painted(shares.sums(index, field, sender, rank)) for sender in range(count))
+                wanted = painted(owners.cotangents.wanted_next(index, field, rank))
+                summed = sum(painted(owners.cotangents.sums(index, field, sender, rank)) for sender in range(count))
                 assert (summed == wanted).all()
                 for sender in range(count):
-                    own = shares.own(index, sender)
-                    base = painted(shares.sums(index, field, sender, rank)) > 0
+                    own = owners.own(index, sender)
+                    base = painted(owners.cotangents.sums(index, field, sender, rank)) > 0
                     for part in own:
                         for pixel in np.flatnonzero(touched[part] & base):
                             found[pixel].add(part)
-                    for part, box in shares.strips(index, field, sender, rank):
+                    for part, box in owners.cotangents.strips(index, field, sender, rank):
                         for pixel in np.flatnonzero(touched[part] & (painted([box]) > 0)):
                             assert part not in found[pixel]
                             found[pixel].add(part)
             assert found == expected
 
 
-@given(st.integers(1, 70))
-def test_what_goes_up_and_down_reaches_everybody(count):
+@given(tiles, st.integers(1, 70))
+def test_what_goes_up_and_down_reaches_everybody(owners_of, tiles, count):
+    owners, stages, _ = owners_of(tiles, count)
     have = [{rank} for rank in range(count)]
-    for receivers in up(count):
-        for sender, receiver in receivers.items():
+    for step in up(owners, stages[0].index):
+        for sender, receiver in step:
             assert max(have[receiver]) < min(have[sender])  # neighbours, so that sums are joined in order
             have[receiver] |= have[sender]
     assert have[0] == set(range(count))
     reached = {0}
-    for receivers in down(count):
-        assert reached.issuperset(receivers)
-        reached |= set(receivers.values())
+    for step in down(count):
+        assert reached.issuperset(sender for sender, _ in step)
+        reached |= {receiver for _, receiver in step}
     assert reached == set(range(count))

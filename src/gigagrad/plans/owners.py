@@ -1,0 +1,132 @@
+"""Which rank computes which parts of every stage, which pixels of every field it holds for that, and what travels.
+
+A rank holds what its tiles write of a kept field, and what they read of it in any later pass. Of a field's cotangents,
+while a stage is swept that reads it, it holds what its tiles are the first to reach; what they add to pixels that other
+ranks reach first travels when the sweep is over, to whoever needs it next.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from gigagrad.boxes import Box, apart, shared, without
+from gigagrad.graphs import Graph
+from gigagrad.plans.geometry import Grid
+from gigagrad.plans.parts import Front, Parts
+from gigagrad.plans.plan import Plan
+from gigagrad.plans.stages import Stage, is_read
+
+Strip = tuple[int, Box]
+"""What a part adds to pixels that another rank reaches first: the part, and which."""
+
+
+class Owners:
+    """Of a plan's parts and kept fields, for so many ranks."""
+
+    def __init__(self, graph: Graph, stages: tuple[Stage, ...], plan: Plan, count: int) -> None:
+        self.count = count
+        self._graph, self._stages, self._plan = graph, stages, plan
+        self._producers = {field: stage.index for stage in stages for field in stage.kept}
+        self.parts, self._first_part = cache(self._find_parts), cache(self._find_first_part)
+        self.held, self.written, self.read = cache(self._find_held), cache(self._find_written), cache(self._find_read)
+        self.cotangents = CotangentOwners(self, graph, stages, plan)
+
+    def own(self, stage: int, rank: int) -> range:
+        """The parts of a stage that a rank computes."""
+        return range(self._first_part(stage, rank), self._first_part(stage, rank + 1))
+
+    def halo(self, field: int, sender: int, receiver: int) -> list[Box]:
+        """What a rank sends another one of a kept field, once it is written."""
+        missing = without(self.held(field, receiver), self.written(field, receiver))
+        return shared(missing, self.written(field, sender))
+
+    def whole(self, field: int) -> Box:
+        """The box of all of a field."""
+        node = self._graph[field]
+        return Box.whole(node.size(0), node.size(1))
+
+    def _find_parts(self, stage: int) -> Parts:
+        grid = Grid(self._graph, self._stages[stage], self._plan.stages[stage].tile)
+        return Parts(grid, self._plan.stages[stage].parts, by_rows=grid.by_rows)
+
+    def _find_first_part(self, stage: int, rank: int) -> int:
+        parts = self.parts(stage)
+        return len(parts) if rank == self.count else parts.nearest(len(parts.grid) * rank // self.count)
+
+    def _find_written(self, field: int, rank: int) -> list[Box]:
+        """What a rank's tiles write of a kept field: of all ranks together the whole field, once."""
+        stage = self._producers[field]
+        return self.parts(stage).written(field, self._tiles(stage, rank))
+
+    def _find_read(self, stage: int, field: int, rank: int) -> list[Box]:
+        """What a rank's tiles read of a field in a sweep of a stage; boxes may overlap."""
+        return self.parts(stage).read(field, self._tiles(stage, rank))
+
+    def _find_held(self, field: int, rank: int) -> list[Box]:
+        """What a rank holds of a kept field."""
+        if self._graph.gathers(field):
+            return [self.whole(field)]
+        reading = [stage.index for stage in self._stages if field in stage.reads]
+        read = [box for stage in reading for box in self.read(stage, field, rank)]
+        return apart([*self.written(field, rank), *read])
+
+    def _tiles(self, stage: int, rank: int) -> range:
+        own, parts = self.own(stage, rank), self.parts(stage)
+        return range(parts.start(own.start), parts.start(own.stop))
+
+
+class CotangentOwners:
+    """Of the cotangents of fields that stages read."""
+
+    def __init__(self, owners: Owners, graph: Graph, stages: tuple[Stage, ...], plan: Plan) -> None:
+        self._owners, self._graph = owners, graph
+        self._sweeps = [stages[p.stage] for p in plan.passes if p.phase != "forward"]
+        self.adding, self.held, self._first = cache(self._find_adding), cache(self._find_held), cache(self._find_first)
+
+    def wanted_next(self, stage: int, field: int, rank: int) -> list[Box]:
+        """What a rank needs when a stage has been swept: what it is the first to reach in the next sweep that adds to
+        the field's; after the last one what it wrote, or all of it where no stage wrote it.
+        """
+        adding = self.adding(field)
+        following = adding.index(stage) + 1
+        return self._first(adding[following], field, rank) if following < len(adding) else self._at_last(field, rank)
+
+    def sums(self, stage: int, field: int, sender: int, receiver: int) -> list[Box]:
+        """Of what a rank has summed up alone, what it sends another one."""
+        return shared(self._first(stage, field, sender), self.wanted_next(stage, field, receiver))
+
+    def strips(self, stage: int, field: int, sender: int, receiver: int) -> list[Strip]:
+        """What a rank's parts add to pixels that others reach first and `receiver` wants, in the order of parts."""
+        before = self.elsewhere(stage, field, sender)
+        found = []
+        for part in self._owners.own(stage, sender) if before else ():
+            boxes = [box for box in self._owners.parts(stage).strips(field, part) if box is not None]
+            for box in shared(shared(boxes, before), self.wanted_next(stage, field, receiver)):
+                found.append((part, box))
+        return found
+
+    def elsewhere(self, stage: int, field: int, rank: int) -> list[Box]:
+        """The pixels that ranks before this one reach first."""
+        return self._behind(self._owners.parts(stage).front(field, self._owners.own(stage, rank).start), field)
+
+    def _find_adding(self, field: int) -> list[int]:
+        """The stages whose sweeps add to the field's, in the order in which they run."""
+        return [stage.index for stage in self._sweeps if field in stage.reads]
+
+    def _find_first(self, stage: int, field: int, rank: int) -> list[Box]:
+        """The pixels that a rank's tiles reach before those of all others: of all ranks together the whole field."""
+        last = rank == self._owners.count - 1
+        until = [self._owners.whole(field)] if last else self.elsewhere(stage, field, rank + 1)
+        return without(until, self.elsewhere(stage, field, rank))
+
+    def _find_held(self, field: int, rank: int) -> list[Box]:
+        """What a rank holds, in any sweep."""
+        first = [box for stage in self.adding(field) for box in self._first(stage, field, rank)]
+        return apart([*first, *self._at_last(field, rank)])
+
+    def _at_last(self, field: int, rank: int) -> list[Box]:
+        whole = is_read(self._graph, field)
+        return [self._owners.whole(field)] if whole else self._owners.written(field, rank)
+
+    def _behind(self, front: Front, field: int) -> list[Box]:
+        return [box for box, which in front.split(self._owners.whole(field)) if which is not None]

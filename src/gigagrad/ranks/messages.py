@@ -1,0 +1,22 @@
+"""Tensors as messages, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+
+from gigagrad.ranks.ranks import Message
+
+
+def packed(tensors: Iterable[torch.Tensor]) -> Message:
+    """Their bytes, one after the other, on the CPU."""
+    flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+
+def unpacked(message: Message, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """The tensor that begins at a place of a message, in memory that is aligned for it, and where the next one does."""
+    end = place + prod(shape) * dtype.itemsize
+    return message[place:end].clone().view(dtype).reshape(shape), end
