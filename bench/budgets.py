@@ -30,7 +30,7 @@ import tifffile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.gloo import variables_of
+from tests.ranks.started import variables_of
 
 _REFUSED_BYTES = 64 * 2**20
 """No process that has imported PyTorch is as small as this."""
@@ -108,8 +108,9 @@ def attempt(case: dict[str, Any], budget: int | None) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).with_name("budgets_case.py")), json.dumps(case | {"budget": budget})]
     # On a busy machine spinning threads take the time that others need; memory is the same.
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    variables = variables_of(case["ranks"]) if case["ranks"] > 1 else [{}]
     with ThreadPoolExecutor(case["ranks"]) as pool:
-        runs = pool.map(lambda variables: _process(command, environment | variables), variables_of(case["ranks"]))
+        runs = pool.map(lambda variables: _process(command, environment | variables), variables)
         first, *others = runs
     if "measured" in first and all("measured" in other for other in others):
         first["measured"] = [max(step) for step in zip(*(run["measured"] for run in (first, *others)), strict=True)]

@@ -17,12 +17,15 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.meshes import NETWORKS, begin, digest, started
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.meshes import NETWORKS, begin, digest, fitting
 
 _TIMEOUT = 8.0
 """Seconds, of `--rank-timeout`."""
@@ -55,7 +58,7 @@ def undisturbed(begun: Path, run: Path, mesh: str) -> tuple[str, float]:
     """Its hash, and the seconds that it took."""
     shutil.copytree(begun, run)
     start = time.monotonic()
-    if any(ended := [rank.wait() for rank in started(run, mesh, epochs=_EPOCHS)]):
+    if any(ended := [rank.wait() for rank in fitting(run, mesh, epochs=_EPOCHS)]):
         raise SystemExit(f"{mesh}: exit codes {ended}")
     return digest(run), time.monotonic() - start
 
@@ -68,7 +71,7 @@ def struck(begun: Path, blows: list[signal.Signals], mesh: str, seconds: float, 
         run = begun.parent / f"run{len(hashes)}"
         shutil.copytree(begun, run)
         while True:
-            ranks = started(run, mesh, "--rank-timeout", str(_TIMEOUT), epochs=_EPOCHS)
+            ranks = fitting(run, mesh, "--rank-timeout", str(_TIMEOUT), epochs=_EPOCHS)
             if blows and _strike(ranks, blows[-1], rng.random() * seconds, rng.randrange(len(ranks)), counts):
                 blows.pop()
             codes = [rank.wait() for rank in ranks]

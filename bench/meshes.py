@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,9 +25,12 @@ import numpy as np
 import tifffile
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
+from tests.ranks.started import started
 
 NETWORKS = ("Plain", "Normed", "Dropped", "Cumulative")
 _MODULE = """
@@ -68,7 +70,7 @@ def main() -> None:
             for mesh in args.meshes:
                 run, start = Path(folder) / mesh, time.perf_counter()
                 shutil.copytree(begun.out, run)
-                ended = [rank.wait() for rank in started(run, mesh, epochs=2)]
+                ended = [rank.wait() for rank in fitting(run, mesh, epochs=2)]
                 if any(ended):
                     raise SystemExit(f"{network} by {mesh}: exit codes {ended}")
                 seconds[f"{network} {mesh}"] = round(time.perf_counter() - start, 1)
@@ -110,28 +112,15 @@ def begin(folder: Path, network: str) -> FitConfig:
     return config
 
 
-def started(run: Path, mesh: str, *more: str, epochs: int) -> list[subprocess.Popen[str]]:
+def fitting(run: Path, mesh: str, *more: str, epochs: int) -> list[subprocess.Popen[str]]:
     """The ranks of a mesh, going on with the run in a folder beside its cohort until it has so many epochs."""
     groups, _, size = mesh.partition("x")
     count = int(groups) * int(size)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "gigagrad", "fit", "--config", str(run / "config.yaml"), "--out", str(run)]
     trusted = [f"--trust=mesh_networks:{name}" for name in NETWORKS]
     command += [*trusted, "--mesh", mesh, "--epochs", str(epochs), *more]
-    return [
-        subprocess.Popen(
-            command,
-            env=os.environ | common | {"RANK": str(rank)},
-            cwd=run.parent,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE if more else None,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    errors = subprocess.PIPE if more else None
+    return started(command, count, cwd=run.parent, stdout=subprocess.DEVNULL, stderr=errors)
 
 
 def digest(run: Path) -> str:

@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import gigagrad as gg
+from tests.ranks.started import started
 
 _PLACES = ("memory", "scratch")
 _SIZE = 192, 256
@@ -66,10 +66,6 @@ def main() -> None:
 
 def run(count: int, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """What every rank found, by case."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
         __file__,
@@ -80,10 +76,7 @@ def run(count: int, args: argparse.Namespace, folder: Path) -> list[dict[str, An
         "--places",
         *args.places,
     ]
-    ranks = [
-        subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(count)
-    ]
+    ranks = started(command, count)
     printed = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise SystemExit(f"a rank of {count} failed")

@@ -20,7 +20,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -43,6 +42,7 @@ from gigagrad.ranks import Ranks
 from gigagrad.ranks.clocked import Clocked
 from gigagrad.ranks.process_group import ProcessGroup
 from gigagrad.scaling import Link, parse_link, tile_step
+from tests.ranks.started import started
 
 
 def main() -> None:
@@ -102,13 +102,11 @@ def compared(ranks: list[dict[str, Any]], one: dict[str, Any], predicted: dict[s
 
 def run(folder: str, count: int | None) -> list[dict[str, Any]]:
     """What every rank found; None: a process by itself, with the plan that ranks left in the folder."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", folder]
-    numbers = [{}] if count is None else [common | {"RANK": str(rank)} for rank in range(count)]
-    workers = [subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True) for own in numbers]
+    if count is None:
+        workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True)]
+    else:
+        workers = started(command, count)
     printed = [worker.communicate()[0] for worker in workers]
     if any(worker.returncode for worker in workers):
         raise SystemExit("a rank failed")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ranks.started import started
 from tests.ranks.worker import step
 
 WORKER = Path(__file__).with_name("worker.py")
 
 
 def start(what: str, count: int) -> list[subprocess.Popen[str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    command = [sys.executable, str(WORKER), what]
-    return [
-        subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(count)
-    ]
+    return started([sys.executable, str(WORKER), what], count)
 
 
 @pytest.mark.slow

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +17,7 @@ import torch
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
+from tests.ranks.started import started
 
 _NETWORK = """
 from torch import nn
@@ -57,22 +56,9 @@ def begun(cohort_csv, tmp_path, monkeypatch):
 
 def start(count: int, config: FitConfig, *flags: str) -> list[subprocess.Popen[str]]:
     """`gigagrad fit` by so many processes, as torchrun starts them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
     config.save(path := Path("run.yaml"))
     command = [sys.executable, "-m", "gigagrad", "fit", "--config", str(path), "--trust", config.model, *flags]
-    return [
-        subprocess.Popen(
-            command,
-            env=os.environ | common | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    return started(command, count, stderr=subprocess.PIPE)
 
 
 def ended(ranks: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
