@@ -8,7 +8,6 @@ from functools import cache
 import numpy as np
 import pytest
 import tifffile
-from torch import nn
 
 from gigagrad.errors import ConfigError
 from gigagrad.events import Event, Notice
@@ -16,20 +15,9 @@ from gigagrad.prediction import slide_metrics
 from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
 from gigagrad.prediction.score_sources import OfModel
 from gigagrad.prediction.scores import Confusion, LabelCounts, counts_from
+from tests.prediction.networks import Brightness, Darkness
 
 score_sources = importlib.import_module("gigagrad.prediction.score_sources")
-
-
-class Darkness(nn.Module):
-    def forward(self, x_NCHW):
-        return (128 - x_NCHW.float()).mean(1, keepdim=True)
-
-
-class Brightness(nn.Module):
-    """One logit of the whole slide."""
-
-    def forward(self, x_NCHW):
-        return x_NCHW.float().mean((2, 3)).mean(1, keepdim=True) / 100 - 1
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ import numpy as np
 import psutil
 import pytest
 import tifffile
-from torch import nn
 
 from gigagrad.cohorts import Row
 from gigagrad.errors import ConfigError
@@ -29,22 +28,11 @@ from gigagrad.events import Event, JobStarted, Notice, TileDone
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import read_records
+from tests.prediction.networks import Brightness, Darkness
 
 module: Any = importlib.import_module("gigagrad.prediction.predict")
 outputs: Any = importlib.import_module("gigagrad.prediction.outputs")
 predictor: Any = importlib.import_module("gigagrad.prediction.predictor")
-
-
-class Darkness(nn.Module):
-    def forward(self, x_NCHW):
-        return (128 - x_NCHW.float()).mean(1, keepdim=True)
-
-
-class Brightness(nn.Module):
-    """One logit of the whole slide."""
-
-    def forward(self, x_NCHW):
-        return x_NCHW.float().mean((2, 3)).mean(1, keepdim=True) / 100 - 1
 
 
 def saved(model):

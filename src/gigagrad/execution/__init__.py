@@ -1,5 +1,6 @@
 """Runs plans: forward, backward, accumulate."""
 
-from gigagrad.execution.engine import Engine, compile
+from gigagrad.execution.compiling import compile
+from gigagrad.execution.engine import Engine
 
 __all__ = ["Engine", "compile"]

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 from gigagrad.boxes import Box
-from gigagrad.devices import Device, Machine, device_for
+from gigagrad.devices import Device, Machine
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Notice, StepMeasured
 from gigagrad.execution.captures import Captures
@@ -32,21 +31,15 @@ from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
 from gigagrad.graphs import Captured, Composite, Graph, Node
 from gigagrad.plans import Plan, Problem
-from gigagrad.ranks import Alone, Ranks, ranks_of
+from gigagrad.ranks import Ranks
 from gigagrad.stores import (
-    DiskTier,
-    HostTier,
-    MemoryTier,
-    Quantised,
     Rounding,
     Tier,
-    parse_storage,
-    registered_tier,
 )
-from gigagrad.units import format_bytes, format_seconds, parse_bytes
+from gigagrad.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -57,81 +50,6 @@ _PRECISIONS = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-def compile(
-    model: nn.Module,
-    loss: Loss | None = None,
-    *,
-    memory: str | int | None = None,
-    device: str | torch.device | Device = "cpu",
-    precision: str | None = None,
-    scratch: str | Path | Tier | None = None,
-    scratch_bytes: str | int | None = None,
-    host_memory: str | int | None = None,
-    storage: str | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    tile: tuple[int, int] | None = None,
-    seed: int | None = None,
-    progress: bool = True,
-    mesh: DeviceMesh | Ranks | None = None,
-) -> Engine:
-    """Make an engine for `model` and `loss`; nothing runs yet.
-
-    Args:
-        model: any module; takes `(1, C, H, W)` in the dtype the image holds (uint8 for a slide), several images as
-            several arguments. Operators that have no tile rule run on whole fields; the plan names them.
-        loss: `loss(output, target)` returns a scalar; `output` is whatever the model returns. Without a loss the engine
-            predicts.
-        memory: the budget, e.g. `"2 GiB"` or bytes: peak resident memory of the whole process on the CPU (interpreter
-            and libraries included), device memory on a GPU. None: no bound, only speed decides.
-        device: where tiles are computed, by PyTorch's name for it. The model may stay where it is.
-        precision: `"bfloat16"` or `"float16"` as autocast would, `"float32"` or `"float64"` as if the model and the
-            image were cast; None: the model's own dtype. Sums over tiles are in float64, and gradients in their
-            parameters' dtypes. In float16 no loss needs scaling: that happens inside (docs/math.md).
-        scratch: an existing folder, on a fast disk, for the fields that do not fit in `memory`: in a folder of this
-            run's own, which goes when the run ends. Or another `Tier`. Without it they are computed again.
-        scratch_bytes: the most that these files may take; None: what is free. `host_memory`: the same beside a GPU.
-        storage: how fields that a plan keeps are stored; `"exact"` (None): bit for bit. Lossy, so never by itself:
-            `"bfloat16"`, `"float16"` (half the bytes of float32), or `"error 0.01"`: quantised, in files only, with
-            errors of at most that. The run goes on from what was stored, and its gradient is exact for that
-            (docs/math.md).
-        optimizer: plans keep room for the state that its first step makes; None: room for Adam's.
-        tile: `(height, width)` in pixels of the last field, to force the tile's shape (tests, experiments).
-        seed: of random operators (dropout, stochastic depth), which otherwise draw from PyTorch's own generator. With
-            one, the n-th run of an engine draws the same numbers as the n-th run of another.
-        mesh: the ranks that compute the tiles of one image together, of `torch.distributed.init_device_mesh`: its only
-            dimension, or the one named "tile". Every rank then calls the same methods with the same arguments, holds
-            its share of the fields within `memory`, and gets the whole loss and gradients: the same bits as one
-            process gets with the same plan. Images that a model returns come from one process. Or
-            `gigagrad.ranks.Ranks` themselves.
-        progress: a step that takes seconds shows its tiles on standard error, where that is a terminal or a notebook,
-            unless somebody listens to `Engine.events`.
-
-    Raises:
-        ConfigError: an argument cannot be used.
-    """
-    again = partial(compile, **locals())  # as it was called: nothing else is there yet
-    used = device_for(device)
-    tiers = tiers_for(used, host_memory, scratch, scratch_bytes)
-    rounding = parse_storage(storage)
-    if isinstance(rounding, Quantised) and scratch is None:
-        raise ConfigError(f"storage={storage!r} makes fields in files smaller; name a folder for them with scratch=")
-    return Engine(
-        model,
-        loss,
-        device=used,
-        budget_bytes=bytes_or_none(memory),
-        tiers=tiers,
-        precision=precision,
-        rounding=rounding,
-        optimizer=optimizer,
-        tile=tile,
-        seed=seed,
-        progress=progress,
-        ranks=Alone() if mesh is None else ranks_of(mesh),
-        again=again,
-    )
 
 
 class Engine:
@@ -429,7 +347,7 @@ class Engine:
             gradients = {prepared.graph[i].arguments["name"]: g for i, g in run.gradients.items()}
             more["gradient_error"] = self._errors.refresh(run.rounding_errors, gradients)
         leave_state(self._composite, run.updates, captured)
-        self.left = Left(self._composite, captured, run._tape.values) if phase == "backward" else None
+        self.left = Left(self._composite, captured, run.values) if phase == "backward" else None
         return run, prepared.graph
 
     @contextmanager
@@ -492,31 +410,3 @@ def _delivers_image(graph: Graph) -> bool:
     if node.is_field and (node.axes != (-2, -1) or len(node.shape) != 4):
         raise ModelError(f"an output that is an image must be laid out as (N, C, H, W), got shape {node.shape}")
     return node.is_field
-
-
-def tiers_for(
-    device: Device, host_memory: str | int | None, scratch: str | Path | Tier | None, scratch_bytes: str | int | None
-) -> tuple[Tier, ...]:
-    """Where a device's fields may be kept: its own memory, the host's if that is another, what `scratch` names.
-
-    Raises ConfigError for what is no number of bytes, and for `scratch_bytes` without `scratch`.
-    """
-    if scratch is None and scratch_bytes is not None:
-        raise ConfigError("scratch_bytes bounds the files in a scratch folder; name one with scratch=")
-    tiers: list[Tier] = [MemoryTier(device.torch_device, device.spare_blocks())]
-    if not device.is_host:
-        tiers.append(HostTier(bytes_or_none(host_memory)))
-    if isinstance(scratch, Tier):
-        tiers.append(scratch)
-    elif scratch is not None:
-        room = bytes_or_none(scratch_bytes)
-        tiers.append(registered_tier(str(scratch), room) or DiskTier(Path(scratch), room))
-    return tuple(tiers)
-
-
-def bytes_or_none(given: str | int | None) -> int | None:
-    """A size as `compile` takes it. Raises ConfigError for what is no number of bytes."""
-    try:
-        return None if given is None else parse_bytes(given)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None

@@ -26,7 +26,7 @@ from gigagrad.execution.observers import Memory, Progress
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.sources import Source
 from gigagrad.execution.sweeps import Piece, Sweeps
-from gigagrad.execution.tape import Tape
+from gigagrad.execution.tape import Tape, Values
 from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import GATHER
 from gigagrad.plans.owners import Owners
@@ -170,6 +170,11 @@ class Run:
         values = [self._tape.values[i].detach() for i in self._graph.outputs]
         structure = self._graph.structure
         return values[0] if structure is None else tree_unflatten(values, structure)
+
+    @property
+    def values(self) -> Values:
+        """The global values by node, as far as they are still there."""
+        return self._tape.values
 
     @property
     def gradients(self) -> dict[int, torch.Tensor]:

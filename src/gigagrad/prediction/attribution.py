@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.errors import ConfigError, GigagradError, ImageError, ModelError, WriteError, did_you_mean
 from gigagrad.events import Events, Listener, Notice
-from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.files import size_of
 from gigagrad.images import Image, open_image
 from gigagrad.models import load_model

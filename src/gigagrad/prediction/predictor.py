@@ -15,7 +15,7 @@ from pathlib import Path
 from gigagrad.cohorts import Row
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
 from gigagrad.events import Events
-from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.sinks import Several
 from gigagrad.files import size_of
 from gigagrad.images import Image, open_image

@@ -12,7 +12,7 @@ from typing import Any, Final
 from gigagrad.cohorts import Row
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Events
-from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.images import Image, label_image, open_image
 from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models import load_model

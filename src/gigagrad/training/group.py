@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gigagrad.errors import ModelError
+from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.engine import Engine
-from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.images import Image
 from gigagrad.plans import Plan
 from gigagrad.prediction.classes import image_shape

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gigagrad.errors import ConfigError
+from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.engine import Engine
-from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.execution.model_state import Left
 from gigagrad.images import Image
 from gigagrad.losses import Loss

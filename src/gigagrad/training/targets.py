@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gigagrad.boxes import Box, spread
 from gigagrad.cohorts import survival_of
 from gigagrad.errors import TargetError
-from gigagrad.execution.engine import compile as compile_engine
+from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.images import Image
 from gigagrad.images.image import Pixels, View
 from gigagrad.losses import Loss

@@ -17,8 +17,8 @@ from torch import nn
 
 from gigagrad.cohorts import Cohort, Row, bags_of
 from gigagrad.events import Events
+from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.engine import Engine
-from gigagrad.execution.engine import compile as compile_engine
 from gigagrad.images import Image
 from gigagrad.losses import Loss, kind_of
 from gigagrad.masks import ClassTable

@@ -29,7 +29,7 @@ from gigagrad.execution.calibration.tiers import (
     fastest,
     file_bytes_per_second,
 )
-from gigagrad.execution.engine import compile
+from gigagrad.execution.compiling import compile
 from gigagrad.threads import operator_threads
 
 _JOB = "calibrate"
