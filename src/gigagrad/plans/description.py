@@ -114,7 +114,7 @@ def facts_of(plan: Plan, source: str) -> Facts:
     return (
         ("image", f"{height} x {width} px ({format_pixels(height * width)}), channels: {channels}"),
         ("runs", f"on {plan.device}, {plan.memory_format.replace('_', ' ')}, {at_once}"),
-        *((("ranks", _ranks(plan.ranks)),) if plan.ranks is not None else ()),
+        *((("ranks", _ranks(plan, plan.ranks)),) if plan.ranks is not None else ()),
         ("passes over stages", _passes(plan) or "none"),
         ("predicted peak", f"{format_bytes(plan.predicted_peak_bytes)} ({budget})"),
         *((f"kept in {where}", f"{format_bytes(size)} at most") for where, size in elsewhere if size),
@@ -122,9 +122,9 @@ def facts_of(plan: Plan, source: str) -> Facts:
     )
 
 
-def _ranks(ranks: RankPlan) -> str:
-    share = f"each holds at most {percent(ranks.held_share, 1)} of a field"
-    return f"{ranks.count}; {share}, all together send {format_bytes(ranks.sent_bytes)} a step"
+def _ranks(plan: Plan, ranks: RankPlan) -> str:
+    share = f"each holds at most {percent(ranks.held_share, 1)} of a field, " if plan.kept else ""
+    return f"{ranks.count}; {share}all together send {format_bytes(ranks.sent_bytes)} a step"
 
 
 def _passes(plan: Plan) -> str:
