@@ -105,7 +105,9 @@ def predictions(tmp_path):
     Pillow.fromarray(np.full((40, 60, 3), 200, np.uint8)).save(folder / "overlays" / "a.png")
     (folder / "overlays" / "damaged.png").write_bytes(b"\x89PNG nothing")
     Pillow.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "secret.png")
-    base = {"status": "done", "height": 4000, "width": 6000, "seconds": 12.0, "regions": 3}
+    base = {"status": "done", "height": 4000, "width": 6000, "regions": 3}
+    (folder / "records").mkdir()
+    (folder / "records" / "a.json").write_text(json.dumps({"name": "a", "seconds": 12.0}))
     slides = [
         {**base, "name": "a", "overlay": "overlays/a.png", "dice": 0.97},
         {**base, "name": "damaged", "overlay": "overlays/damaged.png", "dice": None},
@@ -135,7 +137,7 @@ def test_everything_there_is(run, predictions, tmp_path):
         "600 MiB",
         "0.691234",
         "Dice 0.9700, 4000 x 6000 px, 3 regions, 12.0 s",
-        "the picture cannot be read",
+        "4000 x 6000 px, 3 regions, the picture cannot be read",
         "b.svs is truncated",
         "not a finite number in 1 of 60 steps, first at step 7",
         "on <cpu>, channels last, one tile at a time",

@@ -18,7 +18,7 @@ from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.outputs import file_names
 
 FILE_NAME: Final = "predictions.json"
-_FOLDER: Final = "records"
+FOLDER: Final = "records"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def read_records(out: Path, names: Iterable[str] | None = None) -> dict[str, Sli
     `predictions.json`. Raises `ConfigError` if a file is damaged.
     """
     path = out / FILE_NAME
-    files = sorted((out / _FOLDER).glob("*.json")) if names is None else [_file_of(out, name) for name in names]
+    files = sorted((out / FOLDER).glob("*.json")) if names is None else [_file_of(out, name) for name in names]
     try:
         entries = read_json(path)["slides"] if path.is_file() else []
         found = {entry["name"]: _parse(entry) for entry in entries}
@@ -144,7 +144,7 @@ def summary(records: Sequence[SlideResult]) -> str:
 
 
 def _file_of(out: Path, name: str) -> Path:
-    return out / _FOLDER / f"{name}.json"
+    return out / FOLDER / f"{name}.json"
 
 
 def _parse(entry: Mapping[str, Any]) -> SlideResult:

@@ -204,7 +204,9 @@ def _notes(run: RunData) -> Iterator[str]:
 
 
 def _picture(entry: Predicted) -> Picture:
-    facts = [f"{entry.height} x {entry.width} px", _count(entry.regions, "region"), format_seconds(entry.seconds)]
+    facts = [f"{entry.height} x {entry.width} px", _count(entry.regions, "region")]
+    if entry.seconds:
+        facts.append(format_seconds(entry.seconds))
     if entry.dice is not None:
         facts.insert(0, f"Dice {entry.dice:.4f}")
     return Picture(entry.name, ", ".join(facts), _data_uri(entry.overlay) if entry.overlay else None)

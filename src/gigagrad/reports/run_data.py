@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, TypeVar, get_type_hints
 import yaml
 
 from gigagrad.events import MetricsLogged, StepMeasured
-from gigagrad.prediction.records import FILE_NAME
+from gigagrad.prediction.records import FILE_NAME, FOLDER
 from gigagrad.training.folder import RunFolder
 
 _Record = TypeVar("_Record")
@@ -32,6 +32,7 @@ class Predicted:
     height: int
     width: int
     seconds: float
+    """0 where nobody knows."""
     regions: int
     overlay: Path | None
 
@@ -152,7 +153,9 @@ def _predictions(folder: Path) -> Iterator[Predicted]:
         files = mapping(record.get("files", record))  # earlier records have them on the outside
         overlay = _inside(folder, str(files.get("overlay") or "overlays/none"))
         dice = number(record, "dice") if _is_number(record.get("dice")) else None
-        yield _filled(Predicted, record, dice=dice, overlay=overlay)
+        own = _inside(folder, f"{FOLDER}/{record.get('name')}.json")
+        seconds = number(record if own is None else mapping(_json(own)), "seconds")
+        yield _filled(Predicted, record, dice=dice, overlay=overlay, seconds=seconds)
 
 
 def _inside(folder: Path, name: str) -> Path | None:
