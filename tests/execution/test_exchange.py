@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from math import prod
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from gigagrad.errors import RankError
 from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.plans import simulate
-from gigagrad.plans.owners import Owners
+from gigagrad.plans.stages import summed_globals
+from gigagrad.plans.sums import keys_of
 from gigagrad.plans.traffic import plan_for_ranks
 from gigagrad.ranks import Alone, run_virtual
 from tests.exactness.generated import make_case
@@ -68,6 +70,36 @@ def test_wherever_fields_are_kept(net, where, tmp_path):
     check(run, 3)
 
 
+class Standardised(nn.Module):
+    """Weights made of parameters, which are used, too; so large that ranks share their sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.conv = nn.Conv2d(3, 40, 1), nn.Conv2d(40, 40, 3, padding=1)
+        self.head = nn.Conv2d(40, 1, 1)
+
+    def forward(self, x):
+        y, weight = self.first(x).relu(), self.conv.weight
+        weight = (weight - weight.mean((1, 2, 3), keepdim=True)) / weight.std((1, 2, 3), keepdim=True)
+        return self.head((nn.functional.conv2d(y, weight, padding=1) + self.conv(y)).relu())
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_large_sums_that_are_needed_at_once_are_put_together(count):
+    torch.manual_seed(0)
+    net = Standardised().double()
+    image, target = torch.rand(3, 48, 40).double(), (torch.rand(1, 48, 40) > 0.5).double()
+    run = prepared_for(net, dice, image, target, tile=(8, 40))
+    problem, stages = run.prepared.problem, run.prepared.stages
+    assert any(keys_of(problem, summed_globals(run.prepared.graph, stage)).cut for stage in stages)
+    check(run, count)
+    expected = torch.autograd.grad(dice(net(image[None]), target[None]), [*net.parameters()])
+    run.engine.backward(image, target)
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert (parameter.grad - gradient).abs().max() <= 1e-11 * gradient.abs().max()
+
+
 def test_plans_for_ranks_say_what_each_holds_and_are_walked():
     image, target = torch.rand(3, 256, 96), torch.rand(1, 256, 96)
     run = prepared_for(Net(), dice, image, target, tile=(16, 96))
@@ -98,16 +130,20 @@ def test_a_rank_without_a_sum_adds_nothing_not_zero():
     first, second = [i for i in stage.globals if graph[i].differentiable][:2]
 
     def work(ranks):
-        owners = Owners(graph, prepared.stages, prepared.plan, ranks.count)
-        exchange = Exchange(prepared, owners, ranks)
+        exchange = Exchange(prepared, prepared.owners(ranks.count), ranks)
         _, own = exchange.own(stage)
         sums, key = exchange.new_sums(stage), (first, second)[ranks.index]
         sums.add(own.start, {key: torch.full(graph[key].shape, -0.0)})
-        return exchange.total(stage, sums, (first, second))
+        _, total = exchange.end_backward(stage, {}, {}, sums, None)
+        shares = {i: value for i, value in total.items() if not exchange.is_whole(i)}
+        assert all(len(value) == prod(graph[i].shape) / 2 for i, value in shares.items())
+        gradients = {i: value.float() for i, value in shares.items()}
+        exchange.put_together(gradients)
+        return {**total, **gradients}
 
     for total in run_virtual(2, work, timeout=20):
-        assert [*total] == [first, second]
-        assert all(value.signbit().all() for value in total.values())
+        assert {first, second} <= set(total)
+        assert all(total[key].signbit().all() and total[key].shape == graph[key].shape for key in (first, second))
 
 
 def test_an_error_of_one_rank_ends_all_and_is_told_as_it_was():

@@ -10,7 +10,7 @@ from torch import nn
 
 from gigagrad.boxes import Box
 from gigagrad.plans import split_stages
-from gigagrad.plans.joins import down, up
+from gigagrad.plans.joins import JoinOrder, joined
 from gigagrad.plans.owners import Owners
 
 HEIGHT, WIDTH = 47, 31
@@ -108,16 +108,26 @@ def test_cotangents_reach_whoever_wants_them_next(owners_of, tiles, count):
 
 
 @given(tiles, st.integers(1, 70))
-def test_what_goes_up_and_down_reaches_everybody(owners_of, tiles, count):
+def test_what_ranks_have_of_sums_is_joined_to_one(owners_of, tiles, count):
     owners, stages, _ = owners_of(tiles, count)
-    have = [{rank} for rank in range(count)]
-    for step in up(owners, stages[0].index):
-        for sender, receiver in step:
-            assert max(have[receiver]) < min(have[sender])  # neighbours, so that sums are joined in order
-            have[receiver] |= have[sender]
-    assert have[0] == set(range(count))
-    reached = {0}
-    for step in down(count):
-        assert reached.issuperset(sender for sender, _ in step)
-        reached |= {receiver for _, receiver in step}
-    assert reached == set(range(count))
+    stage, order = stages[0].index, JoinOrder()
+    parts = owners.parts(stage)
+    for rank in range(count):
+        own = [part for part in owners.own(stage, rank) if parts.tiles(part)]
+        found = joined(owners, stage, rank)
+        assert set(found) <= set(own)
+        assert bool(found) == bool(own)
+        for part in found:
+            order.append(part)
+    order.join_before(len(parts))
+    assert len(order.parts) == 1
+
+
+@given(tiles, st.sampled_from([2, 4, 8]))
+def test_ranks_that_divide_the_parts_have_one_sum_each(owners_of, tiles, count):
+    owners, stages, _ = owners_of(tiles, count)
+    parts = owners.parts(stages[0].index)
+    for rank in range(count):
+        own = owners.own(stages[0].index, rank)
+        if own == range(len(parts) * rank // count, len(parts) * (rank + 1) // count) and parts.tiles(own[0]):
+            assert len(joined(owners, stages[0].index, rank)) == 1

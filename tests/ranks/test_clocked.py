@@ -68,8 +68,8 @@ def test_the_simulator_says_what_clocks_show(swept):
         for seconds, met in swept:
             compute(seconds[ranks.index])
             for meeting in met:
-                sent = {b: message(n) for (a, b), n in meeting.messages.items() if a == ranks.index}
-                ranks.exchange(sent, {a: n for (a, b), n in meeting.messages.items() if b == ranks.index})
+                sent, came = meeting.messages[ranks.index], meeting.messages[:, ranks.index]
+                ranks.exchange({rank: message(n) for rank, n in enumerate(sent)}, dict(enumerate(came.tolist())))
         return ranks.clock
 
     shown = clocked(len(swept[0].seconds), work)

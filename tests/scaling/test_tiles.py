@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from math import inf
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,13 +22,22 @@ FREE = Link(inf, 0.0)
 seconds_st = st.floats(0, 10)
 
 
+def meeting_of(count, fields, sums=()):
+    """Bytes by pairs of ranks."""
+    matrices = np.zeros((2, count, count), np.int64)
+    for matrix, messages in zip(matrices, (fields, dict(sums)), strict=True):
+        for pair, nbytes in messages.items():
+            matrix[pair] = nbytes
+    return Meeting(*matrices)
+
+
 @st.composite
 def steps(draw, count=None):
     """Passes of some ranks, each with a meeting at least."""
     count = count or draw(st.integers(1, 5))
     pairs = st.tuples(*[st.integers(0, count - 1)] * 2).filter(lambda pair: pair[0] != pair[1])
     messages = st.dictionaries(pairs, st.integers(1, 1000), max_size=6) if count > 1 else st.just({})
-    meeting = st.builds(Meeting, messages, st.booleans())
+    meeting = st.builds(lambda fields, sums: meeting_of(count, fields, sums), messages, messages)
     swept = st.builds(Swept, st.lists(seconds_st, min_size=count, max_size=count), st.lists(meeting, min_size=1))
     return draw(st.lists(swept, min_size=1, max_size=4))
 
@@ -45,10 +55,7 @@ def test_with_links_that_take_no_time_the_slowest_share_counts(swept):
 @given(steps(), st.floats(1, 1e3), st.floats(0, 1), st.integers(2, 9))
 def test_more_bytes_and_slower_links_are_never_faster(swept, rate, latency, times):
     taken = clock(swept, Link(rate, latency))
-    more = [
-        Swept(seconds, [dataclasses.replace(m, messages={p: times * n for p, n in m.messages.items()}) for m in met])
-        for seconds, met in swept
-    ]
+    more = [Swept(seconds, [Meeting(times * m.fields, times * m.sums) for m in met]) for seconds, met in swept]
     slower = [clock(more, Link(rate, latency)), clock(swept, Link(rate / 2, latency)), clock(swept, Link(rate, 1.5))]
     assert min(slower) >= taken - 1e-9
     assert taken >= clock(swept, FREE) - 1e-9
@@ -56,7 +63,7 @@ def test_more_bytes_and_slower_links_are_never_faster(swept, rate, latency, time
 
 def test_a_timeline_by_hand():
     """Rank 1 is last; its word is heard after two messages of nothing. What rank 0 sends goes one after the other."""
-    met = [Meeting({(0, 1): 100, (0, 2): 300, (2, 0): 100})]
+    met = [meeting_of(3, {(0, 1): 60, (0, 2): 300, (2, 0): 100}, {(0, 1): 40})]
     link = Link(bytes_per_second=100.0, latency_seconds=0.25)
     heard = 5 + 2 * 0.25
     assert clock([Swept([1, 5, 2], met)], link) == heard + 4 + 0.25
@@ -66,7 +73,7 @@ def test_a_timeline_by_hand():
 
 
 def test_losses_go_by_what_they_are_lost_to():
-    halos, sums = Meeting({(0, 1): 100}), Meeting({(1, 0): 50}, sums=True)
+    halos, sums = meeting_of(2, {(0, 1): 100}), meeting_of(2, {}, {(1, 0): 50})
     swept = [Swept([2, 0], [halos]), Swept([1, 2], [sums])]
     latency = (1 + 1) * 0.5 + 2 * 0.5
     expected = {PARTS: 1.0, BALANCE: 0.5, LATENCY: latency, HALOS: 1.0, SUMS: 0.5}

@@ -10,6 +10,7 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.devices import MemoryWatch
 from gigagrad.execution.cotangent_unit import multiplied
+from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.sweeps import Piece, Sweeps
@@ -22,9 +23,18 @@ from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_
 class Backward:
     """Of one run. Every pass may raise CotangentOverflow, where the run should begin anew."""
 
-    def __init__(self, prepared: Prepared, sweeps: Sweeps, tape: Tape, fields: Fields, watch: MemoryWatch) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        sweeps: Sweeps,
+        tape: Tape,
+        fields: Fields,
+        exchange: Exchange,
+        watch: MemoryWatch,
+    ) -> None:
         self._prepared, self._graph = prepared, prepared.graph
         self._sweeps, self._tape, self._fields, self._watch = sweeps, tape, fields, watch
+        self._exchange = exchange
         self._started = False
 
     def one_pass(self, stage: Stage) -> Iterator[Piece]:
@@ -42,7 +52,7 @@ class Backward:
             cotangents = {varying[0]: torch.ones(node.shape, dtype=node.dtype, device=device)}
         self._settle(stage, cotangents)
         totals = yield from self._sweeps.gradients(stage, cotangents, merge=True)
-        self._check(totals.values())
+        self._check(total for node_id, total in totals.items() if self._exchange.is_whole(node_id))
         self._start()
         if rule is Cotangents.SCALED:
             self._pull(self._tape.level_of(stage))
@@ -70,13 +80,14 @@ class Backward:
                     self._fields.cotangents[field].add(Box.whole(node.size(0), node.size(1)), whole)
         self._settle(stage, cotangents)
         totals = yield from self._sweeps.gradients(stage, cotangents, merge=False)
-        self._check(totals.values())
+        self._check(total for node_id, total in totals.items() if self._exchange.is_whole(node_id))
         self._give(totals)
 
     def finish(self) -> None:
         """What is left on the tape."""
         self._start()
         self._pull(0)
+        self._exchange.put_together(self._tape.gradients)
         self._check((*self._tape.gradients.values(), *self.input_gradients.values()))
 
     @property
@@ -124,5 +135,6 @@ class Backward:
 
     def _give(self, totals: Values) -> None:
         for node_id in tuple(totals):
-            self._tape.give(node_id, totals.pop(node_id))
+            is_parameter = self._graph[node_id].op == "parameter"
+            (self._tape.give_share if is_parameter else self._tape.give)(node_id, totals.pop(node_id))
         self._tape.pull_parameters()

@@ -40,10 +40,11 @@ class PartSums:
             self._sums.append(values)
 
     def joined(self, following: int) -> list[Joined]:
-        """All that was added, joined as far as the tree joins it before the part that follows."""
+        """All that was added, joined as far as the tree joins it before the part that follows; nothing is left."""
         self._end()
         self._join(self._order.join_before(following))
-        return list(zip(self._order.parts, self._sums, strict=True))
+        found, self._sums = list(zip(self._order.parts, self._sums, strict=True)), []
+        return found
 
     def total(self) -> Values:
         """Of all parts; nothing is added any more."""

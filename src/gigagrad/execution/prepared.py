@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from gigagrad.devices import Device
 from gigagrad.graphs import Graph
 from gigagrad.plans import Grid, Plan, Problem, Stage
+from gigagrad.plans.owners import Owners
 from gigagrad.stores import Rounding
 
 
@@ -24,10 +25,15 @@ class Prepared:
     """What the plan's packed fields are rounded by."""
     taken: tuple[float, ...] | None = None
     """Seconds that each pass took when this ran last; None before, and after streams, in which others have a part."""
+    _owners: dict[int, Owners] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
         return self.problem.graph
+
+    def owners(self, ranks: int) -> Owners:
+        """Who computes and holds what, of so many ranks: worked out once, whatever runs."""
+        return self._owners.setdefault(ranks, Owners(self.graph, self.stages, self.plan, ranks))
 
     def grid(self, stage: Stage) -> Grid:
         return Grid(self.graph, stage, self.plan.stages[stage.index].tile)

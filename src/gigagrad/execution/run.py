@@ -29,7 +29,6 @@ from gigagrad.execution.sweeps import Piece, Sweeps
 from gigagrad.execution.tape import Tape, Values
 from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import GATHER
-from gigagrad.plans.owners import Owners
 from gigagrad.ranks import Alone, Ranks
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads, uninterrupted
@@ -60,10 +59,11 @@ class Run:
         self._closing = threading.Lock()
         self._threads, self._with_grad = torch.get_num_threads(), torch.is_grad_enabled()
         kept = {field.node for field in plan.kept}
-        self._tape = Tape(prepared.graph, kept, device, backward=backward, overflows=overflows)
-        owners = Owners(prepared.graph, prepared.stages, plan, ranks.count)
-        self._fields = Fields(prepared, sources, self._tape, owners, ranks.index)
+        owners = prepared.owners(ranks.count)
         self._exchange = Exchange(prepared, owners, ranks)
+        share = self._exchange.share
+        self._tape = Tape(prepared.graph, kept, device, backward=backward, overflows=overflows, share=share)
+        self._fields = Fields(prepared, sources, self._tape, owners, ranks.index)
         # They live from sweep to sweep: what a new thread's first operators set up takes longer than a small tile.
         self._reader = SideThreads(1, "gigagrad-read")
         self._executor = Threads(plan.workers) if plan.workers > 1 else Serial(plan.threads)
@@ -83,7 +83,7 @@ class Run:
         )
         self.pass_seconds: tuple[float, ...] | None = None
         """What each pass took, once `run` is over; in a stream whoever takes the pieces has a part in that."""
-        self._backward = Backward(prepared, self._sweeps, self._tape, self._fields, self._watch)
+        self._backward = Backward(prepared, self._sweeps, self._tape, self._fields, self._exchange, self._watch)
         _put_what_is_known(self._tape, prepared, sources, stored)
 
     def __enter__(self) -> Run:

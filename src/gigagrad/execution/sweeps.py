@@ -25,6 +25,7 @@ from gigagrad.execution.sources import read_ahead
 from gigagrad.execution.tape import Tape, Values
 from gigagrad.execution.tile import StageProgram, TileInputs
 from gigagrad.plans import Parts, Stage, TileGeometry
+from gigagrad.plans.stages import summed_globals
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads
 
@@ -80,16 +81,15 @@ class Sweeps:
             if output is not None:
                 assert stage.output is not None
                 yield tile.wanted(stage.output), output
-        self._exchange.halos(stage, self._fields.stored)
-        self._finish(stage, sums_of_parts)
+        self._finish(stage, self._exchange.end_forward(stage, self._fields.stored, sums_of_parts))
 
     def gradients(self, stage: Stage, cotangents: Values, *, merge: bool) -> Generator[Piece, None, Values]:
-        """The vector-Jacobian products of all tiles: sums of the global values' shares are returned, the cotangents of
-        fields that the stage reads are added to theirs. With `merge`, its reductions are computed as well. Yields the
-        strips of an image's gradient that is handed over.
+        """The vector-Jacobian products of all tiles: sums for global values are returned, of parameters this rank's
+        share; the cotangents of fields that the stage reads are added to theirs. With `merge`, its reductions are
+        computed as well. Yields the strips of an image's gradient that is handed over.
         """
         program, boundary = self._program(stage), self._boundary(stage)
-        leaves = [i for i in stage.globals if self._graph[i].differentiable]
+        leaves = summed_globals(self._graph, stage)
         fields = [i for i in stage.reads if i in self._fields.cotangents]
         gains = error_gains(self._graph, stage, self._quantised, boundary)
         handed = self._fields.handed_in(stage)
@@ -142,12 +142,13 @@ class Sweeps:
             if handed is not None:
                 rows, waits = finished[(tile.id + 1) // parts.grid.shape[1]], seams[handed].waits_from
                 yield from self._fields.take(handed, rows if waits is None else min(rows, waits))
-        self._exchange.cotangents(stage, seams, self._fields.cotangents)
+        reduced, totals = self._exchange.end_backward(
+            stage, self._fields.cotangents, seams, gradients, merged if merge else None
+        )
         if handed is not None:
             yield from self._fields.take(handed, finished[-1])
         if merge:
-            self._finish(stage, merged)
-        totals = self._exchange.total(stage, gradients, leaves)
+            self._finish(stage, reduced)
         if times != 1:
             for total in totals.values():
                 total.div_(times)
@@ -193,9 +194,9 @@ class Sweeps:
         with watch.tiles_at_work():
             yield from self._executor.in_order(read, work_and_look)
 
-    def _finish(self, stage: Stage, merged: PartSums) -> None:
+    def _finish(self, stage: Stage, sums: Values) -> None:
         """Turn the finished reductions and gathered fields into values of the graph, and compute what waited."""
-        sums, self._sums = self._exchange.total(stage, merged, stage.reductions), None
+        self._sums = None
         for reduction in stage.reductions:
             self._tape.put(reduction, sums.pop(reduction).to(self._graph[reduction].dtype))
         for field in stage.kept:

@@ -7,6 +7,8 @@ each part of the tape as rarely as the order of the stages allows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from gigagrad.devices import Device
@@ -17,6 +19,7 @@ from gigagrad.graphs.graph import substitute
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Stage, levels
 from gigagrad.plans.schedule import differentiable_reductions
+from gigagrad.plans.sums import gradient_dtype
 
 Values = dict[int, torch.Tensor]
 
@@ -49,14 +52,26 @@ def add(
 class Tape:
     """Values by node id; `backward` says whether a tape is kept at all."""
 
-    def __init__(self, graph: Graph, kept: set[int], device: Device, *, backward: bool, overflows: int = 0) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        kept: set[int],
+        device: Device,
+        *,
+        backward: bool,
+        overflows: int = 0,
+        share: Callable[[int, torch.Tensor], torch.Tensor] = lambda parameter, gradient: gradient,
+    ) -> None:
+        """`share`: what of a parameter's gradient is to be added up here."""
         self.graph = graph
-        self._device = device
+        self._device, self._share = device, share
         self.backward = backward
         self.unit = CotangentUnit(graph, overflows)
         self.values: Values = {}
         self.gradients: Values = {}
-        """The parameters' gradients by node: sums over a stage's tiles, which are in float64, rounded and added up."""
+        """Shares of the parameters' gradients by node: sums over a stage's tiles, which are in float64, rounded and
+        added up.
+        """
         self._level = levels(graph, kept)
         self._late = {i for i in graph.ancestors(tuple(graph.read_late())) if graph[i].op == "parameter"}
         self._leaves: dict[int, None] = {}
@@ -83,11 +98,17 @@ class Tape:
     def give(self, node_id: int, cotangent: torch.Tensor) -> None:
         """Add a contribution to the cotangent of a value."""
         if self.graph[node_id].op == "parameter":
-            self._add_gradient(node_id, cotangent)
+            self.give_share(node_id, self._share(node_id, cotangent))
         elif node_id in self._leaves:
             self._receive(node_id, cotangent)
         elif self.values[node_id].requires_grad:
             add(self._pending, node_id, cotangent, self._device.sum_dtype)
+
+    def give_share(self, parameter: int, gradient: torch.Tensor, times: float = 1) -> None:
+        """Add a contribution to what is added up here of a gradient, so many times as large as it truly is."""
+        dtype = gradient_dtype(self.graph, parameter)
+        gradient = gradient if times == 1 else gradient.to(dtype) / times
+        add(self.gradients, parameter, gradient, dtype, torch.contiguous_format)
 
     def forget(self) -> None:
         """Give back all values: there will be no results."""
@@ -124,7 +145,7 @@ class Tape:
             if gradient is None:
                 continue
             if self.graph[i].op == "parameter":
-                self._add_gradient(i, gradient, times)
+                self.give_share(i, self._share(i, gradient), times)
             else:
                 self._receive(i, gradient, times)
 
@@ -160,13 +181,6 @@ class Tape:
             i: torch.zeros_like(leaves[i]) if gradient is None else gradient
             for i, gradient in zip(varying, gradients, strict=True)
         }
-
-    def _add_gradient(self, parameter: int, gradient: torch.Tensor, times: float = 1) -> None:
-        """`gradient` is so many times as large as the true one."""
-        dtype = self.graph[parameter].dtype
-        dtype = dtype if dtype.itemsize >= 4 else torch.float32
-        gradient = gradient if times == 1 else gradient.to(dtype) / times
-        add(self.gradients, parameter, gradient, dtype, torch.contiguous_format)
 
     def _receive(self, leaf: int, cotangent: torch.Tensor, times: float = 1) -> None:
         """`cotangent` is so many times as large as the true one."""

@@ -1,11 +1,8 @@
-"""In which order sums of parts are joined, and between which ranks they travel for that."""
+"""In which order sums of parts are joined, and what of that a rank does by itself."""
 
 from __future__ import annotations
 
 from gigagrad.plans.owners import Owners
-
-Step = dict[tuple[int, int], int]
-"""Of ranks that send and get, how many sums."""
 
 
 class JoinOrder:
@@ -45,39 +42,17 @@ def before(owners: Owners, stage: int, rank: int) -> int | None:
     return next((part for part in reversed(range(owners.own(stage, rank).start)) if parts.tiles(part)), None)
 
 
-def behind(owners: Owners, stage: int, sender: int, receiver: int) -> int:
-    """The first part with tiles behind those that a sender has gathered on the way up; where there is none, as many as
-    there are parts.
-    """
-    parts, last = owners.parts(stage), min(2 * sender - receiver, owners.count) - 1
-    return next((p for p in range(owners.own(stage, last).stop, len(parts)) if parts.tiles(p)), len(parts))
+def behind(owners: Owners, stage: int, rank: int) -> int:
+    """The first part with tiles behind those of a rank; where there is none, as many as there are parts."""
+    parts = owners.parts(stage)
+    return next((p for p in range(owners.own(stage, rank).stop, len(parts)) if parts.tiles(p)), len(parts))
 
 
-def up(owners: Owners, stage: int) -> list[Step]:
-    """How sums reach the first rank: neighbours send, then pairs of neighbours, joined as far as the tree allows."""
-    parts, held = owners.parts(stage), []
-    for rank in range(owners.count):
-        held.append(order := JoinOrder(before(owners, stage, rank)))
-        for part in owners.own(stage, rank):
-            if parts.tiles(part):
-                order.append(part)
-    steps: list[Step] = []
-    for distance in _distances(owners.count):
-        steps.append(step := {})
-        for sender in range(distance, owners.count, 2 * distance):
-            receiver = sender - distance
-            held[sender].join_before(behind(owners, stage, sender, receiver))
-            step[sender, receiver] = len(held[sender].parts)
-            for part in held[sender].parts:
-                held[receiver].append(part)
-    return steps
-
-
-def down(count: int) -> list[Step]:
-    """And how the total of the first rank comes to all."""
-    steps = reversed(_distances(count))
-    return [{(rank, rank + step): 1 for rank in range(0, count - step, 2 * step)} for step in steps]
-
-
-def _distances(count: int) -> list[int]:
-    return [1 << power for power in range((count - 1).bit_length())]
+def joined(owners: Owners, stage: int, rank: int) -> list[int]:
+    """Of each sum that a rank has of a stage, joined as far as the tree joins its parts alone, one part."""
+    parts, order = owners.parts(stage), JoinOrder(before(owners, stage, rank))
+    for part in owners.own(stage, rank):
+        if parts.tiles(part):
+            order.append(part)
+    order.join_before(behind(owners, stage, rank))
+    return order.parts

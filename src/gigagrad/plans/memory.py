@@ -15,7 +15,7 @@ import torch
 
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Layout, Node, lookup
 from gigagrad.plans.geometry import AxisGeometry, Grid, TileGeometry
-from gigagrad.plans.stages import Stage
+from gigagrad.plans.stages import Stage, summed_globals
 
 
 def crop_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
@@ -178,7 +178,7 @@ def whole_compiled_convolutions(graph: Graph, *, backward: bool) -> int:
 
 def gradient_sum_bytes(graph: Graph, stage: Stage, sum_dtype: torch.dtype) -> int:
     """The sums of the gradients of what a stage reads beside fields, while it is swept backward."""
-    return sum(sum_dtype.itemsize * prod(graph[i].shape) for i in stage.globals if graph[i].differentiable)
+    return sum(sum_dtype.itemsize * prod(graph[i].shape) for i in summed_globals(graph, stage))
 
 
 def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:

@@ -29,21 +29,22 @@ class Owners:
         self._producers = {field: stage.index for stage in stages for field in stage.kept}
         self.parts, self._first_part = cache(self._find_parts), cache(self._find_first_part)
         self.held, self.written, self.read = cache(self._find_held), cache(self._find_written), cache(self._find_read)
+        self.halo = cache(self._find_halo)
+        """What a rank sends another one of a kept field, once it is written: by field, sender and receiver."""
         self.cotangents = CotangentOwners(self, graph, stages, plan)
 
     def own(self, stage: int, rank: int) -> range:
         """The parts of a stage that a rank computes."""
         return range(self._first_part(stage, rank), self._first_part(stage, rank + 1))
 
-    def halo(self, field: int, sender: int, receiver: int) -> list[Box]:
-        """What a rank sends another one of a kept field, once it is written."""
-        missing = without(self.held(field, receiver), self.written(field, receiver))
-        return shared(missing, self.written(field, sender))
-
     def whole(self, field: int) -> Box:
         """The box of all of a field."""
         node = self._graph[field]
         return Box.whole(node.size(0), node.size(1))
+
+    def _find_halo(self, field: int, sender: int, receiver: int) -> list[Box]:
+        missing = without(self.held(field, receiver), self.written(field, receiver))
+        return shared(missing, self.written(field, sender))
 
     def _find_parts(self, stage: int) -> Parts:
         grid = Grid(self._graph, self._stages[stage], self._plan.stages[stage].tile)
@@ -82,6 +83,10 @@ class CotangentOwners:
         self._owners, self._graph = owners, graph
         self._sweeps = [stages[p.stage] for p in plan.passes if p.phase != "forward"]
         self.adding, self.held, self._first = cache(self._find_adding), cache(self._find_held), cache(self._find_first)
+        self.sums, self.strips = cache(self._find_sums), cache(self._find_strips)
+        """What a rank sends another one when a stage has been swept, by stage, field, sender and receiver: of what it
+        has summed up alone, and what its parts add to pixels that others reach first, in the order of parts.
+        """
 
     def wanted_next(self, stage: int, field: int, rank: int) -> list[Box]:
         """What a rank needs when a stage has been swept: what it is the first to reach in the next sweep that adds to
@@ -91,12 +96,14 @@ class CotangentOwners:
         following = adding.index(stage) + 1
         return self._first(adding[following], field, rank) if following < len(adding) else self._at_last(field, rank)
 
-    def sums(self, stage: int, field: int, sender: int, receiver: int) -> list[Box]:
-        """Of what a rank has summed up alone, what it sends another one."""
+    def elsewhere(self, stage: int, field: int, rank: int) -> list[Box]:
+        """The pixels that ranks before this one reach first."""
+        return self._behind(self._owners.parts(stage).front(field, self._owners.own(stage, rank).start), field)
+
+    def _find_sums(self, stage: int, field: int, sender: int, receiver: int) -> list[Box]:
         return shared(self._first(stage, field, sender), self.wanted_next(stage, field, receiver))
 
-    def strips(self, stage: int, field: int, sender: int, receiver: int) -> list[Strip]:
-        """What a rank's parts add to pixels that others reach first and `receiver` wants, in the order of parts."""
+    def _find_strips(self, stage: int, field: int, sender: int, receiver: int) -> list[Strip]:
         before = self.elsewhere(stage, field, sender)
         found = []
         for part in self._owners.own(stage, sender) if before else ():
@@ -104,10 +111,6 @@ class CotangentOwners:
             for box in shared(shared(boxes, before), self.wanted_next(stage, field, receiver)):
                 found.append((part, box))
         return found
-
-    def elsewhere(self, stage: int, field: int, rank: int) -> list[Box]:
-        """The pixels that ranks before this one reach first."""
-        return self._behind(self._owners.parts(stage).front(field, self._owners.own(stage, rank).start), field)
 
     def _find_adding(self, field: int) -> list[int]:
         """The stages whose sweeps add to the field's, in the order in which they run."""

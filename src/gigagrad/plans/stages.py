@@ -90,6 +90,11 @@ def gathered(graph: Graph) -> set[int]:
     return {i for node in graph.nodes if node.op == GATHER for i in node.operands if not is_read(graph, i)}
 
 
+def summed_globals(graph: Graph, stage: Stage) -> list[int]:
+    """What a backward sweep of a stage sums the gradients of, beside fields."""
+    return [i for i in stage.globals if graph[i].differentiable]
+
+
 def is_read(graph: Graph, node_id: int) -> bool:
     """Whether a field is there without being computed: an image, or a global value laid out like one."""
     return graph[node_id].is_source or graph[node_id].op == SCATTER

@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from math import prod
 
 import numpy as np
-import torch
 
 from gigagrad.boxes import Box
-from gigagrad.graphs import FIELD_MAX
-from gigagrad.plans.joins import down, up
+from gigagrad.plans.joins import joined
 from gigagrad.plans.keeping import Lifetime, is_replicated, life_bytes, lifetimes
 from gigagrad.plans.owners import Owners
 from gigagrad.plans.plan import Pass, Plan, RankPlan
 from gigagrad.plans.problem import Problem
-from gigagrad.plans.stages import Stage, split_stages
+from gigagrad.plans.stages import Stage, split_stages, summed_globals
+from gigagrad.plans.sums import Bytes, keys_of, late_gradients, share_bytes, sum_bytes
 from gigagrad.stores import Tier
 
 _PACKING = 2
 """A message is packed from crops and cut into them again, which takes as much beside."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Meeting:
-    """Everybody hears a word of everybody's, then messages travel."""
+    """Everybody hears a word of everybody's, then messages travel: bytes from one rank to another, `(ranks, ranks)`."""
 
-    messages: Mapping[tuple[int, int], int]
-    """Bytes from one rank to another, by both."""
-    sums: bool = False
-    """Whether it joins sums; else it is of fields."""
+    fields: Bytes
+    """Halos, or cotangents."""
+    sums: Bytes
 
     @property
-    def sent_bytes(self) -> Counter[int]:
+    def messages(self) -> Bytes:
+        return self.fields + self.sums
+
+    @property
+    def sent_bytes(self) -> Bytes:
         """By rank."""
-        sent = Counter[int]()
-        for (sender, _), nbytes in self.messages.items():
-            sent[sender] += nbytes
-        return sent
+        found: Bytes = self.messages.sum(1)
+        return found
 
     @property
     def memory_bytes(self) -> int:
         """What its messages take in the rank that sends and gets most."""
-        most = Counter[int]()
-        for pair, nbytes in self.messages.items():
-            most.update(dict.fromkeys(pair, nbytes))
-        return _PACKING * max(most.values(), default=0)
+        return _PACKING * int((self.messages.sum(0) + self.messages.sum(1)).max())
 
 
 def meetings(
@@ -56,7 +51,10 @@ def meetings(
 ) -> tuple[tuple[Meeting, ...], ...]:
     """Those that end each pass of a plan, in order."""
     found = _Meetings(problem, stages, plan, owners)
-    return tuple(tuple(found.ending(step)) for step in plan.passes)
+    every = [list(found.ending(step)) for step in plan.passes]
+    if any(step.phase != "forward" for step in plan.passes):
+        every[-1] += found.at_last()
+    return tuple(map(tuple, every))
 
 
 def plan_for_ranks(problem: Problem, plan: Plan) -> RankPlan:
@@ -64,7 +62,7 @@ def plan_for_ranks(problem: Problem, plan: Plan) -> RankPlan:
     stages = split_stages(problem.graph, [field.node for field in plan.kept])
     owners = Owners(problem.graph, stages, plan, problem.ranks)
     every = [meeting for ending in meetings(problem, stages, plan, owners) for meeting in ending]
-    sent = sum(meeting.sent_bytes.total() for meeting in every)
+    sent = sum(int(meeting.messages.sum()) for meeting in every)
     most = max((meeting.memory_bytes for meeting in every), default=0)
     return RankPlan(problem.ranks, _held_share(problem, stages, plan, owners), most, sent)
 
@@ -99,36 +97,45 @@ class _Meetings:
     def __init__(self, problem: Problem, stages: tuple[Stage, ...], plan: Plan, owners: Owners) -> None:
         self._problem, self._graph, self._stages, self._owners = problem, problem.graph, stages, owners
         self._tiers = {field.node: field.tier for field in plan.kept}
-        self._ranks = range(owners.count)
+        self._count, self._ranks = owners.count, range(owners.count)
 
     def ending(self, step: Pass) -> Iterator[Meeting]:
-        stage = self._stages[step.stage]
+        stage, graph = self._stages[step.stage], self._graph
+        fields, sums = self._nothing(), self._nothing()
         if step.phase == "forward":
-            yield from self._halos(stage)
+            fields += self._halos(stage)
         else:
-            yield from self._cotangents(stage)
-        if step.phase != "backward":
-            yield from self._sums(stage, stage.reductions)
-        if step.phase != "forward":
-            yield from self._sums(stage, [i for i in stage.globals if self._graph[i].differentiable])
+            fields += self._cotangents(stage)
+        cut: list[int] = []
+        for nodes, summed in ((stage.reductions, "backward"), (summed_globals(graph, stage), "forward")):
+            if step.phase != summed:
+                keys = keys_of(self._problem, nodes)
+                if keys.all:
+                    sums += self._sums(stage, sum_bytes(self._problem, keys, self._count))
+                cut += keys.cut
+        yield Meeting(fields, sums)
+        if cut:
+            yield Meeting(self._nothing(), self._put_together(cut))
 
-    def _halos(self, stage: Stage) -> Iterator[Meeting]:
-        owners, problem = self._owners, self._problem
-        messages: Counter[tuple[int, int]] = Counter()
+    def at_last(self) -> Iterator[Meeting]:
+        late = late_gradients(self._graph, self._stages)
+        if late:
+            yield Meeting(self._nothing(), self._put_together(late, gradients=True))
+
+    def _halos(self, stage: Stage) -> Bytes:
+        owners, problem, messages = self._owners, self._problem, self._nothing()
         for i in stage.kept:
             pixel = problem.packing.bytes_per_pixel(self._graph, i, problem.tier(self._tiers[i]))
             written, held = ([boxes(i, rank) for rank in self._ranks] for boxes in (owners.written, owners.held))
             messages += _travelling(written, held, partial(owners.halo, i), pixel)
-        if stage.kept:
-            yield Meeting(messages)
+        return messages
 
-    def _cotangents(self, stage: Stage) -> Iterator[Meeting]:
-        """What each summed up alone, then strips, part after part."""
-        owners, index, graph = self._owners, stage.index, self._graph
-        sums: Counter[tuple[int, int]] = Counter()
-        strips: Counter[tuple[int, int]] = Counter()
-        added = [i for i in stage.reads if index in owners.cotangents.adding(i) and graph[i].differentiable]
-        for i in added:
+    def _cotangents(self, stage: Stage) -> Bytes:
+        """What each summed up alone, and strips."""
+        owners, index, graph, messages = self._owners, stage.index, self._graph, self._nothing()
+        for i in stage.reads:
+            if not (index in owners.cotangents.adding(i) and graph[i].differentiable):
+                continue
             held, wanted, read = (
                 [boxes(rank) for rank in self._ranks]
                 for boxes in (
@@ -137,32 +144,25 @@ class _Meetings:
                     partial(owners.read, index, i),
                 )
             )
-            sums += _travelling(held, wanted, partial(owners.cotangents.sums, index, i), graph[i].bytes_per_pixel)
-            strips += _travelling(read, wanted, partial(self._strips, index, i), graph[i].bytes_per_pixel)
-        if added:
-            yield Meeting(sums)
-            yield Meeting(strips)
+            messages += _travelling(held, wanted, partial(owners.cotangents.sums, index, i), graph[i].bytes_per_pixel)
+            messages += _travelling(read, wanted, partial(self._strips, index, i), graph[i].bytes_per_pixel)
+        return messages
 
     def _strips(self, stage: int, field: int, sender: int, receiver: int) -> Iterator[Box]:
         return (box for _, box in self._owners.cotangents.strips(stage, field, sender, receiver))
 
-    def _sums(self, stage: Stage, keys: Sequence[int]) -> Iterator[Meeting]:
-        """Up to the first rank, joined as far as the tree of parts allows, and the total down again."""
-        if keys:
-            nbytes = sum_bytes(self._problem, keys)
-            for step in (*up(self._owners, stage.index), *down(self._owners.count)):
-                yield Meeting({pair: count * nbytes for pair, count in step.items()}, sums=True)
+    def _sums(self, stage: Stage, nbytes: Bytes) -> Bytes:
+        """Of so many bytes to each rank, as many as each rank has."""
+        counts = np.array([[len(joined(self._owners, stage.index, rank))] for rank in self._ranks])
+        return _to_others(counts * nbytes)
 
+    def _put_together(self, nodes: Sequence[int], *, gradients: bool = False) -> Bytes:
+        """A rank's shares, behind whether each is there, to every other one."""
+        nbytes = 8 * len(nodes) + share_bytes(self._problem, nodes, self._count, gradients=gradients)
+        return _to_others(np.tile(nbytes[:, None], self._count))
 
-def sum_bytes(problem: Problem, keys: Sequence[int]) -> int:
-    """Of one message with sums of these nodes: a part, for each node whether there is a sum, and all of them."""
-    return 8 * (1 + len(keys)) + sum(prod(problem.graph[key].shape) * sum_dtype(problem, key).itemsize for key in keys)
-
-
-def sum_dtype(problem: Problem, key: int) -> torch.dtype:
-    """In which sums of a node are kept."""
-    node = problem.graph[key]
-    return node.dtype if node.op == FIELD_MAX else problem.sum_dtype
+    def _nothing(self) -> Bytes:
+        return np.zeros((self._count, self._count), np.int64)
 
 
 def near(some: Sequence[Sequence[Box]], others: Sequence[Sequence[Box]]) -> list[tuple[int, int]]:
@@ -178,15 +178,20 @@ def _travelling(
     others: Sequence[Sequence[Box]],
     boxes: Callable[[int, int], Iterable[Box]],
     pixel_bytes: int,
-) -> Counter[tuple[int, int]]:
+) -> Bytes:
     """Bytes from each rank to each other one, given boxes of both by rank outside of which nothing travels."""
-    found: Counter[tuple[int, int]] = Counter()
+    found = np.zeros((len(some), len(some)), np.int64)
     for sender, receiver in near(some, others):
         found[sender, receiver] = pixel_bytes * sum(box.area for box in boxes(sender, receiver))
     return found
 
 
-def _hulls(boxes: Sequence[Sequence[Box]]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def _to_others(messages: Bytes) -> Bytes:
+    np.fill_diagonal(messages, 0)
+    return messages
+
+
+def _hulls(boxes: Sequence[Sequence[Box]]) -> Bytes:
     """`(4, ranks)`: y0, x0, y1, x1."""
     hulls = (reduce(Box.hull, found) if found else Box(0, 0, 0, 0) for found in boxes)
     return np.array([(box.y0, box.x0, box.y1, box.x1) for box in hulls], np.int64).T

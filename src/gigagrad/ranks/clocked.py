@@ -53,16 +53,17 @@ class Clocked(Ranks):
         return self._clock + self._processor_seconds() - self._since
 
     def _swap(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
-        start, gone, stamped = self.clock, 0, {}
+        start, gone, stamps = self.clock, 0, {}
         latest = start
         for rank, message in sorted(sent.items()):
             gone += len(message)
             latest = start + self._seconds(gone)
-            stamped[rank] = torch.cat([message, _stamp(latest)])
+            stamps[rank] = _stamp(latest)
         self._yield()
-        found = self._ranks._swap(stamped, {rank: nbytes + _STAMP.size for rank, nbytes in received.items()})
-        self._set(max([latest, *(_time(message[-_STAMP.size :].numpy().tobytes()) for message in found.values())]))
-        return {rank: message[: -_STAMP.size] for rank, message in found.items()}
+        came = self._ranks._swap(stamps, dict.fromkeys(received, _STAMP.size))
+        found = self._ranks._swap(sent, received)
+        self._set(max([latest, *(_time(stamp.numpy().tobytes()) for stamp in came.values())]))
+        return found
 
     def _words(self, word: bytes) -> Sequence[bytes]:
         stamped = _STAMP.pack(self.clock) + word

@@ -17,6 +17,9 @@ def packed(tensors: Iterable[torch.Tensor]) -> Message:
 
 
 def unpacked(message: Message, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """The tensor that begins at a place of a message, in memory that is aligned for it, and where the next one does."""
+    """The tensor that begins at a place of a message, and where the next one does; a copy only where the place does not
+    suit its numbers.
+    """
     end = place + prod(shape) * dtype.itemsize
-    return message[place:end].clone().view(dtype).reshape(shape), end
+    flat = message[place:end] if place % dtype.itemsize == 0 else message[place:end].clone()
+    return flat.view(dtype).reshape(shape), end

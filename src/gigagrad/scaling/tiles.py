@@ -7,11 +7,12 @@ rank one after the other, and a rank goes on when those for it have come and its
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from gigagrad.plans import Plan, Problem, Stage, lifetimes, split_stages
 from gigagrad.plans.ledger import COTANGENTS, FIELDS
@@ -76,13 +77,13 @@ def tile_step(
     ]
     every = [meeting for ending in met for meeting in ending]
     messages = max((meeting.memory_bytes for meeting in every), default=0)
-    sent = sum((meeting.sent_bytes for meeting in every), Counter[int]())
+    sent = sum((meeting.sent_bytes for meeting in every), np.zeros(ranks, np.int64))
     return TileStep(
         ranks,
         clock(swept, link) + replicated,
         sum(pass_seconds) + replicated,
         _memory_bytes(problem, stages, plan, owners) + messages,
-        max(sent.values(), default=0),
+        int(sent.max()),
         {**_lost(swept, link), REPLICATED: replicated * (1 - 1 / ranks)},
     )
 
@@ -98,25 +99,21 @@ def clock(swept: Sequence[Swept], link: Link) -> float:
 
 
 def _met(clocks: Sequence[float], meeting: Meeting, link: Link) -> list[float]:
-    count = len(clocks)
-    heard = max(clocks) + (count - 1) * link.seconds(0)
-    after, queued = [heard] * count, [0] * count
-    for (sender, receiver), nbytes in sorted(meeting.messages.items()):
-        queued[sender] += nbytes
-        there = heard + link.seconds(queued[sender])
-        for rank in (sender, receiver):
-            after[rank] = max(after[rank], there)
-    return after
+    heard, messages = max(clocks) + (len(clocks) - 1) * link.seconds(0), meeting.messages
+    # One after the other; those of nothing don't travel.
+    there = np.where(messages > 0, link.latency_seconds + messages.cumsum(1) / link.bytes_per_second, 0.0)
+    return [heard + float(later) for later in np.maximum(there.max(1), there.max(0))]
 
 
 def _lost(swept: Sequence[Swept], link: Link) -> dict[str, float]:
     """What would be gained without one cause after another."""
 
-    def only(wanted: Callable[[Meeting], bool]) -> list[Swept]:
-        return [Swept(seconds, [m if wanted(m) else replace(m, messages={}) for m in met]) for seconds, met in swept]
+    def only(wanted: Callable[[Meeting], Meeting]) -> list[Swept]:
+        return [Swept(seconds, [wanted(meeting) for meeting in met]) for seconds, met in swept]
 
-    quick = replace(link, latency_seconds=0.0)
-    sums, silent = only(lambda meeting: meeting.sums), only(lambda meeting: False)
+    quick = Link(link.bytes_per_second)
+    sums = only(lambda meeting: Meeting(0 * meeting.fields, meeting.sums))
+    silent = only(lambda meeting: Meeting(0 * meeting.fields, 0 * meeting.sums))
     times = [clock(swept, link), *(clock(some, quick) for some in (swept, sums, silent))]
     waits = [max(one.seconds) - sum(one.seconds) / len(one.seconds) for one in swept]
     idle = sum(wait for wait, one in zip(waits, swept, strict=True) if not all(one.seconds))

@@ -1,0 +1,239 @@
+"""What ranks give each other when they meet, by kind: boxes of fields, cotangents, sums, shares of what is summed.
+
+No library adds for us: bytes travel, and whoever gets them adds, in the order of parts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
+
+import torch
+
+from gigagrad.boxes import Box
+from gigagrad.execution.part_sums import Joined, PartSums
+from gigagrad.execution.seams import Seam
+from gigagrad.execution.tape import Values
+from gigagrad.plans.owners import Owners
+from gigagrad.plans.sums import share_of
+from gigagrad.ranks import Ranks
+from gigagrad.ranks.messages import packed, unpacked
+from gigagrad.stores import Store
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class Parcel(ABC):
+    """Of one rank; all others have one of the same kind."""
+
+    @abstractmethod
+    def sent(self, receiver: int) -> Iterator[torch.Tensor]:
+        """What this rank gives another one."""
+
+    @abstractmethod
+    def coming(self, sender: int) -> list[Shape]:
+        """What another one gives this rank, which it knows beforehand."""
+
+    @abstractmethod
+    def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """By the rank that gave it, of all others."""
+
+
+def swap(ranks: Ranks, parcels: Sequence[Parcel]) -> None:
+    """In one meeting, in their order. Raises RankError."""
+    if ranks.count == 1:
+        for parcel in parcels:
+            parcel.take({})
+        return
+    others = [rank for rank in range(ranks.count) if rank != ranks.index]
+    sent = {rank: packed(tensor for parcel in parcels for tensor in parcel.sent(rank)) for rank in others}
+    coming = {rank: [parcel.coming(rank) for parcel in parcels] for rank in others}
+    sizes = {rank: sum(_nbytes(shape) for of in shapes for shape in of) for rank, shapes in coming.items()}
+    messages = ranks.exchange(sent, sizes)
+    del sent
+    nothing, found = torch.empty(0, dtype=torch.uint8), {}
+    for rank in others:
+        message, place, found[rank] = messages.pop(rank, nothing), 0, list[list[torch.Tensor]]()
+        for shapes in coming[rank]:
+            found[rank].append(tensors := [])
+            for shape, dtype in shapes:
+                tensor, place = unpacked(message, place, shape, dtype)
+                tensors.append(tensor)
+    for number, parcel in enumerate(parcels):
+        parcel.take({rank: tensors[number] for rank, tensors in found.items()})
+
+
+class Halos(Parcel):
+    """Boxes of the fields that a stage keeps, of `stores` that hold them as they travel: without rounding."""
+
+    def __init__(self, owners: Owners, rank: int, fields: Sequence[int], stores: Mapping[int, Store]) -> None:
+        self._owners, self._rank, self._fields, self._stores = owners, rank, fields, stores
+
+    def sent(self, receiver: int) -> Iterator[torch.Tensor]:
+        for field, box in self._boxes(self._rank, receiver):
+            yield self._stores[field].read(box)
+
+    def coming(self, sender: int) -> list[Shape]:
+        return [_shape(self._stores[field], box) for field, box in self._boxes(sender, self._rank)]
+
+    def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        for sender, crops in came.items():
+            for (field, box), crop in zip(self._boxes(sender, self._rank), crops, strict=True):
+                self._stores[field].write(box, crop)
+        for field in self._fields:
+            self._stores[field].flush()
+
+    def _boxes(self, sender: int, receiver: int) -> list[tuple[int, Box]]:
+        return [(field, box) for field in self._fields for box in self._owners.halo(field, sender, receiver)]
+
+
+class Cotangents(Parcel):
+    """Of the fields that a stage has read, to whoever needs them next: what a rank summed up alone, and strips."""
+
+    def __init__(
+        self, owners: Owners, rank: int, stage: int, seams: Mapping[int, Seam], stores: Mapping[int, Store]
+    ) -> None:
+        self._owners, self._rank, self._stage, self._seams = owners.cotangents, rank, stage, seams
+        self._stores = stores
+
+    def sent(self, receiver: int) -> Iterator[torch.Tensor]:
+        for field, box in self._sums(self._rank, receiver):
+            yield self._stores[field].read(box)
+        for field, part, box in self._strips(self._rank, receiver):
+            yield self._seams[field].strip(part, box)
+
+    def coming(self, sender: int) -> list[Shape]:
+        boxes = self._sums(sender, self._rank)
+        boxes += [(field, box) for field, _, box in self._strips(sender, self._rank)]
+        return [_shape(self._stores[field], box) for field, box in boxes]
+
+    def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Strips are added part after part: ranks have theirs in that order."""
+        for sender, crops in came.items():
+            for (field, box), crop in zip(self._sums(sender, self._rank), crops, strict=False):
+                self._stores[field].write(box, crop)
+        for sender in sorted({*came, self._rank}):
+            strips = self._strips(sender, self._rank)
+            crops = [] if sender == self._rank else came[sender][len(came[sender]) - len(strips) :]
+            for number, (field, part, box) in enumerate(strips):
+                crop = self._seams[field].strip(part, box) if sender == self._rank else crops[number]
+                self._stores[field].add(box, crop)
+        for field in self._seams:
+            self._stores[field].flush()
+
+    def _sums(self, sender: int, receiver: int) -> list[tuple[int, Box]]:
+        return [(i, box) for i in self._seams for box in self._owners.sums(self._stage, i, sender, receiver)]
+
+    def _strips(self, sender: int, receiver: int) -> list[tuple[int, int, Box]]:
+        found = self._owners.strips
+        return [(i, part, box) for i in self._seams for part, box in found(self._stage, i, sender, receiver)]
+
+
+class Sums(Parcel):
+    """Of one sweep; once taken, `total` has those of all parts: whole, or of what is `cut` this rank's share, flat."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        own: Sequence[Joined],
+        parts: Sequence[Sequence[int]],
+        shapes: Mapping[int, Shape],
+        cut: Collection[int],
+        empty: PartSums,
+        device: torch.device,
+    ) -> None:
+        """`own`: what this rank has; `parts`: of each sum that ranks have, one part, by rank; `shapes`: of a whole sum,
+        by node; `empty`: where all are joined.
+        """
+        self._rank, self._count = ranks.index, ranks.count
+        self._parts, self._shapes, self._empty, self._device = parts, shapes, empty, device
+        self._cut = cut if ranks.count > 1 else ()
+        self._own = [(part, {key: self._flat(key, values.pop(key)) for key in tuple(values)}) for part, values in own]
+        self.total: Values = {}
+
+    def sent(self, receiver: int) -> Iterator[torch.Tensor]:
+        """Of each sum the part, for each node whether there is one, and all of them, zeros for none."""
+        for part, values in self._own:
+            yield torch.tensor([part, *(key in values for key in self._shapes)])
+            for key, (shape, dtype) in self._shapes.items():
+                value = values.get(key)
+                if value is None:
+                    value = self._flat(key, torch.zeros(shape, dtype=dtype))
+                yield self._share(key, value, receiver)
+
+    def coming(self, sender: int) -> list[Shape]:
+        one: list[Shape] = [((1 + len(self._shapes),), torch.int64)]
+        for key, (shape, dtype) in self._shapes.items():
+            one.append(
+                ((_length(share_of(prod(shape), self._rank, self._count)),) if key in self._cut else shape, dtype)
+            )
+        return one * len(self._parts[sender])
+
+    def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        for rank in range(self._count):
+            self._empty.append(self._opened(came[rank]) if rank in came else self._mine())
+        self.total = self._empty.total()
+
+    def _mine(self) -> Iterator[Joined]:
+        for part, values in self._own:
+            yield part, {key: self._share(key, values.pop(key), self._rank) for key in tuple(values)}
+
+    def _opened(self, tensors: Sequence[torch.Tensor]) -> Iterator[Joined]:
+        for start in range(0, len(tensors), 1 + len(self._shapes)):
+            part, *there = tensors[start].tolist()
+            values = zip(self._shapes, there, tensors[start + 1 :], strict=False)
+            yield (
+                part,
+                {key: value.to(self._device, copy=key not in self._cut) for key, is_there, value in values if is_there},
+            )
+
+    def _flat(self, key: int, value: torch.Tensor) -> torch.Tensor:
+        assert (tuple(value.shape), value.dtype) == self._shapes[key], key
+        return value.contiguous().view(-1) if key in self._cut else value
+
+    def _share(self, key: int, value: torch.Tensor, rank: int) -> torch.Tensor:
+        return value[share_of(len(value), rank, self._count)] if key in self._cut else value
+
+
+class Shares(Parcel):
+    """Of each value every rank has a share; once taken, `whole` has all of it. Values that no rank has are left out."""
+
+    def __init__(self, ranks: Ranks, shares: Values, shapes: Mapping[int, Shape], device: torch.device) -> None:
+        self._rank, self._count = ranks.index, ranks.count
+        self._shares, self._shapes, self._device = shares, shapes, device
+        self.whole: Values = {}
+
+    def sent(self, receiver: int) -> Iterator[torch.Tensor]:
+        yield torch.tensor([key in self._shares for key in self._shapes], dtype=torch.int64)
+        for key, (shape, dtype) in zip(self._shapes, self.coming(self._rank)[1:], strict=True):
+            yield self._shares.get(key, torch.zeros(shape, dtype=dtype))
+
+    def coming(self, sender: int) -> list[Shape]:
+        found: list[Shape] = [((len(self._shapes),), torch.int64)]
+        for shape, dtype in self._shapes.values():
+            found.append(((_length(share_of(prod(shape), sender, self._count)),), dtype))
+        return found
+
+    def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        for number, (key, (shape, _)) in enumerate(self._shapes.items(), 1):
+            if key in self._shares:
+                shares = [
+                    self._shares[key] if rank == self._rank else came[rank][number].to(self._device)
+                    for rank in range(self._count)
+                ]
+                self.whole[key] = torch.cat(shares).view(shape) if self._count > 1 else shares[0]
+
+
+def _shape(store: Store, box: Box) -> Shape:
+    shape = list(store.shape)
+    shape[store.axes[0]], shape[store.axes[1]] = box.shape
+    return tuple(shape), store.dtype
+
+
+def _length(share: slice) -> int:
+    return int(share.stop - share.start)
+
+
+def _nbytes(shape: Shape) -> int:
+    return prod(shape[0]) * shape[1].itemsize

@@ -1,0 +1,89 @@
+"""How the sums of a stage come to all ranks: small ones whole from each to each, large ones cut into a share for each.
+
+Whoever has a share joins it, in the order of parts, and gives it to the others: what the next pass needs at once,
+gradients of parameters when the step is over. So a rank sends as much as it would around a ring (Thakur, Rabenseifner
+and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, section 4.4), and adds as little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from gigagrad.graphs import FIELD_MAX, Graph
+from gigagrad.plans.problem import Problem
+from gigagrad.plans.stages import Stage, summed_globals
+
+_TOLD_BYTES = 2**16
+"""Sums of a pass that are no more travel whole: on a fast link that takes less than a further meeting."""
+
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The nodes that a pass sums, in order, by what happens to their sums."""
+
+    whole: tuple[int, ...]
+    """Each rank joins them by itself."""
+    cut: tuple[int, ...]
+    """Each rank joins a share, and all shares are put together at once."""
+    late: tuple[int, ...]
+    """So are these, when the step is over: gradients of parameters."""
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        return self.cut + self.late
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return self.whole + self.shared
+
+
+def keys_of(problem: Problem, nodes: Sequence[int]) -> Keys:
+    """How these travel."""
+    late = tuple(i for i in nodes if problem.graph[i].op == "parameter")
+    now = tuple(i for i in nodes if i not in late)
+    small = sum(prod(problem.graph[i].shape) * sum_dtype(problem, i).itemsize for i in now) <= _TOLD_BYTES
+    return Keys(now, (), late) if small else Keys((), now, late)
+
+
+def late_gradients(graph: Graph, stages: Sequence[Stage]) -> list[int]:
+    """The parameters whose gradients ranks have shares of until the step is over."""
+    return sorted({i for stage in stages for i in summed_globals(graph, stage) if graph[i].op == "parameter"})
+
+
+def share_of(size: int, rank: int, ranks: int) -> slice:
+    """Which of so many numbers are a rank's."""
+    return slice(size * rank // ranks, size * (rank + 1) // ranks)
+
+
+def sum_dtype(problem: Problem, node: int) -> torch.dtype:
+    """In which a node is summed."""
+    return problem.graph[node].dtype if problem.graph[node].op == FIELD_MAX else problem.sum_dtype
+
+
+def gradient_dtype(graph: Graph, parameter: int) -> torch.dtype:
+    """In which a parameter's gradient is, once it is summed: sums over stages are added up in no less than float32."""
+    dtype = graph[parameter].dtype
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def sum_bytes(problem: Problem, keys: Keys, ranks: int) -> Bytes:
+    """`(ranks,)`: what one sum takes in a message to each of them, behind a part and whether each node has a sum."""
+    head = 8 * (1 + len(keys.all))
+    whole = sum(prod(problem.graph[i].shape) * sum_dtype(problem, i).itemsize for i in keys.whole)
+    return head + whole + share_bytes(problem, keys.shared, ranks)
+
+
+def share_bytes(problem: Problem, nodes: Sequence[int], ranks: int, *, gradients: bool = False) -> Bytes:
+    """`(ranks,)`: the shares that each has of the sums of some nodes, or of gradients."""
+    edges, found = np.arange(ranks + 1, dtype=np.int64), np.zeros(ranks, np.int64)
+    for i in nodes:
+        dtype = gradient_dtype(problem.graph, i) if gradients else sum_dtype(problem, i)
+        found += np.diff(prod(problem.graph[i].shape) * edges // ranks) * dtype.itemsize
+    return found
