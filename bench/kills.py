@@ -1,7 +1,7 @@
 """Ranks that are killed, and ranks that are stopped, in the middle of a fit: the others end and say who it was, and the
 run goes on to the same bits.
 
-    python bench/kills.py [--kills 100] [--stops 20] [--mesh 2x2] [--network Dropped] [--seed 0]
+    python bench/kills.py [--kills 100] [--stops 20] [--mesh 2x2] [--network Dropped] [--journal] [--seed 0]
 
 A fit by as many processes as the mesh has, over gloo, loses one of them at a random moment, by SIGKILL or by SIGSTOP,
 and is started again from its last checkpoint, as torchrun --max-restarts does, until it ends; then another one begins.
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--stops", type=int, default=20)
     parser.add_argument("--mesh", default="2x2")
     parser.add_argument("--network", choices=NETWORKS, default="Dropped")
+    parser.add_argument("--journal", action="store_true", help="go on inside steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng = random.Random(args.seed)
@@ -48,9 +49,15 @@ def main() -> None:
         begun = Path(begin(Path(folder), args.network).out)
         expected, _ = undisturbed(begun, Path(folder) / "one", "1x1")
         usual, seconds = undisturbed(begun, Path(folder) / "many", args.mesh)
-        found = struck(begun, blows, args.mesh, seconds, rng)
+        found = struck(begun, blows, args.mesh, seconds, rng, ["--journal"] if args.journal else [])
     wrong = [other for other in (usual, *found["hashes"]) if other != expected]
-    line = {"kills": args.kills, "stops": args.stops, "mesh": args.mesh, "runs": len(found["hashes"])}
+    line = {
+        "kills": args.kills,
+        "stops": args.stops,
+        "mesh": args.mesh,
+        "journal": args.journal,
+        "runs": len(found["hashes"]),
+    }
     print(json.dumps(line | {"differing": len(wrong)} | {key: found[key] for key in found if key != "hashes"}))
 
 
@@ -63,7 +70,9 @@ def undisturbed(begun: Path, run: Path, mesh: str) -> tuple[str, float]:
     return digest(run), time.monotonic() - start
 
 
-def struck(begun: Path, blows: list[signal.Signals], mesh: str, seconds: float, rng: random.Random) -> dict[str, Any]:
+def struck(
+    begun: Path, blows: list[signal.Signals], mesh: str, seconds: float, rng: random.Random, flags: list[str]
+) -> dict[str, Any]:
     """The hashes of the runs that ended, how often the lost rank was named, and how many others had to be ended."""
     hashes: list[str] = []
     counts = {"stops named": 0, "kills named": 0, "late": 0}
@@ -71,7 +80,7 @@ def struck(begun: Path, blows: list[signal.Signals], mesh: str, seconds: float, 
         run = begun.parent / f"run{len(hashes)}"
         shutil.copytree(begun, run)
         while True:
-            ranks = fitting(run, mesh, "--rank-timeout", str(_TIMEOUT), epochs=_EPOCHS)
+            ranks = fitting(run, mesh, "--rank-timeout", str(_TIMEOUT), *flags, epochs=_EPOCHS)
             if blows and _strike(ranks, blows[-1], rng.random() * seconds, rng.randrange(len(ranks)), counts):
                 blows.pop()
             codes = [rank.wait() for rank in ranks]

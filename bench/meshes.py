@@ -1,6 +1,6 @@
 """Training over the ranks of several meshes: the same bits for all of them.
 
-    python bench/meshes.py [--meshes 1x1 1x2 1x4 2x1 2x2 4x1 3x1] [--networks NAME ...]
+    python bench/meshes.py [--meshes 1x1 1x2 1x4 2x1 2x2 4x1 3x1] [--networks NAME ...] [--shard-optimizer]
 
 For each network, three steps of three slides of two sizes, over gloo by ranks of one thread each, all from one
 checkpoint, which has the plans of all sizes: hashes of weights, buffers, optimizer and logged losses are compared.
@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from gigagrad.files import read_safetensors
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
@@ -62,7 +63,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--meshes", nargs="+", default=["1x1", "1x2", "1x4", "2x1", "2x2", "4x1", "3x1"])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--shard-optimizer", action="store_true")
     args = parser.parse_args()
+    flags = ["--shard-optimizer"] if args.shard_optimizer else []
     differing, hashes, seconds = 0, dict[str, str](), dict[str, float]()
     for network in args.networks:
         with tempfile.TemporaryDirectory() as folder:
@@ -70,14 +73,20 @@ def main() -> None:
             for mesh in args.meshes:
                 run, start = Path(folder) / mesh, time.perf_counter()
                 shutil.copytree(begun.out, run)
-                ended = [rank.wait() for rank in fitting(run, mesh, epochs=2)]
+                ended = [rank.wait() for rank in fitting(run, mesh, *flags, epochs=2)]
                 if any(ended):
                     raise SystemExit(f"{network} by {mesh}: exit codes {ended}")
                 seconds[f"{network} {mesh}"] = round(time.perf_counter() - start, 1)
                 if digest(run) != hashes.setdefault(network, digest(run)):
                     differing += 1
                     print(f"{network} by {mesh} differs", flush=True)
-    line = {"meshes": args.meshes, "networks": args.networks, "differing": differing, "hashes": hashes}
+    line = {
+        "meshes": args.meshes,
+        "shard_optimizer": args.shard_optimizer,
+        "networks": args.networks,
+        "differing": differing,
+        "hashes": hashes,
+    }
     print(json.dumps(line | {"seconds": seconds}))
 
 
@@ -119,14 +128,16 @@ def fitting(run: Path, mesh: str, *more: str, epochs: int) -> list[subprocess.Po
     command = [sys.executable, "-m", "gigagrad", "fit", "--config", str(run / "config.yaml"), "--out", str(run)]
     trusted = [f"--trust=mesh_networks:{name}" for name in NETWORKS]
     command += [*trusted, "--mesh", mesh, "--epochs", str(epochs), *more]
-    errors = subprocess.PIPE if more else None
+    errors = subprocess.PIPE if "--rank-timeout" in more else None
     return started(command, count, cwd=run.parent, stdout=subprocess.DEVNULL, stderr=errors)
 
 
 def digest(run: Path) -> str:
     """Of what a run has come to: its weights, buffers, optimizer, and the losses that it logged."""
     checkpoint, found = Checkpoint.load(RunFolder(run).checkpoint), hashlib.sha256()
-    states = [checkpoint.model, *checkpoint.optimizer["state"].values()]
+    shards = sorted(RunFolder(run).optimizer.rglob("*.safetensors"))
+    shared = {name: tensor for path in shards for name, tensor in read_safetensors(path).items()}
+    states = [checkpoint.model, dict(sorted(shared.items())), *checkpoint.optimizer.get("state", {}).values()]
     for state in states:
         for name, tensor in state.items():
             found.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -31,9 +31,9 @@ WORDS = {
     "init": "--out --overwrite --schema --slides",
     "fit": (
         "--accumulate --bands --class-weights --classes --clip --colour-jitter --config --device --ema --epochs --fold "
-        "--folds --frozen --learning-rate --level --loss --memory --mesh --model --no-augment --no-grey --optimizer "
-        "--out --overwrite --patience --precision --rank-timeout --rates --schedule --scratch --seed --slides "
-        "--stain-jitter --storage --trackers --trust --warmup --weight-decay --weights"
+        "--folds --frozen --journal --learning-rate --level --loss --memory --mesh --model --no-augment --no-grey "
+        "--optimizer --out --overwrite --patience --precision --rank-timeout --rates --schedule --scratch --seed "
+        "--shard-optimizer --slides --stain-jitter --storage --trackers --trust --warmup --weight-decay --weights"
     ),
     "predict": (
         "--bands --classes --device --format --level --memory --mpp --no-grey --out --outputs --overwrite --run "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,12 +42,12 @@ def prepared_by(engine: gg.Engine, image: Any, target: Any) -> RankRun:
     return RankRun(engine, prepared, image, target)
 
 
-def outcome(run: RankRun, ranks: Ranks) -> tuple[str, int]:
+def outcome(run: RankRun, ranks: Ranks, journal: Path | None = None) -> tuple[str, int]:
     """A hash of the loss, of all gradients and of the buffers' new values, and the bytes that this rank sent."""
     engine, prepared, before = run.engine, run.prepared, ranks.sent_bytes
     with opened_sources(engine._composite, run.image, run.target) as sources:
         stored = stored_in(engine._composite, prepared.graph)
-        with Run(prepared, sources, stored, engine.events, backward=True, ranks=ranks) as step:
+        with Run(prepared, sources, stored, engine.events, backward=True, ranks=ranks, journal=journal) as step:
             step.run()
     found = [step.output]
     for results in (step.gradients, step.input_gradients, step.updates):

@@ -65,7 +65,7 @@ def test_no_two_ranks_whose_boxes_meet_are_missed(some, others):
 def test_what_messages_take(ladder):
     meeting = Meeting(np.array([[0, 4, 5], [2, 0, 0], [0, 0, 0]]), np.array([[0, 6, 0], [0, 0, 0], [0, 0, 0]]))
     assert meeting.sent_bytes.tolist() == [15, 2, 0]
-    assert meeting.memory_bytes == 2 * 17
+    assert meeting.memory_bytes == (9 + 6) + 2 + 9  # it goes, it comes, and what of it are crops
     plan = ladder.plan()
     problem = dataclasses.replace(ladder.problem, ranks=3)
     every = meetings(problem, ladder.stages, plan, Owners(ladder.graph, ladder.stages, plan, 3))

@@ -15,10 +15,11 @@ from gigagrad.plans import ledger
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.plans.traffic import Meeting, plan_for_ranks
 from gigagrad.scaling import Link, tile_step
-from gigagrad.scaling.tiles import BALANCE, HALOS, LATENCY, PARTS, REPLICATED, SUMS, Swept, _lost, clock
+from gigagrad.scaling.tiles import BALANCE, COPIES, HALOS, LATENCY, PARTS, REPLICATED, SUMS, Swept, _lost, clock
 from tests.plans.networks import graph_of, plan_of, problem_of
 
 FREE = Link(inf, 0.0)
+CAUSES = (PARTS, BALANCE, HALOS, SUMS, LATENCY, COPIES, REPLICATED)
 seconds_st = st.floats(0, 10)
 
 
@@ -77,8 +78,10 @@ def test_losses_go_by_what_they_are_lost_to():
     swept = [Swept([2, 0], [halos]), Swept([1, 2], [sums])]
     latency = (1 + 1) * 0.5 + 2 * 0.5
     expected = {PARTS: 1.0, BALANCE: 0.5, LATENCY: latency, HALOS: 1.0, SUMS: 0.5}
-    assert _lost(swept, Link(100.0, 0.5)) == pytest.approx(expected)
+    assert _lost(swept, Link(100.0, 0.5), inf) == pytest.approx({COPIES: 0.0, **expected})
     assert clock(swept, Link(100.0, 0.5)) == pytest.approx(5 / 2 + sum(expected.values()))
+    # Rank 0 packs 100 bytes and opens 50, rank 1 the other way round.
+    assert _lost(swept, Link(100.0, 0.5), 200.0)[COPIES] == pytest.approx((100 + 100 + 50 + 50) / 200)
 
 
 def test_one_rank_takes_what_is_planned(ladder):
@@ -88,7 +91,7 @@ def test_one_rank_takes_what_is_planned(ladder):
     assert step.alone_seconds == pytest.approx(plan.predicted_seconds)
     assert step.sent_bytes == 0
     assert step.memory_bytes == plan.predicted_peak_bytes
-    assert step.lost == {cause: pytest.approx(0) for cause in (PARTS, BALANCE, HALOS, SUMS, LATENCY, REPLICATED)}
+    assert step.lost == {cause: pytest.approx(0) for cause in CAUSES}
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
@@ -97,7 +100,7 @@ def test_what_several_ranks_take_adds_up(ladder, count):
     step = tile_step(ladder.problem, plan, count, Link(1e8, 1e-4))
     assert step.seconds == pytest.approx(step.alone_seconds / count + sum(step.lost.values()))
     assert all(seconds >= -1e-12 for seconds in step.lost.values())
-    assert min(step.lost[cause] for cause in (HALOS, SUMS, LATENCY)) > 0
+    assert min(step.lost[cause] for cause in (HALOS, SUMS, LATENCY, COPIES)) > 0
     planned = plan_for_ranks(dataclasses.replace(ladder.problem, ranks=count), plan)
     assert planned.sent_bytes / count <= step.sent_bytes < planned.sent_bytes
     least, most = (peak_bytes(plan, share) for share in (1 / count, planned.held_share))

@@ -81,12 +81,18 @@ def same_bits(one: Path, other: Path) -> bool:
 def test_two_groups_of_two_ranks_go_on_as_one_process_does(begun, tmp_path):
     one = tmp_path / "one"
     shutil.copytree(begun.out, one)
-    ranks = start(4, replace(begun, mesh="2x2"))
+    ranks = start(4, replace(begun, mesh="2x2"), "--shard-optimizer")
     fit(replace(begun, out=str(one)))
     codes, out, errors = ended(ranks)
     assert (codes, "".join(errors)) == ([0] * 4, "")
     assert out[0].count("9 steps, best epoch") == 1
     assert out[1:] == [""] * 3
+    assert same_bits(one, Path(begun.out))
+    shards = RunFolder(Path(begun.out)).optimizer
+    assert [path.name for path in shards.iterdir()] == ["step-9"]
+    assert len([*shards.rglob("*.safetensors")]) == 4
+    for run in (begun.out, str(one)):  # by one process, which needs them all
+        fit(replace(begun, out=run, epochs=4))
     assert same_bits(one, Path(begun.out))
 
 

@@ -341,6 +341,14 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
                 "metavar": "DxT",
                 "help": "share the slides of a step among D groups of T ranks (default: one group of all)",
             },
+            "--journal": {
+                "action": "store_true",
+                "help": "write down the finished parts of steps, so that a killed run goes on behind them",
+            },
+            "--shard-optimizer": {
+                "action": "store_true",
+                "help": "share the optimizer's state among ranks (see docs/training-over-ranks.md)",
+            },
             "--rank-timeout": {
                 "type": float,
                 "metavar": "SECONDS",

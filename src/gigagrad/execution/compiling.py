@@ -36,6 +36,7 @@ def compile(
     seed: int | None = None,
     progress: bool = True,
     mesh: DeviceMesh | Ranks | None = None,
+    journal: str | Path | None = None,
 ) -> Engine:
     """Make an engine for `model` and `loss`; nothing runs yet.
 
@@ -66,6 +67,10 @@ def compile(
             its share of the fields within `memory`, and gets the whole loss and gradients: the same bits as one
             process gets with the same plan. Images that a model returns come from one process. Or
             `gigagrad.ranks.Ranks` themselves.
+        journal: a folder where `backward` writes down its finished parts, in a folder of this step's own that
+            goes when the step is over. One that was killed goes on behind them when it is asked for again, of the same
+            weights, by any number of ranks that see the folder; images are read again and compared by hash. Takes as
+            much room as the fields that the plan keeps and their cotangents, and the time to write these.
         progress: a step that takes seconds shows its tiles on standard error, where that is a terminal or a notebook,
             unless somebody listens to `Engine.events`.
 
@@ -78,6 +83,8 @@ def compile(
     rounding = parse_storage(storage)
     if isinstance(rounding, Quantised) and scratch is None:
         raise ConfigError(f"storage={storage!r} makes fields in files smaller; name a folder for them with scratch=")
+    if journal is not None and isinstance(rounding, Quantised):
+        raise ConfigError(f"a journal holds no steps with storage={storage!r}; leave one of them out")
     return Engine(
         model,
         loss,
@@ -91,6 +98,7 @@ def compile(
         seed=seed,
         progress=progress,
         ranks=Alone() if mesh is None else ranks_of(mesh),
+        journal=None if journal is None else Path(journal),
         again=again,
     )
 

@@ -70,6 +70,7 @@ class Engine:
         seed: int | None,
         progress: bool,
         ranks: Ranks,
+        journal: Path | None,
         again: Callable[[], Engine],
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -100,7 +101,7 @@ class Engine:
         )
         self.ranks = ranks
         """Who computes the tiles together."""
-        self._progress, self._again = progress, again
+        self._progress, self._journal, self._again = progress, journal, again
         self.last_run: StepMeasured | None = None
         self.left: Left | None = None
         """What the last `backward` left in buffers."""
@@ -334,6 +335,7 @@ class Engine:
                         backward=backward,
                         overflows=overflows,
                         ranks=self.ranks,
+                        journal=self._journal if backward else None,
                     )
                     with run, closing(run):
                         run.run()
@@ -341,6 +343,9 @@ class Engine:
                 except CotangentOverflow:
                     told = "a gradient left the range of float16; the step begins anew, with smaller cotangents inside"
                     self.events.emit(Notice(told))
+            if run.journal.taken:
+                told = f"the step went on behind {run.journal.taken} parts that were finished before"
+                self.events.emit(Notice(told))
             if overflows != self._overflows and all(g.isfinite().all() for g in run.gradients.values()):
                 self._overflows = overflows
             self._planner.finished(prepared, run.pass_seconds)

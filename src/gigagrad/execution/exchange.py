@@ -32,7 +32,8 @@ class Exchange:
         self._problem, self._graph, self._owners, self._ranks = prepared.problem, prepared.graph, owners, ranks
         self._device, self._dtype = prepared.device.torch_device, prepared.device.sum_dtype
         self._layout = prepared.layout
-        self._late = frozenset(late_gradients(prepared.graph, prepared.stages)) if ranks.count > 1 else frozenset()
+        self._at_last = late_gradients(prepared.graph, prepared.stages) if ranks.count > 1 else []
+        self._late = frozenset(i for some in self._at_last for i in some)
 
     def own(self, stage: Stage) -> tuple[Parts, range]:
         """The parts of a stage, and which of them this rank computes."""
@@ -44,6 +45,10 @@ class Exchange:
     def new_seam(self, stage: Stage, parts: Parts, field: int, store: Store) -> Seam:
         elsewhere = self._owners.cotangents.elsewhere(stage.index, field, self._ranks.index)
         return Seam(store, parts, field, elsewhere, (self._device, self._layout))
+
+    def shapes(self, nodes: Iterable[int]) -> dict[int, Shape]:
+        """Of the sums of nodes."""
+        return {i: (self._graph[i].shape, sum_dtype(self._problem, i)) for i in nodes}
 
     def end_forward(self, stage: Stage, stores: Mapping[int, Store], reduced: PartSums) -> Values:
         """A sweep is over: what the stage keeps gets its halos, and its reductions their values, which are returned."""
@@ -84,16 +89,16 @@ class Exchange:
 
     def put_together(self, gradients: Values) -> None:
         """The step is over: all ranks get the whole of what each has a share of."""
-        if self._late:
-            shapes = {i: (self._graph[i].shape, gradient_dtype(self._graph, i)) for i in sorted(self._late)}
-            gradients.update(self._put_together(gradients, shapes))
+        for some in self._at_last:
+            shapes = {i: (self._graph[i].shape, gradient_dtype(self._graph, i)) for i in some}
+            gradients.update(self._put_together({i: gradients.pop(i) for i in some if i in gradients}, shapes))
 
     def _sums(self, stage: Stage, sums: PartSums, keys: Keys) -> Sums:
         own = sums.joined(behind(self._owners, stage.index, self._ranks.index)) if keys.all else []
         everybody = range(self._ranks.count)
         parts = [joined(self._owners, stage.index, rank) if keys.all else [] for rank in everybody]
         total = PartSums(self._dtype, self._largest(stage))
-        return Sums(self._ranks, own, parts, self._shapes(keys.all), keys.shared, total, self._device)
+        return Sums(self._ranks, own, parts, self.shapes(keys.all), keys.shared, total, self._device)
 
     def _whole(self, sums: Sequence[tuple[Sums, Keys]]) -> list[Values]:
         """The totals, with what is cut put together again."""
@@ -101,7 +106,7 @@ class Exchange:
         cut = [key for _, keys in sums for key in keys.cut]
         if cut:
             shares = {key: total.pop(key) for total in totals for key in cut if key in total}
-            whole = self._put_together(shares, self._shapes(cut))
+            whole = self._put_together(shares, self.shapes(cut))
             for total, (_, keys) in zip(totals, sums, strict=True):
                 total.update({key: whole[key] for key in keys.cut if key in whole})
         for total, (_, keys) in zip(totals, sums, strict=True):  # as they lie in memory wherever they were summed
@@ -112,9 +117,6 @@ class Exchange:
         parcel = Shares(self._ranks, shares, shapes, self._device)
         swap(self._ranks, [parcel])
         return parcel.whole
-
-    def _shapes(self, nodes: Iterable[int]) -> dict[int, Shape]:
-        return {i: (self._graph[i].shape, sum_dtype(self._problem, i)) for i in nodes}
 
     def _largest(self, stage: Stage) -> set[int]:
         return {i for i in stage.reductions if self._graph[i].op == FIELD_MAX}

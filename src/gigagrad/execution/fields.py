@@ -174,6 +174,11 @@ class Fields:
                     stored[i] = ready(self.kept[i].read(box))
         return TileInputs(crops, cotangents, stored)
 
+    def images(self, stage: Stage, tile: TileGeometry) -> dict[int, torch.Tensor]:
+        """What a tile reads of images."""
+        boxes = {i: tile.box(i) for i in stage.reads if self._graph[i].is_source}
+        return {i: self._crop(i, box) for i, box in boxes.items() if box is not None}
+
     def _crop(self, node_id: int, box: Box) -> torch.Tensor:
         """Of a field that is there: an image, a global value laid out like one, or a kept field."""
         node = self._graph[node_id]

@@ -24,6 +24,11 @@ class PartSums:
         self._chain: Values = {}
         self._order, self._sums = JoinOrder(before), list[Values]()
 
+    @property
+    def chain(self) -> Values:
+        """What the part at work has so far."""
+        return self._chain
+
     def add(self, part: int, values: Values) -> None:
         """What a tile of this part gives; parts come in their order."""
         if part != self._part:

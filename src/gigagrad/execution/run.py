@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from gigagrad.execution.backward import Backward
 from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.fields import Fields
+from gigagrad.execution.journal import Journal, key_of
 from gigagrad.execution.observers import Memory, Progress
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.sources import Source
@@ -51,8 +53,11 @@ class Run:
         backward: bool,
         overflows: int = 0,
         ranks: Ranks | None = None,
+        journal: Path | None = None,
     ) -> None:
-        """`ranks`: who computes this run's parts, all with the same plan; by itself unless others are named."""
+        """`ranks`: who computes this run's parts, all with the same plan; by itself unless others are named. `journal`:
+        a folder where finished parts are written down, until the run is over.
+        """
         ranks = ranks or Alone()
         plan, device = prepared.plan, prepared.device
         self._prepared, self._graph = prepared, prepared.graph
@@ -67,6 +72,9 @@ class Run:
         # They live from sweep to sweep: what a new thread's first operators set up takes longer than a small tile.
         self._reader = SideThreads(1, "gigagrad-read")
         self._executor = Threads(plan.workers) if plan.workers > 1 else Serial(plan.threads)
+        _put_what_is_known(self._tape, prepared, sources, stored)
+        place = None if journal is None else journal / key_of(prepared, self._tape, torch.get_rng_state(), overflows)
+        self.journal, self._first = Journal(place), ranks.index == 0
         self._watch = device.watch(plan.predicted_peak_bytes, plan.budget_bytes)
         memory = Memory(prepared, self._watch, self._fields, self._executor, events)
         self._progress = Progress(prepared, events)
@@ -80,11 +88,13 @@ class Run:
             self._reader,
             self._watch,
             self._observers,
+            self.journal,
         )
         self.pass_seconds: tuple[float, ...] | None = None
-        """What each pass took, once `run` is over; in a stream whoever takes the pieces has a part in that."""
+        """What each pass took, once `run` is over; None where parts of it were in the journal, and in a stream: whoever
+        takes the pieces has a part in that.
+        """
         self._backward = Backward(prepared, self._sweeps, self._tape, self._fields, self._exchange, self._watch)
-        _put_what_is_known(self._tape, prepared, sources, stored)
 
     def __enter__(self) -> Run:
         """Raises StoreError if a tier has no room for what the plan keeps there."""
@@ -124,7 +134,9 @@ class Run:
         """Every pass of the plan. Raises StoreError, and CotangentOverflow if the run should begin anew."""
         for _ in self._passes():
             pass
-        self.pass_seconds = self._progress.pass_seconds
+        if self._first:  # all have met behind their last parts
+            self.journal.close()
+        self.pass_seconds = None if self.journal.taken else self._progress.pass_seconds
 
     def stream(self) -> Iterator[Piece]:
         """The boxes and crops of what is delivered in pieces, in row-major order: the output field, or the gradient of
@@ -156,6 +168,7 @@ class Run:
         for observer in self._observers:
             observer.pass_begins(index)
         self._fields.begin(index)
+        self.journal.begin(index)
 
     # Results
 

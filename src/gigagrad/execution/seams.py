@@ -36,9 +36,12 @@ class Seam:
         self._part = -1
         self._strips: dict[int, Strip] = {}
         self._kept: list[tuple[int, Strip]] = []
+        self.given: dict[int, torch.Tensor] = {}
+        """The strips of the part that came last, by which lines they are on, once they are complete."""
 
     def begin(self, part: int) -> None:
         """The next part's first tile comes."""
+        self.given = {}
         self._part, self._front = part, self._parts.front(self._field, part)
         for which, box in enumerate(self._parts.strips(self._field, part)):
             if box is not None:
@@ -56,6 +59,11 @@ class Seam:
                 self._store.add(piece, share)
             else:
                 _view(self._strips[which], piece, axes).add_(share)
+
+    @property
+    def waiting(self) -> dict[int, torch.Tensor]:
+        """The strips that are not complete, by which lines they are on."""
+        return {which: sums for which, (_, sums) in self._strips.items()}
 
     def end(self) -> None:
         """The part's last tile has come."""
@@ -86,6 +94,7 @@ class Seam:
 
     def _give(self, which: int) -> None:
         strip = self._strips.pop(which)
+        self.given[which] = strip[1]
         here = without([strip[0]], self._elsewhere)
         for piece in here:
             self._store.add(piece, _view(strip, piece, self._store.axes))

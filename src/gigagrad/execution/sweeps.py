@@ -6,7 +6,9 @@ fixes (plans/parts.py), so that two runs of one plan give the same bits, whoever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from itertools import chain, islice
 from typing import TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from gigagrad.execution.cotangent_unit import multiplied
 from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.fields import Fields
+from gigagrad.execution.journal import Entry, Journal, StoredBox, crops_of, first_reached, strips_of, values_of
 from gigagrad.execution.observers import Observer
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.execution.prepared import Prepared
@@ -48,10 +51,12 @@ class Sweeps:
         reader: SideThreads,
         watch: MemoryWatch,
         observers: tuple[Observer, ...],
+        journal: Journal,
     ) -> None:
         self._prepared, self._graph = prepared, prepared.graph
         self._fields, self._tape, self._exchange = fields, tape, exchange
         self._executor, self._reader, self._watch, self._observers = executor, reader, watch, observers
+        self._journal = journal
         self._sums: PartSums | None = None
         roundings = fields.roundings.items()
         self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
@@ -65,22 +70,37 @@ class Sweeps:
         program, boundary = self._program(stage), self._boundary(stage)
         self._sums = sums_of_parts = self._exchange.new_sums(stage)
 
-        def work(item: Item) -> tuple[int, TileGeometry, Values, torch.Tensor | None]:
-            part, tile, inputs = item
+        def work(item: Item) -> tuple[TileGeometry, Values, torch.Tensor | None]:
+            _, tile, inputs = item
             with torch.no_grad():
                 shares = program.run(tile, inputs.crops, boundary)
                 for i in stage.kept:
                     if i in shares:
                         self._fields.kept[i].write(tile.wanted(i), shares[i])
                 output = None if stage.output is None else shares.get(stage.output)
-                return part, tile, program.partial_sums(tile, shares), output
+                return tile, program.partial_sums(tile, shares), output
 
-        for part, tile, sums, output in self._swept(stage, *self._exchange.own(stage), work, backward=False):
-            sums_of_parts.add(part, sums)
-            self._tell("forward")
-            if output is not None:
-                assert stage.output is not None
-                yield tile.wanted(stage.output), output
+        parts, own = self._exchange.own(stage)
+        shapes = self._exchange.shapes(stage.reductions)
+
+        def kept(part: int) -> Iterator[StoredBox]:
+            for i in stage.kept:
+                yield from strips_of(self._fields.stored[i], parts.written(i, parts.tiles(part)))
+
+        for part, found in self._by_part(stage, parts, own, work, backward=False):
+            if isinstance(found, Entry):
+                found.fill(kept(part))
+                found.add_to(sums_of_parts, part, shapes)
+                self._tell("forward", len(parts.tiles(part)))
+                continue
+            for tile, sums, output in found:
+                sums_of_parts.add(part, sums)
+                self._tell("forward")
+                if output is not None:
+                    assert stage.output is not None
+                    yield tile.wanted(stage.output), output
+            if self._journal.is_kept:
+                self._journal.write(part, chain(crops_of(kept(part)), values_of(sums_of_parts, shapes)))
         self._finish(stage, self._exchange.end_forward(stage, self._fields.stored, sums_of_parts))
 
     def gradients(self, stage: Stage, cotangents: Values, *, merge: bool) -> Generator[Piece, None, Values]:
@@ -101,8 +121,8 @@ class Sweeps:
         times = self._tape.unit.times
         cotangents = {i: multiplied(cotangent, times) for i, cotangent in cotangents.items()}
 
-        def work(item: Item) -> tuple[int, TileGeometry, Values, Values, Values, Watch]:
-            part, tile, inputs = item
+        def work(item: Item) -> tuple[TileGeometry, Values, Values, Values, Watch]:
+            _, tile, inputs = item
             watch = Watch(self._graph, gains)
             crops = {i: inputs.crops[i] for i in fields if i in inputs.crops}
             # Of its own: two threads that make the gradient's node of one tensor can wait for each other for ever, one
@@ -116,32 +136,53 @@ class Sweeps:
                 gradients = torch.autograd.grad(outputs, list(wanted.values()), seeds, allow_unused=True)
                 found = {i: g for i, g in zip(wanted, gradients, strict=True) if g is not None}
             shares = {i: gradient for i, gradient in found.items() if i in boundary}
-            return part, tile, sums, shares, {i: g for i, g in found.items() if i in crops}, watch
+            return tile, sums, shares, {i: g for i, g in found.items() if i in crops}, watch
 
         gradients, self._sums = self._exchange.new_sums(stage), self._exchange.new_sums(stage)
-        merged, left = self._sums, 0
-        for part, tile, sums, shares, crops, watch in self._swept(stage, parts, own, work, backward=True):
-            self.errors.add(watch.norms)
-            gradients.add(part, shares)
-            if not left:
-                left = len(parts.tiles(part))
+        merged = self._sums
+        shapes, reduced_shapes = self._exchange.shapes(leaves), self._exchange.shapes(stage.reductions if merge else ())
+
+        def reached(part: int) -> Iterator[StoredBox]:
+            for i in fields:
+                yield from strips_of(self._fields.cotangents[i], first_reached(parts, i, part))
+
+        for part, found in self._by_part(stage, parts, own, work, backward=True):
+            for seam in seams.values():
+                seam.begin(part)
+            count = len(parts.tiles(part))
+            if isinstance(found, Entry):
+                found.fill(reached(part))
                 for seam in seams.values():
-                    seam.begin(part)
-            for field, gradient in crops.items():
-                box = tile.box(field)
-                assert box is not None
-                seams[field].add(box, gradient)
-            left -= 1
-            if not left:  # at once: what an image's gradient waits for is held
-                for seam in seams.values():
+                    for _, strip in sorted(seam.waiting.items()):
+                        strip.copy_(found.tensor(strip.shape, strip.dtype))
                     seam.end()
-            if merge:
-                merged.add(part, sums)
-            del sums, shares, crops  # the next tile would be computed beside them
-            self._tell("backward")
-            if handed is not None:
-                rows, waits = finished[(tile.id + 1) // parts.grid.shape[1]], seams[handed].waits_from
-                yield from self._fields.take(handed, rows if waits is None else min(rows, waits))
+                found.add_to(gradients, part, shapes)
+                found.add_to(merged, part, reduced_shapes)
+                self._tell("backward", count)
+                continue
+            left = count
+            for tile, sums, shares, crops, watch in found:  # enumerate would hold the last ones
+                left -= 1
+                self.errors.add(watch.norms)
+                gradients.add(part, shares)
+                for field, gradient in crops.items():
+                    box = tile.box(field)
+                    assert box is not None
+                    seams[field].add(box, gradient)
+                if not left:  # at once: what an image's gradient waits for is held
+                    for seam in seams.values():
+                        seam.end()
+                if merge:
+                    merged.add(part, sums)
+                del sums, shares, crops  # the next tile would be computed beside them
+                self._tell("backward")
+                if handed is not None:
+                    rows, waits = finished[(tile.id + 1) // parts.grid.shape[1]], seams[handed].waits_from
+                    yield from self._fields.take(handed, rows if waits is None else min(rows, waits))
+            if self._journal.is_kept:
+                strips = (strip for seam in seams.values() for _, strip in sorted(seam.given.items()))
+                values = chain(values_of(gradients, shapes), values_of(merged, reduced_shapes))
+                self._journal.write(part, chain(crops_of(reached(part)), strips, values))
         reduced, totals = self._exchange.end_backward(
             stage, self._fields.cotangents, seams, gradients, merged if merge else None
         )
@@ -174,15 +215,47 @@ class Sweeps:
             boundary[i] = value
         return boundary
 
-    def _swept(
+    def _by_part(
         self, stage: Stage, parts: Parts, own: range, work: Callable[[Item], Swept], *, backward: bool
+    ) -> Iterator[tuple[int, Entry | Iterator[Swept]]]:
+        """For each part that has tiles what its tiles give, or what the journal has of it."""
+        there = [part for part in own if parts.tiles(part)]
+        entries = {part: self._entry(stage, parts, part) for part in there} if self._journal.is_kept else {}
+        swept = self._swept(stage, parts, [part for part in there if not entries.get(part)], work, backward=backward)
+        for part in there:
+            entry = entries.pop(part, None)
+            if entry is None:
+                yield part, islice(swept, len(parts.tiles(part)))
+            else:
+                with closing(entry):
+                    yield part, entry
+
+    def _entry(self, stage: Stage, parts: Parts, part: int) -> Entry | None:
+        """What the journal has of a part, if it was computed from what the images hold now."""
+        entry = self._journal.entry(part)
+        if entry is None:
+            return None
+        for position in parts.tiles(part):
+            self._journal.reads(part, self._fields.images(stage, parts.tile(position)))
+        if self._journal.has_read(part) == entry.read_by:
+            self._journal.taken += 1
+            return entry
+        entry.close()
+        self._journal.forget_later()
+        return None
+
+    def _swept(
+        self, stage: Stage, parts: Parts, chosen: Sequence[int], work: Callable[[Item], Swept], *, backward: bool
     ) -> Iterator[Swept]:
         """What `work` makes of every tile and what it reads, in the order of the parts."""
         watch = self._watch
-        tiles = ((part, parts.tile(position)) for part in own for position in parts.tiles(part))
+        tiles = ((part, parts.tile(position)) for part in chosen for position in parts.tiles(part))
 
         def read_for(numbered: tuple[int, TileGeometry]) -> TileInputs:
-            return self._fields.inputs(stage, numbered[1], backward=backward)
+            part, tile = numbered
+            inputs = self._fields.inputs(stage, tile, backward=backward)
+            self._journal.reads(part, {i: crop for i, crop in inputs.crops.items() if self._graph[i].is_source})
+            return inputs
 
         read = ((part, tile, inputs) for (part, tile), inputs in read_ahead(tiles, read_for, self._reader))
 
@@ -204,6 +277,7 @@ class Sweeps:
                 self._tape.put(gathering, self._fields.kept[field].whole())
         self._tape.compute()
 
-    def _tell(self, phase: str) -> None:
-        for observer in self._observers:
-            observer.tile_done(phase)
+    def _tell(self, phase: str, tiles: int = 1) -> None:
+        for _ in range(tiles):
+            for observer in self._observers:
+                observer.tile_done(phase)

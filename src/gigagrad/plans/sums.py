@@ -21,6 +21,8 @@ from gigagrad.plans.stages import Stage, summed_globals
 _TOLD_BYTES = 2**16
 """Sums of a pass that are no more travel whole: on a fast link that takes less than a further meeting."""
 
+_AT_ONCE_BYTES = 2**24
+
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
@@ -52,9 +54,19 @@ def keys_of(problem: Problem, nodes: Sequence[int]) -> Keys:
     return Keys(now, (), late) if small else Keys((), now, late)
 
 
-def late_gradients(graph: Graph, stages: Sequence[Stage]) -> list[int]:
-    """The parameters whose gradients ranks have shares of until the step is over."""
-    return sorted({i for stage in stages for i in summed_globals(graph, stage) if graph[i].op == "parameter"})
+def late_gradients(graph: Graph, stages: Sequence[Stage]) -> list[list[int]]:
+    """The parameters whose gradients ranks have shares of until the step is over, as they are put together then: a few
+    at a time, so that their messages do not take much memory.
+    """
+    found, nbytes = list[list[int]](), 0
+    for i in sorted({i for stage in stages for i in summed_globals(graph, stage) if graph[i].op == "parameter"}):
+        own = prod(graph[i].shape) * gradient_dtype(graph, i).itemsize
+        if not found or nbytes + own > _AT_ONCE_BYTES:
+            found.append([])
+            nbytes = 0
+        found[-1].append(i)
+        nbytes += own
+    return found
 
 
 def share_of(size: int, rank: int, ranks: int) -> slice:

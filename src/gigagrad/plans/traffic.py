@@ -18,9 +18,6 @@ from gigagrad.plans.stages import Stage, split_stages, summed_globals
 from gigagrad.plans.sums import Bytes, keys_of, late_gradients, share_bytes, sum_bytes
 from gigagrad.stores import Tier
 
-_PACKING = 2
-"""A message is packed from crops and cut into them again, which takes as much beside."""
-
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
@@ -42,8 +39,10 @@ class Meeting:
 
     @property
     def memory_bytes(self) -> int:
-        """What its messages take in the rank that sends and gets most."""
-        return _PACKING * int((self.messages.sum(0) + self.messages.sum(1)).max())
+        """What its messages take in the rank for which that is most: those that come, and those that go with the crops
+        that they are packed from.
+        """
+        return int((self.messages.sum(0) + self.messages.sum(1) + self.fields.sum(1)).max())
 
 
 def meetings(
@@ -118,8 +117,7 @@ class _Meetings:
             yield Meeting(self._nothing(), self._put_together(cut))
 
     def at_last(self) -> Iterator[Meeting]:
-        late = late_gradients(self._graph, self._stages)
-        if late:
+        for late in late_gradients(self._graph, self._stages):
             yield Meeting(self._nothing(), self._put_together(late, gradients=True))
 
     def _halos(self, stage: Stage) -> Bytes:

@@ -2,7 +2,8 @@
 
 Each rank computes its share of every pass, and all of what whole-field operators do. After a pass ranks meet: everybody
 hears a word of everybody's, around a ring as gloo gathers (n - 1 messages of nothing); then messages travel, those of a
-rank one after the other, and a rank goes on when those for it have come and its own are there.
+rank one after the other, and a rank goes on when those for it have come and its own are there. What it sends it has
+packed before, and what it gets it opens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +23,11 @@ from gigagrad.plans.plan import amount_of, total
 from gigagrad.plans.traffic import Meeting, held_by_ranks, meetings
 from gigagrad.scaling.link import Link
 
-PARTS, BALANCE, HALOS, SUMS = "fewer parts than ranks", "uneven parts", "halos", "sums"
+PARTS, BALANCE, HALOS, SUMS, COPIES = "fewer parts than ranks", "uneven parts", "halos", "sums", "packing"
 LATENCY, REPLICATED = "latency", "whole fields on every rank"
 """What keeps a step from being as many times faster as there are ranks."""
+_MOVED = 2
+"""Bytes that packing or opening a message moves, for each of its own: read and written."""
 
 
 class Swept(NamedTuple):
@@ -75,37 +79,40 @@ def tile_step(
         Swept([seconds * share for share in _rank_shares(plan.workers, owners, step.stage)], ending)
         for step, seconds, ending in zip(plan.passes, pass_seconds, met, strict=True)
     ]
+    copying = problem.machine.memory_bytes_per_second / _MOVED
     every = [meeting for ending in met for meeting in ending]
     messages = max((meeting.memory_bytes for meeting in every), default=0)
     sent = sum((meeting.sent_bytes for meeting in every), np.zeros(ranks, np.int64))
     return TileStep(
         ranks,
-        clock(swept, link) + replicated,
+        clock(swept, link, copying) + replicated,
         sum(pass_seconds) + replicated,
         _memory_bytes(problem, stages, plan, owners) + messages,
         int(sent.max()),
-        {**_lost(swept, link), REPLICATED: replicated * (1 - 1 / ranks)},
+        {**_lost(swept, link, copying), REPLICATED: replicated * (1 - 1 / ranks)},
     )
 
 
-def clock(swept: Sequence[Swept], link: Link) -> float:
-    """Seconds until the last rank is through all passes."""
+def clock(swept: Sequence[Swept], link: Link, copying: float = inf) -> float:
+    """Seconds until the last rank is through all passes; `copying`: bytes a second of messages packed or opened."""
     clocks = [0.0] * len(swept[0].seconds) if swept else [0.0]
     for one in swept:
         clocks = [now + seconds for now, seconds in zip(clocks, one.seconds, strict=True)]
         for meeting in one.meetings:
-            clocks = _met(clocks, meeting, link)
+            clocks = _met(clocks, meeting, link, copying)
     return max(clocks)
 
 
-def _met(clocks: Sequence[float], meeting: Meeting, link: Link) -> list[float]:
-    heard, messages = max(clocks) + (len(clocks) - 1) * link.seconds(0), meeting.messages
+def _met(clocks: Sequence[float], meeting: Meeting, link: Link, copying: float) -> list[float]:
+    messages = meeting.messages
+    heard = (clocks + messages.sum(1) / copying).max() + (len(clocks) - 1) * link.seconds(0)
     # One after the other; those of nothing don't travel.
     there = np.where(messages > 0, link.latency_seconds + messages.cumsum(1) / link.bytes_per_second, 0.0)
-    return [heard + float(later) for later in np.maximum(there.max(1), there.max(0))]
+    after: list[float] = (heard + np.maximum(there.max(1), there.max(0)) + messages.sum(0) / copying).tolist()
+    return after
 
 
-def _lost(swept: Sequence[Swept], link: Link) -> dict[str, float]:
+def _lost(swept: Sequence[Swept], link: Link, copying: float) -> dict[str, float]:
     """What would be gained without one cause after another."""
 
     def only(wanted: Callable[[Meeting], Meeting]) -> list[Swept]:
@@ -114,10 +121,10 @@ def _lost(swept: Sequence[Swept], link: Link) -> dict[str, float]:
     quick = Link(link.bytes_per_second)
     sums = only(lambda meeting: Meeting(0 * meeting.fields, meeting.sums))
     silent = only(lambda meeting: Meeting(0 * meeting.fields, 0 * meeting.sums))
-    times = [clock(swept, link), *(clock(some, quick) for some in (swept, sums, silent))]
+    times = [clock(swept, link, copying), clock(swept, link), *(clock(some, quick) for some in (swept, sums, silent))]
     waits = [max(one.seconds) - sum(one.seconds) / len(one.seconds) for one in swept]
     idle = sum(wait for wait, one in zip(waits, swept, strict=True) if not all(one.seconds))
-    found = dict(zip((LATENCY, HALOS, SUMS), (a - b for a, b in pairwise(times)), strict=True))
+    found = dict(zip((COPIES, LATENCY, HALOS, SUMS), (a - b for a, b in pairwise(times)), strict=True))
     return {PARTS: idle, BALANCE: sum(waits) - idle, **found}
 
 

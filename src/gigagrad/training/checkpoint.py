@@ -22,7 +22,19 @@ from gigagrad.training.config import FitConfig
 _KIND = "gigagrad checkpoint"
 
 # What may change between the parts of a run: how long, where and in how much memory, but not what is computed.
-_FREE = ("epochs", "memory", "scratch", "out", "checkpoint_seconds", "patience", "trackers", "mesh", "rank_timeout")
+_FREE = (
+    "epochs",
+    "memory",
+    "scratch",
+    "out",
+    "checkpoint_seconds",
+    "patience",
+    "trackers",
+    "mesh",
+    "journal",
+    "shard_optimizer",
+    "rank_timeout",
+)
 
 _KINDS = {
     "config": dict,
@@ -55,7 +67,8 @@ class Checkpoint:
 
     `config` as `FitConfig.to_dict`; `cohort` is its fingerprint; `engine` the choices the engine made by measurement;
     `tile` the `(height, width)` the plan chose; `metrics_bytes` how much of the metrics file belongs to it; `average`
-    is that of the weights, empty where none is kept. All ranks hold the same, the first writes it, any number go on.
+    is that of the weights, empty where none is kept. All ranks hold the same, the first writes it, any number go on;
+    of an optimizer's state that ranks share, `optimizer` says only how many tensors lie in a folder of its own.
     """
 
     config: dict[str, Any]

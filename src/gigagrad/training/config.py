@@ -71,6 +71,8 @@ class FitConfig(Settings):
         trackers: programs that get the settings and the numbers of a run: `mlflow`, `tensorboard`, `trackio`, `wandb`.
         mesh: `DxT`: the slides of a step are shared out to D groups of T ranks, the tiles of a slide to the ranks of a
             group; None: one group of all that were started.
+        journal: write down finished parts of steps in the run's folder, so that a killed run goes on behind them.
+        shard_optimizer: share the optimizer's state among ranks, each of which steps its part of the parameters.
         rank_timeout: seconds after which a rank that is silent is given up.
     """
 
@@ -109,6 +111,8 @@ class FitConfig(Settings):
     checkpoint_seconds: float = 30.0
     trackers: tuple[str, ...] = ()
     mesh: str | None = None
+    journal: bool = False
+    shard_optimizer: bool = False
     rank_timeout: float = TIMEOUT_SECONDS
 
     LIMITS: ClassVar = {

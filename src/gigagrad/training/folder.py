@@ -22,6 +22,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.checkpoint = path / "checkpoint.pt"
+        self.optimizer = path / "optimizer"
+        self.journal = path / "journal"
         self.summary = path / "summary.json"
         self.best = path / BEST
         self.model = path / "model"
@@ -35,6 +37,10 @@ class RunFolder:
         self.plan_text = path / "plan.txt"
         self._all: tuple[Path, ...] = tuple(vars(self).values())
         self.path = path
+
+    def optimizer_after(self, step: int) -> Path:
+        """The folder of the optimizer's state, where ranks share it."""
+        return self.optimizer / f"step-{step}"
 
     def clear(self) -> None:
         """Remove the files of an earlier run; the checkpoint first, so that half a run is never continued."""

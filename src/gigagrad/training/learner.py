@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.config import FitConfig
 from gigagrad.training.group import Group, Opened
 from gigagrad.training.optimization import make_optimizer, set_rates
+from gigagrad.training.sharded import SHARDED, Shards
+from gigagrad.training.sharded import load as load_sharded
 from gigagrad.training.sharing import GradientTree, dealt, leave_in_order
 
 Pair = Callable[[], AbstractContextManager[tuple[Image, Image | torch.Tensor]]]
@@ -34,9 +38,20 @@ class Learner:
     """
 
     def __init__(
-        self, config: FitConfig, model: nn.Module, loss: Loss, count: int, fleet: Fleet, *, grouped: bool
+        self,
+        config: FitConfig,
+        model: nn.Module,
+        loss: Loss,
+        count: int,
+        fleet: Fleet,
+        *,
+        grouped: bool,
+        journal: Path | None = None,
     ) -> None:
-        """Raises `ConfigError` for an optimizer that cannot be made, and for bags in several groups."""
+        """`journal`: a folder for those of steps.
+
+        Raises `ConfigError` for an optimizer that cannot be made, and for bags in several groups.
+        """
         groups = fleet.data.count
         if groups > 1 and grouped:
             raise ConfigError(
@@ -44,7 +59,9 @@ class Learner:
                 f"--mesh 1x{fleet.everybody.count}"
             )
         self.model, self._config, self._count, self._data = model, config, count, fleet.data
-        self.optimizer = make_optimizer(config, model)
+        self._journal, self._first = journal, fleet.first
+        self.shards = Shards(model, fleet.everybody) if config.shard_optimizer else None
+        self.optimizer = make_optimizer(config, model, None if self.shards is None else self.shards.own)
         self._average = Averaged(model, config.ema) if config.ema else None
         settings: dict[str, Any] = {
             "memory": config.memory,
@@ -54,6 +71,7 @@ class Learner:
             "precision": config.precision,
             "optimizer": self.optimizer,
             "mesh": fleet.tile,
+            "journal": journal,
         }
         self.group = Group(model, loss.function, **settings) if grouped else None
         self.engine = self.group.engine if self.group is not None else compile_engine(model, loss.function, **settings)
@@ -86,6 +104,8 @@ class Learner:
             done(len(found), loss)
         for parameter, gradient in zip(learned, tree.total(owners, self._data), strict=True):
             parameter.grad = gradient
+        if self._journal is not None and self._first:
+            shutil.rmtree(self._journal, ignore_errors=True)  # what nobody goes on with: all have ended, and wait
         if before:
             for buffer, value in zip(self.model.buffers(), before, strict=True):
                 buffer.copy_(value)
@@ -126,6 +146,8 @@ class Learner:
         if config.clip is not None:
             values["gradient_norm"] = float(torch.nn.utils.clip_grad_norm_(learned, config.clip))
         self.optimizer.step()
+        if self.shards is not None:
+            self.shards.spread()
         if self._average is not None:
             self._average.update(done + 1)
         return values
@@ -140,20 +162,35 @@ class Learner:
         tensors = [*self.model.state_dict(keep_vars=True).values(), *states]
         return sum(tensor._version for tensor in tensors if isinstance(tensor, torch.Tensor))
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it, by the names of `Checkpoint`."""
+    def state(self, sharded: Path | None) -> dict[str, Any]:
+        """What a checkpoint holds of it, by the names of `Checkpoint`; all ranks ask at once where they share the
+        optimizer's state, which is then put into the folder `sharded`, if there is any.
+        """
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict() if self.shards is None else self._save_shards(sharded),
             "engine": self.engine.state_dict()
             | ({} if self.group is None else {"outputs": self.group.outputs.state_dict()}),
             "average": {} if self._average is None else self._average.weights,
         }
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Raises anything at all for what is another model's."""
+    def _save_shards(self, folder: Path | None) -> dict[str, Any]:
+        assert self.shards is not None
+        return {SHARDED: 0 if folder is None else self.shards.save(self.optimizer, folder)}
+
+    def load(self, checkpoint: Checkpoint, sharded: Path) -> None:
+        """`sharded`: the folder of the optimizer's state, where ranks shared it. Raises anything at all for what is
+        another model's.
+        """
         self.model.load_state_dict(checkpoint.model)
-        self.optimizer.load_state_dict(checkpoint.optimizer)
+        if SHARDED in checkpoint.optimizer:
+            load_sharded(self.optimizer, self.model, sharded, checkpoint.optimizer[SHARDED])
+        elif self.shards is None:
+            self.optimizer.load_state_dict(checkpoint.optimizer)
+        else:
+            whole = make_optimizer(self._config, self.model)
+            whole.load_state_dict(checkpoint.optimizer)
+            self.optimizer.state.update({p: whole.state[p] for p in self.shards.own.values() if p in whole.state})
         self.engine.load_state_dict(checkpoint.engine)
         if self.group is not None:
             self.group.outputs.load_state_dict(checkpoint.engine["outputs"])

@@ -9,6 +9,7 @@ moment ends with the same bits as one that was not.
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -191,7 +192,8 @@ class _Run:
         )
         grouped = self.loss.survival or len(bags_of(self.cohort.rows)) < len(self.cohort.rows)
         count = len(bags_of(self.cohort.of("train")))
-        self.learner = Learner(config, self.model, self.loss, count, self.fleet, grouped=grouped)
+        journal = self.folder.journal if config.journal else None
+        self.learner = Learner(config, self.model, self.loss, count, self.fleet, grouped=grouped, journal=journal)
         if (groups := self.fleet.data.count) > config.accumulate:
             text = f"a step has {config.accumulate} slides for {groups} groups of the mesh, so some have nothing to do"
             self.events.emit(Notice(text, warning=True))
@@ -205,7 +207,7 @@ class _Run:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         try:
-            self.learner.load(checkpoint)
+            self.learner.load(checkpoint, self.folder.optimizer_after(checkpoint.progress.step))
         except Exception as error:  # whatever lies in the place of what was saved
             reason = " ".join(str(error).split())[:200]
             unfit = f"{self.folder.checkpoint} does not fit this model ({reason})"
@@ -287,7 +289,7 @@ class _Run:
                 while not self._ended():
                     for chosen in self.steps.left(self.progress):
                         self._step(chosen, advance)
-                        if time.monotonic() - self.saved_at >= config.checkpoint_seconds:
+                        if self._is_time_to_save():
                             self._save()
                     self._end_epoch()
                 self._save()
@@ -341,17 +343,29 @@ class _Run:
             best_epoch = epoch
         return best_loss, best_epoch
 
+    def _is_time_to_save(self) -> bool:
+        """By the first rank's clock, where all save."""
+        is_time = time.monotonic() - self.saved_at >= self.config.checkpoint_seconds
+        return is_time if self.learner.shards is None else bool(self.fleet.everybody.said(is_time)[0])
+
     def _note_state(self) -> None:
         """The run is between two steps: remember what else a checkpoint of this moment needs."""
         self.at_step, self.writes = self.progress, self.learner.writes()
 
     def _save_interrupted(self) -> None:
         """A checkpoint of the last whole step, unless one had begun to write when the interrupt came."""
+        if self.learner.shards is not None:  # the others may be gone
+            return
         if self.at_step.step > self.saved_step and self.learner.writes() == self.writes:
             self.progress = self.at_step
             self._save()
 
     def _save(self, metrics_bytes: int | None = None) -> None:
+        """Ranks that share the optimizer's state call it together, once there is any."""
+        if not self.fleet.first and self.learner.shards is None:
+            return
+        sharded = self.folder.optimizer_after(self.progress.step) if self.progress.step else None
+        state = self.learner.state(sharded)
         if not self.fleet.first:
             return
         Checkpoint(
@@ -360,8 +374,11 @@ class _Run:
             progress=self.progress,
             tile=self.tile,
             metrics_bytes=self.log.position() if metrics_bytes is None else metrics_bytes,
-            **self.learner.state(),
+            **state,
         ).save(self.folder.checkpoint)
+        for older in self.folder.optimizer.glob("step-*"):
+            if older != sharded:
+                shutil.rmtree(older, ignore_errors=True)
         self.saved_at, self.saved_step = time.monotonic(), self.progress.step
 
     def _test(self) -> FitResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ _RATE = "gigagrad_rate"
 """Of a parameter group: what its rate would be without a schedule."""
 
 
-def make_optimizer(config: FitConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of `config`, over the parameters that are not frozen, each at its own rate.
+def make_optimizer(config: FitConfig, model: nn.Module, own: Collection[str] | None = None) -> torch.optim.Optimizer:
+    """The optimizer of `config`, over the parameters that are not frozen, each at its own rate; of those over `own`,
+    where these are named.
 
     Raises `ConfigError` for an optimizer or a setting that there is not, and for a pattern that no parameter has.
     """
@@ -33,7 +34,7 @@ def make_optimizer(config: FitConfig, model: nn.Module) -> torch.optim.Optimizer
             raise ConfigError(f"the optimizer {name!r} takes no weight_decay; choose adamw or sgd")
         settings["weight_decay"] = config.weight_decay
     try:
-        optimizer = make(list(_groups(config, model)), lr=config.learning_rate, **settings)
+        optimizer = make(list(_groups(config, model, own)), lr=config.learning_rate, **settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"cannot make the optimizer {config.optimizer!r}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -75,7 +76,7 @@ def _optimizer_class(name: str) -> Any:
     return known[name.lower()]
 
 
-def _groups(config: FitConfig, model: nn.Module) -> Iterator[dict[str, Any]]:
+def _groups(config: FitConfig, model: nn.Module, own: Collection[str] | None) -> Iterator[dict[str, Any]]:
     """One group for each rate, in the order of `rates`, the full one last; of several patterns the first counts."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for entry in (*config.rates, "*=1"):
@@ -89,7 +90,9 @@ def _groups(config: FitConfig, model: nn.Module) -> Iterator[dict[str, Any]]:
         members = _matching(pattern, list(trained), "rates") if trained else []
         if members:
             rate = config.learning_rate * factor
-            yield {"params": [trained.pop(name) for name in members], "lr": rate, _RATE: rate}
+            chosen = {name: trained.pop(name) for name in members}
+            parameters = [parameter for name, parameter in chosen.items() if own is None or name in own]
+            yield {"params": parameters, "lr": rate, _RATE: rate}
 
 
 def _matching(pattern: str, names: list[str], setting: str) -> list[str]:

@@ -1,0 +1,212 @@
+"""A journal of the finished parts of a step: one that was killed goes on behind them, by any number of ranks.
+
+Each part has a file: a hash of what it read of images, what it wrote of fields or the cotangents that it added up, and
+its sums. A step that begins anew runs as ever but for parts whose files are there: it reads the images as they did, and
+takes the rest from the file if the hash is the same. Every rank writes its own parts and reads whosever there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import imagecodecs
+import torch
+
+from gigagrad.boxes import Box, Span, apart
+from gigagrad.execution.part_sums import PartSums
+from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.tape import Tape
+from gigagrad.files import write_error
+from gigagrad.graphs import GATHER
+from gigagrad.plans import Parts
+from gigagrad.stores import Store
+
+_AT_A_TIME_BYTES = 2**23
+_CHECKSUM, _DIGEST_BYTES = struct.Struct("<I"), 32
+_crc32: Any = imagecodecs.deflate_crc32
+
+StoredBox = tuple[Store, Box]
+"""A box of a field."""
+
+
+class Journal:
+    """Of one run, in a folder of its own; None: nothing is written down."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder, self._pass = folder, 0
+        self._read: dict[int, Any] = {}
+        self.taken = 0
+        """Parts that were taken from it."""
+
+    @property
+    def is_kept(self) -> bool:
+        return self._folder is not None
+
+    def begin(self, index: int) -> None:
+        """The pass that runs now. Raises `WriteError`."""
+        self._pass = index
+        if self._folder is not None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise write_error(self._folder, error) from error
+
+    def close(self) -> None:
+        """The step is over: nobody goes on with it."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def reads(self, part: int, crops: Mapping[int, torch.Tensor]) -> None:
+        """What a tile of a part reads of images; tiles in their order."""
+        if self.is_kept:
+            digest = self._read.setdefault(part, _empty_hash())
+            for _, crop in sorted(crops.items()):
+                digest.update(_bytes(crop))
+
+    def has_read(self, part: int) -> bytes:
+        """The hash of that."""
+        found: bytes = self._read.pop(part, _empty_hash()).digest()
+        return found
+
+    def entry(self, part: int) -> Entry | None:
+        """What is written down of a part, undamaged."""
+        return None if self._folder is None else Entry.of(self._path(part))
+
+    def forget_later(self) -> None:
+        """A part of this pass is of other images than before, and so is all that was computed from it. That part stays
+        until it is written anew, so that whoever comes before that finds as much.
+        """
+        for path in [] if self._folder is None else self._folder.iterdir():
+            index, _, _ = path.name.partition("-")
+            if index.isdecimal() and int(index) > self._pass:
+                path.unlink(missing_ok=True)
+
+    def write(self, part: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Not to outlive the machine: of what a crash of that leaves, the checksum differs. Raises `WriteError`."""
+        path, checksum = self._path(part), 0
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        digest = torch.frombuffer(bytearray(self.has_read(part)), dtype=torch.uint8)
+        try:
+            with partial.open("wb") as file:
+                for tensor in chain([digest], tensors):
+                    data = _bytes(tensor)
+                    checksum = _crc32(data, checksum)
+                    file.write(data)
+                file.write(_CHECKSUM.pack(checksum))
+            os.replace(partial, path)
+        except OSError as error:
+            raise write_error(path, error) from error
+
+    def _path(self, part: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{self._pass}-{part}"
+
+
+class Entry:
+    """What is written down of a part, to be taken in the order in which it was written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.read_by = file.read(_DIGEST_BYTES)
+        """The hash of what the part has read of images."""
+
+    @classmethod
+    def of(cls, path: Path) -> Entry | None:
+        """None where it is missing or damaged."""
+        try:
+            file = path.open("rb")
+        except OSError:
+            return None
+        checksum, behind = 0, b""
+        while block := file.read(_AT_A_TIME_BYTES):
+            block = behind + block
+            checksum, behind = _crc32(block[: -_CHECKSUM.size], checksum), block[-_CHECKSUM.size :]
+        if behind != _CHECKSUM.pack(checksum):
+            file.close()
+            return None
+        file.seek(0)
+        return cls(file)
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        data = bytearray(self._file.read(prod(shape) * dtype.itemsize))
+        return torch.frombuffer(data, dtype=dtype).reshape(tuple(shape)) if data else torch.empty(*shape, dtype=dtype)
+
+    def fill(self, pieces: Iterable[StoredBox]) -> None:
+        """Write to stores what `crops_of` was."""
+        for store, box in pieces:
+            shape = list(store.shape)
+            shape[store.axes[0]], shape[store.axes[1]] = box.shape
+            store.write(box, self.tensor(shape, store.dtype))
+
+    def add_to(self, sums: PartSums, part: int, shapes: Mapping[int, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """What `values_of` was, to sums of parts."""
+        there = self.tensor((len(shapes),), torch.int64).tolist()
+        found = {key: self.tensor(*shapes[key]) for key, is_there in zip(shapes, there, strict=True) if is_there}
+        sums.add(part, found)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def strips_of(store: Store, boxes: Iterable[Box]) -> Iterator[StoredBox]:
+    """Boxes of a field, in pieces of whole rows that are written down one at a time."""
+    height, width = (store.shape[axis] for axis in store.axes)
+    pixel = prod(store.shape) // (height * width) * store.dtype.itemsize
+    for box in boxes:
+        rows = max(1, _AT_A_TIME_BYTES // (pixel * box.x.length))
+        for y in range(box.y0, box.y1, rows):
+            yield store, Box.of(Span(y, min(y + rows, box.y1)), box.x)
+
+
+def crops_of(pieces: Iterable[StoredBox]) -> Iterator[torch.Tensor]:
+    for store, box in pieces:
+        yield store.read(box)
+
+
+def values_of(sums: PartSums, keys: Iterable[int]) -> Iterator[torch.Tensor]:
+    """Of the part at work: for each node whether there is one, and those that there are."""
+    values = sums.chain
+    yield torch.tensor([key in values for key in keys], dtype=torch.int64)
+    for key in keys:
+        if key in values:
+            yield values[key]
+
+
+def first_reached(parts: Parts, field: int, part: int) -> list[Box]:
+    """The pixels of a field that no part before this one has reached."""
+    front = parts.front(field, part)
+    read = parts.read(field, parts.tiles(part))
+    return apart([piece for box in read for piece, which in front.split(box) if which is None])
+
+
+def key_of(prepared: Prepared, tape: Tape, generator: torch.Tensor, overflows: int) -> str:
+    """What else a step's parts depend on, as a hash: the plan, the graph, values without pixels, what will be drawn."""
+    graph, plan = prepared.graph, prepared.plan
+    digest = _empty_hash()
+    for stage in plan.stages:
+        digest.update(f"{stage.tile} {stage.parts};".encode())
+    digest.update(f"{plan.memory_format} {plan.workers} {plan.threads} {plan.kept} {overflows}".encode())
+    for node in graph.nodes:
+        arguments = {name: value for name, value in sorted(node.arguments.items()) if name != "name"}
+        digest.update(f"{node.id} {node.op} {arguments} {node.shape} {node.dtype};".encode())
+        if node.id in tape.values and (node.is_source or node.op == GATHER):
+            digest.update(_bytes(tape.values[node.id]))
+    digest.update(_bytes(generator))
+    found: str = digest.hexdigest()
+    return found
+
+
+def _empty_hash() -> Any:
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

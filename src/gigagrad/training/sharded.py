@@ -1,0 +1,134 @@
+"""Optimizer state shared out to ranks: of each parameter one rank has it, steps it, and gives the result to the others
+(Rajbhandari et al., ZeRO, SC 2020, stage 1). Parameters and gradients are whole everywhere.
+
+A step of one parameter must not depend on another's, which is so for the optimizers of PyTorch but LBFGS. Then no bit
+depends on who has what. Files are those of `torch.distributed.checkpoint` with safetensors, one for each rank and none
+of them pickled; any number of ranks reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gigagrad.errors import ConfigError
+from gigagrad.files import write_error
+from gigagrad.ranks import Ranks
+from gigagrad.ranks.messages import packed, unpacked
+from gigagrad.training.sharing import dealt
+
+SHARDED = "tensors in shards"
+"""In the place of an optimizer's state: how many tensors there are in all."""
+
+_Optimizer = torch.optim.Optimizer
+
+
+class Shards:
+    """Of the parameters of a model that are trained: `own`, by name, are this rank's."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._ranks = ranks
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        owners = dealt([parameter.numel() for parameter in trained.values()], ranks.count)
+        self._shards: list[dict[str, nn.Parameter]] = [{} for _ in range(ranks.count)]
+        for owner, (name, parameter) in zip(owners, trained.items(), strict=True):
+            self._shards[owner][name] = parameter
+        self.own = self._shards[ranks.index]
+
+    def spread(self) -> None:
+        """Give every rank what each has stepped. Raises `RankError`."""
+        message, here = packed(self.own.values()), self._ranks.index
+        sizes = [sum(parameter.nbytes for parameter in shard.values()) for shard in self._shards]
+        others = [rank for rank in range(self._ranks.count) if rank != here]
+        messages = self._ranks.exchange(dict.fromkeys(others, message), {rank: sizes[rank] for rank in others})
+        with torch.no_grad():
+            for rank, came in messages.items():
+                place = 0
+                for parameter in self._shards[rank].values():
+                    value, place = unpacked(came, place, tuple(parameter.shape), parameter.dtype)
+                    parameter.copy_(value)
+
+    def save(self, optimizer: _Optimizer, folder: Path) -> int:
+        """Every rank's state into a folder, in the place of what may be there; returns how many tensors it has in all.
+        Raises `WriteError`, and `ConfigError` for state that is no tensor.
+        """
+        with self._ranks.together():
+            if self._ranks.index == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                try:
+                    folder.mkdir(parents=True)
+                except OSError as error:
+                    raise write_error(folder, error) from error
+        with self._ranks.together():
+            tensors = _tensors(optimizer, self.own)
+            if tensors:
+                _write(tensors, folder / f"rank-{self._ranks.index + 1}-of-{self._ranks.count}.safetensors")
+            return sum(self._ranks.said(len(tensors)))
+
+
+def load(optimizer: _Optimizer, model: nn.Module, folder: Path, count: int) -> None:
+    """Give an optimizer the state that it needs of a folder of `Shards.save`, by whichever ranks, with so many tensors.
+    Raises for one that lacks any, or is damaged.
+    """
+    if not count:
+        return
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    places = {name: number for number, name in enumerate(own)}
+    known = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    if len(known) != count:
+        raise ValueError(f"{folder} has {len(known)} tensors of the optimizer's state, not {count}")
+    wanted = {key: about for key, about in known.items() if key.rpartition(".")[0] in places}
+    tensors: dict[str, Any] = {}
+    for key, about in wanted.items():
+        assert isinstance(about, TensorStorageMetadata)
+        tensors[key] = torch.empty(about.size, dtype=about.properties.dtype)
+    with _quiet():
+        load_checkpoint(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, what = key.rpartition(".")
+        state.setdefault(places[name], {})[what] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _tensors(optimizer: _Optimizer, own: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in own.items():
+        for what, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{name}.{what}"] = value.detach().cpu().contiguous()
+            elif value is not None:
+                told = f"{type(optimizer).__name__} keeps a {type(value).__name__} for each parameter ({what!r})"
+                raise ConfigError(f"{told}, and only tensors are saved by several ranks; leave out shard_optimizer")
+    return found
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        # By each rank alone: a collective of the library's would wait for ever for one that is stopped.
+        with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as made, _quiet():
+            save(dict(tensors), storage_writer=HuggingFaceStorageWriter(made, save_distributed=True), no_dist=True)
+            (written,) = Path(made).iterdir()
+            os.replace(written, path)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def _quiet() -> warnings.catch_warnings[None]:
+    """Without the library's remark that nothing is distributed."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,0 +1,127 @@
+"""Optimizer state that ranks share: the same steps by any number of them, and files that any number reads."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gigagrad.errors import ConfigError
+from gigagrad.ranks import Alone, run_virtual
+from gigagrad.training import FitConfig
+from gigagrad.training.optimization import make_optimizer
+from gigagrad.training.sharded import Shards, load
+
+CONFIG = FitConfig(slides="c.csv", out="run", rates=("0=0.1",), shard_optimizer=True)
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 2), nn.Linear(2, 1))
+    net[2].requires_grad_(False)
+    return net
+
+
+NET = made()
+"""Ranks are threads here, which share one generator."""
+
+
+def net() -> nn.Sequential:
+    return copy.deepcopy(NET)
+
+
+def stepped(ranks, model, optimizer, shards, steps=range(3)):
+    """With gradients that all ranks have; one parameter never gets any."""
+    for step in steps:
+        noise = torch.Generator().manual_seed(step)
+        for name, parameter in model.named_parameters():
+            gradient = torch.randn(parameter.shape, generator=noise)
+            parameter.grad = gradient if parameter.requires_grad and name != "1.bias" else None
+        optimizer.step()
+        if shards is not None:
+            shards.spread()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def sharded(ranks, config=CONFIG):
+    model = net()
+    shards = Shards(model, ranks)
+    return model, make_optimizer(config, model, shards.own), shards
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd?momentum=0.9", "rmsprop"])
+@pytest.mark.parametrize("count", [1, 2, 5, 9])
+def test_any_number_of_ranks_steps_like_one(count, optimizer):
+    config = replace(CONFIG, optimizer=optimizer)
+    model = net()
+    expected = stepped(Alone(), model, make_optimizer(config, model), None)
+    for found in run_virtual(count, lambda ranks: stepped(ranks, *sharded(ranks, config))):
+        assert all(map(torch.equal, expected, found))
+
+
+def test_each_parameter_s_state_is_of_one_rank():
+    def work(ranks):
+        model, optimizer, shards = sharded(ranks)
+        stepped(ranks, model, optimizer, shards)
+        states = sum(len(group["params"]) for group in optimizer.param_groups)
+        assert states == len(shards.own)
+        assert len(optimizer.param_groups) == 2
+        return sorted(shards.own), sum(parameter.numel() for parameter in shards.own.values())
+
+    found = run_virtual(2, work)
+    names = [name for own, _ in found for name in own]
+    assert sorted(names) == sorted(name for name, p in net().named_parameters() if p.requires_grad)
+    assert max(numbers for _, numbers in found) <= 36
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # threads of one process share filters
+@pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (3, 1), (3, 2), (2, 5)])
+def test_any_number_of_ranks_goes_on(wrote, reads, tmp_path):
+    folder = tmp_path / "optimizer" / "step-3"
+    folder.mkdir(parents=True)
+    (folder / "rank-9-of-9.safetensors").write_text("of a start that did not come to its end")
+
+    def begin(ranks):
+        model, optimizer, shards = sharded(ranks)
+        stepped(ranks, model, optimizer, shards)
+        count = shards.save(optimizer, folder)
+        after = copy.deepcopy(model.state_dict())
+        return count, after, stepped(ranks, model, optimizer, shards, range(3, 6))
+
+    count, after, expected = run_virtual(wrote, begin)[0]
+    assert count == 3 * 5
+    assert len([*folder.iterdir()]) == wrote
+
+    def go_on(ranks):
+        model, optimizer, shards = sharded(ranks)
+        model.load_state_dict(after)
+        load(optimizer, model, folder, count)
+        return stepped(ranks, model, optimizer, shards, range(3, 6))
+
+    for found in run_virtual(reads, go_on):
+        assert all(map(torch.equal, expected, found))
+    next(iter(folder.iterdir())).unlink()
+    if wrote > 1:
+        model, optimizer, _ = sharded(Alone())
+        with pytest.raises(ValueError, match=re.escape("tensors of the optimizer's state, not 15")):
+            load(optimizer, model, folder, count)
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = 1
+        return super().step(closure)
+
+
+def test_state_that_is_no_tensor_is_refused(tmp_path):
+    config = replace(CONFIG, optimizer=f"{__name__}:Counting")
+    model, optimizer, shards = sharded(Alone(), config)
+    stepped(Alone(), model, optimizer, shards)
+    with pytest.raises(ConfigError, match="Counting keeps a int for each parameter"):
+        shards.save(optimizer, tmp_path / "step-1")
