@@ -96,6 +96,7 @@ def compared(ranks: list[dict[str, Any]], one: dict[str, Any], predicted: dict[s
         "predicted_most_sent_bytes": predicted["sent_bytes"],
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
         "lost_seconds": {cause: round(lost, 3) for cause, lost in predicted["lost"].items()},
+        "kept_plan": all(rank["kept_plan"] for rank in ranks),
         "same_loss": {rank["loss"] for rank in ranks} == {one["loss"]},
     }
 
@@ -135,8 +136,10 @@ def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         value = engine.backward(image, target)
         seconds = clock() - start
     assert engine.last_run is not None
+    kept_plan = engine.state_dict()["choices"] == json.loads(path.read_text())["choices"]
     found = {
         "seconds": seconds,
+        "kept_plan": kept_plan,
         "loss": value.item(),
         "sent_bytes": engine.ranks.sent_bytes - before,
         "peak_bytes": engine.last_run.peak_bytes,

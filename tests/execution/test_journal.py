@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import gigagrad as gg
 from gigagrad.errors import ConfigError, GigagradError, RankError, WriteError
 from gigagrad.events import Notice
 from gigagrad.execution.tile import StageProgram
-from gigagrad.ranks import Alone, run_virtual
+from gigagrad.ranks import Alone, Ranks, run_virtual
 from tests.exactness.generated import make_case
 from tests.execution.by_ranks import RankRun, outcome, prepared_for
 from tests.execution.normed import Net, dice
@@ -49,8 +48,13 @@ def counted():
 def again(run: RankRun, counted: Counted, folder, ranks: int, tiles: int | None) -> list[str]:
     """The outcome by so many ranks, cut off behind so many tiles; empty if it was."""
     counted.tiles, counted.most = 0, 10**9 if tiles is None else tiles
+
+    def work(one: Ranks) -> str:
+        with one.together():
+            return outcome(run, one, folder)[0]
+
     try:
-        return [bits for bits, _ in run_virtual(ranks, partial(outcome, run, journal=folder), timeout=20)]
+        return run_virtual(ranks, work, timeout=20)
     except (Cut, RankError):
         return []
 
