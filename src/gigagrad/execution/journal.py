@@ -21,6 +21,7 @@ import imagecodecs
 import torch
 
 from gigagrad.boxes import Box, Span, apart
+from gigagrad.execution.parcels import Shape
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.tape import Tape
@@ -146,7 +147,7 @@ class Entry:
             shape[store.axes[0]], shape[store.axes[1]] = box.shape
             store.write(box, self.tensor(shape, store.dtype))
 
-    def add_to(self, sums: PartSums, part: int, shapes: Mapping[int, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def add_to(self, sums: PartSums, part: int, shapes: Mapping[int, Shape]) -> None:
         """What `values_of` was, to sums of parts."""
         there = self.tensor((len(shapes),), torch.int64).tolist()
         found = {key: self.tensor(*shapes[key]) for key, is_there in zip(shapes, there, strict=True) if is_there}
@@ -171,13 +172,13 @@ def crops_of(pieces: Iterable[StoredBox]) -> Iterator[torch.Tensor]:
         yield store.read(box)
 
 
-def values_of(sums: PartSums, keys: Iterable[int]) -> Iterator[torch.Tensor]:
+def values_of(sums: PartSums, shapes: Mapping[int, Shape]) -> Iterator[torch.Tensor]:
     """Of the part at work: for each node whether there is one, and those that there are."""
     values = sums.chain
-    yield torch.tensor([key in values for key in keys], dtype=torch.int64)
-    for key in keys:
+    yield torch.tensor([key in values for key in shapes], dtype=torch.int64)
+    for key, (_, dtype) in shapes.items():
         if key in values:
-            yield values[key]
+            yield values[key].to(dtype)
 
 
 def first_reached(parts: Parts, field: int, part: int) -> list[Box]:

@@ -26,7 +26,7 @@ class PartSums:
 
     @property
     def chain(self) -> Values:
-        """What the part at work has so far."""
+        """What the part at work has so far, in whatever dtype."""
         return self._chain
 
     def add(self, part: int, values: Values) -> None:
@@ -49,13 +49,15 @@ class PartSums:
         self._end()
         self._join(self._order.join_before(following))
         found, self._sums = list(zip(self._order.parts, self._sums, strict=True)), []
+        for _, values in found:
+            self._convert(values)
         return found
 
     def total(self) -> Values:
         """Of all parts; nothing is added any more."""
         self._end()
         self._join(len(self._sums) - 1)
-        return self._sums.pop() if self._sums else {}
+        return self._convert(self._sums.pop()) if self._sums else {}
 
     def _end(self) -> None:
         """The chain becomes a leaf."""
@@ -77,8 +79,18 @@ class PartSums:
                     left[key] = value
 
     def _into(self, sums: Values, key: int, value: torch.Tensor) -> None:
+        known = sums.get(key)
         if key in self._largest:
-            known = sums.get(key)
             sums[key] = value if known is None else torch.maximum(known, value)
+        elif known is None and value.dtype != self._dtype:
+            sums[key] = value.detach()  # as it is: only what something is added to needs the sum's dtype
         else:
+            if known is not None and known.dtype != self._dtype:
+                sums[key] = known.to(self._dtype)
             add(sums, key, value, self._dtype)
+
+    def _convert(self, sums: Values) -> Values:
+        for key, value in sums.items():
+            if key not in self._largest:
+                sums[key] = value.to(self._dtype)
+        return sums
