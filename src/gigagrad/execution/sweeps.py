@@ -229,6 +229,7 @@ class Sweeps:
             else:
                 with closing(entry):
                     yield part, entry
+        assert next(swept, None) is None  # and so it ends here, not when it is garbage
 
     def _entry(self, stage: Stage, parts: Parts, part: int) -> Entry | None:
         """What the journal has of a part, if it was computed from what the images hold now."""

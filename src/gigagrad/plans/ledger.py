@@ -121,7 +121,8 @@ class StageLedger:
         tiles = self.workers * cost.tile_peak_bytes
         slack = int(ALLOCATOR_SLACK * tiles) + self._further_slack(cost)
         copies, sums = self._working_bytes
-        sums *= 1 + waiting_sums(self.parts, cost.tile_count)
+        # One more waits where a rank's parts begin and end inside a node of the tree.
+        sums *= 1 + waiting_sums(self.parts, cost.tile_count) + (self.problem.ranks > 2)
         # The only tile is gone when what it gave is added to sums that did not exist before.
         apart = min(tiles + slack, sums) if cost.tile_count == 1 else 0
         return (

@@ -97,7 +97,7 @@ class Learner:
             with opened() as (image, target):
                 loss = float(self.engine.backward(image, target))
             tree.add(slide, [parameter.grad for parameter in learned])
-            self.optimizer.zero_grad(set_to_none=True)
+            self.model.zero_grad(set_to_none=True)
             found[slide] = {"loss": loss, **self._measured()}
             assert self.engine.left is not None
             left[slide] = self.engine.left
@@ -121,7 +121,7 @@ class Learner:
 
     def _begin(self) -> None:
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
 
     def _measured(self) -> dict[str, float]:
         run = self.engine.last_run

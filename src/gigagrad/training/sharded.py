@@ -122,7 +122,11 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         # By each rank alone: a collective of the library's would wait for ever for one that is stopped.
         with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as made, _quiet():
-            save(dict(tensors), storage_writer=HuggingFaceStorageWriter(made, save_distributed=True), no_dist=True)
+            writer = HuggingFaceStorageWriter(made, save_distributed=True)
+            writer.per_thread_copy_ahead = (
+                0  # all is on the CPU; for more it asks any device that there is for a stream
+            )
+            save(dict(tensors), storage_writer=writer, no_dist=True)
             (written,) = Path(made).iterdir()
             os.replace(written, path)
     except OSError as error:
