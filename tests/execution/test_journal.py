@@ -96,29 +96,55 @@ def test_what_was_finished_is_not_computed_again(counted, tmp_path):
         assert counted.tiles == total - cut, "a part is one tile here"
 
 
-def test_other_images_weights_and_damaged_files_are_not_taken(counted, tmp_path):
+def test_other_images_are_not_taken(counted, tmp_path):
     torch.manual_seed(0)
     net, image, target = Net(), torch.rand(3, 64, 48), (torch.rand(1, 64, 48) > 0.5).float()
     run = prepared_for(net, dice, image, target, tile=(16, 48))
     assert again(run, counted, tmp_path, 1, 15) == []  # in its fourth pass
     (folder,) = tmp_path.iterdir()
-    parts = sorted(folder.iterdir())
-    assert len(parts) >= 12
-    data = bytearray(parts[1].read_bytes())
-    data[len(data) // 2] ^= 1
-    parts[1].write_bytes(data)
-    parts[2].write_bytes(b"")
-
+    assert len([*folder.iterdir()]) >= 12
     other = dataclasses.replace(run, image=image.flip(1).contiguous())
     expected, _ = undisturbed(other, counted)
     for cut in (2, 4, 15):
         assert again(other, counted, tmp_path, 1, cut) == []  # writes over those of the first image
 
     assert again(other, counted, tmp_path, 1, None) == [expected]
+
+
+def test_damaged_files_other_weights_and_other_draws_are_not_taken(counted, tmp_path):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(Net(), torch.nn.Dropout(0.5))
+    image, target = torch.rand(3, 64, 48), (torch.rand(1, 64, 48) > 0.5).float()
+    run = prepared_for(net, dice, image, target, tile=(16, 48))
+    torch.manual_seed(1)
+    expected, total = undisturbed(run, counted)
+    torch.manual_seed(1)
+    assert again(run, counted, tmp_path, 1, 15) == []
+    (folder,) = tmp_path.iterdir()
+    for path in folder.iterdir():
+        data = bytearray(path.read_bytes())
+        data[-9] ^= 64  # in what a part gave, not in what it read
+        path.write_bytes(data)
+    torch.manual_seed(1)
+    assert again(run, counted, tmp_path, 1, None) == [expected]
+    assert counted.tiles == total
+
+    torch.manual_seed(1)
+    assert again(run, counted, tmp_path, 1, 15) == []
+    torch.manual_seed(2)
+    expected, _ = undisturbed(run, counted)
+    torch.manual_seed(2)
+    assert again(run, counted, tmp_path, 1, None) == [expected]
+    assert counted.tiles == total
+
+    torch.manual_seed(1)
+    assert again(run, counted, tmp_path / "weights", 1, 15) == []
     with torch.no_grad():
         next(net.parameters()).mul_(2)
-    expected, total = undisturbed(run, counted)
-    assert again(run, counted, tmp_path, 1, None) == [expected]
+    torch.manual_seed(1)
+    expected, _ = undisturbed(run, counted)
+    torch.manual_seed(1)
+    assert again(run, counted, tmp_path / "weights", 1, None) == [expected]
     assert counted.tiles == total
 
 

@@ -7,10 +7,14 @@ import dataclasses
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from gigagrad.boxes import Box
+from gigagrad.plans import split_stages
 from gigagrad.plans.owners import Owners
+from gigagrad.plans.sums import late_gradients
 from gigagrad.plans.traffic import Meeting, meetings, near, plan_for_ranks
+from tests.plans.networks import graph_of, plan_of
 
 boxes_st = st.lists(
     st.builds(lambda y, x, h, w: Box(y, x, y + h, x + w), *[st.integers(0, 30)] * 2, *[st.integers(1, 12)] * 2),
@@ -60,6 +64,17 @@ def test_no_two_ranks_whose_boxes_meet_are_missed(some, others):
     }
     assert meeting <= set(pairs)
     assert all(some[a] and others[b] and a != b for a, b in pairs)
+
+
+def test_gradients_are_put_together_a_few_at_a_time():
+    widths = [64, 2048, 2048, 64]
+    layers = [nn.Conv2d(a, b, 1) for a, b in zip([3, *widths], [*widths, 1], strict=True)]
+    graph = graph_of(nn.Sequential(*layers), size=8)
+    plan = plan_of(graph, tiles=((8, 8),) * 9)
+    groups = late_gradients(graph, split_stages(graph, [field.node for field in plan.kept]))
+    assert len(groups) > 1
+    assert sorted(i for some in groups for i in some) == [n.id for n in graph.nodes if n.op == "parameter"]
+    assert all(len(some) == 1 or sum(graph[i].nbytes for i in some) <= 2**24 for some in groups)
 
 
 def test_what_messages_take(ladder):
