@@ -52,7 +52,7 @@ class Backward:
             cotangents = {varying[0]: torch.ones(node.shape, dtype=node.dtype, device=device)}
         self._settle(stage, cotangents)
         totals = yield from self._sweeps.gradients(stage, cotangents, merge=True)
-        self._check(total for node_id, total in totals.items() if self._exchange.is_whole(node_id))
+        self._check_totals(totals)
         self._start()
         if rule is Cotangents.SCALED:
             self._pull(self._tape.level_of(stage))
@@ -80,7 +80,7 @@ class Backward:
                     self._fields.cotangents[field].add(Box.whole(node.size(0), node.size(1)), whole)
         self._settle(stage, cotangents)
         totals = yield from self._sweeps.gradients(stage, cotangents, merge=False)
-        self._check(total for node_id, total in totals.items() if self._exchange.is_whole(node_id))
+        self._check_totals(totals)
         self._give(totals)
 
     def finish(self) -> None:
@@ -124,6 +124,10 @@ class Backward:
             entering.append(multiplied(cotangent, share))
         self._tape.unit.settle(entering, pixels=pixels)
 
+    def _check_totals(self, totals: Values) -> None:
+        """What all ranks have, so that all begin anew; shares are looked at when they are put together."""
+        self._check(total for node_id, total in totals.items() if self._exchange.is_whole(node_id))
+
     def _check(self, gradients: Iterable[torch.Tensor]) -> None:
         if self._tape.unit.is_needed and self._tape.values[self._graph.output].isfinite().all():
             self._tape.unit.check(gradients)
@@ -135,6 +139,6 @@ class Backward:
 
     def _give(self, totals: Values) -> None:
         for node_id in tuple(totals):
-            is_parameter = self._graph[node_id].op == "parameter"
-            (self._tape.give_share if is_parameter else self._tape.give)(node_id, totals.pop(node_id))
+            give = self._tape.give_share if self._graph[node_id].op == "parameter" else self._tape.give
+            give(node_id, totals.pop(node_id))
         self._tape.pull_parameters()

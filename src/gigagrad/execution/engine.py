@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,14 +32,8 @@ from gigagrad.execution.tracebacks import lets_go, stream_lets_go
 from gigagrad.graphs import Captured, Composite, Graph, Node
 from gigagrad.plans import Plan, Problem
 from gigagrad.ranks import Ranks
-from gigagrad.stores import (
-    Rounding,
-    Tier,
-)
+from gigagrad.stores import Rounding, Tier
 from gigagrad.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    pass
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

@@ -19,7 +19,7 @@ from gigagrad.execution.tile import TileInputs
 from gigagrad.graphs import SCATTER
 from gigagrad.plans import EXACT, Lifetime, Stage, TileGeometry, holds_whole, lifetimes
 from gigagrad.plans.owners import Owners
-from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips, Windows
+from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips, Windows, crop_shape
 
 
 class Fields:
@@ -126,9 +126,8 @@ class Fields:
         spec, held = self._spec(life), self._owners.cotangents.held if life.cotangent else self._owners.held
         found = []
         for number, box in enumerate(held(life.field, self._rank)):
-            shape = list(spec.shape)
-            shape[spec.axes[0]], shape[spec.axes[1]] = box.shape
-            found.append((box, dataclasses.replace(spec, name=f"{spec.name}-{number}", shape=tuple(shape))))
+            shape = crop_shape(spec.shape, spec.axes, box)
+            found.append((box, dataclasses.replace(spec, name=f"{spec.name}-{number}", shape=shape)))
         return found
 
     def _rounding(self, life: Lifetime) -> Rounding | None:

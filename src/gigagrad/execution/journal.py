@@ -24,18 +24,20 @@ from gigagrad.boxes import Box, Span, apart
 from gigagrad.execution.parcels import Shape
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.tape import Tape
+from gigagrad.execution.seams import Seam
+from gigagrad.execution.tape import Tape, Values
 from gigagrad.files import write_error
 from gigagrad.graphs import GATHER
 from gigagrad.plans import Parts
+from gigagrad.ranks.messages import as_bytes
 from gigagrad.stores import Store
 
 _AT_A_TIME_BYTES = 2**23
 _CHECKSUM, _DIGEST_BYTES = struct.Struct("<I"), 32
 _crc32: Any = imagecodecs.deflate_crc32
 
-StoredBox = tuple[Store, Box]
-"""A box of a field."""
+Sums = tuple[PartSums, Mapping[int, Shape]]
+"""Of a sweep, and the shape and dtype of each of them by node."""
 
 
 class Journal:
@@ -91,7 +93,12 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     def write(self, part: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Not to outlive the machine: of what a crash of that leaves, the checksum differs. Raises `WriteError`."""
+        """What a part leaves behind. Not to outlive the machine: of what a crash of that leaves, the checksum differs.
+
+        Raises `WriteError`.
+        """
+        if not self.is_kept:
+            return
         path, checksum = self._path(part), 0
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         digest = torch.frombuffer(bytearray(self.has_read(part)), dtype=torch.uint8)
@@ -140,24 +147,82 @@ class Entry:
         data = bytearray(self._file.read(prod(shape) * dtype.itemsize))
         return torch.frombuffer(data, dtype=dtype).reshape(tuple(shape)) if data else torch.empty(*shape, dtype=dtype)
 
-    def fill(self, pieces: Iterable[StoredBox]) -> None:
-        """Write to stores what `crops_of` was."""
-        for store, box in pieces:
-            shape = list(store.shape)
-            shape[store.axes[0]], shape[store.axes[1]] = box.shape
-            store.write(box, self.tensor(shape, store.dtype))
-
-    def add_to(self, sums: PartSums, part: int, shapes: Mapping[int, Shape]) -> None:
-        """What `values_of` was, to sums of parts."""
+    def values(self, shapes: Mapping[int, Shape]) -> Values:
+        """Of each node, where there is one."""
         there = self.tensor((len(shapes),), torch.int64).tolist()
-        found = {key: self.tensor(*shapes[key]) for key, is_there in zip(shapes, there, strict=True) if is_there}
-        sums.add(part, found)
+        return {key: self.tensor(*shapes[key]) for key, is_there in zip(shapes, there, strict=True) if is_there}
 
     def close(self) -> None:
         self._file.close()
 
 
-def strips_of(store: Store, boxes: Iterable[Box]) -> Iterator[StoredBox]:
+class Kept:
+    """What the parts of a forward sweep leave behind: what they wrote of fields, by node, and what they summed."""
+
+    def __init__(self, parts: Parts, stores: Mapping[int, Store], sums: Sums) -> None:
+        self._parts, self._stores, self._sums = parts, stores, sums
+
+    def left(self, part: int) -> Iterator[torch.Tensor]:
+        """What the part that came last leaves."""
+        for store, box in self._boxes(part):
+            yield store.read(box)
+        yield from _values(*self._sums)
+
+    def take(self, part: int, entry: Entry) -> None:
+        """The same, in the same order, as if the part had been computed."""
+        for store, box in self._boxes(part):
+            store.write(box, entry.tensor(store.crop_shape(box), store.dtype))
+        sums, shapes = self._sums
+        sums.add(part, entry.values(shapes))
+
+    def _boxes(self, part: int) -> Iterator[tuple[Store, Box]]:
+        for field, store in self._stores.items():
+            yield from _strips(store, self._parts.written(field, self._parts.tiles(part)))
+
+
+class Added:
+    """Of a backward sweep: the cotangents of the pixels that they were the first to reach, strips, and sums.
+
+    A seam has begun a part before anything is taken, and is through with it before anything is left.
+    """
+
+    def __init__(self, parts: Parts, stores: Mapping[int, Store], seams: Mapping[int, Seam], *sums: Sums) -> None:
+        self._parts, self._stores, self._seams, self._sums = parts, stores, seams, sums
+
+    def left(self, part: int) -> Iterator[torch.Tensor]:
+        for store, box in self._boxes(part):
+            yield store.read(box)
+        for seam in self._seams.values():
+            for _, strip in sorted(seam.given.items()):
+                yield strip
+        for one in self._sums:
+            yield from _values(*one)
+
+    def take(self, part: int, entry: Entry) -> None:
+        for store, box in self._boxes(part):
+            store.write(box, entry.tensor(store.crop_shape(box), store.dtype))
+        for seam in self._seams.values():
+            for _, strip in sorted(seam.waiting.items()):
+                strip.copy_(entry.tensor(strip.shape, strip.dtype))
+            seam.end()
+        for sums, shapes in self._sums:
+            sums.add(part, entry.values(shapes))
+
+    def _boxes(self, part: int) -> Iterator[tuple[Store, Box]]:
+        for field in self._seams:
+            yield from _strips(self._stores[field], _first_reached(self._parts, field, part))
+
+
+def _values(sums: PartSums, shapes: Mapping[int, Shape]) -> Iterator[torch.Tensor]:
+    """Of the part at work: for each node whether there is one, and those that there are."""
+    values = sums.chain
+    yield torch.tensor([key in values for key in shapes], dtype=torch.int64)
+    for key, (_, dtype) in shapes.items():
+        if key in values:
+            yield values[key].to(dtype)
+
+
+def _strips(store: Store, boxes: Iterable[Box]) -> Iterator[tuple[Store, Box]]:
     """Boxes of a field, in pieces of whole rows that are written down one at a time."""
     height, width = (store.shape[axis] for axis in store.axes)
     pixel = prod(store.shape) // (height * width) * store.dtype.itemsize
@@ -167,21 +232,7 @@ def strips_of(store: Store, boxes: Iterable[Box]) -> Iterator[StoredBox]:
             yield store, Box.of(Span(y, min(y + rows, box.y1)), box.x)
 
 
-def crops_of(pieces: Iterable[StoredBox]) -> Iterator[torch.Tensor]:
-    for store, box in pieces:
-        yield store.read(box)
-
-
-def values_of(sums: PartSums, shapes: Mapping[int, Shape]) -> Iterator[torch.Tensor]:
-    """Of the part at work: for each node whether there is one, and those that there are."""
-    values = sums.chain
-    yield torch.tensor([key in values for key in shapes], dtype=torch.int64)
-    for key, (_, dtype) in shapes.items():
-        if key in values:
-            yield values[key].to(dtype)
-
-
-def first_reached(parts: Parts, field: int, part: int) -> list[Box]:
+def _first_reached(parts: Parts, field: int, part: int) -> list[Box]:
     """The pixels of a field that no part before this one has reached."""
     front = parts.front(field, part)
     read = parts.read(field, parts.tiles(part))
@@ -189,12 +240,13 @@ def first_reached(parts: Parts, field: int, part: int) -> list[Box]:
 
 
 def key_of(prepared: Prepared, tape: Tape, generator: torch.Tensor, overflows: int) -> str:
-    """What else a step's parts depend on, as a hash: the plan, the graph, values without pixels, what will be drawn."""
+    """What else a step's parts depend on, as a hash: kernels, plan, graph, values without pixels, draws."""
     graph, plan = prepared.graph, prepared.plan
     digest = _empty_hash()
     for stage in plan.stages:
         digest.update(f"{stage.tile} {stage.parts};".encode())
-    digest.update(f"{plan.memory_format} {plan.workers} {plan.threads} {plan.kept} {overflows}".encode())
+    kernels = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+    digest.update(f"{kernels} {plan.memory_format} {plan.workers} {plan.threads} {plan.kept} {overflows}".encode())
     for node in graph.nodes:
         arguments = {name: value for name, value in sorted(node.arguments.items()) if name != "name"}
         digest.update(f"{node.id} {node.op} {arguments} {node.shape} {node.dtype};".encode())
@@ -210,4 +262,4 @@ def _empty_hash() -> Any:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(as_bytes(tensor).numpy())

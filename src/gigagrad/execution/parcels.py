@@ -46,14 +46,13 @@ def swap(ranks: Ranks, parcels: Sequence[Parcel]) -> None:
         for parcel in parcels:
             parcel.take({})
         return
-    others = [rank for rank in range(ranks.count) if rank != ranks.index]
-    sent = {rank: packed(tensor for parcel in parcels for tensor in parcel.sent(rank)) for rank in others}
-    coming = {rank: [parcel.coming(rank) for parcel in parcels] for rank in others}
+    sent = {rank: packed(tensor for parcel in parcels for tensor in parcel.sent(rank)) for rank in ranks.others}
+    coming = {rank: [parcel.coming(rank) for parcel in parcels] for rank in ranks.others}
     sizes = {rank: sum(_nbytes(shape) for of in shapes for shape in of) for rank, shapes in coming.items()}
     messages = ranks.exchange(sent, sizes)
     del sent
     nothing, found = torch.empty(0, dtype=torch.uint8), {}
-    for rank in others:
+    for rank in ranks.others:
         message, place, found[rank] = messages.pop(rank, nothing), 0, list[list[torch.Tensor]]()
         for shapes in coming[rank]:
             found[rank].append(tensors := [])
@@ -75,7 +74,7 @@ class Halos(Parcel):
             yield self._stores[field].read(box)
 
     def coming(self, sender: int) -> list[Shape]:
-        return [_shape(self._stores[field], box) for field, box in self._boxes(sender, self._rank)]
+        return [_crop_of(self._stores[field], box) for field, box in self._boxes(sender, self._rank)]
 
     def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
         for sender, crops in came.items():
@@ -106,7 +105,7 @@ class Cotangents(Parcel):
     def coming(self, sender: int) -> list[Shape]:
         boxes = self._sums(sender, self._rank)
         boxes += [(field, box) for field, _, box in self._strips(sender, self._rank)]
-        return [_shape(self._stores[field], box) for field, box in boxes]
+        return [_crop_of(self._stores[field], box) for field, box in boxes]
 
     def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Strips are added part after part: ranks have theirs in that order."""
@@ -225,10 +224,8 @@ class Shares(Parcel):
                 self.whole[key] = torch.cat(shares).view(shape) if self._count > 1 else shares[0]
 
 
-def _shape(store: Store, box: Box) -> Shape:
-    shape = list(store.shape)
-    shape[store.axes[0]], shape[store.axes[1]] = box.shape
-    return tuple(shape), store.dtype
+def _crop_of(store: Store, box: Box) -> Shape:
+    return store.crop_shape(box), store.dtype
 
 
 def _length(share: slice) -> int:

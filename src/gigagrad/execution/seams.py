@@ -86,11 +86,8 @@ class Seam:
         return box.y0 >= strip.y1 if self._parts.by_rows else box.x0 >= strip.x1
 
     def _zeros(self, box: Box) -> torch.Tensor:
-        y, x = self._store.axes
-        shape = list(self._store.shape)
-        shape[y], shape[x] = box.shape
-        empty = torch.empty(shape, dtype=self._store.dtype, device=self._device, memory_format=self._layout)
-        return empty.zero_()
+        shape, dtype = self._store.crop_shape(box), self._store.dtype
+        return torch.empty(shape, dtype=dtype, device=self._device, memory_format=self._layout).zero_()
 
     def _give(self, which: int) -> None:
         strip = self._strips.pop(which)

@@ -7,8 +7,8 @@ fixes (plans/parts.py), so that two runs of one plan give the same bits, whoever
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
-from itertools import chain, islice
+from contextlib import ExitStack
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from gigagrad.execution.cotangent_unit import multiplied
 from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.fields import Fields
-from gigagrad.execution.journal import Entry, Journal, StoredBox, crops_of, first_reached, strips_of, values_of
+from gigagrad.execution.journal import Added, Entry, Journal, Kept
 from gigagrad.execution.observers import Observer
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.execution.prepared import Prepared
@@ -81,16 +81,11 @@ class Sweeps:
                 return tile, program.partial_sums(tile, shares), output
 
         parts, own = self._exchange.own(stage)
-        shapes = self._exchange.shapes(stage.reductions)
-
-        def kept(part: int) -> Iterator[StoredBox]:
-            for i in stage.kept:
-                yield from strips_of(self._fields.stored[i], parts.written(i, parts.tiles(part)))
-
+        stores = {i: self._fields.stored[i] for i in stage.kept}
+        kept = Kept(parts, stores, (sums_of_parts, self._exchange.shapes(stage.reductions)))
         for part, found in self._by_part(stage, parts, own, work, backward=False):
             if isinstance(found, Entry):
-                found.fill(kept(part))
-                found.add_to(sums_of_parts, part, shapes)
+                kept.take(part, found)
                 self._tell("forward", len(parts.tiles(part)))
                 continue
             for tile, sums, output in found:
@@ -99,8 +94,7 @@ class Sweeps:
                 if output is not None:
                     assert stage.output is not None
                     yield tile.wanted(stage.output), output
-            if self._journal.is_kept:
-                self._journal.write(part, chain(crops_of(kept(part)), values_of(sums_of_parts, shapes)))
+            self._journal.write(part, kept.left(part))
         self._finish(stage, self._exchange.end_forward(stage, self._fields.stored, sums_of_parts))
 
     def gradients(self, stage: Stage, cotangents: Values, *, merge: bool) -> Generator[Piece, None, Values]:
@@ -140,24 +134,16 @@ class Sweeps:
 
         gradients, self._sums = self._exchange.new_sums(stage), self._exchange.new_sums(stage)
         merged = self._sums
-        shapes, reduced_shapes = self._exchange.shapes(leaves), self._exchange.shapes(stage.reductions if merge else ())
-
-        def reached(part: int) -> Iterator[StoredBox]:
-            for i in fields:
-                yield from strips_of(self._fields.cotangents[i], first_reached(parts, i, part))
-
+        summed = [(gradients, self._exchange.shapes(leaves))]
+        if merge:
+            summed.append((merged, self._exchange.shapes(stage.reductions)))
+        added = Added(parts, self._fields.cotangents, seams, *summed)
         for part, found in self._by_part(stage, parts, own, work, backward=True):
             for seam in seams.values():
                 seam.begin(part)
             count = len(parts.tiles(part))
             if isinstance(found, Entry):
-                found.fill(reached(part))
-                for seam in seams.values():
-                    for _, strip in sorted(seam.waiting.items()):
-                        strip.copy_(found.tensor(strip.shape, strip.dtype))
-                    seam.end()
-                found.add_to(gradients, part, shapes)
-                found.add_to(merged, part, reduced_shapes)
+                added.take(part, found)
                 self._tell("backward", count)
                 continue
             left = count
@@ -179,10 +165,7 @@ class Sweeps:
                 if handed is not None:
                     rows, waits = finished[(tile.id + 1) // parts.grid.shape[1]], seams[handed].waits_from
                     yield from self._fields.take(handed, rows if waits is None else min(rows, waits))
-            if self._journal.is_kept:
-                strips = (strip for seam in seams.values() for _, strip in sorted(seam.given.items()))
-                values = chain(values_of(gradients, shapes), values_of(merged, reduced_shapes))
-                self._journal.write(part, chain(crops_of(reached(part)), strips, values))
+            self._journal.write(part, added.left(part))
         reduced, totals = self._exchange.end_backward(
             stage, self._fields.cotangents, seams, gradients, merged if merge else None
         )
@@ -220,16 +203,16 @@ class Sweeps:
     ) -> Iterator[tuple[int, Entry | Iterator[Swept]]]:
         """For each part that has tiles what its tiles give, or what the journal has of it."""
         there = [part for part in own if parts.tiles(part)]
-        entries = {part: self._entry(stage, parts, part) for part in there} if self._journal.is_kept else {}
-        swept = self._swept(stage, parts, [part for part in there if not entries.get(part)], work, backward=backward)
-        for part in there:
-            entry = entries.pop(part, None)
-            if entry is None:
-                yield part, islice(swept, len(parts.tiles(part)))
-            else:
-                with closing(entry):
-                    yield part, entry
-        assert next(swept, None) is None  # and so it ends here, not when it is garbage
+        with ExitStack() as stack:
+            entries = {part: self._entry(stage, parts, part) for part in there} if self._journal.is_kept else {}
+            for entry in filter(None, entries.values()):
+                stack.callback(entry.close)
+            missing = [part for part in there if not entries.get(part)]
+            swept = self._swept(stage, parts, missing, work, backward=backward)
+            for part in there:
+                yield part, entries.get(part) or islice(swept, len(parts.tiles(part)))
+            more = next(swept, None)  # and so it ends here, not when it is garbage
+            assert more is None
 
     def _entry(self, stage: Stage, parts: Parts, part: int) -> Entry | None:
         """What the journal has of a part, if it was computed from what the images hold now."""

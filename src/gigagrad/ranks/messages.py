@@ -10,9 +10,14 @@ import torch
 from gigagrad.ranks.ranks import Message
 
 
+def as_bytes(tensor: torch.Tensor) -> Message:
+    """A tensor's bytes on the CPU; its own memory where it lies there without gaps."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
 def packed(tensors: Iterable[torch.Tensor]) -> Message:
     """Their bytes, one after the other, on the CPU."""
-    flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    flat = [as_bytes(tensor) for tensor in tensors]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 

@@ -38,6 +38,11 @@ class Ranks(ABC):
     sent_bytes: int = 0
     """By this rank so far, without the words that meetings begin with."""
 
+    @property
+    def others(self) -> list[int]:
+        """All but this one."""
+        return [rank for rank in range(self.count) if rank != self.index]
+
     @abstractmethod
     def _swap(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
         """Give these messages to other ranks and get theirs, of so many bytes. Raises RankError."""

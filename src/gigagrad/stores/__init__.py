@@ -5,7 +5,7 @@ from gigagrad.stores.disk import DiskStore, DiskTier, PlannedDiskTier
 from gigagrad.stores.host import HostStore, HostTier, MemoryTier
 from gigagrad.stores.rounding import Half, Quantised, RoundedStore, Rounding, parse_storage
 from gigagrad.stores.scratch import Scratch
-from gigagrad.stores.store import Store
+from gigagrad.stores.store import Store, crop_shape
 from gigagrad.stores.strips import Strips
 from gigagrad.stores.tier import FieldSpec, OpenTier, Tier, register_tier, registered_tier
 from gigagrad.stores.windows import Windows
@@ -30,6 +30,7 @@ __all__ = [
     "Strips",
     "Tier",
     "Windows",
+    "crop_shape",
     "faster_codec",
     "parse_storage",
     "register_tier",

@@ -9,6 +9,13 @@ import torch
 from gigagrad.boxes import Box
 
 
+def crop_shape(shape: tuple[int, ...], axes: tuple[int, int], box: Box) -> tuple[int, ...]:
+    """The shape of a field's crop on a box."""
+    found = list(shape)
+    found[axes[0]], found[axes[1]] = box.shape
+    return tuple(found)
+
+
 class Store(ABC):
     """A field of the given shape; `axes` are the (negative) positions of y and x. All boxes lie inside the field.
 
@@ -20,6 +27,10 @@ class Store(ABC):
         self.shape = shape
         self.dtype = dtype
         self.axes = axes
+
+    def crop_shape(self, box: Box) -> tuple[int, ...]:
+        """Of what is read on a box."""
+        return crop_shape(self.shape, self.axes, box)
 
     @abstractmethod
     def read(self, box: Box) -> torch.Tensor:

@@ -28,9 +28,7 @@ class Windows(Store):
         assert sum(share.area for share, _ in found) == box.area, f"{box} is not all held here"
         if len(found) == 1:
             return found[0][1]
-        y, x = self.axes
-        shape = list(self.shape)
-        shape[y], shape[x] = box.shape
+        (y, x), shape = self.axes, self.crop_shape(box)
         first = found[0][1] if found else torch.empty(0, dtype=self.dtype)
         whole = torch.empty(shape, dtype=first.dtype, device=first.device, memory_format=self._layout)
         for share, crop in found:

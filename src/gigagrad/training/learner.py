@@ -104,8 +104,7 @@ class Learner:
             done(len(found), loss)
         for parameter, gradient in zip(learned, tree.total(owners, self._data), strict=True):
             parameter.grad = gradient
-        if self._journal is not None and self._first:
-            shutil.rmtree(self._journal, ignore_errors=True)  # what nobody goes on with: all have ended, and wait
+        self._forget_journals()  # all have ended their runs, and wait for this rank's word
         if before:
             for buffer, value in zip(self.model.buffers(), before, strict=True):
                 buffer.copy_(value)
@@ -117,7 +116,14 @@ class Learner:
         """The gradients of a step's bags; what there is to log of them all."""
         assert self.group is not None
         self._begin()
-        return {"loss": self.group.backward(bags, targets), **self._measured()}
+        loss = self.group.backward(bags, targets)
+        self._forget_journals()
+        return {"loss": loss, **self._measured()}
+
+    def _forget_journals(self) -> None:
+        """Those of steps that nobody goes on with."""
+        if self._journal is not None and self._first:
+            shutil.rmtree(self._journal, ignore_errors=True)
 
     def _begin(self) -> None:
         self.model.train()

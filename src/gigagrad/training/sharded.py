@@ -44,10 +44,9 @@ class Shards:
 
     def spread(self) -> None:
         """Give every rank what each has stepped. Raises `RankError`."""
-        message, here = packed(self.own.values()), self._ranks.index
-        sizes = [sum(parameter.nbytes for parameter in shard.values()) for shard in self._shards]
-        others = [rank for rank in range(self._ranks.count) if rank != here]
-        messages = self._ranks.exchange(dict.fromkeys(others, message), {rank: sizes[rank] for rank in others})
+        message, others = packed(self.own.values()), self._ranks.others
+        sizes = {rank: sum(parameter.nbytes for parameter in self._shards[rank].values()) for rank in others}
+        messages = self._ranks.exchange(dict.fromkeys(others, message), sizes)
         with torch.no_grad():
             for rank, came in messages.items():
                 place = 0

@@ -65,7 +65,7 @@ class GradientTree:
                     gradients, message = self._unpacked(message)
                     self._put(level, place, gradients)
         root = self._held.pop((self._depth, 0), None)
-        sent = {} if root is None else {rank: self._packed(root) for rank in _others(ranks)}
+        sent = {} if root is None else {rank: self._packed(root) for rank in ranks.others}
         for message in ranks.deliver(sent).values():
             root, _ = self._unpacked(message)
         assert root is not None
@@ -106,7 +106,7 @@ def leave_in_order(model: nn.Module, left: Mapping[int, Left], owners: Sequence[
         if owner == ranks.index:
             left[slide].again()
         last = slide + 1 == len(owners)
-        takers = _others(ranks) if last else {owners[slide + 1]} - {owner}
+        takers = ranks.others if last else {owners[slide + 1]} - {owner}
         if not takers:
             continue
         sent = {}
@@ -128,10 +128,6 @@ def plan_alike(engine: Engine, plan: Callable[[], Plan], ranks: Ranks) -> Plan:
         engine.load_state_dict(state)
         made = plan()
     return made
-
-
-def _others(ranks: Ranks) -> set[int]:
-    return set(range(ranks.count)) - {ranks.index}
 
 
 def _sum(one: Tensor | None, two: Tensor | None) -> Tensor | None:
