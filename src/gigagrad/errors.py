@@ -86,6 +86,7 @@ class BudgetError(GigagradError):
     def __init__(
         self, message: str, *, budget_bytes: int, needed_bytes: int, smallest_bytes: int, remedy: str = ""
     ) -> None:
+        self._message, self.remedy = message, remedy
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
         self.smallest_bytes = smallest_bytes
@@ -94,6 +95,16 @@ class BudgetError(GigagradError):
             f"the smallest budget that works is {format_bytes(smallest_bytes)}"
         )
         super().__init__(f"{message}; {remedy}" if remedy else message + budgets)
+
+    def with_smallest(self, smallest_bytes: int) -> BudgetError:
+        """The same, of which more is known."""
+        return BudgetError(
+            self._message,
+            budget_bytes=self.budget_bytes,
+            needed_bytes=self.needed_bytes,
+            smallest_bytes=smallest_bytes,
+            remedy=self.remedy,
+        )
 
 
 _ELSEWHERE: Final = {

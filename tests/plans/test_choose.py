@@ -1,5 +1,7 @@
 """The tile shape: what fits, what is refused, what is forced."""
 
+from dataclasses import replace
+
 import pytest
 import torch.nn.functional as F
 from hypothesis import given
@@ -162,3 +164,18 @@ def test_whoever_asks_is_told_of_every_way_that_was_tried(norms):
     fitting = [seconds for seconds in told if seconds is not None]
     assert None in told
     assert min(fitting) == pytest.approx(plan.modelled_seconds)
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_the_smallest_budget_of_several_ranks_counts_their_messages(ranks):
+    layers = nn.Conv2d(3, 3000, 1), nn.Conv2d(3000, 3000, 1), nn.BatchNorm2d(3000), nn.Conv2d(3000, 1, 1)
+    graph = colour_graph_of(nn.Sequential(*layers), size=8)
+    problem = replace(problem_of(graph), ranks=ranks, budget_bytes=1)
+    with pytest.raises(BudgetError) as caught:
+        make_plan(problem)
+    smallest = caught.value.smallest_bytes
+    assert "the budget is 1 B" in str(caught.value)
+    plan = make_plan(replace(problem, budget_bytes=smallest))
+    assert plan.ranks is not None
+    assert plan.ranks.message_bytes > 2**25
+    assert plan.predicted_peak_bytes <= smallest

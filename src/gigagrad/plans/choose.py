@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from heapq import heappop, heappush
 
 from gigagrad.errors import BudgetError
@@ -55,7 +55,31 @@ def make_plan(
     costs = costs or Costs(problem.graph, problem.machine, problem.packing)
     if problem.ranks == 1:
         return _make_plan(problem, memory_format, tiles, kept, costs, tried)
-    problem = dataclasses.replace(problem, held_share=min(1.0, _LEEWAY / problem.ranks))
+    try:
+        return _make_shared(problem, memory_format, tiles, kept, costs, tried)
+    except BudgetError as error:
+        if error.remedy:
+            raise
+        smallest = error.smallest_bytes
+        for _ in range(_SHARINGS):  # it was named before messages were known
+            try:
+                _make_shared(replace(problem, budget_bytes=smallest), memory_format, tiles, kept, costs)
+                break
+            except BudgetError as more:
+                smallest = more.smallest_bytes
+        raise error.with_smallest(smallest) from None
+
+
+def _make_shared(
+    problem: Problem,
+    memory_format: str,
+    tiles: tuple[tuple[int, int], ...] | None,
+    kept: Kept | None,
+    costs: Costs,
+    tried: Tried = lambda seconds: None,
+) -> Plan:
+    """For several ranks: what they hold and send is known once there is a plan, and changes it."""
+    problem = replace(problem, held_share=min(1.0, _LEEWAY / problem.ranks))
     for sharing in range(_SHARINGS):
         plan = _make_plan(problem, memory_format, tiles, kept, costs, tried)
         ranks = plan_for_ranks(problem, plan)
@@ -63,9 +87,9 @@ def make_plan(
             break
         share = 1.0 if sharing == _SHARINGS - 2 else max(problem.held_share, min(1.0, _LEEWAY * ranks.held_share))
         messages = max(problem.message_bytes, int(_LEEWAY * ranks.message_bytes))
-        problem = dataclasses.replace(problem, held_share=share, message_bytes=messages)
-    ranks = dataclasses.replace(ranks, held_share=problem.held_share, message_bytes=problem.message_bytes)
-    return dataclasses.replace(plan, ranks=ranks)
+        problem = replace(problem, held_share=share, message_bytes=messages)
+    ranks = replace(ranks, held_share=problem.held_share, message_bytes=problem.message_bytes)
+    return replace(plan, ranks=ranks)
 
 
 def _make_plan(

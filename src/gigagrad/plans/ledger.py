@@ -122,7 +122,7 @@ class StageLedger:
         slack = int(ALLOCATOR_SLACK * tiles) + self._further_slack(cost)
         copies, sums = self._working_bytes
         # One more waits where a rank's parts begin and end inside a node of the tree.
-        sums *= 1 + waiting_sums(self.parts, cost.tile_count) + (self.problem.ranks > 2)
+        sums *= 1 + waiting_sums(self.parts, cost.tile_count) + (min(self.parts, self.problem.ranks) > 2)
         # The only tile is gone when what it gave is added to sums that did not exist before.
         apart = min(tiles + slack, sums) if cost.tile_count == 1 else 0
         return (
