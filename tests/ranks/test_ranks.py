@@ -6,9 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import TCPStore
 
 from gigagrad.errors import ConfigError, RankError
-from gigagrad.ranks import Alone, Fleet, from_environment, is_first, is_restart, run_virtual
+from gigagrad.ranks import Alone, Fleet, fleet, from_environment, is_first, is_restart, run_virtual
+from tests.ranks.started import variables_of
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -87,3 +89,26 @@ def test_a_mesh_is_of_as_many_ranks_as_there_are():
         made = run_virtual(3, partial(Fleet.of, mesh=mesh))
         assert [(fleet.data.count, fleet.tile.count) for fleet in made] == [counts] * 3
         assert [fleet.first for fleet in made] == [True, False, False]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_does_not_join_is_not_waited_for_without_end(rank, monkeypatch):
+    monkeypatch.setattr(fleet, "_JOINING_SECONDS", 1.0)
+    (own, *_) = [variables for variables in variables_of(2) if variables["RANK"] == str(rank)]
+    for name, value in (own | {"OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankError, match="not all of 2 ranks have joined within 1 s"):
+        from_environment(timeout=1.0)
+
+
+def test_who_does_not_join_is_named_where_somebody_else_keeps_the_store(monkeypatch):
+    monkeypatch.setattr(fleet, "_JOINING_SECONDS", 1.0)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in next(iter(variables_of(3))).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as torchrun does
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    server.set("gigagrad-0/joined-2", "")
+    with pytest.raises(RankError, match="rank 1 has not joined within 1 s"):
+        from_environment(timeout=1.0)

@@ -7,12 +7,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from datetime import timedelta
+from typing import TYPE_CHECKING, Self
 
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, RankError
 from gigagrad.ranks.ranks import Alone, Ranks
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
 TIMEOUT_SECONDS = 600.0
+_JOINING_SECONDS = 60.0
+"""That processes which start beside each other are given at least."""
 
 
 def from_environment(timeout: float = TIMEOUT_SECONDS) -> Ranks:
@@ -20,24 +26,44 @@ def from_environment(timeout: float = TIMEOUT_SECONDS) -> Ranks:
     one alone where nothing has. `timeout` is that of `ProcessGroup`.
 
     Whoever asks first joins the others, over gloo. The threads of a machine are shared among its ranks unless
-    OMP_NUM_THREADS says how many each has.
+    OMP_NUM_THREADS says how many each has. Raises RankError where others do not come within the timeout, or a minute.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
         return Alone()
     import torch
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
 
     from gigagrad.ranks.process_group import SLOW, ProcessGroup
 
     if not torch.distributed.is_initialized():
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        store, rank, count = next(rendezvous("env://"))
-        # Of its own for every start: torchrun may keep the store of processes that are gone.
-        store = PrefixStore(f"gigagrad-{_restarts()}", store)
+        store, rank, count = _joined(max(timeout, _JOINING_SECONDS))
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=SLOW)
     return ProcessGroup(timeout=timeout)
+
+
+def _joined(timeout: float) -> tuple[Store, int, int]:
+    """The store of all that were started together, this one's rank, and their number. Raises RankError."""
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    limit, missing = timedelta(seconds=timeout), ""
+    try:
+        store, rank, count = next(rendezvous("env://", timeout=limit))
+        # Of its own for every start: torchrun may keep the store of processes that are gone.
+        store = PrefixStore(f"gigagrad-{_restarts()}", store)
+        keys = [f"joined-{other}" for other in range(count)]
+        store.set(keys[rank], "")
+        try:
+            store.wait(keys, limit)
+        except RuntimeError:
+            missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+            raise
+    except RuntimeError as error:
+        who = f"rank {missing} has not" if missing else f"not all of {os.environ['WORLD_SIZE']} ranks have"
+        hint = "look at what the others say, and at MASTER_ADDR and MASTER_PORT"
+        raise RankError(f"{who} joined within {timeout:g} s; {hint}") from error
+    return store, rank, count
 
 
 def is_first() -> bool:
