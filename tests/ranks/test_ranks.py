@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gigagrad.errors import ConfigError, RankError
 from gigagrad.ranks import Alone, Fleet, fleet, from_environment, is_first, is_restart, run_virtual
