@@ -140,9 +140,9 @@ def init(args: argparse.Namespace) -> None:
 
 
 def fit(args: argparse.Namespace) -> None:
-    from gigagrad.ranks import from_environment
+    from gigagrad.ranks import TIMEOUT_SECONDS, from_environment
 
-    ranks = from_environment()
+    ranks = from_environment(getattr(args, "rank_timeout", TIMEOUT_SECONDS))
     with ranks.as_one():
         _fit(args, quiet=ranks.index > 0)
 

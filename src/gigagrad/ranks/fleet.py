@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 
 from gigagrad.errors import ConfigError, RankError
-from gigagrad.ranks.ranks import Alone, Ranks
+from gigagrad.ranks.ranks import Alone, Ranks, named
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -32,13 +32,16 @@ def from_environment(timeout: float = TIMEOUT_SECONDS) -> Ranks:
         return Alone()
     import torch
 
-    from gigagrad.ranks.process_group import SLOW, ProcessGroup
+    from gigagrad.ranks.process_group import ProcessGroup, patient
 
     if not torch.distributed.is_initialized():
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        store, rank, count = _joined(max(timeout, _JOINING_SECONDS))
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=SLOW)
+        joining = max(timeout, _JOINING_SECONDS)
+        store, rank, count = _joined(joining)
+        limit = timedelta(seconds=joining)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=limit)
+        patient()
     return ProcessGroup(timeout=timeout)
 
 
@@ -57,12 +60,12 @@ def _joined(timeout: float) -> tuple[Store, int, int]:
         try:
             store.wait(keys, limit)
         except RuntimeError:
-            missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+            missing = named([other for other, key in enumerate(keys) if not store.check([key])])
             raise
     except RuntimeError as error:
-        who = f"rank {missing} has not" if missing else f"not all of {os.environ['WORLD_SIZE']} ranks have"
+        who = missing or f"some of {os.environ['WORLD_SIZE']} ranks"
         hint = "look at what the others say, and at MASTER_ADDR and MASTER_PORT"
-        raise RankError(f"{who} joined within {timeout:g} s; {hint}") from error
+        raise RankError(f"{who} did not join within {timeout:g} s; {hint}") from error
     return store, rank, count
 
 
@@ -117,8 +120,14 @@ def _own(partition: Sequence[range], everybody: Ranks, timeout: float) -> Ranks:
     """The one of these groups that this rank is in; each of them is made by all ranks."""
     from torch.distributed import new_group
 
-    from gigagrad.ranks.process_group import SLOW, ProcessGroup
+    from gigagrad.ranks.process_group import ProcessGroup, patient
 
-    made = [new_group(list(ranks), timeout=SLOW) for ranks in partition]
+    assert isinstance(everybody, ProcessGroup)
+    joining = timedelta(seconds=max(timeout, _JOINING_SECONDS))
+    try:
+        made = [new_group(list(ranks), timeout=joining) for ranks in partition]
+    except RuntimeError as error:
+        raise everybody.lost(error) from error
     mine = next(group for group, ranks in zip(made, partition, strict=True) if everybody.index in ranks)
+    patient(mine)
     return ProcessGroup(mine, timeout)

@@ -17,13 +17,19 @@ import torch
 import torch.distributed as dist
 
 from gigagrad.errors import RankError
-from gigagrad.ranks.ranks import Message, Ranks, is_mendable
+from gigagrad.ranks.ranks import Message, Ranks, is_mendable, named
 
 _BEAT_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 5.0
 """How long one that failed stays until the others know."""
-SLOW = timedelta(days=30)
-"""For groups made here: how long a collective may take. Who is slow is waited for; `ProcessGroup` finds the silent."""
+_SLOW = timedelta(days=30)
+
+
+def patient(group: dist.ProcessGroup | None = None) -> None:
+    """From now on a group's collectives take as long as they will: who is slow is waited for, and `ProcessGroup` finds
+    the silent. For groups made here, which have a timeout for coming together.
+    """
+    dist.distributed_c10d._set_pg_timeout(_SLOW, group)
 
 
 class ProcessGroup(Ranks):
@@ -49,7 +55,7 @@ class ProcessGroup(Ranks):
                 if work is not None:
                     work.wait(self._timeout)
         except RuntimeError as error:
-            raise self._silent(error) from None
+            raise self.lost(error) from None
         return found
 
     def _words(self, word: bytes) -> Sequence[bytes]:
@@ -67,7 +73,7 @@ class ProcessGroup(Ranks):
         try:
             work = dist.all_gather(everybody, own, self._group, async_op=True)
         except RuntimeError as error:
-            raise self._silent(error) from None
+            raise self.lost(error) from None
         self._pulse.waiting = work
         while work is not None:
             over = work.is_completed()  # before it is waited for: what it raises then is no lack of time
@@ -78,7 +84,7 @@ class ProcessGroup(Ranks):
                 self._pulse.listen()
                 silent = self._pulse.silent(self._peers, self._timeout.total_seconds())
                 if over or silent:
-                    raise self._silent(error, silent) from None
+                    raise self.lost(error, silent) from None
         return everybody
 
     @contextmanager
@@ -95,13 +101,14 @@ class ProcessGroup(Ranks):
                 raise first from None
             raise
 
-    def _silent(self, error: RuntimeError, silent: Sequence[int] = ()) -> RankError:
-        """Who it is, as far as anybody knows."""
+    def lost(self, error: RuntimeError, silent: Sequence[int] = ()) -> RankError:
+        """Who it is, as far as anybody knows; to be raised. Raises what one that failed has said of itself."""
         missing = silent or self._pulse.missing(self._peers)
         self._pulse.listen()  # it may have said why it went
         if not missing:
             return RankError(f"the ranks lost each other: {error}")
-        return RankError(f"rank {', '.join(map(str, missing))} is silent: stopped, killed, or out of reach")
+        verb = "is" if len(missing) == 1 else "are"
+        return RankError(f"{named(missing)} {verb} silent: stopped, killed, or out of reach")
 
 
 class _Pulse:

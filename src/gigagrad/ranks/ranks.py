@@ -29,6 +29,11 @@ def is_mendable(error: Exception) -> bool:
     return isinstance(error, (GigagradError, OSError, MemoryError))
 
 
+def named(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 0, 3`."""
+    return f"rank{'s'[: len(ranks) - 1]} {', '.join(map(str, ranks))}"
+
+
 class Ranks(ABC):
     """All ranks as one of them sees them. Every method but `fail` is called by all of them, in the same order."""
 
