@@ -1,16 +1,22 @@
 """One image over several processes: the time of machines of their own, and what the simulator says of them.
 
     python bench/scale.py [--model smp:Unet?encoder_name=resnet34] [--side 8192] [--ranks 8 4 2] [--memory 2GiB]
-        [--scratch DIR] [--link 10Gbit/s,50us | --wall] [--steps 2] [--plot FILE]
+        [--scratch DIR] [--link 10Gbit/s,50us | --wall] [--in-turn] [--steps 2] [--plot FILE]
 
 A step in float32 on random bytes, norms in training mode, by so many gloo processes of one thread, and by one process
 with the plan of the first ones. Each rank has a virtual clock (gigagrad.ranks.Clocked) that goes with its processor
 time, and messages take what they would on `--link`; ranks compute one at a time, as each would have its caches and
-memory to itself. So it does not matter how many cores are here, but leave the machine alone meanwhile. With `--wall` it
-is real time instead, and the link is what messages between these processes were measured to take: for as many ranks as
-there are idle cores. The simulator gets what each pass of the one process took. The last of the `--steps` counts:
-kernels are compiled in the first. `--memory` is of each of the first ranks; others have as much as they want. Prints
-one JSON line last; `--plot` draws it (bench/scale_plot.py).
+memory to itself. So it does not matter how many cores are here, but leave the machine alone meanwhile.
+
+Where fields go to files, such ranks still share a disk and the memory that keeps its files. With `--in-turn` each rank
+does its whole work before the next one starts, on zeros in place of what others would send, and the clocks are put
+together afterwards (bench/scale_turns.py). With `--wall` it is real time instead, for as many ranks as there are idle
+cores: the link is what messages between these processes were measured to take, and the simulator goes by processes
+that compute the whole image beside each other, as cores that are all busy are slower.
+
+The simulator gets what each pass of one process took. The last of the `--steps` counts: kernels are compiled in the
+first. `--memory` is of each of the first ranks; others have as much as they want. Prints one JSON line last; `--plot`
+draws it (bench/scale_plot.py).
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gigagrad as gg
 from bench.deep_step import FromBytes, loss
+from bench.scale_turns import InTurn, clocks
 from gigagrad.events import Event, TileDone
 from gigagrad.plans import Plan
 from gigagrad.ranks import Ranks
@@ -54,24 +61,28 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--link", default="10Gbit/s,50us")
     parser.add_argument("--wall", action="store_true")
+    parser.add_argument("--in-turn", action="store_true", help="one rank after the other")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--plot", type=Path, help="draw times faster, predicted and measured: .svg or .png")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, nargs=2, help=argparse.SUPPRESS)  # of so many, in turn
     args = parser.parse_args()
     if args.worker:
         torch.set_num_threads(1)
-        print(json.dumps((together if "RANK" in os.environ else alone)(args, args.worker)))
+        work = in_turn if args.rank else together if "RANK" in os.environ else alone
+        print(json.dumps(work(args, args.worker)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = {count: run(folder, count) for count in args.ranks}
+        found = {count: (run_in_turn if args.in_turn else run)(folder, count) for count in args.ranks}
         (one,) = run(folder, None)
+        beside = {count: run(folder, None, copies=count) if args.wall else [one] for count in args.ranks}
     line = {
         "network": args.model,
         "side": args.side,
-        "clock": "wall" if args.wall else "virtual",
+        "clock": "wall" if args.wall else "virtual, in turn" if args.in_turn else "virtual",
         "link": one["link"],
         "one_rank_seconds": round(one["seconds"], 2),
-        "runs": {count: compared(ranks, one, one["predicted"][str(count)]) for count, ranks in found.items()},
+        "runs": {count: compared(ranks, one, beside[count]) for count, ranks in found.items()},
         "predicted_times_faster": {
             count: round(one["seconds"] / step["seconds"], 2) for count, step in one["predicted"].items()
         },
@@ -84,12 +95,14 @@ def main() -> None:
     print(json.dumps(line))
 
 
-def compared(ranks: list[dict[str, Any]], one: dict[str, Any], predicted: dict[str, Any]) -> dict[str, Any]:
-    """What ranks took beside what was predicted of them."""
-    seconds = max(rank["seconds"] for rank in ranks)
-    return {
+def compared(ranks: list[dict[str, Any]], one: dict[str, Any], beside: list[dict[str, Any]]) -> dict[str, Any]:
+    """What ranks took beside what was predicted of them, by processes that ran beside each other as they did."""
+    seconds, count = max(rank["seconds"] for rank in ranks), str(len(ranks))
+    predicted = max((copy["predicted"][count] for copy in beside), key=lambda step: step["seconds"])
+    found = {
         "seconds": round(seconds, 2),
         "times_faster": round(one["seconds"] / seconds, 2),
+        "processor_seconds": round(sum(rank["processor_seconds"] for rank in ranks) / one["processor_seconds"], 3),
         "predicted_seconds": round(predicted["seconds"], 2),
         "predicted_error": round(predicted["seconds"] / seconds - 1, 3),
         "most_sent_bytes": max(rank["sent_bytes"] for rank in ranks),
@@ -97,21 +110,33 @@ def compared(ranks: list[dict[str, Any]], one: dict[str, Any], predicted: dict[s
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
         "lost_seconds": {cause: round(lost, 3) for cause, lost in predicted["lost"].items()},
         "kept_plan": all(rank["kept_plan"] for rank in ranks),
-        "same_loss": {rank["loss"] for rank in ranks} == {one["loss"]},
     }
+    losses = {rank["loss"] for rank in ranks if "loss" in rank}
+    return found | ({"same_loss": losses == {one["loss"]}} if losses else {})
 
 
-def run(folder: str, count: int | None) -> list[dict[str, Any]]:
-    """What every rank found; None: a process by itself, with the plan that ranks left in the folder."""
+def run(folder: str, count: int | None, copies: int = 1) -> list[dict[str, Any]]:
+    """What every rank found; None: one process by itself, or copies of it, with the plan that ranks left."""
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", folder]
     if count is None:
-        workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True)]
+        workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(copies)]
     else:
         workers = started(command, count)
     printed = [worker.communicate()[0] for worker in workers]
     if any(worker.returncode for worker in workers):
         raise SystemExit("a rank failed")
     return [json.loads(text.splitlines()[-1]) for text in printed]
+
+
+def run_in_turn(folder: str, count: int) -> list[dict[str, Any]]:
+    """As `run`."""
+    found = []
+    for index in range(count):
+        command = [sys.executable, __file__, *sys.argv[1:], "--worker", folder, "--rank", str(index), str(count)]
+        found.append(json.loads(subprocess.check_output(command, text=True).splitlines()[-1]))
+    link = Link(**json.loads(Path(folder, "plan.json").read_text())["link"])
+    ends = clocks(found, link.seconds)
+    return [one | {"seconds": seconds} for one, seconds in zip(found, ends, strict=True)]
 
 
 def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -122,24 +147,16 @@ def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     turn = Turn(folder / "turn")
     clocked = Clocked(ranks, link.seconds, turn=turn)
     clock = time.perf_counter if args.wall else lambda: clocked.clock
-    path, mesh = folder / "plan.json", ranks if args.wall else clocked
-    planned = path.exists()
-    engine, image, target = prepared(args, memory=None if planned else args.memory, mesh=mesh)
-    if planned:
-        engine.load_state_dict(json.loads(path.read_text()))
-    engine.plan(image, target)  # all have looked for the file when this is through
-    if ranks.index == 0:
-        path.write_text(json.dumps({"link": dataclasses.asdict(link), **engine.state_dict()}))
+    engine, image, target, kept_plan = planned(args, folder, ranks if args.wall else clocked, link)
     for _ in range(args.steps):
-        before = engine.ranks.sent_bytes
-        start = clock()
+        before, start, processor = engine.ranks.sent_bytes, clock(), time.process_time()
         value = engine.backward(image, target)
-        seconds = clock() - start
+        seconds, processor = clock() - start, time.process_time() - processor
     assert engine.last_run is not None
-    kept_plan = engine.state_dict()["choices"] == json.loads(path.read_text())["choices"]
     found = {
         "seconds": seconds,
-        "kept_plan": kept_plan,
+        "processor_seconds": processor,
+        "kept_plan": kept_plan(),
         "loss": value.item(),
         "sent_bytes": engine.ranks.sent_bytes - before,
         "peak_bytes": engine.last_run.peak_bytes,
@@ -147,6 +164,46 @@ def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     turn.release()
     dist.destroy_process_group()
     return found
+
+
+def in_turn(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One of several ranks, while the others are not there."""
+    index, count = args.rank
+    ranks = InTurn(index, count, folder)
+    engine, image, target, kept_plan = planned(args, folder, ranks, parse_link(args.link))
+    for _ in range(args.steps):
+        before, start, met = ranks.sent_bytes, time.process_time(), len(ranks.met)
+        early = ranks.since_meeting()
+        engine.backward(image, target)
+        rest, processor = ranks.since_meeting(), time.process_time() - start
+    assert engine.last_run is not None
+    ranks.leave_words()
+    (taken, *first), *others = ranks.met[met:]
+    return {
+        "met": [(taken - early, *first), *others],
+        "rest": rest,
+        "processor_seconds": processor,
+        "kept_plan": kept_plan(),
+        "sent_bytes": ranks.sent_bytes - before,
+        "peak_bytes": engine.last_run.peak_bytes,
+    }
+
+
+def planned(
+    args: argparse.Namespace, folder: Path, ranks: Ranks, link: Link
+) -> tuple[gg.Engine, torch.Tensor, torch.Tensor, Callable[[], bool]]:
+    """An engine with the plan in the folder, where it leaves its own if there is none; its image and target, and a
+    function that says whether it still has that plan.
+    """
+    path = folder / "plan.json"
+    known = path.exists()
+    engine, image, target = prepared(args, memory=None if known else args.memory, mesh=ranks)
+    if known:
+        engine.load_state_dict(json.loads(path.read_text()))
+    engine.plan(image, target)  # all have looked for the file when this is through
+    if ranks.index == 0:
+        path.write_text(json.dumps({"link": dataclasses.asdict(link), **engine.state_dict()}))
+    return engine, image, target, lambda: engine.state_dict()["choices"] == json.loads(path.read_text())["choices"]
 
 
 class Turn:
@@ -171,6 +228,7 @@ def alone(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     plan = engine.plan(image, target)
     clock = time.perf_counter if args.wall else time.process_time
     for _ in range(args.steps):
+        processor = time.process_time()
         ticks: list[float] = []
 
         def tick(event: Event, ticks: list[float] = ticks) -> None:
@@ -180,12 +238,13 @@ def alone(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with engine.events.heard_by(tick):
             start = clock()
             value = engine.backward(image, target)
-            end = clock()
+            end, processor = clock(), time.process_time() - processor
     problem, seconds = engine.problem(image, target), by_pass(plan, [start, *ticks, end])
     counts = sorted({*args.ranks, *(1 << power for power in range(7))})
     steps = {count: tile_step(problem, plan, count, link, seconds) for count in counts}
     return {
         "seconds": end - start,
+        "processor_seconds": processor,
         "loss": value.item(),
         "link": dataclasses.asdict(link),
         "predicted": {count: dataclasses.asdict(step) for count, step in steps.items()},
