@@ -58,12 +58,12 @@ def parameters(layers: Sequence[Layer]) -> int:
 
 def pipedream_program(layers: Sequence[Layer], ranks: int, link: Link) -> float:
     """As optimizer_graph_hierarchical.py has it: what a ring sends, what it receives and the compute take turns."""
-    return (seconds(layers) + 2 * link.ring_seconds(parameters(layers), ranks)) / ranks
+    return (seconds(layers) + 2 * link.sum_seconds(parameters(layers), ranks)) / ranks
 
 
 def one_bus(layers: Sequence[Layer], ranks: int, link: Link) -> float:
     """The bytes of all copies' rings one after another on one link, beside the compute."""
-    return max(seconds(layers), ranks * link.ring_seconds(parameters(layers), ranks)) / ranks
+    return max(seconds(layers), ranks * link.sum_seconds(parameters(layers), ranks)) / ranks
 
 
 SUMS: dict[str, Replicated] = {
@@ -198,7 +198,7 @@ def whole_images(ranks: int, step_seconds: float, images: Sequence[int]) -> dict
     """Seconds of a step on images of 8192 px, all in balance, every cut of the pipeline as the narrowest."""
     link = parse_link("10Gbit/s,50us")
     cuts, halo_bytes, parameter_bytes = unet_bytes(8192)
-    gradients = link.ring_seconds(parameter_bytes, ranks)
+    gradients = link.sum_seconds(parameter_bytes, ranks)
     stages = [StageTimes(step_seconds / ranks / 3, step_seconds / ranks * 2 / 3, min(cuts))] * ranks
     return {
         "ranks": ranks,

@@ -34,20 +34,12 @@ def test_a_message_and_a_share():
     assert link.shared(4).seconds(2e9) == 8.001
 
 
-def test_sums_by_the_papers_formulas():
+def test_sums_by_the_papers_formula():
     link, nbytes = Link(1e9, 1e-3), 3e9
     for ranks in (2, 3, 7, 8, 1000):
         ring = 2 * (ranks - 1) * 1e-3 + 2 * (ranks - 1) / ranks * 3
-        assert link.ring_seconds(nbytes, ranks) == pytest.approx(ring)
-    for ranks, rounds in ((2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (1024, 10)):
-        assert link.tree_seconds(nbytes, ranks) == pytest.approx(2 * rounds * 3.001)
-    assert link.ring_seconds(nbytes, 1) == link.tree_seconds(nbytes, 1) == 0
-
-
-def test_a_ring_is_for_many_bytes_and_a_tree_for_few():
-    link = Link(1.25e9, 50e-6)
-    assert link.ring_seconds(1e9, 64) < link.tree_seconds(1e9, 64)
-    assert link.tree_seconds(8, 64) < link.ring_seconds(8, 64)
+        assert link.sum_seconds(nbytes, ranks) == pytest.approx(ring)
+    assert link.sum_seconds(nbytes, 1) == 0
 
 
 def test_a_link_is_printed_as_it_may_be_typed():

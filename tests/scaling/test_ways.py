@@ -43,12 +43,12 @@ def test_data_where_only_gradients_travel_tiles_where_images_are_few(scaling):
     assert scaling(9).shared(8).groups == 1  # in eight groups, seven would wait for the ninth image
 
 
-def test_gradients_are_summed_up_a_tree_of_groups(scaling, ladder):
+def test_each_group_adds_up_a_share_of_the_gradients(scaling, ladder):
     gradients = sum(node.nbytes for node in ladder.graph.nodes if node.op == "parameter")
     link = Link(1e6, 1e-3)
     found = scaling(8, link).grouped(8, 8)
-    assert found.sums_seconds == pytest.approx(6 * (1e-3 + gradients / 1e6))
-    assert found.sent_bytes == 3 * gradients
+    assert found.sums_seconds == pytest.approx(14 * (1e-3 + gradients / 8 / 1e6))
+    assert found.sent_bytes == 2 * gradients * 7 // 8
 
 
 def test_a_pipeline_of_one_image_gains_nothing_and_never_beats_free_data(scaling):

@@ -25,6 +25,8 @@ from gigagrad.training.sharing import GradientTree, dealt
 def test_the_longest_slides_go_first():
     assert dealt([5, 9, 4, 3, 3], 2) == [1, 0, 1, 0, 1]
     assert dealt([7, 7], 3) == [0, 1]
+    assert dealt([2, 2, 2, 2, 5], 2) == [0, 1, 1, 1, 0]
+    assert dealt([3] * 8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert dealt([1, 2, 3], 1) == [0, 0, 0]
 
 
@@ -56,7 +58,7 @@ def test_gradients_join_in_the_same_tree_whoever_has_them(count, groups):
         for slide, owner in enumerate(owners):
             if owner == ranks.index:
                 tree.add(slide, [None if g is None else g.clone() for g in slides[slide]])
-        return tree.total(owners, ranks)
+        return tree.total(ranks)
 
     def joined(first, stop):
         """The tree, as it is defined: halves of the next power of two."""
@@ -69,6 +71,19 @@ def test_gradients_join_in_the_same_tree_whoever_has_them(count, groups):
     for found in run_virtual(groups, work):
         for mine, theirs in zip(found, joined(0, count), strict=True):
             assert (mine is None and theirs is None) or torch.equal(mine, theirs)
+
+
+def test_nobody_sends_more_than_a_share_to_each_twice():
+    parameter = nn.Parameter(torch.zeros(6, 4))
+
+    def work(ranks):
+        tree = GradientTree([parameter], 4)
+        tree.add(ranks.index, [torch.full((6, 4), 2.0**ranks.index)])
+        (total,) = tree.total(ranks)
+        assert total is not None
+        return ranks.sent_bytes, total.unique().tolist()
+
+    assert run_virtual(4, work) == [(2 * 3 * 4 * 6, [15.0])] * 4
 
 
 class Normed(nn.Module):

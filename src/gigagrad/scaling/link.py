@@ -32,13 +32,11 @@ class Link:
         """A message."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
-    def ring_seconds(self, nbytes: float, ranks: int) -> float:
-        """An all-reduce of `nbytes` around a ring: 2 (n - 1) messages of 1/n of them (same paper, section 4.5)."""
+    def sum_seconds(self, nbytes: float, ranks: int) -> float:
+        """An all-reduce of `nbytes` in which each of n ranks adds up a share: 2 (n - 1) messages of 1/n of them (same
+        paper, section 4.5, around a ring; in the same time each may give every other one its share).
+        """
         return 2 * (ranks - 1) * self.seconds(nbytes / ranks)
-
-    def tree_seconds(self, nbytes: float, ranks: int) -> float:
-        """An all-reduce up a binary tree and down again: 2 log2 n messages of all of them (sections 4.2 and 4.4)."""
-        return 2 * (ranks - 1).bit_length() * self.seconds(nbytes)
 
 
 def parse_link(text: str) -> Link:

@@ -42,7 +42,7 @@ def replicated(layers: Sequence[Layer], ranks: int, link: Link) -> float:
     Of all layers this is data parallelism. A step that sums its gradients once only, at its end, sends less.
     """
     compute = sum(layer.seconds for layer in layers)
-    return max(compute, link.ring_seconds(sum(layer.parameter_bytes for layer in layers), ranks)) / ranks
+    return max(compute, link.sum_seconds(sum(layer.parameter_bytes for layer in layers), ranks)) / ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Several images a step on many ranks: groups that share images tile by tile, or a pipeline. Which is fastest?
 
 Groups take images in turns, and a group's ranks share each of its own: with one group that is tile parallelism, with
-groups of one rank data parallelism. Gradients are joined up a tree of groups, and down again.
+groups of one rank data parallelism. Each group adds up its share of the gradients and gives it to the others.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ class Scaling:
     def grouped(self, ranks: int, groups: int) -> Shared:
         """In so many groups."""
         tile, images = self._tile(min(ranks // groups, most_ranks(self._plan))), -(-self.images // groups)
-        rounds = (groups - 1).bit_length()
+        summed = 2 * self._gradient_bytes * (groups - 1) // groups
         return Shared(
             ranks,
             groups,
             tile,
             images,
             self.images * tile.alone_seconds,
-            self.link.tree_seconds(self._gradient_bytes, groups),
-            images * tile.sent_bytes + rounds * self._gradient_bytes,
+            self.link.sum_seconds(self._gradient_bytes, groups),
+            images * tile.sent_bytes + summed,
         )
 
     def ways(self, ranks: int) -> dict[str, float]:
@@ -119,7 +119,7 @@ class Scaling:
             return sum(layer.seconds for layer in some) / min(copies, images)
 
         def sums(some: Sequence[Layer], copies: int) -> float:
-            return self.link.tree_seconds(sum(layer.parameter_bytes for layer in some), copies)
+            return self.link.sum_seconds(sum(layer.parameter_bytes for layer in some), copies)
 
         if not layers:
             return self.grouped(1, 1).seconds

@@ -102,7 +102,7 @@ class Learner:
             assert self.engine.left is not None
             left[slide] = self.engine.left
             done(len(found), loss)
-        for parameter, gradient in zip(learned, tree.total(owners, self._data), strict=True):
+        for parameter, gradient in zip(learned, tree.total(self._data), strict=True):
             parameter.grad = gradient
         self._forget_journals()  # all have ended their runs, and wait for this rank's word
         if before:

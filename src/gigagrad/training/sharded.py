@@ -122,9 +122,8 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
         # By each rank alone: a collective of the library's would wait for ever for one that is stopped.
         with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as made, _quiet():
             writer = HuggingFaceStorageWriter(made, save_distributed=True)
-            writer.per_thread_copy_ahead = (
-                0  # all is on the CPU; for more it asks any device that there is for a stream
-            )
+            # All is on the CPU; for more it asks any device that there is for a stream.
+            writer.per_thread_copy_ahead = 0
             save(dict(tensors), storage_writer=writer, no_dist=True)
             (written,) = Path(made).iterdir()
             os.replace(written, path)

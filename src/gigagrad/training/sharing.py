@@ -1,13 +1,14 @@
 """How groups of ranks share the slides of a step, such that no bit depends on how many groups there are.
 
 Each slide's gradient is complete before it meets another one's, and they meet in a binary tree over the slides' places
-in the step, as one process has it, too: in the parameters' dtypes, and no library adds for us. What runs leave in
-buffers is left again in the order of slides.
+in the step, as one process has it, too: in the parameters' dtypes, and no library adds for us. Every group adds up a
+share of all gradients. What runs leave in buffers is left again in the order of slides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from gigagrad.execution.engine import Engine
 from gigagrad.execution.model_state import Left
 from gigagrad.plans import Plan
+from gigagrad.plans.sums import share_of
 from gigagrad.ranks import Message, Ranks
 from gigagrad.ranks.messages import packed, unpacked
 
@@ -23,16 +25,22 @@ Gradients = list[Tensor | None]
 
 
 def dealt(pixels: Sequence[int], groups: int) -> list[int]:
-    """The group of each slide: the longest first, each to the group with the least so far (Graham, 1969)."""
+    """The group of each slide: the longest first, each to the group with the least so far (Graham, 1969). Of slides of
+    one size a group gets neighbours, whose gradients it adds up by itself.
+    """
     loads, owners = [0] * groups, [0] * len(pixels)
-    for slide in sorted(range(len(pixels)), key=lambda slide: -pixels[slide]):
-        owners[slide] = loads.index(min(loads))
-        loads[owners[slide]] += pixels[slide]
+    for size, alike in groupby(sorted(range(len(pixels)), key=lambda slide: -pixels[slide]), pixels.__getitem__):
+        slides, takers = [*alike], list[int]()
+        for _ in slides:
+            takers.append(loads.index(min(loads)))
+            loads[takers[-1]] += size
+        for slide, taker in zip(slides, sorted(takers), strict=True):
+            owners[slide] = taker
     return owners
 
 
 class GradientTree:
-    """The sum of the gradients of `count` slides. Those that others add are missing here, until `total`.
+    """The sum of the gradients of `count` slides. Those that others have are missing here, until `total`.
 
     Node k of level l is the sum of slides k * 2**l to (k + 1) * 2**l - 1, as far as there are any.
     """
@@ -46,30 +54,28 @@ class GradientTree:
         """That of a slide, joined with what is here as far as the tree joins it."""
         self._put(0, slide, gradients)
 
-    def total(self, owners: Sequence[int], ranks: Ranks) -> Gradients:
-        """Of all slides, to all ranks; `owners[i]` has added slide i. The first slide's owner of a node has its sum."""
-        for level in range(self._depth):
-            sent: dict[int, Message] = {}
-            coming: dict[int, list[int]] = {}
-            for place in range(1, ((self._count - 1) >> level) + 1, 2):
-                giver, taker = owners[place << level], owners[(place - 1) << level]
-                if giver == taker:
-                    continue
-                if giver == ranks.index:
-                    message = self._packed(self._held.pop((level, place)))
-                    sent[taker] = torch.cat([sent[taker], message]) if taker in sent else message
-                elif taker == ranks.index:
-                    coming.setdefault(giver, []).append(place)
-            for giver, message in ranks.deliver(sent).items():
-                for place in coming[giver]:
-                    gradients, message = self._unpacked(message)
-                    self._put(level, place, gradients)
-        root = self._held.pop((self._depth, 0), None)
-        sent = {} if root is None else {rank: self._packed(root) for rank in ranks.others}
-        for message in ranks.deliver(sent).values():
-            root, _ = self._unpacked(message)
-        assert root is not None
-        return root
+    def total(self, ranks: Ranks) -> Gradients:
+        """Of all slides, to all ranks, which ask at once: each adds up its share of every parameter's numbers."""
+        if ranks.count == 1:
+            return self._held.pop((self._depth, 0))
+        told = ranks.said([(*node, _there(gradients)) for node, gradients in self._held.items()])
+        shares = [_Share(self._parameters, rank, ranks.count) for rank in range(ranks.count)]
+        flat = [[one if one is None else one.reshape(-1) for one in gradients] for gradients in self._held.values()]
+        self._held.clear()
+        messages = [packed(part for gradients in flat for part in share.cut(gradients)) for share in shares]
+        del flat
+        own = shares[ranks.index]
+        sizes = [sum(own.nbytes(there) for *_, there in nodes) for nodes in told]
+        for nodes, message in zip(told, _swapped(messages, sizes, ranks), strict=True):
+            start = 0
+            for level, place, there in nodes:
+                gradients, start = own.opened(message, there, start)
+                self._put(level, place, gradients)
+        total = self._held.pop((self._depth, 0))
+        there, message = _there(total), packed(part for part in total if part is not None)
+        came = _swapped([message] * ranks.count, [share.nbytes(there) for share in shares], ranks)
+        parts = [share.opened(message, there)[0] for share, message in zip(shares, came, strict=True)]
+        return [_whole(*some) for some in zip(self._parameters, *parts, strict=True)]
 
     def _put(self, level: int, place: int, gradients: Gradients) -> None:
         while level < self._depth:
@@ -82,20 +88,50 @@ class GradientTree:
             level, place = level + 1, place >> 1
         self._held[level, place] = gradients
 
-    def _packed(self, gradients: Gradients) -> Message:
-        there = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
-        return packed([there, *(gradient for gradient in gradients if gradient is not None)])
 
-    def _unpacked(self, message: Message) -> tuple[Gradients, Message]:
-        """What was packed first, and what comes behind it."""
-        place, found = len(self._parameters), list[Tensor | None]()
-        for parameter, known in zip(self._parameters, message[:place].tolist(), strict=True):
-            gradient = None
-            if known:
-                gradient, place = unpacked(message, place, tuple(parameter.shape), parameter.dtype)
-                gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
-            found.append(gradient)
-        return found, message[place:]
+class _Share:
+    """What one of so many ranks adds up: some numbers of every parameter."""
+
+    def __init__(self, parameters: Sequence[Tensor], rank: int, count: int) -> None:
+        self._dtypes = [parameter.dtype for parameter in parameters]
+        self._numbers = [share_of(parameter.numel(), rank, count) for parameter in parameters]
+
+    def cut(self, gradients: Gradients) -> Iterator[Tensor]:
+        """Its part of gradients that are flat."""
+        return (one[own] for one, own in zip(gradients, self._numbers, strict=True) if one is not None)
+
+    def nbytes(self, there: Collection[int]) -> int:
+        """Of the gradients of these parameters."""
+        return sum(self._dtypes[i].itemsize * self._size(i) for i in there)
+
+    def opened(self, message: Message, there: Collection[int], start: int = 0) -> tuple[Gradients, int]:
+        """Its part of the gradients of these parameters, from a place of a message on, and where they end."""
+        found: Gradients = [None] * len(self._dtypes)
+        for i in there:
+            found[i], start = unpacked(message, start, (self._size(i),), self._dtypes[i])
+        return found, start
+
+    def _size(self, parameter: int) -> int:
+        own = self._numbers[parameter]
+        return len(range(own.start, own.stop))
+
+
+def _there(gradients: Gradients) -> list[int]:
+    return [i for i, one in enumerate(gradients) if one is not None]
+
+
+def _swapped(messages: Sequence[Message], sizes: Sequence[int], ranks: Ranks) -> list[Message]:
+    """What all ranks have for this one, which has these messages for them and for itself, by rank; of so many bytes."""
+    came = ranks.exchange({r: messages[r] for r in ranks.others}, {r: sizes[r] for r in ranks.others})
+    nothing = messages[ranks.index][:0]
+    return [messages[r] if r == ranks.index else came.get(r, nothing) for r in range(ranks.count)]
+
+
+def _whole(parameter: Tensor, *parts: Tensor | None) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    if not there:
+        return None
+    return torch.empty_like(parameter, requires_grad=False).copy_(torch.cat(there).reshape(parameter.shape))
 
 
 def leave_in_order(model: nn.Module, left: Mapping[int, Left], owners: Sequence[int], ranks: Ranks) -> None:
