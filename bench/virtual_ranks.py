@@ -4,7 +4,8 @@
 
 The cases are those of tests/exactness/generated.py, each by one rank and by three random numbers of ranks up to
 `--most`, in threads (gigagrad.ranks.run_virtual). Compared are losses, gradients and buffers, bit for bit on every
-rank, and the bytes that were sent with what the plan says. Prints every case that differs and one JSON line last.
+rank, and the bytes that were sent with what the plan says. Prints every case that differs, now and then how far it is,
+and one JSON line last.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def main() -> None:
                 print(
                     f"seed {seed} by {count} ranks sends other bytes than the {planned.sent_bytes} planned", flush=True
                 )
+        if (seed + 1) % 25 == 0:
+            print(f"up to seed {seed}: {runs} runs, {differing} differ", flush=True)
     line = {
         "cases": args.cases,
         "first_seed": args.first,

@@ -22,8 +22,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Self, TypeVar
+from weakref import WeakValueDictionary
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 _LOOK_SECONDS = 1.0
 """How often a waiting thread looks for itself: one that was interrupted may not have passed the bell on."""
@@ -205,6 +207,11 @@ def _share_operators(count: int) -> None:
         # A thread that has set its count and never asked for it takes, at its first operator, what any thread set last.
         torch.get_num_threads()
         torch.set_num_threads(count)
+
+
+def living(registry: WeakValueDictionary[int, Item]) -> list[Item]:
+    """What is there now. Iterating would fail where another thread adds something meanwhile."""
+    return [one for ref in registry.valuerefs() if (one := ref()) is not None]
 
 
 def may_wait() -> bool:

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from gigagrad.devices import heap
 from gigagrad.devices.heap import LargeBlocks, peak_resident_bytes, resident_bytes, used_bytes
+from gigagrad.devices.spare import SpareBlocks
 
 MIB = 2**20
 
@@ -66,3 +68,35 @@ def test_a_run_that_ends_in_the_middle_of_anothers_choice_is_heeded(monkeypatch)
     assert was_set[2] == was_set[0] != was_set[1]
     in_heap.close()
     assert was_set[3] == was_set[1]
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda: LargeBlocks().choose(in_heap=False, holding=False),
+        lambda: SpareBlocks.held_bytes() or SpareBlocks(),
+    ],
+)
+def test_runs_begin_and_end_in_several_threads(begin, monkeypatch):
+    """More often than not this met a registry that changed while it was looked through."""
+    monkeypatch.setattr(heap, "_set_options", lambda options: None)
+    errors = list[BaseException]()
+
+    def work():
+        try:
+            kept = [begin() for _ in range(1000)]
+            del kept
+        except RuntimeError as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        started = [threading.Thread(target=work) for _ in range(4)]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors

@@ -14,6 +14,7 @@ from gigagrad.devices import device_for
 from gigagrad.devices.cpu import HeapWatch
 from gigagrad.devices.spare import SpareBlocks
 from gigagrad.execution.backward import Backward
+from gigagrad.threads import living
 from tests.devices.fake import FakeCpu
 
 SIZE = MAPPED_BYTES
@@ -130,7 +131,7 @@ def test_the_fields_of_a_step_lie_where_those_of_the_last_one_did():
         found.append([p.grad.clone() for p in model.parameters()])
         held = SpareBlocks.held_bytes()
         assert held >= 600 * 600 * 8 * 4
-        for blocks in tuple(SpareBlocks._all):
+        for blocks in living(SpareBlocks._all):
             for block in (block for of_a_size in blocks._blocks.values() for block in of_a_size):
                 block.view(torch.float32).fill_(torch.nan)
     assert SpareBlocks.held_bytes() == held  # no more from step to step

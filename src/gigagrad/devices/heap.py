@@ -13,9 +13,10 @@ import os
 import sys
 import threading
 from typing import ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from gigagrad.allowances import HEAP_TOP_BYTES, MAPPED_BYTES
+from gigagrad.threads import living
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 """The numbers of these settings in glibc's malloc.h."""
@@ -42,18 +43,19 @@ class LargeBlocks:
     The setting is the whole process's. Of several runs at once, one that wants blocks from the system is heeded.
     """
 
-    _wanted: ClassVar[WeakKeyDictionary[LargeBlocks, tuple[bool, bool]]] = WeakKeyDictionary()
+    _wanting: ClassVar[WeakValueDictionary[int, LargeBlocks]] = WeakValueDictionary()
     _now: ClassVar[tuple[bool, bool]] = False, False
     _setting: ClassVar[threading.Lock] = threading.Lock()
     _changed: ClassVar[bool] = False
 
     def choose(self, *, in_heap: bool, holding: bool) -> None:
         """`holding`: what is freed in the heap stays there, whether or not large blocks are taken from it just now."""
-        self._wanted[self] = in_heap, holding
+        self._wanted = in_heap, holding
+        self._wanting[id(self)] = self
         self._set()
 
     def close(self) -> None:
-        self._wanted.pop(self, None)
+        self._wanting.pop(id(self), None)
         self._set()
 
     @classmethod
@@ -65,7 +67,7 @@ class LargeBlocks:
         while cls._changed and cls._setting.acquire(blocking=False):
             try:
                 cls._changed = False
-                wanted = list(cls._wanted.values())
+                wanted = [one._wanted for one in living(cls._wanting)]
                 now = tuple(bool(wanted) and all(one[i] for one in wanted) for i in (0, 1))
                 if now != cls._now:
                     cls._now = in_heap, holding = now[0], now[1]

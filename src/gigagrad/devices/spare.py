@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import ClassVar
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 
 from gigagrad.allowances import MAPPED_BYTES
+from gigagrad.threads import living
 
 
 class SpareBlocks:
@@ -19,11 +20,11 @@ class SpareBlocks:
     the middle of this.
     """
 
-    _all: ClassVar[WeakSet[SpareBlocks]] = WeakSet()
+    _all: ClassVar[WeakValueDictionary[int, SpareBlocks]] = WeakValueDictionary()
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[torch.Tensor]] = {}
-        self._all.add(self)
+        self._all[id(self)] = self
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A block of so many bytes, `(nbytes,)` in uint8, with anything in it."""
@@ -49,13 +50,13 @@ class SpareBlocks:
     @classmethod
     def held_bytes(cls) -> int:
         """By all of them in this process."""
-        return sum(nbytes * len(blocks) for one in tuple(cls._all) for nbytes, blocks in tuple(one._blocks.items()))
+        return sum(nbytes * len(blocks) for one in living(cls._all) for nbytes, blocks in tuple(one._blocks.items()))
 
     @classmethod
     def give_back(cls, enough: int | None = None) -> int:
         """To the system, from anywhere in this process, until that was enough; or all. Returns how many bytes."""
         given = 0
-        for one in tuple(cls._all):
+        for one in living(cls._all):
             for nbytes in sorted(one._blocks, reverse=True):
                 while (enough is None or given < enough) and one._blocks[nbytes]:
                     one.take(nbytes)
