@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from gigagrad.cli import main
 from gigagrad.cli.parser import build_parser
@@ -133,6 +134,16 @@ def test_a_command_line_that_says_nothing_sensible_gets_one_line(
     assert len(lines(err)) == 1
     assert err.startswith("gigagrad: error: ")
     assert said in err
+
+
+def test_torchruns_summary_has_the_line(tmp_path, monkeypatch, capsys):
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    assert main(["plan", "--model", "paper-unet", "--size", "100x100", "--link", "10Gbit/s"]) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("gigagrad: error: ")
+    failure = ProcessFailure(local_rank=1, pid=2, exitcode=2, error_file=str(told))
+    assert f"traceback : {line}" in ChildFailedError("gigagrad", {1: failure}).format_msg()
 
 
 def test_label_needs_no_pytorch_and_help_needs_nothing(jpeg_slide, tmp_path):

@@ -11,11 +11,14 @@ processes that were started together one speaks: the first, or whichever failed.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from gigagrad.cli.parser import build_parser
 from gigagrad.devices.heap import before_pytorch
@@ -70,7 +73,16 @@ def _complain(text: str, code: int) -> int:
     shown = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
     if shown:
         print(f"gigagrad: {shown}", file=sys.stderr)
+        if code and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+            _leave_for_torchrun(Path(path), f"gigagrad: {shown}")
     return code
+
+
+def _leave_for_torchrun(path: Path, text: str) -> None:
+    """What its summary is to say instead of how to get a traceback."""
+    told = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+    with suppress(OSError):  # it has been said anyway
+        path.write_text(json.dumps({"message": told}))
 
 
 @contextmanager
