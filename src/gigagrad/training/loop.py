@@ -195,7 +195,8 @@ class _Run:
         journal = self.folder.journal if config.journal else None
         self.learner = Learner(config, self.model, self.loss, count, self.fleet, grouped=grouped, journal=journal)
         if (groups := self.fleet.data.count) > config.accumulate:
-            text = f"a step has {config.accumulate} slides for {groups} groups of the mesh, so some have nothing to do"
+            slides = f"{config.accumulate} slide{'s'[: config.accumulate - 1]}"
+            text = f"a step has {slides} for {groups} groups of the mesh, so some have nothing to do (--accumulate)"
             self.events.emit(Notice(text, warning=True))
         pixels = {row: math.prod(size.shape[1:]) for row, size in zip(self.cohort.rows, self.sizes, strict=True)}
         self.steps = Steps(config, self.cohort, pixels, self.pairs, self.jitter, self.learner)
