@@ -147,7 +147,7 @@ def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     turn = Turn(folder / "turn")
     clocked = Clocked(ranks, link.seconds, turn=turn)
     clock = time.perf_counter if args.wall else lambda: clocked.clock
-    engine, image, target, kept_plan = planned(args, folder, ranks if args.wall else clocked, link)
+    engine, image, target, leave_plan = planned(args, folder, ranks if args.wall else clocked)
     for _ in range(args.steps):
         before, start, processor = engine.ranks.sent_bytes, clock(), time.process_time()
         value = engine.backward(image, target)
@@ -156,7 +156,7 @@ def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found = {
         "seconds": seconds,
         "processor_seconds": processor,
-        "kept_plan": kept_plan(),
+        "kept_plan": leave_plan(link),
         "loss": value.item(),
         "sent_bytes": engine.ranks.sent_bytes - before,
         "peak_bytes": engine.last_run.peak_bytes,
@@ -170,7 +170,7 @@ def in_turn(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One of several ranks, while the others are not there."""
     index, count = args.rank
     ranks = InTurn(index, count, folder)
-    engine, image, target, kept_plan = planned(args, folder, ranks, parse_link(args.link))
+    engine, image, target, leave_plan = planned(args, folder, ranks)
     for _ in range(args.steps):
         before, start, met = ranks.sent_bytes, time.process_time(), len(ranks.met)
         early = ranks.since_meeting()
@@ -183,27 +183,33 @@ def in_turn(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "met": [(taken - early, *first), *others],
         "rest": rest,
         "processor_seconds": processor,
-        "kept_plan": kept_plan(),
+        "kept_plan": leave_plan(parse_link(args.link)),
         "sent_bytes": ranks.sent_bytes - before,
         "peak_bytes": engine.last_run.peak_bytes,
     }
 
 
 def planned(
-    args: argparse.Namespace, folder: Path, ranks: Ranks, link: Link
-) -> tuple[gg.Engine, torch.Tensor, torch.Tensor, Callable[[], bool]]:
-    """An engine with the plan in the folder, where it leaves its own if there is none; its image and target, and a
-    function that says whether it still has that plan.
+    args: argparse.Namespace, folder: Path, ranks: Ranks
+) -> tuple[gg.Engine, torch.Tensor, torch.Tensor, Callable[[Link], bool]]:
+    """An engine with the plan in the folder, but for the first ranks; its image and target, and what leaves the plan
+    there that it has then, and says whether it is the same still.
     """
     path = folder / "plan.json"
-    known = path.exists()
-    engine, image, target = prepared(args, memory=None if known else args.memory, mesh=ranks)
-    if known:
+    first = ranks.count == args.ranks[0]
+    engine, image, target = prepared(args, memory=args.memory if first else None, mesh=ranks)
+    if not first:
         engine.load_state_dict(json.loads(path.read_text()))
-    engine.plan(image, target)  # all have looked for the file when this is through
-    if ranks.index == 0:
-        path.write_text(json.dumps({"link": dataclasses.asdict(link), **engine.state_dict()}))
-    return engine, image, target, lambda: engine.state_dict()["choices"] == json.loads(path.read_text())["choices"]
+    engine.plan(image, target)
+    before = engine.state_dict()
+
+    def leave(link: Link) -> bool:
+        state = engine.state_dict()
+        if first and ranks.index == 0:
+            path.write_text(json.dumps({"link": dataclasses.asdict(link), **state}))
+        return state == before
+
+    return engine, image, target, leave
 
 
 class Turn:

@@ -15,15 +15,15 @@ from gigagrad.ranks.clocked import Clocked
 from gigagrad.ranks.ranks import Message
 from gigagrad.ranks.virtual import run_virtual
 
-Met = tuple[float, dict[int, int], dict[int, int], bool]
-"""Processor seconds since the meeting before, bytes sent and received by rank (none where words were), and whether
-there were words.
+Met = tuple[float, bool | None, dict[int, int], dict[int, int]]
+"""Processor seconds since the meeting before, whether anybody said anything, and bytes sent and received by rank; where
+messages were swapped, no words were, None.
 """
 
 
 class InTurn(Ranks):
-    """A rank whose others are not there: nothing but zeros comes of them, and words as its own, but those of the first
-    one, which it left in the folder when it was at turn. `met`: every meeting so far.
+    """A rank whose others are not there: nothing but zeros comes of them. All, this one too, say what the first one
+    said when it was at turn, and left in the folder: so all have its plan. `met`: every meeting so far.
     """
 
     def __init__(self, index: int, count: int, folder: Path) -> None:
@@ -43,7 +43,7 @@ class InTurn(Ranks):
         return time.process_time() - self._since
 
     def _swap(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
-        self.met.append((self.since_meeting(), {rank: len(gone) for rank, gone in sent.items()}, {**received}, False))
+        self.met.append((self.since_meeting(), None, {rank: len(gone) for rank, gone in sent.items()}, {**received}))
         found = {rank: torch.zeros(nbytes, dtype=torch.uint8) for rank, nbytes in received.items()}
         self._since = time.process_time()
         return found
@@ -53,9 +53,9 @@ class InTurn(Ranks):
             self._first.append(word.hex())
         first = bytes.fromhex(self._first[self._heard])
         self._heard += 1
-        self.met.append((self.since_meeting(), {}, {}, bool(first or word)))
+        self.met.append((self.since_meeting(), bool(first), {}, {}))
         self._since = time.process_time()
-        return [first, *[word] * (self.count - 1)]
+        return [first] * self.count
 
 
 def clocks(found: Sequence[dict[str, Any]], seconds: Callable[[float], float]) -> list[float]:
@@ -64,9 +64,9 @@ def clocks(found: Sequence[dict[str, Any]], seconds: Callable[[float], float]) -
     def replayed(ranks: Ranks) -> float:
         computed = 0.0
         clocked = Clocked(ranks, seconds, lambda: computed)
-        for taken, sent, received, words in found[ranks.index]["met"]:
+        for taken, words, sent, received in found[ranks.index]["met"]:
             computed += taken
-            if sent or received:
+            if words is None:
                 messages = {int(rank): torch.empty(nbytes, dtype=torch.uint8) for rank, nbytes in sent.items()}
                 clocked._swap(messages, {int(rank): nbytes for rank, nbytes in received.items()})
             else:
