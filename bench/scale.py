@@ -172,15 +172,14 @@ def in_turn(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ranks = InTurn(index, count, folder)
     engine, image, target, leave_plan = planned(args, folder, ranks)
     for _ in range(args.steps):
-        before, start, met = ranks.sent_bytes, time.process_time(), len(ranks.met)
-        early = ranks.since_meeting()
+        before, start = ranks.sent_bytes, time.process_time()
+        ranks.begin()
         engine.backward(image, target)
         rest, processor = ranks.since_meeting(), time.process_time() - start
     assert engine.last_run is not None
     ranks.leave_words()
-    (taken, *first), *others = ranks.met[met:]
     return {
-        "met": [(taken - early, *first), *others],
+        "met": ranks.met,
         "rest": rest,
         "processor_seconds": processor,
         "kept_plan": leave_plan(parse_link(args.link)),

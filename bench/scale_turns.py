@@ -23,7 +23,7 @@ messages were swapped, no words were, None.
 
 class InTurn(Ranks):
     """A rank whose others are not there: nothing but zeros comes of them. All, this one too, say what the first one
-    said when it was at turn, and left in the folder: so all have its plan. `met`: every meeting so far.
+    said when it was at turn, and left in the folder: so all have its plan. `met`: the meetings since it has begun.
     """
 
     def __init__(self, index: int, count: int, folder: Path) -> None:
@@ -32,6 +32,11 @@ class InTurn(Ranks):
         self._path = folder / f"words-{count}.json"
         self._first: list[str] = [] if index == 0 else json.loads(self._path.read_text())
         self._heard, self._since = 0, time.process_time()
+
+    def begin(self) -> None:
+        """From now on meetings count."""
+        self.met.clear()
+        self._since = time.process_time()
 
     def leave_words(self) -> None:
         """For those that follow."""

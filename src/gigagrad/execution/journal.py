@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -156,61 +156,53 @@ class Entry:
         self._file.close()
 
 
-class Kept:
-    """What the parts of a forward sweep leave behind: what they wrote of fields, by node, and what they summed."""
-
-    def __init__(self, parts: Parts, stores: Mapping[int, Store], sums: Sums) -> None:
-        self._parts, self._stores, self._sums = parts, stores, sums
-
-    def left(self, part: int) -> Iterator[torch.Tensor]:
-        """What the part that came last leaves."""
-        for store, box in self._boxes(part):
-            yield store.read(box)
-        yield from _values(*self._sums)
-
-    def take(self, part: int, entry: Entry) -> None:
-        """The same, in the same order, as if the part had been computed."""
-        for store, box in self._boxes(part):
-            store.write(box, entry.tensor(store.crop_shape(box), store.dtype))
-        sums, shapes = self._sums
-        sums.add(part, entry.values(shapes))
-
-    def _boxes(self, part: int) -> Iterator[tuple[Store, Box]]:
-        for field, store in self._stores.items():
-            yield from _strips(store, self._parts.written(field, self._parts.tiles(part)))
-
-
-class Added:
-    """Of a backward sweep: the cotangents of the pixels that they were the first to reach, strips, and sums.
+class PartRecord:
+    """What the parts of a sweep leave behind, as tensors in a fixed order: crops of the pixels that nobody else writes,
+    strips, and sums. It is written down when a part was computed, and taken as if it had been.
 
     A seam has begun a part before anything is taken, and is through with it before anything is left.
     """
 
-    def __init__(self, parts: Parts, stores: Mapping[int, Store], seams: Mapping[int, Seam], *sums: Sums) -> None:
-        self._parts, self._stores, self._seams, self._sums = parts, stores, seams, sums
+    def __init__(
+        self,
+        parts: Parts,
+        stores: Mapping[int, Store],
+        boxes: Callable[[Parts, int, int], Iterable[Box]],
+        sums: Sequence[Sums],
+        seams: Mapping[int, Seam] | None = None,
+    ) -> None:
+        """`boxes`: of a field, by node, those of a part: `written`, or `first_reached`."""
+        self._parts, self._stores, self._boxes = parts, stores, boxes
+        self._sums, self._seams = sums, list((seams or {}).values())
 
-    def left(self, part: int) -> Iterator[torch.Tensor]:
-        for store, box in self._boxes(part):
+    def tensors(self, part: int) -> Iterator[torch.Tensor]:
+        """Of the part that came last."""
+        for store, box in self._crops(part):
             yield store.read(box)
-        for seam in self._seams.values():
+        for seam in self._seams:
             for _, strip in sorted(seam.given.items()):
                 yield strip
-        for one in self._sums:
-            yield from _values(*one)
+        for sums, shapes in self._sums:
+            yield from _values(sums, shapes)
 
     def take(self, part: int, entry: Entry) -> None:
-        for store, box in self._boxes(part):
+        for store, box in self._crops(part):
             store.write(box, entry.tensor(store.crop_shape(box), store.dtype))
-        for seam in self._seams.values():
+        for seam in self._seams:
             for _, strip in sorted(seam.waiting.items()):
                 strip.copy_(entry.tensor(strip.shape, strip.dtype))
             seam.end()
         for sums, shapes in self._sums:
             sums.add(part, entry.values(shapes))
 
-    def _boxes(self, part: int) -> Iterator[tuple[Store, Box]]:
-        for field in self._seams:
-            yield from _strips(self._stores[field], _first_reached(self._parts, field, part))
+    def _crops(self, part: int) -> Iterator[tuple[Store, Box]]:
+        for field, store in self._stores.items():
+            yield from _strips(store, self._boxes(self._parts, field, part))
+
+
+def written(parts: Parts, field: int, part: int) -> list[Box]:
+    """What a part writes of a field."""
+    return parts.written(field, parts.tiles(part))
 
 
 def _values(sums: PartSums, shapes: Mapping[int, Shape]) -> Iterator[torch.Tensor]:
@@ -232,7 +224,7 @@ def _strips(store: Store, boxes: Iterable[Box]) -> Iterator[tuple[Store, Box]]:
             yield store, Box.of(Span(y, min(y + rows, box.y1)), box.x)
 
 
-def _first_reached(parts: Parts, field: int, part: int) -> list[Box]:
+def first_reached(parts: Parts, field: int, part: int) -> list[Box]:
     """The pixels of a field that no part before this one has reached."""
     front = parts.front(field, part)
     read = parts.read(field, parts.tiles(part))

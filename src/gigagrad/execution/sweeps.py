@@ -19,7 +19,7 @@ from gigagrad.execution.cotangent_unit import multiplied
 from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.fields import Fields
-from gigagrad.execution.journal import Added, Entry, Journal, Kept
+from gigagrad.execution.journal import Entry, Journal, PartRecord, first_reached, written
 from gigagrad.execution.observers import Observer
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.execution.prepared import Prepared
@@ -82,10 +82,10 @@ class Sweeps:
 
         parts, own = self._exchange.own(stage)
         stores = {i: self._fields.stored[i] for i in stage.kept}
-        kept = Kept(parts, stores, (sums_of_parts, self._exchange.shapes(stage.reductions)))
+        record = PartRecord(parts, stores, written, [(sums_of_parts, self._exchange.shapes(stage.reductions))])
         for part, found in self._by_part(stage, parts, own, work, backward=False):
             if isinstance(found, Entry):
-                kept.take(part, found)
+                record.take(part, found)
                 self._tell("forward", len(parts.tiles(part)))
                 continue
             for tile, sums, output in found:
@@ -94,7 +94,7 @@ class Sweeps:
                 if output is not None:
                     assert stage.output is not None
                     yield tile.wanted(stage.output), output
-            self._journal.write(part, kept.left(part))
+            self._journal.write(part, record.tensors(part))
         self._finish(stage, self._exchange.end_forward(stage, self._fields.stored, sums_of_parts))
 
     def gradients(self, stage: Stage, cotangents: Values, *, merge: bool) -> Generator[Piece, None, Values]:
@@ -137,13 +137,14 @@ class Sweeps:
         summed = [(gradients, self._exchange.shapes(leaves))]
         if merge:
             summed.append((merged, self._exchange.shapes(stage.reductions)))
-        added = Added(parts, self._fields.cotangents, seams, *summed)
+        stores = {i: self._fields.cotangents[i] for i in seams}
+        record = PartRecord(parts, stores, first_reached, summed, seams)
         for part, found in self._by_part(stage, parts, own, work, backward=True):
             for seam in seams.values():
                 seam.begin(part)
             count = len(parts.tiles(part))
             if isinstance(found, Entry):
-                added.take(part, found)
+                record.take(part, found)
                 self._tell("backward", count)
                 continue
             left = count
@@ -165,7 +166,7 @@ class Sweeps:
                 if handed is not None:
                     rows, waits = finished[(tile.id + 1) // parts.grid.shape[1]], seams[handed].waits_from
                     yield from self._fields.take(handed, rows if waits is None else min(rows, waits))
-            self._journal.write(part, added.left(part))
+            self._journal.write(part, record.tensors(part))
         reduced, totals = self._exchange.end_backward(
             stage, self._fields.cotangents, seams, gradients, merged if merge else None
         )

@@ -28,3 +28,11 @@ def unpacked(message: Message, place: int, shape: tuple[int, ...], dtype: torch.
     end = place + prod(shape) * dtype.itemsize
     flat = message[place:end] if place % dtype.itemsize == 0 else message[place:end].clone()
     return flat.view(dtype).reshape(shape), end
+
+
+def copy_into(tensors: Iterable[torch.Tensor], message: Message) -> None:
+    """What was packed of tensors like these."""
+    place = 0
+    for tensor in tensors:
+        value, place = unpacked(message, place, tuple(tensor.shape), tensor.dtype)
+        tensor.detach().copy_(value)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_error
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.messages import packed, unpacked
+from gigagrad.ranks.messages import copy_into, packed
 from gigagrad.training.sharing import dealt
 
 SHARDED = "tensors in shards"
@@ -47,12 +47,8 @@ class Shards:
         message, others = packed(self.own.values()), self._ranks.others
         sizes = {rank: sum(parameter.nbytes for parameter in self._shards[rank].values()) for rank in others}
         messages = self._ranks.exchange(dict.fromkeys(others, message), sizes)
-        with torch.no_grad():
-            for rank, came in messages.items():
-                place = 0
-                for parameter in self._shards[rank].values():
-                    value, place = unpacked(came, place, tuple(parameter.shape), parameter.dtype)
-                    parameter.copy_(value)
+        for rank, came in messages.items():
+            copy_into(self._shards[rank].values(), came)
 
     def save(self, optimizer: _Optimizer, folder: Path) -> int:
         """Every rank's state into a folder, in the place of what may be there; returns how many tensors it has in all.

@@ -7,7 +7,7 @@ share of all gradients. What runs leave in buffers is left again in the order of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -15,13 +15,17 @@ from torch import Tensor, nn
 
 from gigagrad.execution.engine import Engine
 from gigagrad.execution.model_state import Left
+from gigagrad.execution.parcels import Parcel, Shape, Shares, swap
 from gigagrad.plans import Plan
 from gigagrad.plans.sums import share_of
-from gigagrad.ranks import Message, Ranks
-from gigagrad.ranks.messages import packed, unpacked
+from gigagrad.ranks import Ranks
+from gigagrad.ranks.messages import copy_into, packed
 
 Gradients = list[Tensor | None]
 """Of each parameter; None where none reaches it."""
+
+_Node = tuple[int, int]
+"""Level and place."""
 
 
 def dealt(pixels: Sequence[int], groups: int) -> list[int]:
@@ -48,7 +52,7 @@ class GradientTree:
     def __init__(self, parameters: Iterable[Tensor], count: int) -> None:
         self._parameters, self._count = list(parameters), count
         self._depth = (count - 1).bit_length()
-        self._held: dict[tuple[int, int], Gradients] = {}
+        self._held: dict[_Node, Gradients] = {}
 
     def add(self, slide: int, gradients: Gradients) -> None:
         """That of a slide, joined with what is here as far as the tree joins it."""
@@ -58,24 +62,19 @@ class GradientTree:
         """Of all slides, to all ranks, which ask at once: each adds up its share of every parameter's numbers."""
         if ranks.count == 1:
             return self._held.pop((self._depth, 0))
-        told = ranks.said([(*node, _there(gradients)) for node, gradients in self._held.items()])
-        shares = [_Share(self._parameters, rank, ranks.count) for rank in range(ranks.count)]
-        flat = [[one if one is None else one.reshape(-1) for one in gradients] for gradients in self._held.values()]
+        dealt_out = _DealtOut(ranks, self._parameters, self._held)
         self._held.clear()
-        messages = [packed(part for gradients in flat for part in share.cut(gradients)) for share in shares]
-        del flat
-        own = shares[ranks.index]
-        sizes = [sum(own.nbytes(there) for *_, there in nodes) for nodes in told]
-        for nodes, message in zip(told, _swapped(messages, sizes, ranks), strict=True):
-            start = 0
-            for level, place, there in nodes:
-                gradients, start = own.opened(message, there, start)
-                self._put(level, place, gradients)
-        total = self._held.pop((self._depth, 0))
-        there, message = _there(total), packed(part for part in total if part is not None)
-        came = _swapped([message] * ranks.count, [share.nbytes(there) for share in shares], ranks)
-        parts = [share.opened(message, there)[0] for share, message in zip(shares, came, strict=True)]
-        return [_whole(*some) for some in zip(self._parameters, *parts, strict=True)]
+        swap(ranks, [dealt_out])
+        for (level, place), gradients in dealt_out.found:
+            self._put(level, place, gradients)
+        total = dict(enumerate(self._held.pop((self._depth, 0))))
+        shapes = {i: (tuple(parameter.shape), parameter.dtype) for i, parameter in enumerate(self._parameters)}
+        shares = Shares(ranks, {i: one for i, one in total.items() if one is not None}, shapes, torch.device("cpu"))
+        swap(ranks, [shares])
+        found: Gradients = [None] * len(shapes)
+        for i, whole in shares.whole.items():  # laid out as the parameter is, as one process has it
+            found[i] = torch.empty_like(self._parameters[i], requires_grad=False).copy_(whole)
+        return found
 
     def _put(self, level: int, place: int, gradients: Gradients) -> None:
         while level < self._depth:
@@ -89,49 +88,35 @@ class GradientTree:
         self._held[level, place] = gradients
 
 
-class _Share:
-    """What one of so many ranks adds up: some numbers of every parameter."""
+class _DealtOut(Parcel):
+    """Of all sums that any rank has, each rank's share of the numbers; once taken, `found` has this one's."""
 
-    def __init__(self, parameters: Sequence[Tensor], rank: int, count: int) -> None:
-        self._dtypes = [parameter.dtype for parameter in parameters]
-        self._numbers = [share_of(parameter.numel(), rank, count) for parameter in parameters]
+    def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], sums: Mapping[_Node, Gradients]) -> None:
+        self._index, self._count, self._parameters = ranks.index, ranks.count, parameters
+        self._own = [one.reshape(-1) for gradients in sums.values() for one in gradients if one is not None]
+        there = [(node, [i for i, one in enumerate(sums[node]) if one is not None]) for node in sums]
+        self._told: list[list[tuple[_Node, list[int]]]] = ranks.said(there)
+        self.found: list[tuple[_Node, Gradients]] = []
 
-    def cut(self, gradients: Gradients) -> Iterator[Tensor]:
-        """Its part of gradients that are flat."""
-        return (one[own] for one, own in zip(gradients, self._numbers, strict=True) if one is not None)
+    def sent(self, receiver: int) -> Iterator[Tensor]:
+        for one in self._own:
+            yield one[share_of(len(one), receiver, self._count)]
 
-    def nbytes(self, there: Collection[int]) -> int:
-        """Of the gradients of these parameters."""
-        return sum(self._dtypes[i].itemsize * self._size(i) for i in there)
+    def coming(self, sender: int) -> list[Shape]:
+        parameters = [self._parameters[i] for _, there in self._told[sender] for i in there]
+        shares = [share_of(parameter.numel(), self._index, self._count) for parameter in parameters]
+        return [
+            ((share.stop - share.start,), parameter.dtype) for share, parameter in zip(shares, parameters, strict=True)
+        ]
 
-    def opened(self, message: Message, there: Collection[int], start: int = 0) -> tuple[Gradients, int]:
-        """Its part of the gradients of these parameters, from a place of a message on, and where they end."""
-        found: Gradients = [None] * len(self._dtypes)
-        for i in there:
-            found[i], start = unpacked(message, start, (self._size(i),), self._dtypes[i])
-        return found, start
-
-    def _size(self, parameter: int) -> int:
-        own = self._numbers[parameter]
-        return len(range(own.start, own.stop))
-
-
-def _there(gradients: Gradients) -> list[int]:
-    return [i for i, one in enumerate(gradients) if one is not None]
-
-
-def _swapped(messages: Sequence[Message], sizes: Sequence[int], ranks: Ranks) -> list[Message]:
-    """What all ranks have for this one, which has these messages for them and for itself, by rank; of so many bytes."""
-    came = ranks.exchange({r: messages[r] for r in ranks.others}, {r: sizes[r] for r in ranks.others})
-    nothing = messages[ranks.index][:0]
-    return [messages[r] if r == ranks.index else came.get(r, nothing) for r in range(ranks.count)]
-
-
-def _whole(parameter: Tensor, *parts: Tensor | None) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    if not there:
-        return None
-    return torch.empty_like(parameter, requires_grad=False).copy_(torch.cat(there).reshape(parameter.shape))
+    def take(self, came: Mapping[int, Sequence[Tensor]]) -> None:
+        for rank, nodes in enumerate(self._told):
+            shares = iter(came[rank] if rank in came else [one.cpu() for one in self.sent(rank)])
+            for node, there in nodes:
+                gradients: Gradients = [None] * len(self._parameters)
+                for i in there:
+                    gradients[i] = next(shares)
+                self.found.append((node, gradients))
 
 
 def leave_in_order(model: nn.Module, left: Mapping[int, Left], owners: Sequence[int], ranks: Ranks) -> None:
@@ -150,10 +135,7 @@ def leave_in_order(model: nn.Module, left: Mapping[int, Left], owners: Sequence[
             message = packed(model.buffers())
             sent = {taker: message for taker in takers if taker != owner}
         for message in ranks.deliver(sent).values():
-            place = 0
-            for buffer in model.buffers():
-                value, place = unpacked(message, place, tuple(buffer.shape), buffer.dtype)
-                buffer.detach().copy_(value)
+            copy_into(model.buffers(), message)
 
 
 def plan_alike(engine: Engine, plan: Callable[[], Plan], ranks: Ranks) -> Plan:
