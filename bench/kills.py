@@ -6,7 +6,8 @@ run goes on to the same bits.
 A fit by as many processes as the mesh has, over gloo, loses one of them at a random moment, by SIGKILL or by SIGSTOP,
 and is started again from its last checkpoint, as torchrun --max-restarts does, until it ends; then another one begins.
 Every one must end with the hash of an undisturbed run of one process, no process may go on for long without the lost
-one (8 s while it works, a minute or two while they gather), and one that stopped must be named. One JSON line last.
+one (8 s; a minute where it had not joined yet), and one that stopped must be named, where it had joined. One JSON line
+last.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +31,7 @@ from bench.meshes import NETWORKS, begin, digest, fitting
 
 _TIMEOUT = 8.0
 """Seconds, of `--rank-timeout`."""
-_LONG = 150.0
+_LONG = 90.0
 _EPOCHS = 5
 
 
@@ -73,19 +75,23 @@ def undisturbed(begun: Path, run: Path, mesh: str) -> tuple[str, float]:
 def struck(
     begun: Path, blows: list[signal.Signals], mesh: str, seconds: float, rng: random.Random, flags: list[str]
 ) -> dict[str, Any]:
-    """The hashes of the runs that ended, how often the lost rank was named, and how long the others were there."""
+    """The hashes of the runs that ended, how often the lost rank was named, how long the others were there, and how
+    often ranks ended with an error that nothing had been done to.
+    """
     hashes: list[str] = []
-    counts = {"stops named": 0, "kills named": 0, "late": 0, "longest wait, s": 0.0}
+    counts = {"stops named": 0, "kills named": 0, "late": 0, "longest wait, s": 0.0, "unprovoked": 0}
     while blows or not hashes:
         run = begun.parent / f"run{len(hashes)}"
         shutil.copytree(begun, run)
         while True:
             ranks = fitting(run, mesh, "--rank-timeout", str(_TIMEOUT), *flags, epochs=_EPOCHS)
-            if blows and _strike(ranks, blows[-1], rng.random() * seconds, rng.randrange(len(ranks)), counts):
+            met = bool(blows) and _strike(ranks, blows[-1], rng.random() * seconds, rng.randrange(len(ranks)), counts)
+            if met:
                 blows.pop()
             codes = [rank.wait() for rank in ranks]
             if not any(codes):
                 break
+            counts["unprovoked"] += not met
         hashes.append(digest(run))
         shutil.rmtree(run)
     return {"hashes": hashes, **counts}
@@ -107,17 +113,24 @@ def _strike(
         waited = time.monotonic() - begin
     counts["longest wait, s"] = round(max(counts["longest wait, s"], waited), 1)
     counts["late"] += sum(rank.poll() is None for rank in others)
-    said = ""
+    codes, said = [rank.poll() for rank in ranks], ""
     for rank in ranks:
         rank.kill()
         said += rank.communicate()[1]
     kind = "stops named" if blow == signal.SIGSTOP else "kills named"
-    counts[kind] += f"rank {chosen} is silent" in said
+    counts[kind] += chosen in _named(said)
     print(
-        f"{blow.name} of rank {chosen} after {delay:.1f} s, over in {waited:.1f} s: {' '.join(said.split())[-200:]}",
+        f"{blow.name} of rank {chosen} after {delay:.1f} s, over in {waited:.1f} s, exit codes {codes}: "
+        f"{' '.join(said.split())[-200:]}",
         flush=True,
     )
     return True
+
+
+def _named(said: str) -> set[int]:
+    """The ranks that are silent, or did not join, by what the others say."""
+    found = re.findall(r"ranks? ([\d, ]+) (?:is silent|are silent|did not join)", said)
+    return {int(rank) for ranks in found for rank in ranks.split(",")}
 
 
 if __name__ == "__main__":

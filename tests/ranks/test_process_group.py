@@ -16,8 +16,8 @@ from tests.ranks.worker import step
 WORKER = Path(__file__).with_name("worker.py")
 
 
-def start(what: str, count: int) -> list[subprocess.Popen[str]]:
-    return started([sys.executable, str(WORKER), what], count)
+def start(what: str, count: int, *more: str) -> list[subprocess.Popen[str]]:
+    return started([sys.executable, str(WORKER), what, *more], count)
 
 
 @pytest.mark.slow
@@ -34,8 +34,17 @@ def test_an_error_is_told_as_it_was_by_its_rank_and_named_by_the_others():
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_is_named():
-    first, second = start("stop", 2)
-    assert first.communicate()[0].splitlines()[-1] == "rank 1 is silent: stopped, killed, or out of reach"
-    second.kill()
-    second.communicate()
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("when", ["work", "gather"])
+def test_a_rank_that_is_stopped_is_named(when, victim):
+    """The first of them keeps the store, which nobody can ask then."""
+    ranks = start(when, 3, str(victim))
+    stopped = ranks.pop(victim)
+    try:
+        for rank in ranks:
+            assert (
+                rank.communicate()[0].splitlines()[-1] == f"rank {victim} is silent: stopped, killed, or out of reach"
+            )
+    finally:
+        stopped.kill()
+        stopped.communicate()

@@ -1,11 +1,13 @@
-"""A rank of the tests: `python worker.py WHAT`, with torchrun's variables set."""
+"""A rank of the tests: `python worker.py WHAT [VICTIM]`, with torchrun's variables set."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gigagrad as gg
 from gigagrad.errors import RankError
+from gigagrad.ranks.fleet import from_environment
 from gigagrad.ranks.process_group import ProcessGroup
 
 
@@ -35,8 +38,29 @@ def told(what: object) -> None:
     sys.stdout.write(f"{what}\n")
 
 
-def main(what: str) -> None:
+def stop(victim: int) -> None:
+    if int(os.environ["RANK"]) == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stopped_while_they_gather(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = dist.init_process_group
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        stop(victim)
+        usual(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    from_environment(timeout=2)
+
+
+def main(what: str, victim: int = 0) -> None:
     torch.set_num_threads(1)
+    if what == "gather":
+        with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(RankError) as raised:
+            stopped_while_they_gather(victim, monkeypatch)
+        told(raised.value)
+        return
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if what == "step":
@@ -53,16 +77,14 @@ def main(what: str) -> None:
     else:
         ranks = ProcessGroup(timeout=2)
         ranks.meet()
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+        stop(victim)
         try:
             ranks.meet()
         except RankError as error:
             told(error)
-        sys.stdout.flush()
-        os._exit(0)  # gloo would wait for the rank that is stopped
+        return
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -8,17 +8,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from gigagrad.errors import ConfigError, RankError
 from gigagrad.ranks.ranks import Alone, Ranks, named
 
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
-
 TIMEOUT_SECONDS = 600.0
 _JOINING_SECONDS = 60.0
 """That processes which start beside each other are given at least."""
+_ANSWER_SECONDS = 5.0
+"""Until the process that keeps the store is taken for stopped, which PyTorch would wait for without end."""
 
 
 def from_environment(timeout: float = TIMEOUT_SECONDS) -> Ranks:
@@ -37,36 +36,39 @@ def from_environment(timeout: float = TIMEOUT_SECONDS) -> Ranks:
     if not torch.distributed.is_initialized():
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        joining = max(timeout, _JOINING_SECONDS)
-        store, rank, count = _joined(joining)
-        limit = timedelta(seconds=joining)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=limit)
+        _join(timeout)
         patient()
     return ProcessGroup(timeout=timeout)
 
 
-def _joined(timeout: float) -> tuple[Store, int, int]:
-    """The store of all that were started together, this one's rank, and their number. Raises RankError."""
+def _join(timeout: float) -> None:
+    """Come together with all that were started beside this process. Raises RankError."""
+    from torch.distributed import init_process_group
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    limit, missing = timedelta(seconds=timeout), ""
+    from gigagrad.ranks.pulse import begun, pulse_of
+
+    joining = max(timeout, _JOINING_SECONDS)
+    limit, missing = timedelta(seconds=joining), ""
     try:
-        store, rank, count = next(rendezvous("env://", timeout=limit))
+        store, rank, count = begun(lambda: next(rendezvous("env://", timeout=limit))).result(joining)
         # Of its own for every start: torchrun may keep the store of processes that are gone.
         store = PrefixStore(f"gigagrad-{_restarts()}", store)
         keys = [f"joined-{other}" for other in range(count)]
-        store.set(keys[rank], "")
+        begun(lambda: store.set(keys[rank], "")).result(joining)
         try:
-            store.wait(keys, limit)
+            begun(lambda: store.wait(keys, limit)).result(joining + _ANSWER_SECONDS)
         except RuntimeError:
-            missing = named([other for other, key in enumerate(keys) if not store.check([key])])
+            absent = begun(lambda: [other for other, key in enumerate(keys) if not store.check([key])])
+            missing = named(absent.result(_ANSWER_SECONDS))
             raise
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         who = missing or f"some of {os.environ['WORLD_SIZE']} ranks"
         hint = "look at what the others say, and at MASTER_ADDR and MASTER_PORT"
-        raise RankError(f"{who} did not join within {timeout:g} s; {hint}") from error
-    return store, rank, count
+        raise RankError(f"{who} did not join within {joining:g} s; {hint}") from error
+    group = begun(lambda: init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=limit))
+    pulse_of(rank, store, timeout).watched(group.result, group.done, range(count), timeout)
 
 
 def is_first() -> bool:
@@ -124,10 +126,7 @@ def _own(partition: Sequence[range], everybody: Ranks, timeout: float) -> Ranks:
 
     assert isinstance(everybody, ProcessGroup)
     joining = timedelta(seconds=max(timeout, _JOINING_SECONDS))
-    try:
-        made = [new_group(list(ranks), timeout=joining) for ranks in partition]
-    except RuntimeError as error:
-        raise everybody.lost(error) from error
+    made = everybody.all_at(lambda: [new_group(list(ranks), timeout=joining) for ranks in partition])
     mine = next(group for group, ranks in zip(made, partition, strict=True) if everybody.index in ranks)
     patient(mine)
     return ProcessGroup(mine, timeout)

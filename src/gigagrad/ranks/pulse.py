@@ -1,0 +1,214 @@
+"""Signs of life of processes that work together, in the store that all of them have, and waiting no longer than there
+are any.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from gigagrad.errors import RankError
+from gigagrad.ranks.ranks import is_mendable, named
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+BEAT_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 5.0
+"""How long one that failed stays until the others know."""
+
+Found = TypeVar("Found")
+_CALLS: set[Future[Any]] = set()
+"""Those that `begun` has begun and that are not over."""
+
+
+def begun(call: Callable[[], Found]) -> Future[Found]:
+    """What `call` finds, or raises, in a thread that the process does not wait for at its end: PyTorch's store waits
+    forever for the process that keeps it, where that one was stopped.
+    """
+    future: Future[Found] = Future()
+    _CALLS.add(future)
+    future.add_done_callback(_CALLS.discard)
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="gigagrad-call", daemon=True).start()
+    return future
+
+
+class Pulse:
+    """This process's sign of life in a store, every second, and everybody's; one for all groups of ranks.
+
+    `seconds`: after which whoever keeps the store and does not answer is taken for silent. Raises RankError.
+    """
+
+    def __init__(self, own: int, store: Store, seconds: float) -> None:
+        self._own, self._seconds, self._over = own, seconds, threading.Event()
+        self._failed, self._kept = False, True
+        self._look, self._noticed = 0.0, dict[int, tuple[int, float]]()
+        """When to look again, and by rank how many signs of life there were and since when."""
+        self.collective: dist.Work | None = None
+        """The last one that this process has waited for."""
+        clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]  # their stubs have forgotten it
+        try:  # a connection of its own: while a thread waits for a key, no other one gets through on the same
+            self._store = dist.distributed_c10d.PrefixStore("gigagrad-pulse", self._asked(clone))
+        except RuntimeError as error:
+            raise _lost(self._keeper(), error) from None
+        self._thread = threading.Thread(target=self._beat, name="gigagrad-pulse", daemon=True)
+        self._thread.start()
+
+    def watched(
+        self, wait: Callable[[float], Found], over: Callable[[], bool], peers: Sequence[int], seconds: float
+    ) -> Found:
+        """What `wait` returns, which is told how long to wait, and called again while nobody failed and none of the
+        ranks was silent for so many seconds. `over`: whether there is nothing to wait for. Raises RankError.
+        """
+        while True:
+            ended = over()  # before it is waited for: what it raises then is no lack of time
+            try:
+                return wait(BEAT_SECONDS)
+            except (RuntimeError, TimeoutError) as error:
+                self.listen()
+                silent = self._silent(peers, seconds)
+                if ended or silent:
+                    raise self.lost(error, peers, silent) from None
+
+    def lost(self, error: Exception, peers: Sequence[int], silent: Sequence[int] = ()) -> RankError:
+        """Who it is, as far as anybody knows; to be raised. Raises what one that failed has said of itself."""
+        missing = silent or self._missing(peers)
+        self.listen()  # it may have said why it went
+        return _lost(missing, error)
+
+    def _silent(self, peers: Sequence[int], seconds: float) -> list[int]:
+        """Those of the ranks of which no sign of life was noticed here for so long, in which they are looked for ten
+        times.
+        """
+        now = time.monotonic()
+        if now < self._look:
+            return []
+        self._look = now + seconds / 10
+        try:
+            found = self._beats(peers)
+        except RuntimeError:
+            return self._keeper()
+        for peer, beats in found.items():
+            if self._noticed.get(peer, (-1, now))[0] != beats:
+                self._noticed[peer] = beats, now
+        return [peer for peer in peers if now - self._noticed[peer][1] > seconds]
+
+    def _missing(self, peers: Sequence[int]) -> list[int]:
+        """Those of the ranks without a sign of life for three seconds."""
+        try:
+            before = self._beats(peers)
+            time.sleep(3 * BEAT_SECONDS)
+            return [peer for peer, beats in self._beats(peers).items() if before[peer] == beats]
+        except RuntimeError:
+            return self._keeper()
+
+    def _beats(self, peers: Sequence[int]) -> dict[int, int]:
+        return self._asked(lambda: {peer: self._store.add(str(peer), 0) for peer in peers})
+
+    def _keeper(self) -> list[int]:
+        """Who keeps the store, and is gone or stopped."""
+        return [0] if self._own else []
+
+    def _asked(self, call: Callable[[], Found]) -> Found:
+        """What the store answers. Raises RuntimeError where whoever keeps it is gone, or does not answer in time."""
+        if not self._kept:
+            raise RuntimeError("the store is out of reach")
+        try:
+            return begun(call).result(self._seconds)
+        except TimeoutError as error:
+            self._kept = False
+            raise RuntimeError("the store does not answer") from error
+
+    def fail(self, error: Exception, count: int) -> RankError | None:
+        """Tell all `count` processes of an error, and wait a little until they know. Returns what to raise instead
+        where another one was first.
+        """
+        if self._failed:
+            return None
+        self._failed = True
+        own = json.dumps([self._own, is_mendable(error), str(error) or type(error).__name__])
+        try:
+            first = self._asked(lambda: self._store.compare_set("failed", "", own)).decode()
+            if first != own:
+                return self._heard(first)
+            end = time.monotonic() + _LAST_WORDS_SECONDS
+            while self._asked(lambda: self._store.add("heard", 0)) < count - 1 and time.monotonic() < end:
+                time.sleep(0.01)
+        except RuntimeError:
+            pass
+        return None
+
+    def listen(self) -> None:
+        """Raises RankError where a process has failed."""
+        try:
+            if self._asked(lambda: self._store.check(["failed"])):
+                raise self._heard(self._asked(lambda: self._store.get("failed")).decode())
+        except RuntimeError:
+            return
+
+    def _heard(self, told: str) -> RankError:
+        self._asked(lambda: self._store.add("heard", 1))
+        rank, mendable, text = json.loads(told)
+        return RankError(f"rank {rank} failed: {text}", told=True, mendable=mendable)
+
+    def end(self) -> None:
+        """A call of the store must not outlive it."""
+        self._over.set()
+        self._thread.join(BEAT_SECONDS)
+
+    def _beat(self) -> None:
+        while True:
+            try:
+                self._store.add(str(self._own), 1)
+            except RuntimeError:
+                return
+            if self._over.wait(BEAT_SECONDS):
+                return
+
+
+def _lost(missing: Sequence[int], error: Exception) -> RankError:
+    if not missing:
+        return RankError(f"the ranks lost each other: {error}")
+    verb = "is" if len(missing) == 1 else "are"
+    return RankError(f"{named(missing)} {verb} silent: stopped, killed, or out of reach")
+
+
+_PULSES: dict[int, Pulse] = {}
+
+
+def pulse_of(own: int, store: Store, seconds: float) -> Pulse:
+    """That of this process, which begins with the first call. `own`: its rank."""
+    if own not in _PULSES:
+        _PULSES[own] = Pulse(own, store, seconds)
+    return _PULSES[own]
+
+
+@atexit.register
+def _end() -> None:
+    """With a call that never comes back the process would not end, or be aborted; nor can gloo give up a collective."""
+    end = time.monotonic() + _LAST_WORDS_SECONDS
+    collectives = [pulse.collective for pulse in _PULSES.values() if pulse.collective is not None]
+    for pulse in _PULSES.values():
+        pulse.end()
+    while _CALLS or not all(collective.is_completed() for collective in collectives):
+        if time.monotonic() > end:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2)
+        time.sleep(0.01)
