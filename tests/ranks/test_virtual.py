@@ -40,3 +40,20 @@ def test_two_errors_at_once_are_both_told_by_their_ranks():
 
     with pytest.raises(ValueError, match="of 0"):
         run_virtual(2, work)
+
+
+def test_an_error_that_nobody_expected_ends_all_at_once():
+    told = []
+
+    def work(ranks):
+        if ranks.index == 1:
+            raise KeyError("of 1")
+        try:
+            ranks.meet()
+        except RankError as error:
+            told.append(str(error))
+            raise
+
+    with pytest.raises(KeyError, match="of 1"):
+        run_virtual(3, work, timeout=5)
+    assert told == ["rank 1 failed: 'of 1'"] * 2

@@ -42,9 +42,12 @@ class Virtual(Ranks):
 
     def _from(self, rank: int) -> object:
         try:
-            return self._inboxes[self.index][rank].get(timeout=self._timeout)
+            found = self._inboxes[self.index][rank].get(timeout=self._timeout)
         except Empty:
             raise RankError(f"rank {rank} has been silent for {self._timeout:g} s") from None
+        if isinstance(found, BaseException):
+            raise RankError(f"rank {rank} failed: {found}", told=True)
+        return found
 
 
 def run_virtual(count: int, work: Callable[[Ranks], Result], timeout: float = 600.0) -> list[Result]:
@@ -61,6 +64,8 @@ def run_virtual(count: int, work: Callable[[Ranks], Result], timeout: float = 60
             results[rank] = work(Virtual(rank, inboxes, timeout))
         except BaseException as error:
             errors[rank] = error
+            for inbox in inboxes:
+                inbox[rank].put(error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"gigagrad-rank-{rank}") for rank in range(count)]
     for thread in threads:
