@@ -125,6 +125,54 @@ def test_an_overflow_begins_the_step_anew_and_is_remembered(monkeypatch):
     assert len(notices) == 1
 
 
+def step(engine, image):
+    """The bits of the gradients of one step, which moves the weights by them."""
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=1e-3)
+    optimizer.zero_grad()
+    engine.backward(image, torch.ones(1, *image.shape[1:]))
+    optimizer.step()
+    return [p.grad.clone() for p in engine.model.parameters()]
+
+
+def same_bits(ones, others):
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def bright_and_dim(side=256):
+    """Of two images, the first of which makes gradients of `local` overflow."""
+    torch.manual_seed(0)
+    image = torch.rand(3, side, side)
+    return 255 * image, image
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_has_the_unit_of_one_that_was_never_stopped():
+    torch.manual_seed(3)
+    undisturbed, (bright, dim) = gg.compile(local(), mean, precision="float16", tile=(256, 256)), bright_and_dim()
+    step(undisturbed, bright)
+    state = undisturbed.state_dict()
+    earlier = {name: value for name, value in state.items() if name != "overflows"}  # of a version without it
+    stopped, as_earlier = (gg.compile(copy.deepcopy(undisturbed.model), mean, precision="float16") for _ in range(2))
+    stopped.load_state_dict(state)
+    as_earlier.load_state_dict(earlier)
+    assert (undisturbed.overflows, stopped.overflows, as_earlier.overflows) == (1, 1, 0)
+    expected = step(undisturbed, dim)
+    assert same_bits(step(stopped, dim), expected)
+    assert not same_bits(step(as_earlier, dim), expected)  # the unit shows in the bits
+
+
+def test_a_step_that_begins_anew_draws_what_it_drew():
+    torch.manual_seed(3)
+    net, (bright, _) = nn.Sequential(nn.Dropout2d(), nn.Dropout(), *local()).train(), bright_and_dim()
+    found = []
+    for overflows in (0, 1):
+        engine = gg.compile(copy.deepcopy(net), mean, precision="float16", tile=(256, 256))
+        engine.overflows = overflows
+        torch.manual_seed(5)
+        found.append([*step(engine, bright), torch.rand(())])
+        assert engine.overflows == 1
+    assert same_bits(*found)
+
+
 def test_a_gradient_that_is_infinite_anyway_is_delivered():
     class Root(nn.Module):
         def __init__(self):

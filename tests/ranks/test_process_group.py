@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,17 @@ def test_a_rank_that_is_stopped_is_named(when, victim):
     finally:
         stopped.kill()
         stopped.communicate()
+
+
+@pytest.mark.slow
+def test_two_machines_of_which_one_fails_meet_again():
+    """Each machine's torchrun counts its own failures, and keeps a store with what was said before."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={place}", "--max-restarts=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(WORKER), "again", "1"]
+    machines = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "12"]
+    said = [machine.communicate(timeout=200)[0] for machine in machines]
+    lines = sorted(line for text in said for line in text.splitlines() if line.startswith("rank"))
+    assert lines == ["rank 0 of 2 met 2", "rank 1 of 2 met 2"]

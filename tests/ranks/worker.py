@@ -61,6 +61,13 @@ def main(what: str, victim: int = 0) -> None:
             stopped_while_they_gather(victim, monkeypatch)
         told(raised.value)
         return
+    if what == "again":  # victim fails in the first start
+        ranks = from_environment(timeout=20)
+        ranks.meet()
+        if ranks.index == victim and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise SystemExit("by intention")
+        told(f"rank {ranks.index} of {ranks.count} met {len(ranks.said(0))}")
+        return
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if what == "step":

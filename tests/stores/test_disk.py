@@ -17,6 +17,7 @@ from gigagrad.allowances import ROWS_AT_ONCE
 from gigagrad.boxes import Box
 from gigagrad.devices import Machine
 from gigagrad.errors import StoreError
+from gigagrad.files import HOST
 from gigagrad.stores import Blosc, DiskStore, DiskTier, PlannedDiskTier, Scratch
 from gigagrad.stores.bricks import Bricks
 
@@ -394,7 +395,7 @@ def test_an_error_in_opening_the_third_store_leaves_nothing(tmp_path, monkeypatc
 
 
 def test_locks_without_a_folder_are_removed_unless_somebody_holds_them(tmp_path):
-    left, held = tmp_path / "gigagrad-123-0123abcd.lock", tmp_path / "gigagrad-123-4567abcd.lock"
+    left, held = (tmp_path / f"gigagrad-{HOST}-123-{number}.lock" for number in ("0123abcd", "4567abcd"))
     left.touch()
     with FileLock(held):
         Scratch(tmp_path, 0).close()
@@ -425,10 +426,25 @@ def test_a_run_whose_lock_is_taken_for_an_abandoned_one_takes_another_name(tmp_p
 
 
 def test_folders_that_are_only_called_like_ours_stay(tmp_path):
-    for name in ("gigagrad-results", "gigagrad-1-2", "gigagrad-12-0123abcd.old"):
+    """Also where the machine is not named, as earlier versions did: it may be any."""
+    for name in ("gigagrad-results", "gigagrad-1-2", f"gigagrad-{HOST}-12-0123abcd.old", "gigagrad-12-0123abcd"):
         (tmp_path / name).mkdir()
     Scratch(tmp_path, 0).close()
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_another_machine_keeps_is_not_taken_for_abandoned(tmp_path):
+    """Where its lock does not reach us, as on some shared disks, it looks so."""
+    left, theirs = (tmp_path / f"gigagrad-{host}-123-0123abcd" for host in (HOST, "0123abcd"))
+    for folder in (left, theirs):
+        folder.mkdir()
+        (folder / "field").write_bytes(b"half")
+        folder.with_name(f"{folder.name}.lock").touch()
+    scratch = Scratch(tmp_path, 0)
+    assert scratch.folder.name.startswith(f"gigagrad-{HOST}-")
+    scratch.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [theirs.name, f"{theirs.name}.lock"]
+    assert (theirs / "field").read_bytes() == b"half"
 
 
 @pytest.mark.slow

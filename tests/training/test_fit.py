@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from gigagrad.prediction.cohort_scores import evaluate_model
 from gigagrad.training import FitConfig, FitResult, fit
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
+from gigagrad.training.sharded import Shards
 
 
 @pytest.fixture
@@ -206,6 +208,43 @@ def test_another_configuration_is_not_mixed_in(config):
     with pytest.raises(ConfigError, match=r"learning_rate: 0.001 then, 0.1 now; seed: 0 then, 1 now.*--overwrite"):
         fit(changed)
     assert fit(changed, overwrite=True).steps == 6
+
+
+def test_the_optimizer_s_shards_of_a_step_are_written_once(config, monkeypatch):
+    """While they are written, those of the same step that lie there are needed, by the checkpoint."""
+    written, save = [], Shards.save
+
+    def noted(self, optimizer, folder):
+        written.append(folder.name)
+        return save(self, optimizer, folder)
+
+    monkeypatch.setattr(Shards, "save", noted)
+    config = replace(config, shard_optimizer=True)
+    fit(config)
+    fit(replace(config, epochs=3))
+    assert written == [f"step-{step}" for step in range(1, 10)]
+
+
+def test_what_torchrun_starts_again_overwrites_once(config, monkeypatch):
+    """Also where they fail before they have overwritten anything."""
+
+    def launched(name, **changed):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/{name}/attempt_1/0/error.json")
+        return fit(replace(config, **changed), overwrite=True)
+
+    fit(config)
+    path = RunFolder(Path(config.out)).checkpoint
+    before = path.stat().st_mtime_ns
+    with pytest.raises(BudgetError):
+        launched("a", memory="1 MiB")
+    assert path.stat().st_mtime_ns == before
+    launched("a", seed=1)
+    began = path.stat().st_mtime_ns
+    assert began > before
+    launched("a", seed=1)
+    assert path.stat().st_mtime_ns == began
+    launched("b", seed=1)
+    assert path.stat().st_mtime_ns > began
 
 
 def test_a_changed_cohort_is_noticed(config, cohort_csv, tmp_path):

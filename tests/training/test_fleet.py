@@ -115,6 +115,26 @@ def test_who_is_killed_or_stopped_is_named_and_the_run_goes_on(begun, tmp_path):
     assert same_bits(one, Path(begun.out))
 
 
+def test_what_ends_at_a_time_limit_has_saved_its_last_step(begun, tmp_path):
+    one = tmp_path / "one"
+    shutil.copytree(begun.out, one)
+    (alone,) = start(1, replace(begun, epochs=99, checkpoint_seconds=1e9))
+    for _ in range(2):
+        next(line for line in alone.stdout if line.startswith("val"))
+    alone.terminate()
+    codes, _, errors = ended([alone])
+    assert (codes, errors) == (
+        [130],
+        ["gigagrad: interrupted; give the same command again to go on from what is finished\n"],
+    )
+    steps = Checkpoint.load(RunFolder(Path(begun.out)).checkpoint).progress.step
+    assert steps > 3
+    epochs = steps // 3 + 1
+    for run in (begun.out, str(one)):
+        fit(replace(begun, out=run, epochs=epochs))
+    assert same_bits(one, Path(begun.out))
+
+
 def test_an_error_is_said_once(begun, tmp_path):
     for flags in (["--slides", str(tmp_path / "nothing.csv")], ["--no-such-flag"]):
         codes, out, errors = ended(start(2, begun, *flags))

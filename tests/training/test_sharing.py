@@ -183,3 +183,61 @@ def test_bags_stay_in_one_group():
     fleet = Fleet(Alone(), type("Three", (Alone,), {"count": 3})(), Alone())
     with pytest.raises(ConfigError, match=r"bags and cox .* has 3 groups; give --mesh 1x1"):
         Learner(config, Normed(), named_loss("bce"), 3, fleet, grouped=True)
+
+
+class Raw(nn.Module):
+    """Of pixels as they are: in float16 the gradients of a bright slide overflow, those of a dim one do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 1, 3, padding=1)
+
+    def forward(self, image):
+        return self.last(torch.relu(self.first(image.float())))
+
+
+def in_half(model, ranks, groups):
+    """A learner, and a step of it with slides that are dim or bright."""
+    config = FitConfig(slides="", out="", optimizer="sgd", learning_rate=1e-3, precision="float16")
+    fleet = Fleet.of(ranks, (groups, 1))
+    learner = Learner(config, model, named_loss("bce"), 2, fleet, grouped=False)
+    noise = torch.randint(0, 256, (3, 256, 256), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    seen = {"bright": open_image(noise), "dim": open_image(noise // 128)}
+    target = open_image(torch.ones(1, 256, 256, dtype=torch.uint8))
+
+    def step(*slides, done=lambda *_: None):
+        opened: list[Any] = [partial(nullcontext, (seen[slide], target)) for slide in slides]
+        learner.add(opened, [256 * 256] * len(slides), done)
+        learner.step(0, 0, len(slides))
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    return learner, step
+
+
+def test_overflows_of_other_groups_and_of_earlier_slides_count_alike():
+    torch.manual_seed(3)
+    model = Raw()
+
+    def work(ranks, groups):
+        learner, step = in_half(copy.deepcopy(model), ranks, groups)
+        weights = [step("bright", "dim"), step("dim", "dim")]
+        return weights, learner.state(None)["engine"]["overflows"]
+
+    weights, overflows = work(Alone(), 1)
+    assert overflows == 1
+    for others, again in run_virtual(2, lambda ranks: work(ranks, 2)):
+        assert again == overflows
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(others, weights, strict=True))
+
+
+def test_a_step_that_is_stopped_leaves_no_overflows_in_the_state():
+    torch.manual_seed(3)
+    learner, step = in_half(Raw(), Alone(), 1)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        step("bright", "dim", done=stop)
+    assert learner.engine.overflows == 1
+    assert learner.state(None)["engine"]["overflows"] == 0

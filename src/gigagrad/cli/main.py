@@ -3,7 +3,7 @@
     0    done
     1    a fault of gigagrad's own; `gigagrad --traceback COMMAND ...` shows where
     2    something the user can mend: the line on standard error says what was found, what is expected and what to do
-    130  interrupted
+    130  interrupted, by Ctrl-C or SIGTERM
 
 Progress and results go to standard output, so that standard error holds nothing but that line and warnings. Of several
 processes that were started together one speaks: the first, or whichever failed.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import warnings
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (by default the process's own) and return the exit code."""
     parsed = traceback = False
     before_pytorch(own_process=True)
+    if argv is None:  # a process of ours: at a scheduler's time limit it leaves as at Ctrl-C
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         args = build_parser().parse_args(argv)
         parsed, traceback = True, args.traceback

@@ -249,7 +249,8 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     "fit": (
         "train a network on whole slides",
         "One step per slide, or per several, with exact gradients; keeps the weights of the lowest validation loss and "
-        "tests them. Interrupted and started again, it continues bit for bit.",
+        "tests them. Interrupted and started again, it continues bit for bit. Processes that torchrun starts train one "
+        "network, each within --memory (see docs/training-over-ranks.md).",
         {
             "--slides": {
                 "required": False,
@@ -343,7 +344,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             },
             "--journal": {
                 "action": "store_true",
-                "help": "write down the finished parts of steps, so that a killed run goes on behind them",
+                "help": "write down the finished parts of the slide at work, so that a killed run goes on behind them",
             },
             "--shard-optimizer": {
                 "action": "store_true",

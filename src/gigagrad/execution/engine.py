@@ -99,8 +99,8 @@ class Engine:
         self.last_run: StepMeasured | None = None
         self.left: Left | None = None
         """What the last `backward` left in buffers."""
-        self._overflows = 0
-        """What runs in float16 have learned of the size of their cotangents."""
+        self.overflows = 0
+        """How often cotangents in float16 have left its range; the next run begins in the unit that this asked for."""
         self._errors = RunningErrors()
 
     @property
@@ -252,16 +252,18 @@ class Engine:
             yield from self._pieces(sources, Handed())
 
     def state_dict(self) -> dict[str, Any]:
-        """Tile shapes and memory layouts by size, which depend on the machine and on the memory at hand, and the norms
-        behind `gradient_errors`.
+        """Tile shapes and memory layouts by size, which depend on the machine and on the memory at hand, `overflows`,
+        and the norms behind `gradient_errors`.
 
         An engine that loads them repeats this one's arithmetic bit for bit.
         """
-        return {**self._planner.state_dict(), "gradient_errors": self._errors.state_dict()}
+        errors = self._errors.state_dict()
+        return {**self._planner.state_dict(), "overflows": self.overflows, "gradient_errors": errors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt the choices of another engine's `state_dict`, from the next run on."""
         self._planner.load_state_dict(state)
+        self.overflows = state.get("overflows", 0)  # none in states of earlier versions
         self._errors = RunningErrors(state.get("gradient_errors"))
 
     def _one_process(self, what: str) -> None:
@@ -318,7 +320,8 @@ class Engine:
         """A finished run of a graph whose output is no image."""
         with self._measured(phase, sources) as (prepared, captured, more), self._seeds.of_this_run():
             _draw_alike(self.ranks)
-            for overflows in range(self._overflows, MOST_OVERFLOWS + 1):
+            begun = torch.get_rng_state()
+            for overflows in range(self.overflows, MOST_OVERFLOWS + 1):
                 try:
                     stored, backward = stored_in(self._composite, prepared.graph), phase == "backward"
                     run = Run(
@@ -337,11 +340,12 @@ class Engine:
                 except CotangentOverflow:
                     told = "a gradient left the range of float16; the step begins anew, with smaller cotangents inside"
                     self.events.emit(Notice(told))
+                    torch.set_rng_state(begun)  # what is drawn does not depend on how often it is drawn
             if run.journal.taken:
                 told = f"the step went on behind {run.journal.taken} parts that were finished before"
                 self.events.emit(Notice(told))
-            if overflows != self._overflows and all(g.isfinite().all() for g in run.gradients.values()):
-                self._overflows = overflows
+            if overflows != self.overflows and all(g.isfinite().all() for g in run.gradients.values()):
+                self.overflows = overflows
             self._planner.finished(prepared, run.pass_seconds)
             gradients = {prepared.graph[i].arguments["name"]: g for i, g in run.gradients.items()}
             more["gradient_error"] = self._errors.refresh(run.rounding_errors, gradients)

@@ -3,20 +3,26 @@
 Memory is that of the whole process, so a plan is only as good as what it assumed of the process around it. Before every
 run the planner looks again; where the process has grown since (labels were made, a reader was opened), the plan is
 made again with the same tiles, and with others only if those no longer fit.
+
+Of several ranks the first one plans, for the least that any of them has, and all run its plan: by tiles of its own, a
+rank would compute other parts than those that are left to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from gigagrad.allowances import UNNOTICED_BYTES
+from gigagrad.allowances import MOST_COMPILED, UNNOTICED_BYTES
 from gigagrad.devices import Device, Machine
-from gigagrad.errors import BudgetError
+from gigagrad.errors import BudgetError, ConfigError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.choice import Choice
 from gigagrad.execution.optimizer_state import OptimizerState
@@ -31,7 +37,9 @@ from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.alike import unlike
+from gigagrad.ranks.ranks import named
 from gigagrad.stores import Half, Rounding, Tier
+from gigagrad.stores.tier import least_room
 
 _WORTH_A_TRIAL = 32
 """Fewer tiles than this are over before a trial of memory layouts would pay."""
@@ -59,6 +67,15 @@ class _Planned:
     def fixed_bytes(self) -> int:
         """What the process holds beside the tiles, with what kernels add."""
         return total(self.prepared.problem.held) + amount_of(self.prepared.plan.fixed, ledger.COMPILED)
+
+    @property
+    def digest(self) -> str:
+        """Of what was chosen: ranks that have the same compute the parts of one plan."""
+        return _digest(Choice.of(self.prepared.plan))
+
+    def has_run_as(self, plan: Plan) -> bool:
+        """Whether it has compiled what this plan needs."""
+        return self.ran and Choice.of(plan) == Choice.of(self.prepared.plan)
 
 
 class Planner:
@@ -91,15 +108,17 @@ class Planner:
 
     def prepare(self, graph: Graph, sources: dict[str, Source], sink: Sink | None, *, backward: bool) -> Prepared:
         """The graph with a plan for these sources, under the memory that is there now: on every rank the same, made by
-        the first for the one with the least. Raises as `Engine.plan`.
+        the first for the least that any of them has. Raises as `Engine.plan`; ConfigError where ranks were given
+        different things to compute.
         """
         key = backward, graph, sink.kind if sink is not None else Handed.kind, _handed(graph, sink, backward=backward)
         planned = self._planned.get(key)
-        settled = planned is not None and not self._may_have_grown(planned)
-        if not all(self._ranks.said(settled)):
-            problem = self.problem(graph, sources, sink, backward=backward)
+        known = None if planned is None or self._may_have_grown(planned) else planned.digest
+        told = self._ranks.said(known)
+        if planned is None or None in told or len(set(told)) > 1:
+            ran = planned is not None and planned.ran
+            problem = self.problem(graph, sources, sink, backward=backward, ran=ran)
             planned = self._made(planned, problem, sources)
-        assert planned is not None
         self._planned[key] = planned
         self._planned.move_to_end(key)
         if len(self._planned) > _MOST_SIZES:
@@ -124,10 +143,10 @@ class Planner:
         planned = None
         if self._ranks.index == 0:
             planned = self._first(problem, sources) if known is None else self._as_things_are(known, problem)
-        choice = self._ranks.said(None if planned is None else Choice.of(planned.prepared.plan).to_dict())[0]
-        if planned is None:
-            prepared = self._prepared(problem, self._again(problem, Choice.from_dict(choice)))
-            planned = _Planned(prepared, _compiled(prepared), known is not None and known.ran)
+        if self._ranks.count > 1:
+            first = self._ranks.said(None if planned is None else planned.prepared.plan.to_dict())[0]
+            planned = planned or self._as_first(known, problem, Plan.from_dict(first))
+        assert planned is not None
         return planned
 
     def problem(
@@ -138,9 +157,12 @@ class Planner:
         *,
         backward: bool,
         machine: Machine | None = None,
+        ran: bool = False,
     ) -> Problem:
-        """What there is to plan for, here or on another `machine`; asked after capture, which loads much. Raises
-        StoreError for a missing folder.
+        """What there is to plan for, here or on another `machine`: the least that any rank has. Asked after capture,
+        which loads much. `ran`: on this rank its plan has run, and has compiled what it needs.
+
+        Raises StoreError for a missing folder, ConfigError where ranks were given different things to compute.
         """
         device = self._device
         device.trim()  # what an earlier run freed is there for this one
@@ -151,9 +173,17 @@ class Planner:
             Amount(ledger.OPTIMIZER, self._optimizer.coming_bytes() if backward else 0),
             Amount(ledger.STEP, device.step_bytes()),
         )
-        rooms = {tier.name: tier.room_bytes() or 0 for tier in self._tiers if not tier.in_budget}
-        everybody = self._ranks.said([self._budget_bytes, [amount.size_bytes for amount in held], [*rooms.values()]])
-        budgets, sizes, free = zip(*everybody, strict=True)
+        handed, compiled_bytes = _handed(graph, sink, backward=backward), partial(device.compiled_bytes, dtypes=dtypes)
+        others = [tier for tier in self._tiers if not tier.in_budget]
+        own = (
+            self._task(graph, handed, backward=backward),
+            self._budget_bytes,
+            [amount.size_bytes for amount in held],
+            [(tier.room_bytes() or 0, tier.shared_room()) for tier in others],
+            (ran, compiled_bytes(1), compiled_bytes(MOST_COMPILED)),
+        )
+        tasks, budgets, sizes, rooms, compiled = zip(*self._ranks.said(own), strict=True)
+        _check_alike(tasks)
         return Problem(
             graph=graph,
             backward=backward,
@@ -162,11 +192,11 @@ class Planner:
             sum_dtype=device.sum_dtype,
             budget_bytes=min((budget for budget in budgets if budget is not None), default=None),
             held=tuple(Amount(one.name, max(sizes)) for one, sizes in zip(held, zip(*sizes, strict=True), strict=True)),
-            compiled_bytes=lambda count: device.compiled_bytes(count, dtypes),
+            compiled_bytes=_most_compiled(compiled, compiled_bytes),
             output_bytes=sink.held_bytes if sink is not None else lambda tile_height, shape: 0,
-            handed=_handed(graph, sink, backward=backward),
+            handed=handed,
             tiers=self._tiers,
-            rooms=dict(zip(rooms, map(min, zip(*free, strict=True)), strict=True)),
+            rooms={tier.name: least_room(found) for tier, found in zip(others, zip(*rooms, strict=True), strict=True)},
             ranks=self._ranks.count,
             packing=_packing_of(self._rounding),
         )
@@ -196,14 +226,30 @@ class Planner:
 
     def _as_things_are(self, planned: _Planned, problem: Problem) -> _Planned:
         """The plan itself where it still fits beside what the process holds now, else its tiles with other numbers."""
-        if planned.ran:  # and has compiled what it needs
-            problem = dataclasses.replace(problem, compiled_bytes=lambda count: 0)
         if total(problem.held) + problem.compiled_bytes(planned.compiled) <= planned.fixed_bytes + _UNSEEN_BYTES:
             return planned
         known = planned.prepared.plan
         plan = self._again(problem, Choice.of(known))
         made = self._prepared(problem, dataclasses.replace(plan, timed_seconds=known.timed_seconds))
-        return _Planned(made, _compiled(made), planned.ran and Choice.of(plan) == Choice.of(known))
+        return _Planned(made, _compiled(made), planned.has_run_as(plan))
+
+    def _as_first(self, known: _Planned | None, problem: Problem, plan: Plan) -> _Planned:
+        """The first rank's plan on this one."""
+        plan = dataclasses.replace(plan, device=problem.device)
+        if known is not None and plan == known.prepared.plan:
+            return known
+        made = self._prepared(problem, plan)
+        return _Planned(made, _compiled(made), known is not None and known.has_run_as(plan))
+
+    def _task(self, graph: Graph, handed: int | None, *, backward: bool) -> str:
+        """A digest of what must be the same on all ranks; nothing where there is nobody to compare it with."""
+        if self._ranks.count == 1:
+            return ""
+        nodes = [
+            (node.op, node.operands, node.shape, node.dtype, node.axes, node.differentiable) for node in graph.nodes
+        ]
+        tiers, packing = [tier.name for tier in self._tiers], _packing_of(self._rounding)
+        return _digest((nodes, graph.outputs, handed, backward, self._tile, tiers, packing, self._device.sum_dtype))
 
     def _prepared(self, problem: Problem, plan: Plan) -> Prepared:
         stages = split_stages(problem.graph, [field.node for field in plan.kept])
@@ -263,6 +309,32 @@ class Planner:
             )
         )
         return dataclasses.replace(plan, memory_format=choice.memory_format)
+
+
+def _digest(value: object) -> str:
+    """Of something whose `repr` says all of it."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _check_alike(tasks: Sequence[str]) -> None:
+    """Raises ConfigError where some ranks were given other things to compute than the first one."""
+    if others := [rank for rank, task in enumerate(tasks) if task != tasks[0]]:
+        raise ConfigError(
+            f"{named(others)} would compute something else than rank 0; give all ranks the same model in the same "
+            "mode, inputs of the same sizes, and the same settings"
+        )
+
+
+def _most_compiled(told: Sequence[tuple[bool, int, int]], own: Callable[[int], int]) -> Callable[[int], int]:
+    """What so many compiled convolutions will add on the rank where that is most. Each tells whether its plan has run,
+    and what one of them would add and as many as are ever held; none adds more than the first. `own`: of this rank.
+    """
+    if all(ran for ran, _, _ in told):
+        return lambda count: 0
+    if len(told) == 1:
+        return own
+    _, of_one, of_most = map(max, zip(*told, strict=True))
+    return lambda count: min(count * of_one, of_most)
 
 
 def _handed(graph: Graph, sink: Sink | None, *, backward: bool) -> int | None:

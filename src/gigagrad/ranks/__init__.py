@@ -2,7 +2,8 @@
 
 from gigagrad.errors import RankError
 from gigagrad.ranks.alike import unlike
-from gigagrad.ranks.fleet import TIMEOUT_SECONDS, Fleet, from_environment, is_first, is_restart
+from gigagrad.ranks.fleet import TIMEOUT_SECONDS, Fleet, from_environment
+from gigagrad.ranks.joining import is_first, launch
 from gigagrad.ranks.meshes import ranks_of
 from gigagrad.ranks.ranks import Alone, Message, Ranks
 from gigagrad.ranks.virtual import Virtual, run_virtual
@@ -17,7 +18,7 @@ __all__ = [
     "Virtual",
     "from_environment",
     "is_first",
-    "is_restart",
+    "launch",
     "ranks_of",
     "run_virtual",
     "unlike",

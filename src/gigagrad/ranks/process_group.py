@@ -45,11 +45,10 @@ class ProcessGroup(Ranks):
         try:
             works = [dist.irecv(found[rank], self._peers[rank], self._group) for rank in sorted(found)]
             works += [dist.isend(sent[rank], self._peers[rank], self._group) for rank in sorted(sent)]
-            for work in works:
-                if work is not None:
-                    work.wait(self._timeout)
         except RuntimeError as error:
             raise self._pulse.lost(error, self._peers) from None
+        # Waiting for one for a while would close the connection behind it.
+        self.all_at(lambda: [work.wait() for work in works if work is not None])
         return found
 
     def _words(self, word: bytes) -> Sequence[bytes]:
@@ -84,6 +83,7 @@ class ProcessGroup(Ranks):
     @contextmanager
     def as_one(self) -> Iterator[None]:
         """By way of the store, since they may wait for each other in any of their groups."""
+        self._pulse.check()
         try:
             yield
             self.meet()

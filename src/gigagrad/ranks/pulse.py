@@ -49,6 +49,22 @@ def begun(call: Callable[[], Found]) -> Future[Found]:
     return future
 
 
+def asked(call: Callable[[], Found], seconds: float) -> Found:
+    """What the store answers. Raises RuntimeError where whoever keeps it is gone, or does not answer in time."""
+    try:
+        return begun(call).result(seconds)
+    except TimeoutError as error:
+        raise RuntimeError("the store does not answer") from error
+
+
+def lost(missing: Sequence[int], error: Exception) -> RankError:
+    """To be raised where these ranks are, or nobody knows who is."""
+    if not missing:
+        return RankError(f"the ranks lost each other: {error}")
+    verb = "is" if len(missing) == 1 else "are"
+    return RankError(f"{named(missing)} {verb} silent: stopped, killed, or out of reach")
+
+
 class Pulse:
     """This process's sign of life in a store, every second, and everybody's; one for all groups of ranks.
 
@@ -56,7 +72,7 @@ class Pulse:
     """
 
     def __init__(self, own: int, store: Store, seconds: float) -> None:
-        self._own, self._seconds, self._over = own, seconds, threading.Event()
+        self._own, self.seconds, self._over = own, seconds, threading.Event()
         self._failed, self._kept = False, True
         self._look, self._noticed = 0.0, dict[int, tuple[int, float]]()
         """When to look again, and by rank how many signs of life there were and since when."""
@@ -66,7 +82,7 @@ class Pulse:
         try:  # a connection of its own: while a thread waits for a key, no other one gets through on the same
             self._store = dist.distributed_c10d.PrefixStore("gigagrad-pulse", self._asked(clone))
         except RuntimeError as error:
-            raise _lost(self._keeper(), error) from None
+            raise lost(self._keeper(), error) from None
         self._thread = threading.Thread(target=self._beat, name="gigagrad-pulse", daemon=True)
         self._thread.start()
 
@@ -90,7 +106,7 @@ class Pulse:
         """Who it is, as far as anybody knows; to be raised. Raises what one that failed has said of itself."""
         missing = silent or self._missing(peers)
         self.listen()  # it may have said why it went
-        return _lost(missing, error)
+        return lost(missing, error)
 
     def _silent(self, peers: Sequence[int], seconds: float) -> list[int]:
         """Those of the ranks of which no sign of life was noticed here for so long, in which they are looked for ten
@@ -126,14 +142,14 @@ class Pulse:
         return [0] if self._own else []
 
     def _asked(self, call: Callable[[], Found]) -> Found:
-        """What the store answers. Raises RuntimeError where whoever keeps it is gone, or does not answer in time."""
+        """As `asked`; it is not asked again when it has not answered."""
         if not self._kept:
             raise RuntimeError("the store is out of reach")
         try:
-            return begun(call).result(self._seconds)
-        except TimeoutError as error:
+            return asked(call, self.seconds)
+        except RuntimeError:
             self._kept = False
-            raise RuntimeError("the store does not answer") from error
+            raise
 
     def fail(self, error: Exception, count: int) -> RankError | None:
         """Tell all `count` processes of an error, and wait a little until they know. Returns what to raise instead
@@ -153,6 +169,13 @@ class Pulse:
         except RuntimeError:
             pass
         return None
+
+    def check(self) -> None:
+        """Raises RankError where a process has failed before: they wait for different things of each other since."""
+        try:
+            self.listen()
+        except RankError as error:
+            raise RankError(f"the ranks are out of step: {error}; start them anew", told=True) from error
 
     def listen(self) -> None:
         """Raises RankError where a process has failed."""
@@ -182,20 +205,14 @@ class Pulse:
                 return
 
 
-def _lost(missing: Sequence[int], error: Exception) -> RankError:
-    if not missing:
-        return RankError(f"the ranks lost each other: {error}")
-    verb = "is" if len(missing) == 1 else "are"
-    return RankError(f"{named(missing)} {verb} silent: stopped, killed, or out of reach")
-
-
 _PULSES: dict[int, Pulse] = {}
 
 
 def pulse_of(own: int, store: Store, seconds: float) -> Pulse:
-    """That of this process, which begins with the first call. `own`: its rank."""
+    """That of this process, which begins with the first call. `own`: its rank; the last one's `seconds` count."""
     if own not in _PULSES:
         _PULSES[own] = Pulse(own, store, seconds)
+    _PULSES[own].seconds = seconds
     return _PULSES[own]
 
 

@@ -22,6 +22,7 @@ from gigagrad.allowances import FREE_SHARE, ROWS_AT_ONCE
 from gigagrad.boxes import Box
 from gigagrad.devices import Machine
 from gigagrad.errors import StoreError
+from gigagrad.files import HOST
 from gigagrad.stores.bricks import Bricks
 from gigagrad.stores.codecs import Blosc, Bytes, Codec, faster_codec
 from gigagrad.stores.scratch import Scratch
@@ -207,11 +208,20 @@ class DiskTier(Tier):
         self._folder, self._room_bytes = folder, room_bytes
 
     def room_bytes(self) -> int:
+        _, free = self._disk()
+        return free if self._room_bytes is None else min(free, self._room_bytes)
+
+    def shared_room(self) -> tuple[str, int] | None:
+        return self._disk()
+
+    def _disk(self) -> tuple[str, int]:
+        """Its name, by this machine's number for it, and the bytes that are free there. Raises StoreError."""
         try:
             free = int(shutil.disk_usage(self._folder).free * FREE_SHARE)
+            disk = self._folder.stat().st_dev
         except OSError as error:
             raise StoreError(f"cannot use scratch folder '{self._folder}': {error.strerror or error}") from error
-        return free if self._room_bytes is None else min(free, self._room_bytes)
+        return f"{HOST} {disk}", free
 
     def open(self, needed_bytes: int, machine: Machine) -> OpenTier:
         codec = faster_codec(machine.disk_bytes_per_second, machine.codec_bytes_per_second, machine.codec_ratio)
@@ -243,6 +253,9 @@ class PlannedDiskTier(DiskTier):
 
     def room_bytes(self) -> int:
         return self._room_bytes or 0
+
+    def shared_room(self) -> tuple[str, int] | None:
+        return None
 
     def open(self, needed_bytes: int, machine: Machine) -> OpenTier:
         raise StoreError("scratch files were planned for without a folder to put them in; name one with scratch=")

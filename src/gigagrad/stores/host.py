@@ -14,6 +14,7 @@ from gigagrad.allowances import FREE_SHARE, whole_pages
 from gigagrad.boxes import Box, Span
 from gigagrad.devices import Machine
 from gigagrad.devices.spare import SpareBlocks
+from gigagrad.files import HOST
 from gigagrad.graphs.crops import part
 from gigagrad.stores.store import Store
 from gigagrad.stores.tier import FieldSpec, OpenTier, Size, Tier
@@ -165,6 +166,10 @@ class HostTier(MemoryTier):
     def room_bytes(self) -> int:
         free = int(psutil.virtual_memory().available * FREE_SHARE)
         return free if self._room_bytes is None else self._room_bytes
+
+    def shared_room(self) -> tuple[str, int] | None:
+        """The machine's, unless somebody has said how much each rank may take."""
+        return (HOST, self.room_bytes()) if self._room_bytes is None else None
 
     def link_seconds(self, nbytes: float, machine: Machine) -> float:
         return nbytes / machine.copy_bytes_per_second

@@ -1,7 +1,8 @@
 """A folder for one run's files, and the thread that writes them while tiles are being computed.
 
 Every run has a folder of its own, held by a lock for as long as its process lives. A run that ends, however it ends,
-removes its folder; what a killed process left behind is removed by the next run that uses the same scratch folder.
+removes its folder; what a killed process left behind is removed by the next run of the same machine in the same
+scratch folder: on a disk that several share, the others may not see that a folder is locked.
 Files keep their names while they are open, so that `du` shows who takes the space, on any file system.
 """
 
@@ -24,12 +25,15 @@ from filelock import FileLock, Timeout
 
 from gigagrad.allowances import ROWS_AT_ONCE, WRITES_BEHIND
 from gigagrad.errors import StoreError
+from gigagrad.files import HOST
 from gigagrad.stores.scratch_file import ScratchFile
 from gigagrad.threads import SideThreads, Task, uninterrupted, wait_for
 from gigagrad.units import format_bytes
 
-_OURS = re.compile(r"(gigagrad-\d+-[0-9a-f]{8})(\.lock)?")
-"""Folders of runs, by process and a number of their own, and the locks beside them; nothing else is ever removed."""
+_OURS = re.compile(rf"(gigagrad-{HOST}-\d+-[0-9a-f]{{8}})(\.lock)?")
+"""Folders of this machine's runs, by process and a number of their own, and the locks beside them; nothing else is ever
+removed.
+"""
 
 
 class Scratch:
@@ -126,7 +130,7 @@ class _Place:
         """Whether a folder of a new name is ours. A lock without a folder looks like one that a killed process left, so
         a run that cleans up may have it at this moment, or have removed it.
         """
-        folder = self._scratch / f"gigagrad-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        folder = self._scratch / f"gigagrad-{HOST}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         lock = _lock_of(folder)
         try:
             lock.acquire(blocking=False)
@@ -172,7 +176,7 @@ def _give_up(lock: FileLock) -> None:
 
 
 def _remove_abandoned(scratch: Path) -> None:
-    """What runs left whose process is gone: folders and locks that nobody holds."""
+    """What runs of this machine left whose process is gone: folders and locks that nobody holds."""
     found = [match for path in scratch.iterdir() if (match := _OURS.fullmatch(path.name))]
     for name in dict.fromkeys(match[1] for match in found):
         folder = scratch / name

@@ -7,7 +7,8 @@ opens it once and takes stores from it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, Protocol
@@ -72,6 +73,12 @@ class Tier(ABC):
     def room_bytes(self) -> int | None:
         """What fields may take now; None where only the budget bounds it. Raises StoreError where it is not there."""
 
+    def shared_room(self) -> tuple[str, int] | None:
+        """What the room is part of, where ranks may share that: a name for it, the same on all that do, and the bytes
+        that are free there. None: the room is for each rank. Raises StoreError where it is not there.
+        """
+        return None
+
     @abstractmethod
     def open(self, needed_bytes: int, machine: Machine) -> OpenTier:
         """For one run, whose fields take up to so many bytes. Raises StoreError."""
@@ -99,6 +106,18 @@ class Tier(ABC):
     def processor_seconds(self, nbytes: float, machine: Machine) -> float:
         """By the clock, what moving them keeps the processor from computing."""
         return 0.0
+
+
+def least_room(rooms: Sequence[tuple[int, tuple[str, int] | None]]) -> int:
+    """The bytes that each of several ranks may take in a tier, by its `room_bytes` and `shared_room` on all of them."""
+    takers = Counter(shared[0] for _, shared in rooms if shared is not None)
+
+    def own(room: int, shared: tuple[str, int] | None) -> int:
+        if shared is None or takers[shared[0]] == 1:
+            return room
+        return min(room, shared[1] // takers[shared[0]])
+
+    return min(own(room, shared) for room, shared in rooms)
 
 
 _KINDS: dict[str, Callable[[str, int | None], Tier]] = {}

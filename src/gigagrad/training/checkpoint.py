@@ -69,6 +69,7 @@ class Checkpoint:
     `tile` the `(height, width)` the plan chose; `metrics_bytes` how much of the metrics file belongs to it; `average`
     is that of the weights, empty where none is kept. All ranks hold the same, the first writes it, any number go on;
     of an optimizer's state that ranks share, `optimizer` says only how many tensors lie in a folder of its own.
+    `launches`: what has started those that wrote it, and starts them again.
     """
 
     config: dict[str, Any]
@@ -80,11 +81,13 @@ class Checkpoint:
     tile: tuple[int, int]
     metrics_bytes: int
     average: dict[str, Tensor]
+    launches: tuple[str, ...]
 
     def save(self, path: Path) -> None:
         """Replace `path` atomically. Raises `WriteError`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields |= {"progress": dataclasses.asdict(self.progress), "tile": list(self.tile)}
+        fields |= {"progress": dataclasses.asdict(self.progress)}
+        fields |= {"tile": list(self.tile), "launches": list(self.launches)}
         write_tensors(path, {"format": _KIND, "version": 1, **fields})
 
     @classmethod
@@ -92,9 +95,10 @@ class Checkpoint:
         """Read a file of `save`. Raises `ConfigError` when it is damaged, with the remedy."""
         try:
             payload = read_tensors(path, _KIND)
-            fields = {field.name: payload[field.name] for field in dataclasses.fields(cls) if field.name != "average"}
-            fields["average"] = payload.get("average", {})  # none in checkpoints before there were averages
-            fields |= {"progress": Progress(**payload["progress"]), "tile": tuple(payload["tile"])}
+            payload = {"average": {}, "launches": []} | payload  # of those that were written before there were any
+            fields = {field.name: payload[field.name] for field in dataclasses.fields(cls)}
+            fields |= {"progress": Progress(**payload["progress"])}
+            fields |= {"tile": tuple(payload["tile"]), "launches": tuple(payload["launches"])}
             _check_kinds(fields)
         except (ValueError, KeyError, TypeError) as error:
             reason = error if isinstance(error, ValueError) else f"{path} was written by another version"
@@ -126,7 +130,8 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
     """Raises `TypeError` where something else lies in the place of what a run needs to go on."""
     progress: Progress = fields["progress"]
     counts = (progress.epoch, progress.index, progress.step, progress.best_epoch, fields["metrics_bytes"])
-    if not all(isinstance(fields[name], kind) for name, kind in _KINDS.items()):
+    kinds = [isinstance(fields[name], kind) for name, kind in _KINDS.items()]
+    if not all([*kinds, *(isinstance(name, str) for name in fields["launches"])]):
         raise TypeError("a field of another type")
     if not all(type(count) is int and count >= 0 for count in counts) or type(progress.best_loss) is not float:
         raise TypeError("no progress")

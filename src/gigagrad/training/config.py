@@ -129,7 +129,7 @@ class FitConfig(Settings):
         "seed": (0, 2**63 - 1),
         "level": (0, math.inf),
         "checkpoint_seconds": (0, math.inf),
-        "rank_timeout": (1, math.inf),
+        "rank_timeout": (1, 1e6),
     }
 
     def __post_init__(self) -> None:

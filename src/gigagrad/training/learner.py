@@ -61,6 +61,8 @@ class Learner:
         self.model, self._config, self._count, self._data = model, config, count, fleet.data
         self._journal, self._first = journal, fleet.first
         self.shards = Shards(model, fleet.everybody) if config.shard_optimizer else None
+        self._saved: tuple[Path, int] | None = None
+        """Where the shards of the last checkpoint are, and how many tensors they have."""
         self.optimizer = make_optimizer(config, model, None if self.shards is None else self.shards.own)
         self._average = Averaged(model, config.ema) if config.ema else None
         settings: dict[str, Any] = {
@@ -75,6 +77,10 @@ class Learner:
         }
         self.group = Group(model, loss.function, **settings) if grouped else None
         self.engine = self.group.engine if self.group is not None else compile_engine(model, loss.function, **settings)
+        self._overflows = self._overflows_behind = 0
+        """As `Engine.overflows`, before the step at hand, where each of its slides begins whatever this group has seen
+        of the others, and behind it.
+        """
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -94,8 +100,10 @@ class Learner:
         for slide, (opened, owner) in enumerate(zip(slides, owners, strict=True)):
             if owner != self._data.index:
                 continue
+            self.engine.overflows = self._overflows
             with opened() as (image, target):
                 loss = float(self.engine.backward(image, target))
+            self._overflows_behind = max(self._overflows_behind, self.engine.overflows)
             tree.add(slide, [parameter.grad for parameter in learned])
             self.model.zero_grad(set_to_none=True)
             found[slide] = {"loss": loss, **self._measured()}
@@ -109,14 +117,16 @@ class Learner:
             for buffer, value in zip(self.model.buffers(), before, strict=True):
                 buffer.copy_(value)
             leave_in_order(self.model, left, owners, self._data)
-        told = self._data.said([[slide, values] for slide, values in found.items()])
-        return [values for _, values in sorted(pair for pairs in told for pair in pairs)]
+        told = self._data.said([self._overflows_behind, [[slide, values] for slide, values in found.items()]])
+        self._overflows_behind = max(overflows for overflows, _ in told)
+        return [values for _, values in sorted(pair for _, pairs in told for pair in pairs)]
 
     def add_bags(self, bags: Sequence[Sequence[Opened]], targets: Sequence[torch.Tensor]) -> dict[str, float]:
         """The gradients of a step's bags; what there is to log of them all."""
         assert self.group is not None
         self._begin()
         loss = self.group.backward(bags, targets)
+        self._overflows_behind = self.engine.overflows
         self._forget_journals()
         return {"loss": loss, **self._measured()}
 
@@ -154,6 +164,7 @@ class Learner:
         self.optimizer.step()
         if self.shards is not None:
             self.shards.spread()
+        self._overflows = self._overflows_behind
         if self._average is not None:
             self._average.update(done + 1)
         return values
@@ -176,13 +187,19 @@ class Learner:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict() if self.shards is None else self._save_shards(sharded),
             "engine": self.engine.state_dict()
+            | {"overflows": self._overflows}
             | ({} if self.group is None else {"outputs": self.group.outputs.state_dict()}),
             "average": {} if self._average is None else self._average.weights,
         }
 
     def _save_shards(self, folder: Path | None) -> dict[str, Any]:
         assert self.shards is not None
-        return {SHARDED: 0 if folder is None else self.shards.save(self.optimizer, folder)}
+        if folder is None:
+            return {SHARDED: 0}
+        # A folder belongs to a step: the state is that which lies there, and a checkpoint may need it.
+        if self._saved is None or self._saved[0] != folder:
+            self._saved = folder, self.shards.save(self.optimizer, folder)
+        return {SHARDED: self._saved[1]}
 
     def load(self, checkpoint: Checkpoint, sharded: Path) -> None:
         """`sharded`: the folder of the optimizer's state, where ranks shared it. Raises anything at all for what is
@@ -191,6 +208,7 @@ class Learner:
         self.model.load_state_dict(checkpoint.model)
         if SHARDED in checkpoint.optimizer:
             load_sharded(self.optimizer, self.model, sharded, checkpoint.optimizer[SHARDED])
+            self._saved = sharded, checkpoint.optimizer[SHARDED]
         elif self.shards is None:
             self.optimizer.load_state_dict(checkpoint.optimizer)
         else:
@@ -198,6 +216,7 @@ class Learner:
             whole.load_state_dict(checkpoint.optimizer)
             self.optimizer.state.update({p: whole.state[p] for p in self.shards.own.values() if p in whole.state})
         self.engine.load_state_dict(checkpoint.engine)
+        self._overflows = self._overflows_behind = self.engine.overflows
         if self.group is not None:
             self.group.outputs.load_state_dict(checkpoint.engine["outputs"])
         if self._average is not None:

@@ -31,7 +31,8 @@ from gigagrad.models import load_weights_into, resolve, save_model
 from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
-from gigagrad.ranks import Fleet, from_environment, is_restart
+from gigagrad.ranks import Fleet, from_environment, launch
+from gigagrad.training.agreement import check_same_start, check_same_weights, check_seen
 from gigagrad.training.card import write_model
 from gigagrad.training.checkpoint import Checkpoint, Progress
 from gigagrad.training.class_weights import BALANCED, class_weights
@@ -76,8 +77,7 @@ def fit(
     with everybody.as_one(), torch.random.fork_rng(devices=[]):
         fleet = Fleet.of(everybody, settings.mesh_shape, settings.rank_timeout)
         events = Events(tuple(listeners) if fleet.first else ())
-        # What was to be overwritten has been, by those who were here before.
-        return _Run(settings, events, fleet, overwrite=overwrite and not is_restart()).fit()
+        return _Run(settings, events, fleet, overwrite=overwrite).fit()
 
 
 def as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collection[str] = ()) -> FitConfig:
@@ -108,23 +108,25 @@ class _Run:
                 "many patients as a step is to see"
             )
         self.jitter = Jitter(config.stain_jitter, config.colour_jitter)
-        self.overwrite = overwrite
+        self.launches = tuple(sorted({*fleet.everybody.said(launch())} - {""}))
+        self.overwrite = overwrite and not self._has_overwritten()
         self.progress = Progress()
         self.resumed: Checkpoint | None = None
-        if self.folder.checkpoint.exists() and not overwrite:
+        if self.folder.checkpoint.exists() and not self.overwrite:
             self.folder.check_own()
             self._continue(Checkpoint.load(self.folder.checkpoint))
-        self._check_alike()
+        step = None if self.resumed is None else self.progress.step
+        shapes = [size.shape for size in self.sizes]
+        check_same_start(fleet.everybody, self.folder, step, self.config, self.cohort, shapes)
 
-    def _check_alike(self) -> None:
-        """Raises `ConfigError` where ranks find different things in the run's folder."""
-        found = None if self.resumed is None else self.progress.step
-        for rank, other in enumerate(self.fleet.everybody.said(found)):
-            if other != found:
-                raise ConfigError(
-                    f"rank {rank} finds {_run_found(other)} in {self.folder.path}, and rank "
-                    f"{self.fleet.everybody.index} {_run_found(found)}; give an --out on a disk that all of them see"
-                )
+    def _has_overwritten(self) -> bool:
+        """Whether those that torchrun starts again after one of them had failed did so before."""
+        if not self.launches or not self.folder.checkpoint.exists():
+            return False
+        try:
+            return not {*self.launches}.isdisjoint(Checkpoint.load(self.folder.checkpoint).launches)
+        except ConfigError:  # a checkpoint of anybody's
+            return False
 
     def _continue(self, checkpoint: Checkpoint) -> None:
         """Go on from `checkpoint`. Raises `ConfigError` where it is another run's, unless that took no step."""
@@ -143,11 +145,13 @@ class _Run:
             self.events.emit(Notice(f"{self.folder.path} holds this run, finished; --overwrite starts it anew"))
             return FitResult.load(self.folder.path)
         self._build()
+        check_same_weights(self.fleet.everybody, self.model)
         plan = plan_alike(self.engine, self._plan, self.fleet.data)
         self.tile = (int(plan.tile[0]), int(plan.tile[1]))
         if self.fleet.first:
             self._prepare_folder(plan)
         self.fleet.everybody.meet()
+        check_seen(self.fleet.everybody, self.folder)
         with ExitStack() as stack:
             if self.fleet.first:
                 self._record(stack)
@@ -203,8 +207,7 @@ class _Run:
         self.engine = self.learner.engine
         if self.resumed is not None:
             self._resume(self.resumed)
-        self.saved_step = self.progress.step
-        self._note_state()
+        self.saved_step, self.logged_bytes = self.progress.step, 0
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         try:
@@ -242,7 +245,7 @@ class _Run:
                 folder.clear()
             elif leftover := folder.leftover():
                 raise ConfigError(f"{leftover} exists and belongs to no run; choose another --out, or --overwrite it")
-            self._save(metrics_bytes=0)
+            self._save()
         else:
             self.events.emit(Notice(f"continuing {folder.path} after step {self.progress.step}"))
             if self.tile != self.resumed.tile:
@@ -315,9 +318,9 @@ class _Run:
         told = self.steps.gradients(chosen, progress, lambda done, loss: tell(done, loss) if done < slides else None)
         told[-1] |= self.learner.step(progress.epoch, progress.index, slides)
         self.progress = replace(progress, index=progress.index + slides, step=progress.step + slides)
-        self._note_state()
         for number, values in enumerate(told, self.progress.step - len(told) + 1):
             self.events.emit(MetricsLogged("train", progress.epoch + 1, number, values))
+        self._note_state()
         tell(slides, told[-1]["loss"])
 
     def _end_epoch(self) -> None:
@@ -352,6 +355,8 @@ class _Run:
     def _note_state(self) -> None:
         """The run is between two steps: remember what else a checkpoint of this moment needs."""
         self.at_step, self.writes = self.progress, self.learner.writes()
+        if self.fleet.first:
+            self.logged_bytes = self.log.position()
 
     def _save_interrupted(self) -> None:
         """A checkpoint of the last whole step, unless one had begun to write when the interrupt came."""
@@ -361,7 +366,7 @@ class _Run:
             self.progress = self.at_step
             self._save()
 
-    def _save(self, metrics_bytes: int | None = None) -> None:
+    def _save(self) -> None:
         """Ranks that share the optimizer's state call it together, once there is any."""
         if not self.fleet.first and self.learner.shards is None:
             return
@@ -374,7 +379,8 @@ class _Run:
             cohort=self.cohort.fingerprint,
             progress=self.progress,
             tile=self.tile,
-            metrics_bytes=self.log.position() if metrics_bytes is None else metrics_bytes,
+            metrics_bytes=self.logged_bytes,
+            launches=self.launches,
             **state,
         ).save(self.folder.checkpoint)
         for older in self.folder.optimizer.glob("step-*"):
@@ -418,7 +424,3 @@ class _Run:
             write_model(model, self.config, self.cohort, result, mpp)
         except ModelError as error:
             self.events.emit(Notice(f"there is no {self.folder.model}: {error}", warning=True))
-
-
-def _run_found(step: int | None) -> str:
-    return "no run" if step is None else f"a run after step {step}"
