@@ -74,23 +74,23 @@ def join(timeout: float) -> int:
     try:
         store = begun(connected).result(seconds + _ANSWER_SECONDS)
     except (RuntimeError, TimeoutError) as error:
-        reason = "" if time.monotonic() - began > seconds / 2 else f" ({str(error).splitlines()[0][:200]})"
-        raise _not_joined(named(keeper) if keeper else f"some of {count} ranks", seconds, reason) from error
+        within = f"within {seconds:g} s"
+        reason = within if time.monotonic() - began > seconds / 2 else f"({str(error).splitlines()[0][:200]})"
+        raise _not_joined(named(keeper) if keeper else f"some of {count} ranks", reason) from error
     try:
         found = _Meeting(PrefixStore("gigagrad", store), own, int(count), seconds, timeout).find()
     except RuntimeError as error:
         raise lost(keeper, error) from error
     if found.missing:
-        raise _not_joined(named(found.missing), seconds)
+        raise _not_joined(named(found.missing), f"within {seconds:g} s")
     apart = PrefixStore(f"gigagrad-{found.start}", store)
     group = begun(lambda: init_process_group("gloo", store=apart, rank=own, world_size=int(count), timeout=limit))
     pulse_of(own, apart, timeout).watched(group.result, group.done, range(int(count)), timeout)
     return found.hosts.count(HOST)
 
 
-def _not_joined(who: str, seconds: float, reason: str = "") -> RankError:
-    hint = "look at what the others say, and at MASTER_ADDR and MASTER_PORT"
-    return RankError(f"{who} did not join within {seconds:g} s{reason}; {hint}")
+def _not_joined(who: str, reason: str) -> RankError:
+    return RankError(f"{who} did not join {reason}; look at what the others say, and at MASTER_ADDR and MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
