@@ -30,11 +30,13 @@ def before_pytorch(*, own_process: bool = False) -> None:
     """What PyTorch reads from the environment once, when it is loaded; what the user has set stays.
 
     Large blocks in huge pages (docs/decisions/0015-huge-pages.md). In a process of our own (the command line) its
-    threads also wait without spinning: beside another busy process, spinning made steps 3 to 20 times slower.
+    threads also wait without spinning: beside another busy process, spinning made steps 3 to 20 times slower; and
+    that a rank was lost is said in one line, without the stack of every connection to it.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if own_process:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 class LargeBlocks:
