@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -19,8 +20,8 @@ from gigagrad.ranks.fleet import from_environment
 from gigagrad.ranks.process_group import ProcessGroup
 
 
-def step(mesh: object = None) -> list[list[float]]:
-    """The gradients of one step with random operators."""
+def step(mesh: object = None, choices: object = None) -> tuple[list[list[float]], object]:
+    """The gradients of one step with random operators, and what the engine chose by measurement; or that is given."""
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     state = torch.get_rng_state()
     torch.manual_seed(5)
@@ -30,8 +31,11 @@ def step(mesh: object = None) -> list[list[float]]:
     image, target = torch.rand(3, 40, 60), torch.rand(1, 40, 60)
     torch.set_rng_state(state)
     engine = gg.compile(net, nn.functional.mse_loss, tile=(11, 13), mesh=mesh)  # type: ignore[arg-type]
+    if choices is not None:
+        engine.load_state_dict({"choices": choices})
     engine.backward(image, target)
-    return [p.grad.flatten().tolist() for p in net.parameters() if p.grad is not None]
+    gradients = [p.grad.flatten().tolist() for p in net.parameters() if p.grad is not None]
+    return gradients, engine.state_dict()["choices"]
 
 
 def told(what: object) -> None:
@@ -71,7 +75,7 @@ def main(what: str, victim: int = 0) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if what == "step":
-        told(step(init_device_mesh("cpu", (dist.get_world_size(),))))
+        told(json.dumps(step(init_device_mesh("cpu", (dist.get_world_size(),)))))
     elif what == "fail":
         ranks = ProcessGroup()
         try:
