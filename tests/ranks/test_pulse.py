@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from gigagrad.errors import RankError
-from gigagrad.ranks.pulse import Pulse, begun
+from gigagrad.ranks.pulse import Pulse, begun, keeper
 
 
 @pytest.fixture
@@ -65,3 +65,10 @@ def test_ranks_that_are_out_of_step_begin_nothing_new(pulses):
     for pulse in pulses:
         with pytest.raises(RankError, match=r"^the ranks are out of step: rank 1 failed: no room; start them anew"):
             pulse.check()
+
+
+def test_a_store_without_an_answer_tells_of_the_first_rank_unless_torchrun_keeps_it(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert [keeper(own) for own in range(3)] == [[], [0], [0]]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert [keeper(own) for own in range(3)] == [[], [], []]

@@ -59,28 +59,28 @@ def join(timeout: float) -> int:
     from torch.distributed import TCPStore, init_process_group  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import PrefixStore
 
-    from gigagrad.ranks.pulse import begun, lost, pulse_of
+    from gigagrad.ranks.pulse import begun, keeper, keeps_store, lost, pulse_of
 
     seconds = max(timeout, JOINING_SECONDS)
     limit, began = timedelta(seconds=seconds), time.monotonic()
     rank, count, host, port = (os.environ[name] for name in _VARIABLES)
-    own, kept = int(rank), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    keeps = not own and not kept
+    own = int(rank)
+    keeps = own == 0 and keeps_store()
 
     def connected() -> Store:
         return TCPStore(host, int(port), is_master=keeps, timeout=limit, wait_for_workers=False, multi_tenant=True)
 
-    keeper = [0] if own and not kept else []
+    first = keeper(own)
     try:
         store = begun(connected).result(seconds + _ANSWER_SECONDS)
     except (RuntimeError, TimeoutError) as error:
         within = f"within {seconds:g} s"
         reason = within if time.monotonic() - began > seconds / 2 else f"({str(error).splitlines()[0][:200]})"
-        raise _not_joined(named(keeper) if keeper else f"some of {count} ranks", reason) from error
+        raise _not_joined(named(first) if first else f"some of {count} ranks", reason) from error
     try:
         found = _Meeting(PrefixStore("gigagrad", store), own, int(count), seconds, timeout).find()
     except RuntimeError as error:
-        raise lost(keeper, error) from error
+        raise lost(first, error) from error
     if found.missing:
         raise _not_joined(named(found.missing), f"within {seconds:g} s")
     apart = PrefixStore(f"gigagrad-{found.start}", store)

@@ -65,6 +65,16 @@ def lost(missing: Sequence[int], error: Exception) -> RankError:
     return RankError(f"{named(missing)} {verb} silent: stopped, killed, or out of reach")
 
 
+def keeps_store() -> bool:
+    """Whether the first rank keeps the store, as where no torchrun does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def keeper(own: int) -> list[int]:
+    """The rank that is gone or stopped where this one, `own`, gets no answer of the store; none where nobody knows."""
+    return [0] if own and keeps_store() else []
+
+
 class Pulse:
     """This process's sign of life in a store, every second, and everybody's; one for all groups of ranks.
 
@@ -82,7 +92,7 @@ class Pulse:
         try:  # a connection of its own: while a thread waits for a key, no other one gets through on the same
             self._store = dist.distributed_c10d.PrefixStore("gigagrad-pulse", self._asked(clone))
         except RuntimeError as error:
-            raise lost(self._keeper(), error) from None
+            raise lost(keeper(self._own), error) from None
         self._thread = threading.Thread(target=self._beat, name="gigagrad-pulse", daemon=True)
         self._thread.start()
 
@@ -119,7 +129,7 @@ class Pulse:
         try:
             found = self._beats(peers)
         except RuntimeError:
-            return self._keeper()
+            return keeper(self._own)
         for peer, beats in found.items():
             if self._noticed.get(peer, (-1, now))[0] != beats:
                 self._noticed[peer] = beats, now
@@ -132,14 +142,10 @@ class Pulse:
             time.sleep(3 * BEAT_SECONDS)
             return [peer for peer, beats in self._beats(peers).items() if before[peer] == beats]
         except RuntimeError:
-            return self._keeper()
+            return keeper(self._own)
 
     def _beats(self, peers: Sequence[int]) -> dict[int, int]:
         return self._asked(lambda: {peer: self._store.add(str(peer), 0) for peer in peers})
-
-    def _keeper(self) -> list[int]:
-        """Who keeps the store, and is gone or stopped."""
-        return [0] if self._own else []
 
     def _asked(self, call: Callable[[], Found]) -> Found:
         """As `asked`; it is not asked again when it has not answered."""
