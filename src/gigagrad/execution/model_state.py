@@ -24,7 +24,10 @@ def stored_in(composite: Composite, graph: Graph) -> Callable[[str, str], torch.
 
 
 def leave_state(composite: Composite, updates: Mapping[str, torch.Tensor], captured: Captured) -> None:
-    """Running statistics and the like, counters too: once a run, as PyTorch would. `updates` are new values."""
+    """Running statistics and the like, weights that forward itself changes, counters too: once a run, as PyTorch would.
+
+    `updates` are new values.
+    """
     for name, value in updates.items():
         if name in captured.graph.closed:
             captured.graph.closed[name].copy_(value)
@@ -33,9 +36,12 @@ def leave_state(composite: Composite, updates: Mapping[str, torch.Tensor], captu
         owner = composite.get_submodule(path)
         buffer = getattr(owner, own)
         if buffer is not None and buffer.shape == value.shape:
-            buffer.copy_(value)
+            buffer.detach().copy_(value)
         else:
             setattr(owner, own, value.clone() if buffer is None else value.to(buffer, copy=True))
+    for name in captured.frozen:
+        frozen = captured.graph.closed[name] if name in captured.graph.closed else composite.get_parameter(name)
+        frozen.requires_grad_(False)
     captured.leave_effects()
 
 
@@ -81,11 +87,11 @@ def check_independent(captured: Captured) -> None:
 
 
 def _is_written(graph: Graph, node_id: int) -> bool:
-    return graph[node_id].op == "buffer" and graph[node_id].arguments["name"] in graph.updates
+    return graph[node_id].op in ("buffer", "parameter") and graph[node_id].arguments["name"] in graph.updates
 
 
 def _behind_written(graph: Graph) -> list[int]:
-    """The nodes that depend on buffers which the graph writes."""
+    """The nodes that depend on buffers and parameters which the graph writes."""
     found: list[int] = []
     behind: set[int] = set()
     for node in graph.nodes:

@@ -35,6 +35,7 @@ from gigagrad.graphs.lowering import lower, whole_field
 from gigagrad.graphs.rehearsal import Effects, Rehearsal, rehearse, roots_of
 from gigagrad.graphs.table import Refused
 from gigagrad.graphs.torch_state import torch_state_kept
+from gigagrad.graphs.traceable import untie
 from gigagrad.graphs.walk import Walk
 
 assert rows.__all__, "importing the rows fills the operator table"
@@ -85,6 +86,8 @@ class Captured:
     graph: Graph
     guard: Guard
     effects: Effects
+    frozen: tuple[str, ...]
+    """Names of the parameters that one forward freezes."""
     left_out: tuple[str, ...]
     """Names of what forward stores for somebody to look at, and nobody will find there."""
 
@@ -132,10 +135,10 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
         program, rehearsal = _exported(composite, image, target, outside)
         named = _named("image", image) + _named("target", target)
         closed = {f"{CLOSED}.{index}": tensor for index, tensor in enumerate(rehearsal.closed)}
-        graph = _convert(program, composite, named, closed)
+        graph = _convert(program, composite, named, closed, rehearsal.frozen)
         roots = roots_of(composite.model, composite.loss, rehearsal.generators)
         guard = Guard(roots, rehearsal.ran, rehearsal.closed)
-        return Captured(graph, guard, rehearsal.effects, rehearsal.left_out)
+        return Captured(graph, guard, rehearsal.effects, rehearsal.frozen, rehearsal.left_out)
 
 
 def _exported(
@@ -153,9 +156,11 @@ def _exported(
             with _autocast(home, composite.autocast):
                 rehearsal = rehearse(composite, mode, inputs, outside)
                 # A copy of its own: a model may keep what its first forward made.
-                fake = composite.fake_copy(mode, outside, rehearsal.closed).composite
+                copy = composite.fake_copy(mode, outside, rehearsal.closed)
+                copy.known_writes = rehearsal.writes
                 with rehearsal.undone(), fx_traceback.preserve_node_meta():
-                    exported = torch.export.export(fake, inputs, strict=False)
+                    exported = torch.export.export(copy.composite, inputs, strict=False)
+                untie(exported)
                 return exported.run_decompositions({}), rehearsal
         except CaptureError:
             raise
@@ -219,6 +224,7 @@ def _convert(
     composite: Composite,
     named: list[tuple[str, str, InputSpec]],
     closed: dict[str, torch.Tensor],
+    frozen: tuple[str, ...],
 ) -> Graph:
     has_loss = composite.loss is not None
     builder = Builder(closed)
@@ -234,7 +240,7 @@ def _convert(
                     op, name, given.shape, given.read_dtype, field=given.field, differentiable=given.differentiable
                 )
             else:
-                values[node.name] = _stored(builder, spec, program, composite, closed)
+                values[node.name] = _stored(builder, spec, program, composite, closed, frozen)
                 traced, real = tuple(node.meta["val"].shape), builder.node(values[node.name]).shape
                 if traced != real:
                     raise CaptureError(
@@ -272,7 +278,7 @@ def _line(origin: Origin) -> str:
 def _note_updates(program: torch.export.ExportedProgram, values: dict[str, Any], builder: Builder) -> None:
     """New values of the buffers that the model writes while it runs."""
     for spec in program.graph_signature.output_specs:
-        if spec.kind.name == "BUFFER_MUTATION":
+        if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION"):
             builder.updates[str(spec.target)] = builder.gather(values[spec.arg.name])
         elif spec.kind.name == "USER_INPUT_MUTATION":
             raise CaptureError("the model or the loss writes into its input; let it work on a clone")
@@ -284,6 +290,7 @@ def _stored(
     program: torch.export.ExportedProgram,
     composite: Composite,
     closed: dict[str, torch.Tensor],
+    frozen: tuple[str, ...],
 ) -> Ref:
     """A parameter, buffer or constant tensor the graph reads."""
     kind = spec.kind.name
@@ -306,7 +313,7 @@ def _stored(
         tuple(tensor.shape),
         dtype,
         field=False,
-        differentiable=kind == "PARAMETER" and tensor.requires_grad,
+        differentiable=kind == "PARAMETER" and tensor.requires_grad and spec.target not in frozen,
     )
 
 

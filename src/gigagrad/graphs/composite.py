@@ -15,11 +15,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from gigagrad.errors import CaptureError
-from gigagrad.graphs.traceable import instance_norm, make_traceable
+from gigagrad.graphs.appearance import not_compiling
+from gigagrad.graphs.traceable import batch_norm_traceable, instance_norm
 from gigagrad.graphs.walk import is_library
+from gigagrad.graphs.writes import Learned, Writes
 
 SOURCE = "gigagrad source"
 CLOSED = "closed"
@@ -47,11 +48,21 @@ class Composite(nn.Module):
     def forward(self, images: tuple[torch.Tensor, ...], target: Any = None) -> tuple[Any, dict[str, torch.Tensor]]:
         """What the loss or the model returns, and the buffers that were replaced by new tensors on the way."""
         before = dict(self.named_buffers())
-        with _Observed(self.__dict__["_originals"]):
+        originals = self.__dict__["_originals"]
+        asking = {id(parameter): parameter.requires_grad for parameter in self.parameters()}
+        buffers = {id(buffer) for buffer in before.values()}
+        line = lambda: user_line(sys._getframe(1))  # noqa: E731
+        originals.writes = writes = Writes(originals.known_writes, asking, buffers, line)
+        with _Observed(originals), not_compiling(), batch_norm_traceable(), writes.checkpoints.watched():
             output = self.model(*images)
             result = output if self.loss is None else self.loss(output, target)
-        own = ((name, now) for name, now in self.named_buffers() if not name.startswith(f"{CLOSED}."))
-        return result, {name: now for name, now in own if now is not before.get(name)}
+        if self.loss is not None:
+            writes.checkpoints.run_again(writes)
+        writes.finish()
+        own = [(name, now) for name, now in self.named_buffers() if not name.startswith(f"{CLOSED}.")]
+        replaced = {name: writes.current(now) for name, now in own if now is not before.get(name)}
+        stored = ((name, now) for name, now in (*own, *self.named_parameters()) if id(now) in writes.exchanged)
+        return writes.current(result), replaced | {name: writes.exchanged[id(now)] for name, now in stored}
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -78,7 +89,6 @@ class Composite(nn.Module):
             memo[id(buffer)] = mode.from_tensor(buffer).to(self.dtype_of(buffer.dtype))
         named = {id(t): name for name, t in [*self.named_parameters(), *self.named_buffers()]}
         made = copy.deepcopy(self, memo)
-        make_traceable(made)
         made.add_module(CLOSED, nn.Module())
         made.__dict__["_originals"] = originals = Originals(made, mode, named)
         for tensor in closed:
@@ -98,6 +108,9 @@ class Originals:
         self.closed: list[torch.Tensor] = []
         self.adopting = False
         self.trace: Trace | None = None
+        self.known_writes: Learned | None = None
+        self.writes: Writes
+        """Of the last run."""
         self._mode = mode
         self._named = named
 
@@ -141,8 +154,7 @@ class _Observed(TorchFunctionMode):
     model's where code reaches for those from outside: a loss that closes over the model, say.
 
     - The user's line of every call: export keeps frames of functions named `forward` only.
-    - `torch.no_grad` and `torch.inference_mode` regions: what they compute is detached. An exported graph has no
-      regions, and gradients would flow where autograd stops them.
+    - What autograd does not see: `torch.no_grad` regions and writes through detached tensors (`Writes`).
     - Hooks on tensors would be dropped: they are refused.
     """
 
@@ -158,11 +170,7 @@ class _Observed(TorchFunctionMode):
         args = tuple(map(originals.replacement, args))
         kwargs = {name: originals.replacement(value) for name, value in (kwargs or {}).items()}
         with _written_by(user_line(sys._getframe(1))):
-            result = func(*args, **kwargs)
-            if not torch.is_grad_enabled():
-                result = tree_map_only(
-                    torch.Tensor, lambda made: made.detach() if made.is_floating_point() else made, result
-                )
+            result = originals.writes(func, args, kwargs)
         if originals.trace is not None:
             originals.trace(func, args, kwargs, result)
         return result

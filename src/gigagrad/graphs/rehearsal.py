@@ -23,9 +23,11 @@ from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
 from gigagrad.errors import CaptureError
+from gigagrad.graphs.appearance import PlainTypes, plain_types
 from gigagrad.graphs.composite import CLOSED, Composite, hook_error, user_line
 from gigagrad.graphs.places import MISSING, Contents, Place, RandomPlace, are_identical, is_plain, same
 from gigagrad.graphs.walk import Ran, Walk
+from gigagrad.graphs.writes import Learned, own_gradient_error
 
 _REGISTERED = "GeneratedBackwardFor_"  # how PyTorch names the backward of an operator registered with it
 _SHARED_GENERATORS: Mapping[str, Any] = {
@@ -85,6 +87,9 @@ class Rehearsal:
     closed: tuple[torch.Tensor, ...]
     effects: Effects
     generators: Mapping[str, Any]
+    writes: Learned
+    frozen: tuple[str, ...]
+    """Names of the parameters that a forward leaves frozen: autograd adds nothing to their gradients any more."""
     left_out: tuple[str, ...]
     """Names of what a forward stores and nobody will find there: tensors, for one."""
 
@@ -92,7 +97,8 @@ class Rehearsal:
     def undone(self) -> Iterator[None]:
         """What another run of a copy changes outside of the copy is as before afterwards."""
         try:
-            yield
+            with plain_types(self.ran.users()):
+                yield
         finally:
             self.snapshot.restore()
 
@@ -192,18 +198,22 @@ def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: l
     copy.adopting = True
     snapshot = Snapshot(Walk(roots_of(copy.composite.model, copy.composite.loss)))
     ran = Ran()
+    asking = {name: parameter.requires_grad for name, parameter in copy.composite.named_parameters()}
     try:
         first = _Trace(inputs)
         copy.trace = first
         with mode, _profiled(ran, snapshot), _buffers_kept(copy.composite):
             output = copy.composite(*inputs)
+        writes = copy.writes.learned
+        asks = {name: parameter.requires_grad for name, parameter in copy.composite.named_parameters()}
+        frozen = tuple(name for name, asked in asking.items() if asked and not asks.get(name, True))
         _refuse_own_gradients(output)
         changes = [change for change in snapshot.changes() if not copy.stands_for(change.after, change.before)]
         later = Snapshot(snapshot.walk)
         second: _Trace | None = _Trace(inputs)
         copy.trace = second
         try:
-            with mode, _buffers_kept(copy.composite):
+            with mode, _buffers_kept(copy.composite), plain_types(ran.users()):
                 copy.composite(*inputs)
         except Exception:  # a model may be meant to run once; whether that matters is seen from what it left behind
             second = None
@@ -218,6 +228,8 @@ def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: l
         tuple(copy.closed),
         Effects(carried, _places(composite, ran) if carried else {}, steady=alike and not again),
         {name: made for name, made in _SHARED_GENERATORS.items() if _drawn_from(made, changes)},
+        writes,
+        frozen,
         tuple(change.name for change in left_out),
     )
 
@@ -288,18 +300,24 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
             if frame.f_code.co_name == "<module>":
                 importing.append(frame)
             elif not importing and ran.add(frame.f_code, frame.f_globals):
-                snapshot.walk.visit_globals(frame.f_code, frame.f_globals)
-                snapshot.extend()
+                with plain.paused():
+                    snapshot.walk.visit_globals(frame.f_code, frame.f_globals)
+                    snapshot.extend()
+                plain.add(frame.f_code, frame.f_globals)
         elif event == "return" and importing and importing[-1] is frame:
             importing.pop()
+        elif event == "c_call" and argument.__name__ == "run_backward":
+            raise own_gradient_error(user_line(frame))
         elif event == "c_call" and argument.__name__ in _NODE_HOOKS and isinstance(argument.__self__, GradientNode):
             raise hook_error(user_line(frame))
 
+    plain = PlainTypes()
     before: Any = sys.getprofile()
     sys.setprofile(see)
     try:
         yield
     finally:
+        plain.remove()
         if before is None or callable(before):
             sys.setprofile(before)
         else:  # cProfile, before Python 3.12

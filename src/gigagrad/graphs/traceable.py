@@ -1,13 +1,14 @@
-"""Three things that PyTorch's modules do and its export cannot follow, done otherwise on the copy that is traced.
+"""Do three things otherwise that PyTorch's modules do and its export cannot follow.
 
 - Instance norm writes its running statistics where functionalisation does not see it: they are computed beside it.
 - Batch norm with `momentum=None` turns the number of its steps into a Python number: a tensor does as well.
-- A module with buffers under two names makes aliases of them: the second name gets a module that calls the first.
+- A module with buffers under two names makes aliases of them: the second name gets a tensor that nobody reads.
 """
 
 from __future__ import annotations
 
-import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,39 +16,43 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-
-def make_traceable(module: nn.Module) -> None:
-    """Change a copy of a model in place; its meaning stays, and its parameters and buffers stay under their names."""
-    for part in module.modules():
-        if isinstance(part, _BatchNorm) and part.momentum is None and part.track_running_stats and part.training:
-            part.forward = types.MethodType(_cumulative, part)  # type: ignore[method-assign]
-    seen: set[int] = set()
-    for part in list(module.modules()):
-        for name, child in part._modules.items():
-            if child is None or next(child.buffers(), None) is None:
-                continue
-            if id(child) in seen:
-                part._modules[name] = _Same(child)
-            seen.add(id(child))
+_FORWARD = _BatchNorm.forward
 
 
-class _Same(nn.Module):
-    """Calls a module that is registered elsewhere, and has its attributes."""
+def untie(exported: torch.export.ExportedProgram) -> None:
+    """Give the second name of a parameter or buffer a tensor of its own: the traced code reads it by one name only."""
+    state, seen = exported.state_dict, set[int]()
+    used = {spec.target for spec in exported.graph_signature.input_specs if _is_read(exported, spec.arg.name)}
+    for name, tensor in sorted(state.items(), key=lambda item: item[0] not in used):
+        if id(tensor) in seen and name not in used:
+            own = tensor.detach().clone()
+            state[name] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+        seen.add(id(tensor))
 
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_original"] = (original,)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_original"][0](*args, **kwargs)
+def _is_read(exported: torch.export.ExportedProgram, placeholder: str) -> bool:
+    return any(node.name == placeholder and node.users for node in exported.graph.nodes)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_original"][0], name)
+
+@contextmanager
+def batch_norm_traceable() -> Iterator[None]:
+    """Count the steps of batch norms without momentum in tensors; subclasses that call `super().forward` included."""
+    _BatchNorm.forward = _batch_norm_forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _BatchNorm.forward = _FORWARD  # type: ignore[method-assign]
+
+
+def _batch_norm_forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    if self.momentum is None and self.track_running_stats and self.training:
+        return _cumulative(self, input)
+    return _FORWARD(self, input)
 
 
 def _cumulative(self: _BatchNorm, field: torch.Tensor) -> torch.Tensor:
     """Training-mode batch norm whose running statistics are the plain average of all steps so far."""
-    assert self.training  # the guard watches what is read, and PyTorch's own forward reads it
+    self._check_input_dim(field)
     assert self.num_batches_tracked is not None
     assert self.running_mean is not None
     assert self.running_var is not None

@@ -84,6 +84,10 @@ class Ran:
     def is_users(code: types.CodeType) -> bool:
         return not is_library(code.co_filename)
 
+    def users(self) -> list[tuple[types.CodeType, dict[str, Any]]]:
+        """The user's code among it, with its globals."""
+        return [(code, globals_) for code, globals_ in self.globals.values() if self.is_users(code)]
+
     def reads(self, name: Any) -> bool:
         return self.any_name or name in self.names
 

@@ -97,6 +97,15 @@ def _copy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     return builder.aten("add.Tensor", builder.aten("zeros_like.default", place), value)
 
 
+@rewrites(STRUCTURE, ["gigagrad.with_value.default"])
+def _with_value(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    """A value whose gradient goes to another one: the value alone where that has none."""
+    value: Ref = arguments["value"]
+    if not builder.node(arguments["tracked"]).differentiable:
+        return builder.aten("detach.default", value) if builder.node(value).differentiable else value
+    return builder.one(op, arguments)
+
+
 @rewrites(STRUCTURE, aten("new_empty new_zeros new_ones new_full"))
 def _zeros_of_size(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """`x.new_zeros(size)` and its kin take nothing from x but dtype and device."""

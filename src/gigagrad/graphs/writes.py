@@ -1,0 +1,319 @@
+"""What in-place writes mean to autograd, put into a traced graph, which has neither grad modes nor shared memory.
+
+PyTorch changes values and leaves the graph of gradients alone where a tensor is written under `no_grad`, through a
+`detach()`ed alias or through `.data`. An exported graph knows values only, so each such write becomes a new value whose
+gradient goes to the tensor as it was before: `with_value(tracked, value)`.
+
+A first run on fake tensors tells which arguments of which call are written (`Writes.learned`), a second one is traced
+by it. In both autograd itself, and memory that tensors share, are PyTorch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from gigagrad.errors import CaptureError
+from gigagrad.graphs.checkpoints import Checkpoints
+
+_LIBRARY = torch.library.Library("gigagrad", "DEF")
+_LIBRARY.define("with_value(Tensor tracked, Tensor value) -> Tensor")
+_LIBRARY.impl("with_value", lambda tracked, value: value.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("gigagrad::with_value", lambda tracked, value: torch.empty_like(value), lib=_LIBRARY)
+torch.library.register_autograd("gigagrad::with_value", lambda ctx, gradient: (gradient, None), lib=_LIBRARY)
+_with_value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.ops.gigagrad.with_value
+
+_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_DETACHING = frozenset({torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.detach_, _GET_DATA})
+_ASKS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_WRITING_STATISTICS = frozenset({F.batch_norm, torch.batch_norm})  # their schemas do not say so
+_OWN_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+
+
+@dataclass(slots=True)
+class Learned:
+    """What a run on fake tensors tells about the next one."""
+
+    calls: list[tuple[Any, tuple[int, ...]]] = field(default_factory=list)
+    """Of every call of PyTorch the function, and which of its tensors it writes into."""
+    apart: set[int] = field(default_factory=set)
+    """The calls whose detached result gets a gradient of its own later, by an in-place write."""
+    irregular: bool = False
+    """Whether anything is written that autograd does not see."""
+
+
+class Writes:
+    """Runs calls of PyTorch; told by an earlier run which of them write, so that a trace of them has their gradients.
+
+    `line` gives the user's line for an error.
+    """
+
+    def __init__(
+        self, known: Learned | None, asking: dict[int, bool], buffers: set[int], line: Callable[[], str]
+    ) -> None:
+        """`asking`: by id of every parameter, whether it asks for a gradient. `buffers`: ids of the model's."""
+        self.learned = Learned()
+        self._known = known
+        self._asking = asking
+        self._buffers = buffers
+        self.checkpoints = Checkpoints()
+        self._line = line
+        self._instead: dict[int, torch.Tensor] = {}
+        """By id: what a tensor has become whose memory was exchanged, or that was detached in place."""
+        self._alias_of: dict[int, torch.Tensor] = {}
+        """By id: of an alias that autograd knows nothing of the same view of the tensor that it does know."""
+        self._family: dict[int, int] = {}
+        """By id: the call that made such an alias, or that from which it is a view."""
+        self._apart: set[int] = set()
+        """Ids of aliases in memory of their own."""
+        self._made_of: dict[int, tuple[int, int]] = {}
+        """By call that made an alias: the memory that it shares, and how many writes there were before."""
+        self._written: list[tuple[int, int | None, str]] = []
+        """Every write so far: into which memory, through which alias, where."""
+        self.exchanged: dict[int, torch.Tensor] = {}
+        """By id: what a tensor has become by `.data = `."""
+        self._given_away: dict[int, str] = {}
+        """Memory that came to a tensor by `.data = `, and where."""
+        self._kept: list[Any] = []  # no other tensor gets an id that is in use here
+
+    def current(self, value: Any) -> Any:
+        """A tensor as it is now, where it is another than the object that stands for it; in nests too."""
+        if not self._instead:
+            return value
+        return tree_map_only(torch.Tensor, lambda tensor: self._instead.get(id(tensor), tensor), value)
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of `func(*args, **kwargs)`."""
+        if func in _OWN_GRADIENTS:
+            raise own_gradient_error(self._line())
+        if func in _ASKS:
+            return self._ask(func, args, kwargs)
+        given, (args, kwargs) = tree_leaves((args, kwargs)), self.current((args, kwargs))
+        number, leaves = len(self.learned.calls), _tensors((args, kwargs))
+        versions, tracked = [_version(leaf) for leaf in leaves], [leaf.requires_grad for leaf in leaves]
+        written = self._known_writes(number, func)
+        if func == _SET_DATA:
+            result = self._exchange(given[0], leaves, args[1])
+        elif func in (torch.Tensor.detach_, torch.detach_):
+            result = self._detach_in_place(given[0], leaves[0])
+        elif func == _GET_DATA:
+            result = leaves[0].detach()
+        elif self._known is None:
+            result = func(*args, **kwargs)
+            named = {id(leaf) for leaf in _named_as_written(func, args, kwargs)}
+            written = tuple(i for i, t in enumerate(leaves) if _version(t) != versions[i] or id(t) in named)
+        elif written:
+            result = self._traced_write(func, args, kwargs, [leaves[i] for i in written])
+        else:
+            result = self._traced(func, args, kwargs)
+        self.learned.calls.append((func, written))
+        into = [leaves[index] for index in written] or (leaves if func in _WRITING_STATISTICS else [])
+        if not self._buffers.isdisjoint(map(id, into)):
+            self.checkpoints.note(func, args, kwargs)
+        for index in written:
+            self._note_write(leaves[index], tracked[index])
+        if func != _SET_DATA:
+            result = self._note_aliases(number, func, (args, kwargs), leaves, result)
+        self._kept.append((leaves, result))
+        return result
+
+    def finish(self) -> None:
+        """Raises CaptureError for a write that cannot be followed."""
+        for number in self.learned.apart:
+            memory, before = self._made_of[number]
+            for where, family, line in self._written[before:]:
+                if where == memory and family != number:
+                    raise CaptureError(
+                        f"a tensor is written in place{_at(line)} that shares its memory with a detached one which is "
+                        "written, too, and gets a gradient of its own; detach a copy: x.detach().clone()"
+                    )
+
+    def _ask(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`requires_grad_`: a parameter that is frozen for a while is used without its gradient."""
+        tensor, result = args[0], func(*args, **kwargs)
+        asked = self._asking.get(id(tensor))
+        if asked is False and tensor.requires_grad:
+            raise CaptureError(
+                f"forward makes a parameter ask for a gradient{_at(self._line())} that did not before; call "
+                "requires_grad_() outside of forward"
+            )
+        if asked and not tensor.requires_grad:
+            self._instead[id(tensor)] = tensor.detach()
+        elif asked:
+            self._instead.pop(id(tensor), None)
+        return result
+
+    def _known_writes(self, number: int, func: Any) -> tuple[int, ...]:
+        if self._known is None:
+            return ()
+        calls = self._known.calls
+        if number >= len(calls) or calls[number][0] != func:
+            raise CaptureError(
+                f"the model or the loss does something else each time it is called{_at(self._line())}, for a reason "
+                "that cannot be seen; keep state in buffers or attributes"
+            )
+        return calls[number][1]
+
+    def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Without gradients where autograd would make none: a graph has no grad mode."""
+        if torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        cut: dict[int, torch.Tensor] = {}
+
+        def detached(tensor: torch.Tensor) -> torch.Tensor:
+            known = id(tensor) in self._alias_of or id(tensor) in self._buffers
+            if known or not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor
+            return cut.setdefault(id(tensor), tensor.detach())
+
+        cut_args, cut_kwargs = tree_map_only(torch.Tensor, detached, (args, kwargs))
+        whole = {id(cut[id(leaf)]): leaf for leaf in _tensors((args, kwargs)) if id(leaf) in cut}
+        return _replaced(func(*cut_args, **cut_kwargs), whole)
+
+    def _traced_write(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
+        """An in-place write: as it is where autograd follows it, else on copies whose values are then taken over."""
+        grad = torch.is_grad_enabled()
+        unseen = [w for w in written if not grad or (id(w) in self._alias_of and id(w) not in self._apart)]
+        copies = {id(w): w.detach().clone() for w in unseen}
+        args, kwargs = _replaced((args, kwargs), copies)
+        result = func(*args, **kwargs) if grad else self._traced(func, args, kwargs)
+        with torch.no_grad():
+            for w in {id(w): w for w in unseen}.values():
+                seen = w if id(w) in self._apart else self._alias_of.get(id(w), w)
+                seen.copy_(_with_value(seen, copies[id(w)]))
+            for w in written:
+                if id(w) in self._apart:
+                    seen = self._alias_of[id(w)]
+                    seen.copy_(_with_value(seen, w.detach()))
+        return _replaced(result, {id(copies[id(w)]): w for w in unseen})
+
+    def _exchange(self, tensor: torch.Tensor, leaves: list[torch.Tensor], value: Any) -> None:
+        """`tensor.data = value`: other values in other memory, the same gradient."""
+        now, at = leaves[0], _at(self._line())
+        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (now.shape, now.dtype):
+            raise CaptureError(f"`.data` is set to another shape or dtype{at}; make a new tensor instead")
+        with torch.enable_grad():
+            made: torch.Tensor = _with_value(now, value.detach())
+            made = made if now.requires_grad else made.detach()
+        self._instead[id(tensor)] = self.exchanged[id(tensor)] = made
+        self._kept.append((tensor, value))
+        self._given_away.update({_memory(value): at, _memory(made): at})
+
+    def _detach_in_place(self, tensor: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        if now._is_view():
+            raise CaptureError(f"a view is detached in place{_at(self._line())}, which PyTorch refuses; use detach()")
+        self._instead[id(tensor)] = now.detach()
+        self._kept.append(tensor)
+        return self._instead[id(tensor)]
+
+    def _note_write(self, tensor: torch.Tensor, tracked: bool) -> None:
+        family, memory, line = self._family.get(id(tensor)), _memory(tensor), self._line()
+        if memory in self._given_away:
+            raise CaptureError(
+                f"a tensor is written in place{_at(line)} whose memory was given to another by `.data = `"
+                f"{self._given_away[memory]}; write into a clone"
+            )
+        grad = torch.is_grad_enabled()
+        if grad and tensor.requires_grad and tensor.is_leaf:
+            raise CaptureError(
+                f"a parameter is written in place{_at(line)} inside of a function that computes gradients (max_norm of "
+                "an embedding?); write it under torch.no_grad() before"
+            )
+        if grad and tensor.requires_grad and not tracked and family is not None:
+            self.learned.apart.add(family)
+        self.learned.irregular |= not grad or family is not None
+        self._written.append((memory, family, line))
+
+    def _note_aliases(self, number: int, func: Any, given: Any, leaves: list[torch.Tensor], result: Any) -> Any:
+        """Notes results that share memory with an argument behind autograd's back. Returns the result to go on with."""
+        if self._known is not None and not self._known.irregular:
+            return result
+        detaching = func in _DETACHING
+        for position, made in enumerate(tree_leaves(result)):
+            if not isinstance(made, torch.Tensor) or any(made is leaf for leaf in leaves):
+                continue
+            memory = _memory(made)
+            source = next((leaf for leaf in leaves if memory and _memory(leaf) == memory), None)
+            if source is None or (not detaching and torch.is_grad_enabled() and id(source) not in self._family):
+                continue
+            if detaching or not torch.is_grad_enabled():
+                self._family[id(made)] = number
+                self._made_of[number] = memory, len(self._written)
+            else:
+                self._family[id(made)] = self._family[id(source)]
+            if self._known is None:
+                continue
+            if number in self._known.apart and detaching:
+                copy = made.detach().clone()
+                result = _replaced(result, {id(made): copy})
+                self._instead.update({key: copy for key, value in self._instead.items() if value is made})
+                self._family[id(copy)] = number
+                self._apart.add(id(copy))
+                made = copy
+            elif id(source) in self._apart:
+                self._apart.add(id(made))
+            self._alias_of[id(made)] = self._seen_view(func, given, source, position, detaching=detaching)
+            self._kept.append((made, self._alias_of[id(made)]))
+        return result
+
+    def _seen_view(
+        self, func: Any, given: Any, source: torch.Tensor, position: int, *, detaching: bool
+    ) -> torch.Tensor:
+        """The view that autograd would know, had the alias not been made behind its back."""
+        seen = self._alias_of.get(id(source), source)
+        if detaching:
+            return seen
+        with torch.enable_grad():
+            args, kwargs = _replaced(given, {id(source): seen})
+            view = tree_leaves(func(*args, **kwargs))[position]
+        assert isinstance(view, torch.Tensor)
+        return view
+
+
+def own_gradient_error(line: str) -> CaptureError:
+    return CaptureError(
+        f"the model or the loss computes gradients itself{_at(line)} (torch.autograd.grad or backward), which would "
+        "have to be differentiated through the whole image; gigagrad computes the gradient of the loss: call "
+        "engine.backward for each loss, and combine the gradients afterwards"
+    )
+
+
+def _named_as_written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What a call writes by its name: lists of tensors, and all in inference mode, count no versions."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
+    return _tensors(([*args[:1]] if in_place else [], kwargs.get("out")))
+
+
+def _at(line: str) -> str:
+    return f" at {line}" if line else ""
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _replaced(values: Any, by_id: dict[int, torch.Tensor]) -> Any:
+    if not by_id:
+        return values
+    leaves, structure = tree_flatten(values)
+    return tree_unflatten([by_id.get(id(leaf), leaf) for leaf in leaves], structure)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Which memory a tensor lies in; 0 for one that has none."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
