@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
 
 _FLAGS = "_is_compiling_flag", "_is_exporting_flag"
 
@@ -25,6 +26,23 @@ def not_compiling() -> Iterator[None]:
     finally:
         for flag, value in held.items():
             setattr(torch.compiler, flag, value)
+
+
+@contextmanager
+def modules_themselves() -> Iterator[None]:
+    """Keep export from handing out a stand-in of each module where one is registered twice."""
+    tracer = proxy_tensor._ModuleStackTracer
+    original = tracer.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self.enable_attr_proxy = False
+
+    tracer.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        tracer.__init__ = original  # type: ignore[method-assign]
 
 
 class _AsRun(type):

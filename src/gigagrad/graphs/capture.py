@@ -26,6 +26,7 @@ from torch.utils._pytree import TreeSpec
 
 from gigagrad.errors import CaptureError, UnsupportedOperatorError
 from gigagrad.graphs import operators, rows
+from gigagrad.graphs.appearance import modules_themselves
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.composite import CLOSED, SOURCE, Composite
 from gigagrad.graphs.explain import explained
@@ -158,7 +159,7 @@ def _exported(
                 # A copy of its own: a model may keep what its first forward made.
                 copy = composite.fake_copy(mode, outside, rehearsal.closed)
                 copy.known_writes = rehearsal.writes
-                with rehearsal.undone(), fx_traceback.preserve_node_meta():
+                with rehearsal.undone(), modules_themselves(), fx_traceback.preserve_node_meta():
                     exported = torch.export.export(copy.composite, inputs, strict=False)
                 untie(exported)
                 return exported.run_decompositions({}), rehearsal
@@ -202,7 +203,8 @@ def _named(kind: str, specs: Specs | None) -> list[tuple[str, str, InputSpec]]:
 
 
 def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    asks = spec.differentiable and spec.dtype.is_floating_point
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=asks)
 
 
 @contextmanager

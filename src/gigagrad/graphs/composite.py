@@ -54,7 +54,8 @@ class Composite(nn.Module):
         line = lambda: user_line(sys._getframe(1))  # noqa: E731
         originals.writes = writes = Writes(originals.known_writes, asking, buffers, line)
         with _Observed(originals), not_compiling(), batch_norm_traceable(), writes.checkpoints.watched():
-            output = self.model(*images)
+            # With its batch axis an image that asks for a gradient is no leaf.
+            output = self.model(*(image.view_as(image) if image.requires_grad else image for image in images))
             result = output if self.loss is None else self.loss(output, target)
         if self.loss is not None:
             writes.checkpoints.run_again(writes)
