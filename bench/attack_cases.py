@@ -58,7 +58,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a step left behind: the loss, and gradients and buffers by name."""
+    """What a step left behind: the loss, and gradients, and buffers and parameters, by name."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -146,7 +146,7 @@ def _answer(case: Case, value: Tensor) -> Answer:
     return Answer(
         value.detach().clone(),
         {name: p.grad.clone() for name, p in named.items() if p.grad is not None},
-        {name: buffer.clone() for name, buffer in case.model.named_buffers()},
+        {name: held.detach().clone() for name, held in (*case.model.named_buffers(), *case.model.named_parameters())},
     )
 
 

@@ -6,6 +6,7 @@ float64. Called twice with equal seeds it gives equal cases that share no tensor
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.exactness.written import draw as draw_written
 
 Function = Callable[[Any, Any], Tensor]
 
@@ -729,6 +732,77 @@ def _values_from_outside(rng: random.Random) -> Case:
         lambda m, x: m.body(x * value if not isinstance(value, np.ndarray) else x * kept), body=case.model
     )
     return case
+
+
+@_odd
+def _written_in_place(rng: random.Random) -> Case:
+    """Values that change where autograd does not look."""
+    while True:
+        model = draw_written(rng.randrange(10**6)).double()
+        image, target = torch.rand(2, 22, 26).double(), torch.rand(1, 22, 26).double()
+        try:
+            F.mse_loss(copy.deepcopy(model)(image[None]), target[None]).backward()  # type: ignore[no-untyped-call]
+        except RuntimeError:  # PyTorch refuses it
+            continue
+        return Case(model, F.mse_loss, (image,), target)
+
+
+@_odd
+def _modules_by_identity(rng: random.Random) -> Case:
+    """One module at two places, told by its class, its number, itself or its id; checkpoints around norms."""
+    norm = rng.choice([nn.BatchNorm2d, _DoubledNorm])(3, momentum=rng.choice([0.1, 0.5, None]))
+    again = rng.choice([norm, nn.BatchNorm2d(3)])
+    layers = nn.ModuleList([_conv(2, 3), norm, _conv(3, 3), again, _conv(3, 1)])
+    reentrant = rng.choice([True, False])
+    asks: Sequence[Callable[[Any, int, Any], bool]] = [
+        lambda m, i, layer: isinstance(layer, nn.BatchNorm2d),
+        lambda m, i, layer: layer is m.layers[1],
+        lambda m, i, layer: id(layer) == id(m.layers[3]),
+        lambda m, i, layer: type(layer) is _DoubledNorm,
+        lambda m, i, layer: i == 3,
+        lambda m, i, layer: layer in list(m.layers)[3:4],
+        lambda m, i, layer: {m.layers[1]: True}.get(layer, False),
+    ]
+    ask, checkpointed = rng.choice(asks), rng.random() < 0.4
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for index, layer in enumerate(m.layers):
+            plain = not checkpointed or not isinstance(layer, nn.BatchNorm2d)
+            x = layer(x) if plain else checkpoint(layer, x, use_reentrant=reentrant)
+            if ask(m, index, layer):
+                x = 2 * x.relu()
+        return x
+
+    image, target = torch.rand(2, 24, 30).double(), torch.rand(1, 24, 30).double()
+    return Case(Lambda(forward, layers=layers).double(), F.mse_loss, (image,), target)
+
+
+class _DoubledNorm(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@_odd
+def _code_that_asks_how_it_is_run(rng: random.Random) -> Case:
+    asks: Sequence[Callable[[Any, Tensor], bool]] = [
+        lambda m, x: torch.compiler.is_compiling(),
+        lambda m, x: type(x) is torch.Tensor,
+        lambda m, x: type(m.body) is nn.Conv2d and isinstance(type(x), type),
+        lambda m, x: type(m.body.weight) is nn.Parameter,
+        lambda m, x: torch.is_grad_enabled(),
+        lambda m, x: m.body(x).requires_grad,
+        lambda m, x: x.requires_grad,
+        lambda m, x: m.body(x).is_leaf,
+        lambda m, x: m.body(x)._base is None,
+        lambda m, x: m.body.weight.grad_fn is None,
+        lambda m, x: torch.jit.is_tracing() or torch.jit.is_scripting(),
+        lambda m, x: torch.is_inference_mode_enabled(),
+        lambda m, x: x.device.type == "cpu" and not x.is_meta,
+    ]
+    ask = rng.choice(asks)
+    model = Lambda(lambda m, x: m.body(x) * (2.0 if ask(m, x) else 1.0), body=_conv(2, 1)).double()
+    image = torch.rand(2, 24, 30).double().requires_grad_(rng.random() < 0.5)
+    return Case(model, F.mse_loss, (image,), torch.rand(1, 24, 30).double(), {"image": image})
 
 
 def make_odd(name: str, seed: int) -> Case:

@@ -29,9 +29,13 @@ from gigagrad.graphs.table import Call, NoPixels, Refused, lookup
 
 
 class Builder:
-    """Appends nodes in topological order. `origin` is stamped on every node added until it is changed."""
+    """Appends nodes in topological order. `origin` is stamped on every node added until it is changed.
 
-    def __init__(self, closed: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+    With `merging`, what is the same operator on the same values is one node, except where it draws random numbers.
+    """
+
+    def __init__(self, closed: Mapping[str, torch.Tensor] = MappingProxyType({}), *, merging: bool = False) -> None:
+        self._same: dict[Any, Any] | None = {} if merging else None
         self._nodes: list[Node] = []
         self._closed = closed
         self._constants: dict[str, torch.Tensor] = {}
@@ -101,6 +105,14 @@ class Builder:
         The result is a `Ref`, or a list of them for an operator of several outputs (None for those that a tile rule
         does not deliver).
         """
+        if self._same is None or operators.is_random(op):
+            return self._called(op, arguments)
+        key = op, _hashable(arguments)
+        if key not in self._same:
+            self._same[key] = self._called(op, arguments)
+        return self._same[key]
+
+    def _called(self, op: str, arguments: dict[str, Any]) -> Any:
         operand_nodes = tuple(self.node(ref) for ref in references(arguments))
         result = operators.on_meta(op, arguments, operand_nodes)
         several = isinstance(result, tuple | list)
@@ -151,6 +163,14 @@ class Builder:
         )
         self._nodes.append(Node(node_id, op, given, shape, made.dtype, axes, self.origin, differentiable, whole))
         return Ref(node_id)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple((name, _hashable(item)) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_hashable, value))
+    return type(value), value
 
 
 def _renumbered(node: Node, numbers: Mapping[int, Ref]) -> Node:

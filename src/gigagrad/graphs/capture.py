@@ -136,7 +136,7 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
         program, rehearsal = _exported(composite, image, target, outside)
         named = _named("image", image) + _named("target", target)
         closed = {f"{CLOSED}.{index}": tensor for index, tensor in enumerate(rehearsal.closed)}
-        graph = _convert(program, composite, named, closed, rehearsal.frozen)
+        graph = _convert(program, composite, named, closed, rehearsal)
         roots = roots_of(composite.model, composite.loss, rehearsal.generators)
         guard = Guard(roots, rehearsal.ran, rehearsal.closed)
         return Captured(graph, guard, rehearsal.effects, rehearsal.frozen, rehearsal.left_out)
@@ -226,10 +226,10 @@ def _convert(
     composite: Composite,
     named: list[tuple[str, str, InputSpec]],
     closed: dict[str, torch.Tensor],
-    frozen: tuple[str, ...],
+    rehearsal: Rehearsal,
 ) -> Graph:
     has_loss = composite.loss is not None
-    builder = Builder(closed)
+    builder = Builder(closed, merging=rehearsal.writes.runs_again)
     values: dict[str, Any] = {}
     inputs, floats = iter(named), any(spec.read_dtype != spec.dtype for _, _, spec in named)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
@@ -242,7 +242,7 @@ def _convert(
                     op, name, given.shape, given.read_dtype, field=given.field, differentiable=given.differentiable
                 )
             else:
-                values[node.name] = _stored(builder, spec, program, composite, closed, frozen)
+                values[node.name] = _stored(builder, spec, program, composite, closed, rehearsal.frozen)
                 traced, real = tuple(node.meta["val"].shape), builder.node(values[node.name]).shape
                 if traced != real:
                     raise CaptureError(

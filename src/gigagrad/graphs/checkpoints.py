@@ -12,69 +12,68 @@ from typing import Any
 
 import torch
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_map_only
 
 
 class Checkpoints:
-    """Notes what each checkpointed function writes into the model's buffers."""
+    """Notes which functions are checkpointed, and runs those again that write into the model's buffers."""
 
     def __init__(self) -> None:
-        self._regions: list[list[tuple[Any, Any, Any]]] = []
-        self._inside: list[list[tuple[Any, Any, Any]]] = []
+        self._again: list[Callable[[], Any]] = []
+        self._inside = False
+        self._writes = False
+        self.ran_again = False
 
-    def note(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Take down a call that writes into buffers."""
-        if self._inside:
-            self._inside[-1].append((func, args, kwargs))
+    def note_write(self) -> None:
+        """Takes notice of a buffer that is written."""
+        self._writes = True
 
-    def run_again(self, run: Callable[[Any, Any, Any], Any]) -> None:
-        """Writes once more, the last function first, as the backward pass does."""
-        for region in reversed(self._regions):
-            for func, args, kwargs in region:
-                with torch.no_grad():
-                    run(func, *tree_map_only(torch.Tensor, _without_gradient, (args, kwargs)))
+    def run_again(self) -> None:
+        """Runs the functions as the backward pass does: the last one first, and what is checkpointed in it after it."""
+        again, self._again = self._again, []
+        for function in reversed(again):
+            self.ran_again = True
+            function()
+            self.run_again()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run checkpointed functions plainly, and know which they are."""
+        """Runs checkpointed functions plainly, and knows which they are."""
         held = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
-        checkpoint._checkpoint_without_reentrant_generator = self._plain(held[0])
+        checkpoint._checkpoint_without_reentrant_generator = self._without_reentrant(held[0])
         checkpoint.CheckpointFunction = SimpleNamespace(apply=self._reentrant)  # type: ignore[assignment, misc]
         try:
             yield
         finally:
             checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction = held  # type: ignore[misc]
 
-    def _plain(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-            steps = original(*args, **kwargs)
+    def _without_reentrant(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def generator(
+            function: Callable[..., Any], preserve: bool, contexts: Any, check: str, debug: bool, *args: Any, **kwargs: Any
+        ) -> Iterator[None]:
+            steps = original(function, preserve, contexts, check, debug, *args, **kwargs)
+            given = args[1:] if args and isinstance(args[0], bool) else args  # `early_stop`, of later versions
             next(steps)
-            with self._region():
+            with self._region(lambda: function(*given, **kwargs)):
                 yield
             next(steps, None)
 
         return generator
 
     def _reentrant(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """As PyTorch's own: nothing has a gradient where no argument has one."""
+        """Nothing has a gradient where no argument has one."""
         tracked = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in args)
-        with self._region(), torch.set_grad_enabled(tracked and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(tracked and torch.is_grad_enabled()), self._region(lambda: function(*args)):
             return function(*args)
 
     @contextmanager
-    def _region(self) -> Iterator[None]:
-        if not torch.is_grad_enabled():
+    def _region(self, function: Callable[[], Any]) -> Iterator[None]:
+        if self._inside or not torch.is_grad_enabled():
             yield
             return
-        self._inside.append([])
+        self._inside, self._writes = True, False
         try:
             yield
         finally:
-            calls = self._inside.pop()
-            self._regions.append(calls)
-            if self._inside:  # what is inside of another checkpoint runs again with that, too
-                self._inside[-1].extend(calls)
-
-
-def _without_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
+            self._inside = False
+        if self._writes:
+            self._again.append(function)

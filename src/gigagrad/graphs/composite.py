@@ -57,8 +57,8 @@ class Composite(nn.Module):
             # With its batch axis an image that asks for a gradient is no leaf.
             output = self.model(*(image.view_as(image) if image.requires_grad else image for image in images))
             result = output if self.loss is None else self.loss(output, target)
-        if self.loss is not None:
-            writes.checkpoints.run_again(writes)
+            if self.loss is not None:
+                writes.checkpoints.run_again()
         writes.finish()
         own = [(name, now) for name, now in self.named_buffers() if not name.startswith(f"{CLOSED}.")]
         replaced = {name: writes.current(now) for name, now in own if now is not before.get(name)}

@@ -219,6 +219,14 @@ def is_view(op: str) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+@cache
+def is_random(op: str) -> bool:
+    """Whether an operator draws random numbers."""
+    if op in _OWN:
+        return op == "gigagrad.seed"
+    return torch.Tag.nondeterministic_seeded in function(op).tags  # type: ignore[attr-defined]
+
+
 def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor without values."""
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -43,6 +43,8 @@ class Learned:
     """Of every call of PyTorch the function, and which of its tensors it writes into."""
     apart: set[int] = field(default_factory=set)
     """The calls whose detached result gets a gradient of its own later, by an in-place write."""
+    runs_again: bool = False
+    """Whether checkpointed functions were run again for what they write."""
     irregular: bool = False
     """Whether anything is written that autograd does not see."""
 
@@ -73,6 +75,8 @@ class Writes:
         """Ids of aliases in memory of their own."""
         self._made_of: dict[int, tuple[int, int]] = {}
         """By call that made an alias: the memory that it shares, and how many writes there were before."""
+        self._viewed: set[int] = set()
+        """Memory of which there are views."""
         self._written: list[tuple[int, int | None, str]] = []
         """Every write so far: into which memory, through which alias, where."""
         self.exchanged: dict[int, torch.Tensor] = {}
@@ -114,7 +118,7 @@ class Writes:
         self.learned.calls.append((func, written))
         into = [leaves[index] for index in written] or (leaves if func in _WRITING_STATISTICS else [])
         if not self._buffers.isdisjoint(map(id, into)):
-            self.checkpoints.note(func, args, kwargs)
+            self.checkpoints.note_write()
         for index in written:
             self._note_write(leaves[index], tracked[index])
         if func != _SET_DATA:
@@ -123,7 +127,8 @@ class Writes:
         return result
 
     def finish(self) -> None:
-        """Raises CaptureError for a write that cannot be followed."""
+        """Completes what was learned. Raises CaptureError for a write that cannot be followed."""
+        self.learned.runs_again = self.checkpoints.ran_again
         for number in self.learned.apart:
             memory, before = self._made_of[number]
             for where, family, line in self._written[before:]:
@@ -205,8 +210,8 @@ class Writes:
         self._given_away.update({_memory(value): at, _memory(made): at})
 
     def _detach_in_place(self, tensor: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-        if now._is_view():
-            raise CaptureError(f"a view is detached in place{_at(self._line())}, which PyTorch refuses; use detach()")
+        if now._is_view() or _memory(now) in self._viewed:
+            raise CaptureError(f"a tensor that has views is detached in place{_at(self._line())}; use detach()")
         self._instead[id(tensor)] = now.detach()
         self._kept.append(tensor)
         return self._instead[id(tensor)]
@@ -239,6 +244,8 @@ class Writes:
                 continue
             memory = _memory(made)
             source = next((leaf for leaf in leaves if memory and _memory(leaf) == memory), None)
+            if source is not None:
+                self._viewed.add(memory)
             if source is None or (not detaching and torch.is_grad_enabled() and id(source) not in self._family):
                 continue
             if detaching or not torch.is_grad_enabled():
@@ -268,7 +275,7 @@ class Writes:
         seen = self._alias_of.get(id(source), source)
         if detaching:
             return seen
-        with torch.enable_grad():
+        with torch.no_grad():  # the graph has no grad mode, and PyTorch refuses to write into some views in the other
             args, kwargs = _replaced(given, {id(source): seen})
             view = tree_leaves(func(*args, **kwargs))[position]
         assert isinstance(view, torch.Tensor)
@@ -315,5 +322,3 @@ def _memory(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return 0
-
-
