@@ -210,6 +210,8 @@ class Writes:
         self._given_away.update({_memory(value): at, _memory(made): at})
 
     def _detach_in_place(self, tensor: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._instead:
+            return now if not now.requires_grad else now.detach()
         if now._is_view() or _memory(now) in self._viewed:
             raise CaptureError(f"a tensor that has views is detached in place{_at(self._line())}; use detach()")
         self._instead[id(tensor)] = now.detach()
