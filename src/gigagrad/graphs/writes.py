@@ -109,8 +109,7 @@ class Writes:
             result = leaves[0].detach()
         elif self._known is None:
             result = func(*args, **kwargs)
-            named = {id(leaf) for leaf in _named_as_written(func, args, kwargs)}
-            written = tuple(i for i, t in enumerate(leaves) if _version(t) != versions[i] or id(t) in named)
+            written = _written(leaves, versions, _named_as_written(func, args, kwargs))
         elif written:
             result = self._traced_write(func, args, kwargs, [leaves[i] for i in written])
         else:
@@ -290,6 +289,18 @@ def own_gradient_error(line: str) -> CaptureError:
         "have to be differentiated through the whole image; gigagrad computes the gradient of the loss: call "
         "engine.backward for each loss, and combine the gradients afterwards"
     )
+
+
+def _written(leaves: list[torch.Tensor], versions: list[int], named: list[torch.Tensor]) -> tuple[int, ...]:
+    """Which tensors a call wrote. Aliases count versions together: of those the one that is named, or the first."""
+    ids = {id(leaf) for leaf in named}
+    written = [i for i, leaf in enumerate(leaves) if id(leaf) in ids]
+    known = {_memory(leaves[i]) for i in written}
+    for i, leaf in enumerate(leaves):
+        if _version(leaf) != versions[i] and _memory(leaf) not in known:
+            known.add(_memory(leaf))
+            written.append(i)
+    return tuple(sorted(written))
 
 
 def _named_as_written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
