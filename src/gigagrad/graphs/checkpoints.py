@@ -48,7 +48,13 @@ class Checkpoints:
 
     def _without_reentrant(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def generator(
-            function: Callable[..., Any], preserve: bool, contexts: Any, check: str, debug: bool, *args: Any, **kwargs: Any
+            function: Callable[..., Any],
+            preserve: bool,
+            contexts: Any,
+            check: str,
+            debug: bool,
+            *args: Any,
+            **kwargs: Any,
         ) -> Iterator[None]:
             steps = original(function, preserve, contexts, check, debug, *args, **kwargs)
             given = args[1:] if args and isinstance(args[0], bool) else args  # `early_stop`, of later versions

@@ -11,6 +11,7 @@ by it. In both autograd itself, and memory that tensors share, are PyTorch's own
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,11 @@ _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # t
 _DETACHING = frozenset({torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.detach_, _GET_DATA})
 _ASKS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _WRITING_STATISTICS = frozenset({F.batch_norm, torch.batch_norm})  # their schemas do not say so
+_RESHAPING: dict[Any, Any] = {
+    getattr(torch.Tensor, f"{name}_"): getattr(torch.Tensor, name)
+    for name in ("squeeze", "unsqueeze", "transpose", "t", "swapaxes", "swapdims")
+}
+_OTHER_MEMORY = frozenset({torch.Tensor.set_, torch.Tensor.resize_, torch.Tensor.resize_as_})
 _OWN_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 
@@ -64,6 +70,7 @@ class Writes:
         self._asking = asking
         self._buffers = buffers
         self.checkpoints = Checkpoints()
+        self._failed = False
         self._line = line
         self._instead: dict[int, torch.Tensor] = {}
         """By id: what a tensor has become whose memory was exchanged, or that was detached in place."""
@@ -93,8 +100,22 @@ class Writes:
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of `func(*args, **kwargs)`."""
+        if self._failed:  # what code does on its way out of an error
+            return func(*args, **kwargs)
+        try:
+            with torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else nullcontext():
+                return self._call(func, args, kwargs)
+        except CaptureError:
+            self._failed = True
+            raise
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _OWN_GRADIENTS:
             raise own_gradient_error(self._line())
+        if func in _OTHER_MEMORY:
+            raise CaptureError(
+                f"a tensor is given other memory{_at(self._line())} ({func.__name__}); make a new tensor"
+            )
         if func in _ASKS:
             return self._ask(func, args, kwargs)
         given, (args, kwargs) = tree_leaves((args, kwargs)), self.current((args, kwargs))
@@ -107,6 +128,8 @@ class Writes:
             result = self._detach_in_place(given[0], leaves[0])
         elif func == _GET_DATA:
             result = leaves[0].detach()
+        elif func in _RESHAPING:
+            result = self._reshape_in_place(func, given[0], args, kwargs)
         elif self._known is None:
             result = func(*args, **kwargs)
             written = _written(leaves, versions, _named_as_written(func, args, kwargs))
@@ -122,8 +145,8 @@ class Writes:
             self._note_write(leaves[index], tracked[index])
         if func != _SET_DATA:
             result = self._note_aliases(number, func, (args, kwargs), leaves, result)
-        self._kept.append((leaves, result))
-        return result
+        self._kept.append((given, leaves, result))
+        return given[0] if func in (torch.Tensor.detach_, torch.detach_) else result
 
     def finish(self) -> None:
         """Completes what was learned. Raises CaptureError for a write that cannot be followed."""
@@ -189,6 +212,11 @@ class Writes:
         with torch.no_grad():
             for w in {id(w): w for w in unseen}.values():
                 seen = w if id(w) in self._apart else self._alias_of.get(id(w), w)
+                if copies[id(w)].shape != seen.shape:
+                    raise CaptureError(
+                        f"a tensor's shape is changed in place{_at(self._line())} where autograd does not see it; make a "
+                        "new tensor: y = y.squeeze()"
+                    )
                 seen.copy_(_with_value(seen, copies[id(w)]))
             for w in written:
                 if id(w) in self._apart:
@@ -217,6 +245,15 @@ class Writes:
         self._kept.append(tensor)
         return self._instead[id(tensor)]
 
+    def _reshape_in_place(self, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+        """`unsqueeze_` and its kin write no value: from now on another view stands for the tensor."""
+        if self._known is None:
+            return func(*args, **kwargs)
+        with torch.enable_grad() if args[0].requires_grad else nullcontext():
+            self._instead[id(tensor)] = _RESHAPING[func](*args, **kwargs)
+        self._kept.append(tensor)
+        return tensor
+
     def _note_write(self, tensor: torch.Tensor, tracked: bool) -> None:
         family, memory, line = self._family.get(id(tensor)), _memory(tensor), self._line()
         if memory in self._given_away:
@@ -241,7 +278,7 @@ class Writes:
             return result
         detaching = func in _DETACHING
         for position, made in enumerate(tree_leaves(result)):
-            if not isinstance(made, torch.Tensor) or any(made is leaf for leaf in leaves):
+            if not isinstance(made, torch.Tensor) or func in _RESHAPING or any(made is leaf for leaf in leaves):
                 continue
             memory = _memory(made)
             source = next((leaf for leaf in leaves if memory and _memory(leaf) == memory), None)
