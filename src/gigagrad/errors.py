@@ -67,6 +67,8 @@ class OperatorError(GigagradError):
         self.source = source
         where = f"module '{module_path}'" if module_path else "the loss"
         at = f" at {source}" if source else ""
+        if "not implemented for 'UInt" in reason:
+            reason += "; write .to(torch.int64) before it, since PyTorch computes with no unsigned integers but bytes"
         super().__init__(f"operator {operator} in {where}{at} {self.complaint}: {reason}")
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gigagrad.errors import ConfigError, did_you_mean
+from gigagrad.errors import ConfigError, TargetError, did_you_mean
 from gigagrad.masks import IGNORED
 from gigagrad.models.trust import check_trusted, import_callable
 from gigagrad.named import parse_named
@@ -173,6 +173,11 @@ def ce(output: Tensor, target: Tensor, *, weight: Tensor | None = None, label_sm
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
     """Mean squared error; the target is taken as numbers. Shapes must be equal."""
+    if output.shape != target.shape:  # PyTorch would repeat one of them
+        raise TargetError(
+            f"mse compares numbers one by one, and the output is {tuple(output.shape)} and the target "
+            f"{tuple(target.shape)}; give the model as many outputs as the target has"
+        )
     return F.mse_loss(output, target.to(output.dtype))
 
 
@@ -193,7 +198,9 @@ def cox(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _is_true(output: Tensor, target: Tensor) -> Tensor:
-    return (target > 0).to(output.dtype)
+    # PyTorch compares no unsigned integers but bytes.
+    known = target.to(torch.int64) if target.dtype in (torch.uint16, torch.uint32, torch.uint64) else target
+    return (known > 0).to(output.dtype)
 
 
 def _mean(values: Tensor, target: Tensor, ignored: int | None) -> Tensor:

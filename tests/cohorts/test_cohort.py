@@ -243,3 +243,31 @@ def test_a_name_that_is_no_path_is_named_with_its_line(folder, slide):
     (folder / "c.csv").write_text(f"slide,{slide},split\n")
     with pytest.raises(ConfigError, match=r"c\.csv"):
         read_cohort(folder / "c.csv")
+
+
+def test_classes_of_outlines_are_those_of_qupath(folder):
+    ring = [[0, 0], [10, 0], [10, 10], [0, 0]]
+
+    def cohort(*names):
+        features = [
+            {
+                "type": "Feature",
+                "geometry": {"type": "Polygon", "coordinates": [ring]},
+                "properties": {"classification": {"names": name.split(": ")}},
+            }
+            for name in names
+        ]
+        (folder / "o.geojson").write_text(json.dumps({"type": "FeatureCollection", "features": features}))
+        return read_cohort(write(folder, "slide,mask,split", "a.tif,o.geojson,train"))
+
+    found = cohort("Tumor: Positive", "Background", "Ignore*", "Region*")
+    assert dict(class_table(found).ids) == {"Tumor: Positive": 1, "Background": 0, "Ignore*": 255}
+    assert dict(class_table(found, ["Tumor: Positive=3"]).ids) == {"Tumor: Positive": 3, "Ignore*": 255}
+    with pytest.raises(ConfigError, match="all annotations are background"):
+        class_table(cohort("Background", "Ignore*"))
+    with pytest.raises(ConfigError, match="did you mean 'Tumor'"):
+        class_table(cohort("Tumor"), ["tumor"])
+    with pytest.raises(ConfigError, match="'Tumor', and 'tumor' is another one; write Tumor=1"):
+        class_table(cohort("Tumor", "tumor"), ["tumor"])
+    with pytest.raises(ConfigError, match="is of the class '255'; they have Tumor"):
+        class_table(cohort("Tumor"), ["255=1"])

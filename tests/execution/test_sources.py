@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image as Pillow
 
 import gigagrad as gg
 from gigagrad.boxes import Box
@@ -146,3 +147,15 @@ def test_a_run_leaves_no_threads_behind(leaving_early):
     else:
         assert len(list(stream)) == 25
     assert not [t for t in threading.enumerate() if t.name.startswith("gigagrad-")]
+
+
+def test_a_target_with_a_palette_is_its_ids(tmp_path):
+    plane = np.random.default_rng(0).integers(0, 3, (12, 10), dtype=np.uint8)
+    picture = Pillow.fromarray(plane)
+    picture.putpalette([200, 0, 0, 0, 200, 0, 0, 0, 200])
+    picture.save(tmp_path / "m.png")
+    slide = image_source(np.zeros((3, 12, 10), np.uint8))
+    source = target_source(tmp_path / "m.png", slide)
+    assert source.spec.shape == (1, 1, 12, 10)
+    np.testing.assert_array_equal(np.asarray(source.read(Box.whole(12, 10)))[0, 0], plane)
+    source.close()

@@ -55,12 +55,34 @@ def test_a_collection_of_qupath(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ({"names": ["Tumor", "Positive"], "color": [1, 2, 3]}, "Tumor: Positive"),
+        ({"names": ["Tumor"]}, "Tumor"),
+        ({"name": "Tumor: Negative", "colorRGB": -1}, "Tumor: Negative"),
+        (" Tumor ", "Tumor"),
+        ({"names": []}, "Unclassified"),
+        ({"color": [1, 2, 3]}, "Unclassified"),
+        (None, "Unclassified"),
+    ],
+)
+def test_classes_are_called_as_qupath_shows_them(tmp_path, kind, name) -> None:
+    assert read_annotations(write(tmp_path, feature(classification=kind))).names == (name,)
+
+
+def test_what_lies_within_others_in_qupath_s_hierarchy(tmp_path) -> None:
+    inner = feature(classification={"name": "Vessel"})
+    outlines = read_annotations(write(tmp_path, feature(classification={"name": "Tumor"}, childObjects=[inner])))
+    assert outlines.names == ("Tumor", "Vessel")
+
+
+@pytest.mark.parametrize(
     "content",
     [
         [feature(), feature()],
         feature(coordinates=[SQUARE]) | {"geometry": {"type": "MultiPolygon", "coordinates": [[SQUARE], [SQUARE]]}},
         {"type": "GeometryCollection", "geometries": [{"type": "Polygon", "coordinates": [SQUARE]}] * 2},
-        "\ufeff" + json.dumps({"features": [feature(), feature()], "type": "FeatureCollection", "crs": {"x": [1]}}),
+        "\ufeff" + json.dumps({"features": [feature(), feature()], "type": "FeatureCollection", "crs": None}),
         {"type": "MultiPolygon", "coordinates": [[SQUARE[:-1]], [SQUARE]]},
     ],
 )

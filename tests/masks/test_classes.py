@@ -53,6 +53,46 @@ def test_all_names_in_alphabetical_order() -> None:
     assert ClassTable.of_names(["Unclassified"]).ids == (("Unclassified", 1),)
 
 
+def test_the_background_is_zero_and_what_qupath_ignores_is_ignored() -> None:
+    found = ["Tumor", "Ignore*", "Background", "Stroma: Artefact*", "Region*", "Immune"]
+    table = ClassTable.of_names(found)
+    assert dict(table.ids) == {"Background": 0, "Immune": 1, "Tumor": 2, "Ignore*": 255, "Stroma: Artefact*": 255}
+    assert table.foreground == ("Immune", "Tumor")
+    assert (table.unlabelled, table.ignores, table.count) == (IGNORED, True, 3)
+    assert ClassTable.parse(table.entries) == table
+    assert ClassTable.of_names(["Tumor", "Ignore*"]).unlabelled == 0
+    assert ClassTable.of_names(["Tumor", "Region*"]).ids == (("Tumor", 1),)
+    assert ClassTable.of_names(["Unclassified", "Region*"]).ids == (("Unclassified", 1),)
+    assert dict(ClassTable.parse(["background", "Tumor", "Ignore*"]).ids) == {
+        "background": 0,
+        "Tumor": 1,
+        "Ignore*": IGNORED,
+    }
+    named = ClassTable.parse(["Ignore*=2", "Tumor=1"])
+    assert named.ignoring(["Ignore*", "Region*", "Necrosis*"]).ids == (*named.ids, ("Necrosis*", IGNORED))
+    with pytest.raises(ConfigError, match=r"are of Ignore\*, Region\* alone, which QuPath ignores"):
+        ClassTable.of_names(["Region*", "Ignore*"])
+
+
+def test_capitals_count() -> None:
+    table = ClassTable.parse(["tumor=1", "stroma=2", "dirt=ignore"])
+    table.check_spelt(["tumor", "Stroma2", "dirt"], "a")
+    with pytest.raises(ConfigError, match="of the class 'Stroma', and 'stroma' is another one; write Stroma=2"):
+        table.check_spelt(["tumor", "Stroma"], "a")
+    with pytest.raises(ConfigError, match="write Dirt=ignore"):
+        table.check_spelt(["tumor", "Dirt"], "a")
+    ClassTable.parse(["tumor=1", "Tumor=1"]).check_spelt(["tumor", "Tumor"], "a")
+
+
+def test_outlines_of_none_of_the_classes_are_no_background() -> None:
+    table = ClassTable.parse(["tumor=1", "stroma=2"])
+    table.check_any_used(["stroma", "x"], "a")
+    with pytest.raises(ConfigError, match="is of the classes 'tumor', 'stroma', did you mean 'Tumor'"):
+        table.check_any_used(["Tumor", "Stroma"], "a")
+    with pytest.raises(ConfigError, match="is of the class '255'; they have Tumor; name what they have"):
+        ClassTable.parse(["255=1"]).check_any_used(["Tumor"], "a")
+
+
 @pytest.mark.parametrize(
     ("entries", "words"),
     [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+import rasterio
 import torch
 from PIL import Image as Pillow
 
@@ -11,7 +14,8 @@ import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, ImageError, TargetError
 from gigagrad.images import open_image, write_pyramid
-from gigagrad.masks import Outlines, open_mask
+from gigagrad.masks import ClassTable, Outlines, open_mask
+from gigagrad.prediction.classes import class_names
 
 
 @pytest.fixture
@@ -97,3 +101,103 @@ def test_closing_closes_the_file(tmp_path, slide) -> None:
         mask.close()
         with pytest.raises(ImageError, match="closed"):
             mask.read(Box.whole(1, 1))
+
+
+# Classes of outlines
+
+
+@pytest.fixture
+def drawn(tmp_path):
+    """Squares of 20 px side by side, of the classes asked for."""
+
+    def draw(*names):
+        features = []
+        for number, name in enumerate(names):
+            x = 20 * number
+            ring = [[x, 0], [x + 20, 0], [x + 20, 20], [x, 20], [x, 0]]
+            about = {"objectType": "annotation", "classification": {"name": name}}
+            geometry = {"type": "Polygon", "coordinates": [ring]}
+            features.append({"type": "Feature", "geometry": geometry, "properties": about})
+        path = tmp_path / "drawn.geojson"
+        path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
+        return path
+
+    return draw
+
+
+def squares(mask, count):
+    """The values in the squares and behind the last one."""
+    plane = np.asarray(mask.read(Box.whole(90, 120)))[0]
+    return plane[10, 10 : 20 * count + 20 : 20].tolist()
+
+
+def test_what_qupath_ignores_is_ignored(slide, drawn):
+    path = drawn("Tumor", "Ignore*", "Region*", "Necrosis*")
+    for classes in (None, {"Tumor": 1}, ClassTable.parse(["Tumor=1"])):
+        with open_mask(path, slide, classes) as mask:
+            assert squares(mask, 4) == [1, 255, 0, 255, 0]
+            assert mask.nodata == 255
+    with open_mask(path, slide, {"Tumor": 1, "Ignore*": 2, "Region*": 3, "Necrosis*": 0}) as mask:
+        assert squares(mask, 4) == [1, 2, 3, 0, 255]
+        assert mask.nodata is None
+    with open_mask([path, np.zeros((90, 120), np.uint8)], slide, labels=2) as mask:
+        assert squares(mask, 4) == [1, 255, 0, 255, 0]
+
+
+def test_a_class_called_background_is_the_background(slide, drawn):
+    with open_mask(drawn("Background", "Tumor", "Stroma"), slide) as mask:
+        assert squares(mask, 3) == [0, 2, 1, 255]
+    assert class_names(3, ClassTable.of_names(["Background", "Tumor", "Stroma"])) == ("Background", "Stroma", "Tumor")
+    assert class_names(3, ClassTable.parse(["Background=1", "Tumor=2"])) == ("Class 0", "Background", "Tumor")
+
+
+def test_names_that_no_outline_has_are_refused(slide, drawn):
+    path = drawn("Tumor", "Stroma")
+    for classes in ({"tumor": 1}, ["tumour"], {"255": 1}):
+        with pytest.raises(ConfigError, match=r"no annotation of drawn is of the class '.*Tumor"):
+            open_mask(path, slide, classes)
+    with pytest.raises(ConfigError, match="of the class 'Stroma', and 'stroma' is another one; write Stroma=2"):
+        open_mask(path, slide, {"Tumor": 1, "stroma": 2})
+    # Of a cohort's classes a slide may have none.
+    with open_mask(path, slide, ClassTable.parse(["Necrosis=1", "unlabelled=0"])) as mask:
+        assert squares(mask, 2) == [0, 0, 0]
+
+
+# Numbers of masks
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_ids_are_the_indices_of_a_palette(tmp_path, slide, bits):
+    plane = np.random.default_rng(6).integers(0, 2**bits, (90, 120), dtype=np.uint8)
+    picture = Pillow.fromarray(plane)
+    picture.putpalette([value for number in range(256) for value in (255 - number, 7 * number % 256, 128)])
+    picture.save(tmp_path / "p.png", bits=bits, transparency=0)
+    with Pillow.open(tmp_path / "p.png") as saved:
+        assert saved.mode == "P"
+    with open_mask(tmp_path / "p.png", slide) as mask:
+        np.testing.assert_array_equal(np.asarray(mask.read(Box.whole(90, 120)))[0], plane)
+    with open_image(tmp_path / "p.png") as colours:
+        assert colours.channels == 3
+
+
+def test_ids_are_the_indices_of_a_tiff_with_colours_too(tmp_path, slide):
+    plane = np.random.default_rng(7).integers(0, 9, (180, 240), dtype=np.uint8)
+    path = tmp_path / "p.tif"
+    about = {"height": 180, "width": 240, "count": 1, "dtype": "uint8", "transform": rasterio.Affine.scale(2)}
+    with rasterio.open(path, "w", driver="GTiff", tiled=True, **about) as file:
+        file.write(plane, 1)
+        file.write_colormap(1, {number: (20 * number, 0, 255 - number, 255) for number in range(9)})
+    with rasterio.open(path, "r+") as file:
+        file.build_overviews([2])
+    with open_mask(path, slide) as mask, rasterio.open(path, overview_level=0) as theirs:
+        np.testing.assert_array_equal(np.asarray(mask.read(Box.whole(90, 120))), theirs.read())
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "int16", "int32", "int64"])
+def test_ids_of_any_width_are_numbers_that_pytorch_compares(slide, dtype):
+    plane = np.random.default_rng(8).choice(np.array([0, 1, 300, 65535], "uint16"), (90, 120)).astype(dtype)
+    for source in (open_image(plane), open_image(torch.from_numpy(plane))):
+        with open_mask(source, slide) as mask:
+            pixels = torch.as_tensor(np.asarray(mask.read(Box.whole(90, 120))))
+            assert bool((pixels > 0).any())
+            np.testing.assert_array_equal(pixels[0].numpy(), plane.astype(np.int64 if dtype != "int16" else dtype))

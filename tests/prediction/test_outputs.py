@@ -22,6 +22,7 @@ from gigagrad.prediction.classes import Channels, foreground, mask_classes
 from gigagrad.prediction.outputs import FORMATS, OUTPUTS, Derived, Predicted, Sweep, Swept, file_names
 from gigagrad.prediction.overlay import draw_overlay, layers
 from gigagrad.prediction.polygons import trace
+from tests.images.scanned import write_scn
 
 TABLE = ClassTable.parse(("Tumour", "Stroma"))
 
@@ -96,6 +97,27 @@ def test_the_annotation_store_is_by_tiatoolbox_s_schema(predicted, tmp_path):
         said = json.loads(properties)
         assert said["type"] == feature["properties"]["classification"]["name"]
         assert [round(255 * part) for part in said["color"]] == feature["properties"]["classification"]["color"]
+
+
+def test_regions_are_counted_as_who_reads_them_counts(tmp_path):
+    """QuPath from where the slide was scanned; OpenSlide, TIAToolbox and the table from its corner."""
+    scan = write_scn(tmp_path / "a.scn", np.zeros((64, 96, 3), np.uint8), corner=(20, 30), slide=(120, 150))
+    ids = np.zeros((120, 150), np.uint8)
+    ids[40:70, 50:100] = 1
+    with open_image(scan) as slide:
+        mask, classes = open_image(ids), mask_classes(1, ["Tumour"])
+        predicted = Predicted(slide, mask, trace(mask, classes), classes, None)
+        (region,) = json.loads(written("geojson", predicted, tmp_path).read_text())["features"]
+        assert shapely.geometry.shape(region["geometry"]).bounds == (20, 20, 70, 50)
+        with written("instances", predicted, tmp_path).open(newline="", encoding="utf-8") as file:
+            (row,) = csv.DictReader(file)
+        assert [float(row[side]) for side in ("x0", "y0", "x1", "y1")] == [50, 40, 100, 70]
+        with closing(sqlite3.connect(written("tiatoolbox", predicted, tmp_path))) as store:
+            (kept,) = store.execute("SELECT geometry FROM annotations").fetchone()
+        assert shapely.from_wkb(zlib.decompress(kept)).bounds == (50, 40, 100, 70)
+        drawn = draw_overlay(slide, layers(mask, classes))
+    rows, columns = np.nonzero((drawn[:120] == classes[0].color).all(axis=2))
+    assert abs(np.array([columns.min(), rows.min(), columns.max(), rows.max()]) - (50, 40, 100, 70)).max() <= 2
 
 
 def test_an_empty_mask_makes_empty_outputs(tmp_path):

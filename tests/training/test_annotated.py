@@ -98,6 +98,8 @@ def test_outlines_of_a_mask_train_like_the_mask(config, cohort_csv, tmp_path):
     assert first.dice == pytest.approx(result.scores[first.name])
     assert evaluate_model(drawn.out, drawn.slides, split="test").dice[0] == pytest.approx(result.mean)
     assert evaluate_masks(tmp_path / "out", drawn.slides, split="test").dice[0] == pytest.approx(result.mean)
+    with pytest.raises(ConfigError, match=r"no annotation of .* is of the class 'tumour', did you mean 'Tumor'"):
+        evaluate_masks(tmp_path / "out", drawn.slides, split="test", classes=("tumour",))
 
 
 def test_coarse_masks_and_masks_of_other_numbers_train_alike(config, cohort_csv, tmp_path):

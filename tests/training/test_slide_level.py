@@ -130,6 +130,25 @@ def test_what_does_not_belong_together_is_said(cohort, slides, tmp_path):
         evaluate_model("run", bare, trust=TRUST)
 
 
+@pytest.mark.parametrize(
+    ("outputs", "loss", "labels", "words"),
+    [
+        (1000, "ce", ("normal", "tumour"), "of 2 classes and .* has 1000 outputs; make them as many, as in timm:NAME"),
+        (3, "ce", (0, 1), "of 2 classes and .* has 3 outputs"),
+        (300, "ce", (0, 299), "has 300 outputs, and ce leaves out what has the id 255"),
+        (2, "bce", (0, 1), "bce takes one output of a slide, and .* has 2; give it one"),
+    ],
+)
+def test_a_classifier_has_an_output_for_each_class(cohort, outputs, loss, labels, words):
+    with pytest.raises(ConfigError, match=words):
+        fit(config_of(cohort(*labels), f"Two?outputs={outputs}", loss))
+
+
+def test_classes_that_the_cohort_does_not_show_may_be_named(cohort):
+    result = fit(replace(config_of(cohort(0, 1), "Two?outputs=3", "ce"), epochs=1, classes=("0=0", "1=1", "2=2")))
+    assert result.scores
+
+
 def test_what_a_person_sees(cohort, capsys):
     path = cohort("normal", "tumour")
     fit(config_of(path, "Two", "ce"))

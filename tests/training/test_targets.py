@@ -95,7 +95,8 @@ def test_bce_takes_zero_and_one_other_value(values):
         ("bce", 1, mask_of([0.5, np.nan], dtype=np.float32), "NaN or infinite"),
         ("bce", 1, mask_of([-1], dtype=np.int16), "the values"),
         ("ce", 3, mask_of([2, 3]), "class 3; ce takes 0 to 2"),
-        ("ce", 3, mask_of([1.0], dtype=np.float32), "float32 values; ce takes unsigned class ids"),
+        ("ce", 3, mask_of([1.0], dtype=np.float32), "float32 values; ce takes whole numbers"),
+        ("ce", 3, mask_of([1, -1], dtype=np.int32), "class -1; ce takes 0 to 2"),
         ("mse", 1, mask_of([np.inf], dtype=np.float32), "NaN or infinite"),
     ],
 )

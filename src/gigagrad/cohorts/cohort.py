@@ -108,12 +108,18 @@ def class_table(cohort: Cohort, entries: Sequence[str] = ()) -> ClassTable | Non
             found |= set(read_annotations(row.mask).names)
         except GigagradError as error:
             raise ConfigError(f"{cohort.where(row)}: {error}") from error
-    if annotated and table is not None and len(annotated) == len(cohort.rows):
-        table.check_used(found, str(cohort.path))
-    elif annotated and table is None:
+    if annotated and table is not None:
+        if len(annotated) == len(cohort.rows):
+            table.check_used(found, str(cohort.path))
+        table.check_any_used(found, str(cohort.path))
+        table.check_spelt(found, str(cohort.path))
+        table = table.ignoring(found)
+    elif annotated:
         if not found:
             raise ConfigError(f"{cohort.path}: no annotation covers an area; annotate what the network is to find")
         table = ClassTable.of_names(found)
+        if table.count == 1:
+            raise ConfigError(f"{cohort.path}: all annotations are background; annotate what the network is to find")
     for row in cohort.rows if table is not None else ():
         if row.mask is None:
             raise ConfigError(

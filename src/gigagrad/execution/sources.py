@@ -16,6 +16,7 @@ from gigagrad.errors import ImageError, TargetError
 from gigagrad.execution.executor import ahead
 from gigagrad.graphs import Composite, InputSpec
 from gigagrad.images import Image, open_image
+from gigagrad.images.opening import open_ids
 from gigagrad.threads import SideThreads
 
 Read = TypeVar("Read")
@@ -75,19 +76,23 @@ def opened_sources(
 
 
 def image_source(
-    image: Any, dtype_of: Callable[[torch.dtype], torch.dtype] = lambda given: given, *, asked: bool = False
+    image: Any,
+    dtype_of: Callable[[torch.dtype], torch.dtype] = lambda given: given,
+    *,
+    asked: bool = False,
+    ids: bool = False,
 ) -> Source:
     """An image argument: an `Image`, a path, a Zarr array, or an array or tensor `(C, H, W)` or `(1, C, H, W)`.
 
     A tensor that requires a gradient gets one; `asked`: somebody else wants it. `dtype_of` says in which dtype an image
-    of a given one is read.
+    of a given one is read; `ids`: that a file with a palette holds class ids.
     """
     given = image if isinstance(image, torch.Tensor) and image.requires_grad else None
     if isinstance(image, torch.Tensor | np.ndarray) and image.ndim == 4:
         if image.shape[0] != 1:
             raise ImageError(f"an image has a batch axis of 1 at most, got shape {tuple(image.shape)}")
         image = image[0]
-    opened = image if isinstance(image, Image) else open_image(image)
+    opened = image if isinstance(image, Image) else open_ids(image) if ids else open_image(image)
     dtype = dtype_of(_torch_dtype(opened.dtype))
     spec = InputSpec((1, *opened.shape), dtype, field=True, differentiable=asked or given is not None)
     return Source(spec, opened, None, opened_here=opened is not image, given=given)
@@ -109,7 +114,7 @@ def target_source(
     ):
         label = target.detach().to(dtype_of(target.dtype))
         return Source(InputSpec(tuple(label.shape), label.dtype, field=False), None, label)
-    return image_source(target, dtype_of)
+    return image_source(target, dtype_of, ids=True)
 
 
 def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:

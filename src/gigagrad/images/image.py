@@ -55,6 +55,8 @@ class Image(ABC):
         name: a stem for output folders and messages.
         levels: all resolutions of the source, level 0 (the largest) first.
         georeference: where the pixels of the chosen level lie on earth, None if unknown.
+        bounds: what was scanned, in pixels of level 0; None where that is all of it, or where the file does not say.
+            QuPath shows this part alone, and counts pixels from its corner.
         nodata: the value of samples that hold no data; beside another value, NaN holds none either. None where all do,
             and where a mask inside the file says otherwise, whose samples are 0 then; `missing` tells in every case.
         channel_names: one of each channel, "" for one without; empty where none is known.
@@ -73,6 +75,7 @@ class Image(ABC):
         levels: tuple[Level, ...] | None = None,
         level: int = 0,
         georeference: Georeference | None = None,
+        bounds: Box | None = None,
         nodata: int | float | None = None,
         channel_names: tuple[str, ...] = (),
         open_level: Callable[..., Image | None] | None = None,
@@ -90,6 +93,7 @@ class Image(ABC):
         self.levels: Final = levels or (Level(shape[1:], 1.0),)
         self.mpp: Final = None if mpp is None else mpp * self.levels[level].downsample
         self.georeference: Final = georeference and georeference.resized(self.levels[0].shape, self.levels[level].shape)
+        self.bounds: Final = bounds
         self.nodata: Final = nodata
         self.channel_names: Final = channel_names
         self._open_level, self._level = open_level, level
@@ -265,6 +269,7 @@ class View(Image):
             "fill": image.fill,
             "mpp": image.mpp,
             "georeference": image.georeference,
+            "bounds": image.bounds,
             "nodata": image.nodata,
             "channel_names": image.channel_names,
             "cache_bytes": image.cache_bytes,

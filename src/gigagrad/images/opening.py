@@ -58,6 +58,11 @@ def open_image(source: Source | Sequence[Source], *, level: int = 0, mpp: float 
     return _open_array(source, level, mpp)
 
 
+def open_ids(source: Source) -> Image:
+    """`open_image` of class ids: a picture with a palette is its indices, whatever their colours."""
+    return _open_path(Path(source), 0, None, ids=True) if isinstance(source, str | Path) else open_image(source)
+
+
 def _open_several(sources: Sequence[Source], level: int, mpp: float | None) -> Image:
     if not sources:
         raise ImageError("got an empty list of images; name one or more")
@@ -68,7 +73,7 @@ def _open_several(sources: Sequence[Source], level: int, mpp: float | None) -> I
     return image
 
 
-def _open_path(path: Path, level: int, mpp: float | None) -> Image:
+def _open_path(path: Path, level: int, mpp: float | None, *, ids: bool = False) -> Image:
     if path.is_dir():
         if is_zarr(path):
             return open_zarr(path, level=level, mpp=mpp)
@@ -90,10 +95,10 @@ def _open_path(path: Path, level: int, mpp: float | None) -> Image:
             f"{path} holds outlines, not pixels; paint them over their slide: gg.open_mask({path.name!r}, slide)"
         )
     if is_picture(head):
-        image = open_picture(path, mpp=mpp)
+        image = open_picture(path, mpp=mpp, ids=ids)
         choose_level(image.levels, level, path.name)
         return image
-    tiff = open_tiff(path, level=level, mpp=mpp) if head.startswith(_TIFF_SIGNATURES) else None
+    tiff = open_tiff(path, level=level, mpp=mpp, ids=ids) if head.startswith(_TIFF_SIGNATURES) else None
     if slide := tiff or open_openslide(path, level=level, mpp=mpp):
         return slide
     raise ImageError(

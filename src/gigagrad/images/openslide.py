@@ -46,6 +46,7 @@ class OpenSlideImage(Image):
             name=path.parent.name if path.suffix.lower() == ".dcm" else path.stem,
             fill=_WHITE,
             mpp=base,
+            bounds=_bounds(slide, levels[0]),
             levels=levels,
             level=level,
             open_level=partial(open_openslide, path, mpp=base),
@@ -78,6 +79,20 @@ class OpenSlideImage(Image):
     def _release(self) -> None:
         self._cache.clear()
         self._slide.close()
+
+
+def _bounds(slide: Any, level: Level) -> Box | None:
+    """What was scanned, None where that is the whole of level 0."""
+    import openslide
+
+    names = (openslide.PROPERTY_NAME_BOUNDS_Y, openslide.PROPERTY_NAME_BOUNDS_X)
+    sizes = (openslide.PROPERTY_NAME_BOUNDS_HEIGHT, openslide.PROPERTY_NAME_BOUNDS_WIDTH)
+    found = [slide.properties.get(name, "") for name in (*names, *sizes)]
+    if not all(text.isdecimal() for text in found):
+        return None
+    y, x, height, width = map(int, found)
+    box = Box(y, x, y + height, x + width).clamp(*level.shape)
+    return None if box.empty or box == Box.whole(*level.shape) else box
 
 
 def open_openslide(path: Path, *, level: int = 0, mpp: float | None = None) -> OpenSlideImage | None:

@@ -33,9 +33,9 @@ def is_picture(head: bytes) -> bool:
     return head.startswith((_PNG, _JPEG))
 
 
-def open_picture(path: Path, *, mpp: float | None = None) -> ArrayImage:
-    """A PNG or JPEG as an image: grey ones have 1 channel, all others 3 (transparency over white). `mpp` is over what a
-    world file says.
+def open_picture(path: Path, *, mpp: float | None = None, ids: bool = False) -> ArrayImage:
+    """A PNG or JPEG as an image: grey ones have 1 channel, all others 3 (transparency over white); of `ids` one with a
+    palette has 1, its indices. `mpp` is over what a world file says.
 
     Raises `ImageError` for a damaged file, for one that ends before its pixels and for one of more than 67 Mpx.
     """
@@ -46,16 +46,17 @@ def open_picture(path: Path, *, mpp: float | None = None) -> ArrayImage:
     with in_our_words(f"cannot read {path}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         data = path.read_bytes()
-        pixels = _png(data, path) if data.startswith(_PNG) else _jpeg(data, path)
+        pixels = _png(data, path, ids) if data.startswith(_PNG) else _jpeg(data, path)
         place = world_file(path)
         mpp = choose_mpp(mpp, path.name, georeference=place)
         return ArrayImage(pixels, mpp=mpp, name=path.stem, georeference=place)
 
 
-def _png(data: bytes, path: Path) -> Array:
+def _png(data: bytes, path: Path, ids: bool) -> Array:
     _check_size(*png_size(data), path)
     check_png(data)
-    return _colours(_decoded(data))
+    picture = _decoded(data)
+    return np.array(picture)[None] if ids and picture.mode == "P" else _colours(picture)
 
 
 def _jpeg(data: bytes, path: Path) -> Array:

@@ -43,6 +43,7 @@ class Stacked(Image):
             levels=levels,
             level=chosen,
             georeference=first.georeference and first.georeference.resized(first.shape[1:], levels[0].shape),
+            bounds=first.bounds,
             nodata=first.nodata,
             channel_names=names if any(names) else (),
             open_level=partial(_stacked_at, self._images, tuple(level.shape for level in levels)),

@@ -56,6 +56,7 @@ class TiffImage(Image):
         level: int,
         mpp: float | None,
         channel_names: tuple[str, ...],
+        ids: bool = False,
         **described: Any,
     ) -> None:
         """`valid_tables` are the levels of the mask that says where pixels hold data, none where there is no such mask;
@@ -76,7 +77,7 @@ class TiffImage(Image):
             levels=levels,
             level=level,
             channel_names=channel_names[:channels],
-            open_level=partial(open_tiff, path, mpp=mpp),
+            open_level=partial(open_tiff, path, mpp=mpp, ids=ids),
             cache_bytes=held if self._valid is None else held + self._valid.cache_bytes,
             **described,
         )
@@ -163,8 +164,9 @@ def _valid(path: Path, tables: list[Segments], shape: tuple[int, int]) -> Image:
     return mask if shapes[level] == shape else Resampled(mask, *shape)
 
 
-def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None) -> TiffImage | None:
-    """One level of a TIFF file; None where the file is a TIFF that had better be read by OpenSlide.
+def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool = False) -> TiffImage | None:
+    """One level of a TIFF file; None where the file is a TIFF that had better be read by OpenSlide. Of `ids`, one with
+    a palette is its indices.
 
     Raises `ImageError` for a file that is corrupt, truncated (every tile of every level is checked against the file's
     length) or laid out unusably.
@@ -185,7 +187,7 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None) -> TiffIm
             return None
         check_kind(tif, path.name)
         series = tif.series[0]
-        check_layout(series, path.name)
+        check_layout(series, path.name, palette=ids)
         tables = [segments_of(entry, path.name, found) for entry in series.levels]
         valid_tables = [segments_of(entry, path.name, found) for entry in mask_levels(tif, path.name)]
         colour = is_colour(series.keyframe)
@@ -207,6 +209,7 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None) -> TiffIm
         level=level,
         mpp=base,
         channel_names=names,
+        ids=ids,
         georeference=place,
         nodata=nodata,
     )

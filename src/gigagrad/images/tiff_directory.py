@@ -16,7 +16,7 @@ from gigagrad.images.resolution import choose_mpp, micrometres, number
 from gigagrad.images.stream_check import JPEG_2000_COMPRESSIONS, JPEG_COMPRESSIONS
 
 _APERIO_YCBCR = 33003  # JPEG 2000 whose colour transform is left to the reader
-_MINISBLACK, _RGB, _YCBCR = 1, 2, 6
+_MINISBLACK, _RGB, _PALETTE, _YCBCR = 1, 2, 3, 6
 _INCH, _CENTIMETRE = 2, 3
 _IS_MASK = 4
 _GDAL_METADATA = 42112
@@ -72,8 +72,9 @@ def check_kind(tif: Any, name: str) -> None:
         )
 
 
-def check_layout(series: Any, name: str) -> None:
-    """Raises `ImageError` unless the tifffile series is a 2-D image of channels that can be decoded."""
+def check_layout(series: Any, name: str, *, palette: bool = False) -> None:
+    """Raises `ImageError` unless the tifffile series is a 2-D image of channels that can be decoded, or of a palette's
+    indices where that will do."""
     if not series.shape or 0 in series.shape:
         raise ImageError(f"{name} describes no image in its directory; the file is truncated or corrupt")
     axes = str(series.axes)
@@ -86,7 +87,7 @@ def check_layout(series: Any, name: str) -> None:
     if page.dtype is None or page.dtype.kind not in "buif":
         raise ImageError(f"{name} has {page.bitspersample}-bit pixels; expected integers or floats")
     colours = (_MINISBLACK, _RGB, _YCBCR) if int(page.compression) in JPEG_COMPRESSIONS else (_MINISBLACK, _RGB)
-    if int(page.photometric) not in colours:
+    if int(page.photometric) not in (*colours, *((_PALETTE,) if palette else ())):
         raise ImageError(
             f"{name} stores its colours as {getattr(page.photometric, 'name', page.photometric)}; expected RGB or "
             "MINISBLACK (or YCBCR as JPEG); convert it to RGB"

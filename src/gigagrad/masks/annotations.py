@@ -1,16 +1,16 @@
 """Annotation files as `Outlines`: QuPath's GeoJSON and ASAP's XML, read as a stream.
 
 GeoJSON (RFC 7946) as QuPath exports it: a collection of features, an array of them, one feature or one geometry; a
-feature's class is `properties.classification`, a name or an object that has one. Where it has a `crs`, as GIS programs
-write it, it is in coordinates on earth. ASAP's XML has a class for an annotation by its `PartOfGroup`. Only polygons
-cover pixels: points and lines are counted as skipped.
+feature's class is `properties.classification`, a name or an object that has one, or several `names`, which QuPath shows
+as "Tumor: Positive". Where a member `crs` names a reference system, as GIS programs write it, coordinates are on earth;
+where it is null, they are not. ASAP's XML has a class for an annotation by its `PartOfGroup`. Only polygons cover
+pixels: points and lines are counted as skipped.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 from xml.parsers import expat
@@ -23,8 +23,6 @@ _AREAS = {"Polygon", "Spline", "Rectangle"}
 """ASAP's types of annotation that have an area: a spline's corners are many, and its curve is drawn through them."""
 
 _HEAD = 4096
-_CRS = re.compile(rb'"crs"\s*:\s*\{[^{}]*"properties"\s*:\s*\{\s*"name"\s*:\s*"([^"]*)"')
-"""As GDAL and QGIS name a reference system, before the features."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Polygon = tuple[str | None, Sequence[Any]]
@@ -46,15 +44,45 @@ def read_annotations(path: str | Path) -> Outlines:
         with path.open("rb") as file:
             if path.suffix.lower() == ".xml":
                 return Outlines.pack(_asap(path, file), path.name)
-            crs = _CRS.search(file.read(_HEAD))
-            file.seek(0)
-            outlines = Outlines.pack(_geojson(path, file), path.name)
-            return outlines if crs is None else replace(outlines, crs=crs.group(1).decode("utf-8", "replace"))
+            said = _Said(path)
+            return said.of(Outlines.pack(_geojson(path, file, said), path.name))
     except OSError as error:
         raise ImageError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _geojson(path: Path, file: IO[bytes]) -> Iterator[Polygon]:
+@dataclass(slots=True)
+class _Said:
+    """What a GeoJSON says of its coordinates: the reference systems it names, None for one that is null, and whether
+    QuPath wrote it."""
+
+    path: Path
+    systems: set[str | None] = field(default_factory=set)
+    by_qupath: bool = False
+
+    def add(self, crs: object) -> None:
+        """A member `crs`, of a file, a feature or a geometry. Raises `ImageError` for one that names no system."""
+        match crs:
+            case None:
+                self.systems.add(None)
+            case {"type": "name", "properties": {"name": str(name)}}:
+                self.systems.add(name)
+            case {"type": "EPSG", "properties": {"code": int(code)}}:
+                self.systems.add(f"EPSG:{code}")
+            case _:
+                raise ImageError(
+                    f"{self.path} has a 'crs' that names no reference system; write it as "
+                    '{"type": "name", "properties": {"name": "EPSG:32633"}}, or null where coordinates are pixels'
+                )
+
+    def of(self, outlines: Outlines) -> Outlines:
+        """`outlines` with what was said of them. Raises `ImageError` where that contradicts itself."""
+        if len(self.systems) > 1:
+            raise ImageError(f"{self.path} names several reference systems; write it in one, for all of its features")
+        crs = next(iter(self.systems), None)
+        return replace(outlines, crs=crs, origin="scan" if self.systems or self.by_qupath else "unsaid")
+
+
+def _geojson(path: Path, file: IO[bytes], said: _Said) -> Iterator[Polygon]:
     import ijson
 
     head = file.read(_HEAD)
@@ -67,31 +95,57 @@ def _geojson(path: Path, file: IO[bytes]) -> Iterator[Polygon]:
         found = 0
         for feature in ijson.items(file, "item" if start == b"[" else "features.item", use_float=True):
             found += 1
-            yield from _of_feature(feature, path)
-        if not found and start == b"{":
-            file.seek(0)
+            yield from _of_feature(feature, said)
+        file.seek(begin)
+        if found and start == b"{":
+            for crs in ijson.items(file, "crs", use_float=True):
+                said.add(crs)
+        elif start == b"{":
             whole = next(ijson.items(file, "", use_float=True))
             if "features" not in whole:
-                yield from _of_feature(whole, path)
+                yield from _of_feature(whole, said)
     except (ijson.JSONError, UnicodeDecodeError, OverflowError) as error:
         raise ImageError(f"{path} is no GeoJSON ({' '.join(str(error).split())[:100]}); export it again") from error
 
 
-def _of_feature(feature: object, path: Path) -> Iterator[Polygon]:
+def _of_feature(feature: object, said: _Said) -> Iterator[Polygon]:
+    """The polygons of a feature or a geometry, and of what lies inside it in QuPath's hierarchy."""
     if not isinstance(feature, Mapping) or not isinstance(feature.get("type"), str):
-        raise ImageError(f"{path} is no GeoJSON: a feature of it has no type; export annotations as GeoJSON")
+        raise ImageError(f"{said.path} is no GeoJSON: a feature of it has no type; export annotations as GeoJSON")
     if feature["type"] != "Feature":
-        yield from ((None, rings) for rings in _of_geometry(feature, path))
+        yield from ((None, rings) for rings in _of_geometry(feature, said))
         return
-    properties = feature.get("properties")
-    kind = properties.get("classification") if isinstance(properties, Mapping) else None
-    name = kind.get("name") if isinstance(kind, Mapping) else kind
-    for rings in _of_geometry(feature.get("geometry"), path):
-        yield (name if isinstance(name, str) and name else None), rings
+    if "crs" in feature:
+        said.add(feature["crs"])
+    found = feature.get("properties")
+    properties = found if isinstance(found, Mapping) else {}
+    kind = properties.get("classification")
+    # Before QuPath 0.3 what is now `objectType` was the id.
+    said.by_qupath |= "objectType" in properties or isinstance(kind, Mapping) or _is_qupaths(feature.get("id"))
+    for rings in _of_geometry(feature.get("geometry"), said):
+        yield _name_of(kind), rings
+    children = properties.get("childObjects")
+    for child in children if isinstance(children, list) else ():
+        yield from _of_feature(child, said)
 
 
-def _of_geometry(geometry: object, path: Path) -> Iterator[Sequence[Any]]:
+def _is_qupaths(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("Path") and name.endswith("Object")
+
+
+def _name_of(kind: object) -> str | None:
+    """A class as QuPath shows it: of several parts as "Tumor: Positive"."""
+    if isinstance(kind, Mapping):
+        names = kind.get("names")
+        kind = kind.get("name") or (": ".join(map(str, names)) if isinstance(names, list) else None)
+    return kind if isinstance(kind, str) and kind else None
+
+
+def _of_geometry(geometry: object, said: _Said) -> Iterator[Sequence[Any]]:
     """The rings of each polygon in a geometry; none of one that has no area."""
+    path = said.path
+    if isinstance(geometry, Mapping) and "crs" in geometry:
+        said.add(geometry["crs"])
     match geometry:
         case {"type": "Polygon", "coordinates": [*rings]}:
             yield _rings(rings, path)
@@ -100,7 +154,7 @@ def _of_geometry(geometry: object, path: Path) -> Iterator[Sequence[Any]]:
                 yield _rings(polygon, path)
         case {"type": "GeometryCollection", "geometries": [*parts]}:
             for part in parts:
-                yield from _of_geometry(part, path)
+                yield from _of_geometry(part, said)
         case {"type": "Point" | "MultiPoint" | "LineString" | "MultiLineString"} | None:
             yield ()
         case _:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from gigagrad.errors import ConfigError, did_you_mean
@@ -14,6 +14,12 @@ IGNORED = 255
 UNLABELLED = "unlabelled"
 """The name, in a table, of what no outline covers."""
 _IGNORE = "ignore"
+_BACKGROUND = "background"
+"""In any case, the name of what has the id 0, unless somebody gives it another."""
+_REGION = "Region*"
+"""QuPath's class of areas in which something is to be looked for: no class of pixels."""
+_IGNORED_BY_QUPATH = "*"
+"""What the names of QuPath's classes end in that are not to be learnt or measured: Ignore*, Artefact*."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,8 @@ class ClassTable:
 
     @classmethod
     def parse(cls, entries: Sequence[str]) -> Self:
-        """A table of entries `NAME=ID`, where ID may be `ignore`; an entry without an id has the next free one, from 1.
+        """A table of entries `NAME=ID`, where ID may be `ignore`; an entry without an id has the next free one, from 1,
+        but `Background` has 0, and a name that ends in an asterisk is ignored, as in QuPath.
 
         `unlabelled=0` makes background of what is not annotated; without it, it is ignored, unless there is but one
         class. A class of several ids, `NAME=1+2`, makes regions of all. Raises `ConfigError` for an id that is none and
@@ -43,7 +50,8 @@ class ClassTable:
         for entry in entries:
             name, equals, text = (part.strip() for part in entry.rpartition("="))
             if not equals:
-                name, text = text, str(following)
+                own = _own_id(text)
+                name, text = text, str(following if own is None else own)
                 if name.isdecimal():
                     raise ConfigError(f"classes: {name!r} is a number; name each class but the background: tumour=1")
             if not name:
@@ -62,12 +70,30 @@ class ClassTable:
 
     @classmethod
     def of_names(cls, names: Iterable[str]) -> Self:
-        """The table of all names that occur, in alphabetical order from 1; those without a class only if alone."""
-        named = sorted(set(names) - {UNCLASSIFIED}) or [UNCLASSIFIED]
-        ids = {name: number for number, name in enumerate(named, 1)}
-        if len(ids) >= IGNORED:
-            raise ConfigError(f"annotations of {len(ids)} classes; a mask of bytes holds at most {IGNORED - 1}")
-        return cls(tuple(ids.items()), _default(ids))
+        """The table of all names that occur, in alphabetical order from 1; those without a class only if alone.
+
+        `Background` is 0. What QuPath ignores is ignored, and its `Region*` is no class.
+        """
+        found = set(names)
+        named = sorted(name for name in found - {UNCLASSIFIED} if _own_id(name) is None)
+        if not named and (UNCLASSIFIED in found or not found):
+            named = [UNCLASSIFIED]
+        ids = {name: 0 for name in sorted(found) if _own_id(name) == 0}
+        ids |= {name: number for number, name in enumerate(named, 1)}
+        if not ids:
+            raise ConfigError(
+                f"annotations are of {', '.join(sorted(found))} alone, which QuPath ignores; annotate what is to be "
+                "found, or give a class an id: --classes NAME=ID"
+            )
+        if len(named) >= IGNORED:
+            raise ConfigError(f"annotations of {len(named)} classes; a mask of bytes holds at most {IGNORED - 1}")
+        return cls(tuple(ids.items()), _default(ids)).ignoring(found)
+
+    def ignoring(self, names: Iterable[str]) -> Self:
+        """This table, and of these names those that QuPath ignores, where it does not name them itself."""
+        known = dict(self.ids)
+        further = sorted(name for name in {*names} - {*known, _REGION} if is_ignored(name))
+        return replace(self, ids=(*self.ids, *((name, IGNORED) for name in further)))
 
     def __str__(self) -> str:
         return ", ".join(f"{name} = {text}" for name, text in self._written())
@@ -111,6 +137,40 @@ class ClassTable:
             if name not in found and not name.isdecimal():
                 known = did_you_mean(name, found) or f"; they have {', '.join(sorted(found)[:20]) or 'none'}"
                 raise ConfigError(f"classes: no annotation of {where} is of the class {name!r}{known}")
+
+    def check_any_used(self, found: Iterable[str], where: str) -> None:
+        """Raises `ConfigError` where the annotations have none of the names: all of them would be background."""
+        found, named = set(found), [name for name, _ in self.ids]
+        if found.isdisjoint(named):
+            known = did_you_mean(named[0], found) or f"; they have {', '.join(sorted(found)[:20])}"
+            raise ConfigError(
+                f"classes: no annotation of {where} is of the class{'es' * (len(named) > 1)} "
+                f"{', '.join(map(repr, named[:20]))}{known}; name what they have, with 0 for background"
+            )
+
+    def check_spelt(self, found: Iterable[str], where: str) -> None:
+        """Raises `ConfigError` for annotations of a class that differs from a name by capitals alone."""
+        known = {name.casefold(): (name, number) for name, number in self.ids}
+        names = {name for name, _ in self.ids}
+        for other in sorted(set(found) - names):
+            if other.casefold() in known:
+                name, number = known[other.casefold()]
+                raise ConfigError(
+                    f"classes: annotations of {where} are of the class {other!r}, and {name!r} is another one; write "
+                    f"{other}={_IGNORE if number == IGNORED else number}, in the place of {name} or beside it"
+                )
+
+
+def _own_id(name: str) -> int | None:
+    """The id that a name has by itself: the background's, or that of what QuPath ignores; None for all others."""
+    if is_ignored(name):
+        return IGNORED
+    return 0 if name.casefold() == _BACKGROUND else None
+
+
+def is_ignored(name: str) -> bool:
+    """Whether QuPath ignores a class of this name."""
+    return name.endswith(_IGNORED_BY_QUPATH)
 
 
 def _id(text: str, entry: str) -> int:

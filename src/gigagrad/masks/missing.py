@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.images.image import Array, Image, Pixels, View
 from gigagrad.masks.classes import IGNORED
+
+_SIGNED: Final = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 
 
 def ignoring_missing(mask: Image, slide: Image) -> Image:
@@ -35,6 +39,12 @@ class IgnoringMissing(View):
         return Image._blank(self, height, width)
 
 
+def mask_dtype(mask: Image) -> np.dtype[np.generic]:
+    """The dtype of a mask as arrays; signed and wider where PyTorch has next to no operators for it."""
+    name = str(mask.dtype).removeprefix("torch.")
+    return np.dtype(_SIGNED.get(name, name))
+
+
 def room_for_ignored(mask: Image) -> np.dtype[np.generic]:
-    """The dtype of a mask as arrays, or a wider one that holds `IGNORED`, too."""
-    return np.promote_types(str(mask.dtype).removeprefix("torch."), np.uint8)
+    """`mask_dtype`, or a wider one that holds `IGNORED`, too."""
+    return np.promote_types(mask_dtype(mask), np.uint8)

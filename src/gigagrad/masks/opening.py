@@ -12,17 +12,18 @@ import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
-from gigagrad.images import Image, open_image
+from gigagrad.images import Image
 from gigagrad.images.image import Array, Pixels, View
+from gigagrad.images.opening import open_ids
 from gigagrad.images.resampled import Resampled
 from gigagrad.images.stacked import Stacked
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
-from gigagrad.masks.classes import IGNORED, ClassTable
+from gigagrad.masks.classes import IGNORED, ClassTable, is_ignored
 from gigagrad.masks.labels import LabelOfIds, Labels
-from gigagrad.masks.missing import room_for_ignored
+from gigagrad.masks.missing import mask_dtype, room_for_ignored
 from gigagrad.masks.outlines import Outlines
 from gigagrad.masks.painting import AnnotationMask
-from gigagrad.masks.placed import in_pixels
+from gigagrad.masks.placed import in_pixels, meets, span
 
 if TYPE_CHECKING:
     import torch
@@ -44,21 +45,24 @@ def open_mask(
     """The mask of an open `slide`, pixel for pixel at the slide's level.
 
     Args:
-        source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0, or GeoJSON in the
-            coordinates on earth that its `crs` names; or class ids as `open_image` takes them, of the slide's size or
-            the same picture at another resolution, of which the nearest pixel counts. Of several in a list or tuple
-            each is of one label.
+        source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0, or GeoJSON in
+            coordinates on earth (`placed.in_pixels`); or class ids as `open_image` takes them, of the slide's size or
+            the same picture at another resolution, of which the nearest pixel counts; also of what was scanned, the
+            slide's `bounds`. Of several in a list or tuple each is of one label.
         slide: where the mask belongs.
         classes: class ids by name, `{"tumour": 1, "stroma": 2, "artefact": "ignore"}`, or as `ClassTable.parse` takes
             them. Of an image, names that are numbers are the values to replace: `{"255": 1}`. Without it, outlines
             count by their names in alphabetical order, and the values of an image are class ids. Regions of several
-            ids, `{"whole": "1+2", "core": "2"}`, are labels.
+            ids, `{"whole": "1+2", "core": "2"}`, are labels. A `ClassTable` is taken as that of a cohort, of which a
+            slide may have none of the classes; other tables must name one of the outlines' classes.
         labels: of more than one, which may overlap, each has a channel of 0 and 1: of class ids or outlines that of
             class 1 first, of a mask with so many channels its own, which are 1 where they are above 0.
 
     Outlines are painted in their order, box by box as they are read. What none covers is ignored (255), or background
     if there is but one class; so are pixels of a mask file that hold its nodata value, which without `classes` are
-    ignored.
+    ignored. Classes whose name ends in an asterisk are ignored as in QuPath, unless `classes` names them. Ids are the
+    indices of a picture with a palette, whatever its colours; unsigned ones of 16 and more bits are read as signed ones
+    of more, which PyTorch computes with.
 
     Raises `ImageError` for a source that cannot be read or is no mask, `TargetError` for one that does not belong to
     the slide, and `ConfigError` for `classes`.
@@ -68,12 +72,14 @@ def open_mask(
         return (
             _stacked(source, slide, table, labels)
             if len(source) > 1
-            else open_mask(source[0], slide, table, labels=labels)
+            else open_mask(source[0], slide, classes, labels=labels)
         )
     if (outlines := _outlines_in(source)) is not None:
+        if outlines.names and table is not None and table is not classes:
+            table.check_any_used(outlines.names, _name(source, slide))
         return _painted(outlines, slide, table or ClassTable.of_names(outlines.names), source, labels)
     assert not isinstance(source, Outlines)
-    mask = open_image(source)
+    mask = open_ids(source)
     nodata = mask.nodata
     if nodata is None and mask.missing_bytes:
         mask.close()
@@ -85,7 +91,7 @@ def open_mask(
     mask = _at_size_of(slide, mask, source if isinstance(source, str | Path) else mask.name)
     if nodata is not None:
         ids = {nodata: IGNORED if table is None else table.unlabelled, **ids}
-    mask = Relabelled(mask, ids) if ids else mask
+    mask = Relabelled(mask, ids) if ids or str(mask_dtype(mask)) != str(mask.dtype).removeprefix("torch.") else mask
     regions = table.regions if table is not None else ()
     if labels == 1 and not regions:
         return mask
@@ -125,7 +131,8 @@ def _stacked(sources: Sequence[Source], slide: Image, table: ClassTable | None, 
             if outlines is None:
                 mask = open_mask(source, slide, table)
             else:
-                one = ClassTable(tuple((name, 1) for name in outlines.names), unlabelled=0)
+                names = [name for name in outlines.names if not is_ignored(name)]
+                one = ClassTable(tuple((name, 1) for name in names), unlabelled=0)
                 mask = _painted(outlines, slide, one, source)
             masks.append(opened.enter_context(Labels(mask)))
         stacked = Stacked(masks)
@@ -159,19 +166,22 @@ def _table(classes: ClassTable | Mapping[str, int | str] | Sequence[str] | None)
 
 
 def _painted(outlines: Outlines, slide: Image, table: ClassTable, source: Source, labels: int = 1) -> Image:
-    name = Path(source).stem if isinstance(source, str | Path) else slide.name
+    name = _name(source, slide)
     if not len(outlines):
         raise TargetError(f"{name} has no outline that covers an area; annotate {slide.name}, or leave its mask empty")
     outlines = in_pixels(outlines, slide)
-    full = slide.levels[0].shape
-    x0, y0, x1, y1 = outlines.bounds().T
-    if not ((x1 > 0) & (y1 > 0) & (x0 < full[1]) & (y0 < full[0])).any():
+    if not meets(outlines, slide):
+        full = slide.levels[0].shape
         raise TargetError(
-            f"the outlines of {name} lie from ({x0.min():g}, {y0.min():g}) to ({x1.max():g}, {y1.max():g}), outside "
-            f"their slide {slide.name} of {full[0]} x {full[1]} px; coordinates are pixels of level 0, or of the "
-            "reference system that a member 'crs' names"
+            f"the outlines of {name} lie {span(outlines)}, outside their slide {slide.name} of {full[0]} x {full[1]} "
+            "px; coordinates are pixels of level 0, or of the reference system that a member 'crs' names"
         )
-    return AnnotationMask(outlines, table, slide, name=name, labels=labels)
+    table.check_spelt(outlines.names, name)
+    return AnnotationMask(outlines, table.ignoring(outlines.names), slide, name=name, labels=labels)
+
+
+def _name(source: Source, slide: Image) -> str:
+    return Path(source).stem if isinstance(source, str | Path) else slide.name
 
 
 def _at_size_of(slide: Image, mask: Image, name: str | Path) -> Image:
@@ -182,14 +192,29 @@ def _at_size_of(slide: Image, mask: Image, name: str | Path) -> Image:
                 return mask
             with mask:
                 return mask.at_level(level)
-    full = mask.levels[0].shape
-    ratios = [of_slide / of_mask for of_slide, of_mask in zip(slide.shape[1:], full, strict=True)]
-    # The coarser of both was rounded by up to a pixel; at nearly the same size, a pixel more is another picture.
-    slack = 1 / min(*full, *slide.shape[1:])
-    if abs(ratios[0] / ratios[1] - 1) > slack or max(ratios[0], 1 / ratios[0]) < _ANOTHER_RESOLUTION:
+    full, bounds = mask.levels[0].shape, slide.bounds
+    whole, of_a_level = _shows(full, slide.shape[1:]), any(level.shape == full for level in slide.levels)
+    if bounds is not None and (full == bounds.shape or (not of_a_level and _shows(full, bounds.shape))):
+        if whole:
+            mask.close()
+            raise TargetError(
+                f"the mask {name}, {full[0]} x {full[1]} px, may be of the whole slide {slide.name} or of what was "
+                f"scanned of it, {bounds.height} x {bounds.width} px, as QuPath shows it; give it in the size of the "
+                f"whole slide, {slide.shape[1]} x {slide.shape[2]} px"
+            )
+        return Resampled(mask, slide.height, slide.width, bounds, slide.levels[0].shape)
+    if not whole:
         mask.close()
         raise TargetError(
             f"the mask {name} is {full[0]} x {full[1]} px and its slide {slide.shape[1]} x {slide.shape[2]} px; both "
             "must show the same part of the slide, at whatever resolution"
         )
     return Resampled(mask, slide.height, slide.width)
+
+
+def _shows(mask: tuple[int, int], slide: tuple[int, int]) -> bool:
+    """Whether a mask of this size can be the same picture at another resolution."""
+    ratios = [of_slide / of_mask for of_slide, of_mask in zip(slide, mask, strict=True)]
+    # The coarser of both was rounded by up to a pixel; at nearly the same size, a pixel more is another picture.
+    slack = 1 / min(*mask, *slide)
+    return abs(ratios[0] / ratios[1] - 1) <= slack and max(ratios[0], 1 / ratios[0]) >= _ANOTHER_RESOLUTION

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,11 @@ class Outlines:
     Polygon `k` consists of the points `starts[k]` to `starts[k + 1]` of `points`, `(n, 2)` as (x, y): its rings one
     after the other, each closed; `closing` is true at the last point of every ring. A point lies inside where a ray
     from it crosses the rings an odd number of times, so that rings within rings are holes. `class_of[k]` is an index
-    into `names`. `skipped` counts what has no area: points, lines and the like. Where `crs` names a reference system,
-    coordinates are not yet pixels but that's (`placed.in_pixels`).
+    into `names`. `skipped` counts what has no area: points, lines and the like.
+
+    As read from a file, coordinates may be others yet (`placed.in_pixels`). Where `crs` names a reference system, they
+    are that's. Else `origin` says where their zero is: the "corner" of the slide, as ASAP has it, or that of what was
+    scanned ("scan"), as QuPath has it; "unsaid" is GeoJSON of which nobody knows whether it is in pixels at all.
     """
 
     points: Points
@@ -35,6 +38,7 @@ class Outlines:
     names: tuple[str, ...]
     skipped: int = 0
     crs: str | None = None
+    origin: Literal["corner", "scan", "unsaid"] = "corner"
 
     def __len__(self) -> int:
         return len(self.class_of)
@@ -58,7 +62,7 @@ class Outlines:
             points += held
             closing += [_last(len(ring)) for ring in held]
             starts.append(starts[-1] + sum(map(len, held)))
-            class_of.append(names.setdefault(name or UNCLASSIFIED, len(names)))
+            class_of.append(names.setdefault((name or "").strip() or UNCLASSIFIED, len(names)))
         return cls(
             np.concatenate(points) if points else np.empty((0, 2)),
             np.concatenate(closing) if closing else np.empty(0, bool),

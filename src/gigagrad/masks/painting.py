@@ -28,21 +28,28 @@ class AnnotationMask(Image):
     """Class ids `(1, H, W)`, uint8, of outlines over a slide: a later polygon lies over an earlier one.
 
     Of several `labels` each has a channel, which is 1 where its class is, whatever lies over it. Polygons of a class
-    that `table` does not name cover nothing. Outside the image, as every mask, it is 0.
+    that `table` does not name cover nothing. Where some are ignored, that is its nodata. Outside the image, as every
+    mask, it is 0.
     """
 
     def __init__(self, outlines: Outlines, table: ClassTable, slide: Image, *, name: str, labels: int = 1) -> None:
         """`slide` has the size and the level of the mask; outlines are in pixels of its level 0."""
         shape = (labels, slide.height, slide.width)
         held = outlines.points.nbytes + outlines.closing.nbytes
-        super().__init__(shape=shape, dtype=np.dtype(np.uint8), name=name, cache_bytes=_COPIES * held)
+        ids = dict(table.ids)
+        by_class = np.array([ids.get(name, -1) for name in outlines.names], np.int64)
+        of_polygon = by_class[outlines.class_of]
+        super().__init__(
+            shape=shape,
+            dtype=np.dtype(np.uint8),
+            name=name,
+            nodata=IGNORED if (of_polygon == IGNORED).any() else None,
+            cache_bytes=_COPIES * held,
+        )
         full = slide.levels[0].shape
         scale = slide.width / full[1], slide.height / full[0]
         self._points, self._closing, self._starts = outlines.points * scale, outlines.closing, outlines.starts
         self._unlabelled = table.unlabelled
-        ids = dict(table.ids)
-        by_class = np.array([ids.get(name, -1) for name in outlines.names], np.int64)
-        of_polygon = by_class[outlines.class_of]
         self._painted = np.flatnonzero(of_polygon >= 0)
         self._ids = of_polygon[self._painted].astype(np.uint8)
         self._bounds = outlines.bounds()[self._painted] * (*scale, *scale)

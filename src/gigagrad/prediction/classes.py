@@ -53,7 +53,9 @@ def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
     background = next((name for name, number in table.ids if number == 0), "") if table is not None else ""
     known = table.foreground if table is not None else ()
     named = [*known, *(each.name for each in mask_classes(max(count - 1, 1))[len(known) :])]
-    return (background or "Background", *named[: count - 1])
+    if not background:
+        background = "Class 0" if any(name.casefold() == "background" for name in known) else "Background"
+    return (background, *named[: count - 1])
 
 
 def foreground(classes: Sequence[MaskClass]) -> tuple[MaskClass, ...]:

@@ -17,7 +17,7 @@ from gigagrad.cohorts import Row, bags_of, check_bags, find_slides
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Listener
 from gigagrad.files import write_agreed
-from gigagrad.masks import ClassTable
+from gigagrad.masks import ClassTable, is_annotation_file, read_annotations
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import Evaluation
 from gigagrad.prediction.kept_scores import Kept, Kind, score_slides
@@ -151,11 +151,20 @@ def _evaluate(
         if counts is None:
             return None
         source.check(counts.values())
+        if source.table is not None and not any(each.foreground for each in counts.values()):
+            _check_named(entries, source.table, str(slides))
         evaluation = Evaluation.of(counts, source.table)
     if out is not None:
         text = json.dumps(evaluation.to_dict(), indent=2) + "\n"
         write_agreed(lambda: {out / FILE_NAME: text})
     return evaluation
+
+
+def _check_named(entries: Sequence[Row], table: ClassTable, where: str) -> None:
+    """Raises `ConfigError` where nothing is foreground because annotations have other classes."""
+    annotated = [mask for row in entries if len(row.masks) == 1 for mask in row.masks if is_annotation_file(mask)]
+    if annotated:
+        table.check_any_used({name for mask in annotated for name in read_annotations(mask).names}, where)
 
 
 def _told_of_scores(threshold: float, found: tuple[Reading, Mapping[str, float]]) -> str:

@@ -14,7 +14,8 @@ from torch import Tensor
 from gigagrad.boxes import Box, tiles
 from gigagrad.errors import TargetError
 from gigagrad.events import Events, Listener
-from gigagrad.images import Image, open_image
+from gigagrad.images import Image
+from gigagrad.images.opening import open_ids
 from gigagrad.masks import ClassTable
 from gigagrad.prediction.classes import Channels, class_names
 from gigagrad.prediction.sampling import require_mask
@@ -176,7 +177,7 @@ def evaluate(
     pairs, found = list(pairs), dict[str, Counts]()
     with Events(listeners).job("evaluate", len(pairs)) as advance:
         for name, predicted_source, truth_source in pairs:
-            with open_image(predicted_source) as predicted, open_image(truth_source) as truth:
+            with open_ids(predicted_source) as predicted, open_ids(truth_source) as truth:
                 found[name] = score_masks(predicted, truth, Confusion(classes))
             advance(len(found), f"{name}: Dice {found[name].dice:.4f}")
     return Evaluation.of(found)

@@ -140,7 +140,8 @@ class GeoJson(Derived):
     folder, suffix = "geojson", ".geojson"
 
     def write(self, path: Path, predicted: Predicted) -> None:
-        write_geojson(path, predicted.traced, path.stem, predicted.scale, predicted.slide.georeference)
+        slide = predicted.slide
+        write_geojson(path, predicted.traced, path.stem, predicted.scale, slide.georeference, slide.bounds)
 
 
 class Overlay(Derived):

@@ -1,4 +1,4 @@
-"""Class regions of a mask as polygons: GeoJSON in level-0 pixels for QuPath, or in the slide's coordinates on earth.
+"""Class regions of a mask as polygons: GeoJSON in pixels for QuPath, or in the slide's coordinates on earth.
 
 Outlines follow the pixel edges exactly. Memory and the size of the file grow with the number of corners, not with the
 slide, and both are bounded: a mask with more than `max_corners` corners (noise, mostly) is traced again from every
@@ -105,16 +105,20 @@ def write_geojson(
     name: str,
     scale: tuple[float, float] = (1, 1),
     place: Georeference | None = None,
+    bounds: Box | None = None,
 ) -> None:
     """A QuPath `FeatureCollection` of the regions as `placed` has them. Raises `WriteError`.
 
-    With the `place` of the mask, coordinates are its reference system's, which the member `crs` names as GeoJSON did
-    before RFC 7946 left WGS 84 as the only one, and as GDAL and QGIS read it.
+    Pixels are counted from the corner of the slide's `bounds`, as QuPath does. With the `place` of the mask,
+    coordinates are its reference system's, which the member `crs` names as GeoJSON did before RFC 7946 left WGS 84 as
+    the only one, and as GDAL and QGIS read it; where that has no name, numbers in it would be taken for others.
     """
-    system = {} if place is None or place.crs_name is None else {"type": "name", "properties": {"name": place.crs_name}}
-    named = f'"crs": {json.dumps(system)}, ' if system else ""
-    regions = placed(traced, name, scale if place is None else (1, 1))
-    write = _in_pixels if place is None else partial(_on_earth, place=place)
+    if place is not None and place.crs_name is not None:
+        named = f'"crs": {json.dumps({"type": "name", "properties": {"name": place.crs_name}})}, '
+        regions, write = placed(traced, name), partial(_on_earth, place=place)
+    else:
+        named, corner = "", (0, 0) if bounds is None else (bounds.x0, bounds.y0)
+        regions, write = placed(traced, name, scale), partial(_in_pixels, corner=corner)
     with replacing(path) as file:
         file.write(f'{{"type": "FeatureCollection", {named}"features": ['.encode())
         for index, region in enumerate(regions):
@@ -200,8 +204,9 @@ def _feature(region: Placed, write: Callable[[Points], list[list[float]]]) -> di
     }
 
 
-def _in_pixels(points: Points) -> list[list[float]]:
+def _in_pixels(points: Points, corner: tuple[int, int]) -> list[list[float]]:
     """`[x, y]` points, the first one repeated; whole pixels as integers, others to a hundredth of a pixel."""
+    points = points - corner
     whole = points.astype(np.int64)
     written: list[list[float]] = (whole if np.array_equal(whole, points) else points.round(2)).tolist()
     return written

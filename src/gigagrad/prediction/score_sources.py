@@ -13,7 +13,8 @@ from gigagrad.cohorts import Row
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Events
 from gigagrad.execution.compiling import compile as compile_engine
-from gigagrad.images import Image, label_image, open_image
+from gigagrad.images import Image, label_image
+from gigagrad.images.opening import open_ids
 from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
@@ -135,7 +136,7 @@ class OfPredictions(Source):
         # Level 0 for masks from elsewhere, and for those whose level was chosen by resolution.
         level = (made_with.level if made_with is not None else None) or 0
         with (
-            open_image(self._mask(entry)) as predicted,
+            open_ids(self._mask(entry)) as predicted,
             entry.open(level) as slide,
             _truth(entry, slide, table, predicted.channels) as truth,
         ):

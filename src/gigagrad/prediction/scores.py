@@ -45,6 +45,11 @@ class Counts(ABC):
 
     @property
     @abstractmethod
+    def foreground(self) -> int:
+        """Those that are truly of a class but the background, or of a label."""
+
+    @property
+    @abstractmethod
     def dice(self) -> float:
         """Of the foreground, averaged over its classes or labels."""
 
@@ -135,6 +140,10 @@ class Confusion(Counts):
     def pixels(self) -> int:
         return int(self.counts.sum())
 
+    @property
+    def foreground(self) -> int:
+        return int(self.counts[1:].sum())
+
     def dice_of(self, class_id: int) -> float:
         """Dice of one class; 1 where it is neither predicted nor true."""
         both, total = self._overlap(class_id)
@@ -188,6 +197,10 @@ class LabelCounts(Counts):
     def pixels(self) -> int:
         """Of the label of which most are known."""
         return max(counts.pixels for counts in self.of_labels)
+
+    @property
+    def foreground(self) -> int:
+        return sum(counts.foreground for counts in self.of_labels)
 
     @property
     def dice(self) -> float:

@@ -34,9 +34,9 @@ class Turned(View):
         if turn % 2:
             channels, height, width = image.shape
             levels = tuple(dataclasses.replace(level, shape=level.shape[::-1]) for level in image.levels)
-            super().__init__(image, (channels, width, height), levels, georeference=self._place(image))
+            super().__init__(image, (channels, width, height), levels, georeference=self._place(image), bounds=None)
         else:
-            super().__init__(image, georeference=self._place(image))
+            super().__init__(image, georeference=self._place(image), bounds=None)
 
     def _place(self, image: Image) -> Georeference | None:
         place, (height, width) = image.georeference, image.shape[1:]

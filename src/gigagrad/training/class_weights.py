@@ -48,9 +48,8 @@ def count_pixels(mask: Image, *, binary: bool, ignores: bool) -> NDArray[np.int6
     `binary` one all others above 0 count as 1."""
     counts = np.zeros(256, np.int64)
     for box in tiles(mask.height, mask.width, _BLOCK_PX, _BLOCK_PX):
-        counts += np.bincount(np.asarray(mask.read(box)).reshape(-1).astype(np.uint8), minlength=256)
-    if ignores:
-        counts[IGNORED] = 0
-    if binary:
-        counts[1], counts[2:] = counts[1:].sum(), 0
+        pixels = np.asarray(mask.read(box)).reshape(-1)
+        pixels = pixels[pixels != IGNORED] if ignores else pixels
+        # Of class ids all have been looked at: they are below the number of outputs.
+        counts += np.bincount((pixels > 0) if binary else pixels.astype(np.uint8), minlength=256)
     return counts

@@ -12,7 +12,7 @@ from gigagrad.cohorts import Cohort, Size
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Notice
 from gigagrad.losses import Loss
-from gigagrad.masks import ClassTable
+from gigagrad.masks import IGNORED, ClassTable
 from gigagrad.training.class_weights import class_weights
 from gigagrad.training.config import FitConfig
 from gigagrad.training.targets import TargetRule, output_channels
@@ -39,10 +39,18 @@ class Objective:
         """Of `loss`, for `model`. Raises `ConfigError` where loss, classes and model are not one another's, and
         `TargetError` for a mask of other channels.
         """
-        dense = cohort.rows[0].label is None
-        asked = loss.class_ids or loss.survival or (loss.binary and dense)
+        labels = [row.label for row in cohort.rows if row.label is not None]
+        dense = not labels
+        asked = loss.class_ids or loss.survival or loss.binary
         channels = output_channels(model, sizes[0].shape) if asked else 1
+        if labels:
+            _check_outputs(config, loss, channels, labels, table)
         _check_channels(config, loss, channels, table)
+        if dense and loss.class_ids and table is not None and channels > table.count:
+            text = (
+                f"there are {table.count} classes, and {config.model} has {channels} outputs; no mask shows the others"
+            )
+            events.emit(Notice(text, warning=True))
         ignores = dense and _ignores(loss, sizes, channels, table, events)
         if ignores:
             loss = loss.ignoring()
@@ -67,12 +75,36 @@ def _check_channels(config: FitConfig, loss: Loss, channels: int, table: ClassTa
             f"the classes are regions that may overlap ({table}): they take a binary loss, bce_dice for one, and a "
             f"model of {len(regions)} output channels, got {config.loss} and {config.model}"
         )
+    if loss.class_ids and channels > IGNORED:
+        raise ConfigError(
+            f"{config.model} has {channels} outputs, and ce leaves out what has the id {IGNORED}; it takes up to "
+            f"{IGNORED} classes"
+        )
     # A class without a channel of its own is the background; of labels, each has one.
     needed = 0 if table is None else table.count - (1 if loss.binary and channels > 1 else 0)
     if (loss.class_ids or channels > 1) and needed > channels:
         raise ConfigError(
             f"there are {needed} classes ({table}), and {config.model} has {channels} output channels; give the model "
             "one for each"
+        )
+
+
+def _check_outputs(
+    config: FitConfig, loss: Loss, channels: int, labels: Sequence[str], table: ClassTable | None
+) -> None:
+    """Raises `ConfigError` for a classifier of more outputs than there are classes: what they say is noise."""
+    if loss.binary and channels > 1:
+        raise ConfigError(
+            f"{config.loss} takes one output of a slide, and {config.model} has {channels}; give it one, as in "
+            "timm:NAME?num_classes=1, or train with ce"
+        )
+    if not loss.class_ids:
+        return
+    classes = table.count if table is not None else 1 + max(int(float(label.removesuffix("+"))) for label in labels)
+    if channels > classes:
+        raise ConfigError(
+            f"the labels are of {classes} classes and {config.model} has {channels} outputs; make them as many, as in "
+            f"timm:NAME?num_classes={classes}, or name all the classes that it tells apart: --classes NAME=ID"
         )
 
 

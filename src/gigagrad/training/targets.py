@@ -94,8 +94,10 @@ class TargetRule:
             if wrong.size:
                 return f"the values {wrong[0]:g} and {known:g}; a binary loss takes 0 and one other value"
         if self.loss.class_ids:
-            if pixels.dtype.kind not in "ub":
-                return f"{pixels.dtype} values; ce takes unsigned class ids"
+            if pixels.dtype.kind not in "uib":
+                return f"{pixels.dtype} values; ce takes whole numbers, which are class ids"
+            if pixels.dtype.kind == "i" and (smallest := pixels.min()) < 0:
+                return f"class {smallest}; ce takes 0 to {self.channels - 1} with this model"
             if largest >= self.channels:
                 wrong = pixels[(pixels >= self.channels) & (pixels != IGNORED)]
                 if wrong.size:
