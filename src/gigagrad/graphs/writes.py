@@ -37,7 +37,7 @@ _RESHAPING: dict[Any, Any] = {
     getattr(torch.Tensor, f"{name}_"): getattr(torch.Tensor, name)
     for name in ("squeeze", "unsqueeze", "transpose", "t", "swapaxes", "swapdims")
 }
-_OTHER_MEMORY = frozenset({torch.Tensor.set_, torch.Tensor.resize_, torch.Tensor.resize_as_})
+_OTHER_MEMORY = frozenset({"set_", "resize_", "resize_as_"})
 _OWN_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 
@@ -214,8 +214,8 @@ class Writes:
                 seen = w if id(w) in self._apart else self._alias_of.get(id(w), w)
                 if copies[id(w)].shape != seen.shape:
                     raise CaptureError(
-                        f"a tensor's shape is changed in place{_at(self._line())} where autograd does not see it; make a "
-                        "new tensor: y = y.squeeze()"
+                        f"a tensor's shape is changed in place{_at(self._line())} where autograd does not see it; make "
+                        "a new tensor: y = y.squeeze()"
                     )
                 seen.copy_(_with_value(seen, copies[id(w)]))
             for w in written:
