@@ -234,7 +234,7 @@ def test_our_tags_are_gdals_byte_by_byte(tmp_path):
         ("", "float32", None),
         (None, "float32", None),
         ("none", "uint8", None),
-        ("0", "bool", None),
+        ("0", "bool", 0),
     ],
 )
 def test_values_of_no_data(text, dtype, value):

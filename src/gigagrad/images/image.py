@@ -58,7 +58,8 @@ class Image(ABC):
         bounds: what was scanned, in pixels of level 0; None where that is all of it, or where the file does not say.
             QuPath shows this part alone, and counts pixels from its corner.
         nodata: the value of samples that hold no data; beside another value, NaN holds none either. None where all do,
-            and where a mask inside the file says otherwise, whose samples are 0 then; `missing` tells in every case.
+            and where alpha says otherwise, or a mask of the file, whose samples are 0 then; `missing` tells in every
+            case.
         channel_names: one of each channel, "" for one without; empty where none is known.
         fill: the value of every pixel outside the image (see `opening.open_image` for the rule).
         cache_bytes: the most that reading may keep in memory beside the pixels it returns.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -26,11 +27,30 @@ def parse_nodata(text: str | None, dtype: np.dtype[Any]) -> int | float | None:
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
             return float(dtype.type(value))
-    if dtype.kind not in "iu" or not value.is_integer():
+    if dtype.kind not in "iub" or not value.is_integer():
         return None
     # Not by way of a float, which could round it.
     number = int(text) if re.fullmatch(r"[-+]?\d+", text) else int(value)
-    return number if np.iinfo(dtype).min <= number <= np.iinfo(dtype).max else None
+    least, most = _range(dtype)
+    return number if least <= number <= most else None
+
+
+def value_of_gaps(text: str | None, dtype: np.dtype[Any]) -> int | float:
+    """What GDAL reads in blocks that a file leaves out: the value of no data as near as samples come to it, or 0."""
+    if (exact := parse_nodata(text, dtype)) is not None:
+        return exact
+    try:
+        value = float((text or "").strip())
+    except ValueError:
+        return 0
+    if dtype.kind not in "iub" or math.isnan(value):
+        return 0
+    least, most = _range(dtype)
+    return most if value >= most else least if value <= least else math.trunc(value + math.copysign(0.5, value))
+
+
+def _range(dtype: np.dtype[Any]) -> tuple[int, int]:
+    return (0, 1) if dtype.kind == "b" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
 
 
 def is_nodata(pixels: Array, nodata: int | float) -> NDArray[np.bool_]:

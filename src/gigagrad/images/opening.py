@@ -43,7 +43,8 @@ def open_image(source: Source | Sequence[Source], *, level: int = 0, mpp: float 
 
     Pixels outside the image are white (the largest value of the dtype) where it is an integer colour slide: three
     channels of uint8, or a TIFF that calls itself RGB or YCbCr. Everything else - a mask or any other single-channel
-    image, and floats - is 0 there. A colour image's alpha channel is not read.
+    image, and floats - is 0 there. A colour image's alpha is no channel; it says where there is no data
+    (`Image.missing`). A tile that a file leaves out is white in a slide, the value of no data or 0 elsewhere.
 
     Raises `ImageError` for a source that is missing, damaged or of no known kind, and for a level it does not have.
     """
@@ -94,6 +95,8 @@ def _open_path(path: Path, level: int, mpp: float | None, *, ids: bool = False) 
         raise ImageError(
             f"{path} holds outlines, not pixels; paint them over their slide: gg.open_mask({path.name!r}, slide)"
         )
+    if path.suffix.lower() == ".ome" and head.startswith(b"<"):
+        raise ImageError(f"{path} describes an image in other files, and holds no pixels; join them into one OME-TIFF")
     if is_picture(head):
         image = open_picture(path, mpp=mpp, ids=ids)
         choose_level(image.levels, level, path.name)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _LARGEST_PICTURE_PX = 2**26  # 8192 x 8192: 192 MiB of RGB
 _LARGEST_PICTURE_BYTES = 2**29  # as many pixels of 8 bytes
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+_PNG_BITS, _PNG_GREY = 24, 0
 # Every block of 8 x 8 px has at least one bit.
 _MOST_PX_PER_JPEG_BYTE = 8 * 64
 
@@ -55,6 +56,8 @@ def open_picture(path: Path, *, mpp: float | None = None, ids: bool = False) -> 
 def _png(data: bytes, path: Path, ids: bool) -> Array:
     _check_size(*png_size(data), path)
     check_png(data)
+    if data[_PNG_BITS] == 16 and data[_PNG_BITS + 1] != _PNG_GREY:
+        raise ImageError(f"{path} is a PNG of 16-bit colours, which would be cut to 8 bits; convert it to a TIFF")
     picture = _decoded(data)
     return np.array(picture)[None] if ids and picture.mode == "P" else _colours(picture)
 

@@ -24,10 +24,16 @@ _NEAR = 1.5
 """Between two levels a factor of two apart, the nearer one is at most the square root of two away."""
 
 _UNITS_OF_UM = {
+    1e-6: ("pm", "picometer"),
+    1e-4: ("\u00e5", "angstrom"),
     1e-3: ("nm", "nanometer"),
-    1.0: ("um", "\u00b5m", "\u03bcm", "micrometer", "micron"),  # with the micro sign, and with the Greek letter
+    # With the micro sign, with the Greek letter, and with UTF-8 taken for Latin-1.
+    1.0: ("um", "\u00b5m", "\u03bcm", "\u00e2\u00b5m", "micrometer", "micrometre", "micron", "microns"),
+    25.4: ("thou",),
     1e3: ("mm", "millimeter"),
     1e4: ("cm", "centimeter"),
+    25.4e3: ("in", "inch"),
+    1e5: ("dm", "decimeter"),
     1e6: ("m", "meter"),
 }
 _UM_PER_UNIT = {unit: um for um, units in _UNITS_OF_UM.items() for unit in units}
@@ -43,7 +49,8 @@ def plausible(mpp: float | None) -> bool:
 
 def micrometres(value: float | None, unit: str) -> float | None:
     """A length in `unit` as micrometres; None for a missing value or a unit that is no length (`pixel`, say)."""
-    factor = _UM_PER_UNIT.get(unit.strip().lower())
+    unit = unit.strip()
+    factor = None if unit == "Mm" else _UM_PER_UNIT.get(unit.lower())  # megametres, in OME-XML
     return None if value is None or factor is None else value * factor
 
 

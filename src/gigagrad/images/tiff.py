@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box, tiles
+from gigagrad.errors import ImageError
 from gigagrad.files import bytes_at
-from gigagrad.images.image import Array, Image, Pixels, choose_level, fill_of, in_our_words, levels_of
+from gigagrad.images.image import Array, Image, Pixels, View, choose_level, fill_of, in_our_words, levels_of
 from gigagrad.images.nodata import held_bytes, missing_in
 from gigagrad.images.resampled import Resampled
 from gigagrad.images.tiff_directory import (
@@ -27,8 +29,12 @@ from gigagrad.images.tiff_directory import (
     channel_names,
     check_kind,
     check_layout,
+    check_whole,
+    gaps_of,
     georeference_of,
+    has_alpha,
     is_colour,
+    is_slide,
     mask_levels,
     nodata_of,
 )
@@ -38,8 +44,7 @@ from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, grid_parts
 
 _ROWS = 64
 """That are emptied at a time, so that next to nothing is held beside the pixels."""
-_ALPHA = (1, 2)
-"""Kinds of extra samples (TIFF 6.0, section 18): associated and unassociated alpha; 0 is unspecified."""
+_DTYPES_OF_ALPHA = (np.uint8, np.uint16)
 
 
 class TiffImage(Image):
@@ -49,25 +54,28 @@ class TiffImage(Image):
         self,
         path: Path,
         tables: list[Segments],
-        valid_tables: list[Segments],
+        mask: Callable[[tuple[int, int]], Image] | None,
         *,
         colour: bool,
         alpha: bool,
+        gaps: int | float | None,
         level: int,
         mpp: float | None,
         channel_names: tuple[str, ...],
         ids: bool = False,
         **described: Any,
     ) -> None:
-        """`valid_tables` are the levels of the mask that says where pixels hold data, none where there is no such mask;
-        `described` is what `Image` is told beside, as the directory has it."""
+        """`mask` opens what says where pixels of a level of a shape hold data, None where there is no such mask; if
+        `alpha`, the last sample does (of a dtype in which it does for GDAL). `gaps` is what is in segments that the
+        file leaves out; None says that this is a slide, in which they are as outside. `described` is what `Image` is
+        told beside, as the directory has it."""
         levels = levels_of([table.shape for table in tables])
         choose_level(levels, level, path.name)
         segments = tables[level]
-        channels = segments.planes * segments.samples
-        channels = 3 if alpha and channels == 4 else channels
-        self._valid = _valid(path, valid_tables, segments.shape) if valid_tables else None
-        held = min(CACHE_BYTES, channels * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize)
+        stored = channels = segments.planes * segments.samples
+        channels = 3 if colour and alpha else channels
+        self._valid = None if mask is None else mask(segments.shape)
+        held = min(CACHE_BYTES, stored * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize)
         super().__init__(
             shape=(channels, *segments.shape),
             dtype=segments.dtype,
@@ -86,6 +94,11 @@ class TiffImage(Image):
         # A colour image's alpha channel, stored as the last sample or the last plane, is not read.
         self._planes = min(segments.planes, channels)
         self._kept = channels // self._planes
+        self._slide = gaps is None
+        self._gaps = self.fill if gaps is None else gaps
+        # As for rasterio: of a value of no data that of alpha tells, unless alpha is a channel as others.
+        decides = alpha and segments.dtype in _DTYPES_OF_ALPHA if self.nodata is None else channels < stored
+        self._alpha = stored - 1 if decides and self._valid is None else None
         self._cache = TileCache(CACHE_BYTES)
         # A file object, which goes with an image that Ctrl-C lets nobody have.
         self._file = io.FileIO(path)
@@ -99,6 +112,13 @@ class TiffImage(Image):
             self._read_plane(box, plane, self._segments.decode, pixels_HWC[..., samples])
         return self._emptied(box, pixels_HWC).transpose(2, 0, 1)
 
+    def _read_alpha(self, box: Box) -> Array:
+        assert self._alpha is not None
+        plane, sample = divmod(self._alpha, self._segments.samples)
+        alpha_HW1 = np.empty((*box.shape, 1), self._segments.dtype)
+        self._read_plane(box, plane, self._segments.decode, alpha_HW1, sample)
+        return alpha_HW1.transpose(2, 0, 1)
+
     def _read_grey(self, box: Box) -> Pixels:
         if self._segments.decode_luma is None:
             return super()._read_grey(box)
@@ -107,11 +127,16 @@ class TiffImage(Image):
         return self._emptied(box, pixels_HW1).transpose(2, 0, 1)
 
     def missing(self, box: Box) -> NDArray[np.bool_] | None:
-        return super().missing(box) if self._valid is None else missing_in(self._valid, 0, box)
+        return super().missing(box) if (valid := self._validity) is None else missing_in(valid, self.nodata or 0, box)
 
     @property
     def missing_bytes(self) -> int:
-        return super().missing_bytes if self._valid is None else held_bytes(self._valid)
+        return super().missing_bytes if (valid := self._validity) is None else held_bytes(valid)
+
+    @property
+    def _validity(self) -> Image | None:
+        """What alone is looked at for 0, or the value of no data: the mask, or alpha; None where all channels are."""
+        return self._valid if self._alpha is None else _Alpha(self)
 
     def _emptied(self, box: Box, pixels_HWC: Array) -> Array:
         """The pixels, 0 where the mask says that there are none: what compression has left there means nothing."""
@@ -120,16 +145,17 @@ class TiffImage(Image):
                 pixels_HWC[rows.y0 : rows.y1][missing] = 0
         return pixels_HWC
 
-    def _read_plane(self, box: Box, plane: int, decode: Decode, pixels_HWC: Array) -> None:
+    def _read_plane(self, box: Box, plane: int, decode: Decode, pixels_HWC: Array, sample: int = 0) -> None:
         height, width = self._segments.segment
         for cell, to, of in grid_parts(box, height, width):
             place = plane, cell.y0 // height, cell.x0 // width
             target = pixels_HWC[to.y0 : to.y1, to.x0 : to.x1]
-            if self._segments.counts[place] == 0:
-                target[...] = self.fill
+            # OpenSlide looks at the first plane alone.
+            if self._segments.counts[place] == 0 or (self._slide and self._segments.counts[0, *place[1:]] == 0):
+                target[...] = self._gaps
             else:
                 tile = self._cache.get((place, decode), self._decode)
-                target[...] = tile[of.y0 : of.y1, of.x0 : of.x1, : target.shape[2]]
+                target[...] = tile[of.y0 : of.y1, of.x0 : of.x1, sample : sample + target.shape[2]]
 
     def _decode(self, key: tuple[tuple[int, int, int], Decode]) -> Array:
         place, decode = key
@@ -156,12 +182,43 @@ class TiffImage(Image):
         self._close_file()
 
 
+class _Alpha(View):
+    """The sample of a TIFF that says how opaque its pixels are."""
+
+    def __init__(self, image: TiffImage) -> None:
+        super().__init__(image, (1, *image.shape[1:]), nodata=None, channel_names=())
+
+    def _read_inside(self, box: Box) -> Pixels:
+        assert isinstance(self._image, TiffImage)
+        self._image._require_open()
+        return self._image._read_alpha(box)
+
+    def _blank(self, height: int, width: int) -> Pixels:
+        return super()._blank(height, width)[:1]
+
+
 def _valid(path: Path, tables: list[Segments], shape: tuple[int, int]) -> Image:
     """The mask of a level of this shape, above 0 where there is data: its own, or the nearest pixels of the largest."""
     shapes = [table.shape for table in tables]
     level = shapes.index(shape) if shape in shapes else 0
-    mask = TiffImage(path, tables, [], colour=False, alpha=False, level=level, mpp=None, channel_names=())
+    mask = TiffImage(path, tables, None, colour=False, alpha=False, gaps=0, level=level, mpp=None, channel_names=())
+    if mask.channels != 1:
+        mask.close()
+        raise ImageError(f"{path.name} has {mask.channels} masks, one of each band; expected one of all bands")
     return mask if shapes[level] == shape else Resampled(mask, *shape)
+
+
+def _tables(path: Path) -> list[Segments]:
+    """The levels of a mask in a file of its own."""
+    import tifffile
+
+    found = walk_tiff(path)
+    with in_our_words(f"cannot read {path} as a TIFF"), path.open("rb") as file, tifffile.TiffFile(file) as tif:
+        check_layout(tif.series[0], path.name)
+        tables = [segments_of(entry, path.name, found) for entry in tif.series[0].levels]
+    for table in tables:
+        table.check_within(found.file_bytes, path.name)
+    return tables
 
 
 def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool = False) -> TiffImage | None:
@@ -186,26 +243,32 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool
         if better_by_openslide(tif):
             return None
         check_kind(tif, path.name)
+        check_whole(tif, path)
         series = tif.series[0]
         check_layout(series, path.name, palette=ids)
         tables = [segments_of(entry, path.name, found) for entry in series.levels]
-        valid_tables = [segments_of(entry, path.name, found) for entry in mask_levels(tif, path.name)]
+        mask_tables = [segments_of(entry, path.name, found) for entry in mask_levels(tif, path.name)]
+        mask = partial(_valid, path, mask_tables) if mask_tables else None
+        # As for GDAL, one in a file of its own comes first.
+        if (beside := path.with_name(f"{path.name}.msk")).is_file():
+            mask = partial(_valid, beside, _tables(beside))
         colour = is_colour(series.keyframe)
-        # A fourth band that is not said to be alpha is a band as others, near infrared for one.
-        alpha = colour and any(int(kind) in _ALPHA for kind in series.keyframe.extrasamples)
+        alpha = has_alpha(series.keyframe)
         # As in GDAL, a mask is right where there is a value of no data, too.
-        nodata = None if valid_tables else nodata_of(series.keyframe)
+        nodata = None if mask else nodata_of(series.keyframe)
         place = georeference_of(series.keyframe, path)
+        slide = is_slide(series.keyframe) and place is None and not mask
         base = base_mpp(tif, series.keyframe, mpp, path.name, place)
         names = channel_names(tif, series.keyframe, tables[0].planes * tables[0].samples)
-    for table in (*tables, *valid_tables):
+    for table in (*tables, *mask_tables):
         table.check_within(found.file_bytes, path.name)
     return TiffImage(
         path,
         tables,
-        valid_tables,
+        mask,
         colour=colour,
         alpha=alpha,
+        gaps=None if slide else gaps_of(series.keyframe),
         level=level,
         mpp=base,
         channel_names=names,

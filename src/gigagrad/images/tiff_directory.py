@@ -11,21 +11,28 @@ import numpy as np
 
 from gigagrad.errors import ImageError
 from gigagrad.images.georeference import GDAL_NODATA, TAGS, Georeference, world_file
-from gigagrad.images.nodata import parse_nodata
+from gigagrad.images.nodata import parse_nodata, value_of_gaps
 from gigagrad.images.resolution import choose_mpp, micrometres, number
 from gigagrad.images.stream_check import JPEG_2000_COMPRESSIONS, JPEG_COMPRESSIONS
 
 _APERIO_YCBCR = 33003  # JPEG 2000 whose colour transform is left to the reader
+_ALPHA = (1, 2)
+"""Kinds of extra samples (TIFF 6.0, section 18): associated and unassociated alpha; 0 is unspecified."""
 _MINISBLACK, _RGB, _PALETTE, _YCBCR = 1, 2, 3, 6
 _INCH, _CENTIMETRE = 2, 3
 _IS_MASK = 4
 _GDAL_METADATA = 42112
+_SLIDE_TAGS = (270, 282)  # a description, the resolution
+_OPENSLIDE_CODECS = frozenset({1, 5, 8, 32773, 32946, 33005, 50000, *JPEG_COMPRESSIONS})
+_GDAL_TAGS = (*TAGS, GDAL_NODATA, _GDAL_METADATA)
+_MOST_NAMES, _LONGEST_NAME = 8, 100
 _MOST_VALUES = 2**20
 """Of a tag that is no table of tiles: a file's word for how many there are costs nothing before they are read."""
 
 # Scans whose tiles overlap, are missing or do not form one plain grid; their vendors' rules are OpenSlide's knowledge.
 _VENDORS_FOR_OPENSLIDE = ("is_ndpi", "is_bif", "is_scn", "is_philips")
-_TRESTLE_SOFTWARE = "MedScan"
+_TRESTLE_SOFTWARE, _PHILIPS_SOFTWARE, _PHILIPS_ROOT = "MedScan", "Philips", "<DataObject"
+_NDPI, _XMP, _ORIENTATION = 65420, 700, 274
 
 # Stacks of microscopes in layouts of their own. Their readers walk tables of the file (and other files) that nobody has
 # checked, and what they hold is rarely one plane.
@@ -58,9 +65,21 @@ def better_by_openslide(tif: Any) -> bool:
     return (
         any(getattr(tif, vendor) for vendor in _VENDORS_FOR_OPENSLIDE)
         or str(page.software).startswith(_TRESTLE_SOFTWARE)
+        or (str(page.software).startswith(_PHILIPS_SOFTWARE) and _PHILIPS_ROOT in str(page.description))
+        or _NDPI in page.tags
+        or "iScan" in str(_value(page, _XMP))
         or int(page.compression) == _APERIO_YCBCR
         or (int(page.photometric) == _YCBCR and int(page.compression) in JPEG_2000_COMPRESSIONS)
+        or (tif.is_svs and page.dtype == "u1" and is_slide(page) and _unlike_aperio(tif))
     )
+
+
+def _unlike_aperio(tif: Any) -> bool:
+    """Whether smaller levels leave out tiles, which are made of the larger one's, or are elsewhere than Aperio has
+    them: OpenSlide takes every page that is in tiles."""
+    tiled = [page for page in tif.pages if page.is_tiled]
+    levels = {level.shape[-3:] for level in tif.series[0].levels}
+    return any(0 in page.databytecounts for page in tiled[1:]) or {page.shape for page in tiled} != levels
 
 
 def check_kind(tif: Any, name: str) -> None:
@@ -69,6 +88,31 @@ def check_kind(tif: Any, name: str) -> None:
         raise ImageError(
             f"{name} is a microscope's stack ({kinds[0].upper()}), not one image; extract the plane you mean into a "
             "TIFF of its own"
+        )
+
+
+def check_whole(tif: Any, path: Path) -> None:
+    """Raises `ImageError` for one file of an OME-TIFF of several, whose channels and pixel size are those of all.
+
+    As for Bio-Formats, a plane is in this file if it has its UUID or its name, or if there is but one file, renamed.
+    """
+    xml = tif.ome_metadata or ""
+    binary_only = _elements(xml, "BinaryOnly")
+    described_by = _file_name(binary_only[0][0].get("MetadataFile", "")) if binary_only else ""
+    if described_by and (beside := path.with_name(described_by)).is_file() and beside.suffix == ".ome":
+        with beside.open("rb") as file:
+            xml = file.read(_MOST_VALUES).decode("utf-8", "replace")
+    own = next((root.get("UUID") for root, _ in _elements(xml, "OME")), None)
+    named = {(uuid.strip(), _file_name(of.get("FileName", uuid))) for of, uuid in _elements(xml, "UUID")}
+    others = {name for uuid, name in named if name and uuid != own and name.lower() != path.name.lower()}
+    if len(named) == 1 and own is None and not any(path.with_name(name).exists() for name in others):
+        others = set()
+    if others or described_by:
+        listed = ", ".join(sorted(others)[:_MOST_NAMES]) + (" ..." if len(others) > _MOST_NAMES else "")
+        told = " and ".join(filter(None, [listed, described_by and f"{described_by}, which describes them"]))
+        raise ImageError(
+            f"{path.name} is one file of an OME-TIFF of several, beside {told}; join them into one, for instance by "
+            f"`bfconvert {path.name} joined.ome.tif` of Bio-Formats"
         )
 
 
@@ -91,6 +135,12 @@ def check_layout(series: Any, name: str, *, palette: bool = False) -> None:
         raise ImageError(
             f"{name} stores its colours as {getattr(page.photometric, 'name', page.photometric)}; expected RGB or "
             "MINISBLACK (or YCBCR as JPEG); convert it to RGB"
+        )
+    turned = int(_value(page, _ORIENTATION) or 1)
+    if turned != 1 and is_slide(page) and int(page.compression) not in JPEG_COMPRESSIONS:
+        raise ImageError(
+            f"{name} is a slide that is turned or mirrored by its orientation tag ({turned}), which readers understand "
+            "differently; write it again upright"
         )
     check_codec(page, name)
 
@@ -117,6 +167,14 @@ def check_codec(page: Any, name: str) -> None:
 
 def is_colour(page: Any) -> bool:
     return int(page.photometric) in (_RGB, _YCBCR)
+
+
+def has_alpha(page: Any) -> bool:
+    """Whether the last of two or four samples is alpha; one that is not said to be is a band as others, near infrared
+    for one. GDAL's metadata may say otherwise than the tag."""
+    kinds, samples = page.extrasamples, page.samplesperpixel
+    said = _of_samples(page, "colorinterp").get(samples - 1, "alpha").casefold()
+    return samples in (2, 4) and bool(kinds) and int(kinds[-1]) in _ALPHA and said == "alpha"
 
 
 def base_mpp(tif: Any, page: Any, given: float | None, name: str, georeference: Georeference | None) -> float | None:
@@ -150,8 +208,27 @@ def _of_tags(page: Any) -> Georeference | None:
 
 def nodata_of(page: Any) -> int | float | None:
     """The value of samples without data, None where the file names none that a sample could have."""
+    return parse_nodata(_nodata_text(page), np.dtype(page.dtype))
+
+
+def gaps_of(page: Any) -> int | float:
+    """What is in the tiles and strips that a file leaves out which is no slide."""
+    return value_of_gaps(_nodata_text(page), np.dtype(page.dtype))
+
+
+def is_slide(page: Any) -> bool:
+    """Whether OpenSlide's word counts, for which what is not there is transparent, and not GDAL's: colours in tiles,
+    none of GDAL's tags, but one that says how large a pixel is or what this is, which GDAL does not write unasked."""
+    colours = is_colour(page) and (page.samplesperpixel == 3 or has_alpha(page)) and page.dtype in ("u1", "u2")
+    opened = page.is_tiled and int(page.compression) in _OPENSLIDE_CODECS
+    opened = opened and (page.parent.byteorder == "<" or page.parent.is_bigtiff)
+    said = any(tag in page.tags for tag in _SLIDE_TAGS) and not any(tag in page.tags for tag in _GDAL_TAGS)
+    return bool(colours and opened and said)
+
+
+def _nodata_text(page: Any) -> str | None:
     text = _value(page, GDAL_NODATA)
-    return parse_nodata(text if isinstance(text, str) else None, np.dtype(page.dtype))
+    return text if isinstance(text, str) else None
 
 
 def channel_names(tif: Any, page: Any, channels: int) -> tuple[str, ...]:
@@ -159,16 +236,23 @@ def channel_names(tif: Any, page: Any, channels: int) -> tuple[str, ...]:
     names: dict[int, str] = {}
     if tif.ome_metadata:
         pixels = re.search(r"<(?:\w+:)?Pixels\b.*?</(?:\w+:)?Pixels>", tif.ome_metadata, re.DOTALL)
-        elements = re.findall(r"<(?:\w+:)?Channel\b([^>]*)>", pixels.group()) if pixels else []
+        elements = _elements(pixels.group(), "Channel") if pixels else []
         if len(elements) == channels:  # a channel of OME may be several of ours, red, green and blue
-            names = {number: _attributes(element).get("Name", "") for number, element in enumerate(elements)}
+            names = {number: element.get("Name", "") for number, (element, _) in enumerate(elements)}
     else:
-        for element, text in re.findall(r"<Item\b([^>]*)>([^<]*)</Item>", str(_value(page, _GDAL_METADATA) or "")):
-            item = _attributes(element)
-            if item.get("role") == "description" and item.get("sample", "").isdecimal():
-                names[int(item["sample"])] = html.unescape(text)  # GDAL escapes twice
-    named = tuple(html.unescape(names.get(number, "")).strip() for number in range(channels))
+        names = _of_samples(page, "description")
+    named = tuple(names.get(number, "").strip() for number in range(channels))
     return named if any(named) else ()
+
+
+def _of_samples(page: Any, role: str) -> dict[int, str]:
+    """What GDAL's metadata say of single samples, counted from 0."""
+    said = {}
+    for element, text in re.findall(r"<Item\b([^>]*)>([^<]*)</Item>", str(_value(page, _GDAL_METADATA) or "")):
+        item = _attributes(element)
+        if item.get("role") == role and item.get("sample", "").isdecimal():
+            said[int(item["sample"])] = html.unescape(html.unescape(text))  # GDAL escapes twice
+    return said
 
 
 def _value(page: Any, tag: int) -> Any:
@@ -183,16 +267,28 @@ def _aperio(description: str, key: str) -> float | None:
 
 
 def _ome(xml: str | None) -> float | None:
-    pixels = re.search(r"<(?:\w+:)?Pixels\b[^>]*>", xml or "")
-    if pixels is None:
-        return None
-    attributes = _attributes(pixels.group())
-    size = number(attributes.get("PhysicalSizeX", ""))
-    return micrometres(size, attributes.get("PhysicalSizeXUnit", "um"))
+    for pixels, _ in _elements(xml or "", "Pixels")[:1]:
+        size = number(pixels.get("PhysicalSizeX", ""))
+        return micrometres(size, pixels.get("PhysicalSizeXUnit", "um"))
+    return None
+
+
+def _file_name(text: str) -> str:
+    """The last part of a path of any system, fit for a message."""
+    return " ".join(re.split(r"[\\/]", text)[-1].replace("\0", " ").split())[:_LONGEST_NAME]
+
+
+def _elements(xml: str, name: str) -> list[tuple[dict[str, str], str]]:
+    """Attributes of all elements of this name in XML that nobody has checked, each with the text behind its tag."""
+    first, *commented = xml.split("<!--")
+    said = first + "".join(text.partition("-->")[2] for text in commented)
+    found = re.findall(rf"<(?:\w+:)?{name}\b([^<>]*)>([^<]*)", said)
+    return [(_attributes(attributes), html.unescape(text)) for attributes, text in found]
 
 
 def _attributes(element: str) -> dict[str, str]:
-    return dict(re.findall(r'(\w+)\s*=\s*"([^"]*)"', element))
+    found = re.findall(r"""(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)')""", element)
+    return {name: html.unescape(double or single) for name, double, single in found}
 
 
 def _resolution_tags(page: Any) -> float | None:

@@ -80,7 +80,7 @@ def segments_of(series: Any, name: str, found: Directories) -> Segments:
     page = series.keyframe
     if page.imagedepth != 1 or page.tiledepth != 1:
         raise ImageError(f"{name} has pixels in depth; expected a 2-D image; extract the plane you mean")
-    if (offset := series.dataoffset) is not None:
+    if offset := series.dataoffset:  # 0 is the place of a strip that the file leaves out
         return _raw_strips(series, page, int(offset), name, found)
     return _file_segments(series, page, name, found)
 
