@@ -114,6 +114,11 @@ def test_help_teaches_every_command(command, capsys):
         ([*PLAN, "--threads", "0"], "a whole number of 1 or more"),
         ([*PLAN, "--rates", "none.json"], "'gigagrad calibrate' saved"),
         ([*PLAN, "--threads", "8", "--device", "cuda"], "leave them out"),
+        pytest.param(
+            ["plan", "--model", "paper-unet", "--size", "160x160", "--device", "cuda"],
+            "there is no GPU here to ask; give what yours may use of its memory, e.g. --memory 40GiB",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
+        ),
         ([*PLAN, "--scratch", "no/such/folder", "--scratch-bytes", "1GiB"], "no/such/folder"),
         (["fit"], "--slides"),
         (["evaluate", "--slides", "c.csv"], "--run --predictions"),
@@ -207,6 +212,21 @@ def test_plan_prints_a_table_for_a_size_no_memory_could_hold(capsys):
     for part in ("Stages", "Most of the time", "Fields", "Memory at the peak", "Memory against time", "<- this plan"):
         assert part in text
     assert max(map(len, lines(text))) <= 100
+
+
+def test_plan_for_a_gpu_that_is_not_here(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    command = ["plan", "--model", "paper-unet", "--size", "16000x64000", "--device", "cuda", "--memory"]
+    assert main([*command, "8GiB"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "on cuda" in text
+    assert "by typical rates of a GPU, as there is none here" in text
+    assert main([*command, "300MiB", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert 0 < made["predicted_peak_bytes"] <= 300 << 20
+    assert made["device"] == "cuda"
+    assert main([*command, "10MiB"]) == 2
+    assert "the smallest budget that works" in capsys.readouterr().err
 
 
 def test_plan_draws_a_picture_and_names_the_budget_that_works(tmp_path, capsys):
@@ -379,6 +399,14 @@ def test_predict_evaluate_and_report_from_a_run(cohort, run_dir, tmp_path, capsy
     assert streamed["dice"].keys() == {"small"}
     assert main(["evaluate", "--predictions", out, "--slides", str(cohort)]) == 0
     assert f"{streamed['mean']:.4f}" in capsys.readouterr().out
+
+    slide, mask, _ = cohort.read_text().splitlines()[1].split(",")
+    cohort.write_text(f"slide,mask\n{slide},{mask}\n")
+    assert main(["evaluate", "--predictions", out, "--slides", str(cohort), "--json"]) == 0  # no row has a split
+    assert json.loads(capsys.readouterr().out) == streamed
+    cohort.write_text(f"slide,mask,fold\n{slide},{mask},1\n")
+    assert main(["evaluate", "--predictions", out, "--slides", str(cohort), "--json"]) == 2  # what was it trained on?
+    assert "no rows with split 'test'" in capsys.readouterr().err
 
     page = tmp_path / "report.html"
     assert main(["report", "--run", str(run_dir), "--predictions", out, "--out", str(page)]) == 0

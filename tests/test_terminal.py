@@ -102,7 +102,7 @@ def test_metrics_and_notices(plain):
     plain(Notice("wrote [bold]out.tif[/bold]"))
     plain(Notice("no mpp", warning=True))
     assert lines(plain) == [
-        "val, epoch 1, step 8: loss 0.12346, dice 0.9",
+        "val, epoch 1: loss 0.12346, dice 0.9",
         "wrote [bold]out.tif[/bold]",
         "warning: no mpp",
     ]

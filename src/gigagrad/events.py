@@ -97,7 +97,10 @@ class StepMeasured(Event):
 
 @dataclass(frozen=True, slots=True)
 class MetricsLogged(Event):
-    """Named numbers at a training step, e.g. `split="val"`, `values={"loss": 0.1}`."""
+    """Named numbers in training, e.g. `split="val"`, `values={"loss": 0.1}`.
+
+    `step` counts the slides (or patients) that were seen until then: steps, where a step sees one.
+    """
 
     split: str
     epoch: int

@@ -108,9 +108,9 @@ class Terminal:
             case StepMeasured():
                 self._end(_TILES)
                 self._measured(event)
-            case MetricsLogged(split, epoch, step, values) if split != "train":
+            case MetricsLogged(split, epoch, _, values) if split != "train":
                 numbers = ", ".join(f"{name} {value:.5g}" for name, value in values.items())
-                self._line(f"{split}, epoch {epoch}, step {step}: {numbers}")
+                self._line(f"{split}, epoch {epoch}: {numbers}")
             case Notice(text, warning):
                 self.console.print(Text(f"warning: {text}" if warning else text, style="yellow" if warning else ""))
 

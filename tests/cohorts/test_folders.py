@@ -138,3 +138,13 @@ def test_a_damaged_dataset_is_named(tmp_path):
     (tmp_path / "dataset.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot read"):
         read_cohort(tmp_path)
+
+
+def test_annotations_that_are_compressed_belong_to_their_slides(tmp_path):
+    touch(tmp_path, "images/a.svs", "images/b.ome.tif", "images/c.tif")
+    touch(tmp_path, "annotations/a.geojson.gz", "annotations/b.zip", "annotations/c.geojson")
+    assert [(row.name, row.mask.name) for row in read_cohort(tmp_path).rows] == [
+        ("a", "a.geojson.gz"),
+        ("b", "b.zip"),
+        ("c", "c.geojson"),
+    ]

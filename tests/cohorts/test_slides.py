@@ -66,3 +66,18 @@ def test_missing_empty_and_colliding_sources(folder, tmp_path_factory):
     (empty / "a.png").touch()
     with pytest.raises(ConfigError, match=f"both be written as {empty.name}-a"):
         find_slides([folder, empty])
+
+
+@pytest.mark.parametrize("name", ["a.ome.tif", "a.cog.tif", "a.tif", "a.ome.zarr"])
+def test_a_name_in_results_says_no_format(tmp_path, name):
+    (tmp_path / name).touch()
+    assert [row.name for row in find_slides([tmp_path / name])] == ["a"]
+    (tmp_path / "c.csv").write_text(f"slide,name\n{name},b.ome\n")
+    assert [row.name for row in find_slides([tmp_path / "c.csv"])] == ["b"]
+
+
+def test_two_formats_of_one_slide_are_not_written_into_each_other(tmp_path):
+    for name in ("a.ome.tif", "a.tif"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="would both be written as"):
+        find_slides([tmp_path])

@@ -113,7 +113,7 @@ def test_a_mask_of_the_tissue(here: Path, capsys: pytest.CaptureFixture[str]) ->
     tissue = np.minimum(blobs(0), 1)
     write_slide(here / "a.tif", tissue, 0)
     (here / "a.geojson").write_text(json.dumps(annotated(tissue)))
-    (here / "outlines.csv").write_text("slide,mask,split\na.tif,a.geojson,test\n")
+    (here / "outlines.csv").write_text("slide,mask\na.tif,a.geojson\n")
     typed("label a.tif --out tissue/masks")
     typed("evaluate --predictions tissue --slides outlines.csv --json")
     printed = capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Scores of masks in files, block by block."""
 
 import importlib
+import json
 from io import StringIO
 from typing import Any
 
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gigagrad.errors import ImageError, TargetError
+from gigagrad.errors import ConfigError, ImageError, TargetError
+from gigagrad.events import Notice
 from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.masks import ClassTable
+from gigagrad.prediction.cohort_scores import evaluate_masks
 from gigagrad.prediction.evaluate import Evaluation, evaluate, score_masks
 from gigagrad.prediction.scores import Confusion, LabelCounts
 from gigagrad.reports.tables import evaluation_tables
@@ -125,3 +128,41 @@ def test_a_table_of_classes_as_a_person_sees_it():
     assert "Class 2" in shown(3)
     assert "%" not in shown(12)
     assert "Class 11" in shown(12)
+
+
+def test_classes_of_one_name_are_told_apart():
+    confusion = Confusion(4)
+    confusion.add(np.array([0, 1, 2, 3]), np.array([0, 1, 1, 3]))
+    found = Evaluation.of({"s": confusion}, ClassTable.parse(["Background=1", "Tumour=2", "Class 3=4", "x=3"]))
+    assert found.alike == {"Background": [0, 1]}
+    assert found.classes == ("Background (0)", "Background (1)", "Tumour", "x")
+    told = found.to_dict()["classes"]
+    assert [told[name]["pixels"] for name in found.classes] == [1, 2, 0, 1]
+    text = StringIO()
+    Console(file=text, width=120).print(evaluation_tables(found))
+    assert "Background (1)" in text.getvalue()
+    labels = LabelCounts([Confusion(), Confusion()])
+    assert Evaluation.of({"s": labels}, ClassTable((("a", 1), ("a ", 2)))).alike == {}
+
+
+def test_predictions_of_several_tables_of_classes_are_refused(tmp_path):
+    records = []
+    for name, classes in (("a", ["x=1", "y=2"]), ("b", ["y=1", "x=2"])):
+        write(tmp_path / f"{name}.tif", np.zeros((8, 8), np.uint8))
+        (tmp_path / "masks").mkdir(exist_ok=True)
+        write(tmp_path / "masks" / f"{name}.tif", np.zeros((8, 8), np.uint8))
+        made = {"model": "m", "model_sha256": "0", "threshold": 0.5, "classes": classes, "level": 0}
+        records.append({"name": name, "slide": "s", "slide_bytes": 1, "made_with": made, "status": "done"})
+    (tmp_path / "predictions.json").write_text(json.dumps({"slides": records}))
+    (tmp_path / "cohort.csv").write_text("slide,mask\na.tif,a.tif\nb.tif,b.tif\n")
+    with pytest.raises(ConfigError, match=r"of different classes: x=1, y=2.* and y=1, x=2"):
+        evaluate_masks(tmp_path, tmp_path / "cohort.csv")
+    heard: list[Any] = []
+    found = evaluate_masks(
+        tmp_path, tmp_path / "cohort.csv", classes=["Background=1", "x=2"], listeners=(heard.append,)
+    )
+    assert isinstance(found, Evaluation)
+    assert [event.text for event in heard if isinstance(event, Notice)] == [
+        "the classes 0, 1 are all called 'Background'; their scores have the ids behind it, "
+        "and --classes names them apart"
+    ]

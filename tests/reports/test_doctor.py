@@ -84,3 +84,16 @@ def test_the_table_shows_everything_as_it_is(status):
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for text in ("Disk [x]", "5 GiB [free]", "do this"):
         assert text in shown
+
+
+@pytest.mark.parametrize("module", ["timm", "segmentation_models_pytorch", "torchmetrics"])
+def test_what_works_here_is_said_to_work(module):
+    """In a process of its own: nothing has prepared torchvision there."""
+    code = (
+        "from gigagrad.reports import doctor\n"
+        f"doctor.CHECKS, doctor.OPTIONAL = {{}}, {{{module!r}: doctor.OPTIONAL[{module!r}]}}\n"
+        "(check,) = doctor.diagnose()\n"
+        "print(check.status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "ok"

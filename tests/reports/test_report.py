@@ -11,9 +11,10 @@ import pytest
 from PIL import Image as Pillow
 
 from gigagrad.errors import ConfigError, WriteError
+from gigagrad.events import StepMeasured
 from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
 from gigagrad.reports.report import write_report
-from gigagrad.reports.run_data import read_run
+from gigagrad.reports.run_data import own_peaks, read_run
 from tests.plans.test_description import PLAN
 
 EVIL = "<script>alert('x')</script> $x_1$ & \"y\""
@@ -362,3 +363,90 @@ def test_a_picture_is_a_small_png_or_no_picture(predictions, tmp_path):
     Pillow.new("RGB", (8, 8)).save(wide, format="TIFF")
     _, page = page_of(write_report(predictions, tmp_path / "report.html", predictions_dir=predictions))
     assert "img" not in page.tags
+
+
+def test_settings_that_are_lists_are_shown_and_others_are_bounded(run, tmp_path):
+    text = "model: paper-unet\nclasses: [Tumour=1, Stroma=2]\nbands: [B08, 4]\nfrozen: []\n"
+    text += "odd: &many [1, 2]\nodder: [*many, *many]\nepochs: &more [[1], [2]]\n"
+    (run / "config.yaml").write_text(text)
+    _, page = page_of(write_report(run, tmp_path / "report.html"))
+    assert "classes Tumour=1, Stroma=2" in page.text
+    assert "bands B08, 4" in page.text
+    assert "frozen -" in page.text
+    assert "odd" not in page.text
+    assert "epochs [" not in page.text
+
+
+def test_classes_of_masks_with_their_scores(run, tmp_path):
+    classes = {
+        "Background": {"dice": 0.75, "iou": 0.6, "pixels": 1000},
+        EVIL: {"dice": 0.5, "iou": 0.25, "pixels": 4_000_000},
+        "absent": {"dice": None, "iou": None, "pixels": 0},
+    }
+    evaluation = {"classes": classes, "confusion": [[900, 100, 0], [1_000_000, 3_000_000, 0], [0, 0, 0]]}
+    (run / "summary.json").write_text(json.dumps({"dice": {"a": 0.9}, "evaluation": evaluation}))
+    _, page = page_of(write_report(run, tmp_path / "report.html"))
+    assert "as Background" in page.text
+    assert "Background 1 kpx 0.7500 0.6000 90.0% 10.0% 0.0%" in page.text
+    assert "4 Mpx 0.5000 0.2500 25.0% 75.0% 0.0%" in page.text
+    assert "absent 0 px - - - - -" in page.text
+    assert EVIL in page.text
+
+
+@pytest.mark.parametrize(
+    "evaluation",
+    [
+        {"classes": {"a": 3}, "confusion": [[1]]},
+        {"classes": {"a": {"pixels": "x"}, "b": {}}, "confusion": [[1, 2], [3]]},
+        {"classes": {"a": {"pixels": 2}}, "confusion": [["x"]]},
+        {"classes": {"a": {}}, "confusion": 7},
+    ],
+)
+def test_damaged_scores_of_classes_are_shown_as_far_as_they_go(run, tmp_path, evaluation):
+    (run / "summary.json").write_text(json.dumps({"dice": {"a": 0.9}, "evaluation": evaluation}))
+    _, page = page_of(write_report(run, tmp_path / "report.html"))
+    assert "Test slides by class" in page.text
+
+
+def test_steps_are_those_of_the_optimizer(run, tmp_path):
+    """Seven slides an epoch, three to a step: three steps, of which the last one has seen one."""
+    (run / "config.yaml").write_text("model: paper-unet\naccumulate: 3\n")
+    records = [
+        {"event": "metrics", "split": "train", "epoch": epoch, "step": 7 * (epoch - 1) + slide, "values": {"loss": 0.5}}
+        for epoch in (1, 2)
+        for slide in range(1, 8)
+    ]
+    records.append({"event": "metrics", "split": "val", "epoch": 2, "step": 14, "values": {"loss": 0.25}})
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    _, page = page_of(write_report(run, tmp_path / "report.html"))
+    assert "Training steps 6 of 3 slides, in 2 epochs" in page.text
+    assert "after 14 slides" in page.text
+    assert "slides seen" in page.text
+
+
+def measured_step(peak, earlier=0, predicted=700):
+    return StepMeasured("backward", 10, 1.0, peak << 20, predicted << 20, 1 << 30, earlier << 20)
+
+
+def test_a_process_s_old_peak_is_no_peak_of_later_steps():
+    steps = [
+        measured_step(600, 500),
+        measured_step(600, 600, predicted=200),  # far below, as its plan said
+        measured_step(650, 620),
+        measured_step(400, 300),  # another process, which went on
+        measured_step(400, 400),
+    ]
+    assert own_peaks(steps) == [600 << 20, None, 650 << 20, 400 << 20, None]
+    without = [measured_step(600), measured_step(600), measured_step(700)]  # as earlier versions wrote them
+    assert own_peaks(without) == [600 << 20, None, 700 << 20]
+    assert memory_chart([measured_step(600, 700)]) is None
+    assert "where it is the highest so far" in memory_chart(steps)  # type: ignore[operator]
+
+
+def test_the_peak_at_the_top_is_a_step_s_own(run, tmp_path):
+    steps = [measured_step(900, 900), measured_step(910, 905), measured_step(910, 910)]
+    (run / "metrics.jsonl").write_text(
+        "\n".join(json.dumps({"event": "step", **dataclasses.asdict(step)}) for step in steps)
+    )
+    _, page = page_of(write_report(run, tmp_path / "report.html"))
+    assert "Peak memory 910 MiB budget 1 GiB" in page.text

@@ -58,7 +58,7 @@ def test_accumulated_clipped_and_scheduled_steps_are_those_of_a_plain_loop(confi
         clip=clip,
         ema=0.9,
     )
-    fit(settings)
+    assert fit(settings).steps == 4  # of two slides and of one, in both epochs
     torch.manual_seed(3)
     model = resolve("paper-unet")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)

@@ -61,6 +61,31 @@ def cohort(folder, *lines, pixels=None):
             ("slide,label,split", "a.tif,good,train", "b.tif,bad,val"),
             {"model": "timm:resnet18?num_classes=2", "loss": "ce"},
         ),
+        (
+            ("slide,survival_months,censorship,split", "a.tif,12,1,train", "b.tif,9,0,train"),
+            {"model": "timm:resnet18?num_classes=1", "loss": "cox", "accumulate": 8},
+        ),
+        (
+            ("slide,time,event,split", "a.tif,12,1,train", "b.tif,9,1,train"),
+            {"model": "timm:resnet18?num_classes=1", "loss": "cox", "accumulate": 8},
+        ),
+        (
+            ("slide,label,split", "a.tif,12+,train", "b.tif,9,train"),
+            {"model": "timm:resnet18?num_classes=1", "loss": "cox"},
+        ),
+        (
+            ("slide,label,split", "a.tif,12.5,train", "b.tif,9,train"),
+            {"model": "timm:resnet18?num_classes=1", "loss": "mse"},
+        ),
+        (
+            ("slide,label,split", "a.tif,61,train", "b.tif,44,train"),
+            {"model": "timm:resnet18?num_classes=1", "loss": "mse"},
+        ),
+        (("slide,label,split", "a.tif,0,train", "b.tif,2,train"), {"model": "timm:resnet18?num_classes=3"}),
+        (
+            ("slide,label,fold", "a.tif,good,4", "b.tif,bad,3"),
+            {"model": "timm:resnet18?num_classes=2", "loss": "ce", "fold": 3},
+        ),
     ],
 )
 def test_what_the_cohort_calls_for_stands_in_it(tmp_path, lines, expected):
@@ -69,7 +94,7 @@ def test_what_the_cohort_calls_for_stands_in_it(tmp_path, lines, expected):
     assert settings | expected == settings
     config = FitConfig.from_yaml(path)
     assert config.slides == str(tmp_path / "cohort.csv")
-    class_table(read_cohort(config.slides), config.classes)
+    class_table(read_cohort(config.slides, config.fold), config.classes)
     with pytest.raises(WriteError, match="exists"):
         write_template(path, tmp_path / "cohort.csv")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gigagrad.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gigagrad.devices import Machine
+    from gigagrad.devices import Device, Machine
     from gigagrad.events import Listener
     from gigagrad.scaling import Link
 
@@ -65,7 +65,7 @@ def plan(args: argparse.Namespace) -> None:
     if args.picture is not None:
         check_picture(args.picture)
     link = _link(args)
-    machine = _other_machine(args)
+    device, machine = _planned_for(args)
     scratch = args.scratch
     if scratch is None and args.scratch_bytes is not None:
         scratch = PlannedDiskTier(parse_bytes(args.scratch_bytes))
@@ -77,13 +77,14 @@ def plan(args: argparse.Namespace) -> None:
         scratch=scratch,
         scratch_bytes=args.scratch_bytes,
         storage=args.storage,
-        device=args.device,
+        device=device,
     )
     # One pixel, seen everywhere: a plan asks for the shape and the dtype of images, not for their memory.
     slide = np.broadcast_to(np.uint8(255), (args.channels, *args.size))
     labels = output_channels(model, slide.shape) if loss is not None and loss.binary else 1
     target = None if loss is None else np.broadcast_to(np.uint8(0), (labels, *args.size))
-    rates = f"by the rates in {args.rates.name}" if args.rates is not None else ""
+    rates = "by typical rates of a GPU, as there is none here" if device != args.device else ""
+    rates = f"by the rates in {args.rates.name}" if args.rates is not None else rates
     with _progress(quiet=args.json) as listener:
         engine.events.subscribe(listener)
         made = engine.plan(slide, target, machine=machine)
@@ -114,16 +115,29 @@ def _link(args: argparse.Namespace) -> Link:
     return parse_link(args.link or "10Gbit/s,50us")
 
 
-def _other_machine(args: argparse.Namespace) -> Machine | None:
-    """The machine that is planned for where it is not this one. Raises `ConfigError` for one with a GPU."""
+def _planned_for(args: argparse.Namespace) -> tuple[str | Device, Machine | None]:
+    """The device that is planned for, and its machine where that is not this one.
+
+    Raises `ConfigError` for the rates of a processor with a GPU, and for a GPU that is not here and of which nobody
+    says how much memory it has.
+    """
+    import torch
+
     if args.rates is None and args.threads is None:
-        return None
+        if args.device != "cuda" or torch.cuda.is_available():
+            return args.device, None
+        from gigagrad.devices.cuda import PlannedCuda
+
+        if args.memory is None:
+            raise ConfigError("there is no GPU here to ask; give what yours may use of its memory, e.g. --memory 40GiB")
+        gpu = PlannedCuda()
+        return gpu, gpu.machine()
     if args.device != "cpu":
         raise ConfigError(f"--rates and --threads are of processors, got --device {args.device}; leave them out")
     from gigagrad.devices import Machine, device_for
 
     machine = device_for(args.device).machine() if args.rates is None else Machine.from_profile(args.rates)
-    return machine if args.threads is None else dataclasses.replace(machine, threads=args.threads)
+    return args.device, machine if args.threads is None else dataclasses.replace(machine, threads=args.threads)
 
 
 def init(args: argparse.Namespace) -> None:
@@ -199,7 +213,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
     with _progress(quiet=args.json) as listener:
         settings: dict[str, Any] = {
-            "split": None if args.split == "all" else args.split,
+            "split": _split(args),
             "classes": args.classes,
             "out": args.out,
             # Without a folder there is nowhere to meet: only who asks for a share is told so.
@@ -217,6 +231,18 @@ def evaluate(args: argparse.Namespace) -> None:
         print(json.dumps(evaluation.to_dict(), indent=2))
     else:
         _show(evaluation_tables(evaluation))
+
+
+def _split(args: argparse.Namespace) -> str | None:
+    """Which rows are scored, None for all: unless it was typed, test slides, where there is any split."""
+    from gigagrad.cohorts import find_slides, folds_of, read_rows
+
+    if args.split is None:
+        parted = any(row.split is not None for row in find_slides([args.slides]))
+        if not parted and args.slides.suffix.lower() == ".csv":
+            parted = bool(folds_of(args.slides, *read_rows(args.slides)))
+        return "test" if parted else None
+    return None if args.split == "all" else args.split
 
 
 def attribute(args: argparse.Namespace) -> None:

@@ -176,7 +176,8 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "show what a training step would cost, without a slide",
         "Captures the model at the true size, chooses tiles within the budget, and prints its stages, the fate of each "
         "field, where memory and time go, the smallest budget that works, and what more memory or scratch would buy. "
-        "For another machine name its --memory, --scratch-bytes, --rates and --threads; for many of them --ranks.",
+        "For another machine name its --memory, --scratch-bytes, --rates and --threads, or --device cuda and "
+        "the memory of a GPU, which need not be here; for many of them --ranks.",
         {
             "--model": {"required": True, "help": _MODEL},
             "--size": {
@@ -322,7 +323,11 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
                 "help": "of each class in the loss, background first, or 'balanced' by the training data",
             },
             "--classes": {},
-            "--fold": {"type": int, "metavar": "N", "help": "of a cohort with a column 'fold', the one to validate"},
+            "--fold": {
+                "type": int,
+                "metavar": "N",
+                "help": "of a cohort with a column 'fold' or with split files, the one to validate",
+            },
             "--folds": {
                 "action": "store_true",
                 "default": False,
@@ -422,8 +427,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--slides": {"metavar": "CSV", "help": "cohort with true masks or labels"},
             "--split": {
                 "choices": ("train", "val", "test", "all"),
-                "default": "test",
-                "help": "which rows (default: test)",
+                "help": "which rows (default: test; all where no row has a split)",
             },
             "--classes": {
                 "help": "names of the classes from 1 on, or NAME=ID; default: those of the run or predictions"

@@ -1,6 +1,7 @@
 """Which slides there are and what is known of each: cohort files, folders, single files."""
 
 from gigagrad.cohorts.bags import bags_of, check_bags
+from gigagrad.cohorts.clam import folds_of
 from gigagrad.cohorts.cohort import Cohort, Size, check_images, class_table, read_cohort
 from gigagrad.cohorts.rows import SPLITS, Row, Split, read_rows
 from gigagrad.cohorts.slides import find_slides
@@ -17,6 +18,7 @@ __all__ = [
     "check_images",
     "class_table",
     "find_slides",
+    "folds_of",
     "read_cohort",
     "read_rows",
     "survival_of",

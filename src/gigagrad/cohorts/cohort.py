@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gigagrad.cohorts.bags import check_bags
+from gigagrad.cohorts.clam import split_files, split_rows
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, read_rows
 from gigagrad.errors import ConfigError, GigagradError, ImageError, TargetError
@@ -56,7 +57,8 @@ def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
     """Read and check a cohort file (`cohorts.rows`) or folder (`cohorts.folders`).
 
     The slides are not opened (`check_images` does that). Of a cohort with the column `fold`, the rows of `fold` are
-    validated and the others trained on, except those whose split is `test`. Raises `ConfigError` naming the file, the
+    validated and the others trained on, except those whose split is `test`; of one with split files (`cohorts.clam`),
+    the file of that number counts. Raises `ConfigError` naming the file, the
     line, what was found and what is expected.
     """
     path = Path(path)
@@ -65,7 +67,9 @@ def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
         _check_names(path, rows)
         return Cohort(path, rows, classes)
     columns, rows = read_rows(path)
-    if fold is not None:
+    if files := split_files(path, columns):
+        columns, rows = (*columns, "split"), split_rows(path, rows, files, fold)
+    elif fold is not None:
         rows = _folded(path, columns, rows, fold)
     elif "split" not in columns:
         remedy = (

@@ -3,7 +3,8 @@
     dataset.json, imagesTr/CASE_0000.png, labelsTr/CASE.png            nnU-Net v2; also imagesTs and labelsTs,
                                                                        channels in CASE_0001.png and so on, and
                                                                        labels that are regions of several ids
-    images/NAME.png, masks/NAME.png                                    also `labels` or `annotations` for `masks`
+    images/NAME.png, masks/NAME.png                                    also `labels` or `annotations` for `masks`, and
+                                                                       NAME.geojson.gz and the like
     train/images, train/masks, val/images, ...                         the same for each split
 
 Where there is no split, every fifth case, in alphabetical order, is validated: nnU-Net's fold of a fifth, by rule.
@@ -20,6 +21,8 @@ from typing import Any
 from gigagrad.cohorts.rows import SPLITS, Row, Split, slides_in, with_own_names
 from gigagrad.errors import ConfigError
 from gigagrad.files import read_json
+from gigagrad.images.layout import plain_stem
+from gigagrad.masks.compressed import annotation_stem
 
 _MASK_FOLDERS = ("masks", "labels", "annotations")
 _VALIDATED_EVERY = 5
@@ -58,11 +61,16 @@ def _pairs(folder: Path) -> Iterator[Row]:
     place = next((folder / name for name in _MASK_FOLDERS if (folder / name).is_dir()), None)
     if place is None:
         raise ConfigError(f"{folder} has images/ but no folder of masks; expected one of {', '.join(_MASK_FOLDERS)}")
-    masks = {path.stem: path for path in sorted(place.iterdir()) if not path.name.startswith(".")}
+    masks = {_stem(path): path for path in sorted(place.iterdir()) if not path.name.startswith(".")}
     for slide in slides_in(folder / "images"):
-        if slide.stem not in masks:
-            raise ConfigError(f"{slide} has no mask; expected {place.name}/{slide.stem} with the suffix of a mask")
-        yield Row(slide, masks[slide.stem])
+        if _stem(slide) not in masks:
+            raise ConfigError(f"{slide} has no mask; expected {place.name}/{_stem(slide)} with the suffix of a mask")
+        yield Row(slide, masks[_stem(slide)])
+
+
+def _stem(path: Path) -> str:
+    """What an image and its mask have in common, whatever their formats are."""
+    return plain_stem(annotation_stem(path))
 
 
 def _of_nnunet(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:

@@ -17,8 +17,9 @@ and, where there are several images of each place or several labels of each pixe
     mask:NAME   (instead of `mask`) the mask of one label; the labels are those of the columns, in their order
 
 Columns may have the names that other tools give them (`_ALIASES`; CLAM's `slide_id`, TRIDENT's `wsi`). Only `slide` is
-needed to predict; training needs `split`, too. Further columns are left alone. Relative paths are taken from the file's
-own folder. What is wrong is named with its line.
+needed to predict; training needs `split`, too, or split files (`cohorts.clam`). Further columns are left alone.
+Relative paths are taken from the file's own folder, slides also from `slides/` there. What is wrong is named with its
+line.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Final, Literal, get_args
 from gigagrad.cohorts.survival import survival_label
 from gigagrad.errors import ConfigError
 from gigagrad.images import Image, open_image
+from gigagrad.images.layout import plain_stem
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -94,8 +96,10 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What the slide is called in results, and its output files: its file name without the suffix, or `called`."""
-        return self.called or self.slide.stem
+        """What the slide is called in results, and its output files: its file name without the suffix, or `called`;
+        without ".ome" and ".cog", which are of formats.
+        """
+        return plain_stem(self.called or self.slide.stem)
 
     @property
     def masks(self) -> tuple[Path, ...]:
@@ -271,16 +275,15 @@ def _split(where: str, text: str) -> Split | None:
 
 
 def _existing(where: str, path: Path, text: str, suffixes: Sequence[str] = ()) -> Path:
-    """The file or folder of this name, or of this name with one of `suffixes`."""
+    """The file or folder of this name, or of this name with one of `suffixes`, with which it may lie in `slides/`."""
+    folder = path.absolute().parent
     try:
-        found = (path.absolute().parent / text).resolve()
-        if found.exists():
-            return found
-        for suffix in suffixes:
-            longer = found.with_name(found.name + suffix)
-            if longer.exists():
-                return longer
+        places = [(place / text).resolve() for place in (folder, *([folder / "slides"] if suffixes else []))]
+        for place in places:
+            for found in (place, *(place.with_name(place.name + suffix) for suffix in suffixes)):
+                if found.exists():
+                    return found
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, links in a circle
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{where}: {text[:80]!r} is no path ({reason})") from error
-    raise ConfigError(f"{where}: {found} does not exist; relative paths are taken from the cohort file's folder")
+    raise ConfigError(f"{where}: {places[0]} does not exist; relative paths are taken from the cohort file's folder")

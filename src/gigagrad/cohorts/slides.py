@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from gigagrad.cohorts.clam import split_files, split_rows
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import SLIDE_SUFFIXES, Row, folded, read_rows, slides_in, with_own_names
 from gigagrad.errors import ConfigError
@@ -34,8 +35,10 @@ def _of_source(source: Path, split: str | None, fold: int | None) -> Iterator[Ro
     if not source.exists():
         raise ConfigError(f"there is no {source}; name slide files, a folder of slides or a CSV file")
     if source.suffix.lower() == ".csv" or (source.is_dir() and is_cohort_folder(source)):
-        every = rows_of_folder(source)[0] if source.is_dir() else read_rows(source)[1]
+        columns, every = ((), rows_of_folder(source)[0]) if source.is_dir() else read_rows(source)
         every = every if fold is None else folded(every, fold)
+        if split is not None and not source.is_dir() and (files := split_files(source, columns)):
+            every = split_rows(source, every, files, fold)
         rows = [row for row in every if split is None or row.split == split]
         if not rows:
             have = ", ".join(sorted({row.split for row in every if row.split is not None})) or "none"

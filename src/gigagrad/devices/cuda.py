@@ -12,6 +12,9 @@ from gigagrad.devices.device import Device, MemoryWatch, Say, register_device
 from gigagrad.devices.machine import Machine
 from gigagrad.errors import ConfigError
 
+_STEP_BYTES = LATER_RUNTIME_BYTES + UNNOTICED_BYTES
+"""The workspaces of cuBLAS."""
+
 
 @register_device
 class Cuda(Device):
@@ -46,7 +49,7 @@ class Cuda(Device):
         torch.cuda.empty_cache()
 
     def step_bytes(self) -> int:
-        return LATER_RUNTIME_BYTES + UNNOTICED_BYTES  # the workspaces of cuBLAS
+        return _STEP_BYTES
 
     def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryWatch:
         return _CacheWatch(self, peak_bytes)
@@ -60,6 +63,30 @@ class Cuda(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def machine(self, say: Say = lambda text: None) -> Machine:
+        return Machine.typical_gpu()
+
+
+class PlannedCuda(Device):
+    """A GPU to plan for that need not be here: nothing is held on it, and nobody has measured it."""
+
+    kind = Cuda.kind
+
+    def __init__(self) -> None:
+        super().__init__(self.kind)
+
+    def held_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def trim(self) -> None:
+        pass
+
+    def step_bytes(self) -> int:
+        return _STEP_BYTES
 
     def machine(self, say: Say = lambda text: None) -> Machine:
         return Machine.typical_gpu()

@@ -30,6 +30,7 @@ from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTe
 from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
 from gigagrad.graphs import Captured, Composite, Graph, Node
+from gigagrad.images import Image
 from gigagrad.plans import Plan, Problem
 from gigagrad.ranks import Ranks
 from gigagrad.stores import Rounding, Tier
@@ -211,7 +212,7 @@ class Engine:
             image_node = self._captures.get(sources).graph.source("image")
             if image_node is None:
                 raise ModelError("the loss does not depend on the image, so there is no gradient")
-            return self._taken(image_node, sources, _sink(out, image_node.dtype), "backward")
+            return self._taken(image_node, sources, _sink(out, image_node, sources), "backward")
 
     @lets_go
     def forward(self, image: Any, target: Any = None, *, out: str | Path | Sink | None = None) -> Any:
@@ -219,8 +220,9 @@ class Engine:
         returns (a tuple or a dictionary of tensors, a class score).
 
         With `out="prediction.tif"` the prediction is written tile by tile as a float32 pyramidal TIFF (`.ome.tif`: an
-        OME-TIFF, `.ome.zarr`: an OME-Zarr) and the path is returned; a `Sink` of `execution.sinks` does with it what it
-        likes; otherwise the whole prediction is held in memory. What is held of the output is part of the plan.
+        OME-TIFF, `.cog.tif`: a cloud-optimised GeoTIFF, `.ome.zarr`: an OME-Zarr) and the path is returned; one of the
+        image's size has its place on earth, and NaN where that has no data. A `Sink` of `execution.sinks` does with it
+        what it likes; otherwise the whole prediction is held in memory. What is held of the output is part of the plan.
 
         Raises: as `plan`; WriteError if `out` cannot be written.
         """
@@ -282,14 +284,13 @@ class Engine:
     def _delivered(self, graph: Graph, sources: dict[str, Source], out: str | Path | Sink | None) -> Any:
         """What the sink makes of the output field."""
         node = graph[graph.output]
-        taken = self._taken(node, sources, _sink(out, node.dtype), "forward")
+        taken = self._taken(node, sources, _sink(out, node, sources), "forward")
         return tree_unflatten([taken], graph.structure) if out is None and graph.structure is not None else taken
 
     def _taken(self, node: Node, sources: dict[str, Source], sink: Sink, phase: str) -> Any:
         """What the sink makes of a field that comes in pieces: the output, or `backward` the gradient of the image."""
-        image = sources["image"]
-        alike = image.image is not None and image.spec.shape[-2:] == node.shape[-2:]
-        mpp = image.image.mpp if image.image is not None and alike else None
+        image = _alike(node, sources)
+        mpp = None if image is None else image.mpp
         pieces = self._pieces(sources, sink, phase)
         try:
             return sink.take(pieces, OutputField(node.shape, node.dtype, self._device.torch_device, mpp))
@@ -385,8 +386,16 @@ def _draw_alike(ranks: Ranks) -> None:
         torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
 
 
-def _sink(out: str | Path | Sink | None, dtype: torch.dtype) -> Sink:
-    return WholeTensor(dtype) if out is None else out if isinstance(out, Sink) else Pyramid(Path(out))
+def _sink(out: str | Path | Sink | None, node: Node, sources: dict[str, Source]) -> Sink:
+    if out is None or isinstance(out, Sink):
+        return WholeTensor(node.dtype) if out is None else out
+    return Pyramid.in_place_of(Path(out), _alike(node, sources))
+
+
+def _alike(node: Node, sources: dict[str, Source]) -> Image | None:
+    """The image where the field is of its size, so that its pixels are where the image's are."""
+    source = sources["image"]
+    return source.image if source.spec.shape[-2:] == node.shape[-2:] else None
 
 
 def _whole_gradient(run: Run) -> tuple[Box, torch.Tensor]:

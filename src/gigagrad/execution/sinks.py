@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gigagrad.boxes import Box
+from gigagrad.boxes import Box, tiles
 from gigagrad.execution.assemble import assemble
 from gigagrad.images import Image
+from gigagrad.images.georeference import geotiff_tags
 from gigagrad.threads import SideThreads
+
+_ROWS = 512
+"""In which gaps are looked for at a time."""
 
 Piece = tuple[Box, torch.Tensor]
 Pieces = Iterable[Piece]
@@ -97,7 +102,7 @@ class Pyramid(Sink):
         pixels: Callable[[torch.Tensor], NDArray[Any]] | None = None,
         nearest: bool = False,
         seen: Image | None = None,
-        nodata: int = 0,
+        nodata: int | float = 0,
         **options: Any,
     ) -> None:
         self._path, self._dtype, self._planes = path, np.dtype(dtype), planes
@@ -106,29 +111,45 @@ class Pyramid(Sink):
         self._pixels, self._options = pixels or _values, {"nearest": nearest, **options}
         self.kind = f"pyramid of {self._dtype}, {planes or 'all'} channels, {self._gap_bytes} bytes for gaps"
 
+    @classmethod
+    def in_place_of(cls, path: Path, image: Image | None) -> Self:
+        """Of a field's values: where `image`, of the field's size, lies on earth, and NaN where that has no data."""
+        if image is None:
+            return cls(path)
+        nodata = math.nan if image.missing_bytes else None
+        return cls(path, seen=image, nodata=math.nan, tags=geotiff_tags(image.georeference, nodata))
+
     def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
         from gigagrad.images.write import pyramid_bytes
 
         channels = self._planes or shape[1]
         row = shape[-1] * channels * self._dtype.itemsize
         strips = 2 * min(tile_height, shape[-2]) * row  # one is assembled while the one before it is written
-        return strips + self._gap_bytes + pyramid_bytes(self._path, (shape[-2], shape[-1], channels), self._dtype)
+        gaps = self._gap_bytes and self._gap_bytes + min(_ROWS, shape[-2]) * shape[-1]
+        return strips + gaps + pyramid_bytes(self._path, (shape[-2], shape[-1], channels), self._dtype)
 
     def take(self, pieces: Pieces, field: OutputField) -> Path:
         from gigagrad.images.write import write_pyramid
 
         height, width = field.shape[-2:]
         channels = self._planes or field.shape[1]
-        rows = assemble(self._converted(pieces), height, width)
+        rows = self._without_gaps(assemble(((box, self._pixels(crop)) for box, crop in pieces), height, width))
         options = {"shape": (height, width, channels), "dtype": self._dtype, "mpp": field.mpp, **self._options}
         return write_pyramid(self._path, rows, **options)
 
-    def _converted(self, pieces: Pieces) -> Iterator[tuple[Box, NDArray[Any]]]:
-        for box, crop in pieces:
-            pixels = self._pixels(crop)
-            if self._seen is not None and (missing := self._seen.missing(box)) is not None:
-                pixels[missing] = self._nodata
-            yield box, pixels
+    def _without_gaps(self, strips: Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+        """The strips, which are ours, with `nodata` in their gaps."""
+        if self._seen is None or not self._gap_bytes:
+            yield from strips
+            return
+        y = 0
+        for strip in strips:
+            height, width = strip.shape[:2]
+            for rows in tiles(height, width, _ROWS, width):
+                if (missing := self._seen.missing(rows.shift(y, 0))) is not None:
+                    strip[rows.y0 : rows.y1][missing] = self._nodata
+            y += height
+            yield strip
 
 
 class Several(Sink):

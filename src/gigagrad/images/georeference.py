@@ -127,7 +127,7 @@ class Georeference:
         return next((value for key, place, _, value in entries if (key, place) == (number, 0)), None)
 
 
-def geotiff_tags(place: Georeference | None, nodata: int | None) -> Tags:
+def geotiff_tags(place: Georeference | None, nodata: int | float | None) -> Tags:
     """What a TIFF of this place has to say, and which value means that there is no data, to GDAL and others."""
     tags: Tags = {} if nodata is None else {GDAL_NODATA: ("s", str(nodata).encode())}
     return tags if place is None else tags | place.to_tags()

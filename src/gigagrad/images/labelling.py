@@ -8,6 +8,7 @@ from pathlib import Path
 from gigagrad.errors import ConfigError, ImageError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.files import size_of
+from gigagrad.images.layout import plain_stem
 from gigagrad.images.look import Look
 from gigagrad.images.opening import open_image
 from gigagrad.images.tissue import PAPER_RECIPE, Recipe, write_label
@@ -39,7 +40,7 @@ def label_slides(
     """
     mine = Share.parse(share)
     sources, out = [Path(slide) for slide in slides], Path(out)
-    masks = [out / f"{source.stem}.tif" for source in sources]
+    masks = [out / f"{plain_stem(source.stem)}.tif" for source in sources]
     _check(sources, masks)
     events = Events(tuple(listeners))
     own = mine.deal(list(zip(sources, masks, strict=True)), [size_of(source) for source in sources])
@@ -51,14 +52,14 @@ def label_slides(
         events.job(mine.named("label"), len(own), sizes=sizes) as advance,
     ):
         for done, ((source, mask), there) in enumerate(zip(own, kept, strict=True), 1):
-            said = f"{source.stem}: done before" if there else source.stem
+            said = f"{mask.stem}: done before" if there else mask.stem
             if not there:
                 try:
                     with open_image(source, mpp=mpp) as slide:
                         write_label(Look(bands=tuple(bands)).of(slide), mask, recipe, overwrite=overwrite)
                 except ImageError as error:
                     failed.append(str(error))
-                    said = f"{source.stem}: failed"
+                    said = f"{mask.stem}: failed"
                     events.emit(Notice(str(error), warning=True))
             advance(done, said)
     if failed:

@@ -14,11 +14,18 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from gigagrad.errors import WriteError
+from gigagrad.images.georeference import GDAL_NODATA
 from gigagrad.images.image import Array
+from gigagrad.images.nodata import is_nodata, parse_nodata
 
 TILE: Final = 512
 ENCODERS: Final = 2  # threads; zlib, JPEG and Blosc release the GIL
 IN_FLIGHT: Final = 8  # tiles; bounds the compressed bytes that wait for their turn
+
+
+def plain_stem(name: str) -> str:
+    """A file's stem without what would choose the format of a file that is called by it and a suffix."""
+    return name.removesuffix(".ome").removesuffix(".cog") or name
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,12 @@ class Layout:
     def planes(self) -> int:
         """How many planes there are, each of one channel or of three colours."""
         return 1 if self.colour else self.shape[2]
+
+    @property
+    def nodata(self) -> int | float | None:
+        """The value of samples without data, as `tags` say it to GDAL."""
+        _, text = self.tags.get(GDAL_NODATA, ("s", b""))
+        return parse_nodata(bytes(text).decode("ascii", "replace"), self.dtype)
 
     def plane(self, pixels: Array, index: int) -> Array:
         """Of `(h, w, C)` pixels those of one plane, `(h, w)` or `(h, w, 3)`, a view."""
@@ -113,12 +126,29 @@ class Layout:
         if self.nearest or not pixels.size:
             return pixels[::2, ::2]
         wide = np.dtype(np.uint32) if self.dtype.kind == "u" else self.dtype
-        rows = np.add(pixels[::2], pixels[1::2], dtype=wide)
         means = np.empty((height, width, self.shape[2]), self.dtype)
+        if (nodata := self.nodata) is not None:
+            for channel in range(self.shape[2]):
+                means[..., channel] = _means_of_data(pixels[..., channel], nodata, wide)
+            return means
+        rows = np.add(pixels[::2], pixels[1::2], dtype=wide)
         for channel in range(self.shape[2]):  # one at a time: an inner loop over three numbers takes twice as long
             total = rows[:, ::2, channel] + rows[:, 1::2, channel]
             means[..., channel] = (total + 2) // 4 if wide.kind == "u" else total / 4
         return means
+
+
+def _means_of_data(pixels: Array, nodata: int | float, wide: np.dtype[Any]) -> Array:
+    """Of each 2 x 2 of `(2h, 2w)` pixels the mean of those that hold data, `nodata` where none does, as GDAL has it."""
+    total = np.zeros((len(pixels) // 2, pixels.shape[1] // 2), wide)
+    count = np.zeros(total.shape, np.uint8)
+    for quarter in (pixels[y::2, x::2] for y in (0, 1) for x in (0, 1)):
+        there = ~is_nodata(quarter, nodata)
+        np.add(total, quarter, out=total, where=there, casting="unsafe")
+        count += there
+    some = np.maximum(count, 1)
+    means: Array = (total + some // 2) // some if wide.kind == "u" else total / some
+    return np.where(count > 0, means, nodata)
 
 
 class SourceError(Exception):

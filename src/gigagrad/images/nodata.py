@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from gigagrad.boxes import Box
 from gigagrad.images.image import Array, Image
 from gigagrad.images.tile_cache import grid_parts
 
+ZARR_NODATA: Final = "_FillValue"
+"""The attribute of a Zarr array that names the value, as NetCDF calls it. What the array fills chunks with that are not
+there says nothing: every array has that."""
 _BLOCK_PX = 512
 """Side of the blocks in which pixels are looked at."""
 

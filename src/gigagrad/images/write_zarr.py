@@ -17,6 +17,7 @@ from numcodecs import Blosc
 
 from gigagrad.images.image import Array
 from gigagrad.images.layout import ENCODERS, Layout, MaskClass
+from gigagrad.images.nodata import ZARR_NODATA
 from gigagrad.threads import SideThreads
 
 _VERSION: Final = "0.4"
@@ -47,7 +48,7 @@ def write_zarr(folder: Path, layout: Layout, rows: Iterable[Array]) -> None:
 
 def _create(folder: Path, layout: Layout) -> list[Any]:
     """The groups with all that is said of the image, and an array for each level."""
-    several = layout.shape[2] > 1
+    several, nodata = layout.shape[2] > 1, layout.nodata
     root = zarr.open_group(folder, mode="a", zarr_format=2)
     inside = f"{_LABELS}/" if layout.classes else ""
     root.attrs.update({"multiscales": _multiscales(layout, layout.path.name, inside), **_omero(layout)})
@@ -63,7 +64,8 @@ def _create(folder: Path, layout: Layout) -> list[Any]:
             chunks=(1, layout.tile, layout.tile) if several else (layout.tile, layout.tile),
             dtype=layout.dtype,
             compressors=Blosc(cname="zstd", clevel=3),
-            fill_value=0,
+            fill_value=0 if nodata is None else nodata,
+            attributes={} if nodata is None else {ZARR_NODATA: str(nodata)},
             chunk_key_encoding={"name": "v2", "separator": "/"},
         )
         for level, sides in enumerate(layout.levels)

@@ -18,6 +18,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images.arrays import channels_first
 from gigagrad.images.image import Array, Image, check_size, choose_level, fill_of, in_our_words, levels_of
+from gigagrad.images.nodata import ZARR_NODATA, parse_nodata
 from gigagrad.images.resolution import choose_mpp, micrometres
 from gigagrad.units import format_bytes
 
@@ -60,6 +61,7 @@ class ZarrImage(Image):
             mpp=mpp,
             levels=levels,
             level=level,
+            nodata=parse_nodata(str(array.attrs.get(ZARR_NODATA)), native),
             channel_names=channel_names,
             open_level=open_level,
         )

@@ -16,9 +16,9 @@ from typing import IO, Any
 from xml.parsers import expat
 
 from gigagrad.errors import ImageError
+from gigagrad.masks.compressed import is_annotation_name, open_annotations
 from gigagrad.masks.outlines import Outlines
 
-_SUFFIXES = (".geojson", ".json", ".xml")
 _AREAS = {"Polygon", "Spline", "Rectangle"}
 """ASAP's types of annotation that have an area: a spline's corners are many, and its curve is drawn through them."""
 
@@ -30,19 +30,19 @@ Polygon = tuple[str | None, Sequence[Any]]
 
 def is_annotation_file(path: Path) -> bool:
     """Whether a file of this name is read by `read_annotations`."""
-    return path.suffix.lower() in _SUFFIXES
+    return is_annotation_name(path.name)
 
 
 def read_annotations(path: str | Path) -> Outlines:
-    """The outlines of a QuPath GeoJSON or ASAP XML file, in the order of the file.
+    """The outlines of a QuPath GeoJSON or ASAP XML file, as it is or in `.gz` or `.zip`, in the order of the file.
 
     Held are the points, 17 bytes each, and one feature at a time. Raises `ImageError` for a file that is missing,
     damaged or of another kind.
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            if path.suffix.lower() == ".xml":
+        with open_annotations(path) as (suffix, file):
+            if suffix == ".xml":
                 return Outlines.pack(_asap(path, file), path.name)
             said = _Said(path)
             return said.of(Outlines.pack(_geojson(path, file, said), path.name))

@@ -72,7 +72,7 @@ def attribute(
         run=run, slides=tuple(slides), out=out, memory=memory, scratch=scratch, device=device, classes=tuple(classes)
     )
     job = _Job(config, Events(tuple(listeners)), of, module, block, trust, overwrite=overwrite)
-    every = find_slides(slides, split)
+    every = find_slides(slides, split, config.run_fold)
     rows = mine.deal(every, [size_of(row.slide) for row in every])
     sizes = [0 if job.is_made(row) else size_of(row.slide) for row in rows]
     made: list[Path] = []

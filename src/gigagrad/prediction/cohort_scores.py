@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from gigagrad.cohorts import Row, bags_of, check_bags, find_slides
 from gigagrad.errors import ConfigError
-from gigagrad.events import Events, Listener
+from gigagrad.events import Events, Listener, Notice
 from gigagrad.files import write_agreed
 from gigagrad.masks import ClassTable, is_annotation_file, read_annotations
 from gigagrad.prediction.config import PredictConfig
@@ -154,6 +154,11 @@ def _evaluate(
         if source.table is not None and not any(each.foreground for each in counts.values()):
             _check_named(entries, source.table, str(slides))
         evaluation = Evaluation.of(counts, source.table)
+        for name, ids in evaluation.alike.items():
+            told = (
+                f"the classes {', '.join(map(str, ids))} are all called {name!r}; their scores have the ids behind it"
+            )
+            events.emit(Notice(f"{told}, and --classes names them apart", warning=True))
     if out is not None:
         text = json.dumps(evaluation.to_dict(), indent=2) + "\n"
         write_agreed(lambda: {out / FILE_NAME: text})

@@ -85,8 +85,22 @@ class Evaluation:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes or labels."""
-        return tuple(each.name for each in self.of_classes)
+        """The names of the classes or labels, those of one name with their ids."""
+        alike = self.alike
+        return tuple(
+            f"{each.name} ({number})" if each.name in alike else each.name for number, each in self._numbered()
+        )
+
+    @property
+    def alike(self) -> dict[str, list[int]]:
+        """The ids of classes of one name, by that name."""
+        ids: dict[str, list[int]] = {}
+        for number, each in self._numbered():
+            ids.setdefault(each.name, []).append(number)
+        return {name: numbers for name, numbers in ids.items() if len(numbers) > 1}
+
+    def _numbered(self) -> Iterable[tuple[int, ClassScore]]:
+        return enumerate(self.of_classes, 0 if self.confusion else 1)
 
     def to_dict(self) -> dict[str, Any]:
         """What a summary file holds: Dice by slide with mean and sd, IoU likewise, classes, and the confusion."""
@@ -97,7 +111,10 @@ class Evaluation:
             "iou": {score.name: score.iou for score in self.scores},
             "iou_mean": self.iou[0],
             "iou_sd": self.iou[1],
-            "classes": {c.name: {"dice": c.dice, "iou": c.iou, "pixels": c.pixels} for c in self.of_classes},
+            "classes": {
+                name: {"dice": each.dice, "iou": each.iou, "pixels": each.pixels}
+                for name, each in zip(self.classes, self.of_classes, strict=True)
+            },
             "confusion": [list(row) for row in self.confusion],
         }
 

@@ -46,6 +46,8 @@ def _means(regions: Sequence[Region], plane: Image) -> list[float]:
         canvas = np.zeros(box.shape, np.int32)
         for index in near:
             paint(canvas, box, *outlines[index], int(index) + 1)
+        if (missing := plane.missing(box)) is not None:
+            canvas[missing] = 0
         values = np.asarray(plane.read(box))[0]
         sums += np.bincount(canvas.ravel(), values.ravel(), len(sums))
         pixels += np.bincount(canvas.ravel(), minlength=len(sums))

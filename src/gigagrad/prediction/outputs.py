@@ -114,22 +114,31 @@ class Mask(Swept):
 
 
 class Probabilities(Swept):
-    """A channel for each class in bytes, 255 is 1: what every viewer takes, in a quarter of the room of floats."""
+    """A channel for each class in bytes, 255 is 1: what every viewer takes, in a quarter of the room of floats.
+
+    Of a slide that says where it has no data, 255 says so, and the largest probability is 254.
+    """
 
     folder = "probabilities"
 
     def sink(self, path: Path, sweep: Sweep) -> Sink:
+        nodata = IGNORED if sweep.seen.missing_bytes else None
+        most = 255 if nodata is None else IGNORED - 1
+
         def pixels(logits_NCHW: torch.Tensor) -> NDArray[np.uint8]:
-            scaled = sweep.channels.probabilities(logits_NCHW)[0].mul_(255).round_()
+            scaled = sweep.channels.probabilities(logits_NCHW)[0].mul_(255).round_().clamp_(max=most)
             return scaled.permute(1, 2, 0).to("cpu", torch.uint8).numpy()
 
+        said = ", 255 is 1" if nodata is None else f" in 255ths, {most} at most, {nodata} no data"
         return Pyramid(
             path,
             dtype=np.uint8,
             pixels=pixels,
+            seen=sweep.seen,
+            nodata=IGNORED,
             overwrite=True,
-            description=f"gigagrad probabilities, 255 is 1: {', '.join(kind.name for kind in sweep.classes)}",
-            tags=geotiff_tags(sweep.seen.georeference, None),
+            description=f"gigagrad probabilities{said}: {', '.join(kind.name for kind in sweep.classes)}",
+            tags=geotiff_tags(sweep.seen.georeference, nodata),
             channels=sweep.classes,
         )
 

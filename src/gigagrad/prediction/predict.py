@@ -51,7 +51,7 @@ def predict(
     if executor is not None:  # workers may run in another folder
         config = config.absolute()
     share, out, events = Share.parse(config.share), Path(config.out), Events(tuple(listeners))
-    cohort = find_slides(config.slides, config.split)
+    cohort = find_slides(config.slides, config.split, config.run_fold)
     slides = share.deal(cohort, [size_of(entry.slide) for entry in cohort])
     predictor = Predictor(config, events)
     records = read_records(out, [entry.name for entry in slides])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gigagrad.cohorts import Row
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
-from gigagrad.events import Events
+from gigagrad.events import Events, Notice
 from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.sinks import Several
 from gigagrad.files import size_of
@@ -142,6 +142,9 @@ class Predictor:
             for path in paths.values():
                 path.parent.mkdir(exist_ok=True)
             swept = [(kind, path) for kind, path in paths.items() if isinstance(kind, Swept)]
+            if swept and self.config.format == "ome-zarr" and slide.georeference is not None:
+                told = f"{entry.name} is somewhere on earth, and OME-Zarr cannot say where; another --format can"
+                self.engine.events.emit(Notice(told, warning=True))
             if swept:
                 sweep = Sweep(seen, channels, named, self.config.threshold)
                 self.engine.forward(seen, out=Several([kind.sink(path, sweep) for kind, path in swept]))

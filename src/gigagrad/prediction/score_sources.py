@@ -125,7 +125,13 @@ class OfPredictions(Source):
             if not labelled and not self._mask(entry).exists():
                 raise ConfigError(f"there is no prediction {self._mask(entry)}; predict the slide first")
         made_with = [record.made_with for entry in entries if (record := self._records.get(entry.name)) is not None]
-        self.table = self._given or next((ClassTable.parse(made.classes) for made in made_with if made.classes), None)
+        named = dict.fromkeys(made.classes for made in made_with if made.classes)
+        if len(named) > 1 and self._given is None:
+            raise ConfigError(
+                f"the predictions in {out} are of different classes: {' and '.join(map(', '.join, named))}; evaluate "
+                "them apart, or say with --classes which they are"
+            )
+        self.table = self._given or next(map(ClassTable.parse, named), None)
         self.threshold = made_with[0].threshold if made_with else 0.5
 
     def counts(self, entry: Row) -> Counts:

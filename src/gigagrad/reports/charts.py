@@ -18,7 +18,7 @@ import numpy as np
 from gigagrad.events import StepMeasured
 from gigagrad.extras import extra
 from gigagrad.prediction.scores import mean_sd
-from gigagrad.reports.run_data import RunData
+from gigagrad.reports.run_data import RunData, own_peaks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,14 +74,15 @@ def loss_chart(run: RunData) -> str | None:
     train, val = _finite(run.series("train", "loss")), _finite(run.series("val", "loss"))
     if not len(train) and not len(val):
         return None
-    with _axes("Loss by training step", 3.4) as (ax, svg):
+    slides = run.accumulated > 1
+    with _axes("Loss by slides seen" if slides else "Loss by training step", 3.4) as (ax, svg):
         if len(train):
             window = max(1, len(train) // 25)
             smooth = window > 1
             ax.plot(*train.T, color=FIRST, alpha=0.35 if smooth else 1, lw=1.2, label=None if smooth else "train")
             if smooth:
                 mean = np.convolve(train[:, 1], np.full(window, 1 / window), "valid")
-                ax.plot(train[window - 1 :, 0], mean, color=FIRST, label=f"train, mean of {window} steps")
+                ax.plot(train[window - 1 :, 0], mean, color=FIRST, label=f"train, mean of {window}")
         if len(val):
             ax.plot(*val.T, "o-", color=SECOND, ms=4, lw=1.4, label="validation")
             best = val[val[:, 1].argmin()]
@@ -93,7 +94,7 @@ def loss_chart(run: RunData) -> str | None:
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_formatter("")
         _whole_numbers(ax)
-        _finish(ax, "training step", columns=2)
+        _finish(ax, "slides seen" if slides else "training step", columns=2)
     return svg()
 
 
@@ -128,18 +129,18 @@ def dice_chart(scores: Mapping[str, float]) -> str | None:
 
 
 def memory_chart(steps: Sequence[StepMeasured]) -> str | None:
-    """Measured peak memory of each step beside what the plan predicted, and the budget."""
-    known = [step for step in steps if step.peak_bytes > 0]
-    if not known:
+    """Peak memory of each step that has one of its own beside what the plan predicted, and the budget."""
+    peaks = own_peaks(steps)
+    if not any(peaks):
         return None
     mib = 1 << 20
-    x = np.arange(1, len(known) + 1)
+    x = np.arange(1, len(steps) + 1)
     with _axes("Peak memory by step", 3.4) as (ax, svg):
-        predicted = [s.predicted_peak_bytes / mib for s in known]
-        measured = [s.peak_bytes / mib for s in known]
+        predicted = [s.predicted_peak_bytes / mib for s in steps]
+        measured = np.array([math.nan if peak is None else peak / mib for peak in peaks])
         ax.step(x, predicted, where="mid", color=MUTED, ls=(0, (4, 3)), label="predicted")
-        ax.plot(x, measured, "o-" if len(known) <= 60 else "-", color=FIRST, ms=4, label="measured")
-        budgets = np.array([s.budget_bytes / mib for s in known])
+        ax.plot(x, measured, "o", color=FIRST, ms=4, label="measured, where it is the highest so far")
+        budgets = np.array([s.budget_bytes / mib for s in steps])
         if budgets.any():
             ax.step(x, np.where(budgets > 0, budgets, np.nan), where="mid", color=ALARM, lw=1.6, label="budget")
         ax.set_ylim(bottom=0)

@@ -200,7 +200,7 @@ def _cuda(_: Path) -> _Finding:
 
 
 def _optional(module: str, extra: str, used_for: str, _: Path) -> _Finding:
-    """Importing is the check: a torchvision built for another PyTorch, say, shows only then."""
+    """Importing is the check, as what uses the module imports it."""
     if importlib.util.find_spec(module) is None:
         return "ok", "not installed (optional)", f"pip install 'gigagrad[{extra}]' for {used_for}"
     packages = importlib.metadata.packages_distributions().get(module, [module])
@@ -208,6 +208,7 @@ def _optional(module: str, extra: str, used_for: str, _: Path) -> _Finding:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            importlib.import_module("gigagrad.models.torchvision_operators")
             importlib.import_module(module)
     except Exception as error:  # whatever its own dependencies raise
         reason = f"{version} cannot be imported: {error}".splitlines()[0]

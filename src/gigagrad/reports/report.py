@@ -17,8 +17,8 @@ from gigagrad.plans import Plan
 from gigagrad.plans.description import describe
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
-from gigagrad.reports.run_data import Predicted, RunData, mapping, read_run
-from gigagrad.reports.slide_section import SlideSection
+from gigagrad.reports.run_data import Predicted, RunData, mapping, own_peaks, read_run
+from gigagrad.reports.slide_section import ClassSection, SlideSection
 from gigagrad.reports.tables import measure_name
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
@@ -106,6 +106,7 @@ def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
         "notes": list(_notes(run)),
         "charts": {name: Markup(svg) if svg else None for name, svg in charts.items()},  # noqa: S704 - our own drawing
         "labelled": SlideSection.of(run.evaluation),
+        "classes": ClassSection.of(run.evaluation),
         "dice_rows": sorted(_dice(run).items()),
         "pictures": [_picture(entry) for entry in shown],
         "not_shown": len(pictured) - len(shown),
@@ -146,20 +147,25 @@ def _cards(run: RunData) -> Iterator[Card]:
     val = [(value, at) for at, value in run.series("val", "loss") if math.isfinite(value)]
     if val:
         best, at = min(val)
-        yield Card("Best validation loss", f"{best:.4g}", f"after step {at}")
+        after = f"after {at:,} slides" if run.accumulated > 1 else f"after step {at}"
+        yield Card("Best validation loss", f"{best:.4g}", after)
     train = run.series("train", "loss")
     if train:
         epochs = len({metric.epoch for metric in run.metrics if metric.split == "train"})
-        yield Card("Training steps", f"{train[-1][0]:,}", f"in {_count(epochs, 'epoch')}")
+        slides = f"of {run.accumulated} slides, " if run.accumulated > 1 else ""
+        yield Card("Training steps", f"{run.training_steps:,}", f"{slides}in {_count(epochs, 'epoch')}")
     backward = [s for s in run.steps if s.phase == "backward"] or list(run.steps)
     if backward:
         seconds = sorted(s.seconds for s in backward)[len(backward) // 2]
         most = format_pixels(max(s.pixels for s in backward))
-        yield Card("Time per step", format_seconds(seconds), f"median, up to {most}")
-    if run.steps:
-        peak = max(run.steps, key=lambda s: s.peak_bytes)
-        budget = f"budget {format_bytes(peak.budget_bytes)}" if peak.budget_bytes else "no budget set"
-        yield Card("Peak memory", format_bytes(peak.peak_bytes), budget)
+        what = "slide" if run.accumulated > 1 else "step"
+        yield Card(f"Time per {what}", format_seconds(seconds), f"median, up to {most}")
+    peaks = zip(own_peaks(run.steps), run.steps, strict=True)
+    if own := [(peak, step.budget_bytes) for peak, step in peaks if peak is not None]:
+        highest, budget = max(own)
+        yield Card(
+            "Peak memory", format_bytes(highest), f"budget {format_bytes(budget)}" if budget else "no budget set"
+        )
     errors = sorted(s.gradient_error for s in run.steps if s.gradient_error)
     if errors:
         yield Card("Gradient error", f"{errors[len(errors) // 2]:.2%}", "expected, of lossy storage; median")
@@ -187,12 +193,12 @@ def _step_cards(step: Mapping[str, Any]) -> Iterator[Card]:
 
 def _notes(run: RunData) -> Iterator[str]:
     """What a reader must know before the numbers: what is missing and what went wrong."""
-    train = run.series("train", "loss")
+    train, unit = run.series("train", "loss"), "slide" if run.accumulated > 1 else "step"
     broken = [at for at, value in train if not math.isfinite(value)]
     if broken:
         yield (
-            f"The training loss was not a finite number in {len(broken)} of {_count(len(train), 'step')}, "
-            f"first at step {broken[0]}."
+            f"The training loss was not a finite number in {len(broken)} of {_count(len(train), unit)}, "
+            f"first at {unit} {broken[0]}."
         )
     if not run.metrics:
         yield "No metrics were recorded: the run has not finished a step, or metrics.jsonl is missing."

@@ -5,10 +5,12 @@ A run writes its events line by line, and they come back here as the same record
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, get_type_hints
 
@@ -16,6 +18,7 @@ import yaml
 
 from gigagrad.events import MetricsLogged, StepMeasured
 from gigagrad.prediction.records import FILE_NAME, FOLDER
+from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder
 
 _Record = TypeVar("_Record")
@@ -56,6 +59,32 @@ class RunData:
     def series(self, split: str, name: str) -> list[tuple[int, float]]:
         """`(step, value)` of one number of one split, in the order it was logged; NaN included."""
         return [(m.step, m.values[name]) for m in self.metrics if m.split == split and name in m.values]
+
+    @property
+    def accumulated(self) -> int:
+        """How many slides (or patients) make a step; metrics are counted in them."""
+        return max(1, int(number(self.config, "accumulate")))
+
+    @property
+    def training_steps(self) -> int:
+        """How many there were: each epoch ends with what is left of its slides."""
+        last: dict[int, int] = {}
+        for metric in self.metrics:
+            if metric.split == "train":
+                last[metric.epoch] = max(metric.step, last.get(metric.epoch, 0))
+        ends = sorted(last.values())
+        return sum(-(-(end - begin) // self.accumulated) for begin, end in pairwise([0, *ends]))
+
+
+def own_peaks(steps: Sequence[StepMeasured]) -> list[int | None]:
+    """The peak of each step. A process tells the highest that it has been at: a step that stayed below one before it
+    has a peak that nobody knows, here None."""
+    found: list[int | None] = []
+    most = 0
+    for step in steps:
+        found.append(step.peak_bytes if step.peak_bytes > (step.earlier_peak_bytes or most) else None)
+        most = max(most, step.peak_bytes)
+    return found
 
 
 def read_run(run_dir: Path, predictions_dir: Path | None = None) -> RunData:
@@ -99,14 +128,24 @@ def _parsed(text: str) -> Any:
 
 
 def _settings(path: Path) -> Mapping[str, Any]:
-    """The settings of a run's configuration: each is a word or a number. A list of aliases of lists of aliases would be
-    short in the file and endless on the page."""
+    """The settings of a run's configuration: each is a word or a number, or a list of these. A list of aliases of lists
+    of aliases would be short in the file and endless on the page, and so would a long one under many names."""
+    known = {field.name for field in dataclasses.fields(FitConfig)}
     try:
         found = mapping(yaml.safe_load(_text(path))).items()
-        plain = {str(key): value for key, value in found if isinstance(value, (str, int, float, type(None)))}
+        listed = {str(key): value for key, value in found if key in known and _is_plain_list(value)}
+        plain = {str(key): value for key, value in found if _is_plain(value)} | listed
         return mapping(_parsed(json.dumps(plain)))
     except (ValueError, OverflowError, RecursionError, yaml.YAMLError):
         return {}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, type(None)))
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_plain, value))
 
 
 def _json_lines(path: Path) -> list[Mapping[str, Any]]:

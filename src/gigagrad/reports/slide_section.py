@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gigagrad.reports.run_data import mapping
+from gigagrad.reports.run_data import mapping, number
 from gigagrad.reports.tables import measure_name
+from gigagrad.units import format_pixels
 
 _MOST_SLIDES: Final = 500
 """Lines of a table that a browser still likes."""
+_MOST_CLASSES: Final = 20
+"""Columns that still fit beside each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,35 @@ class SlideSection:
         confusion = tuple((name, tuple(map(str, row))) for name, row in zip(names, rows, strict=False))
         slides = [_slide(str(name), mapping(each), names) for name, each in mapping(evaluation.get("slides")).items()]
         return cls(measures, names, confusion, tuple(slides[:_MOST_SLIDES])) if measures else None
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSection:
+    """Texts for the page, of masks: a line for each class or label, with its true pixels, Dice and IoU over all test
+    slides, and which share of them was predicted as each of the `classes`.
+    """
+
+    classes: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, evaluation: Mapping[str, Any]) -> ClassSection | None:
+        """Of `Evaluation.to_dict` as a file holds it, without what is damaged; None where nothing is left."""
+        scores = {str(name): mapping(each) for name, each in mapping(evaluation.get("classes")).items()}
+        counts = evaluation.get("confusion")
+        rows = counts if isinstance(counts, list) and all(isinstance(row, list) for row in counts) else []
+        square = 0 < len(rows) <= _MOST_CLASSES and {len(rows), len(scores)} == {len(row) for row in rows}
+        lines = []
+        for index, (name, each) in enumerate(scores.items()):
+            pixels = number(each, "pixels")
+            shares = (_share(count, pixels) for count in (rows[index] if square else ()))
+            scored = (_number(each.get(measure)) for measure in ("dice", "iou"))
+            lines.append((name, format_pixels(int(pixels)), *scored, *shares))
+        return cls(tuple(scores) if square else (), tuple(lines)) if lines else None
+
+
+def _share(count: object, pixels: float) -> str:
+    return f"{count / pixels:.1%}" if isinstance(count, (int, float)) and pixels else "-"
 
 
 def _slide(name: str, slide: Mapping[str, Any], classes: tuple[str, ...]) -> tuple[str, str, str, str, bool]:

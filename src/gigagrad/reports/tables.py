@@ -61,11 +61,11 @@ def _class_table(evaluation: Evaluation) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for name in evaluation.classes if shown else ():
         table.add_column(Text(name), justify="right", overflow="fold")
-    for number, each in enumerate(evaluation.of_classes):
+    for number, (name, each) in enumerate(zip(evaluation.classes, evaluation.of_classes, strict=True)):
         scores = ("-" if score is None else f"{score:.4f}" for score in (each.dice, each.iou))
         row = evaluation.confusion[number] if shown else ()
         shares = (f"{count / each.pixels:.1%}" if each.pixels else "-" for count in row)
-        table.add_row(Text(each.name), format_pixels(each.pixels), *scores, *shares)
+        table.add_row(Text(name), format_pixels(each.pixels), *scores, *shares)
     return table
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from gigagrad.cohorts import read_rows
+from gigagrad.cohorts import folds_of, read_rows
 from gigagrad.errors import ConfigError
 from gigagrad.events import Listener
 from gigagrad.files import write_json
@@ -60,10 +60,11 @@ def cross_validate(
 
 
 def _folds(path: Path) -> list[int]:
-    found = {row.fold for row in read_rows(path)[1]} if path.is_file() else set()
-    folds = sorted(fold for fold in found if fold is not None)
+    folds = folds_of(path, *read_rows(path)) if path.is_file() else []
     if len(folds) < 2:
-        raise ConfigError(f"{path} has no folds to validate in turn; give it a column 'fold' with two or more numbers")
+        raise ConfigError(
+            f"{path} has no folds to validate in turn; give it a column 'fold' with two or more numbers, or split files"
+        )
     return folds
 
 

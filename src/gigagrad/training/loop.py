@@ -247,7 +247,7 @@ class _Run:
                 raise ConfigError(f"{leftover} exists and belongs to no run; choose another --out, or --overwrite it")
             self._save()
         else:
-            self.events.emit(Notice(f"continuing {folder.path} after step {self.progress.step}"))
+            self.events.emit(Notice(f"continuing {folder.path} after step {self.steps.made(self.progress)}"))
             if self.tile != self.resumed.tile:
                 text = f"tiles are {self.tile} px now and were {self.resumed.tile}: sums are rounded otherwise"
                 self.events.emit(Notice(text, warning=True))
@@ -400,7 +400,7 @@ class _Run:
             metric=tested.metric,
             scores=tested.scores,
             epochs=self.progress.epoch,
-            steps=self.progress.step,
+            steps=self.steps.made(self.progress),
             best_epoch=self.progress.best_epoch,
             best_loss=self.progress.best_loss if math.isfinite(self.progress.best_loss) else None,
             evaluation=tested.evaluation,

@@ -18,9 +18,9 @@ class FitResult:
     """A finished run in folder `out`.
 
     `scores` are the test slides' (or bags') by name, Dice (`metric == "dice"`), loss, or of survival the predicted
-    risk; `epochs` and `steps` are what was trained in all; `best_loss` is the lowest validation loss, reached in
-    `best_epoch`, None without validation slides. `evaluation` is what `SlideEvaluation.to_dict` says of the test slides
-    where these have labels, else empty.
+    risk; `epochs` and `steps` (of the optimizer) are what was trained in all; `best_loss` is the lowest validation
+    loss, reached in `best_epoch`, None without validation slides. `evaluation` is what `SlideEvaluation.to_dict` says
+    of the test slides where these have labels; of masks, `classes` and `confusion` of `Evaluation.to_dict`; else empty.
     """
 
     out: Path

@@ -48,6 +48,13 @@ class Steps:
         for first in range(progress.index, len(order), self._config.accumulate):
             yield [self.bags[i] for i in order[first : first + self._config.accumulate]]
 
+    def made(self, progress: Progress) -> int:
+        """How many steps there were until then; `progress` counts the bags that they saw."""
+        return progress.epoch * self._of(len(self.bags)) + self._of(progress.index)
+
+    def _of(self, bags: int) -> int:
+        return -(-bags // self._config.accumulate)
+
     def gradients(
         self, chosen: Sequence[Bag], progress: Progress, tell: Callable[[int, float], None]
     ) -> list[dict[str, float]]:
@@ -74,7 +81,7 @@ class Steps:
                 " (or its mask holds nothing but ignored pixels)" if math.isnan(loss) and self._pairs.ignores else ""
             )
             raise ConfigError(
-                f"the loss became {loss} at step {progress.step + 1} (slide {row.name}); "
+                f"the loss became {loss} at step {self.made(progress) + 1} (slide {row.name}); "
                 f"lower learning_rate (it is {self._config.learning_rate:g}){ignored}"
             )
 

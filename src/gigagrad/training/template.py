@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -12,7 +13,7 @@ import numpy as np
 import psutil
 import yaml
 
-from gigagrad.cohorts import Cohort, class_table, read_cohort
+from gigagrad.cohorts import Cohort, class_table, folds_of, read_cohort, read_rows, survival_of
 from gigagrad.errors import WriteError
 from gigagrad.files import write_text
 from gigagrad.images.thumbnails import full_range, range_shown, samples
@@ -22,6 +23,8 @@ from gigagrad.training.config import FitConfig
 _WIDTH = 100
 _LOOKED_AT: Final = 3
 """Slides."""
+_COMPARED: Final = 8
+"""Patients whose risks a step compares with each other."""
 _OF_SCALE: Final = (
     "Its scale says which values are 0 and 1 in each channel: the 2nd and 98th percentiles, from a look at {} of the "
     "slides. Better is what you know of the data (reflectance: scale=0,10000)."
@@ -36,9 +39,13 @@ def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path
     """
     if path.exists() and not overwrite:
         raise WriteError(f"{path} exists; choose another --out or pass --overwrite")
-    cohort = read_cohort(slides)
+    columns, rows = ((), ()) if slides.is_dir() else read_rows(slides)
+    fold = next(iter(folds_of(slides, columns, rows)), None)
+    cohort = read_cohort(slides, fold)
     seen = _Seen.of(cohort)
-    chosen = _chosen(cohort, slides, path, seen)
+    chosen = _chosen(cohort, slides, path, seen, survival="time" in columns and "label" not in columns)
+    if fold is not None:
+        chosen["fold"] = fold
     lines = [
         "# Settings of gigagrad fit. Uncomment what you want to change; paths are taken from this file's folder.",
         "",
@@ -86,14 +93,16 @@ class _Seen:
         return of_channels + (f"&scale={numbers}" if numbers else "")
 
 
-def _chosen(cohort: Cohort, slides: Path, path: Path, seen: _Seen) -> dict[str, Any]:
+def _chosen(cohort: Cohort, slides: Path, path: Path, seen: _Seen, *, survival: bool) -> dict[str, Any]:
     table = class_table(cohort)
     labels = [row.label for row in cohort.rows if row.label is not None]
     of_pixel = len(table.regions if table is not None else ()) or len(cohort.rows[0].masks)
     model, loss = "smp:Unet?encoder_name=resnet34", "bce_dice"
+    times = [label for label in labels if survival_of(label) is not None]
+    survival = bool(times) and (survival or any(label.endswith("+") for label in times))
     if labels:
-        count = table.count if table is not None else max(2, len(set(labels)))
-        model, loss = f"timm:resnet18?num_classes={count}", "ce"
+        count = 1 if survival else table.count if table is not None else _classes_in(labels)
+        model, loss = f"timm:resnet18?num_classes={count}", "cox" if survival else "ce" if count > 1 else "mse"
     elif of_pixel > 1:
         model += f"&classes={of_pixel}"
     elif table is not None and table.count > 2:
@@ -105,7 +114,17 @@ def _chosen(cohort: Cohort, slides: Path, path: Path, seen: _Seen) -> dict[str, 
         "loss": loss,
         "memory": f"{max(1, psutil.virtual_memory().total // 2**31)} GiB",
     }
+    if survival:
+        chosen["accumulate"] = _COMPARED
     if table is not None and not cohort.rows[0].further_masks:  # these are named by their columns
         named = (entry.rpartition("=")[::2] for entry in table.entries)
         chosen["classes"] = {name: int(text) if text.isdecimal() else text for name, text in named}
     return chosen
+
+
+def _classes_in(labels: Sequence[str]) -> int:
+    """Of labels that are numbers how many classes they count from 0, 1 where they measure something."""
+    numbers = {float(label) for label in labels}
+    highest = max(numbers)
+    ids = min(numbers) >= 0 and all(number.is_integer() for number in numbers) and highest < 2 * len(numbers)
+    return max(2, int(highest) + 1) if ids else 1

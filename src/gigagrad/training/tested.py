@@ -24,7 +24,8 @@ from gigagrad.losses import Loss, kind_of
 from gigagrad.masks import ClassTable
 from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.cohort_scores import compare_labels
-from gigagrad.prediction.evaluate import score_logits
+from gigagrad.prediction.evaluate import Evaluation, score_logits
+from gigagrad.prediction.scores import counts_from
 from gigagrad.prediction.slide_scores import Reading, output_of
 from gigagrad.ranks import Fleet, Ranks
 from gigagrad.training.config import FitConfig
@@ -37,7 +38,9 @@ _THRESHOLD = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """Scores of test slides by name, in `metric`: Dice, risk or loss; and what `evaluate` says of labels."""
+    """Scores of test slides by name, in `metric`: Dice, risk or loss; and what `evaluate` says of labels, or of the
+    classes of masks.
+    """
 
     metric: str
     scores: dict[str, float] = field(default_factory=dict)
@@ -101,18 +104,28 @@ def test(
     if rated:
         return Tested(metric, *_of_labels(engine, rows, pairs, loss, config.loss, table, events, ranks))
 
-    def score(row: Row) -> float:
+    def score(row: Row) -> tuple[float, dict[str, Any] | None]:
         with pairs.open(row) as (slide, target):
             if not dense:
-                return _loss(engine, slide, target)
+                return _loss(engine, slide, target), None
             assert isinstance(target, Image)
             shape = image_shape(engine, slide)
             channels = Channels.of(1 if shape is None else shape[1], config.loss)
-            return score_logits(engine.stream(slide), target, channels, table, slide).dice
+            counts = score_logits(engine.stream(slide), target, channels, table, slide)
+            return counts.dice, counts.to_dict()
 
     with events.job("test", len(rows)) as advance:
-        found = ranks.shared_out(rows, score, lambda done, value: advance(done, f"{rows[done - 1].name}: {value:.4f}"))
-    return Tested(metric, {row.name: value for row, value in zip(rows, found, strict=True)})
+
+        def tell(done: int, value: tuple[float, Any]) -> None:
+            advance(done, f"{rows[done - 1].name}: {value[0]:.4f}")
+
+        found = ranks.shared_out(rows, score, tell)
+    scores = {row.name: value for row, (value, _) in zip(rows, found, strict=True)}
+    if not dense:
+        return Tested(metric, scores)
+    counts = {row.name: counts_from(content) for row, (_, content) in zip(rows, found, strict=True)}
+    said = Evaluation.of(counts, table).to_dict()
+    return Tested(metric, scores, {name: said[name] for name in ("classes", "confusion")})
 
 
 def _of_labels(
