@@ -212,7 +212,7 @@ def _reference(subject: Subject) -> tuple[Answer | None, str]:
         if case.seeded:
             return _answer(case, gg.compile(case.model, case.loss, seed=5).backward(_given(case), case.target)), ""
         return plain(case), ""
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError) as error:
         return None, f"{type(error).__name__}: {error}"
 
 

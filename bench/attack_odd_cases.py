@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.exactness import habits
 from tests.exactness.written import draw as draw_written
 
 Function = Callable[[Any, Any], Tensor]
@@ -803,6 +804,17 @@ def _code_that_asks_how_it_is_run(rng: random.Random) -> Case:
     model = Lambda(lambda m, x: m.body(x) * (2.0 if ask(m, x) else 1.0), body=_conv(2, 1)).double()
     image = torch.rand(2, 24, 30).double().requires_grad_(rng.random() < 0.5)
     return Case(model, F.mse_loss, (image,), torch.rand(1, 24, 30).double(), {"image": image})
+
+
+@_odd
+def _habit(rng: random.Random) -> Case:
+    """Transforms, TorchScript, wrappers, values taken out of tensors (tests/exactness/habits.py)."""
+    while True:
+        found = habits.HABITS[rng.choice(sorted(habits.HABITS))]()
+        if found.as_plain is None and isinstance(found.model, nn.Module):  # plain PyTorch takes the same target
+            break
+    others = {f"{index} {name}": p for index, part in enumerate(found.others) for name, p in part.named_parameters()}
+    return Case(found.model, found.loss, (habits.image(),), found.target, others)
 
 
 def make_odd(name: str, seed: int) -> Case:

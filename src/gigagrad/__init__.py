@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from gigagrad.devices import heap
 
 if TYPE_CHECKING:
+    from gigagrad import images as images
     from gigagrad import losses as losses
+    from gigagrad import masks as masks
     from gigagrad import models as models
     from gigagrad.errors import GigagradError as GigagradError
     from gigagrad.execution import Engine as Engine
@@ -38,7 +40,6 @@ __version__ = "0.1.0"
 
 heap.before_pytorch()
 
-_ROOMS = {"losses": "gigagrad.losses", "models": "gigagrad.models"}
 _HOMES = {
     "Engine": "gigagrad.execution",
     "GigagradError": "gigagrad.errors",
@@ -53,15 +54,18 @@ _HOMES = {
 
 def __dir__() -> list[str]:
     """What one may use, rooms that nobody has entered yet included."""
-    return [*__all__, "__version__"]
+    import pkgutil
+
+    rooms = (room.name for room in pkgutil.iter_modules(__path__) if not room.name.startswith("_"))
+    return sorted({*__all__, "__version__", *rooms})
 
 
 def __getattr__(name: str) -> Any:
     """Rooms are entered when their names are used: reading a slide's size need not load PyTorch."""
-    import importlib
+    import importlib.util
 
-    if name in _ROOMS:
-        return importlib.import_module(_ROOMS[name])
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'gigagrad' has no attribute {name!r}")

@@ -7,6 +7,7 @@ import torch
 
 import gigagrad as gg
 from gigagrad.errors import BudgetError, CaptureError, ConfigError, ImageError, TargetError
+from gigagrad.events import StepMeasured
 
 TILE = (5, 8)
 
@@ -78,16 +79,27 @@ def test_calls_that_make_no_sense(engine, net, pair):
         engine.backward(pair.image, None)
     with pytest.raises(ConfigError, match="no loss"):
         gg.compile(net).backward(pair.image, pair.target)
-    with pytest.raises(ConfigError, match="without a loss"):
+    with pytest.raises(ConfigError, match="without the target"):
         engine.forward(pair.image, pair.target, out="never.tif")
-    with pytest.raises(ConfigError, match="without a loss"):
-        next(engine.stream(pair.image))
     with pytest.raises(ImageError, match="does not exist"):
         engine.backward("missing.svs", pair.target)
     with pytest.raises(ImageError, match="batch axis"):
         engine.backward(torch.rand(2, 2, 9, 9), pair.target)
     with pytest.raises(CaptureError):
         engine.backward(torch.rand(5, 23, 31).double(), pair.target)
+
+
+def test_an_engine_with_a_loss_predicts_where_there_is_no_target(engine, net, pair, tmp_path):
+    heard = []
+    engine.events.subscribe(heard.append)
+    found = engine.forward(pair.image)
+    torch.testing.assert_close(found, net(pair.image[None]).detach(), rtol=1e-12, atol=1e-12)
+    assert engine.last_run.phase == "forward"
+    assert any(isinstance(event, StepMeasured) for event in heard)
+    for box, crop in engine.stream(pair.image):
+        assert torch.equal(crop, found[:, :, box.y0 : box.y1, box.x0 : box.x1])
+    assert engine.forward(pair.image, out=tmp_path / "p.tif").exists()
+    assert engine.forward(pair.image, pair.target).ndim == 0
 
 
 def test_an_engine_says_what_it_is():

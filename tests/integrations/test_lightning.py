@@ -1,5 +1,6 @@
 """Lightning's Trainer trains as a plain loop does, whatever it is asked for, and refuses what would be wrong."""
 
+from copy import deepcopy
 from functools import partial
 
 import lightning.pytorch as pl
@@ -116,3 +117,28 @@ def test_the_monitor_watches_engines_only(tmp_path):
 
     with pytest.raises(ConfigError, match="got Other"):
         trainer(tmp_path, callbacks=[EngineMonitor()]).fit(Other(), batches([torch.zeros(1)]))
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_accumulation_and_clipping_are_those_of_automatic_optimisation(model, pairs, bce, accumulated, clip, tmp_path):
+    class Plain(pl.LightningModule):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, batch_idx):
+            image, mask = batch
+            return bce(self.net(image[None]), mask[None])
+
+        def configure_optimizers(self):
+            return SGD(self.parameters())
+
+    settings = {"accumulate_grad_batches": accumulated, "gradient_clip_val": clip, "max_epochs": 2}
+    other = deepcopy(model)
+    trainer(tmp_path, **settings).fit(Plain(other), batches(pairs))
+    ours = trainer(tmp_path, **settings)
+    ours.fit(GigagradModule(model, bce, optimizer=SGD, tile=(16, 16)), batches(pairs))
+    assert ours.global_step == 2 * -(-len(pairs) // accumulated)
+    for value, expected in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)

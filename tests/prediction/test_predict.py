@@ -312,3 +312,14 @@ def test_a_real_slide(config, real_slides):
     assert (result.status, result.height, result.width) == ("done", 2967, 2220)
     assert result.mpp == pytest.approx(0.499)
     assert result.regions
+
+
+def test_a_run_is_named_by_its_folder(config, jpeg_slide, tmp_path):
+    """`gg.predict("runs/a", slides=..., out=...)`; settings take the place of a config's own."""
+    (by_name,) = predict(str(tmp_path / "run"), slides=jpeg_slide, out=tmp_path / "one", outputs=("mask",))
+    predict(config(), out=tmp_path / "two", outputs=("mask",))
+    assert not by_name.failed
+    assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="unknown setting 'slide'"):
+        predict("runs/a", slide="x.svs", out="y")

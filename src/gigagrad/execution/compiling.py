@@ -12,6 +12,7 @@ from torch import nn
 from gigagrad.devices import Device, device_for
 from gigagrad.errors import ConfigError
 from gigagrad.execution.engine import Engine, Loss
+from gigagrad.models.wrapped import unwrapped
 from gigagrad.ranks import Alone, Ranks, ranks_of
 from gigagrad.stores import DiskTier, HostTier, MemoryTier, Quantised, Tier, parse_storage, registered_tier
 from gigagrad.units import parse_bytes
@@ -42,9 +43,11 @@ def compile(
 
     Args:
         model: any module; takes `(1, C, H, W)` in the dtype the image holds (uint8 for a slide), several images as
-            several arguments. Operators that have no tile rule run on whole fields; the plan names them.
-        loss: `loss(output, target)` returns a scalar; `output` is whatever the model returns. Without a loss the engine
-            predicts.
+            several arguments. Operators that have no tile rule run on whole fields; the plan names them. Out of
+            `torch.compile`, `DataParallel` and `DistributedDataParallel` (of one process) it is taken.
+        loss: `loss(output, target)` returns a scalar; `output` is whatever the model returns, `target` what its image
+            holds, with a batch axis. PyTorch's `cross_entropy` and `nll_loss` take class ids `(1, 1, H, W)` of any
+            integers as they come. Without a loss the engine predicts.
         memory: the budget, e.g. `"2 GiB"` or bytes: peak resident memory of the whole process on the CPU (interpreter
             and libraries included), device memory on a GPU. None: no bound, only speed decides.
         device: where tiles are computed, by PyTorch's name for it. The model may stay where it is.
@@ -76,8 +79,10 @@ def compile(
 
     Raises:
         ConfigError: an argument cannot be used.
+        ModelError: the model is TorchScript, sharded or quantised, or averages its gradients itself.
     """
     again = partial(compile, **locals())  # as it was called: nothing else is there yet
+    model, loss = unwrapped(model, "model"), unwrapped(loss, "loss")
     used = device_for(device)
     tiers = tiers_for(used, host_memory, scratch, scratch_bytes)
     rounding = parse_storage(storage)

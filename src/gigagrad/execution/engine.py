@@ -66,7 +66,7 @@ class Engine:
         progress: bool,
         ranks: Ranks,
         journal: Path | None,
-        again: Callable[[], Engine],
+        again: Callable[..., Engine],
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -97,6 +97,8 @@ class Engine:
         self.ranks = ranks
         """Who computes the tiles together."""
         self._progress, self._journal, self._again = progress, journal, again
+        self._predicting: Engine | None = None
+        """Of the same model without the loss, once it is asked for predictions."""
         self.last_run: StepMeasured | None = None
         self.left: Left | None = None
         """What the last `backward` left in buffers."""
@@ -216,7 +218,7 @@ class Engine:
 
     @lets_go
     def forward(self, image: Any, target: Any = None, *, out: str | Path | Sink | None = None) -> Any:
-        """Without gradients: the loss if the engine has one, else the prediction `(1, C, H, W)`, or whatever the model
+        """Without gradients: the loss of a target; without one the prediction `(1, C, H, W)`, or whatever the model
         returns (a tuple or a dictionary of tensors, a class score).
 
         With `out="prediction.tif"` the prediction is written tile by tile as a float32 pyramidal TIFF (`.ome.tif`: an
@@ -226,8 +228,14 @@ class Engine:
 
         Raises: as `plan`; WriteError if `out` cannot be written.
         """
+        if self.loss is not None and target is None:
+            predicting = self._without_loss()
+            with self._shown():
+                found = predicting.forward(image, out=out)
+            self.last_run = predicting.last_run
+            return found
         if self.loss is not None and out is not None:
-            raise ConfigError("out= needs an engine without a loss: compile(model)")
+            raise ConfigError("out= is for a prediction: forward(image, out=...), without the target")
         with self.ranks.together(), self._shown(), opened_sources(self._composite, image, target) as sources:
             if self.loss is not None:
                 return self._run("forward", sources)[0].output
@@ -245,10 +253,11 @@ class Engine:
 
         The run ends when the last one has come, when it is closed, or when nobody holds it any more.
 
-        Raises: as `plan`; ConfigError if the engine has a loss or the model's output is not an image.
+        Raises: as `plan`; ConfigError if the model's output is not an image.
         """
         if self.loss is not None:
-            raise ConfigError("stream needs an engine without a loss: compile(model)")
+            yield from self._without_loss().stream(image)
+            return
         self._one_process("stream")
         with opened_sources(self._composite, image, None) as sources:
             yield from self._pieces(sources, Handed())
@@ -267,6 +276,13 @@ class Engine:
         self._planner.load_state_dict(state)
         self.overflows = state.get("overflows", 0)  # none in states of earlier versions
         self._errors = RunningErrors(state.get("gradient_errors"))
+
+    def _without_loss(self) -> Engine:
+        """The engine for predictions of one that has a loss; its events are this one's."""
+        if self._predicting is None:
+            self._predicting = self._again(loss=None)
+            self._predicting.events.subscribe(self.events.emit)
+        return self._predicting
 
     def _one_process(self, what: str) -> None:
         if self.ranks.count > 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._export import utils as export_utils
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 
@@ -17,13 +18,26 @@ _FLAGS = "_is_compiling_flag", "_is_exporting_flag"
 
 @contextmanager
 def not_compiling() -> Iterator[None]:
-    """Have `torch.compiler.is_compiling()` say no; export says yes while it traces."""
+    """Have `torch.compiler.is_compiling()` say no, where export says yes; transforms of functions (vmap) are told."""
     held = {flag: getattr(torch.compiler, flag) for flag in _FLAGS if hasattr(torch.compiler, flag)}
+
+    def exporting_mode() -> Any:
+        for flag, value in held.items():
+            setattr(torch.compiler, flag, value)
+        try:
+            return find_mode()  # type: ignore[no-untyped-call]
+        finally:
+            for flag in held:
+                setattr(torch.compiler, flag, False)
+
+    find_mode = export_utils._maybe_find_pre_dispatch_tf_mode_for_export
+    export_utils._maybe_find_pre_dispatch_tf_mode_for_export = exporting_mode
     try:
         for flag in held:
             setattr(torch.compiler, flag, False)
         yield
     finally:
+        export_utils._maybe_find_pre_dispatch_tf_mode_for_export = find_mode
         for flag, value in held.items():
             setattr(torch.compiler, flag, value)
 

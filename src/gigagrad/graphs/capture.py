@@ -129,7 +129,7 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
         CaptureError: `torch.export` refuses the model or the loss, or the loss is not one number.
         UnsupportedOperatorError: an operator has no row in the operator table; names module and source line.
     """
-    with _CAPTURING, _without_collection(), _builtins_kept(), torch_state_kept():
+    with _CAPTURING, _without_collection(), _builtins_kept(), torch_state_kept(), _uncompiled():
         walk = Walk(roots_of(composite.model, composite.loss))
         inside = {id(tensor) for tensor in (*composite.parameters(), *composite.buffers())}
         outside = [tensor for _, tensor in walk.tensors if id(tensor) not in inside]
@@ -188,6 +188,14 @@ def _builtins_kept() -> Iterator[None]:
     finally:
         for holder, name, function in _BUILTINS:
             setattr(holder, name, function)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """What `torch.compile` has compiled runs as it was written."""
+    config = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+    with torch.compiler.set_stance("force_eager"), config:
+        yield
 
 
 def _autocast(home: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[None]:
@@ -300,8 +308,9 @@ def _stored(
         value = program.constants[spec.target]
         if value.requires_grad:
             raise CaptureError(
-                f"the model or the loss uses a tensor of shape {tuple(value.shape)} that asks for a gradient but is no "
-                "parameter of a module; make it an nn.Parameter of the model or of a loss module, or detach it"
+                f"the model or the loss uses a tensor of shape {tuple(value.shape)}{_line(_user_of(program, spec))} "
+                "that asks for a gradient but is no parameter of a module; make it an nn.Parameter of the model or of "
+                "a loss module, or detach it"
             )
         return builder.constant(spec.target, value)
     if spec.target in closed:
@@ -317,6 +326,12 @@ def _stored(
         field=False,
         differentiable=kind == "PARAMETER" and tensor.requires_grad and spec.target not in frozen,
     )
+
+
+def _user_of(program: torch.export.ExportedProgram, spec: Any) -> Origin:
+    """Where an input of a program is read first."""
+    node = next(node for node in program.graph.nodes if node.name == spec.arg.name)
+    return _origin(next(iter(node.users), node))
 
 
 def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any]) -> Any:
@@ -347,9 +362,11 @@ def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any]) -> Any:
     builder.origin = _origin(node)
     try:
         return lower(builder, op, _bound(node, replace))
-    except Refused as refused:
-        where = builder.origin
-        raise UnsupportedOperatorError(op, where.module_path, where.source, str(refused)) from None
+    except (Refused, NotImplementedError) as refused:
+        where, told = builder.origin, str(refused)
+        if isinstance(refused, NotImplementedError):
+            told = "PyTorch has no rule for what shape comes out of it; write it with other operators, on dense tensors"
+        raise UnsupportedOperatorError(op, where.module_path, where.source, told) from None
 
 
 def _bound(node: torch.fx.Node, replace: Callable[[Any], Any]) -> dict[str, Any]:
@@ -378,12 +395,18 @@ def _outputs(
     outputs = [value for value in found if isinstance(value, Ref)]
     if has_loss:
         if len(found) != 1 or not outputs:
-            raise CaptureError(f"the loss must return one tensor, got {len(found)} values")
+            raise CaptureError(
+                f"the loss must return one tensor, got {f'{len(found)} values' if outputs else 'something else'}; "
+                "return the one number that is to be minimised, a tensor without axes"
+            )
         node = builder.node(outputs[0])
         if node.is_field or len(node.shape) > 0:
             raise CaptureError(
                 f"the loss must return a scalar, got a tensor of shape {node.shape}; reduce it with .mean() or .sum()"
             )
     if not outputs or len(outputs) != len(found):
-        raise CaptureError("the model must return tensors, got something else beside them")
+        raise CaptureError(
+            "the model must return tensors that are computed, got something else beside them; leave numbers, texts and "
+            "None out of what forward returns"
+        )
     return outputs, None if returned.is_leaf() else returned

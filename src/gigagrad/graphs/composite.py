@@ -10,15 +10,21 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from gigagrad.errors import CaptureError
 from gigagrad.graphs.appearance import not_compiling
-from gigagrad.graphs.traceable import batch_norm_traceable, instance_norm
+from gigagrad.graphs.traceable import INSTEAD, batch_norm_traceable
 from gigagrad.graphs.walk import is_library
 from gigagrad.graphs.writes import Learned, Writes
 
@@ -26,6 +32,15 @@ SOURCE = "gigagrad source"
 CLOSED = "closed"
 """The prefix of tensors that the model and the loss read although no module of theirs holds them."""
 _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
+_ONLY_WHILE_TRACED = (
+    CaptureError,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    GuardOnDataDependentSymNode,
+)
+_DUAL = frozenset({torch._VF._make_dual, torch._VF._unpack_dual})
+_NO_NUMPY = ".numpy() is not supported"
 
 Trace = Callable[[Any, Any, Any, Any], None]
 """Told of every call of PyTorch: the function, its arguments by position and by name, its result."""
@@ -79,10 +94,11 @@ class Composite(nn.Module):
     ) -> Originals:
         """A copy, as `composite` of what is returned, whose parameters and buffers are fake.
 
-        The memo keeps deepcopy from ever copying a real tensor. Tensors that are `outside` all modules stay themselves;
+        The memo keeps deepcopy from ever copying a real tensor. Tensors that are `outside` all modules stay themselves,
+        and so do modules of Python;
         those among them that are `closed` over become parameters and buffers of the copy, like those not outside.
         """
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in outside}
+        memo: dict[int, Any] = {id(shared): shared for shared in (*outside, *sys.modules.values())}
         for parameter in self.parameters():
             fake = mode.from_tensor(parameter.detach()).to(self.dtype_of(parameter.dtype))
             memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
@@ -109,11 +125,22 @@ class Originals:
         self.closed: list[torch.Tensor] = []
         self.adopting = False
         self.trace: Trace | None = None
+        self.stopped: Exception | None = None
+        """What ended a call that plain PyTorch would have let pass, whoever catches it."""
         self.known_writes: Learned | None = None
         self.writes: Writes
         """Of the last run."""
         self._mode = mode
         self._named = named
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, _ONLY_WHILE_TRACED) or _NO_NUMPY in str(error):
+                self.stopped = self.stopped or error
+            raise
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         name = str(len(self.closed))
@@ -132,7 +159,8 @@ class Originals:
         if isinstance(value, torch.Tensor):
             name = self._named.get(id(value))
             if name is None:
-                if not self.adopting or type(value) not in (torch.Tensor, nn.Parameter):
+                is_one = type(value) in (torch.Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(value)
+                if not (self.adopting and is_one):
                     return value
                 self.adopt(value)
                 name = self._named[id(value)]
@@ -166,11 +194,13 @@ class _Observed(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKS:
             raise hook_error(user_line(sys._getframe(1)))
-        func = instance_norm if func is F.instance_norm else func
+        if getattr(func, "__module__", None) == "torch._functorch.predispatch" or func in _DUAL:
+            return func(*args, **(kwargs or {}))  # a transform, which export sees in calls of its own
+        func = INSTEAD.get(func, func)
         originals = self._originals
         args = tuple(map(originals.replacement, args))
         kwargs = {name: originals.replacement(value) for name, value in (kwargs or {}).items()}
-        with _written_by(user_line(sys._getframe(1))):
+        with _written_by(user_line(sys._getframe(1))), originals.noting():
             result = originals.writes(func, args, kwargs)
         if originals.trace is not None:
             originals.trace(func, args, kwargs, result)
@@ -196,6 +226,14 @@ def hook_error(line: str) -> CaptureError:
     return CaptureError(
         f"the model or the loss registers a hook on a gradient{at}, which would see tiles, not the image; hooks on "
         "parameters outside of forward are called as in PyTorch, gradients can be clipped after backward"
+    )
+
+
+def unfollowed_error(line: str) -> CaptureError:
+    return CaptureError(
+        f"the model or the loss makes a tensor at {line} where PyTorch's tracing cannot follow: in TorchScript, as a "
+        "nested tensor, or in a torch.vmap that moves axes; call the Python function without torch.jit.script, pad "
+        "what is nested, and write the vmap with broadcasting or torch.einsum"
     )
 
 

@@ -7,24 +7,27 @@ could give the user faithfully is refused by name: hooks on gradients, a backwar
 
 from __future__ import annotations
 
+import dis
 import random
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import Node as GradientNode
 from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
 from gigagrad.errors import CaptureError
 from gigagrad.graphs.appearance import PlainTypes, plain_types
-from gigagrad.graphs.composite import CLOSED, Composite, hook_error, user_line
+from gigagrad.graphs.composite import CLOSED, Composite, hook_error, is_user_code, unfollowed_error, user_line
 from gigagrad.graphs.places import MISSING, Contents, Place, RandomPlace, are_identical, is_plain, same
 from gigagrad.graphs.walk import Ran, Walk
 from gigagrad.graphs.writes import Learned, own_gradient_error
@@ -37,6 +40,7 @@ _SHARED_GENERATORS: Mapping[str, Any] = {
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _NODE_HOOKS = frozenset({"register_hook", "register_prehook"})
+_SEEDING = frozenset({"manual_seed", "seed", "set_state", "set_offset"})
 _SHAPE_ONLY = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full"})
 """Functions whose result depends on no value of the tensors they are given."""
 
@@ -145,20 +149,24 @@ def _key(place: Place) -> Any:
 class _Trace:
     """The calls of one run: functions, what is no tensor, and which tensors go where."""
 
-    def __init__(self, inputs: Any) -> None:
+    def __init__(self, inputs: Any, composite: Composite, before: Iterable[torch.Tensor] = ()) -> None:
+        """`before` are tensors that an earlier run made."""
         self.calls: list[Any] = []
-        self._kept: list[torch.Tensor] = []
+        self.lines: list[str] = []
+        self.kept: list[torch.Tensor] = []
         self._made: dict[int, int] = {}
         self._from_pixels = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor)}
+        self._composite = composite
+        self._known = {id(tensor) for tensor in before} | self._from_pixels
 
     def __call__(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = [*args, *kwargs.values()]
         self.calls.append((func, tuple(kwargs), *map(self._token, given)))
+        self.lines.append(user_line(sys._getframe(2)))
         depends = getattr(func, "__name__", "") not in _SHAPE_ONLY and any(map(self.depends_on_pixels, given))
         for made in result if isinstance(result, tuple | list) else (result,):
             if isinstance(made, torch.Tensor):
-                self._kept.append(made)  # so that no other object gets its id
-                self._made.setdefault(id(made), len(self._kept))
+                self._keep(made)
                 if depends:
                     self._from_pixels.add(id(made))
 
@@ -167,19 +175,48 @@ class _Trace:
             return any(map(self.depends_on_pixels, value))
         return isinstance(value, torch.Tensor) and id(value) in self._from_pixels
 
+    def _keep(self, tensor: torch.Tensor) -> None:
+        self.kept.append(tensor)  # so that no other object gets its id
+        self._made.setdefault(id(tensor), len(self.kept))
+
     def _token(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            if id(value) not in self._made and not self._is_known(value):
+                self._take_unseen(value)
             return "made", self._made[id(value)] if id(value) in self._made else ("outside", id(value))
         if type(value) in (list, tuple):
             return type(value), tuple(map(self._token, value))
         return (type(value), value) if is_plain(value) else type(value)
 
-    def is_like(self, other: _Trace) -> bool:
-        if len(self.calls) != len(other.calls):
-            return False
-        return all(
-            one[0] == two[0] and same_tokens(one[1:], two[1:]) for one, two in zip(self.calls, other.calls, strict=True)
-        )
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether it was there before the run, or belongs to the composite, as those do that are adopted on the way."""
+        if id(tensor) not in self._known:
+            self._known.update(map(id, (*self._composite.parameters(), *self._composite.buffers())))
+        return id(tensor) in self._known
+
+    def _take_unseen(self, tensor: torch.Tensor) -> None:
+        """A tensor that no call has given. Raises CaptureError for one whose making cannot be followed."""
+        line = user_line(sys._getframe(1))
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+            raise unfollowed_error(line)  # it is let see what a fake tensor does itself
+        transforms = [one.key() for one in get_interpreter_stack() or ()]
+        if TransformType.Grad in transforms or (TransformType.Jvp in transforms and len(transforms) > 1):
+            raise CaptureError(
+                f"the model or the loss differentiates inside of itself at {line}, by a transform of torch.func, which "
+                "cannot be captured; write the derivative out with PyTorch's operators, or use torch.func.jvp"
+            )
+        if isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor):
+            self._keep(tensor)
+            self._from_pixels.add(id(tensor))
+
+    def parts_from(self, other: _Trace) -> str | None:
+        """The user's line of the first call that is another one in the two; None where all are alike."""
+        for one, two, line in zip(self.calls, other.calls, self.lines, strict=False):
+            if one[0] != two[0] or not same_tokens(one[1:], two[1:]):
+                return line
+        longer = max(self, other, key=lambda trace: len(trace.calls))
+        same = min(len(self.calls), len(other.calls))
+        return None if same == len(longer.calls) else longer.lines[same]
 
 
 def same_tokens(one: Any, two: Any) -> bool:
@@ -200,17 +237,19 @@ def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: l
     ran = Ran()
     asking = {name: parameter.requires_grad for name, parameter in copy.composite.named_parameters()}
     try:
-        first = _Trace(inputs)
+        first = _Trace(inputs, copy.composite)
         copy.trace = first
         with mode, _profiled(ran, snapshot), _buffers_kept(copy.composite):
             output = copy.composite(*inputs)
+        if copy.stopped is not None:  # the model or the loss caught it and went on another way
+            raise copy.stopped
         writes = copy.writes.learned
         asks = {name: parameter.requires_grad for name, parameter in copy.composite.named_parameters()}
         frozen = tuple(name for name, asked in asking.items() if asked and not asks.get(name, True))
         _refuse_own_gradients(output)
         changes = [change for change in snapshot.changes() if not copy.stands_for(change.after, change.before)]
         later = Snapshot(snapshot.walk)
-        second: _Trace | None = _Trace(inputs)
+        second: _Trace | None = _Trace(inputs, copy.composite, first.kept)
         copy.trace = second
         try:
             with mode, _buffers_kept(copy.composite), plain_types(ran.users()):
@@ -220,8 +259,9 @@ def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: l
         again = {(_key(change.place), change.key) for change in later.changes()}
     finally:
         snapshot.restore()
-    alike = second is not None and second.is_like(first)
-    carried, left_out = _sorted_out(changes, again, first, alike=alike)
+    differs = "" if second is None else first.parts_from(second)
+    alike = differs is None
+    carried, left_out = _sorted_out(changes, again, first, ran, differs)
     return Rehearsal(
         snapshot,
         ran,
@@ -235,12 +275,13 @@ def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: l
 
 
 def _sorted_out(
-    changes: list[Change], again: set[Any], first: _Trace, *, alike: bool
+    changes: list[Change], again: set[Any], first: _Trace, ran: Ran, differs: str | None
 ) -> tuple[list[Change], list[Change]]:
     """Changes that can be repeated where the model really lives, and those that cannot but do not matter.
 
     What cannot be repeated matters where the second run differed from the first: then it may depend on it. Not on what
-    a first run makes and later ones find (a cache), unless that was made of pixels.
+    a first run makes and later ones find (a cache), unless that was made of pixels. `differs`: where the two runs part,
+    "" for a second run that failed; None where they are alike.
     """
     carried = [c for c in changes if c.place.restorable and (c.after is MISSING or is_plain(c.after))]
     left_out = [c for c in changes if c not in carried]
@@ -250,22 +291,48 @@ def _sorted_out(
             f"forward moves on {_tidy(stuck.name)} ({type(stuck.place.holder).__name__}), which cannot be set back or "
             "repeated; let forward count in a number or draw from a generator that is an attribute of the model"
         )
-    if alike:
+    if differs is None:
         return carried, left_out
     for change in left_out:
         made_of_pixels = any(first.depends_on_pixels(tensor) for _, tensor in Walk({"": change.after}).tensors)
         if made_of_pixels or (_key(change.place), change.key) in again:
             raise CaptureError(
-                f"forward keeps {_tidy(change.name)} ({type(change.after).__name__}) for its next call, which cannot "
-                "be followed while tiles are computed; keep it in a buffer (register_buffer)"
+                f"forward keeps {_tidy(change.name)}{_stored_at(ran, change.name)} for its next call, which cannot be "
+                "followed while tiles are computed; keep it in a buffer (register_buffer) of the model, or of a loss "
+                "that is an nn.Module"
             )
     if not changes:
         raise CaptureError(
-            "the model or the loss does something else each time it is called, for a reason that cannot be seen (a "
-            "clock, a generator of its own, a cache outside); draw with torch, random or numpy.random, keep state in "
-            "buffers or attributes"
+            f"the model or the loss does something else each time it is called{differs and f', at {differs}'}, for a "
+            "reason that cannot be seen (a clock, a generator of its own, a cache outside, memory that is new each "
+            "time); draw with torch, random or numpy.random, keep state in buffers or attributes"
         )
     return carried, left_out
+
+
+def _stored_at(ran: Ran, path: str) -> str:
+    """` at file:line` of the code that ran and puts something in a place of this path, as far as its text shows."""
+    names = re.findall(r"[^\W\d]\w*", path)
+    told = [
+        (
+            instruction.opname not in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"),
+            -names.index(instruction.argval),
+            line,
+        )
+        for code, _ in ran.globals.values()
+        if is_user_code(code.co_filename)
+        for line, instruction in _with_lines(code)
+        if instruction.argval in names
+    ]
+    return f" at {min(told)[2]}" if told else ""
+
+
+def _with_lines(code: CodeType) -> Iterator[tuple[str, dis.Instruction]]:
+    number = code.co_firstlineno
+    starts = dict(dis.findlinestarts(code))
+    for instruction in dis.get_instructions(code):
+        number = starts.get(instruction.offset) or number
+        yield f"{code.co_filename}:{number}", instruction
 
 
 def _tidy(name: str) -> str:
@@ -297,6 +364,11 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
         if callable(before):
             before(frame, event, argument)
         if event == "call":
+            if frame.f_code.co_name == "forward" and "_higher_order_ops" in frame.f_code.co_filename:
+                raise CaptureError(
+                    f"torch.cond and other operators that take functions are not captured, as at {user_line(frame)}; "
+                    "compute both sides and choose with torch.where(condition, a, b), or loop a fixed number of times"
+                )
             if frame.f_code.co_name == "<module>":
                 importing.append(frame)
             elif not importing and ran.add(frame.f_code, frame.f_globals):
@@ -310,6 +382,12 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
             raise own_gradient_error(user_line(frame))
         elif event == "c_call" and argument.__name__ in _NODE_HOOKS and isinstance(argument.__self__, GradientNode):
             raise hook_error(user_line(frame))
+        elif event == "c_call" and argument.__name__ in _SEEDING and argument.__self__ is torch.default_generator:
+            raise CaptureError(
+                f"the model or the loss sets PyTorch's generator at {user_line(frame)}, which would count while the "
+                "graph is made and not in its runs; seed before the engine is called or by gg.compile(seed=...), and "
+                "keep numbers that are to be the same in every call in a buffer (register_buffer)"
+            )
 
     plain = PlainTypes()
     before: Any = sys.getprofile()

@@ -1,13 +1,16 @@
-"""Do three things otherwise that PyTorch's modules do and its export cannot follow.
+"""Do otherwise, while a model is traced, what PyTorch's own modules and functions do and its export cannot follow.
 
 - Instance norm writes its running statistics where functionalisation does not see it: they are computed beside it.
 - Batch norm with `momentum=None` turns the number of its steps into a Python number: a tensor does as well.
 - A module with buffers under two names makes aliases of them: the second name gets a tensor that nobody reads.
+
+And masks of class ids come to PyTorch's losses of them as images are, `(N, 1, H, W)` of any integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -83,3 +86,24 @@ def instance_norm(
                 running.copy_((1 - momentum) * running + momentum * new.mean(0).to(running.dtype))
         running_mean = running_var = None
     return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def _of_class_ids(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The loss for targets that it would refuse: class ids with an axis for one channel, and in small integers."""
+
+    @functools.wraps(loss)
+    def called(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool):
+            one_channel = target.ndim == input.ndim > 2 and target.shape[1] == 1
+            target = (target.squeeze(1) if one_channel else target).long()
+        return loss(input, target, *args, **kwargs)
+
+    return called
+
+
+INSTEAD: dict[Any, Callable[..., Any]] = {
+    F.instance_norm: instance_norm,
+    F.cross_entropy: _of_class_ids(F.cross_entropy),
+    F.nll_loss: _of_class_ids(F.nll_loss),
+}
+"""What is called in the place of functions of PyTorch."""

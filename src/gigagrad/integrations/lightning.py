@@ -1,4 +1,4 @@
-"""Lightning: a module that trains on whole images by manual optimisation, and a callback that watches its engine."""
+"""Lightning: a module that trains on whole images, and a callback that watches its engine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ class GigagradModule(pl.LightningModule):  # type: ignore[misc]
     Batches are one `(image, target)` each, paths for instance: `DataLoader(pairs, batch_size=None)`, or of size 1 with
     PyTorch's own collation. Images stay where they are, and boxes of them are read. Logged are `train/loss`, `val/loss`
     and `test/loss`; predictions are tensors `(1, C, H, W)` or whatever the model returns. `bf16-mixed` means what it
-    does elsewhere. Other settings of an engine (`memory`, `scratch`, ...) are passed on.
-
-    To clip gradients, override Lightning's `on_before_optimizer_step`.
+    does elsewhere, and so do `accumulate_grad_batches` and `gradient_clip_val`. Other settings of an engine (`memory`,
+    `scratch`, ...) are passed on.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class GigagradModule(pl.LightningModule):  # type: ignore[misc]
         epoch. Without a `loss` the module only predicts.
         """
         super().__init__()
-        self.automatic_optimization = False
         self.model, self.loss = model, loss
         self._make_optimizer, self._make_scheduler, self._settings = optimizer, scheduler, settings
 
@@ -70,17 +68,26 @@ class GigagradModule(pl.LightningModule):  # type: ignore[misc]
         return batch
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.engine.backward(*map(_one, batch))
-        optimizer.step()
+        """The loss; its gradients wait until Lightning has set back those of the step before, and asks for them."""
+        parameters = list(self.parameters())
+        earlier = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            loss = self.engine.backward(*map(_one, batch))
+            self._found = [(p, p.grad) for p in parameters if p.grad is not None]
+        finally:
+            for parameter, gradient in zip(parameters, earlier, strict=True):
+                parameter.grad = gradient
         self.log("train/loss", loss, prog_bar=True, batch_size=1)
         return loss
 
-    def on_train_epoch_end(self) -> None:
-        scheduler: Any = self.lr_schedulers()
-        if scheduler is not None:
-            scheduler.step()
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Adds the gradients of the last `training_step`, a share of them where several steps are accumulated."""
+        for parameter, gradient in self._found:
+            share = gradient / self.trainer.accumulate_grad_batches
+            parameter.grad = share if parameter.grad is None else parameter.grad.add_(share)
+        self._found = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/loss", self.engine.forward(*map(_one, batch)), prog_bar=True, batch_size=1)

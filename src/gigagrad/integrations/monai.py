@@ -29,14 +29,15 @@ class WholeImageInferer(Inferer):  # type: ignore[misc]
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
+        self._network: Callable[..., Any] | None = None
         self.engine: Engine | None = None
 
     def __call__(self, inputs: Any, network: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """`(N, C, H, W)` on the device of `inputs`. Raises `ConfigError` for further arguments of the network."""
         if args or kwargs or not isinstance(network, nn.Module):
             raise ConfigError("WholeImageInferer takes a torch.nn.Module of one image; make a module of what calls it")
-        if self.engine is None or self.engine.model is not network:
-            self.engine = compile(network, **self._settings)
+        if self.engine is None or self._network is not network:
+            self.engine, self._network = compile(network, **self._settings), network
         if not isinstance(inputs, torch.Tensor):
             found: torch.Tensor = self.engine.forward(inputs)
             return found

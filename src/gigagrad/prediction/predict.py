@@ -35,9 +35,15 @@ class Executor(Protocol):
 
 
 def predict(
-    config: PredictConfig | Mapping[str, Any], listeners: Iterable[Listener] = (), executor: Executor | None = None
+    config: PredictConfig | Mapping[str, Any] | str | Path,
+    listeners: Iterable[Listener] = (),
+    executor: Executor | None = None,
+    **settings: Any,
 ) -> tuple[SlideResult, ...]:
     """Predict every slide of `config`, or of its share; one result per slide, in order, the failed ones included.
+
+    `predict("runs/a", slides=["x.svs"], out="predictions")` names the run and the other `settings` of a
+    `PredictConfig`; of a `config` they take the place of its own.
 
     With an `executor` each slide is a task of it; its workers need the same paths. A worker predicts one slide at a
     time, with one engine for all of them; `memory` is that of each worker's process.
@@ -47,7 +53,7 @@ def predict(
 
     Raises `ConfigError`, `ModelError` or `WriteError` for what concerns all slides; nothing has been predicted then.
     """
-    config = config if isinstance(config, PredictConfig) else PredictConfig.from_dict(config)
+    config = _config(config, settings)
     if executor is not None:  # workers may run in another folder
         config = config.absolute()
     share, out, events = Share.parse(config.share), Path(config.out), Events(tuple(listeners))
@@ -73,6 +79,13 @@ def predict(
                 advance(done, f"{entry.name}: done before" if known else _said(result))
         write_agreed(lambda: _merged(config, predictor, cohort))
     return tuple(results)
+
+
+def _config(given: PredictConfig | Mapping[str, Any] | str | Path, settings: Mapping[str, Any]) -> PredictConfig:
+    if isinstance(given, PredictConfig):
+        given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    values = {"run": given} if isinstance(given, str | Path) else given
+    return PredictConfig.from_dict({**values, **settings})
 
 
 def _each(slides: Sequence[Row], predictor: Predictor, executor: Executor | None) -> Iterator[SlideResult]:

@@ -171,15 +171,16 @@ def padded_groups_bytes(call: Call, out_pixels: int, in_pixels: int) -> int:
 class MaxPooling(WindowRow):
     """2-D max pooling, ceil_mode included: whatever the border cuts can never be the maximum.
 
-    Of equal values the first counts. So a window of -inf must not begin with padding of ours: before the image the
-    operator pads by itself, and what it then pools beyond the tile is cut off.
+    Of equal values the first counts. So a window of -inf (of integers, of their lowest) must not begin with padding of
+    ours: before the image the operator pads by itself, and what it then pools beyond the tile is cut off.
     """
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
         x_NCHW = arguments["self"]
         (top, bottom), (left, right) = self.missing(call, site)
         after = (0, max(0, bottom - top)), (0, max(0, right - left))
-        x_NCHW = fit(x_NCHW, IMAGE_AXES, after, value=-torch.inf)
+        lowest = -torch.inf if x_NCHW.is_floating_point() else torch.iinfo(x_NCHW.dtype).min
+        x_NCHW = fit(x_NCHW, IMAGE_AXES, after, value=lowest)
         windows = [self.window(call, axis) for axis in (0, 1)]
         pooled = F.max_pool2d(
             x_NCHW,
