@@ -5,6 +5,7 @@ import fcntl
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,6 +272,31 @@ def test_a_full_disk_while_tensors_are_written_is_a_write_error(tmp_path, monkey
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(WriteError, match="free some space"):
         write_tensors(tmp_path / "a.pt", {"format": "x"})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_what_ends_a_write_of_tensors_is_told_in_its_own_words(tmp_path, monkeypatch, error):
+    """Not as PyTorch's zip writer has it, which finds itself in the wrong place of the file."""
+
+    class Full:
+        def __init__(self, file):
+            self._file, self.left = file, 300
+
+        def write(self, data):
+            self.left -= len(data)
+            if self.left < 0:
+                raise error
+            return self._file.write(data)
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, mode, *rest: Full(opened(path, mode, *rest)))
+    with pytest.raises(WriteError if isinstance(error, OSError) else KeyboardInterrupt) as told:
+        write_tensors(tmp_path / "a.pt", {"format": "x", "y": torch.ones(1000)})
+    assert isinstance(error, KeyboardInterrupt) or "a.pt: No space left on device; free some space" in str(told.value)
     assert not list(tmp_path.iterdir())
 
 

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 from gigagrad.errors import ModelError, WriteError
 from gigagrad.units import format_bytes
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # EFBIG and EDQUOT are what a full disk looks like to somebody with a file size limit or a quota.
-_DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 HOST: Final = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 """This machine, in names of files that it alone may judge: in a shared folder locks may not reach the others."""
@@ -227,7 +227,7 @@ def _discard(file: IO[bytes], partial: Path) -> None:
 
 def write_error(path: Path, error: OSError, needed_bytes: int = 0) -> WriteError:
     """The system's complaint about an output file in a user's words; `needed_bytes` as far as they are known."""
-    if error.errno in _DISK_FULL and needed_bytes:
+    if error.errno in DISK_FULL and needed_bytes:
         return _disk_full(path, shutil.disk_usage(path.parent).free, needed_bytes)
     return WriteError(f"cannot write {path}: {error.strerror or error}; free some space or choose another folder")
 
@@ -240,9 +240,9 @@ def _disk_full(path: Path, free: int, needed: int) -> WriteError:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8, atomically. Raises `WriteError`."""
+    """Write `text` as UTF-8, names of files that are none as they are, atomically. Raises `WriteError`."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="surrogateescape"))
 
 
 def write_agreed(made: Callable[[], Mapping[Path, str]]) -> None:
@@ -258,12 +258,13 @@ def write_agreed(made: Callable[[], Mapping[Path, str]]) -> None:
 
 
 def _holds(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_bytes() == text.encode()
+    return path.is_file() and path.read_bytes() == text.encode(errors="surrogateescape")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` as readable JSON, atomically. Raises `WriteError`."""
-    write_text(path, json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    write_text(path, text.encode(errors="backslashreplace").decode())  # a name that is no UTF-8, in JSON's own way
 
 
 def read_json(path: Path) -> Any:
@@ -296,6 +297,45 @@ def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
     write_text(path, csv_text(rows))
 
 
+_WHOLE_BYTES: Final = 4 << 20
+"""Files up to this size are read whole to tell whether they changed."""
+_SAMPLES, _SAMPLE_BYTES = 64, 16 << 10
+_MEMBERS: Final = 256
+"""Of a folder, so many files are looked at."""
+
+
+def content_digest(path: Path, *, whole: bool = False) -> str:
+    """Changes with what a file, or the files of a folder, hold; `""` where there is nothing to read.
+
+    Of large files (unless `whole`) the size and samples from end to end: compressed ones that differ anywhere differ
+    in nearly all that follows (docs/decisions/0042-what-a-run-was-begun-with.md).
+    """
+    digest = hashlib.sha256()
+    try:
+        if not path.is_dir():
+            _add_content(digest, path, _SAMPLES, whole=whole)
+            return digest.hexdigest()[:16]
+        members = sorted(Path(where) / name for where, _, names in os.walk(path) for name in names)
+        digest.update(repr([member.relative_to(path).as_posix() for member in members]).encode())
+        for at in range(0, len(members), -(-len(members) // _MEMBERS) or 1):
+            _add_content(digest, members[at], 2, whole=whole)
+    except OSError:
+        return ""
+    return digest.hexdigest()[:16]
+
+
+def _add_content(digest: hashlib._Hash, path: Path, samples: int, *, whole: bool) -> None:
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(f"{size};".encode())
+        if whole or size <= _WHOLE_BYTES:
+            while data := file.read(1 << 20):
+                digest.update(data)
+        else:
+            for sample in range(samples):
+                digest.update(bytes_at(file, _SAMPLE_BYTES, sample * (size - _SAMPLE_BYTES) // (samples - 1)))
+
+
 def size_of(path: Path) -> int:
     """In bytes; 0 where nothing can be said."""
     try:
@@ -312,10 +352,27 @@ def write_tensors(path: Path, payload: dict[str, Any]) -> None:
     import torch
 
     with replacing(path) as file:
+        told = _Told(file)
         try:
-            torch.save(payload, file)
-        except RuntimeError as error:  # how PyTorch's zip writer reports a failed write
-            raise OSError(str(error).splitlines()[0]) from error
+            torch.save(payload, cast("IO[bytes]", told))
+        except RuntimeError as error:  # how PyTorch's zip writer reports whatever ended a write
+            raise told.error or OSError(str(error).splitlines()[0]) from error
+
+
+class _Told:
+    """A file to write that remembers what ended a write."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: BaseException | None = None
+        self.flush = file.flush
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except BaseException as error:
+            self.error = error
+            raise
 
 
 def read_tensors(path: Path, kind: str) -> dict[str, Any]:

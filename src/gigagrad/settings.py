@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import math
@@ -99,7 +100,7 @@ def _coerce(name: str, value: object, hint: Any) -> object:
 
 def described(settings: type[Settings]) -> dict[str, str]:
     """What each field of a class of settings means, from the `Attributes` of its docstring."""
-    text = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")[2]
+    text = inspect.cleandoc(_docstring(settings)).partition("Attributes:\n")[2]
     found: dict[str, str] = {}
     for line in text.splitlines():
         name, colon, meaning = line.strip().partition(": ")
@@ -108,6 +109,15 @@ def described(settings: type[Settings]) -> dict[str, str]:
         elif found and line.strip():
             found[list(found)[-1]] += f" {line.strip()}"
     return found
+
+
+def _docstring(settings: type[Settings]) -> str:
+    """As it is written where `python -OO` has left it out."""
+    if "Attributes:" in (settings.__doc__ or ""):
+        return settings.__doc__ or ""
+    (written,) = ast.parse(inspect.getsource(settings)).body
+    assert isinstance(written, ast.ClassDef)
+    return ast.get_docstring(written) or ""
 
 
 def schema(settings: type[Settings]) -> dict[str, Any]:

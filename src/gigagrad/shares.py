@@ -100,12 +100,8 @@ def claimed(out: Path, share: Share, names: Collection[str]) -> Iterator[None]:
     of other machines where they are of the same slides, are taken away: the two would write the same. Raises
     `ConfigError` where a process of this machine is at work on one of the slides, and `WriteError`.
     """
-    import psutil
-
-    pid = os.getpid()
-    own, names = out / f".claim-{HOST}-{pid}.json", sorted(names)
-    started = psutil.Process(pid).create_time()
-    claim = {"share": str(share), "host": platform.node(), "pid": pid, "started": started, "slides": names}
+    own, names = out / f".claim-{HOST}-{os.getpid()}.json", sorted(names)
+    claim = {"share": str(share), **this_process(), "slides": names}
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -126,21 +122,33 @@ def _settle(path: Path, out: Path, names: Sequence[str]) -> None:
         claim: dict[str, Any] = read_json(path)
         both = sorted(set(claim["slides"]).intersection(names))
         here, share, pid, started = claim["host"] == platform.node(), claim["share"], claim["pid"], claim["started"]
-        lives = here and _lives(pid, started)
+        lives = here and is_alive(pid, started)
     except (ValueError, TypeError, KeyError):  # of another version, or gone meanwhile
         path.unlink(missing_ok=True)
         return
     if lives and both:
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(started))
         raise ConfigError(
-            f"process {pid}, started {since}, is at work on {both[0]} in {out} (share {share}); "
+            f"process {pid}, started {minute(started)}, is at work on {both[0]} in {out} (share {share}); "
             "let it finish or stop it, then give the command again"
         )
     if both or (here and not lives):
         path.unlink(missing_ok=True)
 
 
-def _lives(pid: int, started: float) -> bool:
+def this_process() -> dict[str, Any]:
+    """What is written down of a process for others to know it by: the machine, its number, when it started."""
+    import psutil
+
+    pid = os.getpid()
+    return {"host": platform.node(), "pid": pid, "started": psutil.Process(pid).create_time()}
+
+
+def minute(seconds: float) -> str:
+    """A time as people write it."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def is_alive(pid: int, started: float) -> bool:
     """Whether this process of this machine runs; another of the same number began at another time."""
     import psutil
 

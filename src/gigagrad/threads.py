@@ -16,6 +16,7 @@ import gc
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
@@ -31,13 +32,16 @@ _LOOK_SECONDS = 1.0
 """How often a waiting thread looks for itself: one that was interrupted may not have passed the bell on."""
 
 _here = threading.local()
+_collections: OrderedDict[str, object] = OrderedDict()
+"""What is told of the last collection of garbage, by `start` and `stop`, the later one last."""
+# Calls of C alone: an interrupt within Python would be printed and dropped, and the phase with it.
+gc.callbacks += [partial(setattr, _here), _collections.__setitem__, _collections.move_to_end]  # type: ignore[list-item]
 
 
-def _collecting(phase: str, _: object) -> None:
-    _here.collecting = phase == "start"
-
-
-gc.callbacks.append(_collecting)
+def _is_collecting() -> bool:
+    """Whether this thread collects garbage."""
+    now = next(reversed(_collections), None) == "start"
+    return now and getattr(_here, "start", None) is _collections["start"]
 
 
 class Task(Generic[Result]):
@@ -216,7 +220,7 @@ def living(registry: WeakValueDictionary[int, Item]) -> list[Item]:
 
 def may_wait() -> bool:
     """Whether this thread may wait for others: not if it is one of `SideThreads`, nor while it collects garbage."""
-    return not (getattr(_here, "beside", False) or getattr(_here, "collecting", False))
+    return not (getattr(_here, "beside", False) or _is_collecting())
 
 
 _unfinished: set[Task[None]] = set()

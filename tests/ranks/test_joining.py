@@ -8,9 +8,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from gigagrad.cli.interrupts import is_first
 from gigagrad.errors import ConfigError, RankError
 from gigagrad.files import HOST
-from gigagrad.ranks import Alone, from_environment, is_first, joining, launch
+from gigagrad.ranks import Alone, from_environment, joining, launch
 from gigagrad.ranks.joining import _Meeting
 from tests.ranks.started import variables_of
 

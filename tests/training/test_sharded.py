@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import errno
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, WriteError
 from gigagrad.ranks import Alone, run_virtual
 from gigagrad.training import FitConfig
 from gigagrad.training.optimization import make_optimizer
@@ -125,3 +127,19 @@ def test_state_that_is_no_tensor_is_refused(tmp_path):
     stepped(Alone(), model, optimizer, shards)
     with pytest.raises(ConfigError, match="Counting keeps a int for each parameter"):
         shards.save(optimizer, tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_what_ends_the_writing_comes_as_itself(tmp_path, monkeypatch, error):
+    """PyTorch wraps it, an interrupt too, in something that is no `Exception`."""
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fail)
+    model, optimizer, shards = sharded(Alone())
+    stepped(Alone(), model, optimizer, shards)
+    kind = WriteError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(kind) as told:
+        shards.save(optimizer, tmp_path / "step-3")
+    assert kind is KeyboardInterrupt or "rank-1-of-1.safetensors: No space left on device; free" in str(told.value)

@@ -14,6 +14,7 @@ from gigagrad.cohorts.clam import split_files, split_rows
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, read_rows
 from gigagrad.errors import ConfigError, GigagradError, ImageError, TargetError
+from gigagrad.files import content_digest
 from gigagrad.images import Look
 from gigagrad.images.look import AS_STORED
 from gigagrad.masks import ClassTable, is_annotation_file, open_mask, read_annotations
@@ -50,7 +51,14 @@ class Cohort:
             for r in self.rows
         )
         text += "".join(f"\n{r.bag}" for r in self.rows if r.bag is not None)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+    def contents(self, row: Row) -> dict[str, str]:
+        """Of each file of the row a digest of what it holds, by path: annotations whole, slides and masks as
+        `files.content_digest` has it. A run is only continued with the contents it began with.
+        """
+        paths = (row.slide, *row.further_slides, *row.masks)
+        return {str(path): content_digest(path, whole=is_annotation_file(path)) for path in paths}
 
 
 def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:

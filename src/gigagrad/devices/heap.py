@@ -7,6 +7,7 @@ Without glibc nothing is set, and freed memory is given back when the C library 
 from __future__ import annotations
 
 import ctypes
+import getpass
 import io
 import mmap
 import os
@@ -30,13 +31,18 @@ def before_pytorch(*, own_process: bool = False) -> None:
     """What PyTorch reads from the environment once, when it is loaded; what the user has set stays.
 
     Large blocks in huge pages (docs/decisions/0015-huge-pages.md). In a process of our own (the command line) its
-    threads also wait without spinning: beside another busy process, spinning made steps 3 to 20 times slower; and
-    that a rank was lost is said in one line, without the stack of every connection to it.
+    threads also wait without spinning: beside another busy process, spinning made steps 3 to 20 times slower;
+    that a rank was lost is said in one line, without the stack of every connection to it; and a user who has a number
+    and no name (clusters, containers) gets one, as PyTorch and others name folders by it.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if own_process:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        try:
+            getpass.getuser()
+        except (KeyError, OSError):
+            os.environ["USER"] = f"user-{os.getuid()}"
 
 
 class LargeBlocks:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ class Machine:
         bare = cls(threads=threads, cache_bytes=cache_bytes())
         path = profile_path()
         try:
-            return bare.with_rates(read_profile(path)) if path.exists() else bare
+            return bare.with_rates(read_profile(path)) if os.path.exists(path) else bare
         except ProfileError as error:
             notice(f"{error}; planning without it, run 'gigagrad calibrate' to measure again")
             return bare
@@ -187,11 +188,13 @@ def machine_key() -> dict[str, str | int]:
 
 
 def profile_path() -> Path:
-    """Where this machine's profile is, or would be: in the user's cache folder (`XDG_CACHE_HOME` is respected)."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    """Where this machine's profile is, or would be: in the user's cache folder (`XDG_CACHE_HOME` is respected), or
+    among temporary files where the user has no home.
+    """
+    home = os.path.join(os.path.expanduser("~"), ".cache")
+    root = next(filter(os.path.isabs, (os.environ.get("XDG_CACHE_HOME", ""), home)), None) or tempfile.gettempdir()
     digest = hashlib.sha256(json.dumps(machine_key(), sort_keys=True).encode()).hexdigest()
-    return root / "gigagrad" / f"machine-{digest[:12]}.json"
+    return Path(root) / "gigagrad" / f"machine-{digest[:12]}.json"
 
 
 def write_profile(path: Path, machine: Machine) -> None:

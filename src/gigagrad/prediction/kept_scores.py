@@ -55,7 +55,7 @@ class Kept(Generic[_Found]):
 
     def _digest(self, entry: Row) -> str:
         text = json.dumps(self._basis(entry), default=_stamp)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def _stamp(path: Path) -> tuple[object, ...]:

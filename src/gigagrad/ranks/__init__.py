@@ -3,7 +3,7 @@
 from gigagrad.errors import RankError
 from gigagrad.ranks.alike import unlike
 from gigagrad.ranks.fleet import TIMEOUT_SECONDS, Fleet, from_environment
-from gigagrad.ranks.joining import is_first, launch
+from gigagrad.ranks.joining import launch
 from gigagrad.ranks.meshes import ranks_of
 from gigagrad.ranks.ranks import Alone, Message, Ranks
 from gigagrad.ranks.virtual import Virtual, run_virtual
@@ -17,7 +17,6 @@ __all__ = [
     "Ranks",
     "Virtual",
     "from_environment",
-    "is_first",
     "launch",
     "ranks_of",
     "run_virtual",

@@ -30,11 +30,6 @@ _VARIABLES = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 """What torchrun tells the processes that it starts."""
 
 
-def is_first() -> bool:
-    """Whether this process speaks for those that were started together."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def is_several() -> bool:
     """Whether others were started beside this process. Raises ConfigError where the environment says half of it."""
     if not {*_VARIABLES[:3]} <= os.environ.keys():

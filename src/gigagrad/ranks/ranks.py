@@ -116,7 +116,7 @@ class Ranks(ABC):
 
     def _fail(self, error: Exception) -> None:
         try:
-            self._words(bytes([1 + is_mendable(error)]) + (str(error) or type(error).__name__).encode())
+            self._words(bytes([1 + is_mendable(error)]) + (str(error) or type(error).__name__).encode(errors="replace"))
         except RankError:
             return  # somebody else failed, too: one's own error is told
 

@@ -109,7 +109,7 @@ def _profile(_: Path) -> _Finding:
     from gigagrad.devices.machine import ProfileError, profile_path, read_profile
 
     path = profile_path()
-    if not path.exists():
+    if not os.path.exists(path):
         return "ok", "this machine is not calibrated (optional)", "gigagrad calibrate"
     try:
         read_profile(path)

@@ -43,6 +43,7 @@ _KINDS = {
     "optimizer": dict,
     "engine": dict,
     "average": dict,
+    "contents": dict,
 }
 _DEFAULTS = {
     field.name: list(field.default) if isinstance(field.default, tuple) else field.default
@@ -69,7 +70,8 @@ class Checkpoint:
     `tile` the `(height, width)` the plan chose; `metrics_bytes` how much of the metrics file belongs to it; `average`
     is that of the weights, empty where none is kept. All ranks hold the same, the first writes it, any number go on;
     of an optimizer's state that ranks share, `optimizer` says only how many tensors lie in a folder of its own.
-    `launches`: what has started those that wrote it, and starts them again.
+    `launches`: what has started those that wrote it, and starts them again. `contents`: digests of the slides, masks
+    and annotations, by path, and of the labels that the run made, by name.
     """
 
     config: dict[str, Any]
@@ -82,6 +84,7 @@ class Checkpoint:
     metrics_bytes: int
     average: dict[str, Tensor]
     launches: tuple[str, ...]
+    contents: dict[str, str]
 
     def save(self, path: Path) -> None:
         """Replace `path` atomically. Raises `WriteError`."""
@@ -95,7 +98,11 @@ class Checkpoint:
         """Read a file of `save`. Raises `ConfigError` when it is damaged, with the remedy."""
         try:
             payload = read_tensors(path, _KIND)
-            payload = {"average": {}, "launches": []} | payload  # of those that were written before there were any
+            payload = {
+                "average": {},
+                "launches": [],
+                "contents": {},
+            } | payload  # of those that were written before there were any
             fields = {field.name: payload[field.name] for field in dataclasses.fields(cls)}
             fields |= {"progress": Progress(**payload["progress"])}
             fields |= {"tile": tuple(payload["tile"]), "launches": tuple(payload["launches"])}
@@ -123,6 +130,18 @@ class Checkpoint:
             raise ConfigError(
                 f"the rows of {config.slides} changed since the run in {config.out} began; "
                 "restore them, choose another --out, or start anew with --overwrite"
+            )
+
+    def check_same_contents(self, config: FitConfig, contents: Mapping[str, str]) -> None:
+        """Raises `ConfigError` naming the files that are no longer what they were; those of older versions' runs, which
+        did not look, may be anything.
+        """
+        changed = [path for path, digest in contents.items() if self.contents.get(path, digest) != digest]
+        if changed:
+            more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
+            raise ConfigError(
+                f"{changed[0]}{more} changed since the run in {config.out} began; restore what was there, choose "
+                "another --out, or start anew with --overwrite"
             )
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from gigagrad.errors import ConfigError
+from gigagrad.files import read_json, write_json
 from gigagrad.models.saved import BEST
+from gigagrad.shares import is_alive, minute, this_process
 
+_LOOK_SECONDS = 0.1
+_WRITER_SECONDS = 2.0
 _PACKAGES = ("gigagrad", "torch", "numpy", "tifffile", "imagecodecs", "openslide-python", "zarr")
 
 
@@ -37,6 +45,63 @@ class RunFolder:
         self.plan_text = path / "plan.txt"
         self._all: tuple[Path, ...] = tuple(vars(self).values())
         self.path = path
+        self._lock = path / ".gigagrad.lock"
+        """Held by whoever writes the run, whose name is in the other file."""
+        self._writer = path / ".writer.json"
+
+    @contextmanager
+    def written(self, launches: Collection[str] = (), patience: float = 0.0) -> Iterator[None]:
+        """In the block, nobody else writes the run: the system keeps the lock for as long as this process lives.
+
+        One of `launches`, started again, waits for so many seconds until the process that it replaces has ended.
+        Raises `ConfigError` where another process writes the run. Where nothing can be written, or nothing be locked
+        (some shared disks), there is no lock.
+        """
+        made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        with ExitStack() as stack:
+            with suppress(OSError, NotImplementedError):
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock = FileLock(self._lock, thread_local=False)
+                self._acquire(lock, {*launches}, patience)
+                stack.callback(self._release, lock, made)
+                write_json(self._writer, {**this_process(), "launches": sorted(launches)})
+            yield
+
+    def _acquire(self, lock: FileLock, launches: set[str], patience: float) -> None:
+        end = time.monotonic() + patience
+        while not lock.is_locked:
+            try:
+                lock.acquire(blocking=False)
+            except Timeout:
+                writer = self._known_writer()
+                if launches.isdisjoint(writer.get("launches", ())) or time.monotonic() > end:
+                    raise ConfigError(
+                        f"{writer['said']} is writing the run in {self.path}; let it finish or stop it, then give the "
+                        "command again, or choose another --out"
+                    ) from None
+                time.sleep(_LOOK_SECONDS)
+
+    def _known_writer(self) -> dict[str, Any]:
+        """What is written down of whoever has the lock, who may be about to write it; `said`: in words."""
+        end = time.monotonic() + _WRITER_SECONDS
+        while time.monotonic() < end:
+            with suppress(ValueError, TypeError, KeyError):  # missing, or of another version
+                writer: dict[str, Any] = read_json(self._writer)
+                host, pid, started = writer["host"], writer["pid"], writer["started"]
+                if host != platform.node() or is_alive(pid, started):
+                    return writer | {"said": f"process {pid} on {host}, started {minute(started)},"}
+            time.sleep(_LOOK_SECONDS)
+        return {"said": "another process"}
+
+    def _release(self, lock: FileLock, made: Collection[Path]) -> None:
+        """Leave nothing of the lock, nor of folders in which no run was begun."""
+        with suppress(OSError):
+            self._writer.unlink(missing_ok=True)
+            self._lock.unlink(missing_ok=True)  # first, so that nobody ever holds a lock of this name unseen
+        lock.release()
+        with suppress(OSError):  # up to the first that holds something
+            for folder in made:
+                folder.rmdir()
 
     def optimizer_after(self, step: int) -> Path:
         """The folder of the optimizer's state, where ranks share it."""

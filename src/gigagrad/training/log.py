@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Self
 
 from gigagrad.errors import WriteError
 from gigagrad.events import Event, MetricsLogged, StepMeasured
+from gigagrad.files import write_error
 from gigagrad.training.folder import RunFolder
 
 
@@ -41,18 +44,25 @@ class RunLog:
             record = {"event": "step", **dataclasses.asdict(event)}
         else:
             return
-        try:
+        with self._told():
             self._lines.write(json.dumps(record).encode() + b"\n")
-        except OSError as error:
-            raise WriteError(f"cannot write {self._path}: {error.strerror}; free some space") from error
 
     def position(self) -> int:
-        """Bytes of the metrics file so far, all of them handed to the operating system."""
-        self._lines.flush()
+        """Bytes of the metrics file so far, all of them handed to the operating system. Raises `WriteError`."""
+        with self._told():
+            self._lines.flush()
         return self._lines.tell()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        self._lines.close()
+    def __exit__(self, kind: object, *raised: object) -> None:
+        with self._told() if kind is None else suppress(OSError):  # what ended the run is told
+            self._lines.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise write_error(self._path, error) from error

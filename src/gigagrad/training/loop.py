@@ -24,7 +24,7 @@ from gigagrad.cohorts import Cohort, Row, bags_of, check_images, class_table, re
 from gigagrad.devices import device_for
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Listener, MetricsLogged, Notice
-from gigagrad.files import write_json, write_text
+from gigagrad.files import content_digest, write_json, write_text
 from gigagrad.images import Image, open_image
 from gigagrad.losses import Weighted, named_loss
 from gigagrad.models import load_weights_into, resolve, save_model
@@ -43,7 +43,7 @@ from gigagrad.training.learner import Learner
 from gigagrad.training.log import RunLog
 from gigagrad.training.objective import Objective
 from gigagrad.training.optimization import freeze
-from gigagrad.training.pairs import Pairs
+from gigagrad.training.pairs import Pairs, made_label
 from gigagrad.training.result import FitResult
 from gigagrad.training.sharing import plan_alike
 from gigagrad.training.steps import Bag, Steps
@@ -74,10 +74,10 @@ def fit(
     settings = as_config(config, trust)
     everybody = from_environment(settings.rank_timeout)
     # The caller's random numbers are not ours to disturb.
-    with everybody.as_one(), torch.random.fork_rng(devices=[]):
+    with everybody.as_one(), torch.random.fork_rng(devices=[]), ExitStack() as held:
         fleet = Fleet.of(everybody, settings.mesh_shape, settings.rank_timeout)
         events = Events(tuple(listeners) if fleet.first else ())
-        return _Run(settings, events, fleet, overwrite=overwrite).fit()
+        return _Run(settings, events, fleet, held, overwrite=overwrite).fit()
 
 
 def as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collection[str] = ()) -> FitConfig:
@@ -89,9 +89,9 @@ def as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collect
 
 
 class _Run:
-    """One run from its checks to its summary."""
+    """One run from its checks to its summary. Until `held` is closed, nobody else writes it."""
 
-    def __init__(self, config: FitConfig, events: Events, fleet: Fleet, *, overwrite: bool) -> None:
+    def __init__(self, config: FitConfig, events: Events, fleet: Fleet, held: ExitStack, *, overwrite: bool) -> None:
         self.events, self.fleet = events, fleet
         self.folder = RunFolder(Path(config.out))
         self.cohort: Cohort = read_cohort(config.slides, config.fold)
@@ -109,15 +109,33 @@ class _Run:
             )
         self.jitter = Jitter(config.stain_jitter, config.colour_jitter)
         self.launches = tuple(sorted({*fleet.everybody.said(launch())} - {""}))
+        if fleet.first:
+            held.enter_context(self.folder.written(self.launches, config.rank_timeout))
         self.overwrite = overwrite and not self._has_overwritten()
         self.progress = Progress()
         self.resumed: Checkpoint | None = None
         if self.folder.checkpoint.exists() and not self.overwrite:
             self.folder.check_own()
-            self._continue(Checkpoint.load(self.folder.checkpoint))
+            found = Checkpoint.load(self.folder.checkpoint)
+            self._continue(found, lambda: found.check_same_run(self.config, self.cohort.fingerprint))
         step = None if self.resumed is None else self.progress.step
         shapes = [size.shape for size in self.sizes]
         check_same_start(fleet.everybody, self.folder, step, self.config, self.cohort, shapes)
+        self.contents = self._contents(lambda row: self.cohort.contents(row) | self._made_contents(row))
+        if (begun := self.resumed) is not None:
+            self._continue(begun, lambda: begun.check_same_contents(self.config, self.contents))
+
+    def _contents(self, of: Callable[[Row], dict[str, str]]) -> dict[str, str]:
+        """Digests of files, each found by one rank."""
+        found = self.fleet.everybody.shared_out(self.cohort.rows, of)
+        return {path: digest for each in found for path, digest in each.items()}
+
+    def _made_contents(self, row: Row) -> dict[str, str]:
+        """A digest of the label that the recipe has made of the row, if it has, by its name in the run's folder."""
+        made = made_label(self.folder.labels, row)
+        if row.label is not None or row.masks or not made.exists():
+            return {}
+        return {f"{made.parent.name}/{made.name}": content_digest(made)}
 
     def _has_overwritten(self) -> bool:
         """Whether those that torchrun starts again after one of them had failed did so before."""
@@ -128,15 +146,15 @@ class _Run:
         except ConfigError:  # a checkpoint of anybody's
             return False
 
-    def _continue(self, checkpoint: Checkpoint) -> None:
-        """Go on from `checkpoint`. Raises `ConfigError` where it is another run's, unless that took no step."""
+    def _continue(self, checkpoint: Checkpoint, check: Callable[[], None]) -> None:
+        """Go on from `checkpoint`. Raises `ConfigError` where `check` finds another run's, unless that took no step."""
         try:
-            checkpoint.check_same_run(self.config, self.cohort.fingerprint)
+            check()
         except ConfigError:
             if checkpoint.progress.step:
                 raise
             # It binds nobody: what stopped it before its first step may be what was changed since.
-            self.overwrite = True
+            self.overwrite, self.resumed, self.progress = True, None, Progress()
         else:
             self.resumed, self.progress = checkpoint, checkpoint.progress
 
@@ -269,6 +287,10 @@ class _Run:
         with self.events.job("label", len(rows)) as advance:
             seen = self.fleet.everybody.shared_out(rows, prepare, lambda done, _: advance(done, rows[done - 1].name))
         self.pairs.check_seen({value for values in seen for value in values})
+        made = self._contents(self._made_contents)
+        if self.resumed is not None:
+            self.resumed.check_same_contents(self.config, made)
+        self.contents |= made
         if self.config.class_weights == (BALANCED,):
             self._balance()
 
@@ -381,6 +403,7 @@ class _Run:
             tile=self.tile,
             metrics_bytes=self.logged_bytes,
             launches=self.launches,
+            contents=self.contents,
             **state,
         ).save(self.folder.checkpoint)
         for older in self.folder.optimizer.glob("step-*"):

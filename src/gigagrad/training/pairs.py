@@ -21,6 +21,11 @@ from gigagrad.training.class_weights import count_pixels
 from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask
 
 
+def made_label(labels: Path, row: Row) -> Path:
+    """Where the tissue recipe's label of a row is."""
+    return labels / f"{row.name}.tif"
+
+
 class Pairs:
     """Opens the slide, as it is looked at, and the target of a row at one pyramid level.
 
@@ -48,9 +53,9 @@ class Pairs:
             if row.label is not None:
                 self.label(row)
                 return set()
-            if not row.masks and not self._made(row).exists():
+            if not row.masks and not made_label(self._labels, row).exists():
                 self._labels.mkdir(parents=True, exist_ok=True)
-                write_label(slide, self._made(row))
+                write_label(slide, made_label(self._labels, row))
             with self._open_mask(row, slide) as mask:
                 return sample_mask(mask, self._rule) - ({IGNORED} if mask.nodata == IGNORED else set())
 
@@ -101,10 +106,6 @@ class Pairs:
         """Every pixel of the row's target has been read without complaint, so it need not be checked again."""
         self._passed.add(row)
 
-    def _made(self, row: Row) -> Path:
-        """Where the tissue recipe's label of the row is."""
-        return self._labels / f"{row.name}.tif"
-
     def label(self, row: Row) -> Tensor:
         """Of a row that has one, as the loss takes it. Raises `TargetError`."""
         assert row.label is not None
@@ -116,7 +117,7 @@ class Pairs:
         return self._rule.label(float(row.label) if value is None else value, row.name)
 
     def _open_mask(self, row: Row, slide: Image) -> Image:
-        return open_mask(row.masks or (self._made(row),), slide, self._table, labels=self._rule.labels)
+        return open_mask(row.masks or (made_label(self._labels, row),), slide, self._table, labels=self._rule.labels)
 
 
 def _turned(image: Image, turn: int) -> Image:

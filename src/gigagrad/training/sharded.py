@@ -12,6 +12,8 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,7 @@ def load(optimizer: _Optimizer, model: nn.Module, folder: Path, count: int) -> N
     for key, about in wanted.items():
         assert isinstance(about, TensorStorageMetadata)
         tensors[key] = torch.empty(about.size, dtype=about.properties.dtype)
-    with _quiet():
+    with _plainly():
         load_checkpoint(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -116,7 +118,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
     try:
         # By each rank alone: a collective of the library's would wait for ever for one that is stopped.
-        with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as made, _quiet():
+        with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as made, _plainly():
             writer = HuggingFaceStorageWriter(made, save_distributed=True)
             # All is on the CPU; for more it asks any device that there is for a stream.
             writer.per_thread_copy_ahead = 0
@@ -127,6 +129,16 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
         raise write_error(path, error) from error
 
 
-def _quiet() -> warnings.catch_warnings[None]:
-    """Without the library's remark that nothing is distributed."""
-    return warnings.catch_warnings(action="ignore", category=UserWarning)
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Without the library's remark that nothing is distributed; and what it wraps, interrupts too, in something that is
+    no `Exception`, as it was raised.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        try:
+            yield
+        except CheckpointException as error:
+            ((raised, _),) = error.failures.values()
+            raise raised from None
