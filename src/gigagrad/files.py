@@ -308,7 +308,7 @@ def content_digest(path: Path, *, whole: bool = False) -> str:
     """Changes with what a file, or the files of a folder, hold; `""` where there is nothing to read.
 
     Of large files (unless `whole`) the size and samples from end to end: compressed ones that differ anywhere differ
-    in nearly all that follows (docs/decisions/0042-what-a-run-was-begun-with.md).
+    in nearly all that follows (docs/decisions/0044-what-a-run-was-begun-with.md).
     """
     digest = hashlib.sha256()
     try:

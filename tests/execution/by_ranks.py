@@ -15,6 +15,7 @@ import gigagrad as gg
 from gigagrad.execution.model_state import stored_in
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.run import Run
+from gigagrad.execution.seeds import Seeds, drawing
 from gigagrad.execution.sources import opened_sources
 from gigagrad.ranks import Ranks
 
@@ -47,7 +48,9 @@ def outcome(run: RankRun, ranks: Ranks, journal: Path | None = None) -> tuple[st
     engine, prepared, before = run.engine, run.prepared, ranks.sent_bytes
     with opened_sources(engine._composite, run.image, run.target) as sources:
         stored = stored_in(engine._composite, prepared.graph)
-        with Run(prepared, sources, stored, engine.events, backward=True, ranks=ranks, journal=journal) as step:
+        draws = Seeds(None).of_next_run(ranks, drawn=bool(drawing(prepared.graph)))
+        options: dict[str, Any] = {"backward": True, "draws": draws, "ranks": ranks, "journal": journal}
+        with Run(prepared, sources, stored, engine.events, **options) as step:
             step.run()
     found = [step.output]
     for results in (step.gradients, step.input_gradients, step.updates):

@@ -12,7 +12,6 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.devices import device_for
 from gigagrad.errors import ConfigError
-from gigagrad.execution.seeds import Seeds
 
 
 @pytest.fixture
@@ -240,14 +239,9 @@ def test_a_seed_on_a_gpu_is_that_gpus_for_the_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: states.update({chosen[-1]: seed}))
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: states.update(dict.fromkeys(states, seed)))  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    seeds = Seeds(device_for("cuda:1"), 7)
     before = torch.get_rng_state()
-    with seeds.of_this_run():
-        first = states[1]
-        assert states[0] == 10
-    assert (states, first != 11) == ({0: 10, 1: 11}, True)
-    with seeds.of_this_run():
-        assert states[1] not in (11, first), "each run draws anew"
+    with device_for("cuda:1").seeded(7):
+        assert states == {0: 10, 1: 7}
     assert states == {0: 10, 1: 11}
     assert torch.equal(torch.get_rng_state(), before)
 

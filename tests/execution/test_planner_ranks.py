@@ -230,9 +230,9 @@ def test_plans_that_ranks_made_apart_are_not_run(job):
 
     def work(ranks: Ranks) -> tuple[Plan, Plan]:
         engine = job.engine(ranks, devices[ranks.index], memory=memory)
-        engine._planner._ranks = Alone()
+        engine._planner._ranks = engine._planner._alike._ranks = Alone()
         apart = job.prepared(engine).plan
-        engine._planner._ranks = ranks
+        engine._planner._ranks = engine._planner._alike._ranks = ranks
         ranks.meet()
         return apart, job.prepared(engine).plan
 
@@ -241,7 +241,16 @@ def test_plans_that_ranks_made_apart_are_not_run(job):
     assert plan == other
 
 
-@pytest.mark.parametrize("differs", ["gradients", "direction", "tile", "scratch", "size"])
+REFUSED = {
+    "gradients": "would compute something else than rank 0, first at 0.weight; give all ranks the same model",
+    "direction": "and rank 0 were asked for different things; call the same",
+    "tile": "was compiled with another tile than rank 0;",
+    "scratch": "was compiled with another scratch than rank 0;",
+    "size": "would compute something else than rank 0, first at image",
+}
+
+
+@pytest.mark.parametrize("differs", REFUSED)
 def test_ranks_that_are_given_different_things_are_refused(job, differs, tmp_path):
     options: dict[str, Any] = {"tile": {"tile": (64, 64)}, "scratch": {"scratch": tmp_path}}.get(differs, {})
     graphs = {"gradients": lambda: network(1000, frozen=True)[1], "size": lambda: network(200)[1]}
@@ -258,7 +267,7 @@ def test_ranks_that_are_given_different_things_are_refused(job, differs, tmp_pat
 
     run_virtual(3, work)
     assert [*told.values()] == [told[0]] * 3
-    assert told[0].startswith("rank 2 would compute something else than rank 0; give all ranks the same model")
+    assert told[0].startswith(f"rank 2 {REFUSED[differs]}")
 
 
 def test_ranks_meet_once_before_a_step_and_four_times_where_they_plan(job):

@@ -92,10 +92,14 @@ class Backward:
 
     @property
     def input_gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of the images that asked for one, by the name of the input."""
+        """The gradients of the images and labels that asked for one, by the name of the input."""
         found = {}
         for node in self._graph.nodes:
-            if node.is_field and node.is_source and node.differentiable:
+            if node.op == "target" and not node.is_field and node.differentiable:
+                label = self._tape.cotangent(node.id)
+                if label is not None:
+                    found[node.arguments["name"]] = label
+            elif node.is_field and node.is_source and node.differentiable:
                 store = self._fields.cotangents.get(node.id)
                 gradient = store.whole() if store is not None else None
                 for gathering in self._graph.gathers(node.id):

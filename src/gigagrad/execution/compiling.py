@@ -66,10 +66,10 @@ def compile(
         seed: of random operators (dropout, stochastic depth), which otherwise draw from PyTorch's own generator. With
             one, the n-th run of an engine draws the same numbers as the n-th run of another.
         mesh: the ranks that compute the tiles of one image together, of `torch.distributed.init_device_mesh`: its only
-            dimension, or the one named "tile". Every rank then calls the same methods with the same arguments, holds
-            its share of the fields within `memory`, and gets the whole loss and gradients: the same bits as one
-            process gets with the same plan. Images that a model returns come from one process. Or
-            `gigagrad.ranks.Ranks` themselves.
+            dimension, or the one named "tile". Every rank then calls the same methods with the same arguments, which
+            are compared before every step, holds its share of the fields within `memory`, and gets the whole loss and
+            gradients: the same bits as one process gets with the same plan. Images that a model returns come from one
+            process. Or `gigagrad.ranks.Ranks` themselves.
         journal: a folder where `backward` writes down its finished parts, in a folder of this step's own that
             goes when the step is over. One that was killed goes on behind them when it is asked for again, of the same
             weights, by any number of ranks that see the folder; images are read again and compared by hash. Takes as

@@ -25,7 +25,7 @@ from gigagrad.execution.planner import Planner
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.rounding_error import RunningErrors
 from gigagrad.execution.run import Run
-from gigagrad.execution.seeds import Seeds
+from gigagrad.execution.seeds import Seeds, drawing
 from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTensor
 from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
@@ -80,7 +80,7 @@ class Engine:
             raise ConfigError(f"unknown precision {precision!r}; use one of {', '.join(map(str, _PRECISIONS))}")
         self._device, self._budget_bytes = device, budget_bytes
         self._composite = Composite(model, loss, _PRECISIONS[precision])
-        self._seeds = Seeds(device, seed)
+        self._seeds = Seeds(seed)
         self.events = Events()
         self._captures = Captures(self._composite, self.events)
         self._planner = Planner(
@@ -93,6 +93,7 @@ class Engine:
             rounding=rounding,
             optimizer=optimizer,
             ranks=ranks,
+            seed=seed,
         )
         self.ranks = ranks
         """Who computes the tiles together."""
@@ -155,7 +156,7 @@ class Engine:
         with self.ranks.together(), opened_sources(self._composite, image, target) as sources:
             graph, backward = self._captures.get(sources).graph, backward and self.loss is not None
             if machine is None:
-                return self._planner.prepare(graph, sources, None, backward=backward).plan
+                return self._planner.prepare(graph, sources, None, backward=backward, content=False).plan
             return self._planner.make(self._planner.problem(graph, sources, None, backward=backward, machine=machine))
 
     def check_independent(self, image: Any, target: Any = None) -> None:
@@ -178,8 +179,8 @@ class Engine:
 
         `image` is anything `open_image` takes, or a tensor `(C, H, W)`; `target` likewise, or a small label tensor. A
         tuple of images is several arguments of the model, a tuple of targets comes to the loss as one. A float tensor
-        that requires a gradient gets one, too. Gradients are added only after the whole image has been seen: an error
-        leaves every `.grad` as it was. Hooks on parameters run as in PyTorch.
+        that requires a gradient gets one, too, image or label. Gradients are added only after the whole image has been
+        seen: an error leaves every `.grad` as it was. Hooks on parameters run as in PyTorch.
 
         Raises: as `plan`.
         """
@@ -284,6 +285,10 @@ class Engine:
             self._predicting.events.subscribe(self.events.emit)
         return self._predicting
 
+    def _draws(self, prepared: Prepared) -> int:
+        drawn = prepared.rounding is not None or bool(drawing(prepared.graph))
+        return self._seeds.of_next_run(self.ranks, drawn=drawn)
+
     def _one_process(self, what: str) -> None:
         if self.ranks.count > 1:
             raise ConfigError(f"{what} comes from one process: leave mesh= out, and give each rank slides of its own")
@@ -321,8 +326,8 @@ class Engine:
         with self._measured(phase, sources, sink) as (prepared, captured, _):
             if not backward and not _delivers_image(prepared.graph):
                 raise ConfigError("stream needs a model whose output is an image")
-            with self._seeds.of_this_run():
-                run = Run(prepared, sources, stored_in(self._composite, prepared.graph), self.events, backward=backward)
+            stored, draws = stored_in(self._composite, prepared.graph), self._draws(prepared)
+            run = Run(prepared, sources, stored, self.events, backward=backward, draws=draws)
             with run, closing(run):
                 delivered = False
                 for piece in run.stream():
@@ -335,9 +340,8 @@ class Engine:
 
     def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run, Graph]:
         """A finished run of a graph whose output is no image."""
-        with self._measured(phase, sources) as (prepared, captured, more), self._seeds.of_this_run():
-            _draw_alike(self.ranks)
-            begun = torch.get_rng_state()
+        with self._measured(phase, sources) as (prepared, captured, more):
+            draws = self._draws(prepared)
             for overflows in range(self.overflows, MOST_OVERFLOWS + 1):
                 try:
                     stored, backward = stored_in(self._composite, prepared.graph), phase == "backward"
@@ -348,6 +352,7 @@ class Engine:
                         self.events,
                         backward=backward,
                         overflows=overflows,
+                        draws=draws,
                         ranks=self.ranks,
                         journal=self._journal if backward else None,
                     )
@@ -357,7 +362,6 @@ class Engine:
                 except CotangentOverflow:
                     told = "a gradient left the range of float16; the step begins anew, with smaller cotangents inside"
                     self.events.emit(Notice(told))
-                    torch.set_rng_state(begun)  # what is drawn does not depend on how often it is drawn
             if run.journal.taken:
                 told = f"the step went on behind {run.journal.taken} parts that were finished before"
                 self.events.emit(Notice(told))
@@ -393,13 +397,6 @@ class Engine:
             **more,
         )
         self.events.emit(self.last_run)
-
-
-def _draw_alike(ranks: Ranks) -> None:
-    """Random operators on every rank: from the first one's generator."""
-    if ranks.count > 1:
-        state = ranks.said(torch.get_rng_state().tolist() if ranks.index == 0 else None)[0]
-        torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
 
 
 def _sink(out: str | Path | Sink | None, node: Node, sources: dict[str, Source]) -> Sink:

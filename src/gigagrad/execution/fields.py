@@ -12,7 +12,9 @@ from contextlib import ExitStack
 import torch
 
 from gigagrad.boxes import Box
+from gigagrad.execution.layout import laid_out
 from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.seeds import ROUNDINGS, seed_of
 from gigagrad.execution.sources import Source
 from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import TileInputs
@@ -25,12 +27,14 @@ from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Roundi
 class Fields:
     """The stores of one run, by field. Values of kept fields are in `kept`, sums of cotangents in `cotangents`."""
 
-    def __init__(self, prepared: Prepared, sources: dict[str, Source], tape: Tape, owners: Owners, rank: int) -> None:
+    def __init__(
+        self, prepared: Prepared, sources: dict[str, Source], tape: Tape, owners: Owners, rank: int, draws: int
+    ) -> None:
         self.kept: dict[int, Store] = {}
         self.stored: dict[int, Store] = {}
         """The kept fields as they are stored, without what rounds them."""
         self.cotangents: dict[int, Store] = {}
-        self.roundings = self._draw_roundings(prepared)
+        self.roundings = self._draw_roundings(prepared, draws)
         self._prepared = prepared
         self._graph = prepared.graph
         self._sources = sources
@@ -88,7 +92,7 @@ class Fields:
             if not life.cotangent:
                 del self.stored[life.field]
             if life.cotangent and node.op == SCATTER:
-                self._tape.give(node.operands[0], self._tape.unit.out_of(store.whole()))
+                self._tape.give(node.operands[0], self._tape.unit.out_of(self._ordered(store.whole())))
             if self._tape.backward:
                 store.retire()
             else:  # whoever takes a stream may hold a view of what its last tiles have read
@@ -145,12 +149,12 @@ class Fields:
         return FieldSpec(name, node.shape, dtype, node.axes, layout=self._prepared.layout, coded=coded)
 
     @staticmethod
-    def _draw_roundings(prepared: Prepared) -> dict[int, Rounding]:
+    def _draw_roundings(prepared: Prepared, draws: int) -> dict[int, Rounding]:
         """How each packed field is rounded in this run: errors are drawn anew for every field and run."""
         packed = [field.node for field in prepared.plan.kept if field.storage != EXACT]
         if prepared.rounding is None or not packed:
             return {}
-        first = int(torch.randint(2**40, ()))
+        first = seed_of(draws, ROUNDINGS) % 2**40
         return {node: prepared.rounding.keyed(first + node) for node in packed}
 
     # From tile to tile
@@ -191,11 +195,14 @@ class Fields:
             return view
         return self.kept[node_id].read(box)
 
+    def whole(self, field: int) -> torch.Tensor:
+        """A kept field, for whole-field operators."""
+        return self._ordered(self.kept[field].whole())
+
     def _in_memory(self, field: int) -> bool:
         """Where tiles are computed, in their layout."""
         memory = self._prepared.problem.memory.name
         return self._tiers.get(field, memory) == memory
 
     def _ordered(self, crop: torch.Tensor) -> torch.Tensor:
-        crop = crop.detach().to(self._prepared.device.torch_device)
-        return crop.contiguous(memory_format=self._prepared.layout if crop.ndim == 4 else torch.contiguous_format)
+        return laid_out(crop.detach().to(self._prepared.device.torch_device), self._prepared.layout)

@@ -231,20 +231,21 @@ def first_reached(parts: Parts, field: int, part: int) -> list[Box]:
     return apart([piece for box in read for piece, which in front.split(box) if which is None])
 
 
-def key_of(prepared: Prepared, tape: Tape, generator: torch.Tensor, overflows: int) -> str:
+def key_of(prepared: Prepared, tape: Tape, draws: int, overflows: int) -> str:
     """What else a step's parts depend on, as a hash: kernels, plan, graph, values without pixels, draws."""
     graph, plan = prepared.graph, prepared.plan
     digest = _empty_hash()
     for stage in plan.stages:
         digest.update(f"{stage.tile} {stage.parts};".encode())
     kernels = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
-    digest.update(f"{kernels} {plan.memory_format} {plan.workers} {plan.threads} {plan.kept} {overflows}".encode())
+    digest.update(
+        f"{kernels} {plan.memory_format} {plan.workers} {plan.threads} {plan.kept} {overflows} {draws}".encode()
+    )
     for node in graph.nodes:
         arguments = {name: value for name, value in sorted(node.arguments.items()) if name != "name"}
         digest.update(f"{node.id} {node.op} {arguments} {node.shape} {node.dtype};".encode())
         if node.id in tape.values and (node.is_source or node.op == GATHER):
             digest.update(_bytes(tape.values[node.id]))
-    digest.update(_bytes(generator))
     found: str = digest.hexdigest()
     return found
 

@@ -22,8 +22,9 @@ import torch
 
 from gigagrad.allowances import MOST_COMPILED, UNNOTICED_BYTES
 from gigagrad.devices import Device, Machine
-from gigagrad.errors import BudgetError, ConfigError
+from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
+from gigagrad.execution.alike import Alike
 from gigagrad.execution.choice import Choice
 from gigagrad.execution.optimizer_state import OptimizerState
 from gigagrad.execution.prepared import Prepared
@@ -37,7 +38,6 @@ from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.alike import unlike
-from gigagrad.ranks.ranks import named
 from gigagrad.stores import Half, Rounding, Tier
 from gigagrad.stores.tier import least_room
 
@@ -95,26 +95,38 @@ class Planner:
         rounding: Rounding | None,
         optimizer: torch.optim.Optimizer | None,
         ranks: Ranks,
+        seed: int | None,
     ) -> None:
         self._ranks = ranks
+        settings = {
+            "tile": tile,
+            "seed": seed,
+            "storage": rounding and str(rounding),
+            "precision": composite.precision,
+            "scratch": [tier.name for tier in tiers],
+            "device": device.sum_dtype,
+        }
         self._optimizer = OptimizerState(composite.model, optimizer)
         self._rounding = rounding
         self._events = events
         self._device, self._budget_bytes, self._tiers = device, budget_bytes, tiers
         self._tile = tile
         self._planned: OrderedDict[tuple[object, ...], _Planned] = OrderedDict()
+        self._alike = Alike(ranks, composite, settings)
         self._choices: dict[str, Choice] = {}
         self._adopted: dict[str, Choice] = {}
 
-    def prepare(self, graph: Graph, sources: dict[str, Source], sink: Sink | None, *, backward: bool) -> Prepared:
+    def prepare(
+        self, graph: Graph, sources: dict[str, Source], sink: Sink | None, *, backward: bool, content: bool = True
+    ) -> Prepared:
         """The graph with a plan for these sources, under the memory that is there now: on every rank the same, made by
         the first for the least that any of them has. Raises as `Engine.plan`; ConfigError where ranks were given
-        different things to compute.
+        different things to compute: from other weights and images, too, if their `content` is to be compared.
         """
         key = backward, graph, sink.kind if sink is not None else Handed.kind, _handed(graph, sink, backward=backward)
         planned = self._planned.get(key)
         known = None if planned is None or self._may_have_grown(planned) else planned.digest
-        told = self._ranks.said(known)
+        told = self._alike.said(known, graph, sources, backward=backward, content=content)
         if planned is None or None in told or len(set(told)) > 1:
             ran = planned is not None and planned.ran
             problem = self.problem(graph, sources, sink, backward=backward, ran=ran)
@@ -139,6 +151,7 @@ class Planner:
     def _made(self, known: _Planned | None, problem: Problem, sources: dict[str, Source]) -> _Planned:
         if others := unlike(self._ranks):
             told = f"the processors of ranks {others} round otherwise than that of the first rank"
+            self._alike.drift = True
             self._events.emit_once(Notice(f"{told}: bits depend on how many ranks there are", warning=True))
         planned = None
         if self._ranks.index == 0:
@@ -176,14 +189,13 @@ class Planner:
         handed, compiled_bytes = _handed(graph, sink, backward=backward), partial(device.compiled_bytes, dtypes=dtypes)
         others = [tier for tier in self._tiers if not tier.in_budget]
         own = (
-            self._task(graph, handed, backward=backward),
             self._budget_bytes,
             [amount.size_bytes for amount in held],
             [(tier.room_bytes() or 0, tier.shared_room()) for tier in others],
             (ran, compiled_bytes(1), compiled_bytes(MOST_COMPILED)),
         )
-        tasks, budgets, sizes, rooms, compiled = zip(*self._ranks.said(own), strict=True)
-        _check_alike(tasks)
+        told = self._alike.said(own, graph, sources, backward=backward, content=False)
+        budgets, sizes, rooms, compiled = zip(*told, strict=True)
         return Problem(
             graph=graph,
             backward=backward,
@@ -240,16 +252,6 @@ class Planner:
             return known
         made = self._prepared(problem, plan)
         return _Planned(made, _compiled(made), known is not None and known.has_run_as(plan))
-
-    def _task(self, graph: Graph, handed: int | None, *, backward: bool) -> str:
-        """A digest of what must be the same on all ranks; nothing where there is nobody to compare it with."""
-        if self._ranks.count == 1:
-            return ""
-        nodes = [
-            (node.op, node.operands, node.shape, node.dtype, node.axes, node.differentiable) for node in graph.nodes
-        ]
-        tiers, packing = [tier.name for tier in self._tiers], _packing_of(self._rounding)
-        return _digest((nodes, graph.outputs, handed, backward, self._tile, tiers, packing, self._device.sum_dtype))
 
     def _prepared(self, problem: Problem, plan: Plan) -> Prepared:
         stages = split_stages(problem.graph, [field.node for field in plan.kept])
@@ -314,15 +316,6 @@ class Planner:
 def _digest(value: object) -> str:
     """Of something whose `repr` says all of it."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-def _check_alike(tasks: Sequence[str]) -> None:
-    """Raises ConfigError where some ranks were given other things to compute than the first one."""
-    if others := [rank for rank, task in enumerate(tasks) if task != tasks[0]]:
-        raise ConfigError(
-            f"{named(others)} would compute something else than rank 0; give all ranks the same model in the same "
-            "mode, inputs of the same sizes, and the same settings"
-        )
 
 
 def _most_compiled(told: Sequence[tuple[bool, int, int]], own: Callable[[int], int]) -> Callable[[int], int]:

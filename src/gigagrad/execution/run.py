@@ -24,6 +24,7 @@ from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.journal import Journal, key_of
+from gigagrad.execution.layout import laid_out
 from gigagrad.execution.observers import Memory, Progress
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.sources import Source
@@ -52,11 +53,13 @@ class Run:
         *,
         backward: bool,
         overflows: int = 0,
+        draws: int = 0,
         ranks: Ranks | None = None,
         journal: Path | None = None,
     ) -> None:
-        """`ranks`: who computes this run's parts, all with the same plan; by itself unless others are named. `journal`:
-        a folder where finished parts are written down, until the run is over.
+        """`draws`: what random operators draw from. `ranks`: who computes this run's parts, all with the same plan; by
+        itself unless others are named. `journal`: a folder where finished parts are written down, until the run is
+        over.
         """
         ranks = ranks or Alone()
         plan, device = prepared.plan, prepared.device
@@ -67,13 +70,15 @@ class Run:
         owners = prepared.owners(ranks.count)
         self._exchange = Exchange(prepared, owners, ranks)
         share = self._exchange.share
-        self._tape = Tape(prepared.graph, kept, device, backward=backward, overflows=overflows, share=share)
-        self._fields = Fields(prepared, sources, self._tape, owners, ranks.index)
+        self._tape = Tape(
+            prepared.graph, kept, device, backward=backward, overflows=overflows, draws=draws, share=share
+        )
+        self._fields = Fields(prepared, sources, self._tape, owners, ranks.index, draws)
         # They live from sweep to sweep: what a new thread's first operators set up takes longer than a small tile.
         self._reader = SideThreads(1, "gigagrad-read")
         self._executor = Threads(plan.workers) if plan.workers > 1 else Serial(plan.threads)
         _put_what_is_known(self._tape, prepared, sources, stored)
-        place = None if journal is None else journal / key_of(prepared, self._tape, torch.get_rng_state(), overflows)
+        place = None if journal is None else journal / key_of(prepared, self._tape, draws, overflows)
         self.journal, self._first = Journal(place), ranks.index == 0
         self._watch = device.watch(plan.predicted_peak_bytes, plan.budget_bytes)
         memory = Memory(prepared, self._watch, self._fields, self._executor, events)
@@ -196,7 +201,7 @@ class Run:
 
     @property
     def input_gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of the images that asked for one, by the name of the input."""
+        """The gradients of the images and labels that asked for one, by the name of the input."""
         return self._backward.input_gradients
 
     @property
@@ -227,5 +232,5 @@ def _put_what_is_known(
         elif node.op == GATHER and graph[node.operands[0]].is_source:
             image = graph[node.operands[0]]
             whole = Box.whole(image.size(0), image.size(1))
-            tape.put(node.id, sources[image.arguments["name"]].read(whole).to(device))
+            tape.put(node.id, laid_out(sources[image.arguments["name"]].read(whole).to(device)))
     tape.compute()

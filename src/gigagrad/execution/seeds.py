@@ -1,30 +1,62 @@
-"""The seeds of an engine's runs."""
+"""What random operators draw: one number for each run, and of it a seed for each operator.
+
+So neither the order in which a plan computes them, nor what else it draws, nor who computes, shows in a mask.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import torch
 
-from gigagrad.devices import Device
+from gigagrad.graphs import Graph, Node
+from gigagrad.graphs.operators import function, scrambled
+from gigagrad.ranks import Ranks
+
+_OFF = {"train": False, "training": False, "dropout_p": 0.0}
+"""Arguments with which an operator that may draw does not."""
+ROUNDINGS = -1
+"""In the place of an operator's number: what rounds kept fields."""
 
 
 class Seeds:
-    """With `seed`, the n-th run draws what the n-th run of any other engine with it draws; without, what PyTorch's own
-    generators give.
+    """With `seed`, the n-th run draws what the n-th run of any other engine with it draws; without, what the first
+    rank's generator of PyTorch gives.
     """
 
-    def __init__(self, device: Device, seed: int | None) -> None:
-        self._device, self._seed = device, seed
+    def __init__(self, seed: int | None) -> None:
+        self._seed = seed
         self._runs = 0
 
-    @contextmanager
-    def of_this_run(self) -> Iterator[None]:
-        """The generators are as before when it is over, unless they were drawn from."""
-        if self._seed is None:
-            yield
-            return
-        # Any two (seed, run) pairs start apart: the multiplier is odd and larger than any number of runs.
-        seed = (self._seed * 1_000_003 + self._runs) % 2**63
-        self._runs += 1
-        with self._device.seeded(seed):
-            yield
+    def of_next_run(self, ranks: Ranks, *, drawn: bool) -> int:
+        """On all ranks the same, and their generators are as the first one's then; 0, and nothing is taken from
+        PyTorch's generator, where nothing is `drawn`.
+        """
+        if self._seed is not None:
+            self._runs += 1
+            # Any two (seed, run) pairs start apart: the multiplier is odd and larger than any number of runs.
+            number = (self._seed * 1_000_003 + self._runs - 1) % 2**63
+            return int(ranks.said(number)[0]) if drawn else 0
+        own = None
+        if ranks.index == 0:
+            own = int(torch.randint(2**62, ())) if drawn else 0, bytes(torch.get_rng_state().numpy()).hex()
+        number, state = ranks.said(own)[0] if ranks.count > 1 or own is None else own
+        if ranks.index:
+            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+        return int(number)
+
+
+def drawing(graph: Graph) -> dict[int, int]:
+    """The nodes that draw random numbers, each with a number of its own."""
+    return {node.id: number for number, node in enumerate(node for node in graph.nodes if _draws(node))}
+
+
+def seed_of(run: int, number: int) -> int:
+    """What one of them is seeded with in a run, or `ROUNDINGS`."""
+    return int(scrambled(torch.tensor(number), run)) % 2**63
+
+
+def _draws(node: Node) -> bool:
+    if node.is_source or node.op.startswith("gigagrad."):
+        return node.op == "gigagrad.seed"
+    if any(node.arguments.get(name, None) == off for name, off in _OFF.items()):
+        return False
+    return torch.Tag.nondeterministic_seeded in getattr(function(node.op), "tags", ())

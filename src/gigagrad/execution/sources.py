@@ -103,7 +103,8 @@ def target_source(
 ) -> Source:
     """A target argument: dense (an image of any kind) or a label (a number, a 1-d tensor, any other small tensor).
 
-    A 2-d array is dense if it has the image's height and width, and a label otherwise.
+    A 2-d array is dense if it has the image's height and width, and a label otherwise. A tensor that requires a
+    gradient gets one.
     """
     if isinstance(target, bool | int | float):
         target = torch.tensor([target])
@@ -112,8 +113,9 @@ def target_source(
     if isinstance(target, torch.Tensor) and (
         target.ndim < 2 or (target.ndim == 2 and tuple(target.shape) != image.spec.shape[-2:])
     ):
-        label = target.detach().to(dtype_of(target.dtype))
-        return Source(InputSpec(tuple(label.shape), label.dtype, field=False), None, label)
+        label, given = target.detach().to(dtype_of(target.dtype)), target if target.requires_grad else None
+        spec = InputSpec(tuple(label.shape), label.dtype, field=False, differentiable=given is not None)
+        return Source(spec, None, label, given=given)
     return image_source(target, dtype_of, ids=True)
 
 

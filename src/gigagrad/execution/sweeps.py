@@ -20,6 +20,7 @@ from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.journal import Entry, Journal, PartRecord, first_reached, written
+from gigagrad.execution.layout import aligned, laid_out
 from gigagrad.execution.observers import Observer
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.execution.prepared import Prepared
@@ -127,6 +128,7 @@ class Sweeps:
             sums, outputs, seeds = program.run_for_gradient(tile, inputs, globals_, cotangents, watch, values=merge)
             found: Values = {}
             if outputs and wanted:
+                seeds = [laid_out(seed, self._prepared.layout) for seed in seeds]
                 gradients = torch.autograd.grad(outputs, list(wanted.values()), seeds, allow_unused=True)
                 found = {i: g for i, g in zip(wanted, gradients, strict=True) if g is not None}
             shares = {i: gradient for i, gradient in found.items() if i in boundary}
@@ -194,8 +196,8 @@ class Sweeps:
         boundary = {}
         for i in stage.globals:
             value = self._tape.values[i].detach()
-            if value.ndim == 4 and value.is_contiguous():  # an expanded view stays one
-                value = value.contiguous(memory_format=self._prepared.layout)
+            if value.is_contiguous():  # an expanded view stays one
+                value = aligned(value.contiguous(memory_format=self._prepared.layout) if value.ndim == 4 else value)
             boundary[i] = value
         return boundary
 
@@ -256,10 +258,10 @@ class Sweeps:
         """Turn the finished reductions and gathered fields into values of the graph, and compute what waited."""
         self._sums = None
         for reduction in stage.reductions:
-            self._tape.put(reduction, sums.pop(reduction).to(self._graph[reduction].dtype))
+            self._tape.put(reduction, laid_out(sums.pop(reduction).to(self._graph[reduction].dtype)))
         for field in stage.kept:
             for gathering in self._graph.gathers(field):
-                self._tape.put(gathering, self._fields.kept[field].whole())
+                self._tape.put(gathering, self._fields.whole(field))
         self._tape.compute()
 
     def _tell(self, phase: str, tiles: int = 1) -> None:

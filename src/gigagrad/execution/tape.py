@@ -7,6 +7,7 @@ each part of the tape as rarely as the order of the stages allows.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from gigagrad.devices import Device
 from gigagrad.execution.cotangent_unit import CotangentUnit, multiplied
 from gigagrad.execution.refusals import explained
+from gigagrad.execution.seeds import drawing, seed_of
 from gigagrad.graphs import GATHER, Graph
 from gigagrad.graphs.graph import substitute
 from gigagrad.graphs.operators import call as call_operator
@@ -24,6 +26,8 @@ from gigagrad.plans.sums import gradient_dtype
 Values = dict[int, torch.Tensor]
 
 
+_DRAWING = threading.RLock()
+"""PyTorch's generators are those of all threads."""
 _AT_ONCE = 1 << 17
 """Numbers: PyTorch adds those of another dtype by way of a copy in the sum's own, which is to fit in a cache."""
 
@@ -60,11 +64,13 @@ class Tape:
         *,
         backward: bool,
         overflows: int = 0,
+        draws: int = 0,
         share: Callable[[int, torch.Tensor], torch.Tensor] = lambda parameter, gradient: gradient,
     ) -> None:
-        """`share`: what of a parameter's gradient is to be added up here."""
+        """`draws`: what random operators draw from. `share`: what of a parameter's gradient is to be added up here."""
         self.graph = graph
         self._device, self._share = device, share
+        self._draws, self._drawing = draws, drawing(graph)
         self.backward = backward
         self.unit = CotangentUnit(graph, overflows)
         self.values: Values = {}
@@ -93,7 +99,7 @@ class Tape:
                 if node.is_field or node.id in self.values or node.is_reduction or node.op == GATHER:
                     continue
                 if not node.is_source and all(i in self.values for i in node.operands):
-                    self.values[node.id] = evaluated(self.graph, node.id, self.values, self._device.torch_device)
+                    self.values[node.id] = self._evaluated(node.id, self.values)
 
     def give(self, node_id: int, cotangent: torch.Tensor) -> None:
         """Add a contribution to the cotangent of a value."""
@@ -175,12 +181,21 @@ class Tape:
         with torch.enable_grad():
             for node in self.graph.nodes:
                 if not node.is_field and node.id not in values:
-                    values[node.id] = evaluated(self.graph, node.id, values, self._device.torch_device)
+                    values[node.id] = self._evaluated(node.id, values)
         gradients = torch.autograd.grad(values[self.graph.output], [leaves[i] for i in varying], allow_unused=True)
         return {
             i: torch.zeros_like(leaves[i]) if gradient is None else gradient
             for i, gradient in zip(varying, gradients, strict=True)
         }
+
+    def _evaluated(self, node_id: int, values: Values) -> torch.Tensor:
+        """Random numbers are drawn in the order of the values, however those lie in memory."""
+        number = self._drawing.get(node_id)
+        if number is None:
+            return evaluated(self.graph, node_id, values, self._device.torch_device)
+        operands = {i: values[i].contiguous() for i in self.graph[node_id].operands}
+        with _DRAWING, self._device.seeded(seed_of(self._draws, number)):
+            return evaluated(self.graph, node_id, operands, self._device.torch_device)
 
     def _receive(self, leaf: int, cotangent: torch.Tensor, times: float = 1) -> None:
         """`cotangent` is so many times as large as the true one."""

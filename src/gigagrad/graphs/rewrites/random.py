@@ -1,7 +1,7 @@
 """Random operators on fields: every value's number is a function of a key and of its place in the whole field.
 
-So any tiling, any recomputation and any number of workers see the same mask; the key is drawn once a run from PyTorch's
-generator. Random operators on values without spatial axes (stochastic depth) run once a run as they are.
+So any tiling, any recomputation and any number of workers see the same mask; the key is drawn once a run. Random
+operators on values without spatial axes (stochastic depth) run once a run as they are.
 """
 
 from __future__ import annotations
