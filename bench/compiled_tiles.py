@@ -17,7 +17,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ import gigagrad as gg
 from bench.deep_step import loss, network, pair
 from gigagrad.execution.tile import StageProgram, TileInputs
 
-Tile = tuple[StageProgram, Any, TileInputs, dict[int, torch.Tensor], dict[int, torch.Tensor], bool]
+Tile = tuple[
+    StageProgram, Any, TileInputs, dict[int, torch.Tensor], dict[int, torch.Tensor], Mapping[int, torch.Tensor]
+]
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -74,15 +76,15 @@ def recorded(args: argparse.Namespace) -> tuple[dict[int, Tile], dict[int, int]]
         return {i: value.detach().clone().requires_grad_(value.requires_grad) for i, value in values.items()}
 
     def noting(
-        self: StageProgram, tile: Any, inputs: TileInputs, globals_: Any, cotangents: Any, watch: Any, *, values: bool
+        self: StageProgram, tile: Any, inputs: TileInputs, globals_: Any, cotangents: Any, watch: Any, known: Any
     ) -> Any:
         index = self.stage.index
         if seen.get(index, 0) == counts[index] // 2:
             own = TileInputs(copies(inputs.crops), copies(inputs.cotangents), copies(inputs.stored))
             program = StageProgram(self.graph, self.stage, self.device)
-            found[index] = program, tile, own, copies(globals_), copies(cotangents), values
+            found[index] = program, tile, own, copies(globals_), copies(cotangents), known
         seen[index] = seen.get(index, 0) + 1
-        return run(self, tile, inputs, globals_, cotangents, watch, values=values)
+        return run(self, tile, inputs, globals_, cotangents, watch, known)
 
     torch.manual_seed(0)
     image, target = pair(args, args.side, args.side)
@@ -97,7 +99,7 @@ def recorded(args: argparse.Namespace) -> tuple[dict[int, Tile], dict[int, int]]
 
 def as_function(tile: Tile) -> tuple[Function, list[torch.Tensor]]:
     """The tile as a function of everything that it reads."""
-    program, geometry, inputs, globals_, cotangents, merge = tile
+    program, geometry, inputs, globals_, cotangents, known = tile
     parts = (inputs.crops, inputs.cotangents, inputs.stored, globals_, cotangents)
     names = [(part, i) for part, values in enumerate(parts) for i in values]
     wants = {(part, i): parts[part][i].requires_grad for part, i in names}
@@ -108,10 +110,10 @@ def as_function(tile: Tile) -> tuple[Function, list[torch.Tensor]]:
             values[part][i] = value.detach().requires_grad_(wants[part, i])
         leaves = [values[part][i] for part, i in names if part in (0, 3) and wants[part, i]]
         sums, outputs, seeds = program.run_for_gradient(
-            geometry, TileInputs(*values[:3]), values[3], values[4], values=merge
+            geometry, TileInputs(*values[:3]), values[3], values[4], known=known
         )
         found = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if outputs and leaves else ()
-        return (*(sums.values() if merge else ()), *(gradient for gradient in found if gradient is not None))
+        return (*(() if known else sums.values()), *(gradient for gradient in found if gradient is not None))
 
     return run, [parts[part][i].detach() for part, i in names]
 

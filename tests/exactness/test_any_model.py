@@ -147,6 +147,7 @@ WHOLE = {
     "rolled": lambda x: torch.roll(x, (3, 2), (2, 3)),
     "unpooled": unpooled,
     "sampled": sampled,
+    "as strided": lambda x: x + x.permute(0, 2, 3, 1).as_strided((1, 1, HEIGHT, WIDTH), (1, 1, WIDTH, 1), 5),
     "largest few": lambda x: x * x.flatten(2).topk(5, -1)[0].mean(-1)[..., None, None],
     "unfolded": lambda x: F.fold(F.unfold(x, 3, padding=1), x.shape[-2:], 3, padding=1) / 9,
     "turned, then coarse": lambda x: F.interpolate(F.avg_pool2d(x.flip(2), 2), size=x.shape[-2:]),

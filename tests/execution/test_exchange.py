@@ -16,6 +16,7 @@ import gigagrad as gg
 from gigagrad.errors import RankError
 from gigagrad.execution.exchange import Exchange
 from gigagrad.execution.part_sums import PartSums
+from gigagrad.graphs import MOMENTS
 from gigagrad.plans import simulate
 from gigagrad.plans.stages import summed_globals
 from gigagrad.plans.sums import keys_of
@@ -100,6 +101,19 @@ def test_large_sums_that_are_needed_at_once_are_put_together(count):
         assert (parameter.grad - gradient).abs().max() <= 1e-11 * gradient.abs().max()
 
 
+def test_moments_are_never_cut():
+    """However many there are: none of their numbers can be merged without the others."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 2100, 1), nn.BatchNorm2d(2100), nn.Conv2d(2100, 1, 1))
+    image, target = torch.rand(3, 16, 8), (torch.rand(1, 16, 8) > 0.5).float()
+    run = prepared_for(net, dice, image, target, tile=(4, 8))
+    graph = run.prepared.graph
+    moments = tuple(node.id for node in graph.nodes if node.op == MOMENTS)
+    assert sum(8 * prod(graph[i].shape) for i in moments) > 2**16
+    assert keys_of(run.prepared.problem, moments).whole == moments
+    check(run, 3)
+
+
 def test_plans_for_ranks_say_what_each_holds_and_are_walked():
     image, target = torch.rand(3, 256, 96), torch.rand(1, 256, 96)
     run = prepared_for(Net(), dice, image, target, tile=(16, 96))
@@ -167,7 +181,7 @@ def test_an_error_of_one_rank_ends_all_and_is_told_as_it_was():
 
 
 def test_maxima_and_missing_values_are_joined_as_they_should():
-    sums = PartSums(torch.float64, largest={7})
+    sums = PartSums(torch.float64, {7: torch.maximum})
     sums.add(0, {1: torch.tensor(1.0), 7: torch.tensor(3.0)})
     sums.add(0, {1: torch.tensor(2.0), 7: torch.tensor(1.0)})
     sums.add(5, {2: torch.tensor(-0.0)})

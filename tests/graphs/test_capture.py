@@ -181,6 +181,7 @@ def test_running_statistics_are_updates_of_buffers():
     assert not capture(net.eval(), mean_product, IMAGE, TARGET).updates
 
 
+OWN = torch.Generator()
 CAPTURE_ERRORS = {
     "a branch on pixels": (lambda self, x: x if x.sum() > 0 else -x, mean_product, "cannot capture"),
     "a plain error": (lambda self, x: x.no_such_thing, mean_product, "AttributeError"),
@@ -189,6 +190,19 @@ CAPTURE_ERRORS = {
     "two values": (lambda self, x: x, lambda o, t: (o.mean(), t.mean()), "one tensor, got 2 values"),
     "sizes that differ": (lambda self, x: x[..., 1:], mean_product, "cannot capture"),
     "no tensor": (lambda self, x: x, lambda o, t: 3.0, "must return one tensor"),
+    "no pixels": (lambda self, x: torch.ones(3), lambda o, t: o.mean(), "depends on the pixels"),
+    "a generator": (
+        lambda self, x: x * torch.rand(1, generator=OWN),
+        mean_product,
+        r"of its own at .*test_capture\.py:\d",
+    ),
+    "no derivative": (lambda self, x: x + x // 0.3, mean_product, "no derivative for aten::floor_divide"),
+    "a part of memory": (
+        lambda self, x: x[..., 1:].as_strided((3,), (2,)),
+        lambda o, t: o.sum(),
+        "on a part of a tensor",
+    ),
+    "a selection": (lambda self, x: x[x > 0], lambda o, t: o.sum(), r"torch\.where\(mask"),
 }
 
 

@@ -1,5 +1,7 @@
 """A captured graph, interpreted by plain operators, is the module; reductions and gathered fields leave the image."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -205,6 +207,17 @@ RANDOM = {
     "noise": (lambda x: torch.rand_like(x), lambda x: (x >= 0) & (x < 1), 1.0),
     "alpha dropout": (lambda x: F.alpha_dropout(torch.ones_like(x), 0.3, True), lambda x: x > 0, 0.7),
     "normal noise": (lambda x: torch.randn_like(x), lambda x: x.abs() < 1, 0.6827),
+    "normal": (lambda x: torch.empty_like(x).normal_(2, 3), lambda x: (x - 2).abs() < 3, 0.6827),
+    "normal of pixels": (lambda x: torch.normal(0 * x + 1, 0 * x + 2), lambda x: (x - 1).abs() < 2, 0.6827),
+    "uniform": (lambda x: torch.empty_like(x).uniform_(-1, 3), lambda x: (x >= -1) & (x < 0), 0.25),
+    "exponential": (lambda x: torch.empty_like(x).exponential_(2.0), lambda x: x > math.log(2) / 2, 0.5),
+    "geometric": (lambda x: torch.empty_like(x).geometric_(0.25), lambda x: x == 1, 0.25),
+    "cauchy": (lambda x: torch.empty_like(x).cauchy_(1, 2), lambda x: (x - 1).abs() < 2, 0.5),
+    "log normal": (lambda x: torch.empty_like(x).log_normal_(1, 0.5), lambda x: x > math.e, 0.5),
+    "integers": (lambda x: torch.empty_like(x).random_(2, 6), lambda x: x == 5, 0.25),
+    "integers from 0": (lambda x: torch.empty_like(x).random_(4), lambda x: x == 0, 0.25),
+    "integers like": (lambda x: torch.randint_like(x, -1, 3), lambda x: x == -1, 0.25),
+    "bernoulli of pixels": (lambda x: torch.empty_like(x).bernoulli_(x.sigmoid()), lambda x: x == 1, 0.5),
 }
 
 

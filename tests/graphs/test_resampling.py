@@ -43,6 +43,23 @@ def test_float32_coordinates_are_pytorchs(bench, some_box, noise, mode, size, to
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("size", [(1, 7), (13, 40), (60, 100), (120, 60)])
+def test_nearest_by_factors_near_those_that_pytorch_counts(bench, mode, size):
+    """Small outputs that are once or twice as long are counted by PyTorch, whatever the factor; large ones are not,
+    although their gradients are (decision 8).
+    """
+    image = torch.randint(0, 256, (1, 1, *size), dtype=torch.uint8)
+    for factor in (0.334, 0.5, 0.998, 1.004, 1.02, 1.3, 1.996, 2.0, 2.005, 2.02, 3.001):
+        if min(size) * factor < 1:
+            continue
+        b = bench()
+        y = resized(b, b.field(image), mode, None, [factor, factor], None)
+        whole = [Span(0, n) for n in b.node(y).shape[-2:]]
+        b.check(y, (whole[0], whole[1]), tolerance=0)
+        b.check(y, (Span(whole[0].stop // 2, whole[0].stop), Span(whole[1].stop // 3, whole[1].stop)), tolerance=0)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
 def test_nearest_far_out_in_a_wide_field(bench, mode):
     """At 60000 px the rounding of float32 coordinates decides which pixel is copied."""
     b = bench()

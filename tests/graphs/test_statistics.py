@@ -1,55 +1,106 @@
 """Moments and normalisation: gradients by finite differences, and digits kept where sums of squares would lose them."""
 
+import functools
+
 import pytest
 import torch
 
-from gigagrad.graphs.statistics import moments, normalise
+from gigagrad.graphs.statistics import average, grouped, merged, moments, normalise, variance
+
+EVERY = [[0, 2, 3], [2, 3], [1, 2, 3]]
 
 
-@pytest.mark.parametrize("dims", [[0, 2, 3], [2, 3], [1, 2, 3]])
-def test_moments_are_sums(dims):
+def mean_and_variance(found):
+    return torch.stack([average(found), variance(found, 0)])
+
+
+def expected_of(field, dims):
+    return torch.stack([field.mean(dims), field.var(dims, correction=0)])
+
+
+@pytest.mark.parametrize("dims", EVERY)
+def test_moments(dims):
     torch.manual_seed(0)
     field = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
-    expected = torch.stack([field.sum(dims), (field**2).sum(dims)])
-    torch.testing.assert_close(moments(field, dims), expected)
-    assert torch.autograd.gradcheck(lambda x: moments(x, dims), (field,))
+    found = moments(field, dims)
+    torch.testing.assert_close(mean_and_variance(found), expected_of(field, dims))
+    torch.testing.assert_close(variance(found, 1), field.var(dims))
+    assert torch.autograd.gradcheck(lambda x: mean_and_variance(moments(x, dims)), (field,))
 
 
-def test_moments_keep_their_digits_far_from_zero():
+@pytest.mark.parametrize("offset", [0, 1e3, 1e8, -1e12])
+@pytest.mark.parametrize("dims", EVERY)
+def test_crops_of_any_size_and_offset_are_merged(dims, offset):
+    """The reference is computed near zero: taking the offset away again is exact."""
     torch.manual_seed(0)
-    field = 1000 + torch.randn(1, 1, 200, 200)
-    first, second = moments(field, [0, 2, 3])[:, 0] / field.numel()
-    assert (second - first**2).item() == pytest.approx(field.double().var(correction=0).item(), rel=1e-5)
+    field = torch.randn(2, 3, 40, 30, dtype=torch.float64) + offset
+    field[:, :, :13] += 1e-3 * offset  # the tiles' means differ
+    crops = [part for rows in field.split([1, 12, 27], 2) for part in rows.split([17, 13], 3)]
+    found = functools.reduce(merged, [moments(crop, dims) for crop in crops])
+    near, (mean, spread) = field - offset, mean_and_variance(found)
+    torch.testing.assert_close(spread, near.var(dims, correction=0), rtol=1e-12, atol=0)
+    torch.testing.assert_close((found[1] - offset) + found[2], near.mean(dims), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mean, field.mean(dims))
 
 
-def test_the_gradient_of_a_variance_keeps_its_digits_far_from_zero():
+def test_channels_are_grouped():
     torch.manual_seed(0)
-    field = (1000 + torch.randn(1, 1, 50, 50)).requires_grad_()
-    first, second = moments(field, [0, 2, 3])[:, 0] / field.numel()
-    (found,) = torch.autograd.grad(second - first**2, field)
-    reference = field.detach().double().requires_grad_()
-    (expected,) = torch.autograd.grad(reference.var(correction=0), reference)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-8)
+    field = (1e8 * torch.randn(2, 6, 1, 1) + torch.randn(2, 6, 5, 4)).double().requires_grad_()
+    within = field.detach().reshape(2, 3, -1).requires_grad_()
+
+    def together(x):
+        return mean_and_variance(grouped(moments(x, [2, 3]).view(4, 2, 3, 2)))
+
+    torch.testing.assert_close(together(field), expected_of(within, [2]))
+    (found,) = torch.autograd.grad(together(field)[1].sum(), field)
+    (expected,) = torch.autograd.grad(within.var(2, correction=0).sum(), within)
+    torch.testing.assert_close(found, expected.view_as(found))
 
 
-@pytest.mark.parametrize("dims", [[0, 2, 3], [2, 3], [1, 2, 3]])
+def test_float32_keeps_its_digits_far_from_zero():
+    """Where a float32 has no digit left for a tenth of the deviation, too."""
+    torch.manual_seed(0)
+    for offset in (1e3, 1e6, 1e7):
+        field = (offset + torch.randn(1, 1, 200, 200)).requires_grad_()
+        reference = field.detach().double().requires_grad_()
+        expected = reference.var(correction=0)
+        found = variance(moments(field, [0, 2, 3]), 0)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+        (found,), (expected,) = torch.autograd.grad(found, field), torch.autograd.grad(expected, reference)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-9)
+
+
+def test_equal_values_have_no_variance():
+    for value in (0.1, 1e8 + 0.1, -3e-7):
+        crops = [torch.full((1, 1, *size), value, dtype=torch.float64) for size in ((3, 7), (5, 1), (11, 3))]
+        spread = variance(functools.reduce(merged, [moments(crop, [0, 2, 3]) for crop in crops]), 0)
+        assert spread.item() <= 1e-40 * value**2
+
+
+def test_one_value_has_an_unknown_variance_when_corrected():
+    found = moments(torch.ones(1, 2, 1, 1), [0, 2, 3])
+    assert variance(found, 1).isnan().all()
+    assert not variance(found, 0).any()
+
+
+@pytest.mark.parametrize("dims", EVERY)
 @pytest.mark.parametrize("last", [False, True])
-def test_moments_without_values_have_the_same_gradient(dims, last):
+def test_the_gradient_is_of_the_moments_that_are_known(dims, last):
     """Far from zero in float32, also of a view, and of fields of a few pixels."""
     torch.manual_seed(0)
     for size in ((50, 50), (1, 3)):
         whole = 1000 + torch.randn(2, 3, 60, 60)
         whole = whole.contiguous(memory_format=torch.channels_last) if last else whole
-        field = whole[:, :, 4 : 4 + size[0], 7 : 7 + size[1]].requires_grad_()
-        weights = torch.randn(moments(field, dims).shape, dtype=torch.float64)
-        weights[0] = -2000 * weights[1]  # as of a variance: most of it cancels
-        silent = moments(field, dims, values=False)
-        assert not silent.any()
-        found = [torch.autograd.grad(sums, field, weights)[0] for sums in (moments(field, dims), silent)]
-        reference = field.detach().double().requires_grad_()
-        (expected,) = torch.autograd.grad(moments(reference, dims), reference, weights)
-        for one in found:
-            torch.testing.assert_close(one.double(), expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+        known = moments(whole, dims)
+        crop = whole[:, :, 4 : 4 + size[0], 7 : 7 + size[1]].requires_grad_()
+        weights = torch.randn(2, *known.shape[1:], dtype=torch.float64)
+        found = moments(crop, dims, known)
+        assert torch.equal(found, known)
+        (found,) = torch.autograd.grad(mean_and_variance(found), crop, weights)
+        reference = whole.double().requires_grad_()
+        (expected,) = torch.autograd.grad(expected_of(reference, dims), reference, weights)
+        expected = expected[:, :, 4 : 4 + size[0], 7 : 7 + size[1]]
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-9)
 
 
 def test_normalise():

@@ -68,6 +68,16 @@ def test_max_pooling_of_negative_pixels_ignores_the_padding(bench, noise):
     assert (b.values[y.id] < 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_max_pooling_of_integers(bench, dtype):
+    b = bench()
+    pixels = torch.randint(torch.iinfo(dtype).min, 3, (1, 1, 8, 9), dtype=dtype)
+    pixels[..., -3:] = torch.iinfo(dtype).min
+    y = b.aten("max_pool2d.default", b.field(pixels), [3, 3], [2, 2], [1, 1], [1, 1], True)
+    b.check(y, (Span(0, 5), Span(0, 5)))
+    b.check(y, (Span(3, 5), Span(4, 5)))
+
+
 def test_predicted_workspace_grows_with_the_crop(bench, noise):
 
     b = bench()

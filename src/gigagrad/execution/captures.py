@@ -29,7 +29,7 @@ class Captures:
         key = tuple((name, source.spec) for name, source in sources.items())
         states = self._kept.setdefault(key, [])
         self._kept.move_to_end(key)
-        found = next((captured for captured in states if captured.guard.holds()), None)
+        found = next((captured for captured in states if captured.holds(self._composite)), None)
         if found is not None:
             states.remove(found)
         else:

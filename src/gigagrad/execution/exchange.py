@@ -15,7 +15,7 @@ from gigagrad.execution.part_sums import PartSums
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.seams import Seam
 from gigagrad.execution.tape import Values
-from gigagrad.graphs import FIELD_MAX
+from gigagrad.graphs import MERGES, Merge
 from gigagrad.plans import Parts, Stage
 from gigagrad.plans.joins import before, behind, joined
 from gigagrad.plans.owners import Owners
@@ -40,7 +40,7 @@ class Exchange:
         return self._owners.parts(stage.index), self._owners.own(stage.index, self._ranks.index)
 
     def new_sums(self, stage: Stage) -> PartSums:
-        return PartSums(self._dtype, self._largest(stage), before(self._owners, stage.index, self._ranks.index))
+        return PartSums(self._dtype, self._merges(stage), before(self._owners, stage.index, self._ranks.index))
 
     def new_seam(self, stage: Stage, parts: Parts, field: int, store: Store) -> Seam:
         elsewhere = self._owners.cotangents.elsewhere(stage.index, field, self._ranks.index)
@@ -97,7 +97,7 @@ class Exchange:
         own = sums.joined(behind(self._owners, stage.index, self._ranks.index)) if keys.all else []
         everybody = range(self._ranks.count)
         parts = [joined(self._owners, stage.index, rank) if keys.all else [] for rank in everybody]
-        total = PartSums(self._dtype, self._largest(stage))
+        total = PartSums(self._dtype, self._merges(stage))
         return Sums(self._ranks, own, parts, self.shapes(keys.all), keys.shared, total, self._device)
 
     def _whole(self, sums: Sequence[tuple[Sums, Keys]]) -> list[Values]:
@@ -118,5 +118,5 @@ class Exchange:
         swap(self._ranks, [parcel])
         return parcel.whole
 
-    def _largest(self, stage: Stage) -> set[int]:
-        return {i for i in stage.reductions if self._graph[i].op == FIELD_MAX}
+    def _merges(self, stage: Stage) -> dict[int, Merge]:
+        return {i: MERGES[self._graph[i].op] for i in stage.reductions if self._graph[i].op in MERGES}

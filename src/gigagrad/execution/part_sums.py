@@ -1,12 +1,17 @@
-"""Sums over the tiles of a stage: a chain in the order of tiles inside a part, then a fixed binary tree over parts."""
+"""Sums over the tiles of a stage: a chain in the order of tiles inside a part, then a fixed binary tree over parts.
+
+What has no sum (a maximum, moments) is merged two by two in the same order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 
 from gigagrad.execution.tape import Values, add
+from gigagrad.graphs import Merge
 from gigagrad.plans.joins import JoinOrder
 
 Joined = tuple[int, Values]
@@ -14,12 +19,17 @@ Joined = tuple[int, Values]
 
 
 class PartSums:
-    """Of one sweep. Values by node id; those of `largest` are maxima instead. A part without a value of some node is
-    skipped, as if the tree had no leaf there. `before`: the last part that somebody else computes before these.
+    """Of one sweep. Values by node id; those of `merges` are merged as told there. A part without a value of some node
+    is skipped, as if the tree had no leaf there. `before`: the last part that somebody else computes before these.
     """
 
-    def __init__(self, dtype: torch.dtype, largest: Collection[int] = (), before: int | None = None) -> None:
-        self._dtype, self._largest = dtype, largest
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        merges: Mapping[int, Merge] = MappingProxyType({}),
+        before: int | None = None,
+    ) -> None:
+        self._dtype, self._merges = dtype, merges
         self._part: int | None = None
         self._chain: Values = {}
         self._order, self._sums = JoinOrder(before), list[Values]()
@@ -80,8 +90,8 @@ class PartSums:
 
     def _into(self, sums: Values, key: int, value: torch.Tensor) -> None:
         known = sums.get(key)
-        if key in self._largest:
-            sums[key] = value if known is None else torch.maximum(known, value)
+        if key in self._merges:
+            sums[key] = value if known is None else self._merges[key](known, value)
         elif known is None and value.dtype != self._dtype:
             sums[key] = value.detach()  # as it is: only what something is added to needs the sum's dtype
         else:
@@ -91,6 +101,6 @@ class PartSums:
 
     def _convert(self, sums: Values) -> Values:
         for key, value in sums.items():
-            if key not in self._largest:
+            if key not in self._merges:
                 sums[key] = value.to(self._dtype)
         return sums

@@ -105,6 +105,7 @@ class Sweeps:
         """
         program, boundary = self._program(stage), self._boundary(stage)
         leaves = summed_globals(self._graph, stage)
+        known = {} if merge else {i: self._tape.values[i].detach() for i in stage.reductions}
         fields = [i for i in stage.reads if i in self._fields.cotangents]
         gains = error_gains(self._graph, stage, self._quantised, boundary)
         handed = self._fields.handed_in(stage)
@@ -125,7 +126,7 @@ class Sweeps:
             own = {i: boundary[i].detach() for i in leaves}
             wanted = {i: leaf.requires_grad_() for i, leaf in {**own, **crops}.items()}
             globals_ = {**boundary, **own}
-            sums, outputs, seeds = program.run_for_gradient(tile, inputs, globals_, cotangents, watch, values=merge)
+            sums, outputs, seeds = program.run_for_gradient(tile, inputs, globals_, cotangents, watch, known)
             found: Values = {}
             if outputs and wanted:
                 seeds = [laid_out(seed, self._prepared.layout) for seed in seeds]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -98,10 +99,13 @@ class StageProgram:
         }
 
     def partial_sums(
-        self, tile: TileGeometry, shares: dict[int, torch.Tensor], *, values: bool = True
+        self,
+        tile: TileGeometry,
+        shares: dict[int, torch.Tensor],
+        known: Mapping[int, torch.Tensor] = MappingProxyType({}),
     ) -> dict[int, torch.Tensor]:
-        """The tile's contribution to each reduction of the stage whose field has a share; without `values` only their
-        gradients are wanted.
+        """The tile's contribution to each reduction of the stage whose field has a share. Those whose whole values are
+        `known` are wanted for their gradients only.
         """
         sums = {}
         for reduction in self.stage.reductions:
@@ -110,7 +114,7 @@ class StageProgram:
             if field in shares:
                 arguments = {**node.arguments, "field": shares[field]}
                 if node.op == MOMENTS:
-                    arguments["values"] = values
+                    arguments["known"] = known.get(reduction)
                 if node.op == FIELD_BINS:
                     wanted = tile.wanted(field)
                     for name, span in (("weights_y", wanted.y), ("weights_x", wanted.x)):
@@ -127,19 +131,18 @@ class StageProgram:
         globals_: dict[int, torch.Tensor],
         cotangents: dict[int, torch.Tensor],
         watch: Watch | None = None,
-        *,
-        values: bool = True,
+        known: Mapping[int, torch.Tensor] = MappingProxyType({}),
     ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Partial sums (off the tape), and the tensors to pull back with their cotangents.
 
-        Without `values` the sums are known, and mean nothing here.
+        Where the sums are `known`, those that are returned mean nothing.
         A kept field's share gets its cotangent from later stages and from its own reductions. Where its operator needs
         no output for its gradient, the share is not computed again: what the reductions need of it is stored.
         """
         with torch.enable_grad():
             shares = self.run(tile, inputs.crops, globals_, silent=self._silent & inputs.stored.keys(), watch=watch)
             stored = {i: share.requires_grad_() for i, share in inputs.stored.items() if i in self._silent}
-            sums = self.partial_sums(tile, {**shares, **stored}, values=values)
+            sums = self.partial_sums(tile, {**shares, **stored}, known)
         outputs = {i: shares[i] for i in inputs.cotangents if i in shares and shares[i].requires_grad}
         seeds = {i: inputs.cotangents[i] for i in outputs}
         pulled: dict[int, list[int]] = {}

@@ -3,6 +3,7 @@
 from gigagrad.graphs.capture import Captured, InputSpec, capture, trace
 from gigagrad.graphs.composite import Composite
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, FIELD_SUM, GATHER, MOMENTS, SCATTER, Graph, Node, Ref
+from gigagrad.graphs.operators import MERGES, Merge
 from gigagrad.graphs.table import (
     Affine,
     Call,
@@ -24,6 +25,7 @@ __all__ = [
     "FIELD_MAX",
     "FIELD_SUM",
     "GATHER",
+    "MERGES",
     "MOMENTS",
     "SCATTER",
     "Affine",
@@ -34,6 +36,7 @@ __all__ = [
     "Graph",
     "InputSpec",
     "Layout",
+    "Merge",
     "Node",
     "Ref",
     "Refused",

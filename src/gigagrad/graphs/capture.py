@@ -29,11 +29,13 @@ from gigagrad.graphs import operators, rows
 from gigagrad.graphs.appearance import modules_themselves
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.composite import CLOSED, SOURCE, Composite
+from gigagrad.graphs.constants import Asked
 from gigagrad.graphs.explain import explained
 from gigagrad.graphs.graph import Graph, Origin, Ref
 from gigagrad.graphs.guard import Guard
-from gigagrad.graphs.lowering import lower, whole_field
+from gigagrad.graphs.lowering import lower
 from gigagrad.graphs.rehearsal import Effects, Rehearsal, rehearse, roots_of
+from gigagrad.graphs.rewrites.common import whole_field
 from gigagrad.graphs.table import Refused
 from gigagrad.graphs.torch_state import torch_state_kept
 from gigagrad.graphs.traceable import untie
@@ -91,6 +93,11 @@ class Captured:
     """Names of the parameters that one forward freezes."""
     left_out: tuple[str, ...]
     """Names of what forward stores for somebody to look at, and nobody will find there."""
+    asked: Asked
+
+    def holds(self, composite: Composite) -> bool:
+        """Whether it is still what `trace` would find."""
+        return self.guard.holds() and self.asked.holds(composite)
 
     def with_graph(self, graph: Graph) -> Captured:
         """The same with an equal graph that others know already."""
@@ -137,9 +144,14 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
         named = _named("image", image) + _named("target", target)
         closed = {f"{CLOSED}.{index}": tensor for index, tensor in enumerate(rehearsal.closed)}
         graph = _convert(program, composite, named, closed, rehearsal)
+        if graph.source("image") is None:
+            raise CaptureError(
+                "nothing that is returned depends on the pixels of the image: the model or the loss does not read them"
+            )
         roots = roots_of(composite.model, composite.loss, rehearsal.generators)
         guard = Guard(roots, rehearsal.ran, rehearsal.closed)
-        return Captured(graph, guard, rehearsal.effects, rehearsal.frozen, rehearsal.left_out)
+        asked = Asked(rehearsal.asked, closed)
+        return Captured(graph, guard, rehearsal.effects, rehearsal.frozen, rehearsal.left_out, asked)
 
 
 def _exported(

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from gigagrad.errors import CaptureError
 from gigagrad.graphs.appearance import not_compiling
+from gigagrad.graphs.constants import Constants
 from gigagrad.graphs.traceable import INSTEAD, batch_norm_traceable
 from gigagrad.graphs.walk import is_library
 from gigagrad.graphs.writes import Learned, Writes
@@ -105,9 +106,10 @@ class Composite(nn.Module):
         for buffer in self.buffers():
             memo[id(buffer)] = mode.from_tensor(buffer).to(self.dtype_of(buffer.dtype))
         named = {id(t): name for name, t in [*self.named_parameters(), *self.named_buffers()]}
+        real = dict(self.named_buffers())
         made = copy.deepcopy(self, memo)
         made.add_module(CLOSED, nn.Module())
-        made.__dict__["_originals"] = originals = Originals(made, mode, named)
+        made.__dict__["_originals"] = originals = Originals(made, mode, named, real)
         for tensor in closed:
             originals.adopt(tensor)
         return originals
@@ -120,8 +122,14 @@ class Originals:
     copy's own, as `closed.0`, `closed.1`, ...
     """
 
-    def __init__(self, composite: Composite, mode: FakeTensorMode, named: dict[int, str]) -> None:
+    def __init__(
+        self, composite: Composite, mode: FakeTensorMode, named: dict[int, str], real: dict[str, torch.Tensor]
+    ) -> None:
         self.composite = composite
+        self.real = real
+        """The model's buffers, and tensors from outside, by their names in the copy."""
+        self.asked: dict[str, torch.Tensor] = {}
+        """Of those that code asked for numbers, the values."""
         self.closed: list[torch.Tensor] = []
         self.adopting = False
         self.trace: Trace | None = None
@@ -152,6 +160,7 @@ class Originals:
             holder.register_parameter(name, nn.Parameter(fake))
         else:
             holder.register_buffer(name, fake)
+            self.real[f"{CLOSED}.{name}"] = tensor
         return fake
 
     def replacement(self, value: Any) -> Any:
@@ -190,10 +199,13 @@ class _Observed(TorchFunctionMode):
     def __init__(self, originals: Originals) -> None:
         super().__init__()
         self._originals = originals
+        self._constants = Constants(originals.composite, originals.real, originals.asked)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKS:
             raise hook_error(user_line(sys._getframe(1)))
+        if (kwargs or {}).get("generator") is not None:
+            raise generator_error(user_line(sys._getframe(1)))
         if getattr(func, "__module__", None) == "torch._functorch.predispatch" or func in _DUAL:
             return func(*args, **(kwargs or {}))  # a transform, which export sees in calls of its own
         func = INSTEAD.get(func, func)
@@ -201,7 +213,7 @@ class _Observed(TorchFunctionMode):
         args = tuple(map(originals.replacement, args))
         kwargs = {name: originals.replacement(value) for name, value in (kwargs or {}).items()}
         with _written_by(user_line(sys._getframe(1))), originals.noting():
-            result = originals.writes(func, args, kwargs)
+            result = self._constants.call(func, args, kwargs, originals.writes)
         if originals.trace is not None:
             originals.trace(func, args, kwargs, result)
         return result
@@ -234,6 +246,14 @@ def unfollowed_error(line: str) -> CaptureError:
         f"the model or the loss makes a tensor at {line} where PyTorch's tracing cannot follow: in TorchScript, as a "
         "nested tensor, or in a torch.vmap that moves axes; call the Python function without torch.jit.script, pad "
         "what is nested, and write the vmap with broadcasting or torch.einsum"
+    )
+
+
+def generator_error(line: str) -> CaptureError:
+    at = f" at {line}" if line else ""
+    return CaptureError(
+        f"the model or the loss draws from a generator of its own{at} (generator=...), which tiles and ranks cannot "
+        "share; leave it out: torch.manual_seed, or seed= of gg.compile, decides what is drawn"
     )
 
 

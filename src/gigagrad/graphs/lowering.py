@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from gigagrad.graphs.builder import Builder
-from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref, references, substitute
+from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref, references
 from gigagrad.graphs.rewrites import ON_FIELDS, STRUCTURE
+from gigagrad.graphs.rewrites.common import whole_field
 from gigagrad.graphs.table import NoPixels, Refused, lookup
 
 
@@ -50,9 +51,3 @@ def _scattered(builder: Builder, value: Any, axes: Axes, *, least: int) -> Any:
     shape = builder.node(value).shape
     long = sum(-axis <= len(shape) and shape[axis] > 1 for axis in axes)
     return builder.scatter(value, axes) if long >= least and -min(axes) <= len(shape) else value
-
-
-def whole_field(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
-    """Append the operator on its operands as whole tensors."""
-    whole = {ref.id: builder.gather(ref) for ref in references(arguments)}
-    return builder.call(op, {name: substitute(value, whole) for name, value in arguments.items()})

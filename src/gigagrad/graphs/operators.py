@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gigagrad.graphs.graph import Node, substitute
-from gigagrad.graphs.statistics import moments, normalise, variance
+from gigagrad.graphs.graph import FIELD_MAX, MOMENTS, Node, substitute
+from gigagrad.graphs.statistics import average, grouped, merged, moments, normalise, variance
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 _AT_ONCE: Final = 2**20
@@ -181,11 +181,16 @@ def _int64(value: int) -> int:
 
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(class_weights, field_sum, field_max, field_bins, moments, variance, normalise),
+    *(class_weights, field_sum, field_max, field_bins, moments, grouped, average, variance, normalise),
     *(gather, item, positions, seed, uniform),
 )
 _OWN = {f"gigagrad.{own.__name__}": own for own in _FUNCTIONS}
 """Their arguments are those that have no default: the others say where a crop lies, which only a row knows."""
+
+
+Merge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+MERGES: Final[Mapping[str, Merge]] = {FIELD_MAX: torch.maximum, MOMENTS: merged}
+"""The reductions whose partial results are not added up."""
 
 
 @cache

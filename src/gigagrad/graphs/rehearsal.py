@@ -96,6 +96,8 @@ class Rehearsal:
     """Names of the parameters that a forward leaves frozen: autograd adds nothing to their gradients any more."""
     left_out: tuple[str, ...]
     """Names of what a forward stores and nobody will find there: tensors, for one."""
+    asked: Mapping[str, torch.Tensor]
+    """Of the buffers that code asked for numbers, the values."""
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -271,6 +273,7 @@ def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: l
         writes,
         frozen,
         tuple(change.name for change in left_out),
+        copy.asked,
     )
 
 
@@ -423,6 +426,14 @@ def _refuse_gradient_hooks(composite: Composite) -> None:
             )
 
 
+def _missing(node: Any) -> str:
+    try:
+        node(None)
+    except RuntimeError as error:
+        return str(error).removesuffix(" is not implemented")
+    return "derivative of an operator"
+
+
 def _refuse_own_gradients(output: Any) -> None:
     """Tracing follows the forward of an `autograd.Function` and never learns of its backward.
 
@@ -436,6 +447,8 @@ def _refuse_own_gradients(output: Any) -> None:
             continue
         seen.add(node)
         name = type(node).__name__.removesuffix("Backward")
+        if name == "NotImplemented":
+            raise CaptureError(f"PyTorch has no {_missing(node)}; let it read what is detached, y.detach()")
         if isinstance(node, torch.autograd.function.BackwardCFunction) and not name.startswith(_REGISTERED):
             raise CaptureError(
                 f"the model or the loss uses the autograd.Function '{name}', whose own backward cannot be captured; "

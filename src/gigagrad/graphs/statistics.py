@@ -1,9 +1,9 @@
 """The two halves of every normalisation: the moments of a field, and the pixels normalised by given statistics.
 
-Moments of tiles are added up over the image, so they must be sums; yet a sum of squares minus the square of a sum loses
-its digits where the mean is large beside the deviation. So a tile's own mean and variance are computed stably first
-(Chan, Golub and LeVeque, 1983), and their sums are in float64; the gradient is centred likewise, on the tile's mean or
-on that of some of its pixels.
+A sum of squares minus the square of a sum loses its digits where the mean is large beside the deviation. So the moments
+of a tile are its count, its mean and the sum of squared differences from that mean, which are merged two by two (Chan,
+Golub and LeVeque, "Algorithms for computing the sample variance", 1983). The mean is kept as two numbers, for the
+difference of two tiles' means is to have as many digits as the deviation; gradients are centred on the image's mean.
 """
 
 from __future__ import annotations
@@ -13,35 +13,45 @@ from typing import Any
 
 import torch
 
-_EVERY = 4
-"""Pixels along an axis of which one is looked at where only a centre is wanted."""
-
 
 class _Moments(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, field: torch.Tensor, dims: list[int], values: bool) -> torch.Tensor:
+    def forward(ctx: Any, field: torch.Tensor, dims: list[int], known: torch.Tensor | None) -> torch.Tensor:
+        result = _of_field(field, dims) if known is None else known.clone()
         ctx.dims = dims
-        if not values:
-            some = _wide(field[tuple(slice(None, None, _EVERY if dim in dims else None) for dim in range(field.ndim))])
-            ctx.save_for_backward(field, _mean(some, dims).to(some.dtype))
-            return field.new_zeros([2, *_kept(field, dims)], dtype=torch.float64)
-        wide = _wide(field)
-        mean = _mean(wide, dims)
-        centre = mean.to(wide.dtype)
-        difference = wide - centre
-        count = _count(field, dims)
-        variance = _total(difference.mul_(difference), dims) / count - (mean - centre) ** 2
-        ctx.save_for_backward(field, centre)
-        return torch.stack([count * mean, count * (variance + mean * mean)]).flatten(1).reshape(2, *_kept(field, dims))
+        ctx.save_for_backward(field, result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        field, centre = ctx.saved_tensors
-        first, second = cotangents[0].reshape(2, *centre.shape)
-        constant, slope = first + 2 * centre.double() * second, 2 * second
+        field, result = ctx.saved_tensors
+        shape = [1 if dim in ctx.dims else size for dim, size in enumerate(field.shape)]
+        count, mean, rest, _ = result.reshape(4, *shape)
+        _, to_mean, _, to_squares = cotangents[0].reshape(4, *shape)
         wide = _wide(field)
+        centre, slope = mean.to(wide.dtype), 2 * to_squares
+        constant = to_mean / count + slope * ((centre - mean) - rest)
         found = torch.addcmul(constant.to(wide.dtype), wide - centre, slope.to(wide.dtype))
         return found.to(field.dtype), None, None
+
+
+def _of_field(field: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    wide = _wide(field)
+    kept = [size for dim, size in enumerate(field.shape) if dim not in dims]
+    count = field.numel() // max(prod(kept), 1)
+    centre = (_total(wide, dims) / count).to(wide.dtype)
+    difference = wide - centre
+    rest = _total(difference, dims) / count
+    squares = _total(difference.mul_(difference), dims)
+    # Where finite values have infinite squares, so may the rest: their difference is infinite, not NaN.
+    squares = torch.where(squares.isinf(), squares, squares - count * rest * rest)
+    values = (torch.full_like(rest, count), centre.double(), _finite(centre, rest), squares)
+    return torch.stack(values).flatten(1).reshape(4, *kept)
+
+
+def _finite(mean: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """What rounding a mean has left; nothing of an infinite one."""
+    return torch.where(mean.isinf(), 0.0, rest)
 
 
 def _total(values: torch.Tensor, dims: list[int]) -> torch.Tensor:
@@ -54,37 +64,54 @@ def _total(values: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return values.sum(dims[-1], keepdim=True).double().sum(dims, keepdim=True)
 
 
-def _mean(values: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    return _total(values, dims) / _count(values, dims)
-
-
-def _count(field: torch.Tensor, dims: list[int]) -> int:
-    return field.numel() // max(prod(_kept(field, dims)), 1)
-
-
 def _wide(field: torch.Tensor) -> torch.Tensor:
     return field if field.dtype in (torch.float32, torch.float64) else field.to(torch.float32)
 
 
-def _kept(field: torch.Tensor, dims: list[int]) -> list[int]:
-    return [size for dim, size in enumerate(field.shape) if dim not in dims]
+def moments(field: torch.Tensor, dims: list[int], known: torch.Tensor | None = None) -> torch.Tensor:
+    """Of a field (or of a crop) over `dims` (positive): `(4, *the other axes)`, float64. The count of its values, their
+    mean, what rounding that has left, and the sum of squared differences from both.
 
-
-def moments(field: torch.Tensor, dims: list[int], values: bool = True) -> torch.Tensor:
-    """Sums of a field (or of a crop) and of its square over `dims` (positive): `(2, *the other axes)`, float64.
-
-    Without `values`, zeros that have its gradient.
+    `known`: those of the whole image. They are returned, with the gradient that this crop's pixels have from them.
     """
     if field.device.type == "meta":
-        return field.new_empty([2, *_kept(field, dims)], dtype=torch.float64)
-    result: torch.Tensor = _Moments.apply(field, dims, values)  # type: ignore[no-untyped-call]
+        kept = [size for dim, size in enumerate(field.shape) if dim not in dims]
+        return field.new_empty([4, *kept], dtype=torch.float64)
+    result: torch.Tensor = _Moments.apply(field, dims, known)  # type: ignore[no-untyped-call]
     return result
 
 
-def variance(square: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """From the mean square and the mean; infinite, not NaN, where finite values have squares beyond float64."""
-    beyond = square.isinf() & mean.isfinite()
-    return torch.where(beyond, square, square - torch.where(beyond, 0.0, mean).square())
+def merged(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """The moments of two crops together."""
+    (count, mean, rest, squares), (count_two, mean_two, rest_two, squares_two) = one, two
+    total = count + count_two
+    share, share_two = count / total, count_two / total
+    both = share * mean + share_two * mean_two
+    left = share * ((mean - both) + rest) + share_two * ((mean_two - both) + rest_two)
+    between = (mean_two - mean) + (rest_two - rest)
+    return torch.stack(
+        [total, both, _finite(both, left), squares + squares_two + between * between * count * share_two]
+    )
+
+
+def grouped(moments: torch.Tensor) -> torch.Tensor:
+    """The moments `(4, ..., channels)` of equally many values each, of all channels together: `(4, ...)`."""
+    count, mean, rest, squares = moments
+    both = mean.mean(-1, keepdim=True)
+    left = (mean - both + rest).mean(-1, keepdim=True)
+    within = squares + count * (mean - both + rest - left) ** 2
+    left = _finite(both, left)
+    return torch.stack([count.sum(-1), both.squeeze(-1), left.squeeze(-1), within.sum(-1)])
+
+
+def average(moments: torch.Tensor) -> torch.Tensor:
+    """The mean of the values that have these moments."""
+    return moments[1] + moments[2]
+
+
+def variance(moments: torch.Tensor, correction: float) -> torch.Tensor:
+    """Their variance, by the number of values less `correction`."""
+    return moments[3] / (moments[0] - correction).clamp(min=0)
 
 
 class _Normalise(torch.autograd.Function):

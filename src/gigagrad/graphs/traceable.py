@@ -2,6 +2,8 @@
 
 - Instance norm writes its running statistics where functionalisation does not see it: they are computed beside it.
 - Batch norm with `momentum=None` turns the number of its steps into a Python number: a tensor does as well.
+- `as_strided` reads memory, whose order a gathered field has not: it reads a copy in that order.
+- `random_` between two numbers is an operator whose name is a word of Python's.
 - A module with buffers under two names makes aliases of them: the second name gets a tensor that nobody reads.
 
 And masks of class ids come to PyTorch's losses of them as images are, `(N, 1, H, W)` of any integers.
@@ -10,14 +12,17 @@ And masks of class ids come to PyTorch's losses of them as images are, `(N, 1, H
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from gigagrad.errors import CaptureError
 
 _FORWARD = _BatchNorm.forward
 
@@ -102,9 +107,44 @@ def _of_class_ids(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return called
 
 
-INSTEAD: dict[Any, Callable[..., Any]] = {
-    F.instance_norm: instance_norm,
-    F.cross_entropy: _of_class_ids(F.cross_entropy),
-    F.nll_loss: _of_class_ids(F.nll_loss),
-}
+def as_strided(
+    input: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """`torch.as_strided` of the values in the order in which they lie in memory. Raises CaptureError where `input` is
+    a part of what lies there.
+    """
+    strides = input.stride()
+    order = sorted(range(input.ndim), key=lambda axis: (-strides[axis], axis))
+    lying = input.permute(order)
+    if not lying.is_contiguous() or input.storage_offset() or _held(input) != input.numel():
+        raise CaptureError(
+            "the model or the loss uses as_strided on a part of a tensor, which reads beside it in memory; use slices, "
+            "unfold, or as_strided of input.contiguous()"
+        )
+    return torch.as_strided(lying.reshape(-1), size, stride, storage_offset)
+
+
+def _held(tensor: torch.Tensor) -> int:
+    """Of how many values the memory is."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def random_(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.Tensor.random_`, of whose operator `random.from` no program can be written: Python keeps the word."""
+    bounds = {**dict(zip(("from", "to"), args, strict=False)), **kwargs}
+    if "from" not in bounds or bounds.get("to") is None:
+        return input.random_(*args, **kwargs)
+    return input.copy_(torch.randint_like(input, bounds["from"], bounds["to"]))
+
+
+INSTEAD: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        F.instance_norm: instance_norm,
+        F.cross_entropy: _of_class_ids(F.cross_entropy),
+        F.nll_loss: _of_class_ids(F.nll_loss),
+        torch.as_strided: as_strided,
+        torch.Tensor.as_strided: as_strided,
+        torch.Tensor.random_: random_,
+    }
+)
 """What is called in the place of functions of PyTorch."""

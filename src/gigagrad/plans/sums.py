@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 import torch
 
-from gigagrad.graphs import FIELD_MAX, Graph
+from gigagrad.graphs import FIELD_MAX, MOMENTS, Graph
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import Stage, summed_globals
 
@@ -47,11 +47,12 @@ class Keys:
 
 
 def keys_of(problem: Problem, nodes: Sequence[int]) -> Keys:
-    """How these travel."""
+    """How these travel. Moments go whole: they are merged, and each of their numbers needs the others."""
     late = tuple(i for i in nodes if problem.graph[i].op == "parameter")
     now = tuple(i for i in nodes if i not in late)
     small = sum(prod(problem.graph[i].shape) * sum_dtype(problem, i).itemsize for i in now) <= _TOLD_BYTES
-    return Keys(now, (), late) if small else Keys((), now, late)
+    whole = tuple(i for i in now if small or problem.graph[i].op == MOMENTS)
+    return Keys(whole, tuple(i for i in now if i not in whole), late)
 
 
 def late_gradients(graph: Graph, stages: Sequence[Stage]) -> list[list[int]]:

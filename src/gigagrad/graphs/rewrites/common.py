@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from gigagrad.graphs.builder import Builder
-from gigagrad.graphs.graph import IMAGE_AXES, MOMENTS, Ref
+from gigagrad.graphs.graph import IMAGE_AXES, Ref, references, substitute
 from gigagrad.graphs.table import Refused
 
 Rewrite = Callable[[Builder, str, dict[str, Any]], Any]
@@ -48,17 +47,17 @@ def require_nchw(builder: Builder, field: Ref) -> tuple[int, ...]:
     return node.shape
 
 
-def mean_and_variance(builder: Builder, field: Ref, dims: list[int]) -> tuple[Ref, Ref, int]:
-    """Mean and variance (by the number of values) over positive `dims`, float64, and that number."""
-    count = math.prod(builder.node(field).shape[dim] for dim in dims)
-    return *from_sums(builder, builder.reduction(MOMENTS, field, dims), count), count
-
-
-def from_sums(builder: Builder, sums: Ref, count: int) -> tuple[Ref, Ref]:
-    """Mean and variance from moments `(2, ...)` of `count` values."""
-    mean, square = (builder.aten("div.Tensor", builder.aten("select.int", sums, 0, i), count) for i in (0, 1))
-    return mean, builder.one("gigagrad.variance", {"square": square, "mean": mean})
+def mean_and_variance(builder: Builder, moments: Ref, correction: float = 0) -> tuple[Ref, Ref]:
+    """Of moments: in float64, the variance by the number of values less `correction`."""
+    mean = builder.one("gigagrad.average", {"moments": moments})
+    return mean, builder.one("gigagrad.variance", {"moments": moments, "correction": correction})
 
 
 def to_dtype(builder: Builder, value: Ref, dtype: torch.dtype) -> Ref:
     return value if builder.node(value).dtype == dtype else builder.aten("_to_copy.default", value, dtype=dtype)
+
+
+def whole_field(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    """Append the operator on its operands as whole tensors."""
+    whole = {ref.id: builder.gather(ref) for ref in references(arguments)}
+    return builder.call(op, {name: substitute(value, whole) for name, value in arguments.items()})

@@ -13,7 +13,7 @@ import torch
 from gigagrad.graphs import operators
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import MOMENTS, Ref
-from gigagrad.graphs.rewrites.common import ON_FIELDS, from_sums, mean_and_variance, require_nchw, rewrites, to_dtype
+from gigagrad.graphs.rewrites.common import ON_FIELDS, mean_and_variance, require_nchw, rewrites, to_dtype
 from gigagrad.graphs.table import Refused, Whole, aten, register
 
 
@@ -44,17 +44,18 @@ def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
         plain = {**arguments, "training": False, "cudnn_enabled": False}
         names = operators.signature("aten.batch_norm.default")
         return builder.call("aten.batch_norm.default", {name: plain[name] for name in names})
-    require_nchw(builder, field)
-    mean, variance, count = mean_and_variance(builder, field, [0, 2, 3])
-    if count == 1:
+    images, _, height, width = require_nchw(builder, field)
+    if images * height * width == 1:
         raise Refused("training-mode batch normalisation of a single value per channel")
+    moments = builder.reduction(MOMENTS, field, [0, 2, 3])
+    mean, variance = mean_and_variance(builder, moments)
     output = _normalised(builder, field, mean, variance, arguments["eps"], arguments["weight"], arguments["bias"])
     if op == "aten.batch_norm.default":
         assert running[0] is None, "a layer that tracks statistics is exported in its functional form"
         return output
     if running[0] is None:
         return [output, None, None]
-    unbiased = builder.aten("mul.Scalar", variance, count / (count - 1))
+    _, unbiased = mean_and_variance(builder, moments, correction=1)
     updated = [_blend(builder, *both, arguments["momentum"]) for both in zip(running, (mean, unbiased), strict=True)]
     return [output, None, None, *updated]
 
@@ -70,11 +71,11 @@ def _blend(builder: Builder, old: Ref, new: Ref, momentum: float) -> Ref:
 @rewrites(ON_FIELDS, aten("group_norm"))
 def _group_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field, groups = arguments["input"], arguments["num_groups"]
-    images, channels, height, width = require_nchw(builder, field)
-    sums = builder.reduction(MOMENTS, field, [2, 3])
-    grouped = builder.aten("view.default", sums, [2, images, groups, channels // groups])
-    count = channels // groups * height * width
-    mean, variance = from_sums(builder, builder.aten("sum.dim_IntList", grouped, [-1], True), count)
+    images, channels, *_ = require_nchw(builder, field)
+    moments = builder.reduction(MOMENTS, field, [2, 3])
+    apart = builder.aten("view.default", moments, [4, images, groups, channels // groups])
+    together = builder.one("gigagrad.grouped", {"moments": apart})
+    mean, variance = mean_and_variance(builder, builder.aten("unsqueeze.default", together, -1))
     shape = [images, groups, channels // groups]
     mean, variance = (
         builder.aten("reshape.default", builder.aten("expand.default", v, shape), [images * channels])
@@ -89,7 +90,7 @@ def _instance_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     images, channels, *_ = require_nchw(builder, field)
     if arguments["use_input_stats"]:
         assert arguments["running_mean"] is None, "tracing updates them itself"
-        mean, variance, _ = mean_and_variance(builder, field, [2, 3])
+        mean, variance = mean_and_variance(builder, builder.reduction(MOMENTS, field, [2, 3]))
     else:
         mean, variance = (
             builder.aten("expand.default", to_dtype(builder, arguments[name], torch.float64), [images, channels])
@@ -120,7 +121,8 @@ def _layer_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     if not any(-axis <= len(shape) for axis in node.spatial):
         return builder.call(op, arguments)
     rank = len(node.shape)
-    mean, variance, _ = mean_and_variance(builder, field, list(range(rank - len(shape), rank)))
+    moments = builder.reduction(MOMENTS, field, list(range(rank - len(shape), rank)))
+    mean, variance = mean_and_variance(builder, moments)
     scale = builder.aten("rsqrt.default", builder.aten("add.Scalar", variance, arguments["eps"]))
     kept = [*node.shape[: rank - len(shape)], *[1] * len(shape)]
     dtype = _statistics_dtype(node.dtype)

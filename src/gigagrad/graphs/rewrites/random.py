@@ -6,12 +6,18 @@ operators on values without spatial axes (stochastic depth) run once a run as th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import Ref
-from gigagrad.graphs.rewrites.common import ON_FIELDS, rewrites, to_dtype
-from gigagrad.graphs.table import aten
+from gigagrad.graphs.rewrites.common import ON_FIELDS, STRUCTURE, rewrites, to_dtype, whole_field
+from gigagrad.graphs.table import Refused, aten
+
+_NOT_SETTINGS = ("dtype", "layout", "device", "pin_memory", "memory_format", "generator")
 
 
 def _uniform(builder: Builder, like: Ref) -> Ref:
@@ -35,11 +41,14 @@ def _dropout(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     return [output, None] if several else output
 
 
-@rewrites(ON_FIELDS, aten("bernoulli bernoulli.p"))
-def _bernoulli(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    field: Ref = arguments["self"]
-    less, probability = ("lt.Scalar", arguments["p"]) if "p" in arguments else ("lt.Tensor", field)
-    return to_dtype(builder, builder.aten(less, _uniform(builder, field), probability), builder.node(field).dtype)
+@rewrites(STRUCTURE, aten("bernoulli bernoulli.p bernoulli.Tensor"))
+def _bernoulli(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    def drawn(field: Ref, p: Any = None) -> Ref:
+        p = field if p is None else p
+        less = "lt.Tensor" if isinstance(p, Ref) else "lt.Scalar"
+        return builder.aten(less, _uniform(builder, field), p)
+
+    return _drawn(builder, op, arguments, drawn)
 
 
 @rewrites(ON_FIELDS, aten("rand_like"))
@@ -50,11 +59,117 @@ def _rand_like(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 @rewrites(ON_FIELDS, aten("randn_like"))
 def _randn_like(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    """Two uniform numbers make a normal one (Box and Muller, 1958)."""
     field: Ref = arguments["self"]
+    return to_dtype(builder, _normal(builder, field), arguments.get("dtype") or builder.node(field).dtype)
+
+
+@rewrites(STRUCTURE, aten("normal_functional log_normal"))
+def _normal_functional(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    def drawn(field: Ref, mean: float, std: float) -> Ref:
+        normal = builder.aten("add.Scalar", builder.aten("mul.Scalar", _normal(builder, field), std), mean)
+        return builder.aten("exp.default", normal) if "log" in op else normal
+
+    return _drawn(builder, op, arguments, drawn)
+
+
+@rewrites(STRUCTURE, aten("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor"))
+def _normal_of_fields(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    def drawn(mean: Any, std: Any) -> Ref:
+        given = [value for value in (mean, std) if isinstance(value, Ref)]
+        like = builder.aten("add.Tensor", *given) if len(given) == 2 else given[0]
+        spread = builder.aten(f"mul.{_kind(std)}", _normal(builder, like), std)
+        return builder.aten(f"add.{_kind(mean)}", spread, mean)
+
+    return _drawn(builder, op, arguments, drawn)
+
+
+@rewrites(STRUCTURE, aten("uniform"))
+def _uniform_between(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    start, stop = arguments["from"], arguments["to"]
+
+    def drawn(field: Ref, **_: float) -> Ref:
+        return builder.aten("add.Scalar", builder.aten("mul.Scalar", _uniform(builder, field), stop - start), start)
+
+    return _drawn(builder, op, arguments, drawn)
+
+
+@rewrites(STRUCTURE, aten("exponential"))
+def _exponential(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    return _drawn(builder, op, arguments, lambda field, lambd: builder.aten("div.Scalar", _log(builder, field), -lambd))
+
+
+@rewrites(STRUCTURE, aten("geometric"))
+def _geometric(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    def drawn(field: Ref, p: float) -> Ref:
+        failures = builder.aten("div.Scalar", _log(builder, field), math.log1p(-p) if p < 1 else -math.inf)
+        return builder.aten("add.Scalar", builder.aten("floor.default", failures), 1)
+
+    return _drawn(builder, op, arguments, drawn)
+
+
+@rewrites(STRUCTURE, aten("cauchy"))
+def _cauchy(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    def drawn(field: Ref, median: float, sigma: float) -> Ref:
+        angle = builder.aten("add.Scalar", builder.aten("mul.Scalar", _uniform(builder, field), math.pi), -math.pi / 2)
+        return builder.aten("add.Scalar", builder.aten("mul.Scalar", builder.aten("tan.default", angle), sigma), median)
+
+    return _drawn(builder, op, arguments, drawn)
+
+
+@rewrites(STRUCTURE, aten("random.from random.to randint_like randint_like.low_dtype"))
+def _integers(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    """Of a number with 53 digits; what needs more is drawn whole, as PyTorch does it."""
+    low = arguments.get("from", arguments.get("low")) or 0
+    high = arguments["to"] if "to" in arguments else arguments["high"]
+
+    def drawn(field: Ref, **_: Any) -> Ref:
+        if high is None or high - low > 2**53:
+            raise Refused("it draws from more numbers than a float64 tells apart")
+        wide = builder.aten("zeros_like.default", field, dtype=torch.float64)
+        scaled = builder.aten("mul.Scalar", _uniform(builder, wide), float(high - low))
+        return builder.aten("add.Scalar", builder.aten("floor.default", scaled), float(low))
+
+    return _drawn(builder, op, arguments, drawn)
+
+
+def _drawn(builder: Builder, op: str, arguments: dict[str, Any], drawn: Callable[..., Ref]) -> Any:
+    """By `drawn` for fields, from the operator's arguments; whatever it is made of gets no gradient."""
+    arguments = {
+        name: builder.aten("detach.default", value)
+        if isinstance(value, Ref) and builder.node(value).differentiable
+        else value
+        for name, value in arguments.items()
+    }
+    field = next((value for value in arguments.values() if builder.is_field(value)), None)
+    if field is None:
+        return builder.call(op, arguments)
+    settings = {name: value for name, value in arguments.items() if name not in _NOT_SETTINGS}
+    if "self" in arguments:
+        settings["field"] = settings.pop("self")
+    try:
+        return to_dtype(builder, drawn(**settings), arguments.get("dtype") or builder.node(field).dtype)
+    except Refused:
+        return whole_field(builder, op, arguments)
+
+
+def _normal(builder: Builder, field: Ref) -> Ref:
+    """Two uniform numbers make a normal one (Box and Muller, 1958)."""
     first, angle = _uniform(builder, field), _uniform(builder, field)
     log = builder.aten("log1p.default", builder.aten("neg.default", first))
     radius = builder.aten("sqrt.default", builder.aten("mul.Scalar", log, -2.0))
-    wave = builder.aten("cos.default", builder.aten("mul.Scalar", angle, 6.283185307179586))
-    normal = builder.aten("mul.Tensor", radius, wave)
-    return to_dtype(builder, normal, arguments.get("dtype") or builder.node(field).dtype)
+    wave = builder.aten("cos.default", builder.aten("mul.Scalar", angle, 2 * math.pi))
+    return builder.aten("mul.Tensor", radius, wave)
+
+
+def _log(builder: Builder, field: Ref) -> Ref:
+    """The logarithm of a uniform number in (0, 1): never 0, whose logarithm others take."""
+    uniform = builder.aten(
+        "clamp_min.default",
+        _uniform(builder, field),
+        2.0**-54 if builder.node(field).dtype == torch.float64 else 2.0**-25,
+    )
+    return builder.aten("log1p.default", builder.aten("neg.default", uniform))
+
+
+def _kind(value: Any) -> str:
+    return "Tensor" if isinstance(value, Ref) else "Scalar"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gigagrad.graphs.builder import Builder
-from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, Ref
+from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, MOMENTS, Ref
 from gigagrad.graphs.rewrites.common import ON_FIELDS, mean_and_variance, require_nchw, rewrites, spatial_dims, to_dtype
 from gigagrad.graphs.rows.pointwise import PIXEL_LOSSES
 from gigagrad.graphs.table import Refused, Whole, aten, register
@@ -48,11 +48,10 @@ def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     dims, spatial = spatial_dims(builder, field, arguments.get("dim"))
     if spatial == 0:
         return builder.call(op, arguments)
-    mean, variance, count = mean_and_variance(builder, field, dims)
     correction = arguments.get("correction")
     if correction is None:
         correction = 1 if arguments.get("unbiased", True) else 0
-    result = builder.aten("mul.Scalar", variance, count / max(count - correction, 0))
+    mean, result = mean_and_variance(builder, builder.reduction(MOMENTS, field, dims), correction)
     if ".std" in op:
         result = _deviation(builder, result, mean)
     shape = [1 if dim in dims else size for dim, size in enumerate(builder.node(field).shape)]
@@ -68,9 +67,11 @@ def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
 def _deviation(builder: Builder, variance: Ref, mean: Ref) -> Ref:
     """The root; 0 with gradient 0, as PyTorch has it, where a field is constant but for the rounding of its moments.
 
-    A variance of NaN is no constant field's.
+    A variance of NaN is no constant field's. The mean is as exact as a number of twice the digits.
     """
-    rounding = builder.aten("mul.Scalar", builder.aten("mul.Tensor", mean, mean), 8 * torch.finfo(torch.float64).eps)
+    rounding = builder.aten(
+        "mul.Scalar", builder.aten("mul.Tensor", mean, mean), 8 * torch.finfo(torch.float64).eps ** 3
+    )
     constant = builder.aten("le.Tensor", variance, builder.aten("detach.default", rounding))
     varies = builder.aten("logical_not.default", constant)
     safe = builder.aten("where.self", varies, variance, builder.aten("ones_like.default", variance))
@@ -90,6 +91,8 @@ def _extreme(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     if spatial == 0:
         return builder.one(op, arguments)
     lowest = op.split(".")[1] in ("amin", "min")
+    if not builder.node(field).dtype.is_floating_point:
+        return _integer_extreme(builder, field, dims, lowest=lowest, keepdim=bool(arguments.get("keepdim")))
     upright = builder.aten("neg.default", field) if lowest else field
     detached = builder.aten("detach.default", upright)
     top = builder.reduction(FIELD_MAX, detached, dims, keepdim=True)
@@ -107,6 +110,13 @@ def _extreme(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
         kept = [size for dim, size in enumerate(builder.node(field).shape) if dim not in dims]
         mean = builder.aten("view.default", mean, kept)
     return to_dtype(builder, mean, builder.node(field).dtype)
+
+
+def _integer_extreme(builder: Builder, field: Ref, dims: list[int], *, lowest: bool, keepdim: bool) -> Ref:
+    """Turned over bit by bit, integers of any kind are in the opposite order; some have no negative."""
+    upright = builder.aten("bitwise_not.default", field) if lowest else field
+    top = builder.reduction(FIELD_MAX, upright, dims, keepdim=keepdim)
+    return builder.aten("bitwise_not.default", top) if lowest else top
 
 
 @rewrites(ON_FIELDS, aten("adaptive_avg_pool2d"))

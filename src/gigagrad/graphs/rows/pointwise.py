@@ -234,10 +234,8 @@ _UNARY_INPUT = aten(
 _UNARY_OUTPUT = aten("exp expm1 sigmoid tanh")
 _UNARY_OUTPUT_CHAINED = aten("rsqrt sqrt tan reciprocal")
 _LINEAR = aten("add.Scalar sub.Scalar rsub.Scalar rsub.Tensor mul.Scalar div.Scalar neg positive")
-_STEPS = aten(
-    "div.Scalar_mode floor round sign trunc zeros_like ones_like full_like bitwise_not logical_not isnan isinf "
-    "isfinite nan_to_num"
-)
+_STEPS = aten("div.Scalar_mode floor round sign trunc bitwise_not logical_not isnan isinf isfinite nan_to_num")
+_SHAPES = aten("zeros_like ones_like full_like")
 _BINARY_INPUTS = aten(
     "div.Tensor_mode pow.Tensor_Tensor pow.Scalar maximum minimum atan2 fmod.Tensor fmod.Scalar "
     "remainder.Tensor remainder.Scalar lerp.Scalar lerp.Tensor addcmul addcdiv hypot logaddexp xlogy.Tensor"
@@ -261,6 +259,7 @@ register(Broadcasting(temporaries=2), _BINARY_INPUTS + PIXEL_LOSSES)
 register(Broadcasting(saved=Saved.OUTPUT), _UNARY_OUTPUT)
 register(Broadcasting(saved=Saved.OUTPUT, temporaries=2), _UNARY_OUTPUT_CHAINED)
 register(Broadcasting(saved=Saved.NOTHING), _STEPS + _NO_GRADIENT)
+register(Broadcasting(saved=Saved.NOTHING, differentiable=False), _SHAPES)
 register(Broadcasting(saved=Saved.NOTHING, affine=Affine.JOINTLY), _LINEAR)
 register(Broadcasting(saved=Saved.NOTHING), ["gigagrad.with_value.default"])
 register(Rectifier(temporaries=1), aten("hardtanh leaky_relu"))

@@ -30,6 +30,8 @@ RESIZING = {
     "aten.upsample_bilinear2d.vec": "bilinear",
     "aten.upsample_bicubic2d.vec": "bicubic",
 }
+_SMALL = 128
+"""Height and width together of the largest output that PyTorch resizes by another kernel (2.9 to 2.13, on the CPU)."""
 _CUBIC_A = -0.75  # the constant of PyTorch's bicubic kernel (Keys, 1981)
 
 
@@ -46,6 +48,9 @@ class Resize:
     out_size: int
     factor: float | None
     align_corners: bool
+    small: bool
+    """Whether PyTorch resizes the whole field by the kernel for small ones, in which nearest neighbours of an axis that
+    comes out once or twice as long are counted, whatever the factor."""
 
     @property
     def scale(self) -> float:
@@ -72,11 +77,12 @@ def _nearest(resize: Resize) -> torch.Tensor:
     The ramp is resized as an image, because PyTorch's 1-d kernel rounds differently from its 2-d one.
     """
     assert resize.size < 2**24, "indices beyond 2^24 are not exact in float32"
-    ramp_NCHW = torch.arange(resize.size, dtype=resize.dtype)[None, None, None]
+    rows = 1 if resize.small else _SMALL
+    ramp_NCHW = torch.arange(resize.size, dtype=resize.dtype).expand(1, 1, rows, -1)
     if resize.factor:
         out_NCHW = F.interpolate(ramp_NCHW, scale_factor=(1.0, resize.factor), mode=resize.mode)
     else:
-        out_NCHW = F.interpolate(ramp_NCHW, size=(1, resize.out_size), mode=resize.mode)
+        out_NCHW = F.interpolate(ramp_NCHW, size=(rows, resize.out_size), mode=resize.mode)
     assert out_NCHW.shape[-1] == resize.out_size
     return out_NCHW[0, 0, 0].to(torch.int64)
 
@@ -140,6 +146,7 @@ class Resampling(Row):
             call.node.size(axis),
             float(factors[axis]) if factors else None,
             bool(call.node.arguments.get("align_corners")),
+            small=call.node.size(0) + call.node.size(1) <= _SMALL,
         )
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
