@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gigagrad.graphs.places import (
-    ArrayPlace,
+    BytesPlace,
     CellPlace,
     ClassPlace,
     DictPlace,
@@ -70,7 +70,7 @@ CASES = {
     "class, changed": (lambda: ClassPlace(type("C", (), {"a": 1}), ""), lambda p: setattr(p.holder, "a", 2)),
     "slots": (slotted, lambda p: (setattr(p.holder, "b", 2), delattr(p.holder, "a"))),  # type: ignore[func-returns-value]
     "function": (function, lambda p: setattr(p.holder, "__kwdefaults__", {"y": 5})),
-    "array": (lambda: ArrayPlace(np.arange(6).reshape(2, 3), ""), lambda p: p.holder.__setitem__((0, 1), 9)),
+    "array": (lambda: BytesPlace(np.arange(6).reshape(2, 3), ""), lambda p: p.holder.__setitem__((0, 1), 9)),
     "random": (lambda: RandomPlace(random.Random(1), ""), drawing),
     "NumPy's generator": (lambda: RandomPlace(np.random.default_rng(1), ""), drawing),
     "NumPy's old generator": (lambda: RandomPlace(np.random.RandomState(1), ""), drawing),
@@ -111,7 +111,7 @@ def test_an_iterator_that_moves_on_is_seen(made):
 
 
 def test_large_arrays_are_told_by_a_digest():
-    place = ArrayPlace(np.zeros(2**18), "")
+    place = BytesPlace(np.zeros(2**18), "")
     before = place.read()
     assert not place.restorable
     assert len(before[1][0][2]) == 16

@@ -55,4 +55,10 @@ class Captures:
         if captured.left_out:
             told = f"forward stores {', '.join(captured.left_out)} for somebody to look at; it will not be found there"
             self._events.emit_once(Notice(told, warning=True))
+        if (unfollowed := captured.guard.unfollowed) is not None:
+            told = (
+                f"the model is traced anew in every call, because {unfollowed} may answer differently each time; keep "
+                "settings in attributes, dictionaries or lists of the model"
+            )
+            self._events.emit_once(Notice(told, warning=True))
         return captured

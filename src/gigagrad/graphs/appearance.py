@@ -75,33 +75,58 @@ class _Type(type, metaclass=_AsRun):
     """Stands for the builtin `type`, and names the class that a fake tensor stands for."""
 
 
+_originals: dict[int, int] = {}
+"""By the id of an object of the copy that runs: the id of what it is a copy of."""
+
+
+@contextmanager
+def ids_of(originals: dict[int, int]) -> Iterator[None]:
+    """Have code that asks for an `id` in the block get that of the original."""
+    held = dict(_originals)
+    _originals.clear()
+    _originals.update(originals)
+    try:
+        yield
+    finally:
+        _originals.clear()
+        _originals.update(held)
+
+
+def _id_of_original(value: Any, /) -> int:
+    return _originals.get(id(value), id(value))
+
+
+_SHOWN = {"type": _Type, "id": _id_of_original}
+
+
 class PlainTypes:
-    """Puts another `type` into the global names of code that asks for types, as long as it is traced."""
+    """Puts another `type` and `id` into the global names of code that asks for them, as long as it is traced."""
 
     def __init__(self) -> None:
-        self._into: list[dict[str, Any]] = []
+        self._into: list[tuple[dict[str, Any], str]] = []
 
     def add(self, code: types.CodeType, globals_: dict[str, Any]) -> None:
-        """Have this code see plain tensors."""
-        if "type" in code.co_names and "type" not in globals_:
-            globals_["type"] = _Type
-            self._into.append(globals_)
+        """Have this code see plain tensors, and the identities of the user's objects."""
+        for name, shown in _SHOWN.items():
+            if name in code.co_names and name not in globals_:
+                globals_[name] = shown
+                self._into.append((globals_, name))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the global names as they were meanwhile."""
         try:
-            for globals_ in self._into:
-                del globals_["type"]
+            for globals_, name in self._into:
+                del globals_[name]
             yield
         finally:
-            for globals_ in self._into:
-                globals_["type"] = _Type
+            for globals_, name in self._into:
+                globals_[name] = _SHOWN[name]
 
     def remove(self) -> None:
         """Leave the global names as they were."""
-        for globals_ in self._into:
-            globals_.pop("type", None)
+        for globals_, name in self._into:
+            globals_.pop(name, None)
         self._into.clear()
 
 

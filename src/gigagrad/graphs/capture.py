@@ -140,7 +140,7 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
         walk = Walk(roots_of(composite.model, composite.loss))
         inside = {id(tensor) for tensor in (*composite.parameters(), *composite.buffers())}
         outside = [tensor for _, tensor in walk.tensors if id(tensor) not in inside]
-        program, rehearsal = _exported(composite, image, target, outside)
+        program, rehearsal = _exported(composite, image, target, [*outside, *walk.uncopied])
         named = _named("image", image) + _named("target", target)
         closed = {f"{CLOSED}.{index}": tensor for index, tensor in enumerate(rehearsal.closed)}
         graph = _convert(program, composite, named, closed, rehearsal)

@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from gigagrad.errors import CaptureError
-from gigagrad.graphs.appearance import not_compiling
+from gigagrad.graphs.appearance import ids_of, not_compiling
 from gigagrad.graphs.constants import Constants
 from gigagrad.graphs.traceable import INSTEAD, batch_norm_traceable
 from gigagrad.graphs.walk import is_library
@@ -32,6 +32,7 @@ from gigagrad.graphs.writes import Learned, Writes
 SOURCE = "gigagrad source"
 CLOSED = "closed"
 """The prefix of tensors that the model and the loss read although no module of theirs holds them."""
+_VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 _ONLY_WHILE_TRACED = (
     CaptureError,
@@ -69,7 +70,13 @@ class Composite(nn.Module):
         buffers = {id(buffer) for buffer in before.values()}
         line = lambda: user_line(sys._getframe(1))  # noqa: E731
         originals.writes = writes = Writes(originals.known_writes, asking, buffers, line)
-        with _Observed(originals), not_compiling(), batch_norm_traceable(), writes.checkpoints.watched():
+        with (
+            _Observed(originals),
+            not_compiling(),
+            ids_of(originals.ids),
+            batch_norm_traceable(),
+            writes.checkpoints.watched(),
+        ):
             # With its batch axis an image that asks for a gradient is no leaf.
             output = self.model(*(image.view_as(image) if image.requires_grad else image for image in images))
             result = output if self.loss is None else self.loss(output, target)
@@ -105,11 +112,14 @@ class Composite(nn.Module):
             memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
         for buffer in self.buffers():
             memo[id(buffer)] = mode.from_tensor(buffer).to(self.dtype_of(buffer.dtype))
+        for tensor in (*self.parameters(), *self.buffers()):
+            vars(memo[id(tensor)]).update(vars(tensor))  # people write on tensors how they are to be treated
         named = {id(t): name for name, t in [*self.named_parameters(), *self.named_buffers()]}
         real = dict(self.named_buffers())
         made = copy.deepcopy(self, memo)
         made.add_module(CLOSED, nn.Module())
         made.__dict__["_originals"] = originals = Originals(made, mode, named, real)
+        originals.ids = {id(copied): original for original, copied in memo.items()}
         for tensor in closed:
             originals.adopt(tensor)
         return originals
@@ -136,6 +146,7 @@ class Originals:
         self.stopped: Exception | None = None
         """What ended a call that plain PyTorch would have let pass, whoever catches it."""
         self.known_writes: Learned | None = None
+        self.ids: dict[int, int] = {}
         self.writes: Writes
         """Of the last run."""
         self._mode = mode
@@ -181,6 +192,10 @@ class Originals:
             return type(value)(map(self.replacement, value))
         return value
 
+    def is_original(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter or a buffer of the copy stands for it."""
+        return not self._named.get(id(tensor), CLOSED).startswith(CLOSED)
+
     def stands_for(self, value: Any, original: Any) -> bool:
         """Whether one is what is in the place of the other."""
         known = isinstance(original, torch.Tensor) and id(original) in self._named
@@ -208,6 +223,11 @@ class _Observed(TorchFunctionMode):
             raise generator_error(user_line(sys._getframe(1)))
         if getattr(func, "__module__", None) == "torch._functorch.predispatch" or func in _DUAL:
             return func(*args, **(kwargs or {}))  # a transform, which export sees in calls of its own
+        if func == _VERSION and is_user_code(sys._getframe(1).f_code.co_filename):
+            raise CaptureError(
+                f"the model or the loss reads a tensor's _version at {user_line(sys._getframe(1))}, which is another "
+                "one in the copy that is traced; count in an attribute when the tensor is changed"
+            )
         func = INSTEAD.get(func, func)
         originals = self._originals
         args = tuple(map(originals.replacement, args))

@@ -25,6 +25,8 @@ class _Seen:
         self.metas = [_meta(tensor) for tensor in self.tensors]
         number: dict[int, int] = {}
         self.ties = [(path, number.setdefault(id(tensor), len(number))) for path, tensor in walk.tensors]
+        self.objects, self.kinds = walk.objects, list(map(type, walk.objects))
+        self.unfollowed = walk.unfollowed
         self.flags = _flags()
 
     def is_as(self, other: _Seen) -> bool:
@@ -40,9 +42,16 @@ class Guard:
         self._roots, self._ran, self._bound = roots, ran, bound
         self._seen = _Seen(roots, ran)
 
+    @property
+    def unfollowed(self) -> str | None:
+        """What code may have read that nobody can compare: such a guard never holds."""
+        return self._ran.unfollowed or self._seen.unfollowed
+
     def holds(self) -> bool:
         """Whether all is as it was; a guard that did not hold compares with what it saw before, whatever it met."""
         seen = self._seen
+        if self.unfollowed is not None or seen.kinds != list(map(type, seen.objects)):
+            return False
         if seen.flags != _flags() or seen.metas != [_meta(tensor) for tensor in seen.tensors]:
             return False
         moved = list[tuple[int, Contents]]()
@@ -73,17 +82,19 @@ class Guard:
     def _compare(self, place: Place, then: Contents, now: Contents) -> bool | None:
         """None: changed. Otherwise whether tensors were replaced by others of the same kind."""
         before, after = (
-            {key: value for key, value in zip(*contents, strict=True) if not place.attributes or self._ran.reads(key)}
+            [(key, value) for key, value in zip(*contents, strict=True) if not place.attributes or self._ran.reads(key)]
             for contents in (then, now)
         )
-        if len(before) != len(after) or not all(map(same, before, after)):
+        if len(before) != len(after):
             return None
         replaced = False
-        for one, other in zip(before.values(), after.values(), strict=True):
+        for (key, one), (key_now, other) in zip(before, after, strict=True):
+            if not same(key, key_now):
+                return None
             if not same(one, other):
                 if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
                     return None
-                if _meta(one) != _meta(other) or any(one is tensor for tensor in self._bound):
+                if self._ran.asks_ids or _meta(one) != _meta(other) or any(one is tensor for tensor in self._bound):
                     return None
                 replaced = True
         return replaced
@@ -100,7 +111,10 @@ def _flags() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.get_default_device(),
         *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
         backends.mkldnn.enabled,
         backends.mha.get_fastpath_enabled(),
         torch._C._get_flash_sdp_enabled(),

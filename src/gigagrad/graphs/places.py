@@ -6,17 +6,23 @@ no code of the user's: no property, no `__eq__`, no `__len__`.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
-import itertools
 import operator
 import types
+import weakref
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Collection
+from array import ArrayType
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
+
+from gigagrad.graphs.followed import LOCAL
 
 Contents = tuple[tuple[Any, ...], tuple[Any, ...]]
 """Keys, and the value of each."""
@@ -41,12 +47,15 @@ _ATOMS = (
     torch.layout,
     torch.memory_format,
 )
+_NAMESPACE: Any = vars(type)["__dict__"]
 _NESTS = (tuple, list, set, frozenset, dict)
 
 
 def is_atom(value: Any) -> bool:
     """Whether the value can never change and reaches nothing that can."""
-    return type(value) in _ATOMS or isinstance(value, np.generic)
+    if type(value) is types.BuiltinFunctionType:
+        return value.__self__ is None or issubclass(type(value.__self__), (type, types.ModuleType))
+    return type(value) in _ATOMS or issubclass(type(value), np.generic)
 
 
 def is_plain(value: Any) -> bool:
@@ -87,6 +96,8 @@ class Place(ABC):
     """Something that holds values by key. `path` says where it was found; `attributes`: its keys are names in code."""
 
     restorable = True
+    is_cache = False
+    """Whether what joins is what any later call would find anyway."""
 
     def __init__(self, holder: Any, path: str, *, attributes: bool = False) -> None:
         self.holder = holder
@@ -109,7 +120,9 @@ class Place(ABC):
         """How a person would name the entry."""
         if self.attributes:
             return f"{self.path}.{key}"
-        return self.path if key == "" else f"{self.path}[{key!r}]"
+        if type(key) is str and key == "":
+            return self.path
+        return f"{self.path}[{repr(key) if is_plain(key) else f'<{type(key).__name__} at {id(key):#x}>'}]"
 
 
 class DictPlace(Place):
@@ -133,26 +146,62 @@ class DictPlace(Place):
             dict.update(holder, zip(*contents, strict=True))
 
 
+class OrderedPlace(Place):
+    """An `OrderedDict`, which keeps an order of its own."""
+
+    def read(self) -> Contents:
+        keys = tuple(OrderedDict.__iter__(self.holder))
+        return keys, tuple([dict.__getitem__(self.holder, key) for key in keys])
+
+    def holds(self, contents: Contents) -> bool:
+        if len(contents[0]) == 0:
+            return dict.__len__(self.holder) == 0
+        return super().holds(contents)
+
+    def put(self, contents: Contents) -> None:
+        OrderedDict.clear(self.holder)
+        for key, value in zip(*contents, strict=True):
+            OrderedDict.__setitem__(self.holder, key, value)
+
+
+class LocalPlace(Place):
+    """What a `threading.local` holds for this thread."""
+
+    @property
+    def _mine(self) -> DictPlace:
+        return DictPlace(LOCAL.__getattribute__(self.holder, "__dict__"), self.path, attributes=True)
+
+    def read(self) -> Contents:
+        return self._mine.read()
+
+    def put(self, contents: Contents) -> None:
+        self._mine.put(contents)
+
+
 class ListPlace(Place):
     """A list, a deque or a bytearray, told by positions."""
 
+    def __init__(self, holder: Any, path: str) -> None:
+        super().__init__(holder, path)
+        self._kind = next(kind for kind in SEQUENCES if isinstance(holder, kind))
+
     def read(self) -> Contents:
-        values = tuple(self.holder)
+        values = tuple(self._kind.__iter__(self.holder))
         return tuple(range(len(values))), values
 
     def put(self, contents: Contents) -> None:
-        self.holder.clear()
-        self.holder.extend(contents[1])
+        self._kind.clear(self.holder)
+        self._kind.extend(self.holder, contents[1])
 
 
 class SetPlace(Place):
     def read(self) -> Contents:
-        keys = tuple(self.holder)
+        keys = tuple(set.__iter__(self.holder))
         return keys, keys
 
     def put(self, contents: Contents) -> None:
-        self.holder.clear()
-        self.holder.update(contents[0])
+        set.clear(self.holder)
+        set.update(self.holder, contents[0])
 
 
 class NamesPlace(Place):
@@ -177,12 +226,12 @@ class ClassPlace(Place):
     """A class's own attributes."""
 
     def read(self) -> Contents:
-        own = vars(self.holder)
+        own = _namespace_of(self.holder)
         return tuple(own), tuple(own.values())
 
     def put(self, contents: Contents) -> None:
         then = dict(zip(*contents, strict=True))
-        for name, value in dict(vars(self.holder)).items():
+        for name, value in dict(_namespace_of(self.holder)).items():
             if name not in then:
                 type.__delattr__(self.holder, name)
             elif then[name] is not value:
@@ -207,10 +256,8 @@ class SlotsPlace(Place):
 
     def put(self, contents: Contents) -> None:
         for slot, value in zip(self.slots, contents[1], strict=True):
-            if value is not MISSING:
-                slot.__set__(self.holder, value)
-            elif self._value(slot) is not MISSING:
-                slot.__delete__(self.holder)
+            if self._value(slot) is not value:
+                slot.__delete__(self.holder) if value is MISSING else slot.__set__(self.holder, value)
 
 
 class CellPlace(SlotsPlace):
@@ -228,24 +275,96 @@ class FunctionPlace(SlotsPlace):
         super().__init__(holder, path, parts, attributes=False)
 
 
-class ArrayPlace(Place):
-    """A NumPy array's values: their bytes, or a digest of them where they are many."""
+class BytesPlace(Place):
+    """The values of a NumPy array, or of anything else that is a piece of memory: its bytes, or a digest of many."""
 
     _MOST_BYTES = 2**20
 
-    @property
-    def restorable(self) -> bool:  # type: ignore[override]
-        return bool(self.holder.nbytes <= self._MOST_BYTES and self.holder.dtype != object)
+    def __init__(self, holder: Any, path: str) -> None:
+        super().__init__(holder, path)
+        self.restorable = self._array().nbytes <= self._MOST_BYTES
+
+    def _array(self) -> np.ndarray[Any, Any]:
+        if isinstance(self.holder, np.ndarray):
+            return np.ndarray.view(self.holder, np.ndarray)
+        view = memoryview(self.holder)
+        return np.frombuffer(view if view.contiguous else view.tobytes(), np.uint8)
 
     def read(self) -> Contents:
-        array = self.holder
-        values = b"" if array.dtype == object else array.tobytes() if self.restorable else _digest(array)
+        array = self._array()
+        values = array.tobytes() if array.nbytes <= self._MOST_BYTES else _digest(array)
         return ("",), ((array.shape, array.dtype.str, values),)
 
     def put(self, contents: Contents) -> None:
-        shape, dtype, values = contents[1][0]
-        if self.restorable and self.holder.shape == shape:
-            self.holder[...] = np.frombuffer(values, dtype).reshape(shape)
+        shape, _, values = contents[1][0]
+        array = self._array()
+        if array.shape == shape and array.flags.writeable:
+            array[...] = np.frombuffer(values, array.dtype).reshape(shape)
+        elif isinstance(self.holder, ArrayType):
+            del array  # who looks at its memory keeps it from changing its length
+            del self.holder[:]
+            self.holder.frombytes(values)
+
+
+class ObjectsPlace(Place):
+    """A NumPy array of objects, in all of its fields."""
+
+    restorable = False
+
+    def read(self) -> Contents:
+        found = np.ndarray.ravel(self.holder).tolist()
+        values = tuple(found) if self.holder.dtype == object else tuple(_leaves(found))
+        return tuple(range(len(values))), values
+
+    def put(self, contents: Contents) -> None:
+        """Nothing can be done."""
+
+
+class ContextPlace(Place):
+    """A context variable."""
+
+    def __init__(self, holder: Any, path: str) -> None:
+        super().__init__(holder, path)
+        self.restorable = holder.get(MISSING) is not MISSING  # nobody can unset one
+
+    def read(self) -> Contents:
+        return ("",), (self.holder.get(MISSING),)
+
+    def put(self, contents: Contents) -> None:
+        if contents[1][0] is not MISSING:
+            self.holder.set(contents[1][0])
+
+
+class WeakPlace(Place):
+    """Whether what is referred to weakly is still there. Nothing here keeps it."""
+
+    restorable = False
+
+    def read(self) -> Contents:
+        return ("",), (weakref.ref.__call__(self.holder) is None,)
+
+    def put(self, contents: Contents) -> None:
+        """Nothing can be done."""
+
+
+class CachePlace(Place):
+    """What a function with an `lru_cache` remembers. Tensors are not left there: those that joined were traced."""
+
+    is_cache = True
+
+    def read(self) -> Contents:
+        found = gc.get_referents(self.holder)
+        held = [part for one in found for part in (one.values() if type(one) is dict else (one,))]
+        return ("",), (tuple(sorted({id(one): one for one in held}.values(), key=id)),)
+
+    def holds(self, contents: Contents) -> bool:
+        return set(map(id, contents[1][0])) <= set(map(id, self.read()[1][0]))
+
+    def put(self, contents: Contents) -> None:
+        known = set(map(id, contents[1][0]))
+        joined = [value for value in self.read()[1][0] if id(value) not in known]
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(joined)):
+            self.holder.cache_clear()
 
 
 class RandomPlace(Place):
@@ -275,15 +394,26 @@ class IteratorPlace(Place):
     restorable = False
 
     def read(self) -> Contents:
-        if isinstance(self.holder, types.GeneratorType):
-            frame = self.holder.gi_frame
-            values = () if frame is None else tuple(v if is_plain(v) else id(v) for v in frame.f_locals.values())
-            return ("",), ((-1 if frame is None else frame.f_lasti, repr(values)),)
-        left = getattr(self.holder, "__length_hint__", None)
-        return ("",), (repr(self.holder) if left is None else left(),)
+        if type(self.holder) is not types.GeneratorType:
+            own = object.__basicsize__, type(self.holder).__basicsize__ - object.__basicsize__
+            return ("",), (ctypes.string_at(id(self.holder) + own[0], own[1]),)
+        frame = self.holder.gi_frame
+        values = () if frame is None else tuple(v if is_plain(v) else id(v) for v in frame.f_locals.values())
+        return ("",), ((-1 if frame is None else frame.f_lasti, repr(values)),)
 
     def put(self, contents: Contents) -> None:
         """Nothing can be done."""
+
+
+def _namespace_of(kind: type) -> types.MappingProxyType[str, Any]:
+    found: types.MappingProxyType[str, Any] = _NAMESPACE.__get__(kind)
+    return found
+
+
+def _leaves(records: Any) -> Iterator[Any]:
+    """What stands in structured arrays' records, which may be nested."""
+    for value in records:
+        yield from _leaves(value) if type(value) in (tuple, list) else (value,)
 
 
 def _digest(array: np.ndarray[Any, Any]) -> bytes:
@@ -307,9 +437,4 @@ def _thawed(state: Any) -> Any:
     return tuple(map(_thawed, state)) if isinstance(state, tuple) else state
 
 
-ITERATORS: tuple[type, ...] = (
-    types.GeneratorType,
-    itertools.count,
-    *map(type, (iter([]), iter(()), iter({}), iter(set[int]()), iter(range(0)))),
-)
-SEQUENCES = (list, deque, bytearray)
+SEQUENCES: tuple[Any, ...] = (list, deque, bytearray)

@@ -27,9 +27,17 @@ from torch.utils._pytree import tree_leaves
 
 from gigagrad.errors import CaptureError
 from gigagrad.graphs.appearance import PlainTypes, plain_types
-from gigagrad.graphs.composite import CLOSED, Composite, hook_error, is_user_code, unfollowed_error, user_line
+from gigagrad.graphs.composite import (
+    CLOSED,
+    Composite,
+    Originals,
+    hook_error,
+    is_user_code,
+    unfollowed_error,
+    user_line,
+)
 from gigagrad.graphs.places import MISSING, Contents, Place, RandomPlace, are_identical, is_plain, same
-from gigagrad.graphs.walk import Ran, Walk
+from gigagrad.graphs.walk import KEY, Ran, Walk
 from gigagrad.graphs.writes import Learned, own_gradient_error
 
 _REGISTERED = "GeneratedBackwardFor_"  # how PyTorch names the backward of an operator registered with it
@@ -249,6 +257,7 @@ def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: l
         asks = {name: parameter.requires_grad for name, parameter in copy.composite.named_parameters()}
         frozen = tuple(name for name, asked in asking.items() if asked and not asks.get(name, True))
         _refuse_own_gradients(output)
+        _refuse_keys(snapshot.walk, copy, ran)
         changes = [change for change in snapshot.changes() if not copy.stands_for(change.after, change.before)]
         later = Snapshot(snapshot.walk)
         second: _Trace | None = _Trace(inputs, copy.composite, first.kept)
@@ -261,6 +270,7 @@ def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: l
         again = {(_key(change.place), change.key) for change in later.changes()}
     finally:
         snapshot.restore()
+    ran.any_name = ran.any_name or snapshot.walk.any_name
     differs = "" if second is None else first.parts_from(second)
     alike = differs is None
     carried, left_out = _sorted_out(changes, again, first, ran, differs)
@@ -272,7 +282,7 @@ def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: l
         {name: made for name, made in _SHARED_GENERATORS.items() if _drawn_from(made, changes)},
         writes,
         frozen,
-        tuple(change.name for change in left_out),
+        tuple(change.name for change in left_out if not change.place.is_cache),
         copy.asked,
     )
 
@@ -374,7 +384,7 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
                 )
             if frame.f_code.co_name == "<module>":
                 importing.append(frame)
-            elif not importing and ran.add(frame.f_code, frame.f_globals):
+            elif not importing and ran.add(frame):
                 with plain.paused():
                     snapshot.walk.visit_globals(frame.f_code, frame.f_globals)
                     snapshot.extend()
@@ -391,6 +401,8 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
                 "graph is made and not in its runs; seed before the engine is called or by gg.compile(seed=...), and "
                 "keep numbers that are to be the same in every call in a buffer (register_buffer)"
             )
+        elif event == "c_call" and not importing:
+            ran.add_call(argument, frame)
 
     plain = PlainTypes()
     before: Any = sys.getprofile()
@@ -432,6 +444,17 @@ def _missing(node: Any) -> str:
     except RuntimeError as error:
         return str(error).removesuffix(" is not implemented")
     return "derivative of an operator"
+
+
+def _refuse_keys(walk: Walk, copy: Originals, ran: Ran) -> None:
+    """A copy's parameters are found in no dictionary that is not copied with them."""
+    for where, tensor in walk.tensors:
+        held = where.removesuffix(KEY)
+        if held != where and copy.is_original(tensor) and ran.reads(held.rpartition(".")[2].partition("[")[0]):
+            raise CaptureError(
+                f"{_tidy(held)} is a dictionary outside of the model whose keys are parameters or buffers of it, and a "
+                "copy of the model is traced; make it an attribute of the model, or let its keys be names"
+            )
 
 
 def _refuse_own_gradients(output: Any) -> None:

@@ -8,36 +8,59 @@ ASPLOS 2024): what code never ran has read nothing.
 from __future__ import annotations
 
 import builtins
+import contextvars
+import copy
 import functools
+import gc
+import logging
 import random
 import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from gigagrad.graphs.followed import (
+    CACHE,
+    DYNAMIC,
+    LOCAL,
+    REFERRING,
+    WHOLE,
+    is_fixed,
+    is_iterator,
+    is_reader,
+    reads_elsewhere,
+    storage,
+)
 from gigagrad.graphs.places import (
-    ITERATORS,
     MISSING,
     SEQUENCES,
-    ArrayPlace,
+    BytesPlace,
+    CachePlace,
     CellPlace,
     ClassPlace,
+    ContextPlace,
     DictPlace,
     FunctionPlace,
     IteratorPlace,
     ListPlace,
+    LocalPlace,
     NamesPlace,
+    ObjectsPlace,
+    OrderedPlace,
     Place,
     RandomPlace,
     SetPlace,
     SlotsPlace,
+    WeakPlace,
     is_atom,
 )
 
@@ -50,6 +73,14 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib").replace("\\", "/")
 _OWN = str(Path(__file__).parent).replace("\\", "/")
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "deepcopy", "asdict"})
 """Names in code that reads attributes by names which are not in the code."""
+KEY = " (a key)"
+_MEMORY = ("array", "_ctypes", "mmap")
+"""Modules of types that are pieces of memory."""
+_ASKING = frozenset({"getattr", "hasattr"})
+_TELLING = ("logging/", "warnings.py", "linecache.py", "traceback.py")
+_ROOTS = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "sympy", "mpmath"}
+_FOLLOWED = ("os", "sys")
+"""Modules of Python's own that people keep settings in."""
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -61,35 +92,70 @@ def is_library(filename: str) -> bool:
     return standard or slashed.startswith((*_LIBRARIES, _OWN, "<frozen")) or any(tool in slashed for tool in _TOOLS)
 
 
+@functools.lru_cache(maxsize=65_536)
+def _is_pythons(filename: str) -> bool:
+    """Whether code belongs to Python's own library. Logs and warnings tell somebody else, whatever they read."""
+    if filename.startswith("<frozen "):
+        return not filename.startswith("<frozen importlib")
+    slashed = filename.replace("\\", "/")
+    inside = slashed.removeprefix(f"{_STANDARD_LIBRARY}/")
+    return inside != slashed and not inside.startswith(("site-packages/", "dist-packages/", *_TELLING))
+
+
 class Ran:
     """The code that ran while a model was tried, and the names in it: attributes and globals that it may have read."""
 
     def __init__(self) -> None:
-        self.globals: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
+        self.globals: dict[tuple[int, int], tuple[types.CodeType, dict[str, Any]]] = {}
         self.names: set[str] = set()
         self.any_name = False
+        self.asks_ids = False
+        """Whether it matters which object a tensor is."""
+        self.unfollowed: str | None = None
+        """What was asked that nobody can compare with what it would answer now, and where."""
 
-    def add(self, code: types.CodeType, globals_: dict[str, Any]) -> bool:
+    def add(self, frame: types.FrameType) -> bool:
         """Whether this is new code with globals that may be somebody's settings."""
-        if id(code) in self.globals:
+        code, globals_ = frame.f_code, frame.f_globals
+        key = id(code), id(globals_)  # one code may run with several
+        if key in self.globals:
             return False
-        self.globals[id(code)] = code, globals_
-        names = [*code.co_names, *(text for text in code.co_consts if isinstance(text, str) and text.isidentifier())]
+        self.globals[key] = code, globals_
+        names = _texts(code)
         self.names.update(names)
-        own = self.is_users(code)
+        own = self.is_users(code, globals_)
+        self.asks_ids = self.asks_ids or (own and "id" in names)
         self.any_name = self.any_name or (own and not _DYNAMIC.isdisjoint(names))
+        if not own and is_reader(code) and (line := _users_line(frame.f_back)):
+            self.unfollowed = self.unfollowed or f"{code.co_name} at {line}"
         return own
 
+    def add_call(self, function: Any, frame: types.FrameType) -> None:
+        """Note a call of a function written in C."""
+        if self.unfollowed is None and (line := _users_line(frame)) and reads_elsewhere(function):
+            self.unfollowed = f"{function.__qualname__} at {line}"
+
     @staticmethod
-    def is_users(code: types.CodeType) -> bool:
-        return not is_library(code.co_filename)
+    def is_users(code: types.CodeType, globals_: dict[str, Any]) -> bool:
+        """Code that was made while a program runs, as that of data classes, belongs to who made it."""
+        made = code.co_filename.startswith("<")
+        return not is_library(str(globals_.get("__file__", code.co_filename)) if made else code.co_filename)
 
     def users(self) -> list[tuple[types.CodeType, dict[str, Any]]]:
         """The user's code among it, with its globals."""
-        return [(code, globals_) for code, globals_ in self.globals.values() if self.is_users(code)]
+        return [(code, globals_) for code, globals_ in self.globals.values() if self.is_users(code, globals_)]
 
     def reads(self, name: Any) -> bool:
         return self.any_name or name in self.names
+
+
+def _users_line(frame: types.FrameType | None) -> str:
+    """`file:line` of the user's code that a frame is or that Python's own library runs for; empty if it is neither."""
+    while frame is not None and _is_pythons(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None or is_library(frame.f_code.co_filename):
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Walk:
@@ -101,9 +167,21 @@ class Walk:
     def __init__(self, roots: Mapping[str, Any], ran: Ran | None = None) -> None:
         self.places: list[Place] = []
         self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.objects: list[Any] = []
+        """Those with attributes of their own, whose class may be exchanged."""
+        self.uncopied: list[Any] = []
+        """What a copy of a model can only share with it."""
+        self.unfollowed: str | None = None
+        """What is reached and cannot be read, by its name and type."""
+        self.any_name = False
+        """Whether something was met that reads attributes whose names stand in no code."""
         self._ran = ran
         self._seen: dict[int, Any] = {}
         self._namespaces: dict[int, dict[str, None]] = {}
+        self._modules: dict[int, types.ModuleType] = {}
+        self._names: set[str] = set()
+        self._asked: set[str] = set()
+        self._weakly: set[int] = set()
         for path, root in roots.items():
             self.visit(root, path)
         if ran is not None:
@@ -114,8 +192,11 @@ class Walk:
         waiting = [(value, path)]
         while waiting and len(self.places) < _MOST_PLACES:
             found, where = waiting.pop()
-            if isinstance(found, torch.Tensor):
+            if issubclass(type(found), torch.Tensor):
                 self.tensors.append((where, found))  # under every name: which are one tensor matters, too
+                if id(found) not in self._seen and type(found) is not FakeTensor:
+                    self._seen[id(found)] = found
+                    waiting.extend(self._noted(DictPlace(vars(found), where, attributes=True)))
                 continue
             if is_atom(found) or found is MISSING or id(found) in self._seen:
                 continue
@@ -124,18 +205,35 @@ class Walk:
 
     def visit_ran(self, ran: Ran) -> None:
         """The globals of all the user's code that ran."""
-        for code, globals_ in ran.globals.values():
-            if ran.is_users(code):
-                self.visit_globals(code, globals_)
+        for code, globals_ in ran.users():
+            self.visit_globals(code, globals_)
 
     def visit_globals(self, code: types.CodeType, globals_: dict[str, Any]) -> None:
-        """The globals that code mentions, and attributes of modules among them."""
-        module = str(globals_.get("__name__", "globals"))
-        self._visit_names(globals_, _all_names(code), module)
+        """The globals that code mentions, the modules that it imports, and what it may read of all modules met."""
+        names = _all_names(code)
+        self._visit_names(globals_, names, str(globals_.get("__name__", "globals")), vars(builtins).keys())
+        self._visit_names(sys.modules, _imported(names, str(globals_.get("__package__"))), "sys.modules")
+        for module in [space.get(name) for name in names for space in (globals_, sys.modules)]:
+            if type(module) is types.ModuleType and module.__name__ in sys.stdlib_module_names:
+                for name in names & vars(module).keys():
+                    self._note_class(vars(module)[name], f"{module.__name__}.{name}")
+        new = names - self._names
+        self._names |= new
+        if not _ASKING.isdisjoint(names):
+            self._asked |= names
+        for module in list(self._modules.values()):
+            self._visit_names(vars(module), new, module.__name__, self._asked)
 
-    def _visit_names(self, space: dict[str, Any], names: frozenset[str], path: str) -> None:
+    def _visit_module(self, module: types.ModuleType) -> None:
+        if module.__name__ not in _FOLLOWED and is_library_module(module):
+            return
+        self._modules[id(module)] = module
+        self._visit_names(vars(module), self._names | {"environ"}, module.__name__, self._asked)
+
+    def _visit_names(self, space: dict[str, Any], names: Set[str], path: str, absent: Set[str] = frozenset()) -> None:
+        """`absent`: those that matter even where they are not there yet."""
         known = self._namespaces.setdefault(id(space), {})
-        new = [name for name in names if name not in known and (name in space or name in vars(builtins))]
+        new = [name for name in names if name not in known and (name in space or name in absent)]
         if not new:
             return
         known.update(dict.fromkeys(sorted(new)))
@@ -143,59 +241,114 @@ class Walk:
         self.places.append(place)
         for name in place.names:
             value = space.get(name, MISSING)
-            if type(value) is types.ModuleType:
-                if not is_library(getattr(value, "__file__", None) or "<frozen>") or value.__name__ == "os":
-                    self._visit_names(vars(value), names, value.__name__)
-            else:
-                self.visit(value, place.described(name))
+            self.visit(value, place.described(name))
+            self._note_class(value, place.described(name))
 
     def _look(self, value: Any, path: str) -> Iterator[tuple[Any, str]]:
-        """Note what kind of place a value is; what it leads to."""
-        kind = type(value)
-        if isinstance(value, dict):
+        """Note what kind of place a value is; what it leads to. By its type: what it says of itself is its own code."""
+        kind: Any = type(value)
+        made_of = storage(kind)
+        if issubclass(kind, logging.Handler):  # what is logged comes back to nobody
+            return
+        if issubclass(kind, logging.Logger):  # what follows from levels, which capture itself makes it forget
+            cache = object.__getattribute__(value, "_cache")
+            self._seen[id(cache)] = cache
+        if made_of is OrderedDict:
+            yield from self._noted(OrderedPlace(value, path))
+        elif value is sys.modules:
+            users = [n for n, m in value.items() if not isinstance(m, types.ModuleType) or not is_library_module(m)]
+            self._visit_names(value, frozenset(users), path)
+        elif issubclass(kind, dict):
             yield from self._noted(DictPlace(value, path))
-            yield from self._attributes(value, path)
-        elif kind in SEQUENCES:
+        elif issubclass(kind, SEQUENCES):
             yield from self._noted(ListPlace(value, path))
-        elif isinstance(value, list | tuple | frozenset):
-            if isinstance(value, list):
-                self.places.append(ListPlace(value, path))
-            yield from ((item, f"{path}[{index}]") for index, item in enumerate(value))
-            yield from self._attributes(value, path)
-        elif isinstance(value, set):
+        elif issubclass(kind, tuple | frozenset):
+            items = (tuple if issubclass(kind, tuple) else frozenset).__iter__(value)
+            yield from ((item, f"{path}[{index}]") for index, item in enumerate(items))
+        elif issubclass(kind, set):
             yield from self._noted(SetPlace(value, path))
         elif kind is types.FunctionType:
             yield from self._look_function(value, path)
+            return
         elif kind is types.MethodType:
             yield from ((value.__func__, path), (value.__self__, f"{path}.__self__"))
         elif kind is types.CellType:
             yield from self._noted(CellPlace(value, path))
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             yield from self._look_class(value, path)
-        elif isinstance(value, np.ndarray):
-            self.places.append(ArrayPlace(value, path))
-            if value.dtype == object:
-                yield from ((item, f"{path}[{index}]") for index, item in enumerate(value.flat))
-        elif isinstance(value, GENERATORS):
+            return
+        elif issubclass(kind, np.ndarray):
+            self.places.append((ObjectsPlace if value.dtype.hasobject else BytesPlace)(value, path))
+            if value.dtype.hasobject:
+                yield from ((item, f"{path}[{index}]") for index, item in enumerate(self.places[-1].read()[1]))
+        elif issubclass(kind, GENERATORS):
             self.places.append(RandomPlace(value, path))
-        elif kind in ITERATORS:
-            self.places.append(IteratorPlace(value, path))
-        elif isinstance(value, weakref.ref):
-            yield value(), path
-        elif kind is not types.ModuleType:
-            yield from self._look_object(value, path)
-
-    def _look_object(self, value: Any, path: str) -> Iterator[tuple[Any, str]]:
-        if isinstance(value, property):
-            yield from ((part, path) for part in (value.fget, value.fset) if part is not None)
-        elif isinstance(value, staticmethod | classmethod):
-            yield value.__func__, path
-        elif isinstance(value, functools.partial):
-            yield from ((value.func, path), (value.args, path), (value.keywords, path))
+        elif issubclass(kind, types.ModuleType):
+            self._visit_module(value)
+            self._share(value)
+            return
+        else:
+            yield from self._look_inside(value, made_of, path)
         yield from self._attributes(value, path)
+
+    def _look_inside(self, value: Any, made_of: type, path: str) -> Iterator[tuple[Any, str]]:
+        """Objects that are written in C."""
+        if made_of is weakref.ref:
+            self.places.append(WeakPlace(value, path))
+            referent = weakref.ref.__call__(value)
+            self._weakly.add(id(referent))
+            yield referent, path
+            self._share(value)
+        elif made_of is contextvars.ContextVar:
+            yield from self._noted(ContextPlace(value, path))
+            self._share(value)
+        elif made_of is LOCAL:
+            yield from self._noted(LocalPlace(value, path, attributes=True))
+            self._share(value)
+        elif made_of is CACHE:
+            self.places.append(CachePlace(value, path))
+            yield value.__wrapped__, path
+        elif made_of is types.GeneratorType or is_iterator(made_of):
+            self.places.append(IteratorPlace(value, path))
+            yield from ((part, path) for part in gc.get_referents(value))
+            self._share(value)
+        elif made_of in REFERRING:
+            yield from ((part, path) for part in gc.get_referents(value))
+            self.any_name = self.any_name or made_of in DYNAMIC
+            self._share(value)
+        elif is_fixed(type(value)):
+            self._share(value)
+        elif made_of not in WHOLE:
+            self._share(value)
+            try:
+                self.places.append(BytesPlace(value, path))
+            except (TypeError, ValueError, BufferError):
+                self._note_unfollowed(value, path)
+
+    def _note_class(self, kind: Any, path: str) -> None:
+        """Note a class that code mentions, where nobody could follow what is made of it."""
+        if issubclass(type(kind), type):
+            made_of = storage(kind)
+            known = made_of in WHOLE or made_of in REFERRING or made_of in (types.GeneratorType, *GENERATORS)
+            if not (known or is_iterator(made_of) or is_fixed(kind) or made_of.__module__ in _MEMORY):
+                self._note_unfollowed(kind, path)
+
+    def _note_unfollowed(self, value: Any, path: str) -> None:
+        kind = value if issubclass(type(value), type) else type(value)
+        self.unfollowed = self.unfollowed or f"'{path}' ({kind.__module__}.{kind.__qualname__})"
+
+    def _share(self, value: Any) -> None:
+        """Note what no copy can be made of. None of the user's code is asked."""
+        if type(value) not in copy._deepcopy_dispatch and not hasattr(value, "__deepcopy__"):  # type: ignore[attr-defined]
+            try:
+                object.__reduce_ex__(value, 4)
+            except TypeError:
+                self.uncopied.append(value)
 
     def _look_function(self, function: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:
         if is_library(function.__code__.co_filename) and function.__closure__ is None:
+            if function.__module__ in _FOLLOWED:
+                yield sys.modules[function.__module__], path
             return
         yield from self._noted(FunctionPlace(function, path))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -208,7 +361,7 @@ class Walk:
             if base.__module__ == "builtins" or (base is not kind and id(base) in self._seen):
                 continue
             self._seen[id(base)] = base
-            own = not is_library(getattr(sys.modules.get(base.__module__), "__file__", None) or "")
+            own = not _is_in_library(base)
             if not own and not issubclass(base, nn.Module):
                 continue
             place = ClassPlace(base, base.__qualname__, attributes=True)
@@ -216,36 +369,94 @@ class Walk:
                 yield from self._noted(place)
             else:
                 self.places.append(place)
+        if type(kind) is not type:
+            yield type(kind), type(kind).__qualname__
 
     def _attributes(self, value: Any, path: str) -> Iterator[tuple[Any, str]]:
         """Those in a `__dict__` and those in slots, and the class."""
-        if type(value).__module__ in ("builtins", "collections"):
+        kind = type(value)
+        if kind is OrderedDict:  # a model has hundreds, of hooks, and nobody gives them attributes
             return
+        slots, parts = _slots(kind)
         try:
             attributes = object.__getattribute__(value, "__dict__")
         except AttributeError:
             attributes = None
         if type(attributes) is dict:
             yield from self._noted(DictPlace(attributes, path, attributes=True))
-        slots = [
-            (name, slot)
-            for base in type(value).__mro__
-            for name, slot in vars(base).items()
-            if isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(base)
-        ]
         if slots:
             yield from self._noted(SlotsPlace(value, path, slots))
-        yield type(value), type(value).__qualname__
+        if parts:
+            yield from self._noted(SlotsPlace(value, path, parts, attributes=False))
+        if kind.__module__ != "builtins" and (slots or attributes is not None):
+            if id(value) not in self._weakly:
+                self.objects.append(value)
+            yield kind, kind.__qualname__
 
     def _noted(self, place: Place) -> Iterator[tuple[Any, str]]:
         self.places.append(place)
-        for key, value in zip(*place.read(), strict=True):
+        keys, values = place.read()
+        for key, value in zip(keys, values, strict=True):
             if not place.attributes or self._ran is None or self._ran.reads(key):
                 yield value, place.described(key)
+            if not place.attributes and key is not value and not is_atom(key):
+                yield key, f"{place.path}{KEY}"
+
+
+@functools.lru_cache(maxsize=65_536)
+def _slots(kind: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """What descriptors read of such objects: their `__slots__`, and what a type written in C shows of itself."""
+    slots, parts = list[tuple[str, Any]](), list[tuple[str, Any]]()
+    for base in kind.__mro__:
+        for name, slot in vars(base).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                if "__slots__" in vars(base):
+                    slots.append((name, slot))
+                elif not name.startswith("__"):
+                    parts.append((name, slot))
+    if issubclass(kind, BaseException):
+        parts.append(("args", vars(BaseException)["args"]))
+    return slots, parts
+
+
+def _is_in_library(kind: type) -> bool:
+    """Whether a class belongs to Python's library, PyTorch's or NumPy's: those made while a program runs do not, though
+    they may be called as if."""
+    module = sys.modules.get(kind.__module__)
+    root = kind.__qualname__.partition(".")[0]
+    return module is not None and is_library_module(module) and root in vars(module)
+
+
+def _imported(names: Set[str], package: str) -> frozenset[str]:
+    """The modules that people keep settings in, among those that names can stand for."""
+    found = {name: sys.modules.get(name) for given in names for name in (given, f"{package}.{given}")}
+    return frozenset(
+        name
+        for name, module in found.items()
+        if isinstance(module, types.ModuleType) and (name in _FOLLOWED or not is_library_module(module))
+    )
+
+
+def is_library_module(module: types.ModuleType) -> bool:
+    """Whether a module belongs to Python, PyTorch, NumPy or gigagrad's capture."""
+    file = vars(module).get("__file__")
+    if file is None:
+        return module.__name__.partition(".")[0] in _ROOTS
+    return is_library(str(file)) or module.__name__.startswith("torch.")
+
+
+@functools.lru_cache(maxsize=65_536)
+def _texts(code: types.CodeType) -> tuple[str, ...]:
+    """The names in code, and what it may use as a name: text that could be that of an attribute or of a module."""
+    return (
+        *code.co_names,
+        *code.co_freevars,
+        *(t for t in code.co_consts if isinstance(t, str) and t.replace(".", "_").isidentifier()),
+    )
 
 
 @functools.lru_cache(maxsize=65_536)
 def _all_names(code: types.CodeType) -> frozenset[str]:
-    """The names in code and in the functions and comprehensions inside it."""
+    """The names in code and in the functions and comprehensions inside it, and texts that may be names."""
     inner = (_all_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
+    return frozenset(_texts(code)).union(*inner)

@@ -1,0 +1,129 @@
+"""What is known of Python's own objects and functions: where the state of an object lies, and what a call can read.
+
+Both lists are closed. An object whose storage is not known here, and a function that may read what no walk finds (a
+clock, a file, settings of the process), are for nobody to compare: a model that uses one is traced in every call.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import datetime
+import functools
+import operator
+import re
+import sys
+import types
+import typing
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+_POINTER = tuple.__itemsize__
+CACHE: type = type(functools.lru_cache(len))
+LOCAL: Any = type(sys.modules["_thread"]._local())
+_LOCK, _RLOCK = (type(sys.modules["_thread"].allocate_lock()), sys.modules["_thread"].RLock)
+_HELD: tuple[dict[str, int], ...] = ({}, collections.OrderedDict())
+_VIEWS = [type(view) for held in _HELD for view in (held.keys(), held.values(), held.items())]
+
+WHOLE = frozenset(
+    {
+        *(object, type, int, float, complex, str, bytes, BaseException, dict, list, tuple, set, frozenset, bytearray),
+        *(collections.deque, collections.OrderedDict, collections.defaultdict, torch.Size, np.ndarray),
+        *(types.FunctionType, types.CellType, types.MethodType, types.ModuleType),
+        *(weakref.ref, contextvars.ContextVar, LOCAL, CACHE, torch._C.TensorBase),
+    }
+)
+"""Storage that a walk looks into, each in its own way."""
+REFERRING = frozenset(
+    {
+        *(types.MappingProxyType, *_VIEWS, types.BuiltinFunctionType, types.MethodWrapperType, slice),
+        *(property, staticmethod, classmethod, functools.partial, types.GenericAlias, types.UnionType),
+        *(operator.itemgetter, operator.attrgetter, operator.methodcaller),
+    }
+)
+"""Objects that never change themselves; what they refer to may."""
+_FIXED = frozenset(
+    {
+        *(re.Pattern, re.Match, datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone),
+        *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
+        *(types.GetSetDescriptorType, types.MemberDescriptorType, types.CodeType, _LOCK, _RLOCK),
+        *(typing.TypeVar, typing.ParamSpec, np.dtype, np.ufunc),
+    }
+)
+"""Objects that never change and lead to nothing that does; locks say nothing that a forward could compute with."""
+_RECORD = "pybind11_"
+"""Where pybind11 keeps what it knows of a function; its objects are in modules of their own."""
+DYNAMIC = (operator.attrgetter, operator.methodcaller)
+"""Objects that read attributes by names which stand in no code."""
+
+_PURE = frozenset(
+    """_abc _bisect _codecs _collections _contextvars _functools _heapq _json _operator _random _sre _statistics
+    _string _struct _typing _warnings _weakref array binascii builtins cmath collections contextvars errno functools
+    itertools math numpy operator random re threading torch types typing unicodedata weakref zlib""".split()
+)
+"""Modules of functions and methods that read only what they are given, and what walks and guards look at."""
+_READS = frozenset(
+    {
+        *(("builtins", name) for name in ("__import__", "breakpoint", "input")),
+        *(("numpy", name) for name in ("fromfile", "geterr", "geterrobj", "_load_from_filelike")),
+        *(("torch", name) for name in ("get_num_threads", "get_num_interop_threads", "initial_seed", "from_file")),
+    }
+)
+"""Functions of such modules that read something else."""
+_READERS_OF_TORCH = ("serialization.py", "hub.py", "cuda/__init__.py", "cuda/memory.py", "distributed/", "utils/data/")
+"""Where PyTorch's own Python code reads files and the state of the process."""
+
+
+@functools.lru_cache(maxsize=65_536)
+def storage(kind: Any) -> type:
+    """The type that decides where the state of such objects lies, beside `__dict__` and `__slots__`."""
+    while kind not in WHOLE and kind.__base__ is not None:
+        base, own = kind.__base__, vars(kind)
+        slots = sum(isinstance(part, types.MemberDescriptorType) for part in own.values()) if "__slots__" in own else 0
+        known = _POINTER * (slots + ("__dict__" in own) + ("__weakref__" in own))
+        if kind.__basicsize__ - base.__basicsize__ > known or kind.__itemsize__ != base.__itemsize__:
+            return kind
+        kind = base
+    return kind
+
+
+@functools.lru_cache(maxsize=65_536)
+def is_fixed(kind: Any) -> bool:
+    """Whether such objects hold nothing that changes, beside attributes: PyTorch's own are no settings of anybody."""
+    return any(base in _FIXED for base in kind.__mro__) or kind.__module__.startswith(("torch", _RECORD))
+
+
+def is_iterator(kind: type) -> bool:
+    """Whether the structure of such objects says how far they have come."""
+    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools", "collections")
+
+
+def reads_elsewhere(function: Any) -> bool:
+    """Whether a function written in C may read what is neither given to it nor looked at by a guard."""
+    holder = function.__self__
+    if holder is None or issubclass(type(holder), types.ModuleType):
+        module = function.__module__ or getattr(holder, "__name__", "")
+    else:
+        kind = holder if issubclass(type(holder), type) else type(holder)
+        name = function.__name__
+        found = ((base, vars(base).get(name)) for base in kind.__mro__)
+        written_in_c = (base for base, part in found if part is not None and type(part) is not types.FunctionType)
+        module = next(written_in_c, object).__module__
+        if type(holder) in (_LOCK, _RLOCK):
+            return False
+    room = str(module).partition(".")[0]
+    if function.__name__ in ("fspath", "intern"):
+        return False
+    return room not in _PURE or (room, function.__name__) in _READS
+
+
+def is_reader(code: types.CodeType) -> bool:
+    """Whether code of PyTorch's or NumPy's reads files or the state of the process."""
+    filename = code.co_filename.replace("\\", "/")
+    inside = filename.rpartition("/torch/")[2]
+    if inside == "random.py":
+        return code.co_name in ("initial_seed", "get_rng_state", "seed")
+    return inside.startswith(_READERS_OF_TORCH) or "npyio" in filename or filename.endswith("memmap.py")
