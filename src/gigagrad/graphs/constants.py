@@ -157,7 +157,7 @@ class Constants:
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+    with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
         yield
 
 

@@ -209,20 +209,27 @@ class Writes:
         copies = {id(w): w.detach().clone() for w in unseen}
         args, kwargs = _replaced((args, kwargs), copies)
         result = func(*args, **kwargs) if grad else self._traced(func, args, kwargs)
-        with torch.no_grad():
-            for w in {id(w): w for w in unseen}.values():
-                seen = w if id(w) in self._apart else self._alias_of.get(id(w), w)
-                if copies[id(w)].shape != seen.shape:
-                    raise CaptureError(
-                        f"a tensor's shape is changed in place{_at(self._line())} where autograd does not see it; make "
-                        "a new tensor: y = y.squeeze()"
-                    )
-                seen.copy_(_with_value(seen, copies[id(w)]))
-            for w in written:
-                if id(w) in self._apart:
-                    seen = self._alias_of[id(w)]
-                    seen.copy_(_with_value(seen, w.detach()))
+        if unseen or any(id(w) in self._apart for w in written):
+            with torch.no_grad():
+                self._take_over({id(w): w for w in unseen}, copies, written)
         return _replaced(result, {id(copies[id(w)]): w for w in unseen})
+
+    def _take_over(
+        self, unseen: dict[int, torch.Tensor], copies: dict[int, torch.Tensor], written: list[torch.Tensor]
+    ) -> None:
+        """Gives the tensors that autograd knows the values of the copies, and their own gradients."""
+        for w in unseen.values():
+            seen = w if id(w) in self._apart else self._alias_of.get(id(w), w)
+            if copies[id(w)].shape != seen.shape:
+                raise CaptureError(
+                    f"a tensor's shape is changed in place{_at(self._line())} where autograd does not see it; make "
+                    "a new tensor: y = y.squeeze()"
+                )
+            seen.copy_(_with_value(seen, copies[id(w)]))
+        for w in written:
+            if id(w) in self._apart:
+                seen = self._alias_of[id(w)]
+                seen.copy_(_with_value(seen, w.detach()))
 
     def _exchange(self, tensor: torch.Tensor, leaves: list[torch.Tensor], value: Any) -> None:
         """`tensor.data = value`: other values in other memory, the same gradient."""
