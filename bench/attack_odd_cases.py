@@ -742,7 +742,7 @@ def _written_in_place(rng: random.Random) -> Case:
         model = draw_written(rng.randrange(10**6)).double()
         image, target = torch.rand(2, 22, 26).double(), torch.rand(1, 22, 26).double()
         try:
-            F.mse_loss(copy.deepcopy(model)(image[None]), target[None]).backward()  # type: ignore[no-untyped-call]
+            F.mse_loss(copy.deepcopy(model)(image[None]), target[None]).backward()
         except RuntimeError:  # PyTorch refuses it
             continue
         return Case(model, F.mse_loss, (image,), target)
@@ -796,7 +796,7 @@ def _code_that_asks_how_it_is_run(rng: random.Random) -> Case:
         lambda m, x: m.body(x).is_leaf,
         lambda m, x: m.body(x)._base is None,
         lambda m, x: m.body.weight.grad_fn is None,
-        lambda m, x: torch.jit.is_tracing() or torch.jit.is_scripting(),
+        lambda m, x: torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting(),
         lambda m, x: torch.is_inference_mode_enabled(),
         lambda m, x: x.device.type == "cpu" and not x.is_meta,
     ]

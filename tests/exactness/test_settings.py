@@ -34,7 +34,7 @@ class Many(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def forward(self, x):
-        return x * sum(part.read(part) for part in self.parts)
+        return x * sum(part.read(part) for part in self.parts)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("place", ["a closure", "a nest"])
@@ -76,7 +76,7 @@ def test_what_cannot_be_repeated_is_refused(name):
 def traced(monkeypatch):
     """How often the model was traced."""
     calls = []
-    monkeypatch.setattr(captures, "trace", lambda *given: [calls.append(1), trace(*given)][1])
+    monkeypatch.setattr(captures, "trace", lambda *given: (calls.append(1), trace(*given))[1])  # type: ignore[func-returns-value]
     return calls
 
 

@@ -27,6 +27,7 @@ class Written(nn.Module):
         self.first, self.side = (nn.Conv2d(2, CHANNELS, 3, padding=1) for _ in range(2))
         self.last = nn.Conv2d(CHANNELS, 1, 3, padding=1)
         self.scale = nn.Parameter(torch.rand(CHANNELS, 1, 1) + 0.5)
+        self.mean: Tensor
         self.register_buffer("mean", torch.zeros(CHANNELS))
         self.lines = [statement for _, statement in lines]
         self.text = "\n".join(text for text, _ in lines)

@@ -90,7 +90,7 @@ def test_calls_that_make_no_sense(engine, net, pair):
 
 
 def test_an_engine_with_a_loss_predicts_where_there_is_no_target(engine, net, pair, tmp_path):
-    heard = []
+    heard: list[object] = []
     engine.events.subscribe(heard.append)
     found = engine.forward(pair.image)
     torch.testing.assert_close(found, net(pair.image[None]).detach(), rtol=1e-12, atol=1e-12)

@@ -122,7 +122,7 @@ def test_the_monitor_watches_engines_only(tmp_path):
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_accumulation_and_clipping_are_those_of_automatic_optimisation(model, pairs, bce, accumulated, clip, tmp_path):
-    class Plain(pl.LightningModule):
+    class Plain(pl.LightningModule):  # type: ignore[misc]
         def __init__(self, net):
             super().__init__()
             self.net = net

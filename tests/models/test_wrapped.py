@@ -31,7 +31,7 @@ def alone(tmp_path):
 def test_gradients_land_on_the_parameters_of_a_distributed_module(net):
     image, target = torch.rand(2, 12, 14).double(), torch.rand(1, 12, 14).double()
     wrapped = nn.parallel.DistributedDataParallel(net)
-    engine = gg.compile(torch.compile(wrapped, backend="eager"), F.mse_loss, tile=(5, 6))
+    engine = gg.compile(torch.compile(wrapped, backend="eager"), F.mse_loss, tile=(5, 6))  # type: ignore[arg-type]
     assert engine.model is net
     engine.backward(image, target)
     found = [p.grad.clone() for p in net.parameters()]
@@ -60,7 +60,7 @@ def test_wrappers_of_parts_are_refused_by_their_names(net):
 def test_shards_are_refused(net):
     from torch.distributed.fsdp import fully_shard
 
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))  # type: ignore[attr-defined]
     fully_shard(net[0], mesh=mesh)
     with pytest.raises(ModelError, match=r"'model\.0' is sharded .*without that"):
         gg.compile(net)
@@ -89,4 +89,4 @@ def test_torchscript_exported_programs_and_quantised_layers_are_refused(net):
         with pytest.raises(ModelError, match=text):
             gg.compile(model)
     with pytest.raises(ConfigError, match=r"gg\.compile\(program\.module\(\)"):
-        gg.compile(program)
+        gg.compile(program)  # type: ignore[arg-type]

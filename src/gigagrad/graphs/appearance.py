@@ -45,18 +45,18 @@ def not_compiling() -> Iterator[None]:
 @contextmanager
 def modules_themselves() -> Iterator[None]:
     """Keep export from handing out a stand-in of each module where one is registered twice."""
-    tracer = proxy_tensor._ModuleStackTracer
+    tracer: Any = proxy_tensor._ModuleStackTracer
     original = tracer.__init__
 
     def init(self: Any, *args: Any) -> None:
         original(self, *args)
         self.enable_attr_proxy = False
 
-    tracer.__init__ = init  # type: ignore[method-assign]
+    tracer.__init__ = init
     try:
         yield
     finally:
-        tracer.__init__ = original  # type: ignore[method-assign]
+        tracer.__init__ = original
 
 
 class _AsRun(type):

@@ -78,7 +78,7 @@ _READERS_OF_TORCH = ("serialization.py", "hub.py", "cuda/__init__.py", "cuda/mem
 
 
 @functools.lru_cache(maxsize=65_536)
-def storage(kind: Any) -> type:
+def storage(kind: Any) -> Any:
     """The type that decides where the state of such objects lies, beside `__dict__` and `__slots__`."""
     while kind not in WHOLE and kind.__base__ is not None:
         base, own = kind.__base__, vars(kind)

@@ -60,7 +60,7 @@ def _batch_norm_forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
 
 def _cumulative(self: _BatchNorm, field: torch.Tensor) -> torch.Tensor:
     """Training-mode batch norm whose running statistics are the plain average of all steps so far."""
-    self._check_input_dim(field)
+    self._check_input_dim(field)  # type: ignore[no-untyped-call]
     assert self.num_batches_tracked is not None
     assert self.running_mean is not None
     assert self.running_var is not None

@@ -316,7 +316,7 @@ class Walk:
             yield from ((part, path) for part in gc.get_referents(value))
             self.any_name = self.any_name or made_of in DYNAMIC
             self._share(value)
-        elif is_fixed(type(value)):
+        elif is_fixed(type(value)):  # type: ignore[arg-type]
             self._share(value)
         elif made_of not in WHOLE:
             self._share(value)
@@ -374,7 +374,7 @@ class Walk:
 
     def _attributes(self, value: Any, path: str) -> Iterator[tuple[Any, str]]:
         """Those in a `__dict__` and those in slots, and the class."""
-        kind = type(value)
+        kind: Any = type(value)
         if kind is OrderedDict:  # a model has hundreds, of hooks, and nobody gives them attributes
             return
         slots, parts = _slots(kind)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from gigagrad.errors import CaptureError
 from gigagrad.graphs.checkpoints import Checkpoints
 
-_LIBRARY = torch.library.Library("gigagrad", "DEF")
+_LIBRARY: Any = torch.library.Library("gigagrad", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("with_value(Tensor tracked, Tensor value) -> Tensor")
 _LIBRARY.impl("with_value", lambda tracked, value: value.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake("gigagrad::with_value", lambda tracked, value: torch.empty_like(value), lib=_LIBRARY)
@@ -123,7 +123,8 @@ class Writes:
         versions, tracked = [_version(leaf) for leaf in leaves], [leaf.requires_grad for leaf in leaves]
         written = self._known_writes(number, func)
         if func == _SET_DATA:
-            result = self._exchange(given[0], leaves, args[1])
+            result = None
+            self._exchange(given[0], leaves, args[1])
         elif func in (torch.Tensor.detach_, torch.detach_):
             result = self._detach_in_place(given[0], leaves[0])
         elif func == _GET_DATA:
@@ -376,6 +377,7 @@ def _version(tensor: torch.Tensor) -> int:
 def _memory(tensor: torch.Tensor) -> int:
     """Which memory a tensor lies in; 0 for one that has none."""
     try:
-        return tensor.untyped_storage()._cdata
+        memory: int = tensor.untyped_storage()._cdata
+        return memory
     except (NotImplementedError, RuntimeError):
         return 0
