@@ -137,7 +137,8 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        for place, then in zip(self.walk.places, self._then, strict=True):
+        # What a walk had found when it was interrupted was not read yet.
+        for place, then in zip(self.walk.places, self._then, strict=False):
             if place.restorable and next(_changes(place, then, place.read()), None) is not None:
                 place.put(then)
 

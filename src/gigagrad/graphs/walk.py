@@ -342,7 +342,7 @@ class Walk:
         if type(value) not in copy._deepcopy_dispatch and not hasattr(value, "__deepcopy__"):  # type: ignore[attr-defined]
             try:
                 object.__reduce_ex__(value, 4)
-            except TypeError:
+            except Exception:  # what is written in C says it in words of its own
                 self.uncopied.append(value)
 
     def _look_function(self, function: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:

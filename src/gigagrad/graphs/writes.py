@@ -82,6 +82,8 @@ class Writes:
         """Ids of aliases in memory of their own."""
         self._made_of: dict[int, tuple[int, int]] = {}
         """By call that made an alias: the memory that it shares, and how many writes there were before."""
+        self._strided: set[int] = set()
+        """Ids of views that `as_strided` made."""
         self._viewed: set[int] = set()
         """Memory of which there are views."""
         self._written: list[tuple[int, int | None, str]] = []
@@ -138,6 +140,8 @@ class Writes:
             result = self._traced_write(func, args, kwargs, [leaves[i] for i in written])
         else:
             result = self._traced(func, args, kwargs)
+        if getattr(func, "__name__", "") == "as_strided":
+            self._strided.add(id(result))
         self.learned.calls.append((func, written))
         into = [leaves[index] for index in written] or (leaves if func in _WRITING_STATISTICS else [])
         if not self._buffers.isdisjoint(map(id, into)):
@@ -264,6 +268,11 @@ class Writes:
 
     def _note_write(self, tensor: torch.Tensor, tracked: bool) -> None:
         family, memory, line = self._family.get(id(tensor)), _memory(tensor), self._line()
+        if id(tensor) in self._strided:
+            raise CaptureError(
+                f"a tensor is written in place through as_strided{_at(line)}, which reaches into memory by numbers; write "
+                "through slices, or by places: y[..., rows, columns] = values"
+            )
         if memory in self._given_away:
             raise CaptureError(
                 f"a tensor is written in place{_at(line)} whose memory was given to another by `.data = `"
