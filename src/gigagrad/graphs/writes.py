@@ -270,8 +270,8 @@ class Writes:
         family, memory, line = self._family.get(id(tensor)), _memory(tensor), self._line()
         if id(tensor) in self._strided:
             raise CaptureError(
-                f"a tensor is written in place through as_strided{_at(line)}, which reaches into memory by numbers; write "
-                "through slices, or by places: y[..., rows, columns] = values"
+                f"a tensor is written in place through as_strided{_at(line)}, which reaches into memory by numbers; "
+                "write through slices, or by places: y[..., rows, columns] = values"
             )
         if memory in self._given_away:
             raise CaptureError(
