@@ -128,5 +128,5 @@ REFUSED = {
 def test_what_looks_at_the_values_of_pixels_says_so(name):
     make, kind = REFUSED[name]
     engine = gg.compile(nn.Conv2d(2, 1, 1).double(), make(), tile=(48, 64))
-    with pytest.raises(CaptureError, match=r"losses.\w+\.py:\d+.*the values of pixels"):
+    with pytest.raises(CaptureError, match=r"losses.\w+\.py:\d+.*(are no values yet|depends on values)"):
         engine.backward(torch.randn(2, HEIGHT, WIDTH).double(), TARGETS[kind])

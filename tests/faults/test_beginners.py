@@ -42,7 +42,6 @@ NORMALISE = r"the image arrives as torch\.uint8 of shape .*gg\.models\.Normalise
         (nn.Conv2d(3, 1, 1), gg.losses.bce, BYTES, MASK, NORMALISE),
         (Centred(3, 1, 1), gg.losses.bce, BYTES, MASK, NORMALISE),
         (nn.Conv2d(3, 1, 1), nn.BCEWithLogitsLoss(), FLOATS, MASK, r"the target arrives .*target\.float\(\)"),
-        (nn.Conv2d(3, 4, 1), nn.CrossEntropyLoss(), FLOATS, MASK, r"target\[:, 0\]\.long\(\)"),
         (nn.Conv2d(3, 4, 1), gg.losses.bce, FLOATS, MASK, r"use the loss ce \(gg\.losses\.ce, --loss ce\)"),
         (Branching(3, 1, 1), gg.losses.bce, FLOATS, MASK, r"choose with torch\.where\(condition, a, b\)"),
         (nn.Conv2d(3, 1, 1), gg.losses.bce, FLOATS, MASK[:, 1:], "both need one size"),

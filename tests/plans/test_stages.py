@@ -74,5 +74,3 @@ def test_a_chain_of_reductions_is_a_chain_of_stages(graph_of):
     assert [len(stage.reductions) for stage in stages] == [1, 1, 1, 1]
 
 
-def test_a_graph_without_fields_has_no_stage(graph_of):
-    assert split_stages(graph_of(nn.Conv2d(1, 1, 1), lambda o, t: torch.zeros(()), (8, 8))) == ()

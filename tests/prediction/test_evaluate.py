@@ -133,14 +133,14 @@ def test_a_table_of_classes_as_a_person_sees_it():
 def test_classes_of_one_name_are_told_apart():
     confusion = Confusion(4)
     confusion.add(np.array([0, 1, 2, 3]), np.array([0, 1, 1, 3]))
-    found = Evaluation.of({"s": confusion}, ClassTable.parse(["Background=1", "Tumour=2", "Class 3=4", "x=3"]))
-    assert found.alike == {"Background": [0, 1]}
-    assert found.classes == ("Background (0)", "Background (1)", "Tumour", "x")
+    found = Evaluation.of({"s": confusion}, ClassTable.parse(["Tumour=1", "Class 2=3"]))
+    assert found.alike == {"Class 2": [2, 3]}
+    assert found.classes == ("Background", "Tumour", "Class 2 (2)", "Class 2 (3)")
     told = found.to_dict()["classes"]
     assert [told[name]["pixels"] for name in found.classes] == [1, 2, 0, 1]
     text = StringIO()
     Console(file=text, width=120).print(evaluation_tables(found))
-    assert "Background (1)" in text.getvalue()
+    assert "Class 2 (3)" in text.getvalue()
     labels = LabelCounts([Confusion(), Confusion()])
     assert Evaluation.of({"s": labels}, ClassTable((("a", 1), ("a ", 2)))).alike == {}
 
@@ -159,10 +159,10 @@ def test_predictions_of_several_tables_of_classes_are_refused(tmp_path):
         evaluate_masks(tmp_path, tmp_path / "cohort.csv")
     heard: list[Any] = []
     found = evaluate_masks(
-        tmp_path, tmp_path / "cohort.csv", classes=["Background=1", "x=2"], listeners=(heard.append,)
+        tmp_path, tmp_path / "cohort.csv", classes=["x=1", "Class 2=3"], listeners=(heard.append,)
     )
     assert isinstance(found, Evaluation)
     assert [event.text for event in heard if isinstance(event, Notice)] == [
-        "the classes 0, 1 are all called 'Background'; their scores have the ids behind it, "
+        "the classes 2, 3 are all called 'Class 2'; their scores have the ids behind it, "
         "and --classes names them apart"
     ]

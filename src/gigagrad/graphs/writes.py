@@ -10,6 +10,7 @@ by it. In both autograd itself, and memory that tensors share, are PyTorch's own
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -41,13 +42,17 @@ _OTHER_MEMORY = frozenset({"set_", "resize_", "resize_as_"})
 _OWN_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 
+Call = tuple[Any, str, int]
+"""A function of PyTorch, the user's line that leads to it, and how often both have come: export's own calls differ."""
+
+
 @dataclass(slots=True)
 class Learned:
     """What a run on fake tensors tells about the next one."""
 
-    calls: list[tuple[Any, tuple[int, ...]]] = field(default_factory=list)
-    """Of every call of PyTorch the function, and which of its tensors it writes into."""
-    apart: set[int] = field(default_factory=set)
+    written: dict[Call, tuple[int, ...]] = field(default_factory=dict)
+    """Which of its tensors a call of PyTorch writes into; calls that write nothing are left out."""
+    apart: set[Call] = field(default_factory=set)
     """The calls whose detached result gets a gradient of its own later, by an in-place write."""
     runs_again: bool = False
     """Whether checkpointed functions were run again for what they write."""
@@ -71,22 +76,23 @@ class Writes:
         self._buffers = buffers
         self.checkpoints = Checkpoints()
         self._failed = False
+        self._calls = Counter[tuple[Any, str]]()
         self._line = line
         self._instead: dict[int, torch.Tensor] = {}
         """By id: what a tensor has become whose memory was exchanged, or that was detached in place."""
         self._alias_of: dict[int, torch.Tensor] = {}
         """By id: of an alias that autograd knows nothing of the same view of the tensor that it does know."""
-        self._family: dict[int, int] = {}
+        self._family: dict[int, Call] = {}
         """By id: the call that made such an alias, or that from which it is a view."""
         self._apart: set[int] = set()
         """Ids of aliases in memory of their own."""
-        self._made_of: dict[int, tuple[int, int]] = {}
+        self._made_of: dict[Call, tuple[int, int]] = {}
         """By call that made an alias: the memory that it shares, and how many writes there were before."""
         self._strided: set[int] = set()
         """Ids of views that `as_strided` made."""
         self._viewed: set[int] = set()
         """Memory of which there are views."""
-        self._written: list[tuple[int, int | None, str]] = []
+        self._written: list[tuple[int, Call | None, str]] = []
         """Every write so far: into which memory, through which alias, where."""
         self.exchanged: dict[int, torch.Tensor] = {}
         """By id: what a tensor has become by `.data = `."""
@@ -121,9 +127,9 @@ class Writes:
         if func in _ASKS:
             return self._ask(func, args, kwargs)
         given, (args, kwargs) = tree_leaves((args, kwargs)), self.current((args, kwargs))
-        number, leaves = len(self.learned.calls), _tensors((args, kwargs))
+        number, leaves = self._call_of(func), _tensors((args, kwargs))
         versions, tracked = [_version(leaf) for leaf in leaves], [leaf.requires_grad for leaf in leaves]
-        written = self._known_writes(number, func)
+        written = self._known.written.get(number, ()) if self._known is not None else ()
         if func == _SET_DATA:
             result = None
             self._exchange(given[0], leaves, args[1])
@@ -142,7 +148,8 @@ class Writes:
             result = self._traced(func, args, kwargs)
         if getattr(func, "__name__", "") == "as_strided":
             self._strided.add(id(result))
-        self.learned.calls.append((func, written))
+        if written:
+            self.learned.written[number] = written
         into = [leaves[index] for index in written] or (leaves if func in _WRITING_STATISTICS else [])
         if not self._buffers.isdisjoint(map(id, into)):
             self.checkpoints.note_write()
@@ -180,16 +187,10 @@ class Writes:
             self._instead.pop(id(tensor), None)
         return result
 
-    def _known_writes(self, number: int, func: Any) -> tuple[int, ...]:
-        if self._known is None:
-            return ()
-        calls = self._known.calls
-        if number >= len(calls) or calls[number][0] != func:
-            raise CaptureError(
-                f"the model or the loss does something else each time it is called{_at(self._line())}, for a reason "
-                "that cannot be seen; keep state in buffers or attributes"
-            )
-        return calls[number][1]
+    def _call_of(self, func: Any) -> Call:
+        line = self._line()
+        self._calls[func, line] += 1
+        return func, line, self._calls[func, line]
 
     def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Without gradients where autograd would make none: a graph has no grad mode."""
@@ -289,7 +290,7 @@ class Writes:
         self.learned.irregular |= not grad or family is not None
         self._written.append((memory, family, line))
 
-    def _note_aliases(self, number: int, func: Any, given: Any, leaves: list[torch.Tensor], result: Any) -> Any:
+    def _note_aliases(self, number: Call, func: Any, given: Any, leaves: list[torch.Tensor], result: Any) -> Any:
         """Notes results that share memory with an argument behind autograd's back. Returns the result to go on with."""
         if self._known is not None and not self._known.irregular:
             return result
