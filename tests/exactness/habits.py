@@ -807,7 +807,7 @@ _in_forward(
     saved_to_a_file=lambda m, y: (torch.save(y.detach().mean(), io.BytesIO()), y)[1],
     pickled=lambda m, y: y * len(pickle.dumps(y.mean().detach())),
     deep_copied=lambda m, y: y + copy.deepcopy(y.detach()),
-    deep_copied_module=lambda m, y: y + copy.deepcopy(m.a)(image()[None]) * 0.1,
+    deep_copied_module=lambda m, y: y + copy.deepcopy(m.a)(torch.ones(1, 2, *y.shape[-2:]).double()) * 0.1,
     state_dict_read=lambda m, y: y * m.state_dict()["a.bias"].sum(),
     state_dict_loaded=lambda m, y: (m.b.load_state_dict(m.b.state_dict()), y)[1],
     trained_in_forward=lambda m, y: (m.train(), y)[1],

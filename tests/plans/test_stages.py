@@ -72,5 +72,3 @@ def test_a_chain_of_reductions_is_a_chain_of_stages(graph_of):
     stages = split_stages(graph_of(Chain(), F.mse_loss, (8, 8)))
     assert [stage.index for stage in stages] == [0, 1, 2, 3]
     assert [len(stage.reductions) for stage in stages] == [1, 1, 1, 1]
-
-

@@ -158,11 +158,8 @@ def test_predictions_of_several_tables_of_classes_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"of different classes: x=1, y=2.* and y=1, x=2"):
         evaluate_masks(tmp_path, tmp_path / "cohort.csv")
     heard: list[Any] = []
-    found = evaluate_masks(
-        tmp_path, tmp_path / "cohort.csv", classes=["x=1", "Class 2=3"], listeners=(heard.append,)
-    )
+    found = evaluate_masks(tmp_path, tmp_path / "cohort.csv", classes=["x=1", "Class 2=3"], listeners=(heard.append,))
     assert isinstance(found, Evaluation)
     assert [event.text for event in heard if isinstance(event, Notice)] == [
-        "the classes 2, 3 are all called 'Class 2'; their scores have the ids behind it, "
-        "and --classes names them apart"
+        "the classes 2, 3 are all called 'Class 2'; their scores have the ids behind it, and --classes names them apart"
     ]

@@ -36,7 +36,7 @@ from gigagrad.graphs.composite import (
     unfollowed_error,
     user_line,
 )
-from gigagrad.graphs.places import MISSING, Contents, Place, RandomPlace, are_identical, is_plain, same
+from gigagrad.graphs.places import MISSING, Contents, ContextPlace, Place, RandomPlace, are_identical, is_plain, same
 from gigagrad.graphs.walk import KEY, Ran, Walk
 from gigagrad.graphs.writes import Learned, own_gradient_error
 
@@ -299,7 +299,8 @@ def _sorted_out(
     """
     carried = [c for c in changes if c.place.restorable and (c.after is MISSING or is_plain(c.after))]
     left_out = [c for c in changes if c not in carried]
-    stuck = next((c for c in left_out if not c.place.restorable), None)
+    # A context variable that was not set cannot be unset; the second run says whether that matters.
+    stuck = next((c for c in left_out if not c.place.restorable and type(c.place) is not ContextPlace), None)
     if stuck is not None:
         raise CaptureError(
             f"forward moves on {_tidy(stuck.name)} ({type(stuck.place.holder).__name__}), which cannot be set back or "
