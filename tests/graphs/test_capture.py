@@ -190,7 +190,6 @@ CAPTURE_ERRORS = {
     "two values": (lambda self, x: x, lambda o, t: (o.mean(), t.mean()), "one tensor, got 2 values"),
     "sizes that differ": (lambda self, x: x[..., 1:], mean_product, "cannot capture"),
     "no tensor": (lambda self, x: x, lambda o, t: 3.0, "must return one tensor"),
-    "no pixels": (lambda self, x: torch.ones(3), lambda o, t: o.mean(), "depends on the pixels"),
     "a generator": (
         lambda self, x: x * torch.rand(1, generator=OWN),
         mean_product,
@@ -227,6 +226,13 @@ def test_several_outputs_of_a_model_without_loss_are_whole():
     graph = capture(Net(lambda self, x: (x, {"mean": x.mean()})), None, IMAGE, None)
     assert [graph[i].shape for i in graph.outputs] == [(*IMAGE.shape[:1], 3, *IMAGE.shape[2:]), ()]
     assert not any(graph[i].is_field for i in graph.outputs)
+
+
+def test_a_model_that_reads_no_pixels_is_refused_where_there_is_no_loss():
+    with pytest.raises(CaptureError, match="depends on the pixels"):
+        capture(Net(lambda self, x: torch.ones(3)), None, IMAGE, None)
+    graph = capture(Net(lambda self, x: torch.ones(3)), lambda o, t: o.mean(), IMAGE, TARGET)
+    assert graph.source("image") is not None
 
 
 def test_a_model_that_returns_no_tensor_is_refused():

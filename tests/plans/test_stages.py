@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -71,3 +72,7 @@ def test_a_chain_of_reductions_is_a_chain_of_stages(graph_of):
     stages = split_stages(graph_of(Chain(), F.mse_loss, (8, 8)))
     assert [stage.index for stage in stages] == [0, 1, 2, 3]
     assert [len(stage.reductions) for stage in stages] == [1, 1, 1, 1]
+
+
+def test_a_graph_without_fields_has_no_stage(graph_of):
+    assert split_stages(graph_of(nn.Conv2d(1, 1, 1), lambda o, t: torch.zeros(()), (8, 8))) == ()

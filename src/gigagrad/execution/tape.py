@@ -182,7 +182,8 @@ class Tape:
             for node in self.graph.nodes:
                 if not node.is_field and node.id not in values:
                     values[node.id] = self._evaluated(node.id, values)
-        gradients = torch.autograd.grad(values[self.graph.output], [leaves[i] for i in varying], allow_unused=True)
+        loss, read = values[self.graph.output], [leaves[i] for i in varying]
+        gradients = torch.autograd.grad(loss, read, allow_unused=True) if loss.requires_grad else [None] * len(read)
         return {
             i: torch.zeros_like(leaves[i]) if gradient is None else gradient
             for i, gradient in zip(varying, gradients, strict=True)

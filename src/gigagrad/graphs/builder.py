@@ -141,10 +141,14 @@ class Builder:
         if len(outputs) > 1:
             outputs = [self.gather(ref) for ref in outputs]
         draft = Graph(tuple(self._nodes), tuple(ref.id for ref in outputs), has_loss)
-        kept = sorted(draft.ancestors((*draft.outputs, *(ref.id for ref in self.updates.values()))))
-        renumbered = {old: Ref(new) for new, old in enumerate(kept)}
+        kept = draft.ancestors((*draft.outputs, *(ref.id for ref in self.updates.values())))
+        image = next((node.id for node in self._nodes if node.op == "image"), None)
+        if has_loss and image is not None and not any(self._nodes[i].op == "image" for i in kept):
+            kept = {*kept, image}  # of a loss that reads no pixel, too, a plan is for an image of that size
+        order = sorted(kept)
+        renumbered = {old: Ref(new) for new, old in enumerate(order)}
         return Graph(
-            tuple(_renumbered(self._nodes[old], renumbered) for old in kept),
+            tuple(_renumbered(self._nodes[old], renumbered) for old in order),
             tuple(renumbered[ref.id].id for ref in outputs),
             has_loss,
             MappingProxyType(dict(self._constants)),

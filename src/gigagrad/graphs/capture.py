@@ -144,10 +144,8 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
         named = _named("image", image) + _named("target", target)
         closed = {f"{CLOSED}.{index}": tensor for index, tensor in enumerate(rehearsal.closed)}
         graph = _convert(program, composite, named, closed, rehearsal)
-        if graph.source("image") is None:
-            raise CaptureError(
-                "nothing that is returned depends on the pixels of the image: the model or the loss does not read them"
-            )
+        if composite.loss is None and graph.source("image") is None:
+            raise CaptureError("nothing that the model returns depends on the pixels of the image")
         roots = roots_of(composite.model, composite.loss, rehearsal.generators)
         guard = Guard(roots, rehearsal.ran, rehearsal.closed)
         asked = Asked(rehearsal.asked, closed)
