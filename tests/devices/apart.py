@@ -88,6 +88,7 @@ class Apart(Device):
 
 
 _setup_privateuseone_for_python_backend(NAME)
+getattr(torch, NAME).get_amp_supported_dtype = list  # checkpoints ask every backend
 _library = torch.library.Library("aten", "IMPL")
 
 
