@@ -162,13 +162,17 @@ def test_a_module_that_never_ends_is_interrupted(interrupts, tmp_path, monkeypat
 
 
 def run(program, *, ignored=None):
+    def listen():  # whatever a shell in the background has ignored
+        for number in NUMBERS:
+            signal.signal(number, signal.SIG_IGN if number == ignored else signal.SIG_DFL)
+
     begun = "import os, signal, sys\nfrom gigagrad.cli.interrupts import Interrupts\n"
     return subprocess.run(
         [sys.executable, "-c", begun + program],
         capture_output=True,
         text=True,
         timeout=120,
-        preexec_fn=None if ignored is None else lambda: signal.signal(ignored, signal.SIG_IGN),
+        preexec_fn=listen,
     )
 
 
