@@ -30,7 +30,7 @@ _BEFORE_WORK: Final = "__main__", "runpy", "contextlib", "gigagrad.cli"
 
 
 def is_first() -> bool:
-    """Whether this process speaks for those that were started together."""
+    """Return whether this process speaks for those that were started together: rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -85,7 +85,7 @@ class Interrupts:
         raise self._raised
 
     def _is_dealt_with(self) -> bool:
-        """Whether what the main thread does just now is done because of the interrupt."""
+        """Return whether the main thread is handling the interrupt just now: `sys.exc_info` leads to it."""
         error = sys.exc_info()[1]
         while error is not None and error is not self._raised:
             error = error.__context__

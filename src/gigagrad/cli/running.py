@@ -92,7 +92,7 @@ def _in_words(error: Exception) -> tuple[str, int]:
 
 
 def _output_is_full() -> bool:
-    """Whether standard output takes nothing more: the system does not name it."""
+    """Return whether standard output is full; the system's error names no file."""
     try:
         print(flush=True)
     except OSError:
@@ -119,7 +119,7 @@ def _complain(text: str, code: int) -> int:
 
 
 def _leave_for_torchrun(path: Path, text: str) -> None:
-    """What its summary is to say instead of how to get a traceback."""
+    """Give torchrun the words for its summary, which would else explain how to get a traceback."""
     told = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
     with suppress(OSError):  # it has been said anyway
         path.write_text(json.dumps({"message": told}))

@@ -54,7 +54,7 @@ class Cohort:
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
     def contents(self, row: Row) -> dict[str, str]:
-        """Of each file of the row a digest of what it holds, by path: annotations whole, slides and masks as
+        """Digest the content of each file of the row, by path: annotations whole, slides and masks as
         `files.content_digest` has it. A run is only continued with the contents it began with.
         """
         paths = (row.slide, *row.further_slides, *row.masks)

@@ -69,7 +69,7 @@ def _pairs(folder: Path) -> Iterator[Row]:
 
 
 def _stem(path: Path) -> str:
-    """What an image and its mask have in common, whatever their formats are."""
+    """Return the name that an image and its mask share, without the suffixes of their formats."""
     return plain_stem(annotation_stem(path))
 
 

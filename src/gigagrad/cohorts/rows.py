@@ -96,7 +96,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What the slide is called in results, and its output files: its file name without the suffix, or `called`;
+        """Return what results and output files are called: the slide's file name without the suffix, or `called`;
         without ".ome" and ".cog", which are of formats.
         """
         return plain_stem(self.called or self.slide.stem)

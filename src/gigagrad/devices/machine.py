@@ -188,7 +188,7 @@ def machine_key() -> dict[str, str | int]:
 
 
 def profile_path() -> Path:
-    """Where this machine's profile is, or would be: in the user's cache folder (`XDG_CACHE_HOME` is respected), or
+    """Return the path of this machine's profile: in the user's cache folder (`XDG_CACHE_HOME` is respected), or
     among temporary files where the user has no home.
     """
     home = os.path.join(os.path.expanduser("~"), ".cache")
