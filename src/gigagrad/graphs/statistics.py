@@ -82,7 +82,7 @@ def moments(field: torch.Tensor, dims: list[int], known: torch.Tensor | None = N
 
 
 def merged(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """The moments of two crops together."""
+    """Merge the moments of two crops."""
     (count, mean, rest, squares), (count_two, mean_two, rest_two, squares_two) = one, two
     total = count + count_two
     share, share_two = count / total, count_two / total
@@ -95,7 +95,7 @@ def merged(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
 
 
 def grouped(moments: torch.Tensor) -> torch.Tensor:
-    """The moments `(4, ..., channels)` of equally many values each, of all channels together: `(4, ...)`."""
+    """Merge moments `(4, ..., channels)` of equally many values each over all channels: `(4, ...)`."""
     count, mean, rest, squares = moments
     both = mean.mean(-1, keepdim=True)
     left = (mean - both + rest).mean(-1, keepdim=True)
