@@ -23,3 +23,20 @@ def test_extremes(dtype, size):
         image[1, -1, -1] = value
         for found, expected in zip(engine.forward(image), Extremes()(image[None]), strict=True):
             assert torch.equal(found, expected)
+
+
+class Sums(nn.Module):
+    def forward(self, x):
+        return x.sum((2, 3)), x.sum(), (x % 1000).sum((1, 2, 3), keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
+def test_sums_stay_integers(dtype):
+    """A float64 has 53 bits, an int64 63."""
+    torch.manual_seed(0)
+    high = 2 if dtype == torch.bool else min(torch.iinfo(dtype).max, 2**52 + 12345)
+    image = torch.randint(0, high, (2, 23, 31), dtype=torch.int64).to(dtype)
+    found = gg.compile(Sums(), tile=(7, 9)).forward(image)
+    for one, expected in zip(found, Sums()(image[None]), strict=True):
+        assert one.dtype == expected.dtype
+        assert torch.equal(one, expected)

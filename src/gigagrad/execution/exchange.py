@@ -15,7 +15,7 @@ from gigagrad.execution.part_sums import PartSums
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.seams import Seam
 from gigagrad.execution.tape import Values
-from gigagrad.graphs import MERGES, Merge
+from gigagrad.graphs import Merge, merge_of
 from gigagrad.plans import Parts, Stage
 from gigagrad.plans.joins import before, behind, joined
 from gigagrad.plans.owners import Owners
@@ -119,4 +119,5 @@ class Exchange:
         return parcel.whole
 
     def _merges(self, stage: Stage) -> dict[int, Merge]:
-        return {i: MERGES[self._graph[i].op] for i in stage.reductions if self._graph[i].op in MERGES}
+        merges = ((i, merge_of(self._graph[i])) for i in stage.reductions)
+        return {i: merge for i, merge in merges if merge is not None}

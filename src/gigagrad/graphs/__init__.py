@@ -3,7 +3,7 @@
 from gigagrad.graphs.capture import Captured, InputSpec, capture, trace
 from gigagrad.graphs.composite import Composite
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, FIELD_SUM, GATHER, MOMENTS, SCATTER, Graph, Node, Ref
-from gigagrad.graphs.operators import MERGES, Merge
+from gigagrad.graphs.operators import Merge, merge_of
 from gigagrad.graphs.table import (
     Affine,
     Call,
@@ -25,7 +25,6 @@ __all__ = [
     "FIELD_MAX",
     "FIELD_SUM",
     "GATHER",
-    "MERGES",
     "MOMENTS",
     "SCATTER",
     "Affine",
@@ -46,6 +45,7 @@ __all__ = [
     "Whole",
     "capture",
     "lookup",
+    "merge_of",
     "register",
     "scaled_gains",
     "sum_of_gains",

@@ -27,7 +27,7 @@ FIELD_MAX = "gigagrad.field_max"
 FIELD_BINS = "gigagrad.field_bins"
 MOMENTS = "gigagrad.moments"
 REDUCTIONS = frozenset({FIELD_SUM, FIELD_MAX, FIELD_BINS, MOMENTS})
-"""Partial results of tiles are added up, or merged as `operators.MERGES` says; `field_max` has no gradient."""
+"""Partial results of tiles are added up, or merged as `operators.merge_of` says; `field_max` has no gradient."""
 GATHER = "gigagrad.gather"
 SCATTER = "gigagrad.scatter"
 SOURCES = frozenset({"image", "target", "parameter", "buffer", "constant"})

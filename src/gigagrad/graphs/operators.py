@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gigagrad.graphs.graph import FIELD_MAX, MOMENTS, Node, substitute
+from gigagrad.graphs.graph import FIELD_MAX, FIELD_SUM, MOMENTS, Node, substitute
 from gigagrad.graphs.statistics import average, grouped, merged, moments, normalise, variance
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
@@ -189,8 +189,17 @@ _OWN = {f"gigagrad.{own.__name__}": own for own in _FUNCTIONS}
 
 
 Merge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-MERGES: Final[Mapping[str, Merge]] = {FIELD_MAX: torch.maximum, MOMENTS: merged}
-"""The reductions whose partial results are not added up."""
+_MERGES: Final[Mapping[str, Merge]] = {FIELD_MAX: torch.maximum, MOMENTS: merged}
+
+
+def merge_of(node: Node) -> Merge | None:
+    """Return how two partial results of a reduction become one, or None if they are added up as floating point.
+
+    Sums of integers stay integers: in float64 they would lose digits above 2^53.
+    """
+    if node.op == FIELD_SUM and not (node.dtype.is_floating_point or node.dtype.is_complex):
+        return torch.add
+    return _MERGES.get(node.op)
 
 
 @cache

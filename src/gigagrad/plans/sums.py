@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 import torch
 
-from gigagrad.graphs import FIELD_MAX, MOMENTS, Graph
+from gigagrad.graphs import MOMENTS, Graph, merge_of
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import Stage, summed_globals
 
@@ -77,7 +77,7 @@ def share_of(size: int, rank: int, ranks: int) -> slice:
 
 def sum_dtype(problem: Problem, node: int) -> torch.dtype:
     """In which a node is summed."""
-    return problem.graph[node].dtype if problem.graph[node].op == FIELD_MAX else problem.sum_dtype
+    return problem.sum_dtype if merge_of(problem.graph[node]) is None else problem.graph[node].dtype
 
 
 def gradient_dtype(graph: Graph, parameter: int) -> torch.dtype:
