@@ -1,0 +1,231 @@
+"""Steps on a GPU beside plain PyTorch's, and where their time goes.
+
+    python bench/gpu.py [--seconds 360] [--rows plain,ours,kernels,paper,cpu] [--quick]
+
+Every row is one training step (float32, SGD) of one network on one image from memory, and prints one JSON line: plain
+autograd, gigagrad as it plans by itself, and for gigagrad how long the GPU was busy, in how many launches and copies.
+The rows stop where `--seconds` are over. Without a GPU, or with `--quick`, everything runs small on what is there, so
+that this script keeps working. The last line holds all rows. Needs timm and segmentation-models-pytorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import gigagrad as gg
+from gigagrad.errors import BudgetError
+from gigagrad.models import resolve, torchvision_operators  # noqa: F401
+from gigagrad.models.paper import PaperUNet
+
+GIB = 2**30
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+UNET, RESNET = "smp:Unet?encoder_name=resnet34&encoder_weights=None", "timm:resnet18?num_classes=2"
+
+Row = dict[str, Any]
+
+
+class FromBytes(nn.Module):
+    """A network that reads bytes."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.net(image.float() / 255)
+
+
+class OneMinus(nn.Module):
+    """The paper's network reads 1 where a slide is black."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = PaperUNet()
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.net(1 - image.float() / 255)
+
+
+def network(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return OneMinus() if name == "paper" else FromBytes(resolve(name)).train()
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if output.ndim == 2:
+        return F.cross_entropy(output, target)
+    return F.binary_cross_entropy_with_logits(output, target.float())
+
+
+def pair(name: str, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    image = torch.randint(0, 256, (1 if name == "paper" else 3, height, width), dtype=torch.uint8, generator=draw)
+    if name == RESNET:
+        return image, torch.tensor([1])
+    return image, torch.randint(0, 2, (1, height, width), dtype=torch.uint8, generator=draw)
+
+
+def synchronised() -> float:
+    if ON_GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def forget() -> None:
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib() -> float | None:
+    return round(torch.cuda.max_memory_reserved() / GIB, 2) if ON_GPU else None
+
+
+def plain(name: str, height: int, width: int, steps: int = 4) -> Row:
+    """Plain autograd, the best of some steps."""
+    forget()
+    row: Row = {"what": "plain", "network": name, "px": [height, width]}
+    try:
+        model = network(name).to(DEVICE)
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        image, target = (
+            value[None].to(DEVICE) if value.ndim == 3 else value.to(DEVICE) for value in pair(name, height, width)
+        )
+        image = image.contiguous(memory_format=torch.channels_last)
+        best = float("inf")
+        for _ in range(steps):
+            model.zero_grad()
+            begun = synchronised()
+            value = loss(model(image), target)
+            value.backward()
+            best = min(best, synchronised() - begun)
+        return row | {"seconds": round(best, 4), "peak_gib": peak_gib(), "loss": value.item()}
+    except torch.OutOfMemoryError:
+        return row | {"error": "out of memory"}
+    except RuntimeError as error:
+        return row | {"error": str(error)[:160]}
+
+
+def ours(name: str, height: int, width: int, memory: str, steps: int = 3, *, busy: bool = False) -> Row:
+    """The engine as it plans by itself; `busy`: the last step once more under a profiler."""
+    forget()
+    model = network(name).to(DEVICE)
+    image, target = pair(name, height, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = gg.compile(model, loss, memory=memory, device=DEVICE, optimizer=optimizer, progress=False)
+    begun = time.perf_counter()
+    plan = engine.plan(image, target)
+    row: Row = {
+        "what": "gigagrad",
+        "network": name,
+        "px": [height, width],
+        "memory": memory,
+        "plan_seconds": round(time.perf_counter() - begun, 2),
+        "predicted_seconds": round(plan.predicted_seconds, 3),
+        "predicted_gib": round(plan.predicted_peak_bytes / GIB, 2),
+        "stages": len(plan.stages),
+        "passes": len(plan.passes),
+        "tiles": plan.tile_count,
+    }
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        begun = synchronised()
+        value = engine.backward(image, target)
+        found.append(round(synchronised() - begun, 4))
+    row |= {"seconds": min(found), "all_seconds": found, "peak_gib": peak_gib(), "loss": value.item()}
+    if busy:
+        row |= kernels(lambda: engine.backward(image, target))
+    return row
+
+
+def kernels(step: Any) -> Row:
+    """How long a GPU works in a step, in how many launches, and what takes longest."""
+    activity = ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU
+    begun = synchronised()
+    with profile(activities=[activity]) as found:
+        step()
+        seconds = synchronised() - begun
+    name = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
+    rows = sorted(found.key_averages(), key=lambda row: -getattr(row, name))
+    copies = [row for row in rows if row.key.startswith("Memcpy")]
+    return {
+        "profiled_seconds": round(seconds, 3),
+        "busy_seconds": round(sum(getattr(row, name) for row in rows) / 1e6, 4),
+        "launches": sum(row.count for row in rows),
+        "copies": sum(row.count for row in copies),
+        "copy_seconds": round(sum(getattr(row, name) for row in copies) / 1e6, 4),
+        "longest": [[row.key[:60], row.count, round(getattr(row, name) / 1e6, 4)] for row in rows[:6]],
+    }
+
+
+def on_cpu(height: int, width: int, threads: int) -> Iterator[Row]:
+    """A step of the paper's network and one of a deep one on the processor beside the GPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for name, size, memory in (("paper", (height, width), "4GiB"), (UNET, (height // 4, height // 4), "6GiB")):
+        model = network(name)
+        image, target = pair(name, *size)
+        engine = gg.compile(model, loss, memory=memory, device="cpu", progress=False)
+        try:
+            engine.plan(image, target)
+            begun = time.perf_counter()
+            engine.backward(image, target)
+            found: Row = {"seconds": round(time.perf_counter() - begun, 2)}
+        except BudgetError as error:
+            found = {"error": str(error)[:160]}
+        yield {"what": "on the processor", "network": name, "px": list(size), "threads": threads} | found
+    torch.set_num_threads(before)
+
+
+def rows(wanted: set[str], *, small: bool) -> Iterator[Row]:
+    sizes = [(UNET, 128, "2GiB"), (RESNET, 128, "2GiB")] if small else [(UNET, 2048, "16GiB"), (RESNET, 4096, "16GiB")]
+    for name, side, memory in sizes:
+        if "plain" in wanted:
+            yield plain(name, side, side)
+        if "ours" in wanted:
+            yield ours(name, side, side, memory, busy="kernels" in wanted)
+    if "ours" in wanted and not small:
+        yield ours(UNET, 4096, 4096, "8GiB", steps=1)
+    if "paper" in wanted:
+        yield ours("paper", *((256, 320) if small else (16000, 64000)), "8GiB", busy="kernels" in wanted)
+    if "cpu" in wanted:
+        for threads in (2,) if small else (16, 8, 2):
+            yield from on_cpu(*((256, 320) if small else (4000, 16000)), threads)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=360)
+    parser.add_argument("--rows", default="plain,ours,kernels,paper,cpu")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    begun, found = time.perf_counter(), list[Row]()
+    machine = {
+        "gpu": torch.cuda.get_device_name() if ON_GPU else None,
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+    }
+    for row in rows(set(args.rows.split(",")), small=args.quick or not ON_GPU):
+        found.append(row)
+        print(json.dumps(row), flush=True)
+        if time.perf_counter() - begun > args.seconds:
+            break
+    print(json.dumps({"machine": machine, "rows": found, "seconds": round(time.perf_counter() - begun, 1)}))
+
+
+if __name__ == "__main__":
+    main()
