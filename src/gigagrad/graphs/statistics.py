@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+_FEW, _EVERY = 4096, 8
+"""Of more values than this, one row of so many is looked at for a first guess of the mean."""
+
 
 class _Moments(torch.autograd.Function):
     @staticmethod
@@ -39,14 +42,24 @@ def _of_field(field: torch.Tensor, dims: list[int]) -> torch.Tensor:
     wide = _wide(field)
     kept = [size for dim, size in enumerate(field.shape) if dim not in dims]
     count = field.numel() // max(prod(kept), 1)
-    centre = (_total(wide, dims) / count).to(wide.dtype)
+    centre = _about(wide, dims, count)
     difference = wide - centre
-    rest = _total(difference, dims) / count
+    rest = _total(difference, dims).div_(count)
     squares = _total(difference.mul_(difference), dims)
     # Where finite values have infinite squares, so may the rest: their difference is infinite, not NaN.
-    squares = torch.where(squares.isinf(), squares, squares - count * rest * rest)
+    squares = torch.where(squares.isinf() & rest.isfinite(), squares, squares.addcmul(rest, rest, value=-count))
     values = (torch.full_like(rest, count), centre.double(), _finite(centre, rest), squares)
-    return torch.stack(values).flatten(1).reshape(4, *kept)
+    return torch.stack(values).view(4, *kept)
+
+
+def _about(values: torch.Tensor, dims: list[int], count: int) -> torch.Tensor:
+    """Return roughly the mean, of which the rest is corrected: of an eighth of the rows where there are many. It is no
+    further from the mean of all than 2.7 standard deviations, so that squares lose no more than a digit.
+    """
+    if count > _FEW:
+        rows = dims[max(0, len(dims) - 2)]
+        values = values[tuple(slice(None, None, _EVERY if dim == rows else None) for dim in range(values.ndim))]
+    return torch.mean(values, dims, keepdim=True)
 
 
 def _finite(mean: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
