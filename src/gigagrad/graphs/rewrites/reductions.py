@@ -180,8 +180,14 @@ def _cross_entropy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
         # Class probabilities as target: PyTorch's mean divides by the number of positions.
         return _pixel_loss(builder, op, arguments)
     pixels = builder.one(op, {**arguments, "reduction": _NONE})
-    total = builder.field_sum(pixels)
+    dtype = builder.node(pixels).dtype
     names = ("target", "weight", "ignore_index")
-    weights = builder.one("gigagrad.class_weights", {name: arguments[name] for name in names})
-    mean = builder.aten("div.Tensor", total, builder.field_sum(weights))
-    return to_dtype(builder, mean, builder.node(pixels).dtype)
+    weights = builder.field_sum(builder.one("gigagrad.class_weights", {name: arguments[name] for name in names}))
+    kept = weights
+    if arguments["weight"] is not None:
+        kept = builder.field_sum(builder.aten("ne.Scalar", arguments["target"], arguments["ignore_index"]))
+    # Where all pixels are ignored the loss is NaN and its gradient 0; where all weights are 0 both are NaN.
+    none = builder.aten("eq.Scalar", kept, 0)
+    count = builder.aten("masked_fill.Scalar", weights, none, 1)
+    mean = builder.aten("div.Tensor", builder.field_sum(pixels), count)
+    return to_dtype(builder, builder.aten("masked_fill.Scalar", mean, none, math.nan), dtype)
