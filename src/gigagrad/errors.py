@@ -61,11 +61,12 @@ class OperatorError(GigagradError):
 
     complaint = "refuses what it is given"
 
-    def __init__(self, operator: str, module_path: str, source: str, reason: str) -> None:
+    def __init__(self, operator: str, module_path: str, source: str, reason: str, elsewhere: str = "the loss") -> None:
+        """`elsewhere`: where the operator stands if no module is named."""
         self.operator = operator
         self.module_path = module_path
         self.source = source
-        where = f"module '{module_path}'" if module_path else "the loss"
+        where = f"module '{module_path}'" if module_path else elsewhere
         at = f" at {source}" if source else ""
         if "not implemented for 'UInt" in reason:
             reason += "; write .to(torch.int64) before it, since PyTorch computes with no unsigned integers but bytes"

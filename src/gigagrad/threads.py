@@ -40,7 +40,7 @@ gc.callbacks += [partial(setattr, _here), _collections.__setitem__, _collections
 
 def _is_collecting() -> bool:
     """Whether this thread collects garbage."""
-    now = next(reversed(_collections), None) == "start"
+    now = [*_collections][-1:] == ["start"]  # in one step: a collection in between would move what is iterated over
     return now and getattr(_here, "start", None) is _collections["start"]
 
 

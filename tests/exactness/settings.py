@@ -798,6 +798,7 @@ SETTINGS |= {
 UNFOLLOWED = ("ctypes structure", "BytesIO", "simple queue", "Decimal", "file in memory", "database")
 """Kinds that nobody can compare: a model that reads one is traced in every call."""
 REFUSED_SETTINGS |= {
+    "keyed by a parameter": "keys are parameters",
     "keyed by a parameter, outside": "keys are parameters",
     "a tensor's version": "_version",
     "torch.load": "cannot capture",

@@ -8,9 +8,12 @@ import torch
 import gigagrad as gg
 from gigagrad.errors import CaptureError
 from tests.exactness.changes import REFUSED, WAYS, by_pytorch, difference, told
+from tests.exactness.settings import REFUSED_SETTINGS, SETTINGS
+
+KEYED = {name: make for name, make in SETTINGS.items() if name.startswith("keyed by") and name not in REFUSED_SETTINGS}
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", [*WAYS, *KEYED])
 def test_a_change_counts(name):
     torch.manual_seed(2)
     image, target = torch.rand(1, 11, 13).double(), torch.rand(1, 11, 13).double()
@@ -23,5 +26,5 @@ def test_a_change_counts(name):
         with pytest.raises(CaptureError, match=REFUSED[name]):
             next(told(WAYS[name], ours, 1))
         return
-    found, expected = (list(told(WAYS[name], call, 3)) for call in (ours, by_pytorch(image, target)))
+    found, expected = (list(told({**WAYS, **KEYED}[name], call, 3)) for call in (ours, by_pytorch(image, target)))
     assert [difference(*pair) for pair in zip(found, expected, strict=True)] == [None] * 3

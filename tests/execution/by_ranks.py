@@ -37,6 +37,7 @@ def prepared_for(
 
 
 def prepared_by(engine: gg.Engine, image: Any, target: Any) -> RankRun:
+    engine.in_tiles = True
     with opened_sources(engine._composite, image, target) as sources:
         graph = engine._captures.get(sources).graph
         prepared = engine._planner.prepare(graph, sources, None, backward=True)

@@ -105,6 +105,7 @@ def test_a_changed_model_is_planned_anew(net, bce, pair):
     net.requires_grad_(False)
     net.head.requires_grad_(True)
     engine = gg.compile(net, bce)
+    engine.in_tiles = True
     lean = engine.plan(pair.image, pair.target)
     net.requires_grad_(True)
     full = engine.plan(pair.image, pair.target)

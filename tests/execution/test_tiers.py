@@ -163,7 +163,9 @@ def planned(memory, **arguments):
     model(torch.zeros(1, 3, 8, 8))
     image = torch.zeros(1).expand(3, 1024, 1024)
     device = FakeCpu(400 * MIB)
-    return gg.compile(model, F.mse_loss, memory=memory * MIB, device=device, **arguments).plan(image, image[:1])
+    engine = gg.compile(model, F.mse_loss, memory=memory * MIB, device=device, **arguments)
+    engine.in_tiles = True
+    return engine.plan(image, image[:1])
 
 
 def test_what_does_not_fit_in_memory_goes_to_files_within_their_budget(tmp_path):

@@ -45,6 +45,7 @@ def test_the_same_for_programs(scaling):
     rows = scale_rows(scaling(4, Link(1e9, 1e-6)), (1, 16))
     assert rows == json.loads(json.dumps(rows))
     one, many = rows
-    assert (one["times_faster"], one["groups"], one["ranks_a_group"], one["sent_bytes"]) == (1, 1, 1, 0)
+    assert one["times_faster"] == pytest.approx(1)
+    assert (one["groups"], one["ranks_a_group"], one["sent_bytes"]) == (1, 1, 0)
     assert many["seconds"] == many["ways_seconds"]["data x tile"] < one["seconds"] / 8
     assert many["lost_seconds"].keys() == one["lost_seconds"].keys()

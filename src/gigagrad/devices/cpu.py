@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
+import psutil
 import torch
 
 from gigagrad.allowances import (
     AMX_KERNEL_BYTES,
+    FREE_SHARE,
     KERNEL_BYTES,
     LATER_RUNTIME_BYTES,
     MAPPED_BYTES,
@@ -67,6 +69,9 @@ class Cpu(Device):
 
     def peak_bytes(self) -> int:
         return peak_resident_bytes()
+
+    def free_bytes(self) -> int | None:
+        return int(psutil.virtual_memory().available * FREE_SHARE)
 
     def trim(self) -> None:
         SpareBlocks.give_back()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from gigagrad.allowances import LATER_RUNTIME_BYTES, UNNOTICED_BYTES
+from gigagrad.allowances import FREE_SHARE, LATER_RUNTIME_BYTES, UNNOTICED_BYTES
 from gigagrad.devices.device import Device, MemoryWatch, Say, register_device
 from gigagrad.devices.machine import Machine
 from gigagrad.errors import ConfigError
@@ -45,6 +45,10 @@ class Cuda(Device):
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_reserved(self.torch_device)
 
+    def free_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return int(free * FREE_SHARE)
+
     def trim(self) -> None:
         torch.cuda.empty_cache()
 
@@ -53,6 +57,18 @@ class Cuda(Device):
 
     def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryWatch:
         return _CacheWatch(self, peak_bytes)
+
+    @contextmanager
+    def bounded(self, peak_bytes: int) -> Iterator[None]:
+        index = self.torch_device.index
+        here = torch.cuda.current_device() if index is None else index
+        total = torch.cuda.get_device_properties(here).total_memory
+        before = torch.cuda.get_per_process_memory_fraction(here)
+        torch.cuda.set_per_process_memory_fraction(min(before, peak_bytes / total), here)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(before, here)
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:

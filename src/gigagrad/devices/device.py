@@ -91,6 +91,10 @@ class Device(ABC):
         """
         return None
 
+    def free_bytes(self) -> int | None:
+        """What it may give beside what is held; None where that is not known."""
+        return None
+
     def step_bytes(self) -> int:
         """What a step adds beside tensors and compiled convolutions."""
         return 0
@@ -108,6 +112,13 @@ class Device(ABC):
     def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryWatch:
         """For one run of a plan with this peak."""
         return MemoryWatch()
+
+    @contextmanager
+    def bounded(self, peak_bytes: int) -> Iterator[None]:
+        """Where the device's allocator can see to it, no more than this is held in the block: what does not fit raises
+        `torch.OutOfMemoryError`.
+        """
+        yield
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:

@@ -20,6 +20,8 @@ class Choice:
     """Height and width in pixels, one for each stage."""
     kept: tuple[tuple[int, str], ...]
     """The nodes of the fields kept, each with its tier."""
+    whole: bool = False
+    """Whether PyTorch runs the whole image at once."""
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
@@ -30,10 +32,13 @@ class Choice:
             plan.threads,
             tiles,
             tuple((field.node, field.tier) for field in plan.kept),
+            plan.whole is not None,
         )
 
     def suits(self, graph: Graph) -> bool:
         """Whether the graph has these fields and as many stages: a choice may come from another version of a model."""
+        if self.whole:
+            return True
         fields = [i for i, _ in self.kept]
         computed = all(i < len(graph.nodes) and graph[i].is_field and not graph[i].is_source for i in fields)
         return computed and len(split_stages(graph, fields)) == len(self.tiles)
@@ -46,6 +51,7 @@ class Choice:
             "threads": self.threads,
             "tiles": tiles,
             "kept": [list(pair) for pair in self.kept],
+            "whole": self.whole,
         }
 
     @classmethod
@@ -55,4 +61,4 @@ class Choice:
         workers = int(data["workers"])
         # Choices of earlier versions left it to PyTorch.
         threads = int(data.get("threads", 1 if workers > 1 else torch.get_num_threads()))
-        return cls(data["memory_format"], workers, threads, tiles, kept)
+        return cls(data["memory_format"], workers, threads, tiles, kept, bool(data.get("whole", False)))

@@ -29,6 +29,7 @@ from gigagrad.execution.seeds import Seeds, drawing
 from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTensor
 from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
+from gigagrad.execution.whole import TooLarge, WholeRun, hooks_called
 from gigagrad.graphs import Captured, Composite, Graph, Node
 from gigagrad.images import Image
 from gigagrad.plans import Plan, Problem
@@ -94,6 +95,7 @@ class Engine:
             optimizer=optimizer,
             ranks=ranks,
             seed=seed,
+            journal=journal,
         )
         self.ranks = ranks
         """Who computes the tiles together."""
@@ -102,7 +104,7 @@ class Engine:
         """Of the same model without the loss, once it is asked for predictions."""
         self.last_run: StepMeasured | None = None
         self.left: Left | None = None
-        """What the last `backward` left in buffers."""
+        """What the last `backward` left in buffers, where it was computed in tiles."""
         self.overflows = 0
         """How often cotangents in float16 have left its range; the next run begins in the unit that this asked for."""
         self._errors = RunningErrors()
@@ -114,6 +116,15 @@ class Engine:
     @property
     def loss(self) -> Loss | None:
         return self._composite.loss
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether images that fit as they are, too, are computed in tiles: the same bits by any number of ranks."""
+        return self._planner.in_tiles
+
+    @in_tiles.setter
+    def in_tiles(self, asked: bool) -> None:
+        self._planner.choose_tiles(only=asked)
 
     def __repr__(self) -> str:
         loss = "no loss" if self.loss is None else getattr(self.loss, "__name__", type(self.loss).__name__)
@@ -189,6 +200,10 @@ class Engine:
         with self.ranks.together(), self._shown(), opened_sources(self._composite, image, target) as sources:
             run, graph = self._run("backward", sources)
             given = {name: source.given for name, source in sources.items() if source.given is not None}
+        if isinstance(run, WholeRun):
+            with hooks_called(tensor for tensor, _ in run.gradients):
+                _accumulate(run.gradients)
+            return run.output
         parameters = {**dict(self._composite.named_parameters(remove_duplicate=False)), **graph.closed}
         found: list[tuple[torch.Tensor, torch.Tensor]]
         found = [(parameters[graph[i].arguments["name"]], gradient) for i, gradient in run.gradients.items()]
@@ -338,9 +353,20 @@ class Engine:
             self._planner.finished(prepared, None)
         leave_state(self._composite, run.updates, captured)
 
-    def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run, Graph]:
+    def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run | WholeRun, Graph]:
         """A finished run of a graph whose output is no image."""
+        try:
+            return self._run_as_planned(phase, sources)
+        except TooLarge as error:
+            told = f"the whole image takes more memory than was predicted ({error.__cause__}); it is computed in tiles"
+            self.events.emit(Notice(told, warning=True))
+            self.in_tiles = True
+            return self._run_as_planned(phase, sources)
+
+    def _run_as_planned(self, phase: str, sources: dict[str, Source]) -> tuple[Run | WholeRun, Graph]:
         with self._measured(phase, sources) as (prepared, captured, more):
+            if prepared.plan.whole:
+                return self._run_whole(phase, sources, prepared, captured), prepared.graph
             draws = self._draws(prepared)
             for overflows in range(self.overflows, MOST_OVERFLOWS + 1):
                 try:
@@ -373,6 +399,15 @@ class Engine:
         leave_state(self._composite, run.updates, captured)
         self.left = Left(self._composite, captured, run.values) if phase == "backward" else None
         return run, prepared.graph
+
+    def _run_whole(self, phase: str, sources: dict[str, Source], prepared: Prepared, captured: Captured) -> WholeRun:
+        run = WholeRun(prepared, sources, self._composite, self.events, backward=phase == "backward")
+        run.run()
+        self._planner.finished(prepared, None)
+        if captured.effects or captured.left_out:
+            captured.guard.renew()  # the model itself ran: whatever that left is what the next one finds
+        self.left = None
+        return run
 
     @contextmanager
     def _measured(
@@ -421,9 +456,9 @@ def _whole_gradient(run: Run) -> tuple[Box, torch.Tensor]:
 def _accumulate(found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Add gradients to `.grad` the way autograd does, hooks included."""
     if found:
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             views = [tensor.view_as(tensor) for tensor, _ in found]
-        torch.autograd.backward(views, [gradient.to(tensor.device, tensor.dtype) for tensor, gradient in found])
+            torch.autograd.backward(views, [gradient.to(tensor.device, tensor.dtype) for tensor, gradient in found])
 
 
 def _delivers_image(graph: Graph) -> bool:

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +29,16 @@ from gigagrad.execution.alike import Alike
 from gigagrad.execution.choice import Choice
 from gigagrad.execution.optimizer_state import OptimizerState
 from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.seeds import drawing
 from gigagrad.execution.sinks import Handed, Sink
 from gigagrad.execution.sources import Source
 from gigagrad.execution.trial import faster_layout, timed_passes
-from gigagrad.graphs import Call, Composite, Graph, lookup
+from gigagrad.graphs import Call, Composite, Graph, WholeCost, lookup
 from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan, split_stages
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import amount_of, total
+from gigagrad.plans.whole import whole_plan
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.alike import unlike
 from gigagrad.stores import Half, Rounding, Tier
@@ -96,8 +99,13 @@ class Planner:
         optimizer: torch.optim.Optimizer | None,
         ranks: Ranks,
         seed: int | None,
+        journal: Path | None,
     ) -> None:
         self._ranks = ranks
+        self._composite = composite
+        asked = any(setting is not None for setting in (tile, rounding, journal))
+        self.in_tiles = asked or composite.precision not in (None, torch.bfloat16)
+        """Whether images that fit as they are, too, are computed in tiles."""
         settings = {
             "tile": tile,
             "seed": seed,
@@ -211,13 +219,33 @@ class Planner:
             rooms={tier.name: least_room(found) for tier, found in zip(others, zip(*rooms, strict=True), strict=True)},
             ranks=self._ranks.count,
             packing=_packing_of(self._rounding),
+            whole=self._whole(graph, sink, backward=backward),
+            free_bytes=device.free_bytes() if self._budget_bytes is None else None,
         )
+
+    def _whole(self, graph: Graph, sink: Sink | None, *, backward: bool) -> WholeCost | None:
+        """What it takes to run the whole image at once, where that may be done: images that leave in pieces come from
+        tiles, random numbers are the same in every plan, and the model must be where it is computed.
+        """
+        delivers_image = graph[graph.output].is_field and not backward
+        if self.in_tiles or self._ranks.count > 1 or sink is not None or delivers_image or drawing(graph):
+            return None
+        here = self._device.torch_device
+        stored = (*self._composite.parameters(), *self._composite.buffers())
+        at_home = all(one.device.type == here.type and here.index in (None, one.device.index) for one in stored)
+        return graph.whole.get(backward) if at_home else None
 
     def make(self, problem: Problem) -> Plan:
         """The plan for a problem, as `prepare` makes one on first sight. Raises BudgetError."""
         tiles = (self._tile,) if self._tile else None
         with self._events.preparing("plan") as tried:
             return make_plan(problem, memory_format=_usual_layout(problem.graph), tiles=tiles, tried=tried)
+
+    def choose_tiles(self, *, only: bool) -> None:
+        """From the next run on: plan anew, `only` in tiles or in either way."""
+        if only != self.in_tiles:
+            self.in_tiles = only
+            self._planned.clear()
 
     def state_dict(self) -> dict[str, Any]:
         choices = self._adopted | self._choices
@@ -254,7 +282,7 @@ class Planner:
         return _Planned(made, _compiled(made), known is not None and known.has_run_as(plan))
 
     def _prepared(self, problem: Problem, plan: Plan) -> Prepared:
-        stages = split_stages(problem.graph, [field.node for field in plan.kept])
+        stages = () if plan.whole else split_stages(problem.graph, [field.node for field in plan.kept])
         return Prepared(plan, stages, self._device, problem, self._rounding)
 
     def _first(self, problem: Problem, sources: dict[str, Source]) -> _Planned:
@@ -269,6 +297,8 @@ class Planner:
             adopted = None
         plan = self.make(problem) if adopted is None else self._again(problem, adopted)
         prepared = self._prepared(problem, plan)
+        if plan.whole:
+            return _Planned(prepared, _compiled(prepared))
         seconds = _trial_seconds(plan)
         pays = plan.tile_count >= _WORTH_A_TRIAL and len(plan.stages) <= _MOST_TRIED and _LAYOUTS * seconds <= _SOON
         if adopted is None and pays and plan.memory_format == "channels_last":
@@ -290,6 +320,8 @@ class Planner:
 
     def _again(self, problem: Problem, choice: Choice) -> Plan:
         """The plan of an earlier choice; where it no longer fits, another one, and a notice that says so."""
+        if choice.whole:
+            return self._whole_again(problem, choice)
         machine = dataclasses.replace(problem.machine, threads=choice.workers)
         try:
             plan = make_plan(
@@ -311,6 +343,14 @@ class Planner:
             )
         )
         return dataclasses.replace(plan, memory_format=choice.memory_format)
+
+    def _whole_again(self, problem: Problem, choice: Choice) -> Plan:
+        plan = whole_plan(problem, choice.memory_format)
+        if plan is None:
+            told = "the whole image no longer fits at once beside what the process holds; it is computed in tiles now"
+            self._events.emit(Notice(told, warning=True))
+            plan = self.make(problem)
+        return plan
 
 
 def _digest(value: object) -> str:
@@ -340,6 +380,8 @@ def _handed(graph: Graph, sink: Sink | None, *, backward: bool) -> int | None:
 def _compiled(prepared: Prepared) -> int:
     """How many kernels its convolutions are compiled to."""
     backward = prepared.problem.backward
+    if prepared.plan.whole:
+        return prepared.graph.whole[backward].compiled
     on_tiles = sum(compiled_convolutions(prepared.grid(stage), backward=backward) for stage in prepared.stages)
     return on_tiles + whole_compiled_convolutions(prepared.graph, backward=backward)
 

@@ -5,6 +5,10 @@ So neither the order in which a plan computes them, nor what else it draws, nor 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from weakref import WeakKeyDictionary
+
 import torch
 
 from gigagrad.graphs import Graph, Node
@@ -13,6 +17,8 @@ from gigagrad.ranks import Ranks
 
 _OFF = {"train": False, "training": False, "dropout_p": 0.0}
 """Arguments with which an operator that may draw does not."""
+_drawing: WeakKeyDictionary[Graph, Mapping[int, int]] = WeakKeyDictionary()
+"""Of every graph that is there: asked in every run."""
 ROUNDINGS = -1
 """In the place of an operator's number: what rounds kept fields."""
 
@@ -44,9 +50,13 @@ class Seeds:
         return int(number)
 
 
-def drawing(graph: Graph) -> dict[int, int]:
+def drawing(graph: Graph) -> Mapping[int, int]:
     """The nodes that draw random numbers, each with a number of its own."""
-    return {node.id: number for number, node in enumerate(node for node in graph.nodes if _draws(node))}
+    found = _drawing.get(graph)
+    if found is None:
+        drawn = (node.id for node in graph.nodes if _draws(node))
+        found = _drawing[graph] = MappingProxyType({i: number for number, i in enumerate(drawn)})
+    return found
 
 
 def seed_of(run: int, number: int) -> int:

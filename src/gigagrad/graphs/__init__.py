@@ -19,6 +19,7 @@ from gigagrad.graphs.table import (
     scaled_gains,
     sum_of_gains,
 )
+from gigagrad.graphs.whole import WholeCost
 
 __all__ = [
     "FIELD_BINS",
@@ -43,6 +44,7 @@ __all__ = [
     "Saved",
     "Site",
     "Whole",
+    "WholeCost",
     "capture",
     "lookup",
     "merge_of",

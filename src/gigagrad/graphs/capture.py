@@ -13,9 +13,10 @@ import logging
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from gigagrad.graphs.table import Refused
 from gigagrad.graphs.torch_state import torch_state_kept
 from gigagrad.graphs.traceable import untie
 from gigagrad.graphs.walk import Walk
+from gigagrad.graphs.whole import WholeCost, count_whole
 
 assert rows.__all__, "importing the rows fills the operator table"
 
@@ -47,6 +49,7 @@ _IGNORED = frozenset(
     {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range"}
 )
 _MODEL, _LOSS = "model", "loss"
+_HOST = torch.device("cpu")
 _CAPTURING = threading.RLock()
 """Export exchanges functions of Python itself while it traces, and what a rehearsal sets back must be its own doing."""
 _MOVING = frozenset(
@@ -140,10 +143,10 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
         walk = Walk(roots_of(composite.model, composite.loss))
         inside = {id(tensor) for tensor in (*composite.parameters(), *composite.buffers())}
         outside = [tensor for _, tensor in walk.tensors if id(tensor) not in inside]
-        program, rehearsal = _exported(composite, image, target, [*outside, *walk.uncopied])
+        program, rehearsal, whole = _exported(composite, image, target, [*outside, *walk.uncopied])
         named = _named("image", image) + _named("target", target)
         closed = {f"{CLOSED}.{index}": tensor for index, tensor in enumerate(rehearsal.closed)}
-        graph = _convert(program, composite, named, closed, rehearsal)
+        graph = dataclasses.replace(_convert(program, composite, named, closed, rehearsal), whole=whole)
         if composite.loss is None and graph.source("image") is None:
             raise CaptureError("nothing that the model returns depends on the pixels of the image")
         roots = roots_of(composite.model, composite.loss, rehearsal.generators)
@@ -154,29 +157,51 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
 
 def _exported(
     composite: Composite, image: Specs, target: Specs | None, outside: list[torch.Tensor]
-) -> tuple[torch.export.ExportedProgram, Rehearsal]:
+) -> tuple[torch.export.ExportedProgram, Rehearsal, Mapping[bool, WholeCost]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     home = next((tensor.device for tensor in (*composite.parameters(), *composite.buffers())), torch.device("cpu"))
     with _quietly(), torch.inference_mode(False), torch.enable_grad():
-        with mode:
-            images = tuple(_empty(spec, home) for spec in _listed(image))
-            goals = tuple(_empty(spec, home) for spec in _listed(target))
-            inputs = (images, goals if isinstance(target, tuple) else goals[0]) if goals else (images,)
+        inputs = _inputs(mode, image, target, home)
         try:
             # Around the tracing, not inside the module: an exported autocast region has lost its modules' names.
             with _autocast(home, composite.autocast):
                 rehearsal = rehearse(composite, mode, inputs, outside)
+                whole = _whole_costs(composite, mode, _inputs(mode, image, target, _HOST), outside, rehearsal)
                 # A copy of its own: a model may keep what its first forward made.
                 copy = composite.fake_copy(mode, outside, rehearsal.closed)
                 copy.known_writes = rehearsal.writes
                 with rehearsal.undone(), modules_themselves(), fx_traceback.preserve_node_meta():
                     exported = torch.export.export(copy.composite, inputs, strict=False)
                 untie(exported)
-                return exported.run_decompositions({}), rehearsal
+                return exported.run_decompositions({}), rehearsal, whole
         except CaptureError:
             raise
         except Exception as error:
             raise explained(error, _listed(image)[0], _listed(target)) from error
+
+
+def _whole_costs(
+    composite: Composite, mode: FakeTensorMode, inputs: Any, outside: list[torch.Tensor], rehearsal: Rehearsal
+) -> Mapping[bool, WholeCost]:
+    """What plain autograd takes for the whole image, without and with gradients, as far as it can be counted.
+
+    On the host, whatever the model's device: a backward of fake tensors on a GPU leaves autograd without its streams.
+    """
+    found = dict[bool, WholeCost]()
+    for backward in (False, True) if composite.loss is not None else (False,):
+        copy = composite.fake_copy(mode, outside, rehearsal.closed, _HOST)
+        with rehearsal.undone(), _autocast(_HOST, composite.autocast):
+            cost = count_whole(copy, inputs, mode, backward=backward)
+        if cost is not None:
+            found[backward] = cost
+    return MappingProxyType(found)
+
+
+def _inputs(mode: FakeTensorMode, image: Specs, target: Specs | None, device: torch.device) -> tuple[Any, ...]:
+    with mode:
+        images = tuple(_empty(spec, device) for spec in _listed(image))
+        goals = tuple(_empty(spec, device) for spec in _listed(target))
+    return (images, goals if isinstance(target, tuple) else goals[0]) if goals else (images,)
 
 
 @contextmanager

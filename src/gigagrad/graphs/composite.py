@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from gigagrad.errors import CaptureError
 from gigagrad.graphs.appearance import ids_of, not_compiling
 from gigagrad.graphs.constants import Constants
-from gigagrad.graphs.traceable import INSTEAD, batch_norm_traceable
+from gigagrad.graphs.traceable import INSTEAD, TakingClassIds, batch_norm_traceable
 from gigagrad.graphs.walk import is_library
 from gigagrad.graphs.writes import Learned, Writes
 
@@ -73,7 +73,7 @@ class Composite(nn.Module):
         with (
             _Observed(originals),
             not_compiling(),
-            ids_of(originals.ids),
+            ids_of(originals.ids | originals.ids_of_own()),
             batch_norm_traceable(),
             writes.checkpoints.watched(),
         ):
@@ -88,6 +88,15 @@ class Composite(nn.Module):
         stored = ((name, now) for name, now in (*own, *self.named_parameters()) if id(now) in writes.exchanged)
         return writes.current(result), replaced | {name: writes.exchanged[id(now)] for name, now in stored}
 
+    def plainly(self, images: tuple[torch.Tensor, ...], target: Any = None) -> Any:
+        """What the loss or the model returns where PyTorch runs them, nothing watched or replaced."""
+        # With its batch axis an image that asks for a gradient is no leaf.
+        output = self.model(*(image.view_as(image) if image.requires_grad else image for image in images))
+        if self.loss is None:
+            return output
+        with TakingClassIds():
+            return self.loss(output, target)
+
     @property
     def autocast(self) -> torch.dtype | None:
         return self.precision if self.precision in (torch.bfloat16, torch.float16) else None
@@ -98,9 +107,13 @@ class Composite(nn.Module):
         return self.precision if full and self.precision is not None else given
 
     def fake_copy(
-        self, mode: FakeTensorMode, outside: Iterable[torch.Tensor], closed: Iterable[torch.Tensor]
+        self,
+        mode: FakeTensorMode,
+        outside: Iterable[torch.Tensor],
+        closed: Iterable[torch.Tensor],
+        home: torch.device | None = None,
     ) -> Originals:
-        """A copy, as `composite` of what is returned, whose parameters and buffers are fake.
+        """A copy, as `composite` of what is returned, whose parameters and buffers are fake, on `home` if it is named.
 
         The memo keeps deepcopy from ever copying a real tensor. Tensors that are `outside` all modules stay themselves,
         and so do modules of Python;
@@ -108,18 +121,20 @@ class Composite(nn.Module):
         """
         memo: dict[int, Any] = {id(shared): shared for shared in (*outside, *sys.modules.values())}
         for parameter in self.parameters():
-            fake = mode.from_tensor(parameter.detach()).to(self.dtype_of(parameter.dtype))
+            fake = mode.from_tensor(parameter.detach()).to(home, self.dtype_of(parameter.dtype))
             memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
         for buffer in self.buffers():
-            memo[id(buffer)] = mode.from_tensor(buffer).to(self.dtype_of(buffer.dtype))
+            memo[id(buffer)] = mode.from_tensor(buffer).to(home, self.dtype_of(buffer.dtype))
         for tensor in (*self.parameters(), *self.buffers()):
             vars(memo[id(tensor)]).update(vars(tensor))  # people write on tensors how they are to be treated
         named = {id(t): name for name, t in [*self.named_parameters(), *self.named_buffers()]}
         real = dict(self.named_buffers())
         made = copy.deepcopy(self, memo)
         made.add_module(CLOSED, nn.Module())
-        made.__dict__["_originals"] = originals = Originals(made, mode, named, real)
+        made.__dict__["_originals"] = originals = Originals(made, mode, named, real, home)
         originals.ids = {id(copied): original for original, copied in memo.items()}
+        every = (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False))
+        originals.ids_by_name = {name: id(tensor) for name, tensor in every}
         for tensor in closed:
             originals.adopt(tensor)
         return originals
@@ -133,7 +148,12 @@ class Originals:
     """
 
     def __init__(
-        self, composite: Composite, mode: FakeTensorMode, named: dict[int, str], real: dict[str, torch.Tensor]
+        self,
+        composite: Composite,
+        mode: FakeTensorMode,
+        named: dict[int, str],
+        real: dict[str, torch.Tensor],
+        home: torch.device | None = None,
     ) -> None:
         self.composite = composite
         self.real = real
@@ -147,9 +167,10 @@ class Originals:
         """What ended a call that plain PyTorch would have let pass, whoever catches it."""
         self.known_writes: Learned | None = None
         self.ids: dict[int, int] = {}
+        self.ids_by_name: dict[str, int] = {}
         self.writes: Writes
         """Of the last run."""
-        self._mode = mode
+        self._mode, self._home = mode, home
         self._named = named
 
     @contextmanager
@@ -165,7 +186,7 @@ class Originals:
         name = str(len(self.closed))
         self.closed.append(tensor)
         self._named[id(tensor)] = f"{CLOSED}.{name}"
-        fake = self._mode.from_tensor(tensor.detach())
+        fake = self._mode.from_tensor(tensor.detach()).to(self._home)
         holder = self.composite.get_submodule(CLOSED)
         if tensor.requires_grad:
             holder.register_parameter(name, nn.Parameter(fake))
@@ -191,6 +212,14 @@ class Originals:
         if type(value) in (list, tuple):
             return type(value)(map(self.replacement, value))
         return value
+
+    def ids_of_own(self) -> dict[int, int]:
+        """Map the ids of the copy's parameters and buffers, as they are now, to those of the model's: export puts
+        others in their places while it traces.
+        """
+        copy = self.composite
+        every = (*copy.named_parameters(remove_duplicate=False), *copy.named_buffers(remove_duplicate=False))
+        return {id(tensor): self.ids_by_name[name] for name, tensor in every if name in self.ids_by_name}
 
     def is_original(self, tensor: torch.Tensor) -> bool:
         """Whether a parameter or a buffer of the copy stands for it."""

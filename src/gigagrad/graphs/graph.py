@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec
 
+from gigagrad.graphs.whole import WholeCost
+
 Axes = tuple[int, int]
 """The positions of a field's y and x axes, negative: `(-2, -1)` for NCHW, `(-3, -2)` for NHWC."""
 
@@ -105,7 +107,7 @@ class Node:
         return self.nbytes // (height * width)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Graph:
     """A whole captured `loss(model(image), target)` or `model(image)`, in topological order (`nodes[i].id == i`)."""
 
@@ -121,6 +123,8 @@ class Graph:
 
     structure: TreeSpec | None = None
     """How the outputs are nested in what the model returns; None for a single tensor."""
+    whole: Mapping[bool, WholeCost] = field(default_factory=lambda: MappingProxyType({}))
+    """What plain autograd takes for the whole image, without and with gradients, where that is known."""
     reads: tuple[tuple[int, ...], ...] = field(init=False)
     """For each node the fields that it reads, without repetitions."""
 
@@ -149,6 +153,7 @@ class Graph:
         """Whether another graph computes the same from the same tensors."""
         return (
             self.is_shaped_like(other)
+            and self.whole == other.whole
             and all(
                 _exactly(one.arguments) == _exactly(two.arguments)
                 for one, two in zip(self.nodes, other.nodes, strict=True)

@@ -449,13 +449,15 @@ def _missing(node: Any) -> str:
 
 
 def _refuse_keys(walk: Walk, copy: Originals, ran: Ran) -> None:
-    """A copy's parameters are found in no dictionary that is not copied with them."""
+    """Export puts others in the places of a model's parameters and buffers, which are keys of no dictionary."""
+    own = {id(tensor) for tensor in (*copy.composite.parameters(), *copy.composite.buffers())}
     for where, tensor in walk.tensors:
         held = where.removesuffix(KEY)
-        if held != where and copy.is_original(tensor) and ran.reads(held.rpartition(".")[2].partition("[")[0]):
+        known = id(tensor) in own or copy.is_original(tensor)
+        if held != where and known and ran.reads(held.rpartition(".")[2].partition("[")[0]):
             raise CaptureError(
-                f"{_tidy(held)} is a dictionary outside of the model whose keys are parameters or buffers of it, and a "
-                "copy of the model is traced; make it an attribute of the model, or let its keys be names"
+                f"{_tidy(held)} is a dictionary whose keys are parameters or buffers of the model, and a copy of the "
+                "model is traced; let its keys be names"
             )
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from gigagrad.errors import CaptureError
 
@@ -107,6 +108,13 @@ def _of_class_ids(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return called
 
 
+class TakingClassIds(TorchFunctionMode):
+    """PyTorch's losses of class ids take them as masks hold them, in the block."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _LOSSES.get(func, func)(*args, **(kwargs or {}))
+
+
 def as_strided(
     input: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
@@ -137,11 +145,13 @@ def random_(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return input.copy_(torch.randint_like(input, bounds["from"], bounds["to"]))
 
 
+_LOSSES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {F.cross_entropy: _of_class_ids(F.cross_entropy), F.nll_loss: _of_class_ids(F.nll_loss)}
+)
 INSTEAD: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
+        **_LOSSES,
         F.instance_norm: instance_norm,
-        F.cross_entropy: _of_class_ids(F.cross_entropy),
-        F.nll_loss: _of_class_ids(F.nll_loss),
         torch.as_strided: as_strided,
         torch.Tensor.as_strided: as_strided,
         torch.Tensor.random_: random_,

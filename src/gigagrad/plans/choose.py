@@ -17,6 +17,7 @@ from gigagrad.plans.plan import EXACT, KeptField, Plan, WholeField
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import gathered, split_stages
 from gigagrad.plans.traffic import plan_for_ranks
+from gigagrad.plans.whole import whole_plan
 from gigagrad.stores import Tier
 
 _GOOD_ENOUGH = 1.1
@@ -28,6 +29,9 @@ _ABOUT_AS_LEAN = 1.1
 _FIRST_LOOK = 24
 """Options of one kind that are tried before the search narrows."""
 
+
+_SOON = 1.0
+"""Where PyTorch takes no more seconds than this for the whole image, nobody looks for tiles."""
 
 _SHARINGS, _LEEWAY = 6, 1.05
 """What ranks hold and send is known of a plan only: it is made again with a little more, so often at most."""
@@ -45,13 +49,34 @@ def make_plan(
     costs: Costs | None = None,
     tried: Tried = lambda seconds: None,
 ) -> Plan:
-    """The fastest plan that fits, or the one with these `tiles` (one shape for each stage; the last serves the rest)
-    that keeps these fields in these tiers. Several plans of one graph are made sooner with the same `costs`, made for
-    the same machine and packing. `tried` is told of each set of kept fields that was looked at.
+    """The fastest plan that fits, in tiles or on the whole image at once, or the one with these `tiles` (one shape for
+    each stage; the last serves the rest) that keeps these fields in these tiers. Several plans of one graph are made
+    sooner with the same `costs`, made for the same machine and packing. `tried` is told of each set of kept fields that
+    was looked at.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
     """
+    whole = whole_plan(problem, memory_format) if tiles is None and kept is None else None
+    if whole is None or whole.predicted_seconds > _SOON:
+        try:
+            tiled = _make_tiled(problem, memory_format, tiles, kept, costs, tried)
+            return tiled if whole is None or tiled.predicted_seconds < whole.predicted_seconds else whole
+        except BudgetError:
+            if whole is None:
+                raise
+    tried(whole.predicted_seconds)
+    return whole
+
+
+def _make_tiled(
+    problem: Problem,
+    memory_format: str,
+    tiles: tuple[tuple[int, int], ...] | None,
+    kept: Kept | None,
+    costs: Costs | None,
+    tried: Tried,
+) -> Plan:
     costs = costs or Costs(problem.graph, problem.machine, problem.packing)
     if problem.ranks == 1:
         return _make_plan(problem, memory_format, tiles, kept, costs, tried)

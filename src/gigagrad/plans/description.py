@@ -88,10 +88,11 @@ def _aligned(rows: Sequence[tuple[str, ...]], right: Sequence[bool]) -> list[str
 def describe(plan: Plan) -> Description:
     """Everything that a plan says of itself."""
     source = "by the cost model" if plan.timed_seconds is None else TIMED
+    tables = () if plan.whole else (stages_of(plan, len(plan.stages)), _kept(plan), *whole_fields_of(plan))
     return Description(
         f"{step_of(plan)} as planned",
         facts_of(plan, source),
-        (stages_of(plan, len(plan.stages)), _kept(plan), *whole_fields_of(plan), memory_of(plan)),
+        (*tables, memory_of(plan)),
     )
 
 
@@ -101,21 +102,25 @@ TIMED = "from tiles that were timed"
 
 def step_of(plan: Plan) -> str:
     """What is planned."""
-    return "Prediction" if all(p.phase == "forward" for p in plan.passes) else "Training step"
+    phases = [plan.whole] if plan.whole else [p.phase for p in plan.passes]
+    return "Prediction" if all(phase == "forward" for phase in phases) else "Training step"
 
 
 def facts_of(plan: Plan, source: str) -> Facts:
     """What is planned, for what, and what it takes; `source` tells where the predicted time comes from."""
     channels, height, width = plan.image_shape[-3:]
     at_once = f"{plan.workers} tiles at a time" if plan.workers > 1 else "one tile at a time"
+    runs = f"{plan.memory_format.replace('_', ' ')}, {at_once}"
+    if plan.whole:
+        runs = "the whole image at once, as PyTorch runs the model by itself"
     budget = "no budget set" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
     elsewhere = [(_PLACES.get(amount.name, amount.name), amount.size_bytes) for amount in plan.elsewhere]
-    whole = f", {format_seconds(plan.whole_seconds)} of it for whole fields" if plan.whole_seconds else ""
+    whole = f", {format_seconds(plan.whole_seconds)} of it for whole fields" if plan.whole_field else ""
     return (
         ("image", f"{height} x {width} px ({format_pixels(height * width)}), channels: {channels}"),
-        ("runs", f"on {plan.device}, {plan.memory_format.replace('_', ' ')}, {at_once}"),
+        ("runs", f"on {plan.device}, {runs}"),
         *((("ranks", _ranks(plan, plan.ranks)),) if plan.ranks is not None else ()),
-        ("passes over stages", _passes(plan) or "none"),
+        *((("passes over stages", _passes(plan) or "none"),) if not plan.whole else ()),
         ("predicted peak", f"{format_bytes(plan.predicted_peak_bytes)} ({budget})"),
         *((f"kept in {where}", f"{format_bytes(size)} at most") for where, size in elsewhere if size),
         ("predicted time", f"about {format_seconds(plan.predicted_seconds)} a step ({source}){whole}"),

@@ -36,7 +36,9 @@ class Fate:
 
 
 def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
-    """Every field that the plan's stages compute, the largest first."""
+    """Every field that the plan's stages compute, the largest first; none where the whole image is computed at once."""
+    if plan.whole:
+        return ()
     kept = {field.node: field for field in plan.kept}
     stages = split_stages(graph, kept)
     sweeps = [sum(p.stage == stage.index for p in plan.passes) for stage in stages]

@@ -51,6 +51,9 @@ SUMS: Final = "sums and working copies of parameters"
 WAITING: Final = "crops on their way"
 OUTPUT: Final = "output"
 TILES: Final = "tiles being computed"
+ACTIVATIONS: Final = "activations and gradients of the whole image"
+ACTIVATION_SLACK: Final = "freed blocks of activations"
+IMAGES: Final = "images and labels"
 SLACK: Final = "freed blocks of tiles"
 
 WHERE_FROM: Final[Mapping[str, str]] = {
@@ -72,6 +75,9 @@ WHERE_FROM: Final[Mapping[str, str]] = {
     OUTPUT: "what its writer holds",
     TILES: "liveness of crops",
     SLACK: "half of what tiles take, and more where there are many",
+    ACTIVATIONS: "liveness of tensors as PyTorch runs the model",
+    ACTIVATION_SLACK: "half of the small ones, or of all where they come from the heap",
+    IMAGES: "their shapes",
 }
 """Where each number comes from."""
 

@@ -138,6 +138,10 @@ class Plan:
     """What whole-field operators take, by the cost model."""
     ranks: RankPlan | None = None
     """None: one process by itself."""
+    whole: str | None = None
+    """What PyTorch runs of the model and the loss by itself on the whole image, `forward` or `forward and backward`:
+    then there are no stages. None: it is computed in tiles.
+    """
     timed_seconds: tuple[float, ...] | None = None
     """Of each pass, by a tile of it that was timed on this machine; None where none was."""
 
@@ -192,8 +196,8 @@ class Plan:
 
     @property
     def tile_count(self) -> int:
-        """Tiles run in one step, over all passes."""
-        return sum(self.stages[p.stage].tile_count for p in self.passes)
+        """Tiles run in one step, over all passes; the whole image is one."""
+        return bool(self.whole) + sum(self.stages[p.stage].tile_count for p in self.passes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""

@@ -10,7 +10,7 @@ import torch
 from gigagrad.allowances import KERNEL_BYTES, MOST_COMPILED, ROOM_BYTES
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
-from gigagrad.graphs import Graph
+from gigagrad.graphs import Graph, WholeCost
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import Amount
 from gigagrad.stores import MemoryTier, Tier
@@ -52,6 +52,10 @@ class Problem:
     rooms: Mapping[str, int] = field(default_factory=dict)
     """Bytes that fields may take in each of the other tiers."""
     packing: Packing = AS_THEY_ARE
+    whole: WholeCost | None = None
+    """What plain autograd takes for the whole image; None where the image is to be computed in tiles."""
+    free_bytes: int | None = None
+    """What else the device may give now, for a plan without a budget; None where that is not known."""
 
     @property
     def image_shape(self) -> tuple[int, ...]:

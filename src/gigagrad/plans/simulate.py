@@ -65,6 +65,8 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
     every stage that a gradient goes through is swept backward once, after all that read its results; bytes held stay
     within what the plan says, and its peak within the budget.
     """
+    if plan.whole:
+        return Simulation(tuple(_budget_faults(plan)), (Moment(0, plan.whole, plan.fixed),))
     if plan.ranks is not None:
         problem = dataclasses.replace(problem, ranks=plan.ranks.count, held_share=plan.ranks.held_share)
     graph = problem.graph
@@ -197,5 +199,9 @@ def _memory_faults(problem: Problem, plan: Plan, moments: tuple[Moment, ...]) ->
         if moment.total_bytes > plan.predicted_peak_bytes:
             told = f"{moment.total_bytes} bytes are held, more than the {plan.predicted_peak_bytes} predicted"
             yield PlanFault("bytes", index, told)
+    yield from _budget_faults(plan)
+
+
+def _budget_faults(plan: Plan) -> Iterator[PlanFault]:
     if plan.budget_bytes is not None and plan.predicted_peak_bytes > plan.budget_bytes:
         yield PlanFault("budget", None, f"predicted {plan.predicted_peak_bytes} of {plan.budget_bytes} bytes")

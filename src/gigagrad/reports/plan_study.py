@@ -103,6 +103,7 @@ def describe_study(study: PlanStudy) -> Description:
     """What the plan says of itself, with the fate of every field in place of the list of those that it keeps."""
     plan = study.plan
     facts = facts_of(plan, study.rates if plan.timed_seconds is None else TIMED)
+    tables = () if plan.whole else (stages_of(plan, _STAGES_SHOWN), *whole_fields_of(plan), _fates(study.fates))
     labels = ["what would help", *("" for _ in study.advice[1:])]
     return Description(
         f"{step_of(plan)} of {study.model}",
@@ -111,7 +112,7 @@ def describe_study(study: PlanStudy) -> Description:
             ("smallest budget", f"{format_bytes(study.smallest_bytes)} would work"),
             *zip(labels, advice_in_words(study), strict=True),
         ),
-        (stages_of(plan, _STAGES_SHOWN), *whole_fields_of(plan), _fates(study.fates), memory_of(plan), _curve(study)),
+        (*tables, memory_of(plan), _curve(study)),
     )
 
 

@@ -77,6 +77,8 @@ class Learner:
         }
         self.group = Group(model, loss.function, **settings) if grouped else None
         self.engine = self.group.engine if self.group is not None else compile_engine(model, loss.function, **settings)
+        for engine in self.engines:
+            engine.in_tiles = True  # a run may go on by another number of ranks, bit for bit
         self._overflows = self._overflows_behind = 0
         """As `Engine.overflows`, before the step at hand, where each of its slides begins whatever this group has seen
         of the others, and behind it.

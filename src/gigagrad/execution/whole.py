@@ -1,0 +1,129 @@
+"""Runs the caller's own model and loss on the whole image, as PyTorch does, where that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from gigagrad.boxes import Box
+from gigagrad.events import Events, TileDone
+from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.refusals import refused_by_pytorch
+from gigagrad.execution.sources import Source
+from gigagrad.graphs import Composite
+from gigagrad.plans.whole import is_from_heap
+
+
+class TooLarge(Exception):
+    """The whole image takes more memory than was predicted."""
+
+
+class WholeRun:
+    """One forward, or forward and backward, of one image at once. The model leaves its buffers as in PyTorch."""
+
+    def __init__(
+        self, prepared: Prepared, sources: dict[str, Source], composite: Composite, events: Events, *, backward: bool
+    ) -> None:
+        self._prepared, self._sources, self._composite, self._events = prepared, sources, composite, events
+        self._backward = backward
+        self.outputs: Any = None
+        """What the loss or the model returned, detached."""
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """The parameters, images and labels that got a gradient, each with it."""
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The loss, or the only value that the model returns."""
+        found: torch.Tensor = self.outputs
+        return found
+
+    def run(self) -> None:
+        """Raises TooLarge, with the model's buffers as they were, where the device's allocator needs more memory than
+        the plan says; else whatever the model raises.
+        """
+        device, plan = self._prepared.device, self._prepared.plan
+        cost = self._prepared.graph.whole[self._backward]
+        before = {} if device.is_host else self._written()
+        watch = device.watch(plan.predicted_peak_bytes, plan.budget_bytes)
+        try:
+            largest = cost.largest_bytes if is_from_heap(plan, cost) else 0
+            watch.begin_pass(cost.peak_bytes, 0, largest)
+            with device.bounded(plan.predicted_peak_bytes), watch.tiles_at_work():
+                self._run()
+        except torch.OutOfMemoryError as error:
+            for buffer, value in before.items():
+                buffer.detach().copy_(value)
+            raise TooLarge from error
+        except Exception as error:
+            if (refused := refused_by_pytorch(error)) is not None:
+                raise refused from error
+            raise
+        finally:
+            watch.close()
+        self._events.emit(TileDone("whole image", 1, 1, 0.0))
+
+    def _written(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The buffers that the model writes, each with its value."""
+        known = {**dict(self._composite.named_buffers()), **dict(self._composite.named_parameters())}
+        written = (known.get(name) for name in self._prepared.graph.updates)
+        return {buffer: buffer.detach().clone() for buffer in written if buffer is not None}
+
+    def _run(self) -> None:
+        with torch.inference_mode(False), torch.set_grad_enabled(self._backward), self._autocast():
+            self._compute()
+
+    def _compute(self) -> None:
+        inputs = {name: self._input(source) for name, source in self._sources.items()}
+        images, targets = (
+            tuple(value for name, value in inputs.items() if name.startswith(kind)) for kind in ("image", "target")
+        )
+        result = self._composite.plainly(images, targets[0] if len(targets) == 1 else targets or None)
+        if self._backward:
+            self._differentiate(result, inputs)
+        self.outputs = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+    def _differentiate(self, loss: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
+        graph, composite = self._prepared.graph, self._composite
+        known = {**dict(composite.named_parameters(remove_duplicate=False)), **graph.closed}
+        named = (node.arguments["name"] for node in graph.nodes if node.op == "parameter" and node.differentiable)
+        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(known[name], known[name]) for name in named]
+        pairs += [(value, self._sources[name].given) for name, value in inputs.items() if value.requires_grad]
+        if not (pairs and loss.requires_grad):
+            return
+        gradients = torch.autograd.grad(loss, [leaf for leaf, _ in pairs], allow_unused=True)
+        for (_, given), gradient in zip(pairs, gradients, strict=True):
+            if gradient is not None and given is not None:
+                self.gradients.append((given, gradient.reshape(given.shape)))
+
+    def _input(self, source: Source) -> torch.Tensor:
+        """An image or a label on the device; a leaf of its own where its gradient is asked for."""
+        value = source.tensor
+        if value is None:
+            height, width = source.spec.shape[-2:]
+            value = source.read(Box.whole(height, width))
+        device = self._prepared.device
+        value = value.to(device.torch_device)
+        if value.ndim == 4 and not device.is_host:  # whose convolutions are twice as fast so
+            value = value.contiguous(memory_format=self._prepared.layout)
+        return value.detach().requires_grad_() if source.spec.differentiable else value
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self._composite.autocast
+        return nullcontext() if dtype is None else torch.autocast(self._prepared.device.torch_device.type, dtype=dtype)
+
+
+@contextmanager
+def hooks_called(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Leave hooks on these gradients out, in the block: autograd has called them where it found the gradients."""
+    hooked = [(leaf._backward_hooks, dict(leaf._backward_hooks)) for leaf in leaves if leaf._backward_hooks]
+    try:
+        for hooks, _ in hooked:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, own in hooked:
+            hooks.update(own)

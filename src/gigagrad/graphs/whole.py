@@ -1,0 +1,128 @@
+"""What the model and the loss take where PyTorch runs them by itself on the whole image: counted on fake tensors.
+
+Fake tensors have shapes and no storage, so that counting takes some 0.3 ms an operator whatever the image's size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from gigagrad.allowances import MAPPED_BYTES
+from gigagrad.graphs.appearance import ids_of
+
+_REORDERING = frozenset({torch.ops.aten.convolution, torch.ops.aten.convolution_backward})
+"""Operators whose kernels copy what they read and write into a layout of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCost:
+    """One forward, or forward and backward, of the whole image by plain autograd."""
+
+    peak_bytes: int
+    """Of the tensors that are alive at a time beside parameters, buffers and images, the gradients included."""
+    small_bytes: int
+    """Of them, those below `MAPPED_BYTES`, at most."""
+    large_bytes: int
+    """Of all that are no smaller, one after the other: pages that are new each time where these blocks are mapped."""
+    largest_bytes: int
+    """Of the largest one."""
+    compiled: int
+    """Convolutions, each gradient of one counted, too."""
+    operators: tuple[tuple[int, float], ...]
+    """Of every operator that computes: the bytes that it reads and writes, and its floating point operations."""
+
+
+def count_whole(copy: Any, inputs: Any, mode: FakeTensorMode, *, backward: bool) -> WholeCost | None:
+    """Count what a composite takes for fake inputs, on a copy of it with fake tensors (`Originals`); None where these
+    cannot follow it.
+    """
+    composite = copy.composite
+    images, target = inputs[0], inputs[1] if len(inputs) > 1 else None
+    leaves = [tensor for tensor in (*composite.parameters(), *tree_leaves(inputs)) if tensor.requires_grad]
+    meter = _Meter()
+    try:
+        with mode, meter, _Standing(copy.replacement), ids_of(copy.ids), torch.set_grad_enabled(backward):
+            result = composite.plainly(images, target)
+            if backward and result.requires_grad:
+                torch.autograd.grad(result, leaves, allow_unused=True)
+    except Exception:
+        return None
+    return meter.cost()
+
+
+class _Standing(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    """Puts the copy's own tensors in the place of those that code reaches for from outside of all modules."""
+
+    def __init__(self, replacement: Callable[[Any], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._replacement = replacement
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {name: self._replacement(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self._replacement, args), **named)
+
+
+class _Meter(TorchDispatchMode):
+    """Adds up the storages that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, int] = {}
+        self._now = self._peak = self._small = self._most_small = self._largest = self._compiled = self._large = 0
+        self._operators: list[tuple[int, float]] = []
+
+    def cost(self) -> WholeCost:
+        return WholeCost(
+            self._peak, self._most_small, self._large, self._largest, self._compiled, tuple(self._operators)
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given, made = (
+            [value for value in tree_leaves(nest) if isinstance(value, torch.Tensor)]
+            for nest in ((args, kwargs), result)
+        )
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in known]
+        for tensor in fresh:
+            self._take(tensor.untyped_storage())
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+        packet = func._overloadpacket
+        if packet in _REORDERING:
+            self._compiled += 2 if packet is torch.ops.aten.convolution_backward else 1
+        self._peak = max(self._peak, self._now + (moved if packet in _REORDERING else 0))
+        if fresh or func._schema.is_mutable:
+            count: Callable[..., int] | None = flop_registry.get(packet)
+            self._operators.append((moved, 0 if count is None else count(*args, **kwargs, out_val=result)))
+        return result
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+        self._alive[key] = nbytes
+        self._add(nbytes)
+        self._large += nbytes if nbytes >= MAPPED_BYTES else 0
+        self._largest, self._most_small = max(self._largest, nbytes), max(self._most_small, self._small)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self._add(-self._alive.pop(key))
+
+    def _add(self, nbytes: int) -> None:
+        self._now += nbytes
+        if abs(nbytes) < MAPPED_BYTES:
+            self._small += nbytes

@@ -1,0 +1,67 @@
+"""The plan for a network that fits as it is: PyTorch runs the model and the loss by itself, on the whole image."""
+
+from __future__ import annotations
+
+from gigagrad.allowances import ALLOCATOR_SLACK, MAPPED_BYTES
+from gigagrad.graphs import WholeCost
+from gigagrad.plans import ledger
+from gigagrad.plans.plan import Amount, Plan, total
+from gigagrad.plans.problem import Problem
+
+
+def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
+    """The fastest of the ways to run the whole image at once that fit, None if none does."""
+    cost = problem.whole
+    if cost is None:
+        return None
+    for from_heap in (True, False):
+        fixed = _amounts(problem, cost, from_heap=from_heap)
+        room = problem.budget_bytes
+        if room is None and problem.free_bytes is not None:
+            room = problem.free_bytes + total(problem.held)
+        if room is None or total(fixed) <= room:
+            return Plan(
+                image_shape=problem.image_shape,
+                device=problem.device,
+                memory_format=memory_format,
+                workers=1,
+                threads=problem.machine.threads,
+                stages=(),
+                passes=(),
+                kept=(),
+                whole_field=(),
+                budget_bytes=problem.budget_bytes,
+                fixed=fixed,
+                whole_seconds=_seconds(problem, cost, from_heap=from_heap),
+                whole="forward and backward" if problem.backward else "forward",
+            )
+    return None
+
+
+def is_from_heap(plan: Plan, cost: WholeCost) -> bool:
+    """Whether the plan has room for what the heap keeps of large blocks, whose pages then serve again."""
+    slack = next(amount.size_bytes for amount in plan.fixed if amount.name == ledger.ACTIVATION_SLACK)
+    return cost.largest_bytes >= MAPPED_BYTES and slack >= _slack(cost, from_heap=True)
+
+
+def _amounts(problem: Problem, cost: WholeCost, *, from_heap: bool) -> tuple[Amount, ...]:
+    images = sum(node.nbytes for node in problem.graph.nodes if node.is_source and node.is_field)
+    return (
+        *problem.held,
+        Amount(ledger.COMPILED, problem.compiled_bytes(cost.compiled)),
+        Amount(ledger.IMAGES, images),
+        Amount(ledger.ACTIVATIONS, cost.peak_bytes),
+        Amount(ledger.ACTIVATION_SLACK, _slack(cost, from_heap=from_heap)),
+    )
+
+
+def _slack(cost: WholeCost, *, from_heap: bool) -> int:
+    return int(ALLOCATOR_SLACK * (cost.peak_bytes if from_heap else cost.small_bytes))
+
+
+def _seconds(problem: Problem, cost: WholeCost, *, from_heap: bool) -> float:
+    """By the cost model; all threads share each operator. On a host new pages are touched one after the other."""
+    machine = problem.machine
+    seconds = sum(machine.operator_seconds(moved, flops) for moved, flops in cost.operators)
+    pages = (cost.peak_bytes if from_heap else cost.large_bytes) if problem.device == "cpu" else 0
+    return machine.wall_seconds(seconds, len(cost.operators), 1, 1) + machine.page_seconds(pages)

@@ -1,0 +1,244 @@
+"""What fits as it is: PyTorch runs the caller's model and loss on the whole image, bit for bit as without us."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gigagrad as gg
+from gigagrad.devices.cpu import Cpu
+from gigagrad.errors import BudgetError
+from gigagrad.events import Event, Notice, TileDone
+from gigagrad.execution.whole import WholeRun
+
+
+def conv(inputs: int, outputs: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+def normed() -> nn.Sequential:
+    return nn.Sequential(conv(2, 5), nn.BatchNorm2d(5), nn.ReLU(inplace=True), conv(5, 1))
+
+
+def first(model: nn.Sequential) -> nn.Conv2d:
+    layer = model[0]
+    assert isinstance(layer, nn.Conv2d)
+    return layer
+
+
+class Counting(nn.Module):
+    """Counts its calls, keeps what it computed and writes a buffer of its own."""
+
+    largest: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.calls = conv(2, 1), 0
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.kept = self.conv(x)
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest, self.kept.detach().abs().amax()))
+        return self.kept
+
+
+def pair(dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.randn(2, 21, 34, dtype=dtype), torch.rand(1, 21, 34, dtype=dtype)
+
+
+def steps_of(model, loss, image, target, **settings):
+    """The engine's plan; asserts that two steps of it and of plain PyTorch are the same in every bit."""
+    plain = copy.deepcopy(model)
+    engine = gg.compile(model, loss, progress=False, **settings)
+    for _ in range(2):
+        value = engine.backward(image, target)
+        expected = loss(plain(image[None]), target if target.ndim == 1 else target[None])
+        expected.backward()
+        assert torch.equal(value, expected.detach())
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+        for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(mine, theirs)
+    return engine.plan(image, target)
+
+
+@pytest.mark.parametrize("make", [normed, Counting, lambda: nn.Sequential(normed().requires_grad_(False), conv(1, 1))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_is_plain_pytorchs(make, dtype):
+    model = make().to(dtype)
+    plan = steps_of(model, F.mse_loss, *pair(dtype))
+    assert plan.whole == "forward and backward"
+    assert (plan.stages, plan.passes, plan.kept, plan.tile_count) == ((), (), (), 1)
+    assert type(plan).from_dict(plan.to_dict()) == plan
+    assert "the whole image at once" in str(plan)
+
+
+def test_labels_and_loss_modules():
+    model = nn.Sequential(conv(2, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert steps_of(model, nn.CrossEntropyLoss(label_smoothing=0.1), pair()[0], torch.tensor([2])).whole
+
+
+def test_class_ids_as_masks_have_them():
+    model, (image, _) = conv(2, 3), pair()
+    mask = torch.randint(0, 3, (1, 21, 34), dtype=torch.uint8)
+    value = gg.compile(model, F.cross_entropy).backward(image, mask)
+    assert torch.equal(value, F.cross_entropy(model(image[None]), mask.long()).detach())
+
+
+def test_state_that_forward_leaves_is_the_models_own():
+    model, (image, target) = Counting(), pair()
+    engine = gg.compile(model, F.mse_loss)
+    for _ in range(3):
+        engine.backward(image, target)
+    assert model.calls == 3
+    assert torch.equal(model.kept, model.conv(image[None]))
+
+
+def test_images_and_labels_get_gradients():
+    model, (image, target) = conv(2, 1), pair()
+    image.requires_grad_()
+    target.requires_grad_()
+    gg.compile(model, F.mse_loss).backward(image, target)
+    found = image.grad.clone(), target.grad.clone()
+    image.grad = target.grad = None
+    F.mse_loss(model(image[None]), target[None]).backward()
+    assert torch.equal(found[0], image.grad)
+    assert torch.equal(found[1], target.grad)
+
+
+def test_hooks_run_once():
+    model, (image, target) = normed(), pair()
+    seen = list[str]()
+
+    def twice(gradient):
+        seen.append("hook")
+        return gradient * 2
+
+    first(model).weight.register_hook(twice)
+    first(model).weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    plain = copy.deepcopy(model)
+    first(plain).weight.register_hook(lambda gradient: gradient * 2)
+    gg.compile(model, F.mse_loss).backward(image, target)
+    F.mse_loss(plain(image[None]), target[None]).backward()
+    assert seen == ["hook", "accumulated"]
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
+
+
+def test_random_numbers_are_those_of_every_plan():
+    model, (image, target) = nn.Sequential(conv(2, 6), nn.Dropout(0.5), conv(6, 1)), pair()
+    assert gg.compile(model, F.mse_loss, seed=7).plan(image, target).whole is None
+    assert gg.compile(model.eval(), F.mse_loss, seed=7).plan(image, target).whole
+
+
+def test_bfloat16_is_autocasts():
+    model, (image, target) = normed(), pair()
+    plain = copy.deepcopy(model)
+    engine = gg.compile(model, lambda o, t: F.mse_loss(o.float(), t), precision="bfloat16")
+    value = engine.backward(image, target)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.mse_loss(plain(image[None]).float(), target[None])
+    assert engine.plan(image, target).whole
+    assert torch.equal(value, expected.detach())
+
+
+def test_values_without_a_loss():
+    class Two(nn.Module):
+        def forward(self, x):
+            return {"mean": x.mean((2, 3)), "largest": (x.amax((2, 3)),)}
+
+    image, _ = pair()
+    found = gg.compile(Two()).forward(image)
+    assert torch.equal(found["mean"], image[None].mean((2, 3)))
+    assert torch.equal(found["largest"][0], image[None].amax((2, 3)))
+
+
+def test_what_does_not_fit_is_computed_in_tiles():
+    model = nn.Sequential(conv(2, 32), nn.ReLU(), conv(32, 32), nn.ReLU(), conv(32, 1))
+    image, target = torch.rand(2, 512, 512), torch.rand(1, 512, 512)
+    engine = gg.compile(model, F.mse_loss)
+    roomy = engine.plan(image, target)
+    most = sum(amount.size_bytes for amount in roomy.fixed if "activations" in amount.name)
+    tight = gg.compile(model, F.mse_loss, memory=roomy.predicted_peak_bytes - most // 2 - most // 4)
+    assert roomy.whole
+    assert tight.plan(image, target).whole is None
+    with pytest.raises(BudgetError):
+        gg.compile(model, F.mse_loss, memory="100 MiB").plan(image, target)
+
+
+def test_a_copy_of_an_engine_repeats_the_choice():
+    model, (image, target) = normed(), pair()
+    first = gg.compile(model, F.mse_loss)
+    first.backward(image, target)
+    assert copy.copy(first).plan(image, target).whole
+    tiled = gg.compile(model, F.mse_loss)
+    tiled.in_tiles = True
+    assert tiled.plan(image, target).whole is None
+
+
+def test_an_error_leaves_gradients_alone():
+    model, (image, target) = normed(), pair()
+    gg.compile(model, F.mse_loss).backward(image, target)
+    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    fails = [False]
+
+    def fail(gradient):
+        if fails[0]:
+            raise RuntimeError("no gradient today")
+
+    first(model).weight.register_hook(fail)
+    engine = gg.compile(model, F.mse_loss)
+    fails[0] = True
+    with pytest.raises(RuntimeError, match="no gradient today"):
+        engine.backward(image, target)
+    after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(map(torch.equal, after, before))
+
+
+def test_what_takes_more_than_predicted_is_computed_in_tiles(monkeypatch):
+    """As where a GPU's kernels need more workspace."""
+    monkeypatch.setattr(Cpu, "is_host", False)
+    model, (image, target) = normed().double(), pair(torch.float64)
+    plain, heard = copy.deepcopy(model), list[Event]()
+    expected = F.mse_loss(plain(image[None]), target[None])
+    expected.backward()
+    compute = WholeRun._compute
+
+    def short(run):
+        compute(run)
+        raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(WholeRun, "_compute", short)
+    engine = gg.compile(model, F.mse_loss)
+    engine.events.subscribe(heard.append)
+    torch.testing.assert_close(engine.backward(image, target), expected.detach(), rtol=1e-12, atol=0)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-13)
+    for buffer, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, rtol=1e-12, atol=0)
+    assert engine.in_tiles
+    assert ["more memory than was predicted" in event.text for event in heard if isinstance(event, Notice)] == [True]
+
+
+def test_a_step_inside_inference_mode_still_learns():
+    model, (image, target) = normed(), pair()
+    with torch.inference_mode():
+        gg.compile(model, F.mse_loss).backward(image, target)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_listeners_hear_of_one_tile():
+    heard = list[Event]()
+    engine = gg.compile(normed(), F.mse_loss)
+    engine.events.subscribe(heard.append)
+    engine.backward(*pair())
+    assert [event for event in heard if isinstance(event, TileDone)] == [TileDone("whole image", 1, 1, 0.0)]
+    assert not [event for event in heard if isinstance(event, Notice)]
