@@ -25,19 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.deep_unet import deep_unet
 from bench.pipedream_profiles import RESNET50, VGG16
-from gigagrad.scaling import (
-    GPIPE,
-    ONE_F_ONE_B,
-    PIPEDREAM_2BW,
-    Layer,
-    Link,
-    Replicated,
-    StageTimes,
-    parse_link,
-    replicated,
-    simulate,
-    split,
-)
+from bench.schedules import GPIPE, ONE_F_ONE_B, PIPEDREAM_2BW, StageTimes, simulate
+from gigagrad.scaling import Layer, Link, Replicated, parse_link, replicated, split
 
 CARD = parse_link("10Gbit/s")
 LINKS = {"10 Gbit/s each": CARD, "10 Gbit/s shared by 4": CARD.shared(4)}

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.schedules import GPIPE, ONE_F_ONE_B, PIPEDREAM_2BW, StageTimes, simulate
 from gigagrad.errors import ConfigError
-from gigagrad.scaling import GPIPE, ONE_F_ONE_B, PIPEDREAM_2BW, Link, StageTimes, simulate
+from gigagrad.scaling import Link
 
 SCHEDULES = [GPIPE, ONE_F_ONE_B, PIPEDREAM_2BW]
 ranks_st, rounds_st, chunks_st = st.integers(1, 6), st.integers(1, 4), st.integers(1, 4)

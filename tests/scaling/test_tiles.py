@@ -15,7 +15,7 @@ from gigagrad.plans import ledger
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.plans.traffic import Meeting, plan_for_ranks
 from gigagrad.scaling import Link, tile_step
-from gigagrad.scaling.tiles import BALANCE, COPIES, HALOS, LATENCY, PARTS, REPLICATED, SUMS, Swept, _lost, clock
+from gigagrad.scaling.tiles import BALANCE, COPIES, HALOS, LATENCY, PARTS, REPLICATED, SUMS, PassTimes, _lost, clock
 from tests.plans.networks import graph_of, plan_of, problem_of
 
 FREE = Link(inf, 0.0)
@@ -39,7 +39,7 @@ def steps(draw, count=None):
     pairs = st.tuples(*[st.integers(0, count - 1)] * 2).filter(lambda pair: pair[0] != pair[1])
     messages = st.dictionaries(pairs, st.integers(1, 1000), max_size=6) if count > 1 else st.just({})
     meeting = st.builds(lambda fields, sums: meeting_of(count, fields, sums), messages, messages)
-    swept = st.builds(Swept, st.lists(seconds_st, min_size=count, max_size=count), st.lists(meeting, min_size=1))
+    swept = st.builds(PassTimes, st.lists(seconds_st, min_size=count, max_size=count), st.lists(meeting, min_size=1))
     return draw(st.lists(swept, min_size=1, max_size=4))
 
 
@@ -56,7 +56,7 @@ def test_with_links_that_take_no_time_the_slowest_share_counts(swept):
 @given(steps(), st.floats(1, 1e3), st.floats(0, 1), st.integers(2, 9))
 def test_more_bytes_and_slower_links_are_never_faster(swept, rate, latency, times):
     taken = clock(swept, Link(rate, latency))
-    more = [Swept(seconds, [Meeting(times * m.fields, times * m.sums) for m in met]) for seconds, met in swept]
+    more = [PassTimes(seconds, [Meeting(times * m.fields, times * m.sums) for m in met]) for seconds, met in swept]
     slower = [clock(more, Link(rate, latency)), clock(swept, Link(rate / 2, latency)), clock(swept, Link(rate, 1.5))]
     assert min(slower) >= taken - 1e-9
     assert taken >= clock(swept, FREE) - 1e-9
@@ -67,15 +67,15 @@ def test_a_timeline_by_hand():
     met = [meeting_of(3, {(0, 1): 60, (0, 2): 300, (2, 0): 100}, {(0, 1): 40})]
     link = Link(bytes_per_second=100.0, latency_seconds=0.25)
     heard = 5 + 2 * 0.25
-    assert clock([Swept([1, 5, 2], met)], link) == heard + 4 + 0.25
+    assert clock([PassTimes([1, 5, 2], met)], link) == heard + 4 + 0.25
     # Rank 1 is free when the first of them is there, and the next pass is its own.
-    following = Swept([0, 10, 0], [])
-    assert clock([Swept([1, 5, 2], met), following], link) == heard + 1 + 0.25 + 10
+    following = PassTimes([0, 10, 0], [])
+    assert clock([PassTimes([1, 5, 2], met), following], link) == heard + 1 + 0.25 + 10
 
 
 def test_losses_go_by_what_they_are_lost_to():
     halos, sums = meeting_of(2, {(0, 1): 100}), meeting_of(2, {}, {(1, 0): 50})
-    swept = [Swept([2, 0], [halos]), Swept([1, 2], [sums])]
+    swept = [PassTimes([2, 0], [halos]), PassTimes([1, 2], [sums])]
     latency = (1 + 1) * 0.5 + 2 * 0.5
     expected = {PARTS: 1.0, BALANCE: 0.5, LATENCY: latency, HALOS: 1.0, SUMS: 0.5}
     assert _lost(swept, Link(100.0, 0.5), inf) == pytest.approx({COPIES: 0.0, **expected})

@@ -16,7 +16,7 @@ from gigagrad.units import parse_bytes, parse_seconds
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What each rank has to the others, in either direction."""
+    """A rank's connection to the others, in either direction."""
 
     bytes_per_second: float
     latency_seconds: float = 0.0
@@ -25,22 +25,23 @@ class Link:
         return f"{8e-9 * self.bytes_per_second:.3g} Gbit/s, {1e6 * self.latency_seconds:.3g} us"
 
     def shared(self, ranks: int) -> Link:
-        """What is left to each of so many ranks that send at once, as the GPUs of a machine do."""
+        """Divide the link among so many ranks that send at once, as the GPUs of a machine do."""
         return Link(self.bytes_per_second / ranks, self.latency_seconds)
 
     def seconds(self, nbytes: float) -> float:
-        """A message."""
+        """Return the seconds of a message."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
     def sum_seconds(self, nbytes: float, ranks: int) -> float:
-        """An all-reduce of `nbytes` in which each of n ranks adds up a share: 2 (n - 1) messages of 1/n of them (same
-        paper, section 4.5, around a ring; in the same time each may give every other one its share).
+        """Return the seconds of an all-reduce of `nbytes` in which each of n ranks adds up a share: 2 (n - 1) messages
+        of 1/n of them (same paper, section 4.5, around a ring; in the same time each may give every other one its
+        share).
         """
         return 2 * (ranks - 1) * self.seconds(nbytes / ranks)
 
 
 def parse_link(text: str) -> Link:
-    """`"10Gbit/s"` or `"25GB/s"`, and behind a comma the latency if there is one: `"10Gbit/s,50us"`.
+    """Read `"10Gbit/s"` or `"25GB/s"`, and behind a comma the latency if there is one: `"10Gbit/s,50us"`.
 
     Raises `ConfigError` for anything else. `Gb/s` is refused: half of its readers take it for bytes.
     """

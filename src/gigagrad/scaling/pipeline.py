@@ -6,7 +6,7 @@ PipeDream's dynamic program (Narayanan et al., "PipeDream: Generalized Pipeline 
     A(j, m) = min over i < j, k <= m of max(A(i, m - k), 2 cut_i / bandwidth, T(i..j, k)).
 
 Activations cross a cut forward and their gradients back, hence the 2. The program balances a pipeline that stays full;
-what filling and emptying it costs is the schedules' business.
+what filling and emptying it costs is the business of schedules (`bench/schedules.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gigagrad.scaling.link import Link
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one micro-batch costs in a layer of the chain."""
+    """The cost of one micro-batch in a layer of the chain."""
 
     seconds: float
     """Forward and backward."""
@@ -60,14 +60,14 @@ class Split:
 
     stages: tuple[PipelineStage, ...]
     seconds: float
-    """Of a micro-batch: the slowest stage's or cut's."""
+    """The slowest stage's or cut's, for a micro-batch."""
 
     def __str__(self) -> str:
         return "-".join(str(stage.ranks) for stage in self.stages)
 
 
 def split(layers: Sequence[Layer], ranks: int, link: Link, stage_seconds: Replicated = replicated) -> Split:
-    """The pipeline whose slowest stage is fastest, on at most so many ranks; of equals the smallest.
+    """Find the pipeline whose slowest stage is fastest, on at most so many ranks; of equals the smallest.
 
     The smallest has fewest stages, then fewest ranks: what is idle is left out. Raises `ConfigError` where there is no
     layer or no rank.
@@ -91,7 +91,7 @@ _Costs = dict[tuple[int, int], np.ndarray[tuple[int], np.dtype[np.float64]]]
 
 
 def _slowest(cost: _Costs, layers: int, ranks: int) -> float:
-    """A(layers, ranks)."""
+    """Compute A(layers, ranks)."""
     best = np.full((layers + 1, ranks + 1), inf)
     best[0] = 0.0
     for (first, stop), stage in cost.items():
@@ -102,7 +102,9 @@ def _slowest(cost: _Costs, layers: int, ranks: int) -> float:
 
 
 def _smallest(cost: _Costs, layers: int, ranks: int, slowest: float) -> tuple[PipelineStage, ...]:
-    """The stages of a split of which none takes longer: by the number of stages, the fewest ranks up to each layer."""
+    """Find the stages of a split of which none takes longer: by the number of stages, the fewest ranks up to each
+    layer.
+    """
     needs = {piece: int(np.argmax(times <= slowest)) + 1 for piece, times in cost.items() if times.min() <= slowest}
     reached: dict[int, tuple[int, tuple[PipelineStage, ...]]] = {0: (0, ())}
     for _ in range(layers):

@@ -25,12 +25,12 @@ from gigagrad.scaling.link import Link
 
 PARTS, BALANCE, HALOS, SUMS, COPIES = "fewer parts than ranks", "uneven parts", "halos", "sums", "packing"
 LATENCY, REPLICATED = "latency", "whole fields on every rank"
-"""What keeps a step from being as many times faster as there are ranks."""
+"""Causes that keep a step from being as many times faster as there are ranks."""
 _MOVED = 2
 """Bytes that packing or opening a message moves, for each of its own: read and written."""
 
 
-class Swept(NamedTuple):
+class PassTimes(NamedTuple):
     """A pass by several ranks."""
 
     seconds: Sequence[float]
@@ -47,11 +47,11 @@ class TileStep:
     """That have something to do: no more than any stage has parts."""
     seconds: float
     alone_seconds: float
-    """What one rank takes."""
+    """Seconds that one rank takes."""
     memory_bytes: int
     """The predicted peak of the rank that holds most."""
     sent_bytes: int
-    """By the rank that sends most."""
+    """Bytes of the rank that sends most."""
     lost: Mapping[str, float]
     """Seconds beyond an equal share of what one rank takes, by cause."""
 
@@ -64,7 +64,7 @@ def most_ranks(plan: Plan) -> int:
 def tile_step(
     problem: Problem, plan: Plan, ranks: int, link: Link, pass_seconds: Sequence[float] | None = None
 ) -> TileStep:
-    """A step by so many ranks, as far as they have something to do, of a plan that was made for one.
+    """Estimate a step by so many ranks, as far as they have something to do, of a plan that was made for one.
 
     `pass_seconds`: what each pass takes one rank, where that was measured; by default what the plan predicts.
     """
@@ -75,8 +75,8 @@ def tile_step(
     if pass_seconds is None:
         pass_seconds = [share * (plan.predicted_seconds - replicated) for share in plan.pass_shares]
     met = meetings(problem, stages, plan, owners)
-    swept = [
-        Swept([seconds * share for share in _rank_shares(plan.workers, owners, step.stage)], ending)
+    passes = [
+        PassTimes([seconds * share for share in _rank_shares(plan.workers, owners, step.stage)], ending)
         for step, seconds, ending in zip(plan.passes, pass_seconds, met, strict=True)
     ]
     copying = problem.machine.memory_bytes_per_second / _MOVED
@@ -85,25 +85,25 @@ def tile_step(
     sent = sum((meeting.sent_bytes for meeting in every), np.zeros(ranks, np.int64))
     return TileStep(
         ranks,
-        clock(swept, link, copying) + replicated,
+        clock(passes, link, copying) + replicated,
         sum(pass_seconds) + replicated,
         _memory_bytes(problem, stages, plan, owners) + messages,
         int(sent.max()),
-        {**_lost(swept, link, copying), REPLICATED: replicated * (1 - 1 / ranks)},
+        {**_lost(passes, link, copying), REPLICATED: replicated * (1 - 1 / ranks)},
     )
 
 
-def clock(swept: Sequence[Swept], link: Link, copying: float = inf) -> float:
+def clock(passes: Sequence[PassTimes], link: Link, copying: float = inf) -> float:
     """Seconds until the last rank is through all passes; `copying`: bytes a second of messages packed or opened."""
-    clocks = [0.0] * len(swept[0].seconds) if swept else [0.0]
-    for one in swept:
+    clocks = [0.0] * len(passes[0].seconds) if passes else [0.0]
+    for one in passes:
         clocks = [now + seconds for now, seconds in zip(clocks, one.seconds, strict=True)]
         for meeting in one.meetings:
-            clocks = _met(clocks, meeting, link, copying)
+            clocks = _exchanged(clocks, meeting, link, copying)
     return max(clocks)
 
 
-def _met(clocks: Sequence[float], meeting: Meeting, link: Link, copying: float) -> list[float]:
+def _exchanged(clocks: Sequence[float], meeting: Meeting, link: Link, copying: float) -> list[float]:
     messages = meeting.messages
     heard = (clocks + messages.sum(1) / copying).max() + (len(clocks) - 1) * link.seconds(0)
     # One after the other; those of nothing don't travel.
@@ -112,25 +112,29 @@ def _met(clocks: Sequence[float], meeting: Meeting, link: Link, copying: float) 
     return after
 
 
-def _lost(swept: Sequence[Swept], link: Link, copying: float) -> dict[str, float]:
-    """What would be gained without one cause after another."""
+def _lost(passes: Sequence[PassTimes], link: Link, copying: float) -> dict[str, float]:
+    """Return what would be gained without one cause after another."""
 
-    def only(wanted: Callable[[Meeting], Meeting]) -> list[Swept]:
-        return [Swept(seconds, [wanted(meeting) for meeting in met]) for seconds, met in swept]
+    def only(wanted: Callable[[Meeting], Meeting]) -> list[PassTimes]:
+        return [PassTimes(seconds, [wanted(meeting) for meeting in met]) for seconds, met in passes]
 
     quick = Link(link.bytes_per_second)
     sums = only(lambda meeting: Meeting(0 * meeting.fields, meeting.sums))
     silent = only(lambda meeting: Meeting(0 * meeting.fields, 0 * meeting.sums))
-    times = [clock(swept, link, copying), clock(swept, link), *(clock(some, quick) for some in (swept, sums, silent))]
-    waits = [max(one.seconds) - sum(one.seconds) / len(one.seconds) for one in swept]
-    idle = sum(wait for wait, one in zip(waits, swept, strict=True) if not all(one.seconds))
+    times = [
+        clock(passes, link, copying),
+        clock(passes, link),
+        *(clock(some, quick) for some in (passes, sums, silent)),
+    ]
+    waits = [max(one.seconds) - sum(one.seconds) / len(one.seconds) for one in passes]
+    idle = sum(wait for wait, one in zip(waits, passes, strict=True) if not all(one.seconds))
     found = dict(zip((COPIES, LATENCY, HALOS, SUMS), (a - b for a, b in pairwise(times)), strict=True))
     return {PARTS: idle, BALANCE: sum(waits) - idle, **found}
 
 
 def _rank_shares(workers: int, owners: Owners, stage: int) -> list[float]:
-    """What part of a pass each rank takes, of one rank's seconds: its pixels, and what its last tiles leave idle of the
-    threads that compute tiles side by side.
+    """Return the share of a pass that each rank takes, of one rank's seconds: its pixels, and what its last tiles leave
+    idle of the threads that compute tiles side by side.
     """
     parts = owners.parts(stage)
     grid = parts.grid
@@ -145,7 +149,7 @@ def _rank_shares(workers: int, owners: Owners, stage: int) -> list[float]:
 
 
 def _memory_bytes(problem: Problem, stages: Sequence[Stage], plan: Plan, owners: Owners) -> int:
-    """The peak, without messages, of the rank whose fields and cotangents in memory are most."""
+    """Return the peak, without messages, of the rank whose fields and cotangents in memory are most."""
     lives = lifetimes(problem.graph, tuple(stages), plan.passes)
     held = held_by_ranks(problem, lives, plan, owners, problem.memory)
     peaks = (

@@ -29,15 +29,15 @@ class Shared:
     ranks: int
     groups: int
     tile: TileStep
-    """Of one image in one group."""
+    """A step of one image in one group."""
     images: int
-    """Of the group that has most."""
+    """Images of the group that has most."""
     alone_seconds: float
-    """What one rank takes for all images."""
+    """Seconds that one rank takes for all images."""
     sums_seconds: float
-    """Of the gradients of all groups."""
+    """Seconds of summing the gradients of all groups."""
     sent_bytes: int
-    """By the rank that sends most."""
+    """Bytes of the rank that sends most."""
 
     @property
     def busy(self) -> int:
@@ -71,7 +71,7 @@ class Shared:
 
 
 class Scaling:
-    """What a plan's step takes if so many `images` a step are shared by ranks with a `link` each."""
+    """Estimates of a plan's step when so many `images` a step are shared by ranks with a `link` each."""
 
     def __init__(self, problem: Problem, plan: Plan, link: Link, images: int = 1) -> None:
         if images < 1:
@@ -80,7 +80,7 @@ class Scaling:
         self._tile = lru_cache(maxsize=None)(self._find_tile)
 
     def shared(self, ranks: int) -> Shared:
-        """The fastest way to share them in groups; of equals with fewest groups."""
+        """Find the fastest way to share them in groups; of equals with fewest groups."""
         most = min(ranks, self.images)
         counts = sorted({*(1 << power for power in range(most.bit_length())), most})
         return min((self.grouped(ranks, groups) for groups in counts), key=lambda way: way.seconds)
@@ -110,12 +110,13 @@ class Scaling:
         }
 
     def pipeline_seconds(self, ranks: int) -> float:
-        """As the pipeline that PipeDream's program makes of the plan's stages, emptied every step: an image through all
-        of them, and what the slowest takes for every other one. Copies of a stage sum their gradients once, at the end.
+        """Estimate the pipeline that PipeDream's program makes of the plan's stages, emptied every step: an image
+        through all of them, and what the slowest takes for every other one. Copies of a stage sum their gradients once,
+        at the end.
         """
         layers, images = self.layers, self.images
 
-        def turns(some: Sequence[Layer], copies: int) -> float:
+        def stage_seconds(some: Sequence[Layer], copies: int) -> float:
             return sum(layer.seconds for layer in some) / min(copies, images)
 
         def sums(some: Sequence[Layer], copies: int) -> float:
@@ -125,17 +126,17 @@ class Scaling:
             return self.grouped(1, 1).seconds
         most = min(ranks, _MOST_IN_A_PIPELINE)
         found = split(
-            layers, most, self.link, lambda some, copies, _: turns(some, copies) + sums(some, copies) / images
+            layers, most, self.link, lambda some, copies, _: stage_seconds(some, copies) + sums(some, copies) / images
         )
         stages = [(layers[stage.first : stage.stop], stage.ranks) for stage in found.stages]
         cuts = [2 * self.link.seconds(some[-1].cut_bytes) for some, _ in stages[:-1]]
-        slowest = max([*cuts, *(turns(*stage) for stage in stages)])
+        slowest = max([*cuts, *(stage_seconds(*stage) for stage in stages)])
         filled = sum(layer.seconds for layer in layers) + sum(cuts)
         return filled + (images - 1) * slowest + max(sums(*stage) for stage in stages)
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The stages of the plan as a chain."""
+        """Return the stages of the plan as a chain of layers."""
         graph, plan = self._problem.graph, self._plan
         stages = split_stages(graph, [field.node for field in plan.kept])
         seconds = [0.0] * len(stages)
