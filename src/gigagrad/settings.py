@@ -1,4 +1,4 @@
-"""What the settings of every command share: names are known, types are right, values in range, in one clear line."""
+"""Settings of every command: names are known, types are right, values in range, or one clear line says what is not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numbers
 import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -30,6 +30,10 @@ class Settings:
 
     LIMITS: ClassVar[Mapping[str, tuple[float, float]]] = {}
     """Smallest and largest value of a field, both included. None, where a field accepts it, is never out of range."""
+    CHOICES: ClassVar[Mapping[str, Collection[str | None]]] = {}
+    """Known values of a field, or of each text in a tuple."""
+    PATHS: ClassVar[tuple[str, ...]] = ()
+    """Fields that are paths."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -41,6 +45,12 @@ class Settings:
             if value is not None and not low <= value <= high:
                 limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
                 raise ConfigError(f"{name} must be {limits}, got {value}")
+        for name, known in self.CHOICES.items():
+            given = getattr(self, name)
+            for value in set(given if isinstance(given, tuple) else (given,)) - set(known):
+                offered = [str(choice) for choice in known if choice is not None]
+                hint = did_you_mean(str(value), offered)
+                raise ConfigError(f"{name} must be one of {', '.join(offered)}, got {value!r}{hint}")
         memory = getattr(self, "memory", None)
         if memory is not None:
             try:
@@ -50,7 +60,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """Settings from plain values. Raises `ConfigError` for unknown or missing names and unusable values."""
+        """Make settings of plain values. Raises `ConfigError` for unknown or missing names and unusable values."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in settings:
             if key not in known:
@@ -61,9 +71,20 @@ class Settings:
                 raise ConfigError(f"the setting {field.name!r} is missing; give it in the config or as --{field.name}")
         return cls(**settings)
 
+    def relative_to(self, folder: Path) -> Self:
+        """Make the paths absolute; relative ones are taken from `folder`."""
+
+        def absolute(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(absolute, value))
+            return value if value is None else str(folder.absolute() / value)
+
+        changes: dict[str, Any] = {name: absolute(getattr(self, name)) for name in self.PATHS}
+        return dataclasses.replace(self, **changes)
+
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds, plain values only. Raises `ValueError` with the reason for a missing or damaged file."""
+    """Read a YAML file of plain values. Raises `ValueError` with the reason for a missing or damaged file."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
@@ -72,7 +93,9 @@ def read_yaml(path: Path) -> Any:
 
 
 def _coerce(name: str, value: object, hint: Any) -> object:
-    """`value` as the field's type where nothing is lost by it (YAML reads `1e-3` as text and `2` as an integer)."""
+    """Convert `value` to the field's type where nothing is lost by it (YAML reads `1e-3` as text and `2` as an
+    integer).
+    """
     if typing.get_origin(hint) is tuple:
         if isinstance(value, Mapping):
             value = [f"{key}={item}" for key, item in value.items()]
@@ -99,7 +122,7 @@ def _coerce(name: str, value: object, hint: Any) -> object:
 
 
 def described(settings: type[Settings]) -> dict[str, str]:
-    """What each field of a class of settings means, from the `Attributes` of its docstring."""
+    """Return the meaning of each field of a class of settings, from the `Attributes` of its docstring."""
     text = inspect.cleandoc(_docstring(settings)).partition("Attributes:\n")[2]
     found: dict[str, str] = {}
     for line in text.splitlines():
@@ -112,7 +135,7 @@ def described(settings: type[Settings]) -> dict[str, str]:
 
 
 def _docstring(settings: type[Settings]) -> str:
-    """As it is written where `python -OO` has left it out."""
+    """Return the docstring as it is written, also where `python -OO` has left it out."""
     if "Attributes:" in (settings.__doc__ or ""):
         return settings.__doc__ or ""
     (written,) = ast.parse(inspect.getsource(settings)).body
@@ -121,7 +144,7 @@ def _docstring(settings: type[Settings]) -> str:
 
 
 def schema(settings: type[Settings]) -> dict[str, Any]:
-    """A JSON schema (draft 2020-12) of a file of these settings, for editors that check and complete YAML."""
+    """Make a JSON schema (draft 2020-12) of a file of these settings, for editors that check and complete YAML."""
     hints, meanings = typing.get_type_hints(settings), described(settings)
     properties: dict[str, Any] = {}
     for field in dataclasses.fields(settings):

@@ -20,7 +20,7 @@ from gigagrad.prediction.config import PredictConfig
         ({"slides": ()}, "no slides"),
         ({"treshold": 0.4}, "treshold"),
         ({"outputs": ("mask", "probabilites")}, "'probabilites', did you mean 'probabilities'"),
-        ({"outputs": ("polygons",)}, "known are mask, probabilities, geojson"),
+        ({"outputs": ("polygons",)}, "must be one of mask, probabilities, geojson"),
         ({"format": "ome.tif"}, "'ome.tif', did you mean 'ome-tiff'"),
     ],
 )
@@ -44,16 +44,16 @@ def test_level_and_colours_are_those_of_the_run(tmp_path):
     (tmp_path / "config.yaml").write_text("level: 2\n")
     assert config.resolved_level == 2
     assert PredictConfig(run=tmp_path, slides=("s",), out="o", level=1).resolved_level == 1
-    assert not config.resolved_look.grey
+    assert not config.resolved_input_view.grey
     (tmp_path / "config.yaml").write_text("grey: true\n")
-    assert config.resolved_look.grey
-    assert not PredictConfig(run=tmp_path, slides=("s",), out="o", grey=False).resolved_look.grey
+    assert config.resolved_input_view.grey
+    assert not PredictConfig(run=tmp_path, slides=("s",), out="o", grey=False).resolved_input_view.grey
     (tmp_path / "config.yaml").write_text("bands: [4, 1]\n")
-    assert config.resolved_look == Look(False, (4, 1))
-    assert PredictConfig(run=tmp_path, slides=("s",), out="o", bands=(2,)).resolved_look.bands == (2,)
+    assert config.resolved_input_view == Look(False, (4, 1))
+    assert PredictConfig(run=tmp_path, slides=("s",), out="o", bands=(2,)).resolved_input_view.bands == (2,)
     (tmp_path / "config.yaml").write_text("bands: [1.5]\n")
     with pytest.raises(ConfigError, match="give them as --bands"):
-        _ = config.resolved_look
+        _ = config.resolved_input_view
     (tmp_path / "config.yaml").write_text("- no mapping\n")
     with pytest.raises(ConfigError, match="level"):
         _ = config.resolved_level

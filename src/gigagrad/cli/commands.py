@@ -1,4 +1,4 @@
-"""What each command calls and prints. Packages that take long to load are imported by the command that needs them."""
+"""The commands: what each calls and prints. Packages that take long to load are imported where they are needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def demo(args: argparse.Namespace) -> None:
 
 def label(args: argparse.Namespace) -> None:
     from gigagrad.cohorts import find_slides
-    from gigagrad.images.labelling import label_slides
+    from gigagrad.cohorts.labelling import label_slides
 
     slides = [row.slide for row in find_slides(args.slides)]
     with _progress() as listener:
@@ -105,7 +105,7 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def _link(args: argparse.Namespace) -> Link:
-    """What --ranks have to each other. Raises `ConfigError` for a text that is none, and for what needs --ranks."""
+    """Read the link between --ranks. Raises `ConfigError` for a text that is none, and for what needs --ranks."""
     from gigagrad.scaling import parse_link
 
     if args.ranks is None and (args.link or args.slides_per_step):
@@ -116,7 +116,7 @@ def _link(args: argparse.Namespace) -> Link:
 
 
 def _planned_for(args: argparse.Namespace) -> tuple[str | Device, Machine | None]:
-    """The device that is planned for, and its machine where that is not this one.
+    """Return the device that is planned for, and its machine where that is not this one.
 
     Raises `ConfigError` for the rates of a processor with a GPU, and for a GPU that is not here and of which nobody
     says how much memory it has.
@@ -169,7 +169,7 @@ def _fit(args: argparse.Namespace, *, quiet: bool) -> None:
     if args.config is None:
         config = training.FitConfig.from_dict(settings)
     else:
-        for name in ("slides", "out", "scratch", "weights"):  # relative to where they were typed, not to the file
+        for name in training.FitConfig.PATHS:  # relative to where they were typed, not to the file
             if name in settings:
                 settings[name] = settings[name].absolute()
         config = training.FitConfig.from_yaml(args.config, settings, args.trust)
@@ -234,7 +234,9 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def _split(args: argparse.Namespace) -> str | None:
-    """Which rows are scored, None for all: unless it was typed, test slides, where there is any split."""
+    """Return the split of the rows that are scored, None for all: unless it was typed, test slides, where there is any
+    split.
+    """
     from gigagrad.cohorts import find_slides, folds_of, read_rows
 
     if args.split is None:
@@ -282,12 +284,12 @@ def doctor(args: argparse.Namespace) -> None:
 
 
 def _given(args: argparse.Namespace, without: Collection[str] = ()) -> dict[str, Any]:
-    """What was typed of a command whose flags are the fields of a settings class and have no defaults of their own."""
+    """Return the settings that were typed, of a command whose flags are a class's fields and have no defaults."""
     return {name: value for name, value in vars(args).items() if name not in {"command", "traceback", *without}}
 
 
 def _share(args: argparse.Namespace, listener: Listener) -> str:
-    """What `--share` says, or else the environment, which is told."""
+    """Return the share that `--share` names, or else the environment, which is told."""
     from gigagrad.events import Notice
     from gigagrad.shares import share_from
 
@@ -301,7 +303,7 @@ def _share(args: argparse.Namespace, listener: Listener) -> str:
 
 
 def _progress(*, quiet: bool = False) -> AbstractContextManager[Listener]:
-    """A listener that shows the work on standard output, or nothing at all."""
+    """Make a listener that shows the work on standard output, or nothing at all."""
     if quiet:
         return nullcontext(lambda event: None)
     from rich.console import Console

@@ -103,7 +103,7 @@ class Interrupts:
 
 
 def _modules(frame: FrameType | None) -> list[str]:
-    """Those of the functions that are being called, the outermost first."""
+    """Return those of the functions that are being called, the outermost first."""
     found: list[str] = []
     while frame is not None:
         imports = _IMPORTS in frame.f_code.co_filename

@@ -25,7 +25,7 @@ def run(argv: Sequence[str] | None, interrupts: Interrupts) -> int:
     before_pytorch(own_process=True)
     try:
         _check_folder()
-        args = build_parser().parse_args(argv)
+        args = build_parser(argv).parse_args(argv)
         parsed, traceback = True, args.traceback
         with _warnings_in_one_line():
             args.command(args)
@@ -50,7 +50,7 @@ def run(argv: Sequence[str] | None, interrupts: Interrupts) -> int:
 
 
 def _check_folder() -> None:
-    """Raises `ConfigError` where the current folder is gone: libraries would end the process over it."""
+    """Raise `ConfigError` where the current folder is gone: libraries would end the process over it."""
     try:
         os.getcwd()
     except OSError as error:
@@ -73,7 +73,7 @@ def settle_streams() -> None:
 
 
 def _in_words(error: Exception) -> tuple[str, int]:
-    """The line and the exit code for what ended a command; no line where another process says it."""
+    """Return the line and the exit code for what ended a command; no line where another process says it."""
     match error:
         case RankError(told=True):
             return "", 2 if error.mendable else 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from gigagrad.errors import ConfigError, did_you_mean
+from gigagrad.cohorts import SPLITS
+from gigagrad.errors import ConfigError
 from gigagrad.images import Look
 from gigagrad.masks import ClassTable
 from gigagrad.models.saved import CONFIG, model_file
@@ -20,16 +19,16 @@ from gigagrad.shares import Share
 
 @dataclass(frozen=True, kw_only=True)
 class PredictConfig(Settings):
-    """What to predict, with what, and where to.
+    """Settings of `predict`: the slides, the model, and where to write.
 
     Attributes:
         run: folder of a training run (its `best.pt` is used), or a saved model's file or folder.
         slides: files, folders of slides, and CSV files with a column `slide` (optional: `mask`, `mpp`, `split`).
         out: output folder; gets a folder for each of `outputs` and `predictions.json`, or, of a model that gives
             scores of whole slides, `slides.csv` and `predictions.json`.
-        outputs: what to write of each slide: "mask" (always), "probabilities", "geojson", "overlay", "instances",
-            "tiatoolbox", "labelmap"; see `outputs.OUTPUTS`.
-        format: of masks and probabilities: "tiff", "ome-tiff", "cog" (of GDAL) or "ome-zarr".
+        outputs: what to write of each slide: mask (always), probabilities, geojson (of QuPath), overlay, instances (a
+            CSV of regions), tiatoolbox (its annotation store), labelmap (nnU-Net's ids of regions).
+        format: of masks and probabilities: tiff, ome-tiff, cog (of GDAL) or ome-zarr.
         memory: peak memory the process may use, e.g. "1 GiB"; None leaves the choice to the engine.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
         threshold: probability above which a one-channel model's pixel is foreground, between 0 and 1; of a model with
@@ -37,7 +36,7 @@ class PredictConfig(Settings):
         classes: names of the foreground classes, or `NAME=ID` as `masks.ClassTable.parse` takes them; empty for those
             of the training run, else "Foreground" or "Class 1", "Class 2", ...
         mpp: micrometres per pixel of all slides, over what their files say.
-        level: pyramid level of slides and true masks to predict at; None takes the level of the training run.
+        level: pyramid level of slides and true masks to predict at; none given: that of the training run.
         grey: read slides in grey, as `Image.grey` does; None does as the training run did.
         bands: channels of slides to read, by name or number, as in training; empty for those of the training run.
         target_mpp: instead of one level for all, predict each slide at the level nearest to this resolution; every
@@ -69,16 +68,14 @@ class PredictConfig(Settings):
     share: str = "1/1"
     overwrite: bool = False
 
+    PATHS: ClassVar = "run", "slides", "out", "scratch"
     LIMITS: ClassVar = {"level": (0, math.inf)}
+    CHOICES: ClassVar = {"outputs": OUTPUTS, "format": FORMATS, "split": (None, *SPLITS)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.slides:
             raise ConfigError("no slides to predict; name files, a folder or a CSV file")
-        for name, given, known in (("output", self.outputs, OUTPUTS), ("format", (self.format,), FORMATS)):
-            for word in set(given) - set(known):
-                meant = did_you_mean(word, known) or f"; known are {', '.join(known)}"
-                raise ConfigError(f"unknown {name} {word!r}{meant}")
         if not 0 < self.threshold < 1:
             raise ConfigError(f"the threshold is a probability between 0 and 1 (both excluded), got {self.threshold}")
         for name in ("mpp", "target_mpp"):
@@ -89,20 +86,14 @@ class PredictConfig(Settings):
             raise ConfigError("level and target_mpp both choose the level of a slide; give one of them")
         Share.parse(self.share)
 
-    def absolute(self) -> Self:
-        """The same for a process that runs in another folder."""
-        slides, scratch = tuple(map(os.path.abspath, self.slides)), self.scratch and os.path.abspath(self.scratch)
-        run, out = os.path.abspath(self.run), os.path.abspath(self.out)
-        return dataclasses.replace(self, run=run, slides=slides, out=out, scratch=scratch)
-
     @property
     def resolved_level(self) -> int:
-        """`level`, or what the run's `config.yaml` says, or 0. Raises `ConfigError` if that file is damaged."""
+        """Return `level`, or what the run's `config.yaml` says, or 0. Raises `ConfigError` if that file is damaged."""
         return int(self._of_run("level", 0)) if self.level is None else self.level
 
     @property
-    def resolved_look(self) -> Look:
-        """Of `grey` and `bands`, or what the run's `config.yaml` says. Raises `ConfigError` if that file is damaged."""
+    def resolved_input_view(self) -> Look:
+        """Return `grey` and `bands`, or what the run's `config.yaml` says. Raises `ConfigError` if it is damaged."""
         grey = bool(self._of_run("grey", False)) if self.grey is None else self.grey
         bands = self.bands or tuple(self._of_run("bands", ()))
         if not all(type(number) in (int, str) for number in bands):
@@ -111,18 +102,18 @@ class PredictConfig(Settings):
 
     @property
     def resolved_table(self) -> ClassTable | None:
-        """Of `classes`, or of the run's; None where neither names any. Raises `ConfigError` if its file is damaged."""
+        """Return the table of `classes`, or the run's; None where neither names any. Raises `ConfigError` as above."""
         entries = self.classes or tuple(map(str, self._of_run("classes", ())))
         return ClassTable.parse(entries) if entries else None
 
     @property
     def run_loss(self) -> str:
-        """The loss of the training run, "" where nothing says so. Raises `ConfigError` if its file is damaged."""
+        """Return the loss of the training run, "" where nothing says so. Raises `ConfigError` as above."""
         return str(self._of_run("loss", ""))
 
     @property
     def run_fold(self) -> int | None:
-        """The fold that the training run validated, None for none. Raises `ConfigError` if its file is damaged."""
+        """Return the fold that the training run validated, None for none. Raises `ConfigError` as above."""
         fold = self._of_run("fold", None)
         return None if fold is None else int(fold)
 
@@ -145,5 +136,5 @@ class PredictConfig(Settings):
 
     @property
     def model_path(self) -> Path:
-        """The saved model: `run` itself if it is a file, else the weights in that folder."""
+        """Return the saved model: `run` itself if it is a file, else the weights in that folder."""
         return model_file(Path(self.run))

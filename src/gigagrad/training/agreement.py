@@ -1,4 +1,4 @@
-"""Whether all ranks of a run are about to do the same: differences found before hours of work, not behind them."""
+"""Checks that all ranks of a run are about to do the same: differences are found before hours of work, not after."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from gigagrad.ranks.ranks import named
 from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder
 
-_OWN = "memory", "scratch", "out", "trackers", "checkpoint_seconds", "rank_timeout"
-"""Settings that ranks need not have in common."""
 _SEEN_SECONDS = 60.0
 """Until a file is seen on other machines: disks that are shared remember for some time that there was none."""
 
@@ -25,10 +23,10 @@ _SEEN_SECONDS = 60.0
 def check_same_start(
     ranks: Ranks, folder: RunFolder, step: int | None, config: FitConfig, cohort: Cohort, shapes: Sequence[object]
 ) -> None:
-    """Raises `ConfigError` where ranks have other settings, other slides, of `shapes`, or find another run in the
+    """Raise `ConfigError` where ranks have other settings, other slides, of `shapes`, or find another run in the
     folder, after `step`; None: no run.
     """
-    own = {name: repr(value) for name, value in config.to_dict().items() if name not in _OWN}
+    own = {name: repr(value) for name, value in config.to_dict().items() if name not in config.MAY_DIFFER}
     own |= {"rows of the cohort": cohort.fingerprint, "sizes of slides": _digest(repr(shapes).encode())}
     for rank, (other, theirs) in enumerate(ranks.said([step, own])):
         if other != step:
@@ -44,7 +42,7 @@ def check_same_start(
 
 
 def check_same_weights(ranks: Ranks, model: nn.Module) -> None:
-    """Raises `ConfigError` where ranks begin with different ones."""
+    """Raise `ConfigError` where ranks begin with different ones."""
     if ranks.count == 1:
         return
     state = [tensor.detach().cpu().contiguous().view(-1) for tensor in model.state_dict().values()]
@@ -57,7 +55,7 @@ def check_same_weights(ranks: Ranks, model: nn.Module) -> None:
 
 
 def check_seen(ranks: Ranks, folder: RunFolder) -> None:
-    """Raises `ConfigError` where a rank does not see what the first one has written."""
+    """Raise `ConfigError` where a rank does not see what the first one has written."""
     end = time.monotonic() + _SEEN_SECONDS
     while not folder.checkpoint.exists() and time.monotonic() < end:
         time.sleep(0.1)

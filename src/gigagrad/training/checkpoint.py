@@ -1,4 +1,4 @@
-"""Where an interrupted run goes on: everything that a step depends on, in one file that is whole or not there.
+"""Checkpoints of a run: everything that a step depends on, in one file that is whole or not there.
 
 The order of slides, their turns and what random operators draw for them are functions of the seed, the epoch and the
 index, so they need no state here.
@@ -21,30 +21,8 @@ from gigagrad.training.config import FitConfig
 
 _KIND = "gigagrad checkpoint"
 
-# What may change between the parts of a run: how long, where and in how much memory, but not what is computed.
-_FREE = (
-    "epochs",
-    "memory",
-    "scratch",
-    "out",
-    "checkpoint_seconds",
-    "patience",
-    "trackers",
-    "mesh",
-    "journal",
-    "shard_optimizer",
-    "rank_timeout",
-)
-
-_KINDS = {
-    "config": dict,
-    "cohort": str,
-    "model": dict,
-    "optimizer": dict,
-    "engine": dict,
-    "average": dict,
-    "contents": dict,
-}
+_KINDS: dict[str, type] = {"cohort": str, **dict.fromkeys(("config", "model", "optimizer"), dict)}
+_KINDS |= dict.fromkeys(("engine", "average", "contents"), dict)
 _DEFAULTS = {
     field.name: list(field.default) if isinstance(field.default, tuple) else field.default
     for field in dataclasses.fields(FitConfig)
@@ -53,7 +31,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is: `epoch` whole epochs (validated), then `index` slides of the next; `step` steps in all."""
+    """The progress of a run: `epoch` whole epochs (validated), then `index` slides of the next; `step` steps in all."""
 
     epoch: int = 0
     index: int = 0
@@ -113,12 +91,12 @@ class Checkpoint:
         return cls(**fields)
 
     def check_same_run(self, config: FitConfig, cohort: str) -> None:
-        """Raises `ConfigError` naming the settings that differ from those the run began with."""
+        """Raise `ConfigError` naming the settings that differ from those the run began with."""
         new = config.to_dict()
         # A setting that did not exist when the run began had the value that is now the default.
         old = {**{name: new[name] for name in new if new[name] == _DEFAULTS.get(name)}, **self.config}
         # How long a run is decides its rates where these follow a schedule.
-        free = _FREE if config.schedule == "constant" else [name for name in _FREE if name != "epochs"]
+        free = {*config.MAY_CHANGE} - (set() if config.schedule == "constant" else {"epochs"})
         changed = [key for key in {**old, **new} if key not in free and old.get(key) != new.get(key)]
         differing = [f"{key}: {old.get(key)!r} then, {new.get(key)!r} now" for key in changed]
         if differing:
@@ -133,7 +111,7 @@ class Checkpoint:
             )
 
     def check_same_contents(self, config: FitConfig, contents: Mapping[str, str]) -> None:
-        """Raises `ConfigError` naming the files that are no longer what they were; those of older versions' runs, which
+        """Raise `ConfigError` naming the files that are no longer what they were; those of older versions' runs, which
         did not look, may be anything.
         """
         changed = [path for path, digest in contents.items() if self.contents.get(path, digest) != digest]
@@ -146,7 +124,7 @@ class Checkpoint:
 
 
 def _check_kinds(fields: Mapping[str, Any]) -> None:
-    """Raises `TypeError` where something else lies in the place of what a run needs to go on."""
+    """Raise `TypeError` where something else lies in the place of what a run needs to go on."""
     progress: Progress = fields["progress"]
     counts = (progress.epoch, progress.index, progress.step, progress.best_epoch, fields["metrics_bytes"])
     kinds = [isinstance(fields[name], kind) for name, kind in _KINDS.items()]

@@ -1,4 +1,4 @@
-"""What a training run is told: one frozen record, from YAML or built by hand, saved resolved with the results."""
+"""Settings of a training run: one frozen record, from YAML or built by hand, saved resolved with the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from gigagrad.errors import ConfigError, did_you_mean
+from gigagrad.errors import ConfigError
 from gigagrad.files import write_text
 from gigagrad.images import Look
 from gigagrad.losses import check_loss
@@ -21,10 +21,7 @@ from gigagrad.models.trust import check_trusted
 from gigagrad.ranks import TIMEOUT_SECONDS
 from gigagrad.settings import Settings, read_yaml
 from gigagrad.stores import parse_storage
-from gigagrad.training.schedule import SCHEDULES
 from gigagrad.training.trackers import TRACKERS
-
-_CHOICES = {"schedule": SCHEDULES, "precision": (None, "bfloat16", "float16"), "trackers": tuple(TRACKERS)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +31,16 @@ class FitConfig(Settings):
     Attributes:
         slides: the cohort file or folder (see `cohorts`).
         out: the run folder; made if missing.
-        model: a name that `gigagrad.models.resolve` knows.
-        weights: what the network begins with: a file or folder as `models.load_weights_into` takes it.
-        loss: a name in `losses`, or `package.module:callable`, with settings as in `tversky?false_negatives=0.8`;
-            several are added up, with factors: `ce + 0.5*mine:dice`.
+        model: `paper-unet`, `timm:NAME`, `smp:NAME?key=value`, `monai:NAME?key=value` or `package.module:callable`.
+        weights: what the network begins with: `.pt`, `.pth`, `.safetensors`, a run, a model's folder; other heads are
+            left out.
+        loss: `bce`, `bce_dice`, `ce`, `cox`, `dice`, `focal`, `mse`, `tversky` or `package.module:callable`, with
+            settings as in `tversky?false_negatives=0.8`; several are added up, with factors: `ce + 0.5*mine:dice`.
         class_weights: of each class in the loss, background first, or `balanced`: the inverse of its share of the
             training masks' pixels, or of the training labels, scaled to a mean of 1.
         classes: class ids by name, or by value in mask files, as `masks.ClassTable.parse` takes them; in YAML, a
             mapping. A run saves those it trained with, so that predictions bear their names.
-        fold: of a cohort file with folds, the one to validate.
+        fold: the one to validate, of a cohort with a column `fold` or with split files.
         memory: the budget, like `"2 GiB"`; None lets the engine choose.
         scratch: an existing folder for what does not fit in `memory`; None: it is computed again.
         storage: how training steps store the fields they keep, as `gigagrad.compile` has it; None: bit for bit.
@@ -59,9 +57,9 @@ class FitConfig(Settings):
         clip: largest 2-norm of a step's gradient over all parameters; larger ones are scaled down to it.
         ema: decay, as 0.999, of a moving average of the weights, which is validated and kept instead of them; 0: none.
         patience: epochs without a lower validation loss after which training ends; 0: never.
-        precision: `bfloat16` or `float16` as autocast would; None: the model's own.
+        precision: `bfloat16` or `float16`, as autocast would; none given: the model's own.
         augment: turn and mirror each training slide, anew in every epoch.
-        stain_jitter: vary haematoxylin and eosin of training slides, 0 to 1 (0.05 is usual; see `colours.Jitter`).
+        stain_jitter: vary haematoxylin and eosin of training slides, 0 to 1 (0.05 is usual; see `augment.Jitter`).
         colour_jitter: vary brightness and contrast of each channel of training slides, 0 to 1.
         seed: of the initial weights, the order of slides, the augmentation and random operators.
         level: pyramid level of slides and masks to train on; 0 is full resolution.
@@ -70,7 +68,7 @@ class FitConfig(Settings):
         checkpoint_seconds: a checkpoint follows the first step that ends this long after the last one; 0 = every step.
         trackers: programs that get the settings and the numbers of a run: `mlflow`, `tensorboard`, `trackio`, `wandb`.
         mesh: `DxT`: the slides of a step are shared out to D groups of T ranks, the tiles of a slide to the ranks of a
-            group; None: one group of all that were started.
+            group; none given: one group of all that were started.
         journal: write down finished parts of steps in the run's folder, so that a killed run goes on behind them.
         shard_optimizer: share the optimizer's state among ranks, each of which steps its part of the parameters.
         rank_timeout: seconds after which a rank that is silent is given up.
@@ -115,6 +113,19 @@ class FitConfig(Settings):
     shard_optimizer: bool = False
     rank_timeout: float = TIMEOUT_SECONDS
 
+    PATHS: ClassVar = "slides", "out", "scratch", "weights"
+    CHOICES: ClassVar = {
+        "schedule": ("constant", "cosine", "linear"),
+        "precision": (None, "bfloat16", "float16"),
+        "trackers": tuple(TRACKERS),
+    }
+    MAY_CHANGE: ClassVar = (
+        *("epochs", "memory", "scratch", "out", "checkpoint_seconds", "patience", "trackers", "mesh", "journal"),
+        *("shard_optimizer", "rank_timeout"),
+    )
+    """Between the parts of a run: how long, where and in how much memory, but not what is computed."""
+    MAY_DIFFER: ClassVar = "memory", "scratch", "out", "trackers", "checkpoint_seconds", "rank_timeout"
+    """Among the ranks of a run."""
     LIMITS: ClassVar = {
         "epochs": (1, math.inf),
         "learning_rate": (0, math.inf),
@@ -136,13 +147,6 @@ class FitConfig(Settings):
         super().__post_init__()
         if self.learning_rate == 0:
             raise ConfigError("learning_rate must be above 0, got 0")
-        for name, known in _CHOICES.items():
-            given = getattr(self, name)
-            for value in set(given if isinstance(given, tuple) else (given,)) - set(known):
-                offered = ", ".join(str(choice) for choice in known if choice is not None)
-                raise ConfigError(
-                    f"{name} must be one of {offered}, got {value!r}{did_you_mean(str(value), map(str, known))}"
-                )
         parse_storage(self.storage)
         if self.mesh is not None and not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", self.mesh):
             raise ConfigError(f"mesh must be groups x ranks of a group, as 2x4, got {self.mesh!r}")
@@ -156,23 +160,15 @@ class FitConfig(Settings):
         return int(groups), int(size)
 
     @property
-    def look(self) -> Look:
-        """How slides are looked at."""
+    def input_view(self) -> Look:
+        """Return what the network sees of slides."""
         return Look(self.grey, self.bands)
-
-    def relative_to(self, folder: Path) -> Self:
-        """The same settings with absolute paths; relative ones are taken from `folder`."""
-        base = folder.absolute()
-        scratch = None if self.scratch is None else str(base / self.scratch)
-        weights = None if self.weights is None else str(base / self.weights)
-        slides, out = str(base / self.slides), str(base / self.out)
-        return dataclasses.replace(self, slides=slides, out=out, scratch=scratch, weights=weights)
 
     @classmethod
     def from_yaml(
         cls, path: str | Path, overrides: Mapping[str, Any] | None = None, trust: Collection[str] = ()
     ) -> Self:
-        """A config from a YAML file, with `overrides` in the place of the file's settings of these names.
+        """Read a config from a YAML file, with `overrides` in the place of the file's settings of these names.
 
         Relative paths in the file are taken from its folder; those of `overrides` must be absolute. A model, loss or
         optimizer of the file's that is neither gigagrad's nor a library's must be one of `trust`, as in `load_model`.

@@ -1,4 +1,4 @@
-"""The words of the command line: commands, flags, their defaults and the help that teaches them."""
+"""The command line as data: commands, flags, their defaults and the help that teaches them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _positive(text: str) -> int:
 
 
 def _ranks(text: str) -> tuple[int, ...]:
-    """`8`, `1,2,4`, or `1..64`: powers of two between both, and both."""
+    """Read `8`, `1,2,4`, or `1..64`: powers of two between both, and both."""
     first, dots, last = text.partition("..")
     numbers = (first, last) if dots else text.split(",")
     if not all(number.isdecimal() and int(number) for number in numbers) or (dots and int(last) < int(first)):
@@ -103,10 +103,6 @@ FLAGS: Final[dict[str, dict[str, Any]]] = {
         "help": "read slides in grey, one channel: JPEG decodes in half the time",
     },
     "--json": {"action": "store_true"},
-    "--loss": {
-        "default": "bce",
-        "help": "bce, bce_dice, ce, dice, focal, mse, tversky or package.module:callable (default: bce)",
-    },
     "--memory": {
         "type": _memory,
         "help": "peak memory of the whole process (on a GPU: device memory), e.g. 1GiB; default: no bound",
@@ -127,6 +123,7 @@ FLAGS: Final[dict[str, dict[str, Any]]] = {
         "default: by Slurm's array or torchrun, else 1/1, every slide",
     },
     "--slides": {"type": Path, "required": True},
+    "--split": {"choices": ("train", "val", "test"), "help": "only these rows of a CSV"},
     "--storage": {
         "metavar": "HOW",
         "help": "store kept fields in fewer bits: float16, bfloat16, or 'error E' in --scratch; default: exact",
@@ -205,7 +202,10 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
                 "help": "plan for so many threads that compute tiles (default: those of --rates, else of this machine)",
             },
             "--storage": {},
-            "--loss": {},
+            "--loss": {
+                "default": "bce",
+                "help": "bce, bce_dice, ce, dice, focal, mse, tversky or package.module:callable (default: bce)",
+            },
             "--predict": {"action": "store_true", "help": "plan a prediction instead of a training step"},
             "--device": {},
             "--ranks": {
@@ -265,111 +265,10 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
                 "metavar": "YAML",
                 "help": "settings from a file; flags win over it",
             },
-            "--model": f"{_MODEL} (default: paper-unet)",
-            "--weights": {
-                "type": Path,
-                "metavar": "FILE_OR_FOLDER",
-                "help": "begin with these: .pt, .pth, .safetensors, a run, a model's folder; other heads are left out",
-            },
-            "--memory": {},
-            "--scratch": {},
-            "--storage": {},
-            "--epochs": {"type": int, "help": "passes over the training slides (default: 20)"},
-            "--learning-rate": {"type": float, "help": "the highest one (default: 1e-3)"},
-            "--optimizer": {
-                "metavar": "NAME",
-                "help": "of torch.optim, or package.module:Class, with settings: 'sgd?momentum=0.9' (default: adam)",
-            },
-            "--weight-decay": {"type": float, "help": "of the optimizer (default: 0)"},
-            "--schedule": {
-                "choices": ("constant", "cosine", "linear"),
-                "help": "of the learning rate over all steps (default: constant)",
-            },
-            "--warmup": {
-                "type": int,
-                "metavar": "STEPS",
-                "help": "steps in which the learning rate rises (default: 0)",
-            },
-            "--frozen": {
-                "nargs": "+",
-                "metavar": "NAME",
-                "help": "modules or parameters not to train: network.encoder",
-            },
-            "--rates": {
-                "nargs": "+",
-                "metavar": "NAME=FACTOR",
-                "help": "factors of the learning rate: network.encoder=0.1",
-            },
-            "--accumulate": {"type": int, "metavar": "SLIDES", "help": "whose mean gradient makes a step (default: 1)"},
-            "--clip": {"type": float, "metavar": "NORM", "help": "largest 2-norm of a step's gradient"},
-            "--ema": {
-                "type": float,
-                "metavar": "DECAY",
-                "help": "of an average of the weights, which is validated and kept, as 0.999 (default: none)",
-            },
-            "--patience": {
-                "type": int,
-                "metavar": "EPOCHS",
-                "help": "stop after so many without a lower validation loss (default: never)",
-            },
-            "--precision": {"choices": ("bfloat16", "float16"), "help": "as autocast (default: the model's own)"},
-            "--loss": {
-                "help": "bce, bce_dice, ce, cox, dice, focal, mse, tversky or package.module:callable, with settings, "
-                "or a sum with factors: 'ce + 0.5*mine:dice' (default: bce)",
-            },
-            "--class-weights": {
-                "nargs": "+",
-                "metavar": "WEIGHT",
-                "help": "of each class in the loss, background first, or 'balanced' by the training data",
-            },
-            "--classes": {},
-            "--fold": {
-                "type": int,
-                "metavar": "N",
-                "help": "of a cohort with a column 'fold' or with split files, the one to validate",
-            },
             "--folds": {
                 "action": "store_true",
                 "default": False,
                 "help": "a run for each fold, in OUT/fold-N, and how each does on its fold",
-            },
-            "--seed": {"type": int, "help": "of weights, order and augmentation (default: 0)"},
-            "--level": {"type": int, "help": "pyramid level of slides and masks (default: 0, full resolution)"},
-            "--grey": {},
-            "--bands": {},
-            "--device": {},
-            "--no-augment": {
-                "dest": "augment",
-                "action": "store_false",
-                "help": "train without turned and mirrored slides",
-            },
-            "--mesh": {
-                "metavar": "DxT",
-                "help": "share the slides of a step among D groups of T ranks (default: one group of all)",
-            },
-            "--journal": {
-                "action": "store_true",
-                "help": "write down the finished parts of the slide at work, so that a killed run goes on behind them",
-            },
-            "--shard-optimizer": {
-                "action": "store_true",
-                "help": "share the optimizer's state among ranks (see docs/training-over-ranks.md)",
-            },
-            "--rank-timeout": {
-                "type": float,
-                "metavar": "SECONDS",
-                "help": "give up a rank that is silent for so long (default: 600)",
-            },
-            "--trackers": {
-                "nargs": "+",
-                "metavar": "NAME",
-                "help": "programs that get settings and numbers: mlflow, tensorboard, trackio, wandb (default: none)",
-            },
-            "--stain-jitter": {"type": float, "metavar": "S", "help": "vary the stains of training slides, as 0.05"},
-            "--colour-jitter": {
-                "type": float,
-                "metavar": "S",
-                "help": "vary brightness and contrast of training slides, as 0.1",
             },
             "--trust": {
                 "default": [],
@@ -387,34 +286,9 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--run": {},
             "--slides": {"metavar": "SLIDE", "nargs": "+", "help": "files, folders, or CSVs with a 'slide'"},
             "--out": "folder for the predictions",
-            "--outputs": {
-                "nargs": "+",
-                "metavar": "OUTPUT",
-                "help": "mask, probabilities, geojson (QuPath), overlay, instances (CSV of regions), tiatoolbox "
-                "(annotation store), labelmap (nnU-Net's ids of regions); default: mask geojson overlay",
-            },
-            "--format": {
-                "choices": ("tiff", "ome-tiff", "cog", "ome-zarr"),
-                "help": "of masks and probabilities (default: tiff)",
-            },
-            "--memory": {},
-            "--scratch": {},
-            "--threshold": {"type": float, "help": "probability above which a pixel is foreground (default: 0.5)"},
             "--classes": {"help": "names of the classes from 1 on, or NAME=ID; default: those of the training run"},
-            "--split": {"choices": ("train", "val", "test"), "help": "only these rows of a CSV"},
-            "--mpp": {},
-            "--level": {"type": int, "help": "pyramid level; default: the level of the training run"},
             "--grey": {"help": "read slides in grey, one channel; default: as the training run did"},
             "--bands": {"help": "channels of slides to read, by name or number; default: those of the training run"},
-            "--target-mpp": {
-                "type": float,
-                "metavar": "MPP",
-                "help": "predict each slide at its level nearest to this resolution",
-            },
-            "--device": {},
-            "--trust": {},
-            "--share": {},
-            "--overwrite": "predict again what is there already",
         },
     ),
     "evaluate": (
@@ -467,7 +341,7 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
             "--memory": {},
             "--scratch": {},
             "--classes": {"help": "names of the classes, or NAME=ID; default: those of the training run"},
-            "--split": {"choices": ("train", "val", "test"), "help": "only these rows of a CSV"},
+            "--split": {},
             "--device": {},
             "--trust": {},
             "--share": {},
@@ -498,3 +372,6 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
 """Each command's summary, further text and flags: a flag's help, or all that is said of it beside `FLAGS`. It is run
 by the function in `commands` of the same name.
 """
+
+SETTINGS: Final = {"fit": "gigagrad.training:FitConfig", "predict": "gigagrad.prediction:PredictConfig"}
+"""Commands that also have a flag for each field of a class of settings (`parser.flags_of`)."""
