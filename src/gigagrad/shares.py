@@ -36,7 +36,7 @@ class Share:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises `ConfigError` for what is none."""
+        """Read a share. Raises `ConfigError` for what is none."""
         found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if found is None:
             raise ConfigError(f"a share is written I/N with I from 1 to N, as 2/4; got {text!r}")
@@ -46,11 +46,11 @@ class Share:
         return f"{self.number}/{self.count}"
 
     def named(self, job: str) -> str:
-        """What the job is called while this share is done."""
+        """Name a job of this share."""
         return job if self.count == 1 else f"{job} (share {self.number} of {self.count})"
 
     def deal(self, items: Sequence[_T], sizes: Sequence[int]) -> tuple[_T, ...]:
-        """The items of this share, in their order. All are dealt out like cards, the largest first, to and fro.
+        """Return the items of this share, in their order. All are dealt out like cards, the largest first, to and fro.
 
         So shares are alike in number, whatever the sizes say, and nearly in size.
         """
@@ -61,7 +61,8 @@ class Share:
 
 
 def share_from(environment: Mapping[str, str]) -> tuple[str, str]:
-    """The share that Slurm's array or torchrun means, and the variables that say so; the whole and "" where none do.
+    """Return the share that Slurm's array or torchrun means, and the variables that say so; the whole and "" where none
+    do.
 
     In an array of torchruns each task's share is shared again. Raises `ConfigError` for an array with gaps.
     """
@@ -136,7 +137,7 @@ def _settle(path: Path, out: Path, names: Sequence[str]) -> None:
 
 
 def this_process() -> dict[str, Any]:
-    """What is written down of a process for others to know it by: the machine, its number, when it started."""
+    """Return what others know this process by: the machine, its number, when it started."""
     import psutil
 
     pid = os.getpid()
@@ -144,12 +145,12 @@ def this_process() -> dict[str, Any]:
 
 
 def minute(seconds: float) -> str:
-    """A time as people write it."""
+    """Write a time as people write it."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Whether this process of this machine runs; another of the same number began at another time."""
+    """Return whether this process of this machine runs; another of the same number began at another time."""
     import psutil
 
     try:

@@ -16,7 +16,7 @@ from gigagrad.images.write import write_pyramid
 from gigagrad.masks import ClassTable
 from gigagrad.prediction.cohort_scores import evaluate_masks
 from gigagrad.prediction.evaluate import Evaluation, evaluate, score_masks
-from gigagrad.prediction.scores import Confusion, LabelCounts
+from gigagrad.prediction.scores import Confusion
 from gigagrad.reports.tables import evaluation_tables
 
 
@@ -96,7 +96,7 @@ def test_labels_by_name_over_all_slides():
     truth[0, 0, :9] = 255
 
     def counted(number):
-        counts = LabelCounts(Confusion(ignored=255) for _ in range(3))
+        counts = Confusion(ignored=255, planes=3)
         return score_masks(open_image(pred[number]), open_image(truth[number]), counts)
 
     found = Evaluation.of({str(n): counted(n) for n in (0, 1)}, ClassTable((("a", 1), ("b", 2))))
@@ -134,15 +134,15 @@ def test_classes_of_one_name_are_told_apart():
     confusion = Confusion(4)
     confusion.add(np.array([0, 1, 2, 3]), np.array([0, 1, 1, 3]))
     found = Evaluation.of({"s": confusion}, ClassTable.parse(["Tumour=1", "Class 2=3"]))
-    assert found.alike == {"Class 2": [2, 3]}
+    assert found.same_names == {"Class 2": [2, 3]}
     assert found.classes == ("Background", "Tumour", "Class 2 (2)", "Class 2 (3)")
     told = found.to_dict()["classes"]
     assert [told[name]["pixels"] for name in found.classes] == [1, 2, 0, 1]
     text = StringIO()
     Console(file=text, width=120).print(evaluation_tables(found))
     assert "Class 2 (3)" in text.getvalue()
-    labels = LabelCounts([Confusion(), Confusion()])
-    assert Evaluation.of({"s": labels}, ClassTable((("a", 1), ("a ", 2)))).alike == {}
+    labels = Confusion(planes=2)
+    assert Evaluation.of({"s": labels}, ClassTable((("a", 1), ("a ", 2)))).same_names == {}
 
 
 def test_predictions_of_several_tables_of_classes_are_refused(tmp_path):

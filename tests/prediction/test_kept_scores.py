@@ -14,7 +14,7 @@ from gigagrad.events import Event, Notice
 from gigagrad.prediction import slide_metrics
 from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
 from gigagrad.prediction.score_sources import OfModel
-from gigagrad.prediction.scores import Confusion, LabelCounts, counts_from
+from gigagrad.prediction.scores import Confusion
 from tests.prediction.networks import Brightness, Darkness
 
 score_sources = importlib.import_module("gigagrad.prediction.score_sources")
@@ -122,11 +122,11 @@ def test_masks_are_scored_in_shares_too(cohort, tmp_path):
 def test_counts_come_back_whole():
     several = Confusion(3, ignored=255)
     several.add(np.array([0, 1, 2, 2]), np.array([0, 2, 2, 255]))
-    labels = LabelCounts([Confusion(ignored=7), Confusion()])
+    labels = Confusion(ignored=7, planes=2)
     labels.add(np.array([[0, 1], [1, 1]]), np.array([[7, 1], [0, 1]]))
     for counts in (several, labels):
-        read = counts_from(json.loads(json.dumps(counts.to_dict())))
+        read = Confusion.from_dict(json.loads(json.dumps(counts.to_dict())))
         assert read.to_dict() == counts.to_dict()
         assert read.plus(read).dice == counts.dice
     with pytest.raises((KeyError, ValueError, TypeError)):
-        counts_from({"counts": [[1, 2], [3]], "ignored": None, "ignored_pixels": 0})
+        Confusion.from_dict({"counts": [[1, 2], [3]], "ignored": None, "ignored_pixels": 0})

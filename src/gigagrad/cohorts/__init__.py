@@ -1,11 +1,9 @@
-"""Which slides there are and what is known of each: cohort files, folders, single files."""
+"""The slides of a cohort and what is known of each: cohort files, folders, single files."""
 
-from gigagrad.cohorts.bags import bags_of, check_bags
 from gigagrad.cohorts.clam import folds_of
-from gigagrad.cohorts.cohort import Cohort, Size, check_images, class_table, read_cohort
-from gigagrad.cohorts.rows import SPLITS, Row, Split, read_rows
+from gigagrad.cohorts.cohort import Cohort, Size, bags_of, check_bags, check_images, class_table, read_cohort
+from gigagrad.cohorts.rows import SPLITS, Row, Split, read_rows, survival_of
 from gigagrad.cohorts.slides import find_slides
-from gigagrad.cohorts.survival import survival_of
 
 __all__ = [
     "SPLITS",

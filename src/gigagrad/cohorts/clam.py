@@ -19,7 +19,7 @@ _NAME = re.compile(r"splits_(\d{1,4})\.csv")
 
 
 def split_files(path: Path, columns: Collection[str]) -> dict[int, Path]:
-    """The split files of a cohort file by number; none of one that has its splits or folds in `columns`.
+    """Find the split files of a cohort file by number; none of one that has its splits or folds in `columns`.
 
     Raises `ConfigError` where several folders have some.
     """
@@ -33,13 +33,13 @@ def split_files(path: Path, columns: Collection[str]) -> dict[int, Path]:
 
 
 def folds_of(path: Path, columns: Collection[str], rows: Iterable[Row]) -> list[int]:
-    """The numbers that the folds of a cohort file have, in its rows or as split files. Raises as `split_files`."""
+    """Return the numbers of a cohort file's folds, in its rows or as split files. Raises as `split_files`."""
     numbers = {row.fold for row in rows if row.fold is not None}
     return sorted(numbers or split_files(path, columns))
 
 
 def split_rows(path: Path, rows: Iterable[Row], files: dict[int, Path], fold: int | None) -> tuple[Row, ...]:
-    """The rows that the file of `fold`, or the only one, lists, each with its split.
+    """Read the rows that the file of `fold`, or the only one, lists, each with its split.
 
     Raises `ConfigError` for a fold that has no file, for several files and no fold, for a file that cannot be read, and
     for a slide in it that the cohort has not.
@@ -63,7 +63,7 @@ def split_rows(path: Path, rows: Iterable[Row], files: dict[int, Path], fold: in
 
 
 def _splits_in(file: Path) -> dict[str, Split]:
-    """The split of each slide. Raises `ConfigError` for a slide in two of them."""
+    """Read the split of each slide. Raises `ConfigError` for a slide in two of them."""
     found: dict[str, Split] = {}
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:

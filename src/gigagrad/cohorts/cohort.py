@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from gigagrad.cohorts.bags import check_bags
 from gigagrad.cohorts.clam import split_files, split_rows
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, read_rows
@@ -32,7 +31,7 @@ class Cohort:
         return tuple(row for row in self.rows if row.split == split)
 
     def where(self, row: Row) -> str:
-        """The place of a row, for messages."""
+        """Return the place of a row, for messages."""
         return f"{self.path} line {row.line}" if row.line else f"{self.path}, {row.name}"
 
     @contextmanager
@@ -100,7 +99,8 @@ def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
 
 
 def class_table(cohort: Cohort, entries: Sequence[str] = ()) -> ClassTable | None:
-    """The classes of a cohort's masks or labels: of `entries`, of its folder or columns, or all names that occur.
+    """Return the classes of a cohort's masks or labels: of `entries`, of its folder or columns, or all names that
+    occur.
 
     None where masks hold class ids and labels are numbers, which need no names. Raises `ConfigError` for an annotation
     file that cannot be read, a class that none of them has, and a row without a mask beside rows with annotations.
@@ -141,14 +141,14 @@ def class_table(cohort: Cohort, entries: Sequence[str] = ()) -> ClassTable | Non
 
 
 class Size(NamedTuple):
-    """What is known of a row before a pixel is read."""
+    """Everything that is known of a row before a pixel is read."""
 
     shape: tuple[int, int, int]
     """`(C, H, W)` of the slide as it is looked at."""
     labels: int
     """Channels of the mask, 1 where there is none."""
     gaps: bool
-    """Whether pixels of the slide, or of a mask file, may hold no data."""
+    """True where pixels of the slide, or of a mask file, may hold no data."""
 
 
 def check_images(
@@ -221,3 +221,23 @@ def _check_names(path: Path, rows: tuple[Row, ...]) -> None:
                 f"{path} {here}: the slide {row.slide.name} {what} {there}; "
                 "results are filed by name, so every slide needs its own"
             )
+
+
+def bags_of(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
+    """Return the rows by bag, in the order of their first ones; a row without a bag or a label is one by itself."""
+    bags: dict[object, list[Row]] = {}
+    for number, row in enumerate(rows):
+        bags.setdefault(number if row.bag is None or row.label is None else row.bag, []).append(row)
+    return tuple(map(tuple, bags.values()))
+
+
+def check_bags(path: Path, rows: Iterable[Row]) -> None:
+    """Raise `ConfigError` for a bag whose slides differ in their label or their split."""
+    for first, *others in bags_of(rows):
+        for other in others:
+            for what, one, two in (("label", first.label, other.label), ("split", first.split, other.split)):
+                if one != two:
+                    raise ConfigError(
+                        f"{path} lines {first.line} and {other.line}: slides of {first.bag} have the {what}s {one} and "
+                        f"{two}; slides of a bag have one, so correct it, or rename the column to keep them apart"
+                    )

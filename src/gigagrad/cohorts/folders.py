@@ -29,12 +29,12 @@ _VALIDATED_EVERY = 5
 
 
 def is_cohort_folder(folder: Path) -> bool:
-    """Whether `rows_of_folder` knows what the folder is."""
+    """Return whether `rows_of_folder` knows what the folder is."""
     return (folder / "dataset.json").is_file() or any((folder / place / "images").is_dir() for place in ("", *SPLITS))
 
 
 def rows_of_folder(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
-    """The rows of a cohort folder, every one with a split, and its classes as `ClassTable.parse` takes them.
+    """Read the rows of a cohort folder, every one with a split, and its classes as `ClassTable.parse` takes them.
 
     Raises `ConfigError` naming the image without a mask, or what the folder lacks.
     """
@@ -42,7 +42,7 @@ def rows_of_folder(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
         return _of_nnunet(folder)
     whole = (folder / "images").is_dir()
     rows = (
-        list(_with_splits(_pairs(folder))) if whole else [row for split in SPLITS for row in _of_split(folder, split)]
+        list(_with_splits(_matched(folder))) if whole else [row for split in SPLITS for row in _of_split(folder, split)]
     )
     if not rows:
         raise ConfigError(
@@ -53,11 +53,11 @@ def rows_of_folder(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
 
 def _of_split(folder: Path, split: Split) -> Iterator[Row]:
     if (folder / split / "images").is_dir():
-        for row in _pairs(folder / split):
+        for row in _matched(folder / split):
             yield replace(row, split=split)
 
 
-def _pairs(folder: Path) -> Iterator[Row]:
+def _matched(folder: Path) -> Iterator[Row]:
     place = next((folder / name for name in _MASK_FOLDERS if (folder / name).is_dir()), None)
     if place is None:
         raise ConfigError(f"{folder} has images/ but no folder of masks; expected one of {', '.join(_MASK_FOLDERS)}")
@@ -91,7 +91,7 @@ def _of_nnunet(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
 
 
 def _classes(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of a dataset's labels, as `ClassTable.parse` takes them.
+    """Return the classes of a dataset's labels, as `ClassTable.parse` takes them.
 
     Where a label is a region of several ids, all are, and `regions_class_order` has of each, later ones over earlier
     ones, the id that it becomes in a label map. The id to ignore is called so. Raises `ValueError`.

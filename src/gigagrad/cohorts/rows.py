@@ -33,7 +33,6 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from gigagrad.cohorts.survival import survival_label
 from gigagrad.errors import ConfigError
 from gigagrad.images import Image, open_image
 from gigagrad.images.layout import plain_stem
@@ -44,7 +43,7 @@ SLIDE_SUFFIXES: Final = (
     *(".bif", ".jpeg", ".jpg", ".mrxs", ".ndpi", ".png", ".scn", ".svs"),
     *(".svslide", ".tif", ".tiff", ".vms", ".vmu", ".zarr"),
 )
-"""What counts as a slide in a folder; a file that is named itself may have any suffix."""
+"""Suffixes of slides in a folder; a file that is named itself may have any."""
 _ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "slide": ("slide_path", "wsi", "wsi_path", "image", "image_path", "filename", "file", "path", "slide_id"),
     "mask": ("mask_path", "annotation", "annotations", "annotation_path"),
@@ -69,6 +68,8 @@ _SPLIT_WORDS: Final[dict[str, Split]] = {
     "test": "test",
     "testing": "test",
 }
+_YES: Final = ("1", "1.0", "true", "yes", "dead", "deceased")
+_NO: Final = ("0", "0.0", "false", "no", "alive", "living")
 _MISSPELT = 0.8
 """From this ratio on, a further column's name is taken for a misspelt one of ours."""
 
@@ -79,16 +80,16 @@ class Row:
 
     slide: Path
     mask: Path | None = None
-    """Of several, the first label's."""
+    """The first label's mask, where there are several."""
     mpp: float | None = None
     split: Split | None = None
     label: str | None = None
-    """As it is written; what reads labels knows what they are. A survival time is as `survival_of` takes it."""
+    """The text as it is written; what reads labels knows what they are; times are as `survival_of` takes them."""
     called: str | None = None
     """A name beside the file's."""
     fold: int | None = None
     bag: str | None = None
-    """What the slides of one patient have in common."""
+    """The name that all slides of one patient share."""
     line: int = field(default=0, compare=False)
     """In the file; 0 for a slide that was named by itself."""
     further_slides: tuple[Path, ...] = ()
@@ -103,11 +104,12 @@ class Row:
 
     @property
     def masks(self) -> tuple[Path, ...]:
-        """One for each label; none where the tissue recipe makes it."""
+        """Return one for each label; none where the tissue recipe makes it."""
         return () if self.mask is None else (self.mask, *self.further_masks)
 
     def open(self, level: int = 0, mpp: float | None = None) -> Image:
-        """The slide, with the channels of all its images; `mpp` is that of level 0, over what the row and the file say.
+        """Open the slide, with the channels of all its images; `mpp` is that of level 0, over what the row and the file
+        say.
 
         Raises `ImageError`.
         """
@@ -122,7 +124,7 @@ def slides_in(folder: Path) -> list[Path]:
 
 
 def read_rows(path: Path) -> tuple[tuple[str, ...], tuple[Row, ...]]:
-    """The columns of a cohort file by our names, and its rows; the slides exist, but are not opened.
+    """Read the columns of a cohort file by our names, and its rows; the slides exist, but are not opened.
 
     Raises `ConfigError` naming the file, the line, what was found and what is expected.
     """
@@ -146,7 +148,7 @@ def read_rows(path: Path) -> tuple[tuple[str, ...], tuple[Row, ...]]:
 
 
 def with_own_names(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows, where slides have one file name called by their folders, too: by as many as tell them apart."""
+    """Call slides of one file name by their folders, too: by as many as tell them apart."""
     rows = tuple(rows)
     by_name: dict[str, set[Path]] = {}
     for row in rows:
@@ -160,7 +162,7 @@ def with_own_names(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def _told_apart(slide: Path, others: set[Path]) -> str:
-    """The name of `slide` behind as many of its folders' as tell it from all others; behind one where none do."""
+    """Name `slide` behind as many of its folders as tell it from all others; behind one where none do."""
 
     def called(path: Path, folders: int) -> str:
         return "-".join((*path.parts[1:-1][-folders:], path.stem))
@@ -172,7 +174,7 @@ def _told_apart(slide: Path, others: set[Path]) -> str:
 
 
 def folded(rows: Iterable[Row], fold: int) -> tuple[Row, ...]:
-    """The rows with the splits of a cross-validation: those of `fold` are validated, the others but `test` trained on.
+    """Give the rows the splits of a cross-validation: those of `fold` are validated, the others but `test` trained on.
 
     Where no row has a fold, they are as they were.
     """
@@ -186,7 +188,7 @@ def folded(rows: Iterable[Row], fold: int) -> tuple[Row, ...]:
 
 
 def number_in(where: str, column: str, text: str) -> float:
-    """Raises `ConfigError` for what is none, or not finite."""
+    """Raise `ConfigError` for what is none, or not finite."""
     try:
         value = float(text)
     except ValueError:
@@ -197,7 +199,7 @@ def number_in(where: str, column: str, text: str) -> float:
 
 
 def columns_of(kind: str, columns: Iterable[str]) -> list[str]:
-    """The columns `kind` and `kind:NAME`."""
+    """Return the columns `kind` and `kind:NAME`."""
     return [column for column in columns if column.partition(":")[0] == kind]
 
 
@@ -275,7 +277,7 @@ def _split(where: str, text: str) -> Split | None:
 
 
 def _existing(where: str, path: Path, text: str, suffixes: Sequence[str] = ()) -> Path:
-    """The file or folder of this name, or of this name with one of `suffixes`, with which it may lie in `slides/`."""
+    """Find the file or folder of this name, or with one of `suffixes` behind it, with which it may lie in `slides/`."""
     folder = path.absolute().parent
     try:
         places = [(place / text).resolve() for place in (folder, *([folder / "slides"] if suffixes else []))]
@@ -287,3 +289,33 @@ def _existing(where: str, path: Path, text: str, suffixes: Sequence[str] = ()) -
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{where}: {text[:80]!r} is no path ({reason})") from error
     raise ConfigError(f"{where}: {places[0]} does not exist; relative paths are taken from the cohort file's folder")
+
+
+def survival_of(text: str) -> tuple[float, bool] | None:
+    """Read a survival time as R prints it, `12.5`, or `12.5+` where the event had not come until then, and whether it
+    came.
+
+    None for what is no time.
+    """
+    try:
+        time = float(text.removesuffix("+"))
+    except ValueError:
+        return None
+    return (time, not text.endswith("+")) if 0 <= time < math.inf else None
+
+
+def survival_label(where: str, values: Mapping[str, str]) -> str | None:
+    """Make the label of a row of a cohort file with a time and an event; None where it has no such columns, or others.
+
+    Raises `ConfigError` for what cannot be read.
+    """
+    column = next((name for name in ("event", "censored") if name in values), None)
+    if column is None or "time" not in values or {"label", "mask"} & values.keys():
+        return None
+    if survival_of(values["time"]) is None or values["time"].endswith("+"):
+        raise ConfigError(f"{where}: the time must be a number, 0 or more, got {values['time'][:80]!r}")
+    # cBioPortal writes 1:DECEASED.
+    said = values[column].lower().partition(":")[0]
+    if said not in (*_YES, *_NO):
+        raise ConfigError(f"{where}: the {column} is {values[column][:80]!r}; write 1 or 0")
+    return values["time"] + ("" if (said in _YES) == (column == "event") else "+")

@@ -1,20 +1,25 @@
-"""Which slides a person meant: files, folders and cohort files as one list."""
+"""Slides that a person names (files, folders, cohort files) as one list; and jobs that go through a share of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 from gigagrad.cohorts.clam import split_files, split_rows
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import SLIDE_SUFFIXES, Row, folded, read_rows, slides_in, with_own_names
-from gigagrad.errors import ConfigError
+from gigagrad.errors import ConfigError, ImageError
+from gigagrad.events import Events, Notice
+from gigagrad.files import size_of
 from gigagrad.images.opening import dicom_instances
+from gigagrad.shares import Share, claimed
 
 
 def find_slides(sources: Iterable[str | Path], split: str | None = None, fold: int | None = None) -> tuple[Row, ...]:
-    """All slides of `sources` in order; folders alphabetically, cohort files row by row, those with this split; of a
-    cohort with folds, the one that it has where `fold` is validated.
+    """Find all slides of `sources` in order; folders alphabetically, cohort files row by row, those with this split; of
+    a cohort with folds, the one that it has where `fold` is validated.
 
     Slides of one file name in several folders are called by folder and file name. Raises `ConfigError` for a source
     that does not exist or holds no slide, for unreadable rows (with their line), and for two slides whose outputs would
@@ -51,3 +56,50 @@ def _of_source(source: Path, split: str | None, fold: int | None) -> Iterator[Ro
         yield from map(Row, slides)
     else:
         yield Row(source)
+
+
+_Made = TypeVar("_Made")
+
+
+def rows_of(share: Share, rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Return the rows of a share; all shares have nearly as many bytes of slides."""
+    return share.deal(rows, [size_of(row.slide) for row in rows])
+
+
+def run_job(
+    job: str,
+    rows: Sequence[Row],
+    share: Share,
+    out: Path | None,
+    events: Events,
+    work: Callable[[Row], tuple[_Made, str]],
+    done: Collection[Row],
+    *,
+    failures: tuple[type[Exception], ...] = (),
+    subject: str = "",
+) -> list[_Made]:
+    """Do `work` for the `rows` of a share, claimed in the folder `out`, and return what it made of each.
+
+    `work` also returns a few words for the progress of the `job` (of a `subject`), which is counted in slides; those
+    that were `done` before take no time. A slide that raises one of `failures` is told (`Notice`)
+    and left out. Raises `ImageError` at the end where there were any, and what `claimed` and `work` raise.
+    """
+    made: list[_Made] = []
+    failed: list[str] = []
+    sizes = [0 if row in done else size_of(row.slide) for row in rows]
+    with (
+        nullcontext() if out is None else claimed(out, share, [row.name for row in rows]),
+        events.job(share.named(job), len(rows), subject, sizes) as advance,
+    ):
+        for number, row in enumerate(rows, 1):
+            try:
+                value, said = work(row)
+                made.append(value)
+            except failures as error:
+                said = "failed"
+                failed.append(f"{row.name}: {error}")
+                events.emit(Notice(failed[-1], warning=True))
+            advance(number, f"{row.name}: {said}")
+    if failed:
+        raise ImageError(failed[0] + (f" ({len(failed)} of {len(rows)} slides failed)" if len(rows) > 1 else ""))
+    return made

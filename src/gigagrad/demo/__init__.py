@@ -15,7 +15,9 @@ __all__ = ["FULL", "QUICK", "DemoResult", "Scale", "run_demo"]
 
 
 def __getattr__(name: str) -> Any:
-    """The large step is a process of its own with `demo.step` in it; it need not hold what only the demo needs."""
+    """Import when a name is used: the large step is a process of its own with `demo.step` in it; it need not hold what
+    only the demo needs.
+    """
     if name in __all__:
         from gigagrad.demo import run
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from gigagrad.cohorts import Row, find_slides
+from gigagrad.cohorts.labelling import label_slides
 from gigagrad.demo.step import measured_step
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.files import read_json, write_csv, write_json
 from gigagrad.images import make_cohort, make_slide
-from gigagrad.images.labelling import label_slides
 from gigagrad.prediction import Evaluation, PredictConfig, evaluate, predict
 from gigagrad.prediction.scores import spread
 from gigagrad.reports.report import write_report
@@ -31,7 +31,7 @@ _PARTS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How much work a demo is. Sizes in pixels; `slides` are made and split into training, validation and test."""
+    """The size of a demo. Sizes in pixels; `slides` are made and split into training, validation and test."""
 
     slides: int
     height: int
@@ -50,7 +50,7 @@ QUICK = Scale(slides=5, height=512, width=768, epochs=4, learning_rate=3e-3, lar
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What came out. `exact` scores predictions against the true outlines of synthetic slides, None for real ones."""
+    """Results of a demo. `exact`: scores against the true outlines of synthetic slides, None for real ones."""
 
     report: Path
     fit: FitResult
@@ -58,7 +58,7 @@ class DemoResult:
     step: Mapping[str, Any]
 
     def __str__(self) -> str:
-        """A few lines for a person, the report's path last."""
+        """Write a few lines for a person, the report's path last."""
         step = self.step
         count = len(self.fit.scores)
         lines = [f"test Dice {spread(self.fit.scores.values())} over {count} slide{'s' if count > 1 else ''}"]
@@ -173,7 +173,7 @@ def _predict(
 
 
 def _numbers(path: Path) -> Mapping[str, Any]:
-    """The numbers of a step taken before. Raises `ConfigError` where the file holds something else."""
+    """Read the numbers of a step taken before. Raises `ConfigError` where the file holds something else."""
     try:
         found = read_json(path)
     except ValueError as error:
@@ -184,7 +184,9 @@ def _numbers(path: Path) -> Mapping[str, Any]:
 
 
 def _large_step(folder: Path, scale: Scale, model: Path, memory: str, events: Events) -> Mapping[str, Any]:
-    """The numbers of one step on a slide of the founding experiment's size, both made unless they exist."""
+    """Return the numbers of one step on a slide of the founding experiment's size, both made unless they
+    exist.
+    """
     slide, mask, numbers = folder / "slide.tif", folder / "mask.tif", folder / "step.json"
     if numbers.exists():
         return _numbers(numbers)

@@ -28,7 +28,7 @@ _JOB = "large step"
 
 
 def measured_step(slide: Path, mask: Path, model: Path, memory: str, events: Events) -> Mapping[str, Any]:
-    """One step of `take_steps` in grey in a fresh interpreter: its numbers. Emits the job `large step`, in tiles.
+    """Take one step of `take_steps` in grey in a fresh interpreter; return its numbers. Emits the job `large step`.
 
     Raises `ConfigError` with the other process's reason if it fails.
     """

@@ -1,4 +1,4 @@
-"""Which places of a slide a score comes from: the exact gradient of the score for every pixel, or the output of a
+"""Maps of where a slide's score comes from: the exact gradient of the score for every pixel, or the output of a
 module inside the network that is a map, such as attention.
 
 Saliency (Simonyan et al., 2014) is the absolute gradient of a class's score, before softmax or sigmoid, for the pixels.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from gigagrad.cohorts import Row, find_slides
-from gigagrad.errors import ConfigError, GigagradError, ImageError, ModelError, WriteError, did_you_mean
-from gigagrad.events import Events, Listener, Notice
+from gigagrad.cohorts.slides import rows_of, run_job
+from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError, did_you_mean
+from gigagrad.events import Events, Listener
 from gigagrad.execution.compiling import compile as compile_engine
-from gigagrad.files import size_of
 from gigagrad.images import Image, open_image
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
@@ -30,7 +30,7 @@ from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.heat import Blocks, draw_heat
 from gigagrad.prediction.overlay import write_overlay
 from gigagrad.prediction.slide_scores import Reading, output_of, weighted_sum
-from gigagrad.shares import Share, claimed
+from gigagrad.shares import Share
 
 _MADE: Final = "gigagrad attribution: "
 
@@ -43,22 +43,14 @@ def attribute(
     of: str | None = None,
     module: str | None = None,
     block: int = 8,
-    classes: Sequence[str] = (),
-    split: str | None = None,
-    memory: str | None = None,
-    scratch: str | Path | None = None,
-    device: str = "cpu",
-    trust: Collection[str] = (),
-    share: str = "1/1",
-    overwrite: bool = False,
     listeners: Iterable[Listener] = (),
+    **settings: Any,
 ) -> tuple[Path, ...]:
     """Write `out/NAME.tif`, a map of every slide as a pyramid of float32, and `out/NAME.png`, it over the slide.
 
     The map is the absolute gradient of the score of the class (or column) `of`, by default of the class that is
     predicted, summed over channels and blocks of `block x block` pixels; or the output of the `module` of this name
-    inside the model, the mean of its channels. The other settings are as in `evaluate_model`; `slides` and `share` as
-    in `predict`.
+    inside the model, the mean of its channels. `settings` are those of `PredictConfig`, as far as maps have any.
     Maps that were made before with the same settings are left alone, unless `overwrite`.
 
     Returns the pictures, those that were there included. A slide that fails is told (`Notice`) and left out; the others
@@ -67,57 +59,31 @@ def attribute(
     Raises `ConfigError`, `ModelError` and `WriteError` for what concerns all slides, and `ImageError` at the end where
     some failed.
     """
-    mine = Share.parse(share)
-    config = PredictConfig(
-        run=run, slides=tuple(slides), out=out, memory=memory, scratch=scratch, device=device, classes=tuple(classes)
-    )
-    job = _Job(config, Events(tuple(listeners)), of, module, block, trust, overwrite=overwrite)
-    every = find_slides(slides, split, config.run_fold)
-    rows = mine.deal(every, [size_of(row.slide) for row in every])
-    sizes = [0 if job.is_made(row) else size_of(row.slide) for row in rows]
-    made: list[Path] = []
-    failed: list[str] = []
-    with (
-        claimed(Path(out), mine, [row.name for row in rows]),
-        job.events.job(mine.named("attribute"), len(rows), sizes=sizes) as advance,
-    ):
-        for done, row in enumerate(rows, 1):
-            try:
-                said = job.make(row)
-                made.append(job.picture(row))
-            except (GigagradError, OSError) as error:
-                failed.append(f"{row.name}: {error}")
-                said = "failed"
-                job.events.emit(Notice(failed[-1], warning=True))
-            advance(done, f"{row.name}: {said}")
-    if failed:
-        raise ImageError(failed[0] + (f" ({len(failed)} of {len(rows)} slides failed)" if len(rows) > 1 else ""))
-    return tuple(made)
+    config = PredictConfig.from_dict({"run": run, "slides": slides, "out": out, **settings})
+    share, job = Share.parse(config.share), _Job(config, Events(tuple(listeners)), of, module, block)
+    rows = rows_of(share, find_slides(config.slides, config.split, config.run_fold))
+
+    def draw(row: Row) -> tuple[Path, str]:
+        said = job.make(row)
+        return job.picture(row), said
+
+    done, failures = set(filter(job.is_made, rows)), (GigagradError, OSError)
+    return tuple(run_job("attribute", rows, share, Path(out), job.events, draw, done, failures=failures))
 
 
 class _Job:
-    """What is the same for all slides."""
+    """The models, engines and settings that all slides share."""
 
-    def __init__(
-        self,
-        config: PredictConfig,
-        events: Events,
-        of: str | None,
-        module: str | None,
-        block: int,
-        trust: Collection[str],
-        *,
-        overwrite: bool,
-    ) -> None:
+    def __init__(self, config: PredictConfig, events: Events, of: str | None, module: str | None, block: int) -> None:
         if of is not None and module is not None:
             raise ConfigError("a map is of the score of a class or of the output of a module; give one of them")
         if block < 1:
             raise ConfigError(f"block is a number of pixels, at least 1, got {block}")
-        self.events, self._config, self._out, self._overwrite = events, config, Path(config.out), overwrite
+        self.events, self._config, self._out, self._overwrite = events, config, Path(config.out), config.overwrite
         self._of, self._module, self._block = of, module, 1 if module is not None else block
-        _, self._model = load_model(config.model_path, trust)
+        _, self._model = load_model(config.model_path, config.trust)
         self._model.requires_grad_(False)  # of the pixels alone
-        self._table, self._look = config.resolved_table, config.resolved_look
+        self._table, self._look = config.resolved_table, config.resolved_input_view
         tapped = self._model if module is None else Tapped(self._model, module).eval()
         settings: dict[str, Any] = {"memory": config.memory, "scratch": config.scratch, "device": config.device}
         self._engine = compile_engine(tapped, **settings)
@@ -131,14 +97,14 @@ class _Job:
         return self._out / f"{row.name}.png"
 
     def is_made(self, row: Row) -> bool:
-        """Whether there is a map and a picture, of whatever settings."""
+        """Return whether there is a map and a picture, of whatever settings."""
         return self._map(row).exists() and self.picture(row).exists() and not self._overwrite
 
     def _map(self, row: Row) -> Path:
         return self._out / f"{row.name}.tif"
 
     def make(self, row: Row) -> str:
-        """The two files of a slide, unless they are there. Returns what was done, in a few words."""
+        """Write the two files of a slide, unless they are there. Returns what was done, in a few words."""
         path = self._map(row)
         with row.open(self._config.resolved_level) as slide:
             settings = {
@@ -160,7 +126,7 @@ class _Job:
         return title
 
     def _write(self, path: Path, slide: Image, description: str) -> str:
-        """The map. Returns what it shows."""
+        """Write the map. Returns what it shows."""
         seen = self._look.of(slide)
         check_intensities(self._model, seen)
         options = {"overwrite": True, "description": description}
@@ -187,7 +153,7 @@ class _Job:
 def score_of(
     reading: Reading, scores: dict[str, float], of: str | None, threshold: float
 ) -> tuple[str, tuple[float, ...]]:
-    """The class or column whose score is meant, and the weights of the model's outputs that make it up.
+    """Return the class or column whose score is meant, and the weights of the model's outputs that make it up.
 
     None is the predicted class, or the only number. Raises `ConfigError` for what there is not.
     """
@@ -204,7 +170,7 @@ def score_of(
 
 
 class Tapped(nn.Module):
-    """What a module inside a model puts out, the last time it is called. Raises `ConfigError` where there is none."""
+    """A model that returns the last output of a module inside it. Raises `ConfigError` where there is none."""
 
     def __init__(self, model: nn.Module, module: str) -> None:
         super().__init__()
@@ -225,7 +191,7 @@ class Tapped(nn.Module):
 
 
 def _description(path: Path) -> str | None:
-    """What a file of ours says of itself; None of any other."""
+    """Return what a file of ours says of itself; None of any other."""
     import tifffile
 
     try:

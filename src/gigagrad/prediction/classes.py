@@ -26,7 +26,7 @@ _PALETTE = ((0, 200, 255), (213, 94, 0), (0, 158, 115), (204, 121, 167), (0, 114
 
 
 def image_shape(engine: Engine, slide: Image) -> tuple[int, ...] | None:
-    """`(1, C, H, W)` of the model's output for this slide, None where that is no image. Captures the model, and
+    """Return `(1, C, H, W)` of the model's output for this slide, None where that is no image. Captures the model, and
     computes nothing.
     """
     graph = engine.problem(slide).graph
@@ -49,7 +49,7 @@ def mask_classes(count: int, names: Sequence[str] = ()) -> tuple[MaskClass, ...]
 
 
 def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
-    """Of a mask's class ids 0 to `count - 1`: those of the table, else "Background" and as `mask_classes` has it."""
+    """Name a mask's class ids 0 to `count - 1`: by the table, else "Background" and as `mask_classes` has it."""
     background = next((name for name, number in table.ids if number == 0), "") if table is not None else ""
     known = table.foreground if table is not None else ()
     named = [*known, *(each.name for each in mask_classes(max(count - 1, 1))[len(known) :])]
@@ -59,13 +59,13 @@ def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
 
 
 def foreground(classes: Sequence[MaskClass]) -> tuple[MaskClass, ...]:
-    """Those of the classes that a mask has."""
+    """Return those of the classes that a mask has."""
     return tuple(kind for kind in classes if kind.id)
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """What the output channels of a segmentation model mean.
+    """The meaning of a segmentation model's output channels.
 
     One is the logit of the foreground. Several are logits of the background and the classes, of which the largest wins;
     or each is the logit of a label, which is there or not whatever the others are.
@@ -81,16 +81,16 @@ class Channels:
 
     @property
     def foreground(self) -> int:
-        """How many classes or labels are told apart."""
+        """Return the number of classes or labels that are told apart."""
         return self.count if self.labels else max(1, self.count - 1)
 
     @property
     def planes(self) -> int:
-        """Of a mask: one of class ids, or one of 0 and 1 for each label."""
+        """Return the number of a mask's channels: one of class ids, or one of 0 and 1 for each label."""
         return self.count if self.labels else 1
 
     def ignored(self, table: ClassTable | None, truth: Image | None = None) -> int | None:
-        """The value in true masks that no score looks at, None where all count.
+        """Return the value in true masks that no score looks at, None where all count.
 
         As in training: of several channels, where the table has anything to ignore, and where `truth` says that it is
         no data.
@@ -99,7 +99,7 @@ class Channels:
         return IGNORED if self.count > 1 or says_so or (table is not None and table.ignores) else None
 
     def classes(self, table: ClassTable | None, *, typed: bool = False) -> tuple[MaskClass, ...]:
-        """What each channel is of: the one foreground class; the background and the others; or labels.
+        """Return the class of each channel: the one foreground class; the background and the others; or labels.
 
         A network may tell more classes apart than it was shown; but names that were `typed` are to fit. Raises
         `ConfigError` where they do not.
@@ -110,13 +110,13 @@ class Channels:
         return classes if len(classes) == self.count else (MaskClass(0, class_names(1, table)[0], _GREY), *classes)
 
     def probabilities(self, logits_NCHW: torch.Tensor) -> torch.Tensor:
-        """Of `(1, C, h, w)` logits, in float32: the softmax of classes, the sigmoid of others. Of NaN it is 0."""
+        """Return probabilities of `(1, C, h, w)` logits in float32: softmax of classes, sigmoid of labels, 0 of NaN."""
         logits_NCHW = logits_NCHW.float()
         found = logits_NCHW.sigmoid() if self.planes == self.count else logits_NCHW.softmax(1)
         return found.nan_to_num_(0)
 
     def mask(self, logits_NCHW: torch.Tensor, threshold: float = 0.5) -> NDArray[np.uint8]:
-        """`(1, C, h, w)` logits as `(planes, h, w)` uint8.
+        """Convert `(1, C, h, w)` logits to `(planes, h, w)` uint8.
 
         A channel by itself is 1 where `sigmoid(logit) > threshold`, compared on the logit's side, `logit > ln(t / (1 -
         t))`, because the sigmoid rounds to exactly 0 or 1 far from its middle. Of several classes the largest wins,

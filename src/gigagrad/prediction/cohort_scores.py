@@ -7,22 +7,22 @@ cohort are scored side by side, and whoever ends last, or asks again, has the nu
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from gigagrad.cohorts import Row, bags_of, check_bags, find_slides
+from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Listener, Notice
-from gigagrad.files import write_agreed
+from gigagrad.files import read_json, write_agreed, write_json
 from gigagrad.masks import ClassTable, is_annotation_file, read_annotations
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import Evaluation
-from gigagrad.prediction.kept_scores import Kept, Kind, score_slides
 from gigagrad.prediction.score_sources import OfModel, OfPredictions, Source
-from gigagrad.prediction.scores import Counts, counts_from
+from gigagrad.prediction.scores import Confusion
 from gigagrad.prediction.slide_metrics import (
     SlideEvaluation,
     SlideScore,
@@ -34,48 +34,31 @@ from gigagrad.prediction.slide_scores import Reading, label_time, label_value
 from gigagrad.shares import Share
 
 FILE_NAME: Final = "evaluation.json"
+_Found = TypeVar("_Found")
 
 
 def evaluate_model(
     run: str | Path,
     slides: str | Path,
     *,
-    split: str | None = None,
-    classes: Sequence[str] = (),
-    memory: str | None = None,
-    scratch: str | Path | None = None,
-    device: str = "cpu",
-    trust: Collection[str] = (),
     out: str | Path | None = None,
-    share: str = "1/1",
     listeners: tuple[Listener, ...] = (),
+    **settings: Any,
 ) -> Evaluation | SlideEvaluation | None:
     """Score the model of a run folder (or a saved model's file) on the rows of the cohort `slides`.
 
-    Pixels are scored against masks; where the cohort has labels, whole slides against these. `split` picks rows, None
-    takes all, and of a cohort with folds the one that the run validated is `val`; `classes` are as in `predict`, by
-    default the training run's; `memory` and `scratch` are as in `compile`, `trust` as in `load_model`. Holds one
-    tile at a time. The level is the training run's, and so is whether slides are read in grey. Emits the job
-    `evaluate`, counted in slides, and the engine's events.
+    Pixels are scored against masks; where the cohort has labels, whole slides against these. `settings` are those of
+    `PredictConfig`: of a cohort with folds the one that the run validated has the split `val`; classes, level and
+    colours are by default the training run's. Holds one tile at a time. Emits the job `evaluate`, counted in slides,
+    and the engine's events.
 
-    The folder `out` gets what is found of each slide, which is not scored again, and `evaluation.json`. A `share` as in
-    `PredictConfig` needs it; None is returned while other shares are not done.
+    The folder `out` gets what is found of each slide, which is not scored again, and `evaluation.json`. A `share`
+    needs it; None is returned while other shares are not done.
 
     Raises `ConfigError` for the cohort, `ModelError`, `ImageError`, `TargetError` and `BudgetError`.
     """
-    place = _place(out, share)
-    config = PredictConfig(
-        run=run,
-        slides=(slides,),
-        out=out or run,
-        memory=memory,
-        scratch=scratch,
-        device=device,
-        split=split,
-        classes=tuple(classes),
-        trust=tuple(trust),
-    )
-    entries = find_slides([slides], split, config.run_fold)
+    config = PredictConfig.from_dict({"run": run, "slides": slides, "out": out or run, **settings})
+    place, entries = _place(out, config.share), find_slides(config.slides, config.split, config.run_fold)
     labelled, events = _labelled(slides, entries), Events(listeners)
     source = OfModel(config, slides, events, labelled=labelled)
     return _evaluate(source, slides, entries, *place, events, labelled=labelled)
@@ -107,7 +90,7 @@ def evaluate_masks(
 
 
 def _place(out: str | Path | None, share: str) -> tuple[Path | None, Share]:
-    """Where scores are kept, and whose slides are scored. Raises `ConfigError` for a share without a folder."""
+    """Return where scores are kept, and whose slides are scored. Raises `ConfigError` for a share without a folder."""
     mine = Share.parse(share)
     if out is None and mine.count > 1:
         raise ConfigError("shares of a cohort meet in a folder; name it with --out")
@@ -115,11 +98,91 @@ def _place(out: str | Path | None, share: str) -> tuple[Path | None, Share]:
 
 
 def _labelled(slides: str | Path, rows: Sequence[Row]) -> bool:
-    """Whether slides are scored by their labels. Raises `ConfigError` for a slide without one beside others."""
+    """Return whether slides are scored by their labels. Raises `ConfigError` for a slide without one beside others."""
     without = [row for row in rows if row.label is None or row.mask is not None]
     if without and len(without) < len(rows):
         raise ConfigError(f"{slides} has labels, but none of {without[0].name} (or a mask); give every slide a label")
     return not without
+
+
+class Kept(Generic[_Found]):
+    """The scores of slides in `out/scores/NAME.json`, where shares and repetitions find them.
+
+    `basis` is what a slide's scores follow from, plain values and paths of files, which stand for their sizes and
+    times: those that follow from something else than now are none. `plain` makes JSON of scores, `parsed` reads it.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        basis: Callable[[Row], Sequence[Any]],
+        plain: Callable[[_Found], Mapping[str, Any]],
+        parsed: Callable[[Mapping[str, Any]], _Found],
+    ) -> None:
+        self.out, self._basis, self._plain, self._parsed = out, basis, plain, parsed
+
+    def read(self, entry: Row) -> _Found | None:
+        """Return the scores of a slide, None where there are none of what it is now."""
+        try:
+            content = read_json(self._file(entry))
+            return self._parsed(content["found"]) if content["basis"] == self._digest(entry) else None
+        except (ValueError, KeyError, TypeError, AttributeError):  # not there, or of another version
+            return None
+
+    def write(self, entry: Row, found: _Found) -> None:
+        """Keep the scores of a slide. Raises `WriteError`."""
+        write_json(self._file(entry), {"basis": self._digest(entry), "found": self._plain(found)})
+
+    def _file(self, entry: Row) -> Path:
+        return self.out / "scores" / f"{entry.name}.json"
+
+    def _digest(self, entry: Row) -> str:
+        text = json.dumps(self._basis(entry), default=_stamp)
+        return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def _stamp(path: Path) -> tuple[object, ...]:
+    if not path.exists():
+        return (path.name,)
+    state = path.stat()
+    return path.name, state.st_size, state.st_mtime_ns
+
+
+def _score_slides(
+    entries: Sequence[Row],
+    score: Callable[[Row], _Found],
+    phrase: Callable[[_Found], str],
+    kept: Kept[_Found] | None,
+    share: Share,
+    events: Events,
+) -> dict[str, _Found] | None:
+    """Score every slide that has no scores kept; return all of them by name and in order.
+
+    None where the share is done and others are not, which is told (`Notice`). Emits the job `evaluate`, counted in
+    slides. Raises as `score` does, and as `claimed` and `Kept.write` do.
+    """
+    own = rows_of(share, entries)
+    found = {entry.name: kept.read(entry) if kept is not None else None for entry in own}
+
+    def work(entry: Row) -> tuple[_Found, str]:
+        value = found[entry.name]
+        if value is None:
+            value = found[entry.name] = score(entry)
+            if kept is not None:
+                kept.write(entry, value)
+        return value, phrase(value)
+
+    done = {entry for entry in own if found[entry.name] is not None}
+    run_job("evaluate", own, share, None if kept is None else kept.out, events, work, done)
+    every = {
+        entry.name: found[entry.name] if entry.name in found or kept is None else kept.read(entry) for entry in entries
+    }
+    scored = {name: value for name, value in every.items() if value is not None}
+    if len(scored) == len(entries):
+        return scored
+    text = f"{len(scored)} of {len(entries)} slides are scored; the share that ends last tells the scores, "
+    events.emit(Notice(f"{text}or this command given again"))
+    return None
 
 
 def _evaluate(
@@ -132,29 +195,31 @@ def _evaluate(
     *,
     labelled: bool,
 ) -> Evaluation | SlideEvaluation | None:
-    """The evaluation of all slides, once they are scored; written into `out`, where there is one."""
+    """Evaluate all slides, once they are scored; the evaluation is written into `out`, where there is one."""
     evaluation: Evaluation | SlideEvaluation
     if labelled:
         check_bags(Path(slides), entries)
-        of_slides = Kind(partial(_told_of_scores, source.threshold), _plain_scores, _scores_of_plain)
-        kept = None if out is None else Kept(out, of_slides, source.basis)
-        scores = score_slides(entries, source.scores, of_slides, kept, share, events)
+
+        def phrase(found: tuple[Reading, Mapping[str, float]]) -> str:
+            return found[0].predicted(found[1], source.threshold)
+
+        kept = None if out is None else Kept(out, source.basis, _plain_scores, _parsed_scores)
+        scores = _score_slides(entries, source.scores, phrase, kept, share, events)
         if scores is None:
             return None
         evaluation = compare_labels(entries, scores, source.table, source.threshold)
     else:
-        of_pixels: Kind[Counts] = Kind(
-            lambda counts: f"Dice {counts.dice:.4f}", lambda counts: counts.to_dict(), counts_from
+        kept_counts = None if out is None else Kept(out, source.basis, Confusion.to_dict, Confusion.from_dict)
+        counts = _score_slides(
+            entries, source.counts, lambda found: f"Dice {found.dice:.4f}", kept_counts, share, events
         )
-        kept_counts = None if out is None else Kept(out, of_pixels, source.basis)
-        counts = score_slides(entries, source.counts, of_pixels, kept_counts, share, events)
         if counts is None:
             return None
         source.check(counts.values())
         if source.table is not None and not any(each.foreground for each in counts.values()):
             _check_named(entries, source.table, str(slides))
         evaluation = Evaluation.of(counts, source.table)
-        for name, ids in evaluation.alike.items():
+        for name, ids in evaluation.same_names.items():
             told = (
                 f"the classes {', '.join(map(str, ids))} are all called {name!r}; their scores have the ids behind it"
             )
@@ -166,15 +231,10 @@ def _evaluate(
 
 
 def _check_named(entries: Sequence[Row], table: ClassTable, where: str) -> None:
-    """Raises `ConfigError` where nothing is foreground because annotations have other classes."""
+    """Raise `ConfigError` where nothing is foreground because annotations have other classes."""
     annotated = [mask for row in entries if len(row.masks) == 1 for mask in row.masks if is_annotation_file(mask)]
     if annotated:
         table.check_any_used({name for mask in annotated for name in read_annotations(mask).names}, where)
-
-
-def _told_of_scores(threshold: float, found: tuple[Reading, Mapping[str, float]]) -> str:
-    reading, scores = found
-    return reading.predicted(scores, threshold)
 
 
 def _plain_scores(found: tuple[Reading, Mapping[str, float]]) -> dict[str, Any]:
@@ -182,7 +242,7 @@ def _plain_scores(found: tuple[Reading, Mapping[str, float]]) -> dict[str, Any]:
     return {"columns": reading.columns, "names": reading.names, "scores": scores}
 
 
-def _scores_of_plain(content: Mapping[str, Any]) -> tuple[Reading, Mapping[str, float]]:
+def _parsed_scores(content: Mapping[str, Any]) -> tuple[Reading, Mapping[str, float]]:
     return Reading(tuple(content["columns"]), tuple(content["names"])), dict(content["scores"])
 
 
@@ -216,7 +276,7 @@ def _compared(
     table: ClassTable | None,
     threshold: float,
 ) -> SlideScore:
-    """A bag's scores beside its label; of a single slide they are its own."""
+    """Put a bag's scores beside its label; of a single slide they are its own."""
     row = bag[0]
     scores = reading.pooled(of_slides) if len(bag) > 1 else dict(of_slides[0])
     truth, event = label_time(row) if reading.survival else (label_value(row, reading, table), True)

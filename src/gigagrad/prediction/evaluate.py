@@ -1,11 +1,11 @@
-"""How well masks agree with the true ones: Dice and IoU per slide, strip by strip, and their mean and spread."""
+"""Agreement of masks with the true ones: Dice and IoU per slide, strip by strip, and their mean and spread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,9 @@ from gigagrad.images.opening import open_ids
 from gigagrad.masks import ClassTable
 from gigagrad.prediction.classes import Channels, class_names
 from gigagrad.prediction.sampling import require_mask
-from gigagrad.prediction.scores import Confusion, Counts, LabelCounts, mean_sd
+from gigagrad.prediction.scores import Confusion, mean_sd
 
 _Pixels = NDArray[np.generic]
-_Counts = TypeVar("_Counts", bound=Counts)
 _BLOCK_PX = 2048
 """Side of the blocks that are compared: two of them and a few temporaries are held at a time."""
 
@@ -48,7 +47,7 @@ class ClassScore:
 
     @classmethod
     def of(cls, name: str, number: int, counts: NDArray[np.int64]) -> Self:
-        """Of the class `number`, of counts by true class and predicted class."""
+        """Score the class `number` by counts of true class and predicted class."""
         both, pixels = int(counts[number, number]), int(counts[number].sum())
         total = pixels + int(counts[:, number].sum())
         return cls(name, 2 * both / total if total else None, both / (total - both) if total else None, pixels)
@@ -65,9 +64,9 @@ class Evaluation:
     confusion: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of(cls, counts: Mapping[str, Counts], table: ClassTable | None = None) -> Self:
-        """Of the counts of slides by name; `table` names their classes."""
-        every: Counts | None = None
+    def of(cls, counts: Mapping[str, Confusion], table: ClassTable | None = None) -> Self:
+        """Score slides by their counts, by name; `table` names their classes."""
+        every: Confusion | None = None
         for each in counts.values():
             every = each if every is None else every.plus(each)
         scores = tuple(Score(name, each.dice, each.iou, each.pixels) for name, each in counts.items())
@@ -85,15 +84,13 @@ class Evaluation:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes or labels, those of one name with their ids."""
-        alike = self.alike
-        return tuple(
-            f"{each.name} ({number})" if each.name in alike else each.name for number, each in self._numbered()
-        )
+        """Return the names of the classes or labels, those of one name with their ids."""
+        same = self.same_names
+        return tuple(f"{each.name} ({number})" if each.name in same else each.name for number, each in self._numbered())
 
     @property
-    def alike(self) -> dict[str, list[int]]:
-        """The ids of classes of one name, by that name."""
+    def same_names(self) -> dict[str, list[int]]:
+        """Return the ids of classes of one name, by that name."""
         ids: dict[str, list[int]] = {}
         for number, each in self._numbered():
             ids.setdefault(each.name, []).append(number)
@@ -103,7 +100,7 @@ class Evaluation:
         return enumerate(self.of_classes, 0 if self.confusion else 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a summary file holds: Dice by slide with mean and sd, IoU likewise, classes, and the confusion."""
+        """Return what a summary file holds: Dice by slide with mean and sd, IoU likewise, classes, confusion."""
         return {
             "dice": {score.name: score.dice for score in self.scores},
             "mean": self.dice[0],
@@ -119,10 +116,10 @@ class Evaluation:
         }
 
 
-def score_masks(predicted: Image, truth: Image, counts: _Counts) -> _Counts:
+def score_masks(predicted: Image, truth: Image, counts: Confusion) -> Confusion:
     """Add to `counts` how two masks of the same size agree where `predicted` has data, block by block.
 
-    Raises `TargetError` when their sizes differ, and as `Counts.add` does, `ImageError` when one of them is no mask.
+    Raises `TargetError` when their sizes differ, and as `Confusion.add` does, `ImageError` when one of them is no mask.
     """
     for mask in (predicted, truth):
         require_mask(mask, counts.planes)
@@ -142,12 +139,12 @@ def score_logits(
     channels: Channels,
     table: ClassTable | None,
     seen: Image | None = None,
-) -> Counts:
+) -> Confusion:
     """Compare tiles of `(1, C, h, w)` logits with the same boxes of the true mask; holds one tile at a time.
 
     With one channel every value of the mask above 0 is foreground. `table` has the mask's classes; pixels that are
     ignored do not count, nor do those where `seen` has no data. Raises `ModelError` for outputs that are no
-    segmentation, `TargetError` as `Counts.add` does.
+    segmentation, `TargetError` as `Confusion.add` does.
     """
     counts = counts_of(channels, channels.ignored(table, truth))
     for box, logits in prediction:
@@ -162,25 +159,23 @@ def _with_data(pred: _Pixels, truth: Image, seen: Image | None, box: Box) -> tup
     return (pred, true) if missing is None else (pred[:, ~missing], true[:, ~missing])
 
 
-def counts_of(channels: Channels, ignored: int | None) -> Counts:
-    """Of no pixel yet, for masks of a model of these channels."""
-    if channels.labels:
-        return LabelCounts(Confusion(ignored=ignored) for _ in range(channels.count))
-    return Confusion(channels.foreground + 1, ignored)
+def counts_of(channels: Channels, ignored: int | None) -> Confusion:
+    """Return counts of no pixel yet, for masks of a model of these channels."""
+    return Confusion(2 if channels.labels else channels.foreground + 1, ignored, channels.planes)
 
 
 def _of_classes(
-    every: Counts | None, table: ClassTable | None
+    every: Confusion | None, table: ClassTable | None
 ) -> tuple[tuple[ClassScore, ...], tuple[tuple[int, ...], ...]]:
-    """The scores of each class and the confusion, or those of each label without one."""
-    if isinstance(every, Confusion):
-        names = class_names(every.classes, table)
-        of_classes = tuple(ClassScore.of(name, number, every.counts) for number, name in enumerate(names))
-        return of_classes, tuple(tuple(row) for row in every.counts.tolist())
-    if isinstance(every, LabelCounts):
-        names = class_names(len(every.of_labels) + 1, table)[1:]
-        return tuple(ClassScore.of(name, 1, of.counts) for name, of in zip(names, every.of_labels, strict=True)), ()
-    return (), ()
+    """Return the scores of each class and the confusion, or those of each label without one."""
+    if every is None:
+        return (), ()
+    if every.planes > 1:
+        names = class_names(every.planes + 1, table)[1:]
+        return tuple(ClassScore.of(name, 1, of) for name, of in zip(names, every.counts, strict=True)), ()
+    (counts,) = every.counts
+    of_classes = (ClassScore.of(name, number, counts) for number, name in enumerate(class_names(every.classes, table)))
+    return tuple(of_classes), tuple(tuple(row) for row in counts.tolist())
 
 
 def evaluate(
@@ -191,7 +186,7 @@ def evaluate(
     Raises `ImageError` or `TargetError` at the first pair that cannot be compared.
     """
 
-    pairs, found = list(pairs), dict[str, Counts]()
+    pairs, found = list(pairs), dict[str, Confusion]()
     with Events(listeners).job("evaluate", len(pairs)) as advance:
         for name, predicted_source, truth_source in pairs:
             with open_ids(predicted_source) as predicted, open_ids(truth_source) as truth:

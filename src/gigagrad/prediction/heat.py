@@ -26,9 +26,9 @@ _COLOURS = (
     *((0, 0, 4), (33, 12, 74), (87, 16, 110), (138, 34, 106), (188, 55, 84)),
     *((228, 90, 49), (249, 142, 9), (249, 203, 53), (252, 255, 164)),
 )
-"""Of inferno (Smith and van der Walt, 2015) at nine places; lightness grows steadily, also for the colour-blind."""
+"""Inferno (Smith and van der Walt, 2015) at nine places; lightness grows steadily, also for the colour-blind."""
 _FADED = 0.55
-"""How far the slide is drawn towards white, so that colours mean the map and nothing else."""
+"""The share of white in the slide, so that colours mean the map and nothing else."""
 _INK = (20, 20, 24)
 _Picture = NDArray[np.uint8]
 
@@ -67,7 +67,9 @@ def _blocks(size: tuple[int, ...], side: int) -> tuple[int, int]:
 
 
 def block_rows(strips: Iterable[NDArray[Any]], height: int, side: int) -> Iterator[NDArray[np.float32]]:
-    """Sums over blocks as rows `(n, columns)`, of strips `(h, W)` of any height that are `height` px high together."""
+    """Yield sums over blocks as rows `(n, columns)`, of strips `(h, W)` of any height that are `height` px high
+    together.
+    """
     begun: NDArray[np.float64] | None = None
     y = 0
     for strip in strips:
@@ -84,9 +86,9 @@ def block_rows(strips: Iterable[NDArray[Any]], height: int, side: int) -> Iterat
 
 
 def draw_heat(slide: Image, heat: Image, title: str, max_side: int = 2000) -> _Picture:
-    """`(h, w, 3)` uint8: the slide in pale grey at most `max_side` px long, the upper half of the map's values over it
-    in colours that grow stronger with them, and a legend with `title` below. Both are read piece by piece; the map is
-    averaged to 200 cells along its longer side.
+    """Draw, as `(h, w, 3)` uint8, the slide in pale grey at most `max_side` px long, the upper half of the map's values
+    over it in colours that grow stronger with them, and a legend with `title` below. Both are read piece by piece; the
+    map is averaged to 200 cells along its longer side.
     """
     grey = thumbnail(slide, max_side).mean(2, keepdims=True)
     values = _averaged(heat)
@@ -99,7 +101,7 @@ def draw_heat(slide: Image, heat: Image, title: str, max_side: int = 2000) -> _P
 
 
 def _blended(grey: NDArray[np.float64], share: NDArray[Any]) -> _Picture:
-    """Colours of shares `(h, w)` over a picture `(h, w, 1)`; the smaller the share, the less of them."""
+    """Blend colours of shares `(h, w)` over a picture `(h, w, 1)`; the smaller the share, the less of them."""
     strength = np.sqrt(share)[..., None]  # so that half the value is well seen
     stops = np.linspace(0, 1, len(_COLOURS))
     colours = np.stack([np.interp(share, stops, channel) for channel in zip(*_COLOURS, strict=True)], -1)
@@ -108,7 +110,7 @@ def _blended(grey: NDArray[np.float64], share: NDArray[Any]) -> _Picture:
 
 
 def _averaged(heat: Image) -> NDArray[np.float32]:
-    """A map at most `_CELLS` px high and wide, `(h, w)`, from its smallest level that is as large."""
+    """Read a map at most `_CELLS` px high and wide, `(h, w)`, from its smallest level that is as large."""
     enough = [index for index, level in enumerate(heat.levels) if max(level.shape) >= _CELLS]
     with heat.at_level(enough[-1] if enough else 0) as level:
         values = np.asarray(level.read(Box.whole(level.height, level.width)))[0].astype(np.float32)
@@ -118,7 +120,7 @@ def _averaged(heat: Image) -> NDArray[np.float32]:
 
 
 def _resized(values: NDArray[np.float32], size: tuple[int, int], *, smooth: bool) -> NDArray[np.float32]:
-    """By linear interpolation, or by averaging areas."""
+    """Resize values by linear interpolation, or by averaging areas."""
     from PIL import Image as Pillow
 
     how = Pillow.Resampling.BILINEAR if smooth else Pillow.Resampling.BOX
@@ -126,7 +128,7 @@ def _resized(values: NDArray[np.float32], size: tuple[int, int], *, smooth: bool
 
 
 def _legend(title: str, width: int) -> _Picture:
-    """A white band with the colours from 0 to the percentile, and the title in as many lines as it takes."""
+    """Draw a white band with the colours from 0 to the percentile, and the title in as many lines as it takes."""
     from PIL import Image as Pillow
     from PIL import ImageDraw, ImageFont
 

@@ -1,7 +1,7 @@
-"""What `predict` writes of a slide: a class for each kind of file, in `OUTPUTS` by the name that people ask for it by.
+"""Files that `predict` writes of a slide: a class for each kind, in `OUTPUTS` by the name that people ask for it by.
 
 Some are written while the network sweeps over the slide, all in one sweep; the others follow from the mask, so that
-one that is asked for later costs no second sweep.
+one that is asked for later costs no second streaming.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from gigagrad.images import Image, MaskClass, write_pyramid
 from gigagrad.images.georeference import geotiff_tags
 from gigagrad.masks import IGNORED, LabelMap
 from gigagrad.prediction.classes import Channels, foreground
-from gigagrad.prediction.instances import write_instances
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
 from gigagrad.prediction.polygons import Traced, write_geojson
-from gigagrad.prediction.tiatoolbox import write_annotations
+from gigagrad.prediction.regions import write_annotations, write_instances
 
 FORMATS: Final = {"tiff": ".tif", "ome-tiff": ".ome.tif", "cog": ".cog.tif", "ome-zarr": ".ome.zarr"}
-"""What the names of images end in, by the name of their format; `write_pyramid` goes by it."""
+"""Suffixes of images by the name of their format; `write_pyramid` goes by them."""
 _STRIP_PX: Final = 512
 """Rows of a mask that are made of it at a time: those of its tiles."""
 
@@ -43,18 +42,18 @@ class Predicted:
     classes: Sequence[MaskClass]
     truth: Image | None
     ids: Sequence[int] = ()
-    """Where the classes are regions, what stands for each in a label map."""
+    """The id of each class in a label map, where classes are regions."""
 
     @property
     def scale(self) -> tuple[float, float]:
-        """How many level-0 pixels of the slide a pixel of the mask is high and wide."""
+        """Return how many level-0 pixels of the slide a pixel of the mask is high and wide."""
         full = self.slide.levels[0].shape
         return full[0] / self.slide.height, full[1] / self.slide.width
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
-    """What there is to know before it: the slide as the network sees it, and what the channels of its output mean.
+class Streaming:
+    """Facts before the network runs: the slide as it sees it, and what its output's channels mean.
 
     `classes` are those of the channels (see `Channels.classes`).
     """
@@ -72,12 +71,12 @@ class Output(ABC):
     suffix: ClassVar[str | None] = None
 
 
-class Swept(Output):
+class Streamed(Output):
     """Written as the network's output comes."""
 
     @abstractmethod
-    def sink(self, path: Path, sweep: Sweep) -> Sink:
-        """Where the output goes."""
+    def sink(self, path: Path, streaming: Streaming) -> Sink:
+        """Return where the output goes."""
 
 
 class Derived(Output):
@@ -85,35 +84,35 @@ class Derived(Output):
 
     @abstractmethod
     def write(self, path: Path, predicted: Predicted) -> None:
-        """Raises `WriteError`, and `ImageError` where the slide or a mask cannot be read."""
+        """Raise `WriteError`, and `ImageError` where the slide or a mask cannot be read."""
 
 
-class Mask(Swept):
+class Mask(Streamed):
     """Class ids in bytes; of labels a channel for each, of 0 and 1. Where the slide has no data, it has none either."""
 
     folder = "masks"
 
-    def sink(self, path: Path, sweep: Sweep) -> Sink:
-        channels, classes = sweep.channels, foreground(sweep.classes)
+    def sink(self, path: Path, streaming: Streaming) -> Sink:
+        channels, classes = streaming.channels, foreground(streaming.classes)
         said = ["gigagrad labels" if channels.labels else "gigagrad mask: 0 background"]
         said += [f"{kind.id} {kind.name}" for kind in classes]
-        nodata = IGNORED if sweep.seen.missing_bytes else None
+        nodata = IGNORED if streaming.seen.missing_bytes else None
         return Pyramid(
             path,
             dtype=np.uint8,
             planes=channels.planes,
-            pixels=lambda logits: channels.mask(logits, sweep.threshold).transpose(1, 2, 0),
+            pixels=lambda logits: channels.mask(logits, streaming.threshold).transpose(1, 2, 0),
             nearest=True,
-            seen=sweep.seen,
+            seen=streaming.seen,
             nodata=IGNORED,
             overwrite=True,
             description=", ".join(said if nodata is None else [*said, f"{nodata} no data"]),
-            tags=geotiff_tags(sweep.seen.georeference, nodata),
+            tags=geotiff_tags(streaming.seen.georeference, nodata),
             **{"channels" if channels.labels else "classes": classes},
         )
 
 
-class Probabilities(Swept):
+class Probabilities(Streamed):
     """A channel for each class in bytes, 255 is 1: what every viewer takes, in a quarter of the room of floats.
 
     Of a slide that says where it has no data, 255 says so, and the largest probability is 254.
@@ -121,12 +120,12 @@ class Probabilities(Swept):
 
     folder = "probabilities"
 
-    def sink(self, path: Path, sweep: Sweep) -> Sink:
-        nodata = IGNORED if sweep.seen.missing_bytes else None
+    def sink(self, path: Path, streaming: Streaming) -> Sink:
+        nodata = IGNORED if streaming.seen.missing_bytes else None
         most = 255 if nodata is None else IGNORED - 1
 
         def pixels(logits_NCHW: torch.Tensor) -> NDArray[np.uint8]:
-            scaled = sweep.channels.probabilities(logits_NCHW)[0].mul_(255).round_().clamp_(max=most)
+            scaled = streaming.channels.probabilities(logits_NCHW)[0].mul_(255).round_().clamp_(max=most)
             return scaled.permute(1, 2, 0).to("cpu", torch.uint8).numpy()
 
         said = ", 255 is 1" if nodata is None else f" in 255ths, {most} at most, {nodata} no data"
@@ -134,12 +133,12 @@ class Probabilities(Swept):
             path,
             dtype=np.uint8,
             pixels=pixels,
-            seen=sweep.seen,
+            seen=streaming.seen,
             nodata=IGNORED,
             overwrite=True,
-            description=f"gigagrad probabilities{said}: {', '.join(kind.name for kind in sweep.classes)}",
-            tags=geotiff_tags(sweep.seen.georeference, nodata),
-            channels=sweep.classes,
+            description=f"gigagrad probabilities{said}: {', '.join(kind.name for kind in streaming.classes)}",
+            tags=geotiff_tags(streaming.seen.georeference, nodata),
+            channels=streaming.classes,
         )
 
 
@@ -216,7 +215,7 @@ OUTPUTS: Final[dict[str, Output]] = {
 
 
 def file_names(name: str, form: str) -> dict[str, str]:
-    """What the files of the slide `name` are called by output, relative to the output folder, images of this format."""
+    """Name the files of the slide `name` by output, relative to the output folder, images in this format."""
     return {
         output: f"{kind.folder}/{name}{FORMATS[form] if kind.suffix is None else kind.suffix}"
         for output, kind in OUTPUTS.items()

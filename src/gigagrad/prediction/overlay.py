@@ -27,7 +27,7 @@ to see."""
 _FINER = 2
 """Lines are drawn so many times as large, for soft edges."""
 _STEP_PX = 0.75
-"""Of a diagonal border, corners lie so far from a straight line at most."""
+"""The distance from a straight line that corners of a diagonal border have at most."""
 _Picture = NDArray[np.uint8]
 _Ring = NDArray[np.int64]
 
@@ -45,7 +45,8 @@ class Layer:
 
 
 def layers(predicted: Image, classes: Sequence[MaskClass], truth: Image | None = None) -> tuple[Layer, ...]:
-    """The usual picture: the true mask as a broad yellow band below, each predicted class as a thin line above.
+    """Make the layers of the usual picture: the true mask as a broad yellow band below, each predicted class as a thin
+    line above.
 
     Raises `ImageError` if `predicted` is no mask of these classes.
     """
@@ -63,13 +64,13 @@ def layers(predicted: Image, classes: Sequence[MaskClass], truth: Image | None =
 
 
 def _place(mask: Image, kind: MaskClass) -> tuple[Image, int]:
-    """Where a class is in a mask: a channel, and its value there."""
+    """Return the channel of a mask that has a class, and its value there."""
     return (mask, kind.id) if mask.channels == 1 else (mask.bands([kind.id]), 1)
 
 
 def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> _Picture:
-    """`(h, w, 3)` uint8: the slide scaled so that its longer side has at most `max_side` pixels, the outlines of
-    `drawn` in order, and a legend below. The slide and the masks are read piece by piece.
+    """Draw, as `(h, w, 3)` uint8, the slide scaled so that its longer side has at most `max_side` pixels, the outlines
+    of `drawn` in order, and a legend below. The slide and the masks are read piece by piece.
 
     Raises `ImageError` if a mask is no mask or an image cannot be read.
     """
@@ -92,7 +93,7 @@ def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> 
 
 
 def _by_width(rings: Rings, least_px: int) -> tuple[list[_Ring], list[_Ring]]:
-    """Those that are so wide in both directions, and the others."""
+    """Divide rings into those that are so wide in both directions, and the others."""
     if not len(rings.areas):
         return [], []
     heads = rings.starts[:-1]
@@ -102,7 +103,7 @@ def _by_width(rings: Rings, least_px: int) -> tuple[list[_Ring], list[_Ring]]:
 
 
 def _lines(rings: Sequence[_Ring], width_px: int, size: tuple[int, int]) -> Pictures:
-    """How much of each pixel of a picture of this `(width, height)` the lines cover, of 255."""
+    """Return how much of each pixel of a picture of this `(width, height)` the lines cover, of 255."""
     import shapely
     from PIL import Image as Pillow
     from PIL import ImageDraw
@@ -118,7 +119,7 @@ def _lines(rings: Sequence[_Ring], width_px: int, size: tuple[int, int]) -> Pict
 
 
 def write_overlay(path: Path, picture: _Picture) -> None:
-    """`picture` as a PNG, whole or not at all. Raises `WriteError`."""
+    """Write `picture` as a PNG, whole or not at all. Raises `WriteError`."""
     from PIL import Image as Pillow
 
     with replacing(path) as file:
@@ -126,13 +127,13 @@ def write_overlay(path: Path, picture: _Picture) -> None:
 
 
 def _as_rgb(pixels: NDArray[Any]) -> _Picture:
-    """A thumbnail of one or of many channels as something to look at."""
+    """Turn a thumbnail of one or of many channels into colours to look at."""
     pixels = pixels[:, :, : 3 if pixels.shape[2] >= 3 else 1]
     return np.array(np.broadcast_to(pixels, (*pixels.shape[:2], 3)), dtype=np.uint8, order="C")
 
 
 def _legend(drawn: Sequence[Layer], width: int) -> _Picture:
-    """A white band with one swatch and label per layer, broken into lines where they do not fit."""
+    """Draw a white band with one swatch and label per layer, broken into lines where they do not fit."""
     from PIL import Image as Pillow
     from PIL import ImageDraw, ImageFont
 

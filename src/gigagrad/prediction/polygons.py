@@ -66,7 +66,7 @@ class Traced:
 
 
 def trace(mask: Image, classes: Sequence[MaskClass], *, min_area_px: float = 256, max_corners: int = 1 << 20) -> Traced:
-    """The regions of each class, 4-connected, with their holes; block by block, in bounded memory.
+    """Trace the regions of each class, 4-connected, with their holes; block by block, in bounded memory.
 
     `mask` has class ids, or a channel of 0 and 1 for each of several classes (see `classes.Channels`).
     `min_area_px`: regions and holes smaller than this many square pixels of the mask are left out (1 keeps everything).
@@ -88,7 +88,7 @@ def trace(mask: Image, classes: Sequence[MaskClass], *, min_area_px: float = 256
 
 
 def placed(traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> Iterator[Placed]:
-    """The regions of the slide `name`; ids depend on that and the regions' order only.
+    """Yield the regions of the slide `name`; ids depend on that and the regions' order only.
 
     `scale` is how many level-0 pixels of the slide a pixel of the mask is high and wide.
     """
@@ -107,7 +107,7 @@ def write_geojson(
     place: Georeference | None = None,
     bounds: Box | None = None,
 ) -> None:
-    """A QuPath `FeatureCollection` of the regions as `placed` has them. Raises `WriteError`.
+    """Write a QuPath `FeatureCollection` of the regions as `placed` has them. Raises `WriteError`.
 
     Pixels are counted from the corner of the slide's `bounds`, as QuPath does. With the `place` of the mask,
     coordinates are its reference system's, which the member `crs` names as GeoJSON did before RFC 7946 left WGS 84 as
@@ -205,7 +205,7 @@ def _feature(region: Placed, write: Callable[[Points], list[list[float]]]) -> di
 
 
 def _in_pixels(points: Points, corner: tuple[int, int]) -> list[list[float]]:
-    """`[x, y]` points, the first one repeated; whole pixels as integers, others to a hundredth of a pixel."""
+    """Write `[x, y]` points, the first one repeated; whole pixels as integers, others to a hundredth of a pixel."""
     points = points - corner
     whole = points.astype(np.int64)
     written: list[list[float]] = (whole if np.array_equal(whole, points) else points.round(2)).tolist()
@@ -213,8 +213,9 @@ def _in_pixels(points: Points, corner: tuple[int, int]) -> list[list[float]]:
 
 
 def _on_earth(points: Points, place: Georeference) -> list[list[float]]:
-    """`[x, y]` points to a hundredth of a pixel at least, the first one repeated; mirrored where y points up, so that
-    outer rings are still counter-clockwise, as RFC 7946 has it."""
+    """Write `[x, y]` points to a hundredth of a pixel at least, the first one repeated; mirrored where y points up, so
+    that outer rings are still counter-clockwise, as RFC 7946 has it.
+    """
     a, b, _, d, e, _ = place.transform
     digits = 2 - math.floor(math.log10(min(math.hypot(a, b), math.hypot(d, e))))
     written: list[list[float]] = place.points(points[::-1] if a * e < b * d else points).round(digits).tolist()

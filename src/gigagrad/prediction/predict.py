@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from gigagrad.cohorts import Row, find_slides
+from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.events import Events, Listener, Notice
-from gigagrad.files import size_of, write_agreed
+from gigagrad.files import write_agreed
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.predictor import Predictor
 from gigagrad.prediction.records import FILE_NAME, MadeWith, SlideResult, read_records, summary
 from gigagrad.prediction.slide_scores import score_tables
-from gigagrad.shares import Share, claimed
+from gigagrad.shares import Share
 from gigagrad.units import format_seconds
 
 _ONE_AT_A_TIME: Final = threading.Lock()
@@ -31,7 +32,7 @@ class Executor(Protocol):
     """Runs calls elsewhere: `concurrent.futures`' executors, Dask's `Client`, or anything that submits as they do."""
 
     def submit(self, fn: Any, /, *args: Any) -> Any:
-        """What this returns has the `result()` of the call."""
+        """Run a call elsewhere, and return what will have its `result()`."""
 
 
 def predict(
@@ -55,29 +56,27 @@ def predict(
     """
     config = _config(config, settings)
     if executor is not None:  # workers may run in another folder
-        config = config.absolute()
+        config = config.relative_to(Path.cwd())
     share, out, events = Share.parse(config.share), Path(config.out), Events(tuple(listeners))
     cohort = find_slides(config.slides, config.split, config.run_fold)
-    slides = share.deal(cohort, [size_of(entry.slide) for entry in cohort])
+    slides = rows_of(share, cohort)
     predictor = Predictor(config, events)
     records = read_records(out, [entry.name for entry in slides])
     for entry in () if config.overwrite else slides:
         predictor.check(entry, records.get(entry.name))
-    results: list[SlideResult] = []
-    with claimed(out, share, [entry.name for entry in slides]):
-        before = {entry.name: predictor.finished(entry, records.get(entry.name)) for entry in slides}
-        todo = [entry for entry in slides if before[entry.name] is None]
-        made = _each(todo, predictor, executor)
-        sizes = [0 if before[entry.name] else size_of(entry.slide) for entry in slides]
-        with events.job(share.named("predict"), len(slides), predictor.made_with.model, sizes) as advance:
-            for done, entry in enumerate(slides, 1):
-                known = before[entry.name]
-                result = known or next(made)
-                results.append(result)
-                if result.failed:
-                    events.emit(Notice(f"{result.name}: {result.error}", warning=True))
-                advance(done, f"{entry.name}: done before" if known else _said(result))
-        write_agreed(lambda: _merged(config, predictor, cohort))
+    before = {entry: predictor.finished(entry, records.get(entry.name)) for entry in slides}
+    made = _each([entry for entry in slides if before[entry] is None], predictor, executor)
+
+    def work(entry: Row) -> tuple[SlideResult, str]:
+        known = before[entry]
+        result = known or next(made)
+        if result.failed:
+            events.emit(Notice(f"{result.name}: {result.error}", warning=True))
+        return result, "done before" if known else _in_words(result)
+
+    done = {entry for entry, known in before.items() if known}
+    results = run_job("predict", slides, share, out, events, work, done, subject=predictor.made_with.model)
+    write_agreed(lambda: _merged(config, predictor, cohort))
     return tuple(results)
 
 
@@ -89,30 +88,32 @@ def _config(given: PredictConfig | Mapping[str, Any] | str | Path, settings: Map
 
 
 def _each(slides: Sequence[Row], predictor: Predictor, executor: Executor | None) -> Iterator[SlideResult]:
+    """Predict slides one after the other; with an executor all are submitted when the first is asked for."""
     if executor is None:
-        return map(predictor.attempt, slides)
+        yield from map(predictor.attempt, slides)
+        return
     # Of the sources a task needs those that its tables must not replace, not the paths of ten thousand slides.
     config = predictor.config
     sources = tuple(source for source in config.slides if Path(source).suffix == ".csv") or config.slides[:1]
     config = dataclasses.replace(config, slides=sources)
     futures = [executor.submit(_predict_there, config, predictor.made_with, entry) for entry in slides]
-    return (future.result() for future in futures)
+    yield from (future.result() for future in futures)
 
 
 def _predict_there(config: PredictConfig, made_with: MadeWith, entry: Row) -> SlideResult:
-    """One slide, in a worker."""
+    """Predict one slide, in a worker."""
     with _ONE_AT_A_TIME:
         return _predictor_there(config, made_with).attempt(entry)
 
 
 @lru_cache(maxsize=1)
 def _predictor_there(config: PredictConfig, made_with: MadeWith) -> Predictor:
-    """A worker's; of a model that has been trained anew meanwhile, `made_with` is another."""
+    """Make the predictor of a worker; of a model that has been trained anew meanwhile, `made_with` is another."""
     return Predictor(config, Events())
 
 
 def _merged(config: PredictConfig, predictor: Predictor, cohort: Sequence[Row]) -> dict[Path, str]:
-    """The files that are made of all records: the cohort's in its order, then those of earlier runs by name."""
+    """Write the files that are made of all records: the cohort's in its order, then those of earlier runs by name."""
     records, out = read_records(Path(config.out)), Path(config.out)
     names = dict.fromkeys([*(entry.name for entry in cohort), *sorted(records)])
     found = [records[name] for name in names if name in records]
@@ -120,9 +121,9 @@ def _merged(config: PredictConfig, predictor: Predictor, cohort: Sequence[Row]) 
     return {out / name: text for name, text in {**tables, FILE_NAME: summary(found)}.items()}
 
 
-def _said(result: SlideResult) -> str:
+def _in_words(result: SlideResult) -> str:
     if result.failed:
-        return f"{result.name}: failed"
+        return "failed"
     said = f", {result.predicted}" if result.predicted else ""
     dice = "" if result.dice is None else f", Dice {result.dice:.4f}"
-    return f"{result.name}: {format_seconds(result.seconds)}{said}{dice}"
+    return f"{format_seconds(result.seconds)}{said}{dice}"

@@ -26,15 +26,15 @@ from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import Channels, foreground, image_shape
 from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import counts_of, score_masks
-from gigagrad.prediction.measures import with_probabilities
-from gigagrad.prediction.outputs import OUTPUTS, Derived, Predicted, Sweep, Swept, file_names
+from gigagrad.prediction.outputs import OUTPUTS, Derived, Predicted, Streamed, Streaming, file_names
 from gigagrad.prediction.polygons import trace
 from gigagrad.prediction.records import MadeWith, SlideResult, read_records, write_record
+from gigagrad.prediction.regions import with_probabilities
 from gigagrad.prediction.slide_scores import Reading, check_table, output_of
 
 
 class Predictor:
-    """What is the same for all slides: the network, its engine, and what predictions are made with.
+    """The network, its engine and the settings that all slides of a prediction share.
 
     Raises `ConfigError` and `ModelError`.
     """
@@ -45,7 +45,7 @@ class Predictor:
         # One for all slides: those of one size are captured and planned once.
         self.engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
         self.engine.events.subscribe(events.emit)
-        self.table, self.loss, self.look = config.resolved_table, config.run_loss, config.resolved_look
+        self.table, self.loss, self.look = config.resolved_table, config.run_loss, config.resolved_input_view
         self.ids = [ids[0] for ids in self.table.regions] if self.table is not None else []
         if "labelmap" in config.outputs and not self.ids:
             raise ConfigError(
@@ -56,7 +56,7 @@ class Predictor:
         self._tables_checked = False
 
     def check(self, entry: Row, known: SlideResult | None) -> None:
-        """Raises `ConfigError` or `WriteError` where what is there of this slide's name belongs to somebody else or to
+        """Raise `ConfigError` or `WriteError` where what is there of this slide's name belongs to somebody else or to
         other settings; `known` is its record.
         """
         if known is not None and known.status == "done" and known.made_with != self.made_with:
@@ -76,20 +76,20 @@ class Predictor:
                 )
 
     def _files(self, entry: Row, known: SlideResult | None) -> dict[str, str]:
-        """What is to be there of the slide: the mask, what was asked for, and what was made when that was asked for."""
+        """Return the files that a slide is to have: the mask, what was asked for, and what was made when that was."""
         asked = {"mask", *self.config.outputs, *(known.files if known is not None else ())}
         return {output: file for output, file in file_names(entry.name, self.config.format).items() if output in asked}
 
     def _missing(self, entry: Row, known: SlideResult | None) -> dict[str, str]:
-        """The files that are to be made: all of them where the network has to sweep, or where the slide has changed."""
+        """Return the files to be made: all of them where the network has to run, or where the slide has changed."""
         files = self._files(entry, known)
         if self.config.overwrite or known is None or known.slide_bytes != size_of(entry.slide):
             return files
         missing = known.missing(self.out, files)
-        return files if any(isinstance(OUTPUTS[output], Swept) for output in missing) else missing
+        return files if any(isinstance(OUTPUTS[output], Streamed) for output in missing) else missing
 
     def finished(self, entry: Row, known: SlideResult | None) -> SlideResult | None:
-        """What an earlier run made of the slide, None where its files are not all there or the slide has changed."""
+        """Return what an earlier run made of the slide, None where files are missing or the slide has changed."""
         if self.config.overwrite or known is None or known.status != "done":
             return None
         if known.slide_bytes != size_of(entry.slide):
@@ -141,13 +141,13 @@ class Predictor:
             paths = {OUTPUTS[output]: self.out / file for output, file in missing.items()}
             for path in paths.values():
                 path.parent.mkdir(exist_ok=True)
-            swept = [(kind, path) for kind, path in paths.items() if isinstance(kind, Swept)]
-            if swept and self.config.format == "ome-zarr" and slide.georeference is not None:
+            streamed = [(kind, path) for kind, path in paths.items() if isinstance(kind, Streamed)]
+            if streamed and self.config.format == "ome-zarr" and slide.georeference is not None:
                 told = f"{entry.name} is somewhere on earth, and OME-Zarr cannot say where; another --format can"
                 self.engine.events.emit(Notice(told, warning=True))
-            if swept:
-                sweep = Sweep(seen, channels, named, self.config.threshold)
-                self.engine.forward(seen, out=Several([kind.sink(path, sweep) for kind, path in swept]))
+            if streamed:
+                streaming = Streaming(seen, channels, named, self.config.threshold)
+                self.engine.forward(seen, out=Several([kind.sink(path, streaming) for kind, path in streamed]))
             mask = opened.enter_context(open_image(self.out / result.files["mask"]))
             classes = foreground(named)
             traced = trace(mask, classes)
@@ -174,7 +174,7 @@ class Predictor:
             )
 
     def _channels(self, shape: tuple[int, ...], slide: Image) -> Channels:
-        """Of an output `(1, C, H, W)`. Raises `ModelError` for one of another size than the slide."""
+        """Read the channels of an output `(1, C, H, W)`. Raises `ModelError` for one of another size than the slide."""
         if shape[-2:] != slide.shape[1:]:
             raise ModelError(
                 f"the model's output is {shape[-2]} x {shape[-1]} px, the slide {slide.height} x {slide.width} px; "
@@ -183,7 +183,7 @@ class Predictor:
         return Channels.of(shape[1], self.loss)
 
     def _level_of(self, entry: Row) -> int:
-        """Raises `ImageError` where the slide's resolution decides and is unknown."""
+        """Raise `ImageError` where the slide's resolution decides and is unknown."""
         if self.config.target_mpp is None:
             return self.config.resolved_level
         with entry.open(mpp=self.config.mpp) as slide:

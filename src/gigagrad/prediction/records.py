@@ -1,4 +1,4 @@
-"""What was predicted, with what, and how it went: `records/NAME.json` of each slide, the memory that makes a run
+"""Records of what was predicted, with what, and how it went: `records/NAME.json` of each slide, which makes a run
 resumable, and `predictions.json` of all, the same whoever predicted them.
 """
 
@@ -23,20 +23,20 @@ FOLDER: Final = "records"
 
 @dataclass(frozen=True, slots=True)
 class MadeWith:
-    """What a prediction follows from beside the slide itself; two equal ones give the same mask."""
+    """Everything that a prediction follows from beside the slide itself; two equal ones give the same mask."""
 
     model: str
     model_sha256: str
     threshold: float
     classes: tuple[str, ...]
-    """As `masks.ClassTable.parse` takes them."""
+    """Entries that `masks.ClassTable.parse` takes."""
     level: int | None
     """None where `target_mpp` chose it slide by slide."""
     target_mpp: float | None = None
     grey: bool = False
     bands: tuple[int | str, ...] = ()
     format: str = "tiff"
-    """Of the images, as `outputs.FORMATS` has them."""
+    """The format of the images, a key of `outputs.FORMATS`."""
 
     @classmethod
     def of(cls, config: PredictConfig, model: str) -> Self:
@@ -44,7 +44,7 @@ class MadeWith:
         with config.model_path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         level = config.resolved_level if config.target_mpp is None else None
-        table, look = config.resolved_table, config.resolved_look
+        table, look = config.resolved_table, config.resolved_input_view
         classes = table.entries if table is not None else ()
         return cls(
             model,
@@ -61,7 +61,7 @@ class MadeWith:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlideResult:
-    """How the prediction of one slide went. `files` are by output, relative to the output folder; `slide` is absolute.
+    """A record of one slide's prediction. `files` are by output, relative to the output folder; `slide` is absolute.
 
     `running` is what remains of a run that was stopped there. Sizes are in pixels and `mpp` in micrometres per pixel,
     both of the level predicted. `classes` counts those that the mask tells apart, the background included; pixels whose
@@ -92,20 +92,22 @@ class SlideResult:
     predicted: str = ""
     label: str = ""
     bag: str = ""
-    """What the slides of one patient have in common, as the cohort says; "" where it does not."""
+    """The name that the slides of one patient share in the cohort; "" where there is none."""
 
     @property
     def failed(self) -> bool:
         return self.status == "failed"
 
     def missing(self, out: Path, files: Mapping[str, str]) -> dict[str, str]:
-        """Those of the files, by output, that were not made or are not there any more."""
+        """Return those of the files, by output, that were not made or are not there any more."""
         there = self.files if self.status == "done" else {}
         return {output: file for output, file in files.items() if output not in there or not (out / file).exists()}
 
 
 def mask_of(name: str, result: SlideResult | None) -> str:
-    """The mask of the slide `name`, relative to the output folder; of one from elsewhere, what it would be called."""
+    """Return the mask of the slide `name`, relative to the output folder; of one from elsewhere, what it would be
+    called.
+    """
     return (result.files if result is not None else {}).get("mask") or file_names(name, "tiff")["mask"]
 
 
@@ -136,7 +138,7 @@ def write_record(out: Path, result: SlideResult) -> None:
 
 
 def summary(records: Sequence[SlideResult]) -> str:
-    """What `predictions.json` holds: all but how long it took, which is another time with everybody."""
+    """Write `predictions.json` as text: all but how long it took, which is another time with everybody."""
     entries = [dataclasses.asdict(result) for result in records]
     for entry in entries:
         del entry["seconds"]

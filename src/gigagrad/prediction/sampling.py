@@ -18,7 +18,7 @@ _BLOCK_PX = 2048
 
 
 def require_mask(mask: Image, planes: int = 1) -> None:
-    """Raises `ImageError` unless `mask` has so many channels of integers or booleans."""
+    """Raise `ImageError` unless `mask` has so many channels of integers or booleans."""
     probe = np.asarray(mask.read(Box.whole(1, 1)))
     if mask.shape[0] != planes or probe.dtype.kind not in "bui":
         expected = "one channel of class ids" if planes == 1 else f"{planes} channels, one of each label"
@@ -26,13 +26,13 @@ def require_mask(mask: Image, planes: int = 1) -> None:
 
 
 def sampled_shape(mask: Image, downsample: int) -> tuple[int, int]:
-    """`(height, width)` of `mask` when every `downsample`-th pixel is kept; a remainder counts as a pixel."""
+    """Return `(height, width)` of `mask` when every `downsample`-th pixel is kept; a remainder counts as a pixel."""
     _, height, width = mask.shape
     return math.ceil(height / downsample), math.ceil(width / downsample)
 
 
 def read_sampled(mask: Image, box: Box, downsample: int) -> NDArray[np.uint8]:
-    """`box` of the downsampled mask, `(h, w)`: the pixel at the middle of each `downsample x downsample` block.
+    """Read `box` of the downsampled mask, `(h, w)`: the pixel at the middle of each `downsample x downsample` block.
 
     A block cut off by the image's border gives its nearest pixel inside; outside the downsampled mask all is 0.
     """
@@ -50,12 +50,12 @@ def read_sampled(mask: Image, box: Box, downsample: int) -> NDArray[np.uint8]:
 
 
 def mask_thumbnail(mask: Image, height: int, width: int) -> NDArray[np.uint8]:
-    """The whole mask as `(height, width)` pixels, each the nearest to its centre."""
+    """Read the whole mask as `(height, width)` pixels, each the nearest to its centre."""
     return _bytes(np.asarray(Resampled(mask, height, width).read(Box.whole(height, width)))[0])
 
 
 def block_side(downsample: int) -> int:
-    """A side for blocks of the downsampled mask that reads about `_BLOCK_PX` pixels a side from the mask itself."""
+    """Return a side for blocks of the downsampled mask that reads about `_BLOCK_PX` px a side of the mask itself."""
     return max(16, _BLOCK_PX // downsample)
 
 
@@ -64,7 +64,7 @@ def _centres(start: int, stop: int, downsample: int, size: int) -> NDArray[np.in
 
 
 def _read(mask: Image, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The pixels at `rows x columns`, both ascending; values beyond a byte count as its nearest."""
+    """Read the pixels at `rows x columns`, both ascending; values beyond a byte count as its nearest."""
     box = Box(int(rows[0]), int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1)
     return _bytes(np.asarray(mask.read(box))[0][np.ix_(rows - box.y0, columns - box.x0)])
 

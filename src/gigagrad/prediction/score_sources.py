@@ -1,4 +1,4 @@
-"""Where scores of a cohort's slides come from: a model whose prediction streams by, or what `predict` wrote."""
+"""Sources of scores of a cohort's slides: a model whose prediction streams by, or what `predict` wrote."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import counts_of, score_logits, score_masks
 from gigagrad.prediction.records import MadeWith, mask_of, read_records
 from gigagrad.prediction.sampling import require_mask
-from gigagrad.prediction.scores import Confusion, Counts
+from gigagrad.prediction.scores import Confusion
 from gigagrad.prediction.slide_scores import Reading, output_of
 
 NO_MASKS: Final = "{} has a label of each slide and no masks; scores of pixels need a column 'mask'"
@@ -37,22 +37,22 @@ class Source(ABC):
     threshold: float
 
     @abstractmethod
-    def counts(self, entry: Row) -> Counts:
-        """How the mask of a slide agrees with the true one. Raises `ImageError`, `TargetError` and `ModelError`."""
+    def counts(self, entry: Row) -> Confusion:
+        """Compare the mask of a slide with the true one. Raises `ImageError`, `TargetError` and `ModelError`."""
 
     @abstractmethod
     def scores(self, entry: Row) -> tuple[Reading, Mapping[str, float]]:
-        """What is said of a whole slide, and how it is read: a number or probabilities of classes.
+        """Return the scores of a whole slide and how they are read: a number or probabilities of classes.
 
         Raises `ConfigError`, `ImageError` and `ModelError`.
         """
 
-    def check(self, found: Collection[Counts]) -> None:
-        """Raises `TargetError` for counts of all slides from which no score follows."""
+    def check(self, found: Collection[Confusion]) -> None:
+        """Raise `TargetError` for counts of all slides from which no score follows."""
 
     @abstractmethod
     def basis(self, entry: Row) -> Sequence[Any]:
-        """What the two follow from, as `Kept` takes it."""
+        """Return what the two follow from, as `Kept` takes it."""
 
 
 class OfModel(Source):
@@ -66,7 +66,7 @@ class OfModel(Source):
         self._engine.events.subscribe(events.emit)
         self._made_with = MadeWith.of(config, spec)
 
-    def counts(self, entry: Row) -> Counts:
+    def counts(self, entry: Row) -> Confusion:
         with self._opened(entry) as (slide, seen, channels):
             assert channels is not None, "it was refused"
             with _truth(entry, slide, self.table, channels.planes) as truth:
@@ -78,9 +78,9 @@ class OfModel(Source):
         reading = _of_one_label(Reading.of(output_NC.shape[1], self._config.run_loss, self.table))
         return reading, reading.scores(output_NC)
 
-    def check(self, found: Collection[Counts]) -> None:
-        ignored = any(isinstance(counts, Confusion) and counts.ignored_pixels for counts in found)
-        foreground = any(isinstance(counts, Confusion) and counts.counts[1:].any() for counts in found)
+    def check(self, found: Collection[Confusion]) -> None:
+        ignored = any(counts.planes == 1 and counts.ignored_pixels for counts in found)
+        foreground = any(counts.planes == 1 and counts.foreground for counts in found)
         if self.table is None and ignored and not foreground:
             raise TargetError(
                 f"the true masks hold 0 and {IGNORED} only, and {IGNORED} is ignored where there are several classes; "
@@ -94,7 +94,7 @@ class OfModel(Source):
     @contextmanager
     def _opened(self, entry: Row) -> Iterator[tuple[Image, Image, Channels | None]]:
         with entry.open(self._config.resolved_level) as slide:
-            seen = self._config.resolved_look.of(slide)
+            seen = self._config.resolved_input_view.of(slide)
             check_intensities(self._model, seen)
             shape = image_shape(self._engine, seen)
             channels = None if shape is None else Channels.of(shape[1], self._config.run_loss)
@@ -106,7 +106,7 @@ class OfModel(Source):
 
 
 class OfPredictions(Source):
-    """What `predict` wrote into the folder `out`, or masks from elsewhere that lie as it would have put them.
+    """Scores of what `predict` wrote into the folder `out`, or of masks from elsewhere that lie as it would put them.
 
     Raises `ConfigError` where there is no prediction of a slide, or one of another kind than what the `cohort` has.
     """
@@ -134,7 +134,7 @@ class OfPredictions(Source):
         self.table = self._given or next(map(ClassTable.parse, named), None)
         self.threshold = made_with[0].threshold if made_with else 0.5
 
-    def counts(self, entry: Row) -> Counts:
+    def counts(self, entry: Row) -> Confusion:
         record = self._records.get(entry.name)
         made_with = record.made_with if record is not None else None
         table = self._given or (ClassTable.parse(made_with.classes) if made_with and made_with.classes else None)
@@ -170,7 +170,7 @@ class OfPredictions(Source):
 
 
 def _of_one_label(reading: Reading) -> Reading:
-    """Raises `ConfigError` for several numbers, which no label is compared with."""
+    """Raise `ConfigError` for several numbers, which no label is compared with."""
     if not reading.names and len(reading.columns) > 1:
         raise ConfigError(
             f"the model gives {len(reading.columns)} numbers of a slide and a label is one; use another loss"
@@ -180,7 +180,7 @@ def _of_one_label(reading: Reading) -> Reading:
 
 @contextmanager
 def _truth(entry: Row, slide: Image, table: ClassTable | None, planes: int) -> Iterator[Image]:
-    """The true mask of an open slide; its tissue label where the cohort names none."""
+    """Open the true mask of an open slide; its tissue label where the cohort names none."""
     with ExitStack() as opened:
         if not entry.masks:
             yield label_image(slide)

@@ -1,4 +1,4 @@
-"""How well scores of slides agree with their labels: each measure with a 95 % interval over the slides.
+"""Agreement of slides' scores with their labels: each measure with a 95 % interval over the slides.
 
 Intervals are percentiles of a bootstrap (Efron, 1979): slides are drawn again with replacement, from a fixed seed, and
 draws in which a measure has no value do not count. The area under the ROC curve is that of each class against the rest;
@@ -69,7 +69,7 @@ class SlideEvaluation:
     confusion: tuple[tuple[int, ...], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """What a summary file holds."""
+        """Return what a summary file holds."""
         slides = {s.name: {"label": s.label, "predicted": s.predicted, "scores": s.scores} for s in self.slides}
         return {
             "slides": slides,
@@ -112,7 +112,7 @@ def evaluate_numbers(slides: Sequence[SlideScore]) -> SlideEvaluation:
 
 
 def evaluate_survival(slides: Sequence[SlideScore]) -> SlideEvaluation:
-    """How well risks foretell the order of events."""
+    """Measure how well risks foretell the order of events."""
     risk_N, time_N = np.array([slide.outputs[0] for slide in slides]), np.array([slide.truth for slide in slides])
     event_N = np.array([slide.event for slide in slides])
     measures: dict[str, Callable[[NDArray[np.int64]], float]] = {
@@ -122,7 +122,7 @@ def evaluate_survival(slides: Sequence[SlideScore]) -> SlideEvaluation:
 
 
 def c_index(risk_N: NDArray[np.float64], time_N: NDArray[np.float64], event_N: NDArray[np.bool_]) -> float:
-    """Of all pairs of which one had the event while the other still had not, the share in which that one has the higher
+    """Return the share of pairs, one with the event before the other's time ends, in which that one has the higher
     risk, equal risks counted half (Harrell et al., 1982); NaN where there is no such pair.
     """
     earlier_NN = time_N[:, None] < time_N
@@ -146,19 +146,19 @@ def _measured(measures: dict[str, Callable[[NDArray[np.int64]], float]], count: 
 
 
 def _balanced(truth_N: NDArray[np.int64], predicted_N: NDArray[np.int64]) -> float:
-    """The mean share of right slides over the classes that occur."""
+    """Return the mean share of right slides over the classes that occur."""
     return float(np.mean([np.mean(predicted_N[truth_N == c] == c) for c in np.unique(truth_N)]))
 
 
 def _auc(p_NC: NDArray[np.float64], truth_N: NDArray[np.int64]) -> float:
-    """Of two classes that of the second; of several the mean of each against the rest, NaN where one is missing."""
+    """Return the second of two classes' AUC; of several the mean of each against the rest, NaN where one is missing."""
     classes = range(1, 2) if p_NC.shape[1] == 2 else range(p_NC.shape[1])
     every = np.arange(len(truth_N))
     return float(np.mean([_auc_of(p_NC[:, c], truth_N == c, every) for c in classes]))
 
 
 def _auc_of(p_N: NDArray[np.float64], true_N: NDArray[np.bool_], at: NDArray[np.int64]) -> float:
-    """Of the slides `at`."""
+    """Return the AUC of the slides `at`."""
     if true_N[at].all() or not true_N[at].any():
         return math.nan
     given = torch.from_numpy(p_N[at]), torch.from_numpy(true_N[at]).long()

@@ -1,4 +1,4 @@
-"""What a model without an image output says of a whole slide: its `(1, C)` numbers as probabilities, or as they are.
+"""Scores of whole slides by a model without an image output: its `(1, C)` numbers as probabilities, or as they are.
 
 The loss it was trained with decides which. Scores have the names of columns, `probability_CLASS` or `output`, in the
 records of a prediction and in the table `slides.csv`.
@@ -31,7 +31,7 @@ _PROBABILITY: Final = "probability_"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the outputs of a model are read: the columns of its scores, and the names of the classes by their ids.
+    """A reading of a model's outputs: the columns of its scores, and the names of the classes by their ids.
 
     Without `names` the scores are numbers. With one column and names, it is the probability of class 1, else there is a
     column for each class.
@@ -42,7 +42,7 @@ class Reading:
 
     @classmethod
     def of(cls, outputs: int, loss: str, table: ClassTable | None) -> Self:
-        """How `outputs` numbers are read after training with `loss`, or a sum of losses; "" where nobody knows which.
+        """Read `outputs` numbers as training with `loss`, or a sum of losses, means them; "" where nobody knows which.
 
         `ce` makes classes of them, a binary loss one probability, `mse` numbers. After a function of the user's own
         they are numbers unless the labels were class names; these, and those of an unknown loss, are read as pixels
@@ -64,7 +64,7 @@ class Reading:
 
     @classmethod
     def of_columns(cls, columns: Iterable[str], table: ClassTable | None) -> Self:
-        """The reading that gave these columns."""
+        """Return the reading that gave these columns."""
         columns = tuple(columns)
         if not all(column.startswith(_PROBABILITY) for column in columns):
             return cls(columns)
@@ -73,7 +73,7 @@ class Reading:
         return cls(columns, tuple(column.removeprefix(_PROBABILITY) for column in columns))
 
     def scores(self, output_NC: torch.Tensor) -> dict[str, float]:
-        """By column, of a `(1, C)` output, computed in float64. Raises `ModelError` for one that is not finite."""
+        """Return the scores of a `(1, C)` output by column, in float64. Raises `ModelError` where one is not finite."""
         values = output_NC[0].double().cpu()
         if not values.isfinite().all():
             raise ModelError(f"the model's output is {values.tolist()}; it cannot be read as scores of a slide")
@@ -101,24 +101,24 @@ class Reading:
         return dict(zip(self.columns, found.tolist(), strict=True))
 
     def outputs(self, scores: Mapping[str, float]) -> tuple[float, ...]:
-        """The probabilities of all classes by their ids; numbers as they are."""
+        """Return the probabilities of all classes by their ids; numbers as they are."""
         found = tuple(scores.values())
         return (1 - found[0], found[0]) if self.names and len(self.columns) == 1 else found
 
     def predicted_id(self, scores: Mapping[str, float], threshold: float) -> int:
-        """The likeliest class; of a single probability class 1 where it is above the threshold."""
+        """Return the likeliest class; of a single probability class 1 where it is above the threshold."""
         found = tuple(scores.values())
         return int(found[0] > threshold) if len(self.columns) == 1 else found.index(max(found))
 
     def predicted(self, scores: Mapping[str, float], threshold: float) -> str:
-        """The name of the predicted class, or the number; "" where there are several numbers."""
+        """Return the name of the predicted class, or the number; "" where there are several numbers."""
         if self.names:
             return self.names[self.predicted_id(scores, threshold)]
         return f"{scores[self.columns[0]]:g}" if len(self.columns) == 1 else ""
 
 
 def _class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
-    """Of the ids from 0; the id itself where the table has none."""
+    """Name the classes from id 0 on; by the id itself where the table has none."""
     if table is not None and table.count > count:
         raise ConfigError(
             f"there are {table.count} classes ({table}) and the model tells {count} apart; write NAME=ID, ids from 0 on"
@@ -130,7 +130,7 @@ def _class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
 
 
 def output_of(engine: Engine, slide: Image) -> torch.Tensor:
-    """The `(1, C)` output of a model that gives no image. Raises `ModelError` for any other."""
+    """Compute the `(1, C)` output of a model that gives no image. Raises `ModelError` for any other."""
     output = engine.forward(slide)
     if not isinstance(output, torch.Tensor) or output.ndim != 2 or output.shape[0] != 1:
         got = tuple(output.shape) if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
@@ -139,12 +139,12 @@ def output_of(engine: Engine, slide: Image) -> torch.Tensor:
 
 
 def weighted_sum(output_NC: torch.Tensor, weights_C: torch.Tensor) -> torch.Tensor:
-    """One number of the outputs, as a loss: its gradient is what the weights pull back."""
+    """Make one number of the outputs, as a loss: its gradient is what the weights pull back."""
     return (output_NC * weights_C).sum()
 
 
 def label_time(row: Row) -> tuple[float, bool]:
-    """A slide's time, and whether the event came then. Raises `TargetError`."""
+    """Read a slide's time, and whether the event came then. Raises `TargetError`."""
     found = survival_of(row.label or "")
     if found is None:
         raise TargetError(f"the label of {row.name} is {row.label!r}, expected a time and an event, or as in 12.5+")
@@ -152,7 +152,7 @@ def label_time(row: Row) -> tuple[float, bool]:
 
 
 def label_value(row: Row, reading: Reading, table: ClassTable | None) -> float:
-    """A slide's label as a number: the id of its class where there are classes. Raises `TargetError`."""
+    """Read a slide's label as a number: the id of its class where there are classes. Raises `TargetError`."""
     ids = dict(table.ids) if table is not None else {}
     text = row.label or ""
     try:
@@ -168,7 +168,7 @@ def label_value(row: Row, reading: Reading, table: ClassTable | None) -> float:
 
 
 def check_table(out: Path, sources: Iterable[str | Path], *, own: bool) -> None:
-    """Raises `ConfigError` where a table would replace a cohort, or, if it is not our `own`, somebody's file."""
+    """Raise `ConfigError` where a table would replace a cohort, or, if it is not our `own`, somebody's file."""
     for path in (out / TABLE_NAME, out / BAGS_NAME):
         if any(Path(source).resolve() == path.resolve() for source in sources):
             raise ConfigError(f"{path} is the cohort itself and would be replaced by its scores; choose another --out")
@@ -177,8 +177,8 @@ def check_table(out: Path, sources: Iterable[str | Path], *, own: bool) -> None:
 
 
 def score_tables(results: Iterable[SlideResult], table: ClassTable | None, threshold: float) -> dict[str, str]:
-    """By file name `slides.csv`, a line for each slide that has scores, and `bags.csv`, one for each bag, where slides
-    are of bags; nothing where there are no scores.
+    """Write tables as texts by file name: `slides.csv`, a line for each slide with scores, and `bags.csv`, one for each
+    bag, where slides are of bags; nothing where there are no scores.
     """
     scored = [result for result in results if result.scores and result.status == "done"]
     if not scored:
