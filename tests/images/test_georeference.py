@@ -16,7 +16,7 @@ from gigagrad.errors import ImageError
 from gigagrad.images import Image, open_image, write_pyramid
 from gigagrad.images.georeference import TAGS, Georeference, geotiff_tags
 from gigagrad.images.nodata import parse_nodata
-from gigagrad.training.augment import TURNS, Turned
+from gigagrad.training.augment import D4_TRANSFORMS, D4View
 
 H, W = 90, 130
 NORTH_UP = Affine(10, 0, 500000, 0, -20, 5300000)
@@ -163,12 +163,12 @@ def test_a_world_file_counts_where_the_file_has_no_place_and_has_to_be_one(tmp_p
             open_image(tmp_path / "B.TIF")
 
 
-@pytest.mark.parametrize("turn", range(TURNS))
+@pytest.mark.parametrize("turn", range(D4_TRANSFORMS))
 def test_views_know_their_place(tmp_path, turn):
     """Every pixel holds its own number, so that it is found again wherever it was turned to."""
     numbers = np.arange(3 * H * W, dtype=np.uint16).reshape(3, H, W)
     with open_image(make(tmp_path / "a.tif", numbers, transform=TRANSFORMS["turned"])) as image:
-        view = Turned(image.bands((2,)).grey(), turn)
+        view = D4View(image.bands((2,)).grey(), turn)
         (rows, columns), count = np.divmod(np.arange(view.height * view.width), view.width), H * W
         from_view = placed(view).points(np.stack((columns, rows), axis=1) + 0.5)
         of_image = view.read(Box.whole(view.height, view.width)).ravel().astype(int) - count

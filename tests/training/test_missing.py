@@ -17,7 +17,7 @@ from gigagrad.events import Notice
 from gigagrad.images import Look
 from gigagrad.losses import named_loss
 from gigagrad.masks import IGNORED, ClassTable
-from gigagrad.training.pairs import Pairs
+from gigagrad.training.dataset import Dataset
 from gigagrad.training.targets import TargetRule
 from tests.images.test_georeference import H, W, make
 
@@ -38,7 +38,7 @@ def cohort(folder, nodata=0, mask_nodata=None, foreground=1):
 
 def pairs(folder, loss="bce", ignores=True, table=None):
     rule = TargetRule(named_loss(loss), 1, ignores)
-    return Pairs(rule, level=0, look=Look(), labels=folder, table=table)
+    return Dataset(rule, level=0, look=Look(), labels=folder, table=table)
 
 
 @pytest.mark.parametrize("turn", [0, 3])

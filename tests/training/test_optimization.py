@@ -13,9 +13,7 @@ from torch import nn
 
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.training import FitConfig
-from gigagrad.training.averaging import Averaged
-from gigagrad.training.optimization import freeze, make_optimizer, set_rates
-from gigagrad.training.schedule import SCHEDULES, rate_share
+from gigagrad.training.optimization import AveragedWeights, freeze, make_optimizer, rate_share, set_rates
 
 CONFIG = FitConfig(slides="c.csv", out="run", learning_rate=0.1)
 
@@ -89,7 +87,7 @@ def test_frozen_and_slow_parameters() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.1, 0.05])
 
 
-@given(st.sampled_from(SCHEDULES), st.integers(0, 20), st.integers(1, 60))
+@given(st.sampled_from([*FitConfig.CHOICES["schedule"]]), st.integers(0, 20), st.integers(1, 60))
 def test_rates_rise_and_fall(schedule, warmup, steps) -> None:
     shares = [rate_share(schedule, warmup, step, steps) for step in range(steps)]
     assert all(0 < share <= 1 for share in shares)
@@ -110,7 +108,7 @@ def test_cosine_is_pytorchs() -> None:
 
 def test_an_average_follows_the_weights_and_lends_itself() -> None:
     model = Net()
-    average = Averaged(model, 0.9)
+    average = AveragedWeights(model, 0.9)
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for step in range(1, 40):
         with torch.no_grad():

@@ -22,7 +22,7 @@ from gigagrad.training import FitConfig, fit
 from gigagrad.training.augment import order_of
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
-from gigagrad.training.schedule import rate_share
+from gigagrad.training.optimization import rate_share
 
 
 @pytest.fixture

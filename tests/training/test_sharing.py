@@ -19,22 +19,22 @@ from gigagrad.losses import named_loss
 from gigagrad.ranks import Alone, Fleet, run_virtual
 from gigagrad.training import FitConfig
 from gigagrad.training.learner import Learner
-from gigagrad.training.sharing import GradientTree, dealt
+from gigagrad.training.sharing import GradientTree, assign
 
 
 def test_the_longest_slides_go_first():
-    assert dealt([5, 9, 4, 3, 3], 2) == [1, 0, 1, 0, 1]
-    assert dealt([7, 7], 3) == [0, 1]
-    assert dealt([2, 2, 2, 2, 5], 2) == [0, 1, 1, 1, 0]
-    assert dealt([3] * 8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert dealt([1, 2, 3], 1) == [0, 0, 0]
+    assert assign([5, 9, 4, 3, 3], 2) == [1, 0, 1, 0, 1]
+    assert assign([7, 7], 3) == [0, 1]
+    assert assign([2, 2, 2, 2, 5], 2) == [0, 1, 1, 1, 0]
+    assert assign([3] * 8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert assign([1, 2, 3], 1) == [0, 0, 0]
 
 
 def test_groups_end_with_similar_loads():
     """Graham's bound: no group has more than 4/3 of what is best, which is at least the mean and the longest."""
     pixels = torch.randint(1, 1000, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     loads = [0] * 6
-    for slide, owner in enumerate(dealt(pixels, 6)):
+    for slide, owner in enumerate(assign(pixels, 6)):
         loads[owner] += pixels[slide]
     assert max(loads) <= 4 / 3 * max(sum(pixels) / 6, max(pixels))
 
@@ -51,7 +51,7 @@ def test_gradients_join_in_the_same_tree_whoever_has_them(count, groups):
     ]
     for slide in slides[::3]:
         slide[1] = None
-    owners = dealt(torch.randint(1, 9, (count,), generator=generator).tolist(), groups)
+    owners = assign(torch.randint(1, 9, (count,), generator=generator).tolist(), groups)
 
     def work(ranks):
         tree = GradientTree(parameters, count)

@@ -177,7 +177,7 @@ def test_the_folder_predicts_as_the_run_does(config, cohort_csv, tmp_path):
         settings = PredictConfig(
             run=tmp_path / run, slides=(cohort_csv,), out=tmp_path / "out" / run, split="test", memory="2 GiB"
         )
-        assert settings.resolved_look.grey
+        assert settings.resolved_input_view.grey
         assert settings.resolved_table is not None
         predict(settings)
     one, other = (tifffile.imread(tmp_path / "out" / run / "masks" / "slide4.tif") for run in ("run", "run/model"))
@@ -188,7 +188,7 @@ def test_a_network_that_safetensors_cannot_hold_still_ends_its_run(config, tmp_p
     def refuse(*args, **settings):
         raise ModelError("safetensors cannot hold it")
 
-    monkeypatch.setattr("gigagrad.training.card.save_folder", refuse)
+    monkeypatch.setattr("gigagrad.training.result.save_folder", refuse)
     notices: list[Notice] = []
     fit(config, [lambda event: notices.append(event) if isinstance(event, Notice) else None])
     assert notices[-1] == Notice(f"there is no {tmp_path / 'run' / 'model'}: safetensors cannot hold it", warning=True)

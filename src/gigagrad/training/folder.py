@@ -82,7 +82,7 @@ class RunFolder:
                 time.sleep(_LOOK_SECONDS)
 
     def _known_writer(self) -> dict[str, Any]:
-        """What is written down of whoever has the lock, who may be about to write it; `said`: in words."""
+        """Read what is written down of whoever has the lock, who may be about to write it; `said`: in words."""
         end = time.monotonic() + _WRITER_SECONDS
         while time.monotonic() < end:
             with suppress(ValueError, TypeError, KeyError):  # missing, or of another version
@@ -104,7 +104,7 @@ class RunFolder:
                 folder.rmdir()
 
     def optimizer_after(self, step: int) -> Path:
-        """The folder of the optimizer's state, where ranks share it."""
+        """Return the folder of the optimizer's state, where ranks share it."""
         return self.optimizer / f"step-{step}"
 
     def clear(self) -> None:
@@ -116,13 +116,13 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def check_own(self) -> None:
-        """Raises `ConfigError` where a file of ours is a link: whoever made the folder could have us write anywhere."""
+        """Raise `ConfigError` where a file of ours is a link: whoever made the folder could have us write anywhere."""
         for path in self._all:
             if path.is_symlink():
                 raise ConfigError(f"{path} is a link; a run is continued from files of its own, so copy them here")
 
     def leftover(self) -> Path | None:
-        """A file in the place of one of ours, None if there is none."""
+        """Return a file in the place of one of ours, None if there is none."""
         return next((path for path in self._all if path.exists()), None)
 
 

@@ -22,7 +22,7 @@ SUMMARY: Final = "folds.json"
 
 @dataclass(frozen=True, slots=True)
 class FoldResult:
-    """How the best weights of a fold's run, in the folder `out`, do on the `slides` slides of the fold, by measure."""
+    """Scores of the best weights of a fold's run, in the folder `out`, on its `slides` slides, by measure."""
 
     fold: int
     out: Path
@@ -87,7 +87,7 @@ def _of_fold(
 def _scored(
     config: FitConfig, run: Path, listeners: tuple[Listener, ...], trust: Collection[str]
 ) -> tuple[int, dict[str, float]]:
-    """How many slides there are to validate, and how the best weights do on them."""
+    """Count the slides to validate, and score the best weights on them."""
     found = evaluate_model(
         run,
         config.slides,

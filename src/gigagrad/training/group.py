@@ -37,19 +37,19 @@ class Group:
         self.outputs: Engine = compile_engine(model, **settings)
 
     def plan(self, slide: Image) -> Plan:
-        """Of the pass that goes backward. Raises as `Engine.plan`, and `ModelError` for a model that gives an image."""
+        """Plan the backward pass. Raises as `Engine.plan` does, and `ModelError` for a model that gives an image."""
         if image_shape(self.outputs, slide) is not None:
             raise ModelError("the model gives an image; bags of slides and cox need one that scores whole slides")
         graph = self.outputs.problem(slide).graph
         return self.engine.plan(slide, torch.zeros(graph[graph.output].shape[-1]))
 
     def loss(self, bags: Sequence[Sequence[Opened]], targets: Sequence[Tensor]) -> float:
-        """Of the model as it is."""
+        """Compute the loss of the model as it is."""
         return float(self._of(self._seen(bags), bags, targets).detach())
 
     def backward(self, bags: Sequence[Sequence[Opened]], targets: Sequence[Tensor]) -> float:
-        """The loss; adds its gradients to the parameters' `.grad`. Random numbers are drawn, and running statistics
-        updated, as by one forward of every slide.
+        """Return the loss and add its gradients to the parameters' `.grad`. Random numbers are drawn, and running
+        statistics updated, as by one forward of every slide.
         """
         states = list[Tensor]()
         with buffers_kept(self._model):
@@ -64,7 +64,7 @@ class Group:
         return float(value.detach())
 
     def _seen(self, bags: Sequence[Sequence[Opened]], states: list[Tensor] | None = None) -> list[Tensor]:
-        """The output `(1, C)` of each slide; before it, the state of random numbers goes to `states`."""
+        """Compute the output `(1, C)` of each slide; before it, the state of random numbers goes to `states`."""
         found = []
         for opened in itertools.chain(*bags):
             if states is not None:

@@ -19,14 +19,13 @@ from gigagrad.execution.model_state import Left
 from gigagrad.images import Image
 from gigagrad.losses import Loss
 from gigagrad.ranks import Fleet
-from gigagrad.training.averaging import Averaged
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.config import FitConfig
 from gigagrad.training.group import Group, Opened
-from gigagrad.training.optimization import make_optimizer, set_rates
+from gigagrad.training.optimization import AveragedWeights, make_optimizer, set_rates
 from gigagrad.training.sharded import SHARDED, Shards
 from gigagrad.training.sharded import load as load_sharded
-from gigagrad.training.sharing import GradientTree, dealt, leave_in_order
+from gigagrad.training.sharing import GradientTree, assign, leave_in_order
 
 Pair = Callable[[], AbstractContextManager[tuple[Image, Image | torch.Tensor]]]
 """Opens a slide and its target, as they are seen in this step."""
@@ -48,7 +47,7 @@ class Learner:
         grouped: bool,
         journal: Path | None = None,
     ) -> None:
-        """`journal`: a folder for those of steps.
+        """Make the learner; `journal` is a folder for those of steps.
 
         Raises `ConfigError` for an optimizer that cannot be made, and for bags in several groups.
         """
@@ -62,9 +61,9 @@ class Learner:
         self._journal, self._first = journal, fleet.first
         self.shards = Shards(model, fleet.everybody) if config.shard_optimizer else None
         self._saved: tuple[Path, int] | None = None
-        """Where the shards of the last checkpoint are, and how many tensors they have."""
+        """The folder of the last checkpoint's shards, and how many tensors they have."""
         self.optimizer = make_optimizer(config, model, None if self.shards is None else self.shards.own)
-        self._average = Averaged(model, config.ema) if config.ema else None
+        self._average = AveragedWeights(model, config.ema) if config.ema else None
         settings: dict[str, Any] = {
             "memory": config.memory,
             "scratch": config.scratch,
@@ -80,7 +79,7 @@ class Learner:
         for engine in self.engines:
             engine.in_tiles = True  # a run may go on by another number of ranks, bit for bit
         self._overflows = self._overflows_behind = 0
-        """As `Engine.overflows`, before the step at hand, where each of its slides begins whatever this group has seen
+        """`Engine.overflows` before the step at hand, where each of its slides begins whatever this group has seen
         of the others, and behind it.
         """
 
@@ -91,12 +90,12 @@ class Learner:
     def add(
         self, slides: Sequence[Pair], pixels: Sequence[int], done: Callable[[int, float], None]
     ) -> list[dict[str, float]]:
-        """The gradients of a step's slides, of so many pixels each; what there is to log of each of them, its loss for
-        one. `done` is told how many of this group's are, and the loss of the last.
+        """Compute the gradients of a step's slides, of so many pixels each; what there is to log of each of them, its
+        loss for one. `done` is told how many of this group's are, and the loss of the last.
         """
         self._begin()
         learned = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        owners = dealt(pixels, self._data.count)
+        owners = assign(pixels, self._data.count)
         tree, found, left = GradientTree(learned, len(slides)), dict[int, dict[str, float]](), dict[int, Left]()
         before = [buffer.clone() for buffer in self.model.buffers()] if self._data.count > 1 else []
         for slide, (opened, owner) in enumerate(zip(slides, owners, strict=True)):
@@ -124,7 +123,7 @@ class Learner:
         return [values for _, values in sorted(pair for _, pairs in told for pair in pairs)]
 
     def add_bags(self, bags: Sequence[Sequence[Opened]], targets: Sequence[torch.Tensor]) -> dict[str, float]:
-        """The gradients of a step's bags; what there is to log of them all."""
+        """Compute the gradients of a step's bags; what there is to log of them all."""
         assert self.group is not None
         self._begin()
         loss = self.group.backward(bags, targets)
@@ -133,7 +132,7 @@ class Learner:
         return {"loss": loss, **self._measured()}
 
     def _forget_journals(self) -> None:
-        """Those of steps that nobody goes on with."""
+        """Remove the journals of steps that nobody goes on with."""
         if self._journal is not None and self._first:
             shutil.rmtree(self._journal, ignore_errors=True)
 
@@ -172,18 +171,18 @@ class Learner:
         return values
 
     def as_kept(self) -> AbstractContextManager[None]:
-        """The model with the weights that are validated and kept, meanwhile."""
+        """Give the model the weights that are validated and kept, meanwhile."""
         return nullcontext() if self._average is None else self._average.applied()
 
     def writes(self) -> int:
-        """How often anything that a step changes has been written to: PyTorch counts it."""
+        """Count the writes to anything that a step changes: PyTorch keeps count."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [*self.model.state_dict(keep_vars=True).values(), *states]
         return sum(tensor._version for tensor in tensors if isinstance(tensor, torch.Tensor))
 
     def state(self, sharded: Path | None) -> dict[str, Any]:
-        """What a checkpoint holds of it, by the names of `Checkpoint`; all ranks ask at once where they share the
-        optimizer's state, which is then put into the folder `sharded`, if there is any.
+        """Return what a checkpoint holds of it, by the names of `Checkpoint`; all ranks ask at once where they share
+        the optimizer's state, which is then put into the folder `sharded`, if there is any.
         """
         return {
             "model": self.model.state_dict(),
@@ -204,8 +203,8 @@ class Learner:
         return {SHARDED: self._saved[1]}
 
     def load(self, checkpoint: Checkpoint, sharded: Path) -> None:
-        """`sharded`: the folder of the optimizer's state, where ranks shared it. Raises anything at all for what is
-        another model's.
+        """Load a checkpoint; `sharded` is the folder of the optimizer's state, where ranks shared it. Raises anything
+        at all for what is another model's.
         """
         self.model.load_state_dict(checkpoint.model)
         if SHARDED in checkpoint.optimizer:

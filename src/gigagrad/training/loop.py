@@ -33,22 +33,18 @@ from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
 from gigagrad.ranks import Fleet, from_environment, launch
 from gigagrad.training.agreement import check_same_start, check_same_weights, check_seen
-from gigagrad.training.card import write_model
+from gigagrad.training.augment import Jitter
 from gigagrad.training.checkpoint import Checkpoint, Progress
-from gigagrad.training.class_weights import BALANCED, class_weights
-from gigagrad.training.colours import Jitter
 from gigagrad.training.config import FitConfig
+from gigagrad.training.dataset import Bag, Dataset, Steps, made_label
+from gigagrad.training.evaluation import test, validate
 from gigagrad.training.folder import RunFolder, environment
 from gigagrad.training.learner import Learner
-from gigagrad.training.log import RunLog
-from gigagrad.training.objective import Objective
+from gigagrad.training.objective import BALANCED, Objective, class_weights
 from gigagrad.training.optimization import freeze
-from gigagrad.training.pairs import Pairs, made_label
-from gigagrad.training.result import FitResult
+from gigagrad.training.result import FitResult, write_model
 from gigagrad.training.sharing import plan_alike
-from gigagrad.training.steps import Bag, Steps
-from gigagrad.training.tested import test, validate
-from gigagrad.training.trackers import TrackedRun, Tracker
+from gigagrad.training.trackers import RunLog, TrackedRun, Tracker
 
 
 def fit(
@@ -81,7 +77,7 @@ def fit(
 
 
 def as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collection[str] = ()) -> FitConfig:
-    """Settings as `fit` takes them, with absolute paths."""
+    """Read settings as `fit` takes them, with absolute paths."""
     if isinstance(config, (str, Path)):
         return FitConfig.from_yaml(config, trust=trust)
     settings = config if isinstance(config, FitConfig) else FitConfig.from_dict(config)
@@ -99,7 +95,7 @@ class _Run:
         if self.table is not None:
             config = replace(config, classes=self.table.entries)
         self.config = config
-        self.sizes = check_images(self.cohort, config.level, look=config.look, table=self.table)
+        self.sizes = check_images(self.cohort, config.level, look=config.input_view, table=self.table)
         device_for(config.device)  # refuses one that is not there
         self.loss = named_loss(config.loss)
         if self.loss.survival and config.accumulate < 2:
@@ -131,14 +127,14 @@ class _Run:
         return {path: digest for each in found for path, digest in each.items()}
 
     def _made_contents(self, row: Row) -> dict[str, str]:
-        """A digest of the label that the recipe has made of the row, if it has, by its name in the run's folder."""
+        """Digest the label that the recipe has made of the row, if it has, by its name in the run's folder."""
         made = made_label(self.folder.labels, row)
         if row.label is not None or row.masks or not made.exists():
             return {}
         return {f"{made.parent.name}/{made.name}": content_digest(made)}
 
     def _has_overwritten(self) -> bool:
-        """Whether those that torchrun starts again after one of them had failed did so before."""
+        """Return whether those that torchrun starts again after one of them had failed did so before."""
         if not self.launches or not self.folder.checkpoint.exists():
             return False
         try:
@@ -189,7 +185,7 @@ class _Run:
             engine.events.subscribe(self.events.emit)
 
     def _build(self) -> None:
-        """The model, the optimizer and the engine, in the state of the checkpoint if there is one."""
+        """Make the model, the optimizer and the engine, in the state of the checkpoint if there is one."""
         config = self.config
         torch.manual_seed(config.seed)
         # The weights of a run that goes on are in its checkpoint.
@@ -209,8 +205,8 @@ class _Run:
         self.largest, _ = max(trained, key=lambda pair: math.prod(pair[1].shape))
         objective = Objective.of(config, self.loss, self.cohort, self.sizes, self.table, self.model, self.events)
         self.loss = objective.loss
-        self.pairs = Pairs(
-            objective.rule, level=config.level, look=config.look, labels=self.folder.labels, table=self.table
+        self.dataset = Dataset(
+            objective.rule, level=config.level, look=config.input_view, labels=self.folder.labels, table=self.table
         )
         grouped = self.loss.survival or len(bags_of(self.cohort.rows)) < len(self.cohort.rows)
         count = len(bags_of(self.cohort.of("train")))
@@ -221,7 +217,7 @@ class _Run:
             text = f"a step has {slides} for {groups} groups of the mesh, so some have nothing to do (--accumulate)"
             self.events.emit(Notice(text, warning=True))
         pixels = {row: math.prod(size.shape[1:]) for row, size in zip(self.cohort.rows, self.sizes, strict=True)}
-        self.steps = Steps(config, self.cohort, pixels, self.pairs, self.jitter, self.learner)
+        self.steps = Steps(config, self.cohort, pixels, self.dataset, self.jitter, self.learner)
         self.engine = self.learner.engine
         if self.resumed is not None:
             self._resume(self.resumed)
@@ -236,15 +232,15 @@ class _Run:
             raise ConfigError(f"cannot continue the run: {unfit}; start anew with --overwrite") from error
 
     def _plan(self) -> Plan:
-        """The plan of the largest training slide. Raises `BudgetError` while nothing has been written yet."""
+        """Plan the largest training slide. Raises `BudgetError` while nothing has been written yet."""
         row = self.largest
         if row.mask is None and row.label is None:
             # Its label does not exist yet; a plan only needs the shape and the dtype.
             with row.open(self.config.level) as slide:
                 blank = np.broadcast_to(np.zeros((), np.uint8), (1, *slide.shape[1:]))
-                seen = self.jitter.of(self.config.look.of(slide), self.config.seed, 0, 0)
+                seen = self.jitter.of(self.config.input_view.of(slide), self.config.seed, 0, 0)
                 return self._planned(seen, open_image(blank))
-        with self.pairs.open(row) as (slide, target):
+        with self.dataset.open(row) as (slide, target):
             seen = self.jitter.of(slide, self.config.seed, 0, 0)
             if self.learner.group is not None:
                 return self.learner.group.plan(seen)
@@ -282,11 +278,11 @@ class _Run:
 
         def prepare(row: Row) -> list[int]:
             with self.cohort.telling(row):
-                return sorted(self.pairs.prepare(row, self.model))
+                return sorted(self.dataset.prepare(row, self.model))
 
         with self.events.job("label", len(rows)) as advance:
             seen = self.fleet.everybody.shared_out(rows, prepare, lambda done, _: advance(done, rows[done - 1].name))
-        self.pairs.check_seen({value for values in seen for value in values})
+        self.dataset.check_seen({value for values in seen for value in values})
         made = self._contents(self._made_contents)
         if self.resumed is not None:
             self.resumed.check_same_contents(self.config, made)
@@ -297,7 +293,7 @@ class _Run:
     def _balance(self) -> None:
         """Set the weights of classes by how rare they are in the training slides."""
         rows = self.cohort.of("train")
-        counts = self.fleet.everybody.shared_out(rows, lambda row: self.pairs.counts(row).tolist())
+        counts = self.fleet.everybody.shared_out(rows, lambda row: self.dataset.counts(row).tolist())
         weighted = next(module for _, module in self.loss.made_of if isinstance(module, Weighted))
         weights = class_weights((BALANCED,), np.array(counts), len(weighted.weight))
         weighted.weight.copy_(torch.tensor(weights))
@@ -313,7 +309,7 @@ class _Run:
         try:
             with self.events.job("train", config.epochs * len(self.steps.bags), config.model) as advance:
                 while not self._ended():
-                    for chosen in self.steps.left(self.progress):
+                    for chosen in self.steps.remaining(self.progress):
                         self._step(chosen, advance)
                         if self._is_time_to_save():
                             self._save()
@@ -324,13 +320,13 @@ class _Run:
             raise
 
     def _ended(self) -> bool:
-        """Whether there is nothing left to train."""
+        """Return whether there is nothing left to train."""
         config, progress = self.config, self.progress
         waited = progress.epoch - progress.best_epoch
         return progress.epoch >= config.epochs or 0 < config.patience <= waited
 
     def _step(self, chosen: Sequence[Bag], advance: Callable[[int, str], None]) -> None:
-        """One step with the mean gradient of some bags. Raises `ConfigError` if a loss is no longer a number."""
+        """Take one step with the mean gradient of some bags. Raises `ConfigError` if a loss is no longer a number."""
         progress, slides = self.progress, len(chosen)
 
         def tell(done: int, loss: float) -> None:
@@ -357,7 +353,7 @@ class _Run:
         """Save the weights if they are the best so far. Returns the lowest loss and its epoch."""
         best_loss, best_epoch = self.progress.best_loss, self.progress.best_epoch
         if rows:
-            value = validate(self.learner, self.pairs, rows, self.events, self.fleet)
+            value = validate(self.learner, self.dataset, rows, self.events, self.fleet)
             self.events.emit(MetricsLogged("val", epoch, self.progress.step, {"loss": value}))
             best = value < best_loss or not best_epoch
             best_loss = value if best else best_loss
@@ -370,18 +366,18 @@ class _Run:
         return best_loss, best_epoch
 
     def _is_time_to_save(self) -> bool:
-        """By the first rank's clock, where all save."""
+        """Return whether a checkpoint is due, by the first rank's clock where all save."""
         is_time = time.monotonic() - self.saved_at >= self.config.checkpoint_seconds
         return is_time if self.learner.shards is None else bool(self.fleet.everybody.said(is_time)[0])
 
     def _note_state(self) -> None:
-        """The run is between two steps: remember what else a checkpoint of this moment needs."""
+        """Note, between two steps, what else a checkpoint of this moment needs."""
         self.at_step, self.writes = self.progress, self.learner.writes()
         if self.fleet.first:
             self.logged_bytes = self.log.position()
 
     def _save_interrupted(self) -> None:
-        """A checkpoint of the last whole step, unless one had begun to write when the interrupt came."""
+        """Save a checkpoint of the last whole step, unless one had begun to write when the interrupt came."""
         if self.learner.shards is not None:  # the others may be gone
             return
         if self.at_step.step > self.saved_step and self.learner.writes() == self.writes:
@@ -417,7 +413,9 @@ class _Run:
         self.fleet.everybody.meet()  # behind whoever has written them
         # Built from what the user asked for; of the file, only the weights.
         model = load_weights(self.folder.best, resolve(config.model, published=False)).to(config.device)
-        tested = test(model, config, self.loss, self.pairs, self.table, self.cohort, self.events, self.fleet.everybody)
+        tested = test(
+            model, config, self.loss, self.dataset, self.table, self.cohort, self.events, self.fleet.everybody
+        )
         result = FitResult(
             out=self.folder.path,
             metric=tested.metric,

@@ -1,11 +1,13 @@
-"""What a run minimises: the loss and the rule of its targets, as they fit the cohort, its classes and the model."""
+"""The objective of a run: the loss and the rule of its targets, as they fit the cohort, its classes and the model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from gigagrad.cohorts import Cohort, Size
@@ -13,9 +15,10 @@ from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Notice
 from gigagrad.losses import Loss
 from gigagrad.masks import IGNORED, ClassTable
-from gigagrad.training.class_weights import class_weights
 from gigagrad.training.config import FitConfig
 from gigagrad.training.targets import TargetRule, output_channels
+
+BALANCED = "balanced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Objective:
         model: nn.Module,
         events: Events,
     ) -> Self:
-        """Of `loss`, for `model`. Raises `ConfigError` where loss, classes and model are not one another's, and
+        """Fit `loss` to `model`. Raises `ConfigError` where loss, classes and model are not one another's, and
         `TargetError` for a mask of other channels.
         """
         labels = [row.label for row in cohort.rows if row.label is not None]
@@ -92,7 +95,7 @@ def _check_channels(config: FitConfig, loss: Loss, channels: int, table: ClassTa
 def _check_outputs(
     config: FitConfig, loss: Loss, channels: int, labels: Sequence[str], table: ClassTable | None
 ) -> None:
-    """Raises `ConfigError` for a classifier of more outputs than there are classes: what they say is noise."""
+    """Raise `ConfigError` for a classifier of more outputs than there are classes: what they say is noise."""
     if loss.binary and channels > 1:
         raise ConfigError(
             f"{config.loss} takes one output of a slide, and {config.model} has {channels}; give it one, as in "
@@ -109,7 +112,7 @@ def _check_outputs(
 
 
 def _ignores(loss: Loss, sizes: Sequence[Size], channels: int, table: ClassTable | None, events: Events) -> bool:
-    """Whether pixels of masks are to be left out; a loss that cannot is told of where only what is missing is."""
+    """Return whether pixels of masks are left out; of a loss that cannot, it is told where only what is missing is."""
     # Masks of several labels tell 255 from what is true of a pixel, whatever they are made of.
     if (table is not None and table.ignores) or (loss.binary and channels > 1):
         return True
@@ -119,3 +122,29 @@ def _ignores(loss: Loss, sizes: Sequence[Size], channels: int, table: ClassTable
         text = "the loss takes every pixel, those without data among them, which are 0"
         events.emit(Notice(text, warning=True))
     return loss.binary or loss.class_ids
+
+
+def class_weights(entries: Sequence[str], counts: Iterable[NDArray[np.int64]], classes: int) -> tuple[float, ...]:
+    """Make weights of `classes` classes, of the texts in `entries` or, for `balanced`, of their `counts`.
+
+    Balanced weights are the inverse of each class's share, scaled to a mean of 1 over the classes that occur; a class
+    that does not occur weighs 0. Without counts all are 1. Raises `ConfigError`.
+    """
+    if list(entries) == [BALANCED]:
+        counted = list(counts)
+        if not counted:
+            return (1.0,) * classes
+        total = np.sum(counted, axis=0)[:classes]
+        occurring = total > 0
+        inverse = np.divide(total.sum(), total, out=np.zeros(classes), where=occurring)
+        return tuple(inverse / inverse[occurring].mean())
+    try:
+        weights = tuple(float(entry) for entry in entries)
+    except ValueError:
+        weights = ()
+    if len(weights) != classes or min(weights) < 0 or not any(weights) or not np.isfinite(weights).all():
+        raise ConfigError(
+            f"class_weights must be {BALANCED!r} or {classes} numbers, one for each class from the background on, got "
+            f"{', '.join(entries)}"
+        )
+    return weights

@@ -1,4 +1,4 @@
-"""From settings to an optimizer: which one, of which parameters, at which rate in which step."""
+"""From settings to an optimizer: which one, of which parameters, at which rate in which step; averages of weights."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import fnmatch
 import inspect
 import math
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.models.trust import import_callable
 from gigagrad.named import parse_named
 from gigagrad.training.config import FitConfig
-from gigagrad.training.schedule import rate_share
 
 _RATE = "gigagrad_rate"
-"""Of a parameter group: what its rate would be without a schedule."""
+"""The key of a parameter group's rate without a schedule."""
 
 
 def make_optimizer(config: FitConfig, model: nn.Module, own: Collection[str] | None = None) -> torch.optim.Optimizer:
-    """The optimizer of `config`, over the parameters that are not frozen, each at its own rate; of those over `own`,
-    where these are named.
+    """Make the optimizer of `config`, over the parameters that are not frozen, each at its own rate; of those over
+    `own`, where these are named.
 
     Raises `ConfigError` for an optimizer or a setting that there is not, and for a pattern that no parameter has.
     """
@@ -62,6 +62,16 @@ def set_rates(optimizer: torch.optim.Optimizer, config: FitConfig, step: int, st
     return share
 
 
+def rate_share(schedule: str, warmup: int, step: int, steps: int) -> float:
+    """Return the factor of the learning rate in step `step` of `steps`: it rises in a line over `warmup` steps; then
+    `cosine` falls to 0 along half a wave (Loshchilov and Hutter, 2017, without restarts), `linear` in a line.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, steps - warmup)
+    return {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}.get(schedule, 1.0)
+
+
 def _optimizer_class(name: str) -> Any:
     if ":" in name:
         return import_callable(name)
@@ -77,7 +87,7 @@ def _optimizer_class(name: str) -> Any:
 
 
 def _groups(config: FitConfig, model: nn.Module, own: Collection[str] | None) -> Iterator[dict[str, Any]]:
-    """One group for each rate, in the order of `rates`, the full one last; of several patterns the first counts."""
+    """Yield a group for each rate, in the order of `rates`, the full one last; of several patterns the first counts."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for entry in (*config.rates, "*=1"):
         pattern, _, text = entry.rpartition("=")
@@ -96,10 +106,52 @@ def _groups(config: FitConfig, model: nn.Module, own: Collection[str] | None) ->
 
 
 def _matching(pattern: str, names: list[str], setting: str) -> list[str]:
-    """Names that are `pattern`, lie inside the module `pattern`, or match it with `*` and `?`. Raises `ConfigError`."""
+    """Return names that are `pattern`, lie inside the module `pattern`, or match it with `*` and `?`. Raises
+    `ConfigError`.
+    """
     found = [name for name in names if name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)]
     if not found and pattern != "*":
         modules = {name.rpartition(".")[0] for name in names} | {name.partition(".")[0] for name in names}
         hint = did_you_mean(pattern, [*modules, *names]) or f"; it has {', '.join(sorted(modules)[:12])}"
         raise ConfigError(f"{setting}: no parameter of the model matches {pattern!r}{hint}")
     return found
+
+
+class AveragedWeights:
+    """`decay * average + (1 - decay) * weights` after every step (Polyak and Juditsky, 1992), begun at the weights.
+
+    In the first steps the decay is `(1 + step) / (10 + step)` where that is less, so that the start is soon forgotten.
+    Buffers are the model's own.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def update(self, step: int) -> None:
+        """After step `step`, counted from 1."""
+        share = 1 - min(self._decay, (1 + step) / (10 + step))
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                self.weights[name].lerp_(parameter, share)
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Load weights. Raises `KeyError` or `RuntimeError` for those of another model."""
+        with torch.no_grad():
+            for name, average in self.weights.items():
+                average.copy_(weights[name])
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the model the averaged weights; its own come back at the end."""
+        own = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+        self._set(self.weights)
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    def _set(self, weights: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(weights[name])

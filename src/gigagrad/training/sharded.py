@@ -24,7 +24,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.files import write_error
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.messages import copy_into, packed
-from gigagrad.training.sharing import dealt
+from gigagrad.training.sharing import assign
 
 SHARDED = "tensors in shards"
 """In the place of an optimizer's state: how many tensors there are in all."""
@@ -33,12 +33,12 @@ _Optimizer = torch.optim.Optimizer
 
 
 class Shards:
-    """Of the parameters of a model that are trained: `own`, by name, are this rank's."""
+    """The trained parameters of a model, shared out to ranks: `own`, by name, are this rank's."""
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        owners = dealt([parameter.numel() for parameter in trained.values()], ranks.count)
+        owners = assign([parameter.numel() for parameter in trained.values()], ranks.count)
         self._shards: list[dict[str, nn.Parameter]] = [{} for _ in range(ranks.count)]
         for owner, (name, parameter) in zip(owners, trained.items(), strict=True):
             self._shards[owner][name] = parameter
@@ -53,8 +53,8 @@ class Shards:
             copy_into(self._shards[rank].values(), came)
 
     def save(self, optimizer: _Optimizer, folder: Path) -> int:
-        """Every rank's state into a folder, in the place of what may be there; returns how many tensors it has in all.
-        Raises `WriteError`, and `ConfigError` for state that is no tensor.
+        """Write every rank's state into a folder, in the place of what may be there; returns how many tensors it has in
+        all. Raises `WriteError`, and `ConfigError` for state that is no tensor.
         """
         with self._ranks.together():
             if self._ranks.index == 0:

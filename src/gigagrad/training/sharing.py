@@ -1,4 +1,4 @@
-"""How groups of ranks share the slides of a step, such that no bit depends on how many groups there are.
+"""Slides of a step shared among groups of ranks, such that no bit depends on how many groups there are.
 
 Each slide's gradient is complete before it meets another one's, and they meet in a binary tree over the slides' places
 in the step, as one process has it, too: in the parameters' dtypes, and no library adds for us. Every group adds up a
@@ -22,15 +22,15 @@ from gigagrad.ranks import Ranks
 from gigagrad.ranks.messages import copy_into, packed
 
 Gradients = list[Tensor | None]
-"""Of each parameter; None where none reaches it."""
+"""A gradient of each parameter; None where none reaches it."""
 
 _Node = tuple[int, int]
 """Level and place."""
 
 
-def dealt(pixels: Sequence[int], groups: int) -> list[int]:
-    """The group of each slide: the longest first, each to the group with the least so far (Graham, 1969). Of slides of
-    one size a group gets neighbours, whose gradients it adds up by itself.
+def assign(pixels: Sequence[int], groups: int) -> list[int]:
+    """Assign each slide to a group: the longest first, each to the group with the least so far (Graham, 1969). Of
+    slides of one size a group gets neighbours, whose gradients it adds up by itself.
     """
     loads, owners = [0] * groups, [0] * len(pixels)
     for size, alike in groupby(sorted(range(len(pixels)), key=lambda slide: -pixels[slide]), pixels.__getitem__):
@@ -59,13 +59,13 @@ class GradientTree:
         self._put(0, slide, gradients)
 
     def total(self, ranks: Ranks) -> Gradients:
-        """Of all slides, to all ranks, which ask at once: each adds up its share of every parameter's numbers."""
+        """Return the sum over all slides to all ranks, which ask at once: each adds up its share of every parameter."""
         if ranks.count == 1:
             return self._held.pop((self._depth, 0))
-        dealt_out = _DealtOut(ranks, self._parameters, self._held)
+        sharded = _ShardedSums(ranks, self._parameters, self._held)
         self._held.clear()
-        swap(ranks, [dealt_out])
-        for (level, place), gradients in dealt_out.found:
+        swap(ranks, [sharded])
+        for (level, place), gradients in sharded.found:
             self._put(level, place, gradients)
         total = dict(enumerate(self._held.pop((self._depth, 0))))
         shapes = {i: (tuple(parameter.shape), parameter.dtype) for i, parameter in enumerate(self._parameters)}
@@ -88,8 +88,8 @@ class GradientTree:
         self._held[level, place] = gradients
 
 
-class _DealtOut(Parcel):
-    """Of all sums that any rank has, each rank's share of the numbers; once taken, `found` has this one's."""
+class _ShardedSums(Parcel):
+    """A message with each rank's share of all sums that any rank has; once taken, `found` has this one's."""
 
     def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], sums: Mapping[_Node, Gradients]) -> None:
         self._index, self._count, self._parameters = ranks.index, ranks.count, parameters
@@ -139,7 +139,7 @@ def leave_in_order(model: nn.Module, left: Mapping[int, Left], owners: Sequence[
 
 
 def plan_alike(engine: Engine, plan: Callable[[], Plan], ranks: Ranks) -> Plan:
-    """What `plan` makes by the engine, with the choices of the first rank on all."""
+    """Return what `plan` makes by the engine, with the choices of the first rank on all."""
     made = plan() if ranks.index == 0 else None
     state = ranks.said(None if made is None else engine.state_dict())[0]
     if made is None:

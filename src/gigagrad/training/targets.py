@@ -27,7 +27,7 @@ from gigagrad.masks import IGNORED
 
 @dataclass(frozen=True, slots=True)
 class TargetRule:
-    """What a target may hold: `loss` decides, `channels` is the number of output channels of the model.
+    """A rule of what targets may hold: `loss` decides, `channels` is the number of output channels of the model.
 
     `ignores`: pixels of value `IGNORED` are left out, of a binary mask too.
     """
@@ -38,11 +38,11 @@ class TargetRule:
 
     @property
     def labels(self) -> int:
-        """How many labels a pixel may have at once: of a binary loss as many as the model has output channels."""
+        """Return how many labels a pixel may have at once: with a binary loss as many as the model has channels."""
         return self.channels if self.loss.binary else 1
 
     def check_channels(self, channels: int, named: bool) -> None:
-        """Raises `TargetError` for a mask of so many channels; `named`: somebody named it, and no recipe made it."""
+        """Raise `TargetError` for a mask of so many channels; `named`: somebody named it, and no recipe made it."""
         if not named and self.labels > 1:
             raise TargetError(f"the mask is empty, and the tissue recipe makes one label of {self.labels}; name a mask")
         if channels in (1, self.labels) or not (self.loss.binary or self.loss.class_ids):
@@ -53,7 +53,9 @@ class TargetRule:
         )
 
     def label(self, value: float, name: str) -> Tensor:
-        """A slide's number as the loss wants it: `(1,)` int64 class id, else `(1, 1)` float32. Raises `TargetError`."""
+        """Read a slide's number as the loss wants it: `(1,)` int64 class id, else `(1, 1)` float32. Raises
+        `TargetError`.
+        """
         if not self.loss.class_ids:
             if self.loss.binary and value not in (0, 1):
                 raise TargetError(f"the label of {name} is {value:g}; a binary loss takes 0 or 1")
@@ -65,7 +67,7 @@ class TargetRule:
         return torch.tensor([int(value)], dtype=torch.int64)
 
     def survival(self, text: str, name: str) -> Tensor:
-        """A survival time as the loss wants it: `(1, 2)` float32, the time and whether the event came.
+        """Read a survival time as the loss wants it: `(1, 2)` float32, the time and whether the event came.
 
         Raises `TargetError`.
         """
@@ -78,7 +80,7 @@ class TargetRule:
         return torch.tensor([found], dtype=torch.float32)
 
     def foreign(self, pixels: np.ndarray[Any, np.dtype[Any]], foreground: float | None) -> str | None:
-        """What is wrong with these pixels, in a few words; None if nothing is. Cheap: a maximum and a comparison.
+        """Say what is wrong with these pixels, in a few words; None if nothing is. Cheap: a maximum and a comparison.
 
         `foreground` is the value beside 0 that a binary mask has shown so far.
         """
@@ -137,7 +139,7 @@ def sample_mask(mask: Image, rule: TargetRule) -> set[int]:
 
 
 def output_channels(model: nn.Module, shape: tuple[int, int, int], dtype: torch.dtype = torch.uint8) -> int:
-    """The size of the model's channel axis for an image of this `(C, H, W)`, found without computing a pixel.
+    """Return the size of the model's channel axis for an image of this `(C, H, W)`, found without computing a pixel.
 
     Raises `CaptureError` for a model that does not take such an image.
     """

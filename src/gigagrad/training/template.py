@@ -64,7 +64,7 @@ def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a look at a few slides tells: how many channels they have, and which values are 0 and 1 in each.
+    """Facts from a look at a few slides: how many channels they have, and which values are 0 and 1 in each.
 
     `scale` is empty for bytes, and where it is what networks take for granted.
     """
@@ -86,7 +86,7 @@ class _Seen:
         return cls(len(alike), len(channels), () if known or channels[0].dtype.itemsize == 1 else scale)
 
     def settings(self, channels: str) -> str:
-        """Of a model's name, whose setting of this name has the number of channels."""
+        """Write the settings of a model's name, whose setting `channels` has the number of channels."""
         pairs = self.scale[:1] if len(set(self.scale)) == 1 else self.scale
         numbers = ",".join(f"{value:.6g}" for pair in pairs for value in pair)
         of_channels = "" if self.channels == 3 else f"&{channels}={self.channels}"
@@ -123,7 +123,7 @@ def _chosen(cohort: Cohort, slides: Path, path: Path, seen: _Seen, *, survival: 
 
 
 def _classes_in(labels: Sequence[str]) -> int:
-    """Of labels that are numbers how many classes they count from 0, 1 where they measure something."""
+    """Count the classes of labels that are numbers from 0 on; 1 where they measure something."""
     numbers = {float(label) for label in labels}
     highest = max(numbers)
     ids = min(numbers) >= 0 and all(number.is_integer() for number in numbers) and highest < 2 * len(numbers)

@@ -1,23 +1,28 @@
-"""Experiment trackers as listeners: a run's settings and its numbers, in the program that somebody keeps theirs in.
+"""Listeners that keep a run's numbers: its own record, and experiment trackers, which get its settings, too.
 
-Where a program sends them is its own affair: `MLFLOW_TRACKING_URI`, `WANDB_MODE`, `TRACKIO_DIR` and whatever else it
-reads mean what they always do. `metrics.jsonl` in the run's folder is the record; a tracker that fails while a run
-trains is told of, and the run goes on without it.
+The record `metrics.jsonl` has one JSON line for an event: `{"event": "metrics", "split", "epoch", "step", "values":
+{name: number}}` or `{"event": "step", "phase", "pixels", "seconds", "peak_bytes", "predicted_peak_bytes",
+"budget_bytes"}`, in the order in which things happened.
+
+Where a tracker sends numbers is its own affair: `MLFLOW_TRACKING_URI`, `WANDB_MODE`, `TRACKIO_DIR` and whatever else it
+reads mean what they always do. A tracker that fails while a run trains is told of, and the run goes on without it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from gigagrad.errors import ConfigError, GigagradError
-from gigagrad.events import Event, Events, MetricsLogged, Notice
+from gigagrad.errors import ConfigError, GigagradError, WriteError
+from gigagrad.events import Event, Events, MetricsLogged, Notice, StepMeasured
 from gigagrad.extras import extra
-from gigagrad.files import write_text
+from gigagrad.files import write_error, write_text
 from gigagrad.training.folder import RunFolder
 
 Log = Callable[[dict[str, float], int], object]
@@ -29,7 +34,7 @@ _TAG: Final = "gigagrad.run"
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is told: the run in `folder` goes on after step `step`."""
+    """A run as trackers know it: the one in `folder`, which goes on after step `step`."""
 
     folder: RunFolder
     step: int
@@ -40,7 +45,7 @@ class TrackedRun:
         return self.folder.path.name
 
     def key(self) -> str:
-        """By which a program finds the run again when it goes on; kept in the folder. Raises `WriteError`."""
+        """Return the key, kept in the folder, by which a program finds the run again. Raises `WriteError`."""
         path = self.folder.tracking
         key = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
         if not key.isalnum():
@@ -58,7 +63,7 @@ class Tracker:
         self._log: Log | None = None
 
     def __enter__(self) -> Self:
-        """Raises `ConfigError` for a program that is not installed or does not begin."""
+        """Raise `ConfigError` for a program that is not installed or does not begin."""
         try:
             self._log = self._program.__enter__()
         except GigagradError:
@@ -69,15 +74,15 @@ class Tracker:
 
     def __call__(self, event: Event) -> None:
         if self._log is not None and isinstance(event, MetricsLogged):
-            with self._told():
+            with self._reported():
                 self._log({f"{event.split}/{name}": value for name, value in event.values.items()}, event.step)
 
     def __exit__(self, *raised: Any) -> None:
-        with self._told():
+        with self._reported():
             self._program.__exit__(*raised)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reported(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -152,3 +157,53 @@ TRACKERS: Final[dict[str, Callable[[TrackedRun], AbstractContextManager[Log]]]] 
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+class RunLog:
+    """Appends to a run's metrics (JSON lines); a context manager and a listener.
+
+    A run that continues gives the `metrics_bytes` of its checkpoint: what was written after it is about to happen
+    again, so the record is cut back to that point and no step appears twice.
+    """
+
+    def __init__(self, folder: RunFolder, *, metrics_bytes: int = 0) -> None:
+        metrics = self._path = folder.metrics
+        try:
+            metrics.parent.mkdir(parents=True, exist_ok=True)
+            metrics.touch()
+            self._lines = metrics.open("r+b")
+            self._lines.truncate(min(metrics_bytes, metrics.stat().st_size))
+            self._lines.seek(0, 2)
+        except OSError as error:
+            reason = f"{error.strerror}; choose another --out"
+            raise WriteError(f"cannot write the run's record {metrics}: {reason}") from error
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, MetricsLogged):
+            record: dict[str, object] = {"event": "metrics", **dataclasses.asdict(event)}
+        elif isinstance(event, StepMeasured):
+            record = {"event": "step", **dataclasses.asdict(event)}
+        else:
+            return
+        with self._reported():
+            self._lines.write(json.dumps(record).encode() + b"\n")
+
+    def position(self) -> int:
+        """Bytes of the metrics file so far, all of them handed to the operating system. Raises `WriteError`."""
+        with self._reported():
+            self._lines.flush()
+        return self._lines.tell()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *raised: object) -> None:
+        with self._reported() if kind is None else suppress(OSError):  # what ended the run is told
+            self._lines.close()
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise write_error(self._path, error) from error

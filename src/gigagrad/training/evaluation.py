@@ -1,4 +1,4 @@
-"""How a network does on slides that it is not trained on: the loss of validation slides, scores of test slides.
+"""Evaluation on slides that a network is not trained on: the loss of validation slides, scores of test slides.
 
 Of several ranks, groups share out the slides of a validation, computing each as in a step, and single ranks those of a
 test, since an image that a model returns comes from one process.
@@ -25,19 +25,19 @@ from gigagrad.masks import ClassTable
 from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.cohort_scores import compare_labels
 from gigagrad.prediction.evaluate import Evaluation, score_logits
-from gigagrad.prediction.scores import counts_from
+from gigagrad.prediction.scores import Confusion
 from gigagrad.prediction.slide_scores import Reading, output_of
 from gigagrad.ranks import Fleet, Ranks
 from gigagrad.training.config import FitConfig
+from gigagrad.training.dataset import Dataset
 from gigagrad.training.learner import Learner
-from gigagrad.training.pairs import Pairs
 from gigagrad.training.sharing import plan_alike
 
 _THRESHOLD = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Tested:
+class TestMetrics:
     """Scores of test slides by name, in `metric`: Dice, risk or loss; and what `evaluate` says of labels, or of the
     classes of masks.
     """
@@ -47,24 +47,24 @@ class Tested:
     evaluation: dict[str, Any] = field(default_factory=dict)
 
 
-def validate(learner: Learner, pairs: Pairs, rows: tuple[Row, ...], events: Events, fleet: Fleet) -> float:
+def validate(learner: Learner, dataset: Dataset, rows: tuple[Row, ...], events: Events, fleet: Fleet) -> float:
     """Mean loss over `rows`, or that of all bags, without turns and in eval mode. Emits the job `validate`."""
     learner.model.eval()
     with events.job("validate", len(rows)) as advance:
         if (group := learner.group) is not None:
             bags = bags_of(rows)
-            opened = [[partial(pairs.seen, row) for row in bag] for bag in bags]
-            losses = [group.loss(opened, [pairs.label(bag[0]) for bag in bags])]
+            opened = [[partial(dataset.seen, row) for row in bag] for bag in bags]
+            losses = [group.loss(opened, [dataset.label(bag[0]) for bag in bags])]
             advance(len(rows), "")
         else:
             engine = learner.engine
-            with pairs.open(rows[0]) as (slide, target):
+            with dataset.open(rows[0]) as (slide, target):
                 plan_alike(engine, lambda: engine.plan(slide, target, backward=False), fleet.data)
 
             def loss(row: Row) -> float:
-                with pairs.open(row) as (slide, target):
+                with dataset.open(row) as (slide, target):
                     value = _loss(engine, slide, target)
-                pairs.passed(row)
+                dataset.passed(row)
                 return value
 
             losses = fleet.data.shared_out(rows, loss, lambda done, _: advance(done, rows[done - 1].name))
@@ -75,13 +75,13 @@ def test(
     model: nn.Module,
     config: FitConfig,
     loss: Loss,
-    pairs: Pairs,
+    dataset: Dataset,
     table: ClassTable | None,
     cohort: Cohort,
     events: Events,
     ranks: Ranks,
-) -> Tested:
-    """Of masks Dice, of labels what `_of_labels` says, of anything else the loss. Emits the job `test`."""
+) -> TestMetrics:
+    """Score test slides: masks by Dice, labels by `_of_labels`, anything else by the loss. Emits the job `test`."""
     rows, kind = cohort.of("test"), kind_of(config.loss)
     of_pixels = cohort.rows[0].label is None
     dense = of_pixels and kind != "numbers"
@@ -98,14 +98,14 @@ def test(
     engine.events.subscribe(events.emit)
     metric = "dice" if dense else "risk" if loss.survival else "loss"
     if not rows:
-        return Tested(metric)
-    with pairs.open(rows[0]) as (slide, target):
+        return TestMetrics(metric)
+    with dataset.open(rows[0]) as (slide, target):
         plan_alike(engine, lambda: engine.plan(slide, target if engine.loss else None, backward=False), ranks)
     if rated:
-        return Tested(metric, *_of_labels(engine, rows, pairs, loss, config.loss, table, events, ranks))
+        return TestMetrics(metric, *_of_labels(engine, rows, dataset, loss, config.loss, table, events, ranks))
 
     def score(row: Row) -> tuple[float, dict[str, Any] | None]:
-        with pairs.open(row) as (slide, target):
+        with dataset.open(row) as (slide, target):
             if not dense:
                 return _loss(engine, slide, target), None
             assert isinstance(target, Image)
@@ -122,28 +122,28 @@ def test(
         found = ranks.shared_out(rows, score, tell)
     scores = {row.name: value for row, (value, _) in zip(rows, found, strict=True)}
     if not dense:
-        return Tested(metric, scores)
-    counts = {row.name: counts_from(content) for row, (_, content) in zip(rows, found, strict=True)}
+        return TestMetrics(metric, scores)
+    counts = {row.name: Confusion.from_dict(content) for row, (_, content) in zip(rows, found, strict=True)}
     said = Evaluation.of(counts, table).to_dict()
-    return Tested(metric, scores, {name: said[name] for name in ("classes", "confusion")})
+    return TestMetrics(metric, scores, {name: said[name] for name in ("classes", "confusion")})
 
 
 def _of_labels(
     engine: Engine,
     rows: Sequence[Row],
-    pairs: Pairs,
+    dataset: Dataset,
     loss: Loss,
     name: str,
     table: ClassTable | None,
     events: Events,
     ranks: Ranks,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """By slide or bag its loss, of survival the risk; and `SlideEvaluation.to_dict`, empty where there are several
+    """Score slides or bags by their loss, or by the risk; and by `SlideEvaluation.to_dict`, empty for several
     numbers of a slide. `name` is what the loss is called. Emits the job `test`.
     """
 
     def output(row: Row) -> tuple[str, list[list[float]]]:
-        with pairs.seen(row) as slide:
+        with dataset.seen(row) as slide:
             found = output_of(engine, slide)
         return str(found.dtype).removeprefix("torch."), found.tolist()
 
@@ -158,7 +158,7 @@ def _of_labels(
     for bag in bags_of(rows):
         output_NC = torch.cat([outputs[row.name] for row in bag]).mean(0, keepdim=True)
         called = bag[0].bag or bag[0].name
-        target = pairs.label(bag[0]).to(output_NC.device)
+        target = dataset.label(bag[0]).to(output_NC.device)
         scores[called] = float(output_NC if loss.survival else loss.function(output_NC, target))
     if not reading.names and len(reading.columns) > 1:
         return scores, {}
