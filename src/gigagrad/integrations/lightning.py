@@ -38,15 +38,15 @@ class GigagradModule(pl.LightningModule):  # type: ignore[misc]
         scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
         **settings: Any,
     ) -> None:
-        """`optimizer` and `scheduler` make one, as in `partial(torch.optim.AdamW, lr=1e-4)`; the latter steps once an
-        epoch. Without a `loss` the module only predicts.
+        """Keep what training needs: `optimizer` and `scheduler` make one, as in `partial(torch.optim.AdamW, lr=1e-4)`;
+        the latter steps once an epoch. Without a `loss` the module only predicts.
         """
         super().__init__()
         self.model, self.loss = model, loss
         self._make_optimizer, self._make_scheduler, self._settings = optimizer, scheduler, settings
 
     def setup(self, stage: str) -> None:
-        """Raises `ConfigError` for a `Trainer` of several devices, or one that scales gradients."""
+        """Raise `ConfigError` for a `Trainer` of several devices, or one that scales gradients."""
         if self.trainer.world_size > 1:
             raise ConfigError(f"GigagradModule trains on one device, got {self.trainer.world_size}; say devices=1")
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
@@ -68,7 +68,7 @@ class GigagradModule(pl.LightningModule):  # type: ignore[misc]
         return batch
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The loss; its gradients wait until Lightning has set back those of the step before, and asks for them."""
+        """Return the loss; its gradients wait until Lightning has set back those of the step before and asks."""
         parameters = list(self.parameters())
         earlier = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -96,7 +96,7 @@ class GigagradModule(pl.LightningModule):  # type: ignore[misc]
         self.log("test/loss", self.engine.forward(*map(_one, batch)), batch_size=1)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """A batch is an image, or an image and more, which is left out."""
+        """Predict a batch, which is an image, or an image and more, which is left out."""
         return self.predictor.forward(_one(batch[0] if isinstance(batch, tuple | list) else batch))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -138,14 +138,14 @@ class EngineMonitor(pl.Callback):  # type: ignore[misc]
 
 
 def _engine_of(module: pl.LightningModule) -> Engine:
-    """Raises `ConfigError` for another module."""
+    """Raise `ConfigError` for another module."""
     if not isinstance(module, GigagradModule):
         raise ConfigError(f"EngineMonitor watches a GigagradModule, got {type(module).__name__}")
     return module.engine
 
 
 def _one(item: Any) -> Any:
-    """An input of the engine; collation makes a list of one path, and of several images for one model."""
+    """Make an input of the engine; collation makes a list of one path, and of several images for one model."""
     if not isinstance(item, list):
         return item
     return item[0] if len(item) == 1 else tuple(item)

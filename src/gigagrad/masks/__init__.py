@@ -2,8 +2,7 @@
 
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
 from gigagrad.masks.classes import IGNORED, UNLABELLED, ClassTable
-from gigagrad.masks.labels import LabelMap
-from gigagrad.masks.missing import ignoring_missing
+from gigagrad.masks.labels import LabelMap, ignoring_missing
 from gigagrad.masks.opening import open_mask
 from gigagrad.masks.outlines import Outlines
 from gigagrad.masks.painting import AnnotationMask, paint

@@ -29,12 +29,12 @@ Polygon = tuple[str | None, Sequence[Any]]
 
 
 def is_annotation_file(path: Path) -> bool:
-    """Whether a file of this name is read by `read_annotations`."""
+    """Return whether a file of this name is read by `read_annotations`."""
     return is_annotation_name(path.name)
 
 
 def read_annotations(path: str | Path) -> Outlines:
-    """The outlines of a QuPath GeoJSON or ASAP XML file, as it is or in `.gz` or `.zip`, in the order of the file.
+    """Read the outlines of a QuPath GeoJSON or ASAP XML file, as it is or in `.gz` or `.zip`, in the order of the file.
 
     Held are the points, 17 bytes each, and one feature at a time. Raises `ImageError` for a file that is missing,
     damaged or of another kind.
@@ -44,15 +44,15 @@ def read_annotations(path: str | Path) -> Outlines:
         with open_annotations(path) as (suffix, file):
             if suffix == ".xml":
                 return Outlines.pack(_asap(path, file), path.name)
-            said = _Said(path)
-            return said.of(Outlines.pack(_geojson(path, file, said), path.name))
+            references = _References(path)
+            return references.of(Outlines.pack(_geojson(path, file, references), path.name))
     except OSError as error:
         raise ImageError(f"cannot read {path}: {error.strerror}") from error
 
 
 @dataclass(slots=True)
-class _Said:
-    """What a GeoJSON says of its coordinates: the reference systems it names, None for one that is null, and whether
+class _References:
+    """A GeoJSON's words on its coordinates: the reference systems it names, None for one that is null, and whether
     QuPath wrote it."""
 
     path: Path
@@ -60,7 +60,7 @@ class _Said:
     by_qupath: bool = False
 
     def add(self, crs: object) -> None:
-        """A member `crs`, of a file, a feature or a geometry. Raises `ImageError` for one that names no system."""
+        """Read a member `crs`, of a file, a feature or a geometry. Raises `ImageError` for one that names no system."""
         match crs:
             case None:
                 self.systems.add(None)
@@ -75,14 +75,14 @@ class _Said:
                 )
 
     def of(self, outlines: Outlines) -> Outlines:
-        """`outlines` with what was said of them. Raises `ImageError` where that contradicts itself."""
+        """Return `outlines` with what was said of them. Raises `ImageError` where that contradicts itself."""
         if len(self.systems) > 1:
             raise ImageError(f"{self.path} names several reference systems; write it in one, for all of its features")
         crs = next(iter(self.systems), None)
         return replace(outlines, crs=crs, origin="scan" if self.systems or self.by_qupath else "unsaid")
 
 
-def _geojson(path: Path, file: IO[bytes], said: _Said) -> Iterator[Polygon]:
+def _geojson(path: Path, file: IO[bytes], references: _References) -> Iterator[Polygon]:
     import ijson
 
     head = file.read(_HEAD)
@@ -95,38 +95,38 @@ def _geojson(path: Path, file: IO[bytes], said: _Said) -> Iterator[Polygon]:
         found = 0
         for feature in ijson.items(file, "item" if start == b"[" else "features.item", use_float=True):
             found += 1
-            yield from _of_feature(feature, said)
+            yield from _of_feature(feature, references)
         file.seek(begin)
         if found and start == b"{":
             for crs in ijson.items(file, "crs", use_float=True):
-                said.add(crs)
+                references.add(crs)
         elif start == b"{":
             whole = next(ijson.items(file, "", use_float=True))
             if "features" not in whole:
-                yield from _of_feature(whole, said)
+                yield from _of_feature(whole, references)
     except (ijson.JSONError, UnicodeDecodeError, OverflowError) as error:
         raise ImageError(f"{path} is no GeoJSON ({' '.join(str(error).split())[:100]}); export it again") from error
 
 
-def _of_feature(feature: object, said: _Said) -> Iterator[Polygon]:
-    """The polygons of a feature or a geometry, and of what lies inside it in QuPath's hierarchy."""
+def _of_feature(feature: object, references: _References) -> Iterator[Polygon]:
+    """Yield the polygons of a feature or a geometry, and of what lies inside it in QuPath's hierarchy."""
     if not isinstance(feature, Mapping) or not isinstance(feature.get("type"), str):
-        raise ImageError(f"{said.path} is no GeoJSON: a feature of it has no type; export annotations as GeoJSON")
+        raise ImageError(f"{references.path} is no GeoJSON: a feature of it has no type; export annotations as GeoJSON")
     if feature["type"] != "Feature":
-        yield from ((None, rings) for rings in _of_geometry(feature, said))
+        yield from ((None, rings) for rings in _of_geometry(feature, references))
         return
     if "crs" in feature:
-        said.add(feature["crs"])
+        references.add(feature["crs"])
     found = feature.get("properties")
     properties = found if isinstance(found, Mapping) else {}
     kind = properties.get("classification")
     # Before QuPath 0.3 what is now `objectType` was the id.
-    said.by_qupath |= "objectType" in properties or isinstance(kind, Mapping) or _is_qupaths(feature.get("id"))
-    for rings in _of_geometry(feature.get("geometry"), said):
+    references.by_qupath |= "objectType" in properties or isinstance(kind, Mapping) or _is_qupaths(feature.get("id"))
+    for rings in _of_geometry(feature.get("geometry"), references):
         yield _name_of(kind), rings
     children = properties.get("childObjects")
     for child in children if isinstance(children, list) else ():
-        yield from _of_feature(child, said)
+        yield from _of_feature(child, references)
 
 
 def _is_qupaths(name: object) -> bool:
@@ -134,18 +134,18 @@ def _is_qupaths(name: object) -> bool:
 
 
 def _name_of(kind: object) -> str | None:
-    """A class as QuPath shows it: of several parts as "Tumor: Positive"."""
+    """Name a class as QuPath shows it: of several parts as "Tumor: Positive"."""
     if isinstance(kind, Mapping):
         names = kind.get("names")
         kind = kind.get("name") or (": ".join(map(str, names)) if isinstance(names, list) else None)
     return kind if isinstance(kind, str) and kind else None
 
 
-def _of_geometry(geometry: object, said: _Said) -> Iterator[Sequence[Any]]:
-    """The rings of each polygon in a geometry; none of one that has no area."""
-    path = said.path
+def _of_geometry(geometry: object, references: _References) -> Iterator[Sequence[Any]]:
+    """Yield the rings of each polygon in a geometry; none of one that has no area."""
+    path = references.path
     if isinstance(geometry, Mapping) and "crs" in geometry:
-        said.add(geometry["crs"])
+        references.add(geometry["crs"])
     match geometry:
         case {"type": "Polygon", "coordinates": [*rings]}:
             yield _rings(rings, path)
@@ -154,7 +154,7 @@ def _of_geometry(geometry: object, said: _Said) -> Iterator[Sequence[Any]]:
                 yield _rings(polygon, path)
         case {"type": "GeometryCollection", "geometries": [*parts]}:
             for part in parts:
-                yield from _of_geometry(part, said)
+                yield from _of_geometry(part, references)
         case {"type": "Point" | "MultiPoint" | "LineString" | "MultiLineString"} | None:
             yield ()
         case _:

@@ -19,7 +19,7 @@ _BACKGROUND = "background"
 _REGION = "Region*"
 """QuPath's class of areas in which something is to be looked for: no class of pixels."""
 _IGNORED_BY_QUPATH = "*"
-"""What the names of QuPath's classes end in that are not to be learnt or measured: Ignore*, Artefact*."""
+"""The end of names of QuPath's classes that are not to be learnt or measured: Ignore*, Artefact*."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class ClassTable:
 
     @classmethod
     def parse(cls, entries: Sequence[str]) -> Self:
-        """A table of entries `NAME=ID`, where ID may be `ignore`; an entry without an id has the next free one, from 1,
-        but `Background` has 0, and a name that ends in an asterisk is ignored, as in QuPath.
+        """Make a table of entries `NAME=ID`, where ID may be `ignore`; an entry without an id has the next free one,
+        from 1, but `Background` has 0, and a name that ends in an asterisk is ignored, as in QuPath.
 
         `unlabelled=0` makes background of what is not annotated; without it, it is ignored, unless there is but one
         class. A class of several ids, `NAME=1+2`, makes regions of all. Raises `ConfigError` for an id that is none and
@@ -70,7 +70,7 @@ class ClassTable:
 
     @classmethod
     def of_names(cls, names: Iterable[str]) -> Self:
-        """The table of all names that occur, in alphabetical order from 1; those without a class only if alone.
+        """Make the table of all names that occur, in alphabetical order from 1; those without a class only if alone.
 
         `Background` is 0. What QuPath ignores is ignored, and its `Region*` is no class.
         """
@@ -100,7 +100,7 @@ class ClassTable:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """What `parse` makes this table of."""
+        """Return what `parse` makes this table of."""
         return tuple(f"{name}={text}" for name, text in self._written())
 
     def _written(self) -> list[tuple[str, str]]:
@@ -114,24 +114,24 @@ class ClassTable:
 
     @property
     def ignores(self) -> bool:
-        """Whether masks of this table may hold `IGNORED`."""
+        """Return whether masks of this table may hold `IGNORED`."""
         return self.unlabelled == IGNORED or IGNORED in dict(self.ids).values()
 
     @property
     def count(self) -> int:
-        """How many classes there are, the background included."""
+        """Count the classes, the background included."""
         return max([0, *(number for _, number in self.ids if number != IGNORED)]) + 1
 
     @property
     def foreground(self) -> tuple[str, ...]:
-        """Names of the classes 1, 2, ...; of several names for one id the first."""
+        """Return names of the classes 1, 2, ...; of several names for one id the first."""
         names: dict[int, str] = {}
         for name, number in self.ids:
             names.setdefault(number, name)
         return tuple(names.get(number, f"Class {number}") for number in range(1, self.count))
 
     def check_used(self, found: Iterable[str], where: str) -> None:
-        """Raises `ConfigError` for a name that none of the annotations has, which a misspelt one would not."""
+        """Raise `ConfigError` for a name that none of the annotations has, which a misspelt one would not."""
         found = set(found)
         for name, _ in self.ids:
             if name not in found and not name.isdecimal():
@@ -139,7 +139,7 @@ class ClassTable:
                 raise ConfigError(f"classes: no annotation of {where} is of the class {name!r}{known}")
 
     def check_any_used(self, found: Iterable[str], where: str) -> None:
-        """Raises `ConfigError` where the annotations have none of the names: all of them would be background."""
+        """Raise `ConfigError` where the annotations have none of the names: all of them would be background."""
         found, named = set(found), [name for name, _ in self.ids]
         if found.isdisjoint(named):
             known = did_you_mean(named[0], found) or f"; they have {', '.join(sorted(found)[:20])}"
@@ -149,7 +149,7 @@ class ClassTable:
             )
 
     def check_spelt(self, found: Iterable[str], where: str) -> None:
-        """Raises `ConfigError` for annotations of a class that differs from a name by capitals alone."""
+        """Raise `ConfigError` for annotations of a class that differs from a name by capitals alone."""
         known = {name.casefold(): (name, number) for name, number in self.ids}
         names = {name for name, _ in self.ids}
         for other in sorted(set(found) - names):
@@ -162,14 +162,14 @@ class ClassTable:
 
 
 def _own_id(name: str) -> int | None:
-    """The id that a name has by itself: the background's, or that of what QuPath ignores; None for all others."""
+    """Return the id that a name has by itself: the background's, or that of what QuPath ignores; else None."""
     if is_ignored(name):
         return IGNORED
     return 0 if name.casefold() == _BACKGROUND else None
 
 
 def is_ignored(name: str) -> bool:
-    """Whether QuPath ignores a class of this name."""
+    """Return whether QuPath ignores a class of this name."""
     return name.endswith(_IGNORED_BY_QUPATH)
 
 
@@ -182,7 +182,7 @@ def _id(text: str, entry: str) -> int:
 
 
 def _regions(found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The classes that are regions; none where each has one id."""
+    """Find the classes that are regions; none where each has one id."""
     if all(len(numbers) == 1 for numbers in found.values()):
         return {}
     regions = {name: numbers for name, numbers in found.items() if numbers not in ((0,), (IGNORED,))}
@@ -196,5 +196,5 @@ def _regions(found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
 
 
 def _default(ids: dict[str, int]) -> int:
-    """Of what is not annotated: where only one thing is, the rest is what it is told from."""
+    """Return the id of what is not annotated: where only one thing is, the rest is what it is told from."""
     return 0 if set(ids.values()) - {IGNORED} == {1} else IGNORED

@@ -15,27 +15,27 @@ from gigagrad.files import size_of
 
 SUFFIXES: Final = (".geojson", ".json", ".xml")
 _MOST_TIMES: Final = 100
-"""What a compressed file may become of its size; annotations become ten times as long, twenty at most."""
+"""Times that a file may grow when it is unpacked; annotations become ten times as long, twenty at most."""
 _LEAST_BYTES: Final = 1 << 26
 """That any compressed file may become, however small it is."""
 _CHUNK: Final = 1 << 16
 
 
 def is_annotation_name(name: str) -> bool:
-    """Whether a file of this name holds annotations, compressed or not; of a `.zip` the name says no more."""
+    """Return whether a file of this name holds annotations, compressed or not; the name of a `.zip` says no more."""
     name = name.lower()
     return name.endswith(".zip") or PurePath(name.removesuffix(".gz")).suffix in SUFFIXES
 
 
 def annotation_stem(path: Path) -> str:
-    """The file's name without its suffix, of a compressed one without both."""
+    """Return the file's name without its suffix, of a compressed one without both."""
     inner = PurePath(path.name[:-3]) if path.suffix.lower() == ".gz" else path
     return inner.stem
 
 
 @contextmanager
 def open_annotations(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """What the file holds: the suffix of its kind, and the bytes, to be read in pieces and from the start again.
+    """Open what the file holds: the suffix of its kind, and the bytes, to be read in pieces and from the start again.
 
     Raises `ImageError` for a file that is damaged, or longer than a compressed one may become, as it is read; `OSError`
     where it cannot be opened.
@@ -59,7 +59,7 @@ def open_annotations(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def _member(path: Path, archive: zipfile.ZipFile) -> zipfile.ZipInfo:
-    """The one annotation file inside; what macOS adds is none."""
+    """Find the one annotation file inside; what macOS adds is none."""
     held = [entry for entry in archive.infolist() if not entry.is_dir() and not entry.filename.startswith("__MACOSX/")]
     if len(held) != 1 or PurePath(held[0].filename).suffix.lower() not in SUFFIXES:
         names = ", ".join(entry.filename[:80] for entry in held[:3]) or "nothing"
@@ -81,7 +81,7 @@ def _in_our_words(path: Path) -> Iterator[None]:
 
 
 class _Bounded:
-    """What comes out of a compressed file, as far as an honest one goes."""
+    """The bytes that come out of a compressed file, as far as an honest one goes."""
 
     def __init__(self, path: Path, file: IO[bytes], most: int) -> None:
         self._path, self._file, self._most = path, file, most

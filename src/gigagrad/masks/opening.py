@@ -19,11 +19,10 @@ from gigagrad.images.resampled import Resampled
 from gigagrad.images.stacked import Stacked
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
 from gigagrad.masks.classes import IGNORED, ClassTable, is_ignored
-from gigagrad.masks.labels import LabelOfIds, Labels
-from gigagrad.masks.missing import mask_dtype, room_for_ignored
+from gigagrad.masks.labels import LabelOfIds, Labels, mask_dtype, room_for_ignored
 from gigagrad.masks.outlines import Outlines
 from gigagrad.masks.painting import AnnotationMask
-from gigagrad.masks.placed import in_pixels, meets, span
+from gigagrad.masks.placed import in_pixels, overlaps, span
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +41,7 @@ def open_mask(
     *,
     labels: int = 1,
 ) -> Image:
-    """The mask of an open `slide`, pixel for pixel at the slide's level.
+    """Open the mask of an open `slide`, pixel for pixel at the slide's level.
 
     Args:
         source: QuPath GeoJSON, ASAP XML (or the `Outlines` of one), in pixels of the slide's level 0, or GeoJSON in
@@ -123,7 +122,7 @@ class Relabelled(View):
 
 
 def _stacked(sources: Sequence[Source], slide: Image, table: ClassTable | None, labels: int) -> Image:
-    """A mask of each label. Of outlines all are the label's, whatever they are called."""
+    """Open a mask of each label. Of outlines all are the label's, whatever they are called."""
     with ExitStack() as opened:
         masks = []
         for source in sources:
@@ -147,7 +146,7 @@ def _outlines_in(source: Source) -> Outlines | None:
 
 
 def _of_labels(mask: Image, labels: int) -> Image:
-    """`mask`, closed where it has not a channel for each of `labels`."""
+    """Return `mask`, closed where it has not a channel for each of `labels`."""
     if mask.channels != labels:
         mask.close()
         raise TargetError(
@@ -170,7 +169,7 @@ def _painted(outlines: Outlines, slide: Image, table: ClassTable, source: Source
     if not len(outlines):
         raise TargetError(f"{name} has no outline that covers an area; annotate {slide.name}, or leave its mask empty")
     outlines = in_pixels(outlines, slide)
-    if not meets(outlines, slide):
+    if not overlaps(outlines, slide):
         full = slide.levels[0].shape
         raise TargetError(
             f"the outlines of {name} lie {span(outlines)}, outside their slide {slide.name} of {full[0]} x {full[1]} "
@@ -185,7 +184,7 @@ def _name(source: Source, slide: Image) -> str:
 
 
 def _at_size_of(slide: Image, mask: Image, name: str | Path) -> Image:
-    """`mask` at the level that has the slide's size, or the nearest pixels of its finest level."""
+    """Return `mask` at the level that has the slide's size, or the nearest pixels of its finest level."""
     for level, entry in enumerate(mask.levels):
         if entry.shape == slide.shape[1:]:
             if not level:
@@ -213,7 +212,7 @@ def _at_size_of(slide: Image, mask: Image, name: str | Path) -> Image:
 
 
 def _shows(mask: tuple[int, int], slide: tuple[int, int]) -> bool:
-    """Whether a mask of this size can be the same picture at another resolution."""
+    """Return whether a mask of this size can be the same picture at another resolution."""
     ratios = [of_slide / of_mask for of_slide, of_mask in zip(slide, mask, strict=True)]
     # The coarser of both was rounded by up to a pixel; at nearly the same size, a pixel more is another picture.
     slack = 1 / min(*mask, *slide)

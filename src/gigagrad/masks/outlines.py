@@ -73,7 +73,7 @@ class Outlines:
         )
 
     def bounds(self) -> Points:
-        """`(len, 4)`: smallest x and y, largest x and y of each polygon."""
+        """Return `(len, 4)`: smallest x and y, largest x and y of each polygon."""
         if not len(self):
             return np.empty((0, 4))
         first = self.starts[:-1]

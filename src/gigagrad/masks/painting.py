@@ -21,7 +21,7 @@ from gigagrad.masks.outlines import Outlines, Points
 _Bytes = NDArray[np.uint8]
 _Numbers = NDArray[np.integer[Any]]
 _COPIES = 3
-"""Of the points: as read, while they are put together, and in pixels of the mask."""
+"""Copies of the points: as read, while they are put together, and in pixels of the mask."""
 
 
 class AnnotationMask(Image):
@@ -33,7 +33,9 @@ class AnnotationMask(Image):
     """
 
     def __init__(self, outlines: Outlines, table: ClassTable, slide: Image, *, name: str, labels: int = 1) -> None:
-        """`slide` has the size and the level of the mask; outlines are in pixels of its level 0."""
+        """Paint outlines on a mask; `slide` has the size and the level of the mask; outlines are in pixels of its level
+        0.
+        """
         shape = (labels, slide.height, slide.width)
         held = outlines.points.nbytes + outlines.closing.nbytes
         ids = dict(table.ids)

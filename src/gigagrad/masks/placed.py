@@ -22,7 +22,7 @@ _REMEDY = 'name their reference system in a member "crs", or write "crs": null w
 
 
 def in_pixels(outlines: Outlines, slide: Image) -> Outlines:
-    """`outlines` in pixels of the slide's level 0, counted from its corner.
+    """Convert `outlines` to pixels of the slide's level 0, counted from its corner.
 
     GeoJSON that neither names a reference system nor is QuPath's is in longitude and latitude over an image that lies
     on earth, as RFC 7946 has it and as GDAL and QGIS read it, and in pixels over others. Raises `TargetError` where
@@ -39,8 +39,8 @@ def in_pixels(outlines: Outlines, slide: Image) -> Outlines:
     return replace(outlines, points=outlines.points + corner, origin="corner")
 
 
-def meets(outlines: Outlines, slide: Image) -> bool:
-    """Whether outlines in pixels have a place in the slide."""
+def overlaps(outlines: Outlines, slide: Image) -> bool:
+    """Return whether outlines in pixels have a place in the slide."""
     height, width = slide.levels[0].shape
     x0, y0, x1, y1 = outlines.bounds().T
     return bool(((x1 > 0) & (y1 > 0) & (x0 < width) & (y0 < height)).any())
@@ -56,13 +56,13 @@ def _unsaid(outlines: Outlines, slide: Image, place: Georeference) -> Outlines:
     """Longitude and latitude where they can be, else pixels."""
     if (np.abs(outlines.points) <= (180, 90)).all():
         found = _from_earth(outlines, f"EPSG:{_WGS84}", slide, place)
-        if meets(found, slide):
+        if overlaps(found, slide):
             return found
         raise TargetError(
             f"the outlines, {span(outlines)}, name no reference system, so they are longitudes and latitudes "
             f"(RFC 7946), which lie outside of {slide.name}; {_REMEDY}"
         )
-    if meets(replace(outlines, points=place.pixels(outlines.points)), slide):
+    if overlaps(replace(outlines, points=place.pixels(outlines.points)), slide):
         raise TargetError(
             f"the outlines, {span(outlines)}, name no reference system, and {slide.name} lies there in its own, "
             f"{_name(place)}; {_REMEDY}"
@@ -91,7 +91,7 @@ def _name(place: Georeference | None) -> str:
 
 
 def _reprojected(outlines: Outlines, source: int, target: int) -> Points:
-    """The points, in the reference system of EPSG's code `source`, in that of `target`. Raises `TargetError`."""
+    """Convert points from the reference system of EPSG's code `source` to that of `target`. Raises `TargetError`."""
     with extra("geo"):
         from rasterio.crs import CRS
         from rasterio.warp import transform

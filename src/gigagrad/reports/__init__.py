@@ -1,4 +1,4 @@
-"""What a person looks at: a plan as a table, the HTML report, the machine's state."""
+"""Reports for people: a plan as a table, the HTML report, the machine's state."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def loss_chart(run: RunData) -> str | None:
 
 
 def dice_chart(scores: Mapping[str, float]) -> str | None:
-    """One dot per slide, worst at the bottom, with the mean and a band of one standard deviation."""
+    """Draw one dot per slide, worst at the bottom, with the mean and a band of one standard deviation."""
     from matplotlib.ticker import MaxNLocator
 
     finite = {name: value for name, value in scores.items() if math.isfinite(value)}
@@ -151,7 +151,7 @@ def memory_chart(steps: Sequence[StepMeasured]) -> str | None:
 
 
 def parts_chart(parts: Sequence[tuple[str, int]], budget_bytes: int) -> str | None:
-    """Where the predicted peak goes: one horizontal bar of `(name, bytes)`, the budget as a line (0: none).
+    """Draw where the predicted peak goes: one horizontal bar of `(name, bytes)`, the budget as a line (0: none).
 
     Parts beyond the colours that one tells apart are one, the smallest of them.
     """
@@ -209,7 +209,7 @@ def _finish(ax: Axes, x_label: str, columns: int = 4) -> None:
 
 
 def _themed(svg: str, title: str) -> str:
-    """The bare `<svg>` element with colours as CSS variables, the page's font, and a name for screen readers."""
+    """Return the bare `<svg>` element with colours as CSS variables, the page's font, and a name for screen readers."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     for role, colour in COLOURS.items():
@@ -221,6 +221,6 @@ def _themed(svg: str, title: str) -> str:
 
 
 def _finite(series: Sequence[tuple[int, float]]) -> Any:
-    """`(n, 2)` of the finite points."""
+    """Return `(n, 2)` of the finite points."""
     points = np.array(series, dtype=float).reshape(-1, 2)
     return points[np.isfinite(points[:, 1])]

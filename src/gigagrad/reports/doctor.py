@@ -36,7 +36,7 @@ OPTIONAL = {
     "torchmetrics": ("train", "the scores of slide classifiers"),
     "cv2": ("demo", "synthetic slides"),
 }
-"""By module: the extra that brings it, and what for."""
+"""The extra that brings each module, and what it is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def diagnose(folder: str | Path = ".") -> list[Check]:
 
 
 def doctor_table(checks: list[Check]) -> Table:
-    """The findings for a rich console."""
+    """Tabulate the findings for a rich console."""
     from rich.table import Table
     from rich.text import Text
 
@@ -145,7 +145,7 @@ def _huge_pages(_: Path) -> _Finding:
 
 
 def _container_limit_bytes() -> int | None:
-    """The memory limit of the control group this process is in, if there is one."""
+    """Return the memory limit of the control group this process is in, if there is one."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text(encoding="ascii").strip()

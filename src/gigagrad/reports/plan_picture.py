@@ -86,12 +86,12 @@ def draw_curve(ax: Axes, study: PlanStudy) -> None:
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
-    """A few places from low to high, evenly spaced by factor; one where they are the same."""
+    """Return a few places from low to high, evenly spaced by factor; one where they are the same."""
     return [float(value) for value in np.unique(np.geomspace(low, high, count))]
 
 
 def _draw_memory(ax: Axes, study: PlanStudy) -> None:
-    """What is in memory during each pass, stacked."""
+    """Draw what is in memory during each pass, stacked."""
     ax.set_title("What is in memory, pass by pass", loc="left", fontsize=11)
     moments, plan = study.moments, study.plan
     edges = np.arange(len(moments) + 1) + 0.5

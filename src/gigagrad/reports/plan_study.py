@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from gigagrad import plans
 from gigagrad.events import Events, Listener
@@ -24,17 +28,16 @@ from gigagrad.plans.description import (
     step_of,
     whole_fields_of,
 )
-from gigagrad.reports.plan_view import renderable
 from gigagrad.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _TYPICAL = "by typical rates; 'gigagrad calibrate' measures these"
 _STAGES_SHOWN = 10
 _FIELDS_SHOWN = 6
 _RESOURCES = {"host": "host memory", "disk": "scratch"}
 _WHERE = {"memory": "in memory", "host": "on the host", "disk": "on disk"}
+_BAR = 30
+"""Characters of the longest bar."""
+_STYLES = {GOOD: "green", COSTLY: "yellow", OWN: "bold"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,13 @@ class PlanStudy:
     model: str
     plan: Plan
     rates: str
-    """By which rates the time is predicted where no tiles were timed, as in "by this machine's rates"."""
+    """The rates that predict time where no tiles were timed, as in "by this machine's rates"."""
     fates: tuple[Fate, ...]
     moments: tuple[Moment, ...]
     points: tuple[Point, ...]
     """The trade-off curve, least memory first, in the same seconds."""
     advice: tuple[Advice, ...] = ()
-    """What would make a step clearly faster, in the same seconds."""
+    """Suggestions that would make a step clearly faster, in the same seconds."""
 
     @property
     def seconds(self) -> float:
@@ -58,15 +61,15 @@ class PlanStudy:
 
     @property
     def smallest_bytes(self) -> int:
-        """The smallest budget that works."""
+        """Return the smallest budget that works."""
         return self.points[0].budget_bytes
 
 
 def make_study(
     model: str, problem: Problem, plan: Plan, *, rates: str = "", listeners: tuple[Listener, ...] = ()
 ) -> PlanStudy:
-    """Everything there is to say about a plan that was made for this problem: other plans, with less and more of what
-    holds it back, are made for it. `rates` as in `PlanStudy`, by default those of the machine.
+    """Work out everything there is to say about a plan that was made for this problem: other plans, with less and more
+    of what holds it back, are made for it. `rates` as in `PlanStudy`, by default those of the machine.
     """
     simulation = plans.simulate(problem, plan)
     assert simulation.consistent, "; ".join(map(str, simulation.faults))
@@ -94,16 +97,16 @@ def make_study(
 
 
 def plan_page(study: PlanStudy, more: tuple[Table, ...] = ()) -> RenderableType:
-    """The whole page for a rich console, with `more` tables at its end."""
+    """Lay out the whole page for a rich console, with `more` tables at its end."""
     page = describe_study(study)
     return renderable(dataclasses.replace(page, tables=(*page.tables, *more)))
 
 
 def describe_study(study: PlanStudy) -> Description:
-    """What the plan says of itself, with the fate of every field in place of the list of those that it keeps."""
+    """Describe the plan, with the fate of every field in place of the list of those that it keeps."""
     plan = study.plan
     facts = facts_of(plan, study.rates if plan.timed_seconds is None else TIMED)
-    tables = () if plan.whole else (stages_of(plan, _STAGES_SHOWN), *whole_fields_of(plan), _fates(study.fates))
+    tables = () if plan.whole else (stages_of(plan, _STAGES_SHOWN), *whole_fields_of(plan), _placements(study.fates))
     labels = ["what would help", *("" for _ in study.advice[1:])]
     return Description(
         f"{step_of(plan)} of {study.model}",
@@ -117,7 +120,7 @@ def describe_study(study: PlanStudy) -> Description:
 
 
 def advice_in_words(study: PlanStudy) -> tuple[str, ...]:
-    """A line for each resource of which more would help, or one that says why none would."""
+    """Write a line for each resource of which more would help, or one that says why none would."""
     if study.plan.budget_bytes is None:
         return ("nothing: no budget holds this plan back",)
     if not study.advice:
@@ -130,8 +133,8 @@ def advice_in_words(study: PlanStudy) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _fates(fates: Sequence[Fate]) -> Table:
-    """The largest of the fields that are kept and of those that are not, and how many there are of each kind."""
+def _placements(fates: Sequence[Fate]) -> Table:
+    """Tabulate the largest of the fields that are kept and of those that are not, and how many of each there are."""
     kept = [fate for fate in fates if fate.kept]
     shown = [*kept[:_FIELDS_SHOWN], *[fate for fate in fates if not fate.kept][:_FIELDS_SHOWN]]
     shown.sort(key=lambda fate: -fate.size_bytes)
@@ -141,7 +144,9 @@ def _fates(fates: Sequence[Fate]) -> Table:
     return Table(
         "Fields" if len(shown) == len(fates) else f"Fields: the largest of {len(fates)}, kept and not kept",
         ("size", "field", "module", "fate"),
-        tuple((format_bytes(fate.size_bytes), _field(fate), fate.module or "the loss", _fate(fate)) for fate in shown),
+        tuple(
+            (format_bytes(fate.size_bytes), _field(fate), fate.module or "the loss", _placement(fate)) for fate in shown
+        ),
         f"All together: {len(kept)} kept{size}, {again} made more than once, {once} made once and forgotten. "
         "Fields that are not kept are made tile by tile and are never whole.",
         tones=tuple(GOOD if fate.kept else COSTLY if fate.sweeps > 2 else "" for fate in shown),
@@ -153,7 +158,7 @@ def _field(fate: Fate) -> str:
     return f"{operator} {'x'.join(map(str, fate.shape[1:]))}"
 
 
-def _fate(fate: Fate) -> str:
+def _placement(fate: Fate) -> str:
     if fate.tier is not None:
         readers = ", ".join(map(str, fate.readers[:2])) + (" ..." if len(fate.readers) > 2 else "")
         stored = "" if fate.storage == EXACT else f" as {fate.storage}"
@@ -165,7 +170,7 @@ def _fate(fate: Fate) -> str:
 
 
 def _curve(study: PlanStudy) -> Table:
-    """A row for each point of the curve, a bar as long as its time; the plan itself among them."""
+    """Tabulate the curve: a row for each point, a bar as long as its time; the plan itself among them."""
     plan = study.plan
     kept_bytes = sum(field.size_bytes for field in plan.kept)
     rows = [(p.predicted_peak_bytes, p.seconds, p.kept, p.kept_bytes, "") for p in study.points]
@@ -188,3 +193,63 @@ def _curve(study: PlanStudy) -> Table:
 
 def _close(a: float, b: float) -> bool:
     return abs(a - b) <= 0.01 * max(abs(a), abs(b))
+
+
+def renderable(description: Description) -> RenderableType:
+    """Lay out the whole page, readable at 100 columns."""
+    facts = RichTable.grid(padding=(0, 2))
+    for label, text in description.facts:
+        facts.add_row(Text(label, style="dim"), Text(text))
+    parts: list[RenderableType] = [Group(Text(description.title, style="bold"), facts)]
+    parts += [_Fitted(table) for table in description.tables]
+    return Group(*(item for part in parts for item in (part, Text())))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    """A table with the columns for which the console has room, words in several lines where they need them."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        bars = [_Bar(share) for share in self.table.bars]
+        table = self.table.fitting(options.max_width - (_BAR + 2 if bars else 0))
+        right = table.numeric
+        before = max((i + 1 for i, numeric in enumerate(right) if numeric), default=0)  # bars stand beside numbers
+        shown = RichTable(
+            title=Text(table.title, style="bold"),
+            title_justify="left",
+            box=None,
+            header_style="dim",
+            padding=(0, 2, 0, 0),
+            pad_edge=False,
+        )
+        for i, name in enumerate(table.columns):
+            if bars and i == before:
+                shown.add_column()
+            shown.add_column(Text(name), justify="right" if right[i] else "left", no_wrap=right[i], overflow="fold")
+        tones = table.tones or ("",) * len(table.rows)
+        for i, (row, tone) in enumerate(zip(table.rows, tones, strict=True)):
+            cells: list[RenderableType] = [*map(Text, row)]
+            cells[before:before] = bars[i : i + 1]
+            shown.add_row(*cells, style=_STYLES.get(tone, ""))
+        yield shown if table.rows else Text(table.title, style="bold")
+        if table.note:
+            yield Text(table.note)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """A bar of this share of the full length, in eighths of a character where the terminal has them."""
+
+    share: float
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(_BAR, _BAR)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        eighths = max(1, round(8 * _BAR * self.share))
+        if options.ascii_only:
+            yield Text("#" * -(-eighths // 8))
+        else:
+            yield Text("\u2588" * (eighths // 8) + " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"[eighths % 8].strip())

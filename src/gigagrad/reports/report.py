@@ -129,7 +129,7 @@ def _plan(record: Mapping[str, Any]) -> Plan | None:
 
 
 def _dice(run: RunData) -> Mapping[str, float]:
-    """The test scores of the run; where it has none, those of the predictions."""
+    """Return the test scores of the run; where it has none, those of the predictions."""
     return run.dice or {entry.name: entry.dice for entry in run.predictions if entry.dice is not None}
 
 
@@ -172,7 +172,7 @@ def _cards(run: RunData) -> Iterator[Card]:
 
 
 def _step_cards(step: Mapping[str, Any]) -> Iterator[Card]:
-    """The large step's numbers, the published ones beside them where the size is the same."""
+    """Return the large step's numbers, the published ones beside them where the size is the same."""
     pixels = step.get("pixels")
     published = pixels == _PUBLISHED_PIXELS
     if pixels:
@@ -192,7 +192,7 @@ def _step_cards(step: Mapping[str, Any]) -> Iterator[Card]:
 
 
 def _notes(run: RunData) -> Iterator[str]:
-    """What a reader must know before the numbers: what is missing and what went wrong."""
+    """Yield what a reader must know before the numbers: what is missing and what went wrong."""
     train, unit = run.series("train", "loss"), "slide" if run.accumulated > 1 else "step"
     broken = [at for at, value in train if not math.isfinite(value)]
     if broken:
@@ -219,7 +219,7 @@ def _picture(entry: Predicted) -> Picture:
 
 
 def _data_uri(path: Path) -> str | None:
-    """The picture as WebP, a tenth of the PNG's size with outlines as sharp; None if it cannot be read."""
+    """Encode the picture as WebP, a tenth of the PNG's size with outlines as sharp; None if it cannot be read."""
     from PIL import Image as Pillow
 
     buffer = io.BytesIO()
@@ -249,7 +249,7 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _shown(name: str, value: Any) -> str:
-    """`value` in the unit that its name's last word states."""
+    """Write `value` in the unit that its name's last word states."""
     if value is None or value == [] or value == "":
         return "-"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What a run folder and a prediction folder hold, read as they are: whatever is missing or damaged is simply absent.
+"""The content of a run folder and a prediction folder, read as they are: what is missing or damaged is simply absent.
 
 A run writes its events line by line, and they come back here as the same records.
 """
@@ -49,7 +49,7 @@ class RunData:
     steps: tuple[StepMeasured, ...]
     dice: Mapping[str, float]
     evaluation: Mapping[str, Any]
-    """Of test slides with labels, as `SlideEvaluation.to_dict` has it."""
+    """Scores of test slides with labels, as `SlideEvaluation.to_dict` has them."""
     plan: Mapping[str, Any]
     plan_text: str
     config: Mapping[str, Any]
@@ -57,17 +57,17 @@ class RunData:
     predictions: tuple[Predicted, ...]
 
     def series(self, split: str, name: str) -> list[tuple[int, float]]:
-        """`(step, value)` of one number of one split, in the order it was logged; NaN included."""
+        """Return `(step, value)` of one number of one split, in the order it was logged; NaN included."""
         return [(m.step, m.values[name]) for m in self.metrics if m.split == split and name in m.values]
 
     @property
     def accumulated(self) -> int:
-        """How many slides (or patients) make a step; metrics are counted in them."""
+        """Return how many slides (or patients) make a step; metrics are counted in them."""
         return max(1, int(number(self.config, "accumulate")))
 
     @property
     def training_steps(self) -> int:
-        """How many there were: each epoch ends with what is left of its slides."""
+        """Count the steps of training: each epoch ends with what is left of its slides."""
         last: dict[int, int] = {}
         for metric in self.metrics:
             if metric.split == "train":
@@ -77,8 +77,9 @@ class RunData:
 
 
 def own_peaks(steps: Sequence[StepMeasured]) -> list[int | None]:
-    """The peak of each step. A process tells the highest that it has been at: a step that stayed below one before it
-    has a peak that nobody knows, here None."""
+    """Return the peak of each step. A process tells the highest that it has been at: a step that stayed below one
+    before it has a peak that nobody knows, here None.
+    """
     found: list[int | None] = []
     most = 0
     for step in steps:
@@ -128,8 +129,9 @@ def _parsed(text: str) -> Any:
 
 
 def _settings(path: Path) -> Mapping[str, Any]:
-    """The settings of a run's configuration: each is a word or a number, or a list of these. A list of aliases of lists
-    of aliases would be short in the file and endless on the page, and so would a long one under many names."""
+    """Return the settings of a run's configuration: each is a word or a number, or a list of these. A list of aliases
+    of lists of aliases would be short in the file and endless on the page, and so would a long one under many names.
+    """
     known = {field.name for field in dataclasses.fields(FitConfig)}
     try:
         found = mapping(yaml.safe_load(_text(path))).items()
@@ -149,13 +151,13 @@ def _is_plain_list(value: Any) -> bool:
 
 
 def _json_lines(path: Path) -> list[Mapping[str, Any]]:
-    """The lines that are JSON objects; the last one may have been cut off by whatever stopped the run."""
+    """Read the lines that are JSON objects; the last one may have been cut off by whatever stopped the run."""
     parsed = map(_parsed, _text(path).splitlines())
     return [record for record in parsed if isinstance(record, dict)]
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """`value` if it is a JSON object, else an empty one."""
+    """Return `value` if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
@@ -164,20 +166,22 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def number(record: Mapping[str, Any], name: str) -> float:
-    """The finite number of that name, 0 if there is none."""
+    """Return the finite number of that name, 0 if there is none."""
     value = record.get(name)
     return float(value) if _is_number(value) and math.isfinite(value) else 0.0
 
 
 def _metric(record: Mapping[str, Any]) -> MetricsLogged:
-    """A logged number that is not finite is JSON `null` or NaN, depending on who wrote it; both are NaN here."""
+    """Read a logged number; one that is not finite is JSON `null` or NaN, by whoever wrote it, and NaN here."""
     logged = mapping(record.get("values"))
     values = {str(name): float(value) if _is_number(value) else math.nan for name, value in logged.items()}
     return _filled(MetricsLogged, record, values=values)
 
 
 def _filled(cls: type[_Record], record: Mapping[str, Any], **known: Any) -> _Record:
-    """A record of texts and numbers from a JSON object, empty and 0 where they are missing; `known` fields as given."""
+    """Make a record of texts and numbers from a JSON object, empty and 0 where they are missing; `known` fields as
+    given.
+    """
     values = {
         name: str(record.get(name, "")) if kind is str else kind(number(record, name))
         for name, kind in get_type_hints(cls).items()
@@ -198,7 +202,7 @@ def _predictions(folder: Path) -> Iterator[Predicted]:
 
 
 def _inside(folder: Path, name: str) -> Path | None:
-    """The file of that name, None if there is none or it is not in the folder."""
+    """Return the file of that name, None if there is none or it is not in the folder."""
     path = folder / name
     try:
         return path if path.is_file() and path.resolve().is_relative_to(folder.resolve()) else None

@@ -1,4 +1,4 @@
-"""What many ranks would gain, as tables: a row for each number of ranks."""
+"""Gains of many ranks, as tables: a row for each number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHY = {
 
 
 def scale_tables(scaling: Scaling, ranks: Sequence[int]) -> tuple[Table, ...]:
-    """What so many ranks take, hold and send; for several images a step also which way is fastest."""
+    """Tabulate what so many ranks take, hold and send; for several images a step also which way is fastest."""
     rows = [scaling.shared(count) for count in ranks]
     shown = [next(alike) for _, alike in groupby(rows, lambda row: (row.groups, row.tile.ranks))]
     idle = " Rows that only add idle ranks are left out." if len(shown) < len(rows) else ""
@@ -42,7 +42,7 @@ def scale_tables(scaling: Scaling, ranks: Sequence[int]) -> tuple[Table, ...]:
 
 
 def scale_rows(scaling: Scaling, ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """The same as plain types, for JSON; times in seconds."""
+    """Return the rows as plain types, for JSON; times in seconds."""
     return [
         {
             "ranks": row.ranks,

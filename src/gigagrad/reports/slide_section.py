@@ -1,4 +1,4 @@
-"""What a report says of the test slides of a run with labels: measures with their intervals, confusion, slides."""
+"""A report's section on test slides with labels: measures with their intervals, confusion, slides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SlideSection:
 
     @classmethod
     def of(cls, evaluation: Mapping[str, Any]) -> SlideSection | None:
-        """Of `SlideEvaluation.to_dict` as a file holds it, without what is damaged; None where nothing is left."""
+        """Read `SlideEvaluation.to_dict` as a file holds it, without what is damaged; None where nothing is left."""
         others = {name: mapping(value) for name, value in evaluation.items() if name != "slides"}
         found = {name: each for name, each in others.items() if "low" in each}
         measures = tuple(
@@ -55,7 +55,7 @@ class ClassSection:
 
     @classmethod
     def of(cls, evaluation: Mapping[str, Any]) -> ClassSection | None:
-        """Of `Evaluation.to_dict` as a file holds it, without what is damaged; None where nothing is left."""
+        """Read `Evaluation.to_dict` as a file holds it, without what is damaged; None where nothing is left."""
         scores = {str(name): mapping(each) for name, each in mapping(evaluation.get("classes")).items()}
         counts = evaluation.get("confusion")
         rows = counts if isinstance(counts, list) and all(isinstance(row, list) for row in counts) else []

@@ -35,12 +35,12 @@ _WIDEST_CONFUSION = 8
 
 
 def measure_name(name: str) -> str:
-    """What a measure of an evaluation is called for a person."""
+    """Name a measure of an evaluation for a person."""
     return _MEASURES.get(name) or f"{name.removeprefix('auc_')} against the rest"
 
 
 def evaluation_tables(evaluation: Evaluation | SlideEvaluation) -> Group:
-    """All that is to be said of an evaluation, one table below the other."""
+    """Tabulate all that is to be said of an evaluation, one table below the other."""
     if isinstance(evaluation, Evaluation):
         # Of foreground and background, the table of slides has said it all.
         more = len(evaluation.classes) > (2 if evaluation.confusion else 0)
@@ -51,8 +51,8 @@ def evaluation_tables(evaluation: Evaluation | SlideEvaluation) -> Group:
 
 
 def _class_table(evaluation: Evaluation) -> Table:
-    """One line per class or label over the pixels of all slides; of classes, which share of the true pixels was
-    predicted as which.
+    """Tabulate one line per class or label over the pixels of all slides; of classes, which share of the true pixels
+    was predicted as which.
     """
     shown = bool(evaluation.confusion) and len(evaluation.classes) <= _WIDEST_CONFUSION
     table = Table(header_style="bold", caption="all slides; right: true pixels by predicted class" if shown else None)
@@ -70,7 +70,7 @@ def _class_table(evaluation: Evaluation) -> Table:
 
 
 def _slide_table(evaluation: SlideEvaluation) -> Table:
-    """One line per slide; in red where the class is another one than the label's."""
+    """Tabulate one line per slide; in red where the class is another one than the label's."""
     table = Table(header_style="bold")
     table.add_column("Slide", overflow="fold")
     for heading in ("Label", "Predicted", *(["Probability"] if evaluation.classes else [])):
@@ -112,7 +112,7 @@ def _confusion_table(names: Sequence[str], counts: Sequence[Sequence[int]]) -> T
 
 
 def score_table(evaluation: Evaluation) -> Table:
-    """One line per slide; below them the mean and the sample standard deviation over slides."""
+    """Tabulate one line per slide; below them the mean and the sample standard deviation over slides."""
     table = Table(header_style="bold", show_footer=True)
     dice, iou = (spread(getattr(score, name) for score in evaluation.scores) for name in ("dice", "iou"))
     table.add_column("Slide", footer="mean +/- sd" if len(evaluation.scores) > 1 else "mean", overflow="fold")
@@ -125,7 +125,7 @@ def score_table(evaluation: Evaluation) -> Table:
 
 
 def folds_table(folds: Sequence[FoldResult]) -> Table:
-    """One line per fold; below them the mean and the sample standard deviation over folds."""
+    """Tabulate one line per fold; below them the mean and the sample standard deviation over folds."""
     table = Table(header_style="bold", show_footer=True)
     table.add_column("Fold", footer="mean +/- sd", justify="right")
     table.add_column("Slides", justify="right")
@@ -140,7 +140,7 @@ def folds_table(folds: Sequence[FoldResult]) -> Table:
 
 
 def rates_table(calibration: Calibration) -> Table:
-    """The rates of one thread, of its further threads, and of the tiers."""
+    """Tabulate the rates of one thread, of its further threads, and of the tiers."""
     machine, disk = calibration.machine, calibration.disk
     way = "direct" if disk.direct else "through the page cache"
     rows = {
