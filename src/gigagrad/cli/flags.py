@@ -41,7 +41,7 @@ _MODEL = "paper-unet, timm:NAME, smp:NAME?key=value, monai:NAME?key=value or pac
 
 
 def _memory(text: str) -> str:
-    """Kept as it was written, which is what configs and messages show."""
+    """Check an amount of memory and return it as it was written, which is what configs and messages show."""
     try:
         parse_bytes(text)
     except ValueError as error:

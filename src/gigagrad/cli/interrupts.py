@@ -25,7 +25,7 @@ _AGAIN_SECONDS: Final = 0.1
 _IMPORT_SECONDS: Final = 2.0
 """An import that takes longer is interrupted: a module of the user's may do anything."""
 _IMPORTS: Final = "importlib._bootstrap"
-_BEFORE_WORK: Final = "__main__", "runpy", "contextlib", "gigagrad.cli"
+_BEFORE_WORK: Final = "__main__", "runpy", "contextlib", "pkgutil", "importlib", "gigagrad.cli"
 """Modules whose functions have only begun to look for what is to be done."""
 
 
@@ -44,7 +44,7 @@ class Interrupts:
         self._reminds = False
 
     def heed(self) -> None:
-        """Signals that are ignored (nohup, background jobs of a shell) stay so."""
+        """Take the signals; those that are ignored (nohup, background jobs of a shell) stay so."""
         for name in _NAMES:
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
@@ -53,7 +53,7 @@ class Interrupts:
         sys.unraisablehook = lambda told: None if issubclass(told.exc_type, KeyboardInterrupt) else say(told)
 
     def end(self) -> None:
-        """Nothing is left to interrupt. Python takes its time to end, and what was done is done."""
+        """Ignore signals from now on. Python takes its time to end, and what was done is done."""
         self.over = True
         for name in _NAMES[1:]:
             number = getattr(signal, name, None)

@@ -127,8 +127,8 @@ def _leave_for_torchrun(path: Path, text: str) -> None:
 
 @contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Our own warnings as `gigagrad: warning: ...`; what libraries warn of, in either way, is for developers, who pass
-    `python -W`.
+    """Print our own warnings as `gigagrad: warning: ...`; what libraries warn of, in either way, is for developers,
+    who pass `python -W`.
     """
     from gigagrad.images.resolution import GuessedResolutionWarning
 

@@ -36,7 +36,7 @@ class Cohort:
 
     @contextmanager
     def telling(self, row: Row) -> Iterator[None]:
-        """Errors of the row's images and targets say where it stands."""
+        """Add to errors of the row's images and targets where it stands."""
         try:
             yield
         except (ImageError, TargetError) as error:
@@ -44,7 +44,7 @@ class Cohort:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the rows do; a run is only continued on the cohort it began with."""
+        """Return a digest that changes whenever the rows do; a run is only continued on the cohort it began with."""
         text = "\n".join(
             "|".join(map(str, (r.slide, r.mask, r.label, r.split, r.mpp, *r.further_slides, *r.further_masks)))
             for r in self.rows
@@ -185,7 +185,7 @@ def _folded(path: Path, columns: Sequence[str], rows: Sequence[Row], fold: int) 
 
 
 def _of_labels(cohort: Cohort, texts: Sequence[str], table: ClassTable | None) -> ClassTable | None:
-    """Labels that are names count from 0 in alphabetical order; numbers stand for themselves."""
+    """Make classes of labels: names count from 0 in alphabetical order; numbers stand for themselves."""
     if table is not None:
         known = {name for name, _ in table.ids}
         for row in cohort.rows:

@@ -114,7 +114,7 @@ def _classes(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _cases(folder: Path, part: str, suffix: str) -> Iterator[Row]:
-    """Rows of CASE_0000, CASE_0001, ...: the files of a case hold its channels."""
+    """Yield the rows of CASE_0000, CASE_0001, ...: the files of a case hold its channels."""
     images, labels = folder / f"images{part}", folder / f"labels{part}"
     files = slides_in(images) if images.is_dir() else []
     for case, of_case in groupby(files, lambda file: file.name.removesuffix(suffix).rpartition("_")[0]):

@@ -117,7 +117,7 @@ class Row:
 
 
 def slides_in(folder: Path) -> list[Path]:
-    """Slide files of a folder, in alphabetical order; hidden ones are left out."""
+    """List the slide files of a folder, in alphabetical order; hidden ones are left out."""
     return sorted(
         path for path in folder.iterdir() if path.suffix.lower() in SLIDE_SUFFIXES and not path.name.startswith(".")
     )
@@ -204,7 +204,7 @@ def columns_of(kind: str, columns: Iterable[str]) -> list[str]:
 
 
 def _spelt(column: str) -> str:
-    """In our spelling; what follows a colon is a name of the user's."""
+    """Spell a column as we do; what follows a colon is a name of the user's."""
     kind, colon, name = column.partition(":")
     kind = kind.strip().lower()
     if not colon:
@@ -214,7 +214,7 @@ def _spelt(column: str) -> str:
 
 
 def _columns(path: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Our names in the place of other tools'."""
+    """Put our names in the place of other tools'."""
     columns = [_spelt(name.strip()) for name in names]
     for ours, aliases in _ALIASES.items():
         found = next((alias for alias in aliases if alias in columns), None)

@@ -66,7 +66,8 @@ def take_steps(
     precision: str | None = None,
     listeners: Iterable[Listener] = (),
 ) -> dict[str, Any]:
-    """Steps of Adam on the paper's loss, measured: pixels, seconds, bytes, and the exact loss before the last step.
+    """Take steps of Adam on the paper's loss and measure them: pixels, seconds, bytes, and the exact loss before the
+    last step.
 
     `grey` reads the slide in one channel, as `Image.grey` does.
     `seconds_per_step` is the median, each from reading the first pixel to the new weights; capture and planning, once

@@ -64,7 +64,7 @@ class GigagradModule(pl.LightningModule):  # type: ignore[misc]
         return optimizer if self._make_scheduler is None else ([optimizer], [self._make_scheduler(optimizer)])
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Leaves the batch where it is: an engine moves boxes."""
+        """Leave the batch where it is: an engine moves boxes."""
         return batch
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ class GigagradModule(pl.LightningModule):  # type: ignore[misc]
         return loss
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Adds the gradients of the last `training_step`, a share of them where several steps are accumulated."""
+        """Add the gradients of the last `training_step`, a share of them where several steps are accumulated."""
         for parameter, gradient in self._found:
             share = gradient / self.trainer.accumulate_grad_batches
             parameter.grad = share if parameter.grad is None else parameter.grad.add_(share)

@@ -94,6 +94,6 @@ class EngineHandler:
 
 
 def _each(batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Batches of one, without MONAI's metadata, which PyTorch's export does not trace."""
+    """Yield batches of one, without MONAI's metadata, which PyTorch's export does not trace."""
     plain = batch.as_subclass(torch.Tensor)
     return tuple(plain[index : index + 1] for index in range(len(plain)))

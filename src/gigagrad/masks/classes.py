@@ -90,7 +90,9 @@ class ClassTable:
         return cls(tuple(ids.items()), _default(ids)).ignoring(found)
 
     def ignoring(self, names: Iterable[str]) -> Self:
-        """This table, and of these names those that QuPath ignores, where it does not name them itself."""
+        """Add to this table, and return it with of these names those that QuPath ignores, where it does not name
+        them itself.
+        """
         known = dict(self.ids)
         further = sorted(name for name in {*names} - {*known, _REGION} if is_ignored(name))
         return replace(self, ids=(*self.ids, *((name, IGNORED) for name in further)))
@@ -109,7 +111,7 @@ class ClassTable:
 
     @property
     def values(self) -> dict[int, int]:
-        """Class ids by the values in mask files, of the names that are numbers."""
+        """Return class ids by the values in mask files, of the names that are numbers."""
         return {int(name): number for name, number in self.ids if name.isdecimal()}
 
     @property

@@ -45,7 +45,7 @@ class Outlines:
 
     @classmethod
     def pack(cls, polygons: Iterable[tuple[str | None, Sequence[Any]]], where: str) -> Self:
-        """Outlines of `(class name, rings)`, in order; a ring is a sequence of (x, y), closed or not.
+        """Pack outlines `(class name, rings)`, in order; a ring is a sequence of (x, y), closed or not.
 
         None is a polygon without a class, and one without rings is counted as skipped. Raises `ImageError` for points
         that are no finite numbers.

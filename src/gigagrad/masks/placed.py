@@ -47,13 +47,13 @@ def overlaps(outlines: Outlines, slide: Image) -> bool:
 
 
 def span(outlines: Outlines) -> str:
-    """From where to where outlines lie, for messages."""
+    """Write from where to where outlines lie, for messages."""
     (x0, y0), (x1, y1) = outlines.points.min(axis=0), outlines.points.max(axis=0)
     return f"from ({x0:g}, {y0:g}) to ({x1:g}, {y1:g})"
 
 
 def _unsaid(outlines: Outlines, slide: Image, place: Georeference) -> Outlines:
-    """Longitude and latitude where they can be, else pixels."""
+    """Take coordinates for longitude and latitude where they can be, else pixels."""
     if (np.abs(outlines.points) <= (180, 90)).all():
         found = _from_earth(outlines, f"EPSG:{_WGS84}", slide, place)
         if overlaps(found, slide):
@@ -111,7 +111,7 @@ def _reprojected(outlines: Outlines, source: int, target: int) -> Points:
 
 
 def epsg_of(name: str) -> int | None:
-    """EPSG's code in a name of a reference system, as GeoJSON has it; x before y."""
+    """Find EPSG's code in a name of a reference system, as GeoJSON has it; x before y."""
     ogc = re.fullmatch(r"(?:urn:ogc:def:crs:|https?://www\.opengis\.net/def/crs/)?OGC[:/][\d.]*[:/]?(CRS\d+)", name)
     if ogc:
         return _OF_OGC.get(ogc.group(1))

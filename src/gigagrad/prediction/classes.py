@@ -35,7 +35,7 @@ def image_shape(engine: Engine, slide: Image) -> tuple[int, ...] | None:
 
 
 def mask_classes(count: int, names: Sequence[str] = ()) -> tuple[MaskClass, ...]:
-    """Foreground classes 1 to `count`, named `names` or else "Foreground" (one class) or "Class 1", "Class 2", ...
+    """Make foreground classes 1 to `count`, named `names` or else "Foreground" (one class) or "Class 1", "Class 2", ...
 
     Raises `ConfigError` when there are names for another number of classes.
     """
@@ -76,7 +76,7 @@ class Channels:
 
     @classmethod
     def of(cls, count: int, loss: str) -> Self:
-        """After training with `loss`, or a sum of losses; "" where nobody knows which."""
+        """Read `count` channels as training with `loss`, or a sum of losses; "" where nobody knows which."""
         return cls(count, labels=count > 1 and bool(loss) and kind_of(loss) == "binary")
 
     @property

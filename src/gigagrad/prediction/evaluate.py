@@ -74,12 +74,12 @@ class Evaluation:
 
     @property
     def dice(self) -> tuple[float, float]:
-        """Mean and sample standard deviation over the slides."""
+        """Return mean and sample standard deviation over the slides."""
         return mean_sd(score.dice for score in self.scores)
 
     @property
     def iou(self) -> tuple[float, float]:
-        """Mean and sample standard deviation over the slides."""
+        """Return mean and sample standard deviation over the slides."""
         return mean_sd(score.iou for score in self.scores)
 
     @property
@@ -153,7 +153,7 @@ def score_logits(
 
 
 def _with_data(pred: _Pixels, truth: Image, seen: Image | None, box: Box) -> tuple[_Pixels, _Pixels]:
-    """Both masks `(planes, h, w)` in this box, or `(planes, n)` of the pixels there where `seen` has data."""
+    """Read both masks `(planes, h, w)` in this box, or `(planes, n)` of the pixels there where `seen` has data."""
     true = np.asarray(truth.read(box))
     missing = None if seen is None else seen.missing(box)
     return (pred, true) if missing is None else (pred[:, ~missing], true[:, ~missing])

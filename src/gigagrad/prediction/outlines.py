@@ -45,8 +45,9 @@ class Rings:
 
 
 def corners_in(inside: NDArray[np.bool_], y0: int, x0: int) -> Corners:
-    """Corners among the lattice points `[y0, y0 + h) x [x0, x0 + w)`, where lattice point (y, x) is the upper left
-    corner of pixel (y, x). `inside` is `(h + 1, w + 1)`: the pixels from (y0 - 1, x0 - 1) on."""
+    """Find the corners among the lattice points `[y0, y0 + h) x [x0, x0 + w)`, where lattice point (y, x) is the
+    upper left corner of pixel (y, x). `inside` is `(h + 1, w + 1)`: the pixels from (y0 - 1, x0 - 1) on.
+    """
     upright = inside[:, 1:] ^ inside[:, :-1]
     level = inside[1:, :-1] ^ inside[:-1, :-1]
     up, down = upright[:-1], upright[1:]
@@ -109,7 +110,7 @@ def rings_of(corners: Corners) -> Rings:
 
 
 def _partners(line: _Ints, along: _Ints, forward: NDArray[np.bool_]) -> _Ints:
-    """For each corner the other end of its edge on `line`: sorted along a line, corners pair up two by two."""
+    """Find for each corner the other end of its edge on `line`: sorted along a line, corners pair up two by two."""
     order = np.lexsort((forward, along, line))
     assert not len(order) % 2, "a closed region has an even number of corners"
     assert forward[order[::2]].all(), "an edge must open with an arm that points forward"

@@ -128,7 +128,7 @@ def write_geojson(
 
 
 def _corners(mask: Image, classes: Sequence[MaskClass], downsample: int, max_corners: int) -> dict[int, Corners] | None:
-    """Corners by class id, or None as soon as there are too many of them."""
+    """Find the corners by class id, or None as soon as there are too many of them."""
     height, width = sampled_shape(mask, downsample)
     side = block_side(downsample)
     parts: dict[int, list[Corners]] = {kind.id: [NO_CORNERS] for kind in classes}
@@ -151,7 +151,9 @@ def _corners(mask: Image, classes: Sequence[MaskClass], downsample: int, max_cor
 
 
 def _polygons(rings: Rings, downsample: int, limits: Any, min_area_px: float) -> Iterator[Polygon]:
-    """Each outer ring with its holes as valid polygons, scaled to the mask's pixels and cut at the image's border."""
+    """Make valid polygons of each outer ring with its holes, scaled to the mask's pixels and cut at the image's
+    border.
+    """
     import shapely
 
     kept = np.abs(rings.areas) * downsample**2 >= min_area_px
@@ -171,7 +173,7 @@ def _polygons(rings: Rings, downsample: int, limits: Any, min_area_px: float) ->
 
 
 def _parents(rings: Rings, outer: Any, holes: Any) -> Any:
-    """For each hole the smallest outer ring around it."""
+    """Find for each hole the smallest outer ring around it."""
     import shapely
 
     if not len(holes):

@@ -190,7 +190,7 @@ class Predictor:
             return level_near(slide, self.config.target_mpp)
 
     def _score(self, entry: Row, slide: Image, result: SlideResult) -> SlideResult:
-        """Scores of the whole slide."""
+        """Score the whole slide."""
         if not self._tables_checked:  # from then on, a table that comes is of another share
             own = self.config.overwrite or any(each.scores for each in read_records(self.out).values())
             check_table(self.out, self.config.slides, own=own)

@@ -40,23 +40,13 @@ class MadeWith:
 
     @classmethod
     def of(cls, config: PredictConfig, model: str) -> Self:
-        """With these settings, and what now lies in the file of the model."""
+        """Describe predictions with these settings and what now lies in the file of the model."""
         with config.model_path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         level = config.resolved_level if config.target_mpp is None else None
         table, look = config.resolved_table, config.resolved_input_view
-        classes = table.entries if table is not None else ()
-        return cls(
-            model,
-            digest,
-            config.threshold,
-            classes,
-            level,
-            config.target_mpp,
-            look.grey,
-            look.bands,
-            config.format,
-        )
+        seen = config.target_mpp, look.grey, look.bands
+        return cls(model, digest, config.threshold, table.entries if table else (), level, *seen, config.format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +102,8 @@ def mask_of(name: str, result: SlideResult | None) -> str:
 
 
 def read_records(out: Path, names: Iterable[str] | None = None) -> dict[str, SlideResult]:
-    """Results by slide name, of the slides of these names or of all; what has no record of its own is taken from
-    `predictions.json`. Raises `ConfigError` if a file is damaged.
+    """Read results by slide name, of the slides of these names or of all; what has no record of its own is taken
+    from `predictions.json`. Raises `ConfigError` if a file is damaged.
     """
     path = out / FILE_NAME
     files = sorted((out / FOLDER).glob("*.json")) if names is None else [_file_of(out, name) for name in names]

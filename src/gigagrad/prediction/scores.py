@@ -149,7 +149,7 @@ class Confusion:
 
 
 def mean_sd(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation (n - 1). One value has no spread: 0. No values: both NaN."""
+    """Return mean and sample standard deviation (n - 1). One value has no spread: 0. No values: both NaN."""
     numbers = list(values)
     if not numbers:
         return math.nan, math.nan
@@ -157,7 +157,7 @@ def mean_sd(values: Iterable[float]) -> tuple[float, float]:
 
 
 def spread(values: Iterable[float]) -> str:
-    """Mean and sample standard deviation as text, `0.9500 +/- 0.0100`; of one value there is no deviation."""
+    """Write mean and sample standard deviation as text, `0.9500 +/- 0.0100`; of one value there is no deviation."""
     numbers = list(values)
     mean, sd = mean_sd(numbers)
     return f"{mean:.4f} +/- {sd:.4f}" if len(numbers) > 1 else f"{mean:.4f}"

@@ -80,7 +80,7 @@ class SlideEvaluation:
 
 
 def evaluate_classes(slides: Sequence[SlideScore], names: Sequence[str]) -> SlideEvaluation:
-    """Measures of probabilities of the classes `names`, and of the class that was predicted of each slide."""
+    """Measure probabilities of the classes `names`, and the class that was predicted of each slide."""
     truth_N = np.array([slide.truth for slide in slides]).astype(np.int64)
     predicted_N = np.array([names.index(slide.predicted) for slide in slides])
     p_NC = np.array([slide.outputs for slide in slides])
@@ -101,7 +101,7 @@ def evaluate_classes(slides: Sequence[SlideScore], names: Sequence[str]) -> Slid
 
 
 def evaluate_numbers(slides: Sequence[SlideScore]) -> SlideEvaluation:
-    """Errors of one number by slide, and the share of the labels' variance that it explains."""
+    """Measure the errors of one number by slide, and the share of the labels' variance that it explains."""
     truth_N, found_N = np.array([slide.truth for slide in slides]), np.array([slide.outputs[0] for slide in slides])
     measures: dict[str, Callable[[NDArray[np.int64]], float]] = {
         "mse": lambda at: float(np.mean((found_N[at] - truth_N[at]) ** 2)),
@@ -134,7 +134,9 @@ def c_index(risk_N: NDArray[np.float64], time_N: NDArray[np.float64], event_N: N
 
 
 def _measured(measures: dict[str, Callable[[NDArray[np.int64]], float]], count: int) -> dict[str, Measure]:
-    """Each of all slides, and its interval over draws of slides, the same draws for all; of one slide there is none."""
+    """Compute each measure of all slides, and its interval over draws of slides, the same draws for all; of one
+    slide there is none.
+    """
     draws = np.random.default_rng(_SEED).integers(count, size=(RESAMPLES if count > 1 else 0, count))
     found = {}
     for name, measure in measures.items():

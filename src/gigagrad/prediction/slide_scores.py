@@ -86,7 +86,7 @@ class Reading:
         return self.columns == (RISK,)
 
     def pooled(self, scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Scores of a bag by those of its slides: of the mean of the model's outputs, as in training.
+        """Score a bag by the scores of its slides: of the mean of the model's outputs, as in training.
 
         Softmax and sigmoid forget nothing that counts: the mean of logarithms of probabilities, made to add up to 1, is
         the softmax of the mean output.

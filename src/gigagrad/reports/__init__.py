@@ -15,7 +15,7 @@ __all__ = ["Check", "diagnose", "doctor_table", "write_report"]
 
 
 def __getattr__(name: str) -> Any:
-    """Entered when its names are used: a check of the machine need not load matplotlib and jinja2."""
+    """Enter the room when its names are used: a check of the machine need not load matplotlib and jinja2."""
     if name not in __all__:
         raise AttributeError(f"module 'gigagrad.reports' has no attribute {name!r}")
     home = "report" if name == "write_report" else "doctor"

@@ -70,7 +70,9 @@ _MOST_LABELLED = 40
 
 
 def loss_chart(run: RunData) -> str | None:
-    """Training loss by step (faint, with its running mean) and validation loss; None if nothing finite was logged."""
+    """Draw training loss by step (faint, with its running mean) and validation loss; None if nothing finite was
+    logged.
+    """
     train, val = _finite(run.series("train", "loss")), _finite(run.series("val", "loss"))
     if not len(train) and not len(val):
         return None
@@ -129,7 +131,7 @@ def dice_chart(scores: Mapping[str, float]) -> str | None:
 
 
 def memory_chart(steps: Sequence[StepMeasured]) -> str | None:
-    """Peak memory of each step that has one of its own beside what the plan predicted, and the budget."""
+    """Draw the peak memory of each step that has one of its own beside what the plan predicted, and the budget."""
     peaks = own_peaks(steps)
     if not any(peaks):
         return None
@@ -180,7 +182,7 @@ def parts_chart(parts: Sequence[tuple[str, int]], budget_bytes: int) -> str | No
 
 @contextmanager
 def _axes(title: str, height_inches: float) -> Iterator[tuple[Axes, Callable[[], str]]]:
-    """Axes of one chart, and a function that gives its SVG after the block."""
+    """Give the axes of one chart, and a function that gives its SVG after the block."""
     with extra("report"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -194,7 +196,7 @@ def _axes(title: str, height_inches: float) -> Iterator[tuple[Axes, Callable[[],
 
 
 def _whole_numbers(ax: Axes) -> None:
-    """Ticks of steps."""
+    """Put ticks at whole steps."""
     from matplotlib.ticker import MaxNLocator
 
     ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))

@@ -200,7 +200,7 @@ def _cuda(_: Path) -> _Finding:
 
 
 def _optional(module: str, extra: str, used_for: str, _: Path) -> _Finding:
-    """Importing is the check, as what uses the module imports it."""
+    """Check by importing, as what uses the module imports it."""
     if importlib.util.find_spec(module) is None:
         return "ok", "not installed (optional)", f"pip install 'gigagrad[{extra}]' for {used_for}"
     packages = importlib.metadata.packages_distributions().get(module, [module])

@@ -60,7 +60,7 @@ def draw_plan(study: PlanStudy, path: Path) -> None:
 
 
 def draw_curve(ax: Axes, study: PlanStudy) -> None:
-    """Time against memory, both logarithmic: what a factor of memory buys as a factor of time."""
+    """Draw time against memory, both logarithmic: what a factor of memory buys as a factor of time."""
     ax.set_title("Memory against time", loc="left", fontsize=11)
     plan, points = study.plan, study.points
     corners = [(p.predicted_peak_bytes, p.seconds) for p in points] + [(plan.predicted_peak_bytes, study.seconds)]

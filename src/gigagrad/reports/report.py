@@ -117,7 +117,7 @@ def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan(record: Mapping[str, Any]) -> Plan | None:
-    """None where the file is missing or no plan's, such as that of another version."""
+    """Read the plan; None where the file is missing or no plan's, such as that of another version."""
     try:
         plan = Plan.from_dict(dict(record))
         str(describe(plan))  # a word that is no text would fail later

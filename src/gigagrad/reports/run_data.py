@@ -119,7 +119,7 @@ def _json(path: Path) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """JSON, None where it is none; integers that no machine number holds become floats."""
+    """Read JSON, None where it is none; integers that no machine number holds become floats."""
     try:
         found = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
         # Half a character, as in a file name of another encoding, can stand on no page.

@@ -101,7 +101,7 @@ def _measure_table(evaluation: SlideEvaluation) -> Table:
 
 
 def _confusion_table(names: Sequence[str], counts: Sequence[Sequence[int]]) -> Table:
-    """True classes in lines, predicted ones in columns."""
+    """Tabulate true classes in lines, predicted ones in columns."""
     table = Table(header_style="bold")
     table.add_column("True \\ predicted", overflow="fold")
     for name in names:

@@ -37,7 +37,8 @@ Replicated = Callable[[Sequence[Layer], int, Link], float]
 
 
 def replicated(layers: Sequence[Layer], ranks: int, link: Link) -> float:
-    """Copies take turns, and after a micro-batch each sum their gradients around a ring while they go on computing.
+    """Return the seconds of a stage whose copies take turns, and after a micro-batch each sum their gradients around a
+    ring while they go on computing.
 
     Of all layers this is data parallelism. A step that sums its gradients once only, at its end, sends less.
     """

@@ -57,7 +57,7 @@ class TileStep:
 
 
 def most_ranks(plan: Plan) -> int:
-    """So many have something to do: the parts of a stage that are not empty."""
+    """Return how many ranks have something to do: the parts of a stage that are not empty."""
     return max((min(stage.parts, stage.tile_count) for stage in plan.stages), default=1)
 
 
@@ -94,7 +94,9 @@ def tile_step(
 
 
 def clock(passes: Sequence[PassTimes], link: Link, copying: float = inf) -> float:
-    """Seconds until the last rank is through all passes; `copying`: bytes a second of messages packed or opened."""
+    """Return the seconds until the last rank is through all passes; `copying`: bytes a second of messages packed or
+    opened.
+    """
     clocks = [0.0] * len(passes[0].seconds) if passes else [0.0]
     for one in passes:
         clocks = [now + seconds for now, seconds in zip(clocks, one.seconds, strict=True)]

@@ -41,7 +41,7 @@ class Shared:
 
     @property
     def busy(self) -> int:
-        """Ranks that have something to do."""
+        """Count the ranks that have something to do."""
         return self.groups * self.tile.ranks
 
     @property
@@ -50,7 +50,7 @@ class Shared:
 
     @property
     def times_faster(self) -> float:
-        """Than one rank."""
+        """Return how many times faster this is than one rank."""
         return self.alone_seconds / self.seconds
 
     @property
@@ -59,7 +59,7 @@ class Shared:
 
     @property
     def lost(self) -> dict[str, float]:
-        """Seconds beyond an equal share of what one rank takes, by cause."""
+        """Return the seconds beyond an equal share of what one rank takes, by cause."""
         tile = self.tile
         more = {
             SLIDES: self.images * tile.alone_seconds / tile.ranks - self.alone_seconds / self.busy,
@@ -86,7 +86,7 @@ class Scaling:
         return min((self.grouped(ranks, groups) for groups in counts), key=lambda way: way.seconds)
 
     def grouped(self, ranks: int, groups: int) -> Shared:
-        """In so many groups."""
+        """Share them in so many groups."""
         tile, images = self._tile(min(ranks // groups, most_ranks(self._plan))), -(-self.images // groups)
         summed = 2 * self._gradient_bytes * (groups - 1) // groups
         return Shared(
@@ -100,7 +100,9 @@ class Scaling:
         )
 
     def ways(self, ranks: int) -> dict[str, float]:
-        """Seconds of a step if all ranks share every image, each has images of its own, groups do, or in a pipeline."""
+        """Return the seconds of a step if all ranks share every image, each has images of its own, groups do, or in
+        a pipeline.
+        """
         busy = min(ranks, self.images)
         return {
             TILE: self.grouped(ranks, 1).seconds,
@@ -158,7 +160,7 @@ class Scaling:
 
     @cached_property
     def _parameters(self) -> set[int]:
-        """That get gradients."""
+        """Return the parameters that get gradients."""
         return {node.id for node in self._problem.graph.nodes if node.op == "parameter" and node.differentiable}
 
     @property

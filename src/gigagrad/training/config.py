@@ -153,7 +153,7 @@ class FitConfig(Settings):
 
     @property
     def mesh_shape(self) -> tuple[int, int] | None:
-        """Groups, and ranks of a group."""
+        """Return the number of groups, and of ranks of a group."""
         if self.mesh is None:
             return None
         groups, _, size = self.mesh.partition("x")

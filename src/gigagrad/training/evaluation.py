@@ -48,7 +48,9 @@ class TestMetrics:
 
 
 def validate(learner: Learner, dataset: Dataset, rows: tuple[Row, ...], events: Events, fleet: Fleet) -> float:
-    """Mean loss over `rows`, or that of all bags, without turns and in eval mode. Emits the job `validate`."""
+    """Return the mean loss over `rows`, or that of all bags, without turns and in eval mode. Emits the job
+    `validate`.
+    """
     learner.model.eval()
     with events.job("validate", len(rows)) as advance:
         if (group := learner.group) is not None:

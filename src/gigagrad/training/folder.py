@@ -51,7 +51,8 @@ class RunFolder:
 
     @contextmanager
     def written(self, launches: Collection[str] = (), patience: float = 0.0) -> Iterator[None]:
-        """In the block, nobody else writes the run: the system keeps the lock for as long as this process lives.
+        """Keep everybody else from writing the run in the block: the system keeps the lock for as long as this process
+        lives.
 
         One of `launches`, started again, waits for so many seconds until the process that it replaces has ended.
         Raises `ConfigError` where another process writes the run. Where nothing can be written, or nothing be locked
@@ -127,7 +128,7 @@ class RunFolder:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and the machine, as plain values: what somebody needs to run the same thing again."""
+    """Return versions and the machine, as plain values: what somebody needs to run the same thing again."""
     import psutil
 
     return {

@@ -82,7 +82,7 @@ class Group:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Running statistics are as before at the end."""
+    """Put running statistics back at the end."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield

@@ -122,7 +122,7 @@ class _Run:
             self._continue(begun, lambda: begun.check_same_contents(self.config, self.contents))
 
     def _contents(self, of: Callable[[Row], dict[str, str]]) -> dict[str, str]:
-        """Digests of files, each found by one rank."""
+        """Return digests of files, each found by one rank."""
         found = self.fleet.everybody.shared_out(self.cohort.rows, of)
         return {path: digest for each in found for path, digest in each.items()}
 
@@ -385,7 +385,7 @@ class _Run:
             self._save()
 
     def _save(self) -> None:
-        """Ranks that share the optimizer's state call it together, once there is any."""
+        """Save a checkpoint. Ranks that share the optimizer's state call it together, once there is any."""
         if not self.fleet.first and self.learner.shards is None:
             return
         sharded = self.folder.optimizer_after(self.progress.step) if self.progress.step else None

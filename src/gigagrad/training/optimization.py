@@ -129,7 +129,7 @@ class AveragedWeights:
         self.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     def update(self, step: int) -> None:
-        """After step `step`, counted from 1."""
+        """Update the average after step `step`, counted from 1."""
         share = 1 - min(self._decay, (1 + step) / (10 + step))
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():

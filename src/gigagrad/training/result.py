@@ -70,7 +70,7 @@ class FitResult:
 
     @property
     def sd(self) -> float:
-        """Sample standard deviation of the scores; NaN without test slides."""
+        """Return the sample standard deviation of the scores; NaN without test slides."""
         return mean_sd(self.scores.values())[1]
 
     def save(self, *, model: str, parameters: int) -> None:

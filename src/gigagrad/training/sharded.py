@@ -131,8 +131,8 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Without the library's remark that nothing is distributed; and what it wraps, interrupts too, in something that is
-    no `Exception`, as it was raised.
+    """Silence the library's remark that nothing is distributed; and raise what it wraps, interrupts too, in
+    something that is no `Exception`, as it was raised.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

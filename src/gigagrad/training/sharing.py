@@ -55,7 +55,7 @@ class GradientTree:
         self._held: dict[_Node, Gradients] = {}
 
     def add(self, slide: int, gradients: Gradients) -> None:
-        """That of a slide, joined with what is here as far as the tree joins it."""
+        """Add the gradient of a slide, joined with what is here as far as the tree joins it."""
         self._put(0, slide, gradients)
 
     def total(self, ranks: Ranks) -> Gradients:

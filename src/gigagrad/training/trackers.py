@@ -189,7 +189,9 @@ class RunLog:
             self._lines.write(json.dumps(record).encode() + b"\n")
 
     def position(self) -> int:
-        """Bytes of the metrics file so far, all of them handed to the operating system. Raises `WriteError`."""
+        """Return the bytes of the metrics file so far, all of them handed to the operating system. Raises
+        `WriteError`.
+        """
         with self._reported():
             self._lines.flush()
         return self._lines.tell()
