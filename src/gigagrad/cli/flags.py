@@ -83,59 +83,61 @@ def _band(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
+def _flag(help: str | None = None, **words: Any) -> dict[str, Any]:
+    """Return what argparse is told of a flag."""
+    return words if help is None else {"help": help, **words}
+
+
 FLAGS: Final[dict[str, dict[str, Any]]] = {
-    "--bands": {
-        "nargs": "+",
-        "type": _band,
-        "metavar": "BAND",
-        "help": "channels of slides to read, in this order, by name or counted from 1 (default: all)",
-    },
-    "--classes": {
-        "nargs": "+",
-        "default": (),
-        "metavar": "NAME=ID",
-        "help": "class ids by name, or by value in mask files: tumour=1 stroma=2 artefact=ignore unlabelled=0, or "
+    "--bands": _flag(
+        "channels of slides to read, in this order, by name or counted from 1 (default: all)",
+        nargs="+",
+        type=_band,
+        metavar="BAND",
+    ),
+    "--classes": _flag(
+        "class ids by name, or by value in mask files: tumour=1 stroma=2 artefact=ignore unlabelled=0, or "
         "255=1; names alone count from 1, and whole=1+2 core=2 are regions that overlap",
-    },
-    "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "where tiles are computed (default: cpu)"},
-    "--grey": {
-        "action": argparse.BooleanOptionalAction,
-        "help": "read slides in grey, one channel: JPEG decodes in half the time",
-    },
+        nargs="+",
+        default=(),
+        metavar="NAME=ID",
+    ),
+    "--device": _flag("where tiles are computed (default: cpu)", choices=("cpu", "cuda"), default="cpu"),
+    "--grey": _flag(
+        "read slides in grey, one channel: JPEG decodes in half the time", action=argparse.BooleanOptionalAction
+    ),
     "--json": {"action": "store_true"},
-    "--memory": {
-        "type": _memory,
-        "help": "peak memory of the whole process (on a GPU: device memory), e.g. 1GiB; default: no bound",
-    },
-    "--mpp": {"type": float, "help": "micrometres per pixel of level 0 of every slide, over what the files say"},
-    "--out": {"type": Path, "metavar": "DIR", "required": True},
+    "--memory": _flag(
+        "peak memory of the whole process (on a GPU: device memory), e.g. 1GiB; default: no bound", type=_memory
+    ),
+    "--mpp": _flag("micrometres per pixel of level 0 of every slide, over what the files say", type=float),
+    "--out": _flag(type=Path, metavar="DIR", required=True),
     "--overwrite": {"action": "store_true"},
-    "--predictions": {"type": Path, "metavar": "DIR", "help": "folder that 'predict' wrote"},
-    "--run": {"type": Path, "metavar": "DIR", "required": True, "help": "run folder or model"},
-    "--scratch": {
-        "type": Path,
-        "metavar": "DIR",
-        "help": "folder on a fast disk for what does not fit in --memory; default: such fields are computed again",
-    },
-    "--share": {
-        "metavar": "I/N",
-        "help": "only the I-th of N shares, I from 1 to N, which any machines do side by side into one --out; "
+    "--predictions": _flag("folder that 'predict' wrote", type=Path, metavar="DIR"),
+    "--run": _flag("run folder or model", type=Path, metavar="DIR", required=True),
+    "--scratch": _flag(
+        "folder on a fast disk for what does not fit in --memory; default: such fields are computed again",
+        type=Path,
+        metavar="DIR",
+    ),
+    "--share": _flag(
+        "only the I-th of N shares, I from 1 to N, which any machines do side by side into one --out; "
         "default: by Slurm's array or torchrun, else 1/1, every slide",
-    },
-    "--slides": {"type": Path, "required": True},
-    "--split": {"choices": ("train", "val", "test"), "help": "only these rows of a CSV"},
-    "--storage": {
-        "metavar": "HOW",
-        "help": "store kept fields in fewer bits: float16, bfloat16, or 'error E' in --scratch; default: exact",
-    },
-    "--trust": {
-        "type": _import_path,
-        "action": "append",
-        "default": [],
-        "metavar": "MODULE:CLASS",
-        "help": "code that the model file may import, package.module:class; without it none but gigagrad's and the "
+        metavar="I/N",
+    ),
+    "--slides": _flag(type=Path, required=True),
+    "--split": _flag("only these rows of a CSV", choices=("train", "val", "test")),
+    "--storage": _flag(
+        "store kept fields in fewer bits: float16, bfloat16, or 'error E' in --scratch; default: exact", metavar="HOW"
+    ),
+    "--trust": _flag(
+        "code that the model file may import, package.module:class; without it none but gigagrad's and the "
         "libraries' (may be repeated)",
-    },
+        type=_import_path,
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+    ),
 }
 """The flags of more than one command: the same words mean the same everywhere."""
 
@@ -145,14 +147,12 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "Makes a small cohort, labels it, trains paper-unet, tests and predicts, takes one full training step on a "
         "16000 x 64000 slide, and prints the path of the report. Started again, it continues where it stopped.",
         {
-            "--slides": {"required": False, "metavar": "DIR", "help": "test on the real slides in this folder as well"},
-            "--out": {
-                "required": False,
-                "default": Path("gigagrad-demo"),
-                "help": "folder for everything (default: gigagrad-demo)",
-            },
-            "--memory": {"default": "1GiB", "help": "budget of training and of the large step (default: 1GiB)"},
-            "--quick": {"action": "store_true", "help": "a minute's version: fewer, smaller slides and a poor network"},
+            "--slides": _flag("test on the real slides in this folder as well", required=False, metavar="DIR"),
+            "--out": _flag(
+                "folder for everything (default: gigagrad-demo)", required=False, default=Path("gigagrad-demo")
+            ),
+            "--memory": _flag("budget of training and of the large step (default: 1GiB)", default="1GiB"),
+            "--quick": _flag("a minute's version: fewer, smaller slides and a poor network", action="store_true"),
         },
     ),
     "label": (
@@ -161,10 +161,10 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "size, smoothed, holes filled. Writes DIR/STEM.tif per slide, 1 tissue and 0 background, at full size. A slide "
         "that cannot be read does not stop the others.",
         {
-            "slides": {"nargs": "+", "type": Path, "metavar": "SLIDE", "help": "files, folders, or CSVs"},
+            "slides": _flag("files, folders, or CSVs", nargs="+", type=Path, metavar="SLIDE"),
             "--out": "folder for the masks",
             "--mpp": {},
-            "--bands": {"default": (), "help": "channels to look at, one or three of bytes: by name or number"},
+            "--bands": _flag("channels to look at, one or three of bytes: by name or number", default=()),
             "--share": {},
             "--overwrite": "make masks again that exist; otherwise they are kept",
         },
@@ -176,58 +176,45 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "For another machine name its --memory, --scratch-bytes, --rates and --threads, or --device cuda and "
         "the memory of a GPU, which need not be here; for many of them --ranks.",
         {
-            "--model": {"required": True, "help": _MODEL},
-            "--size": {
-                "type": _size,
-                "metavar": "HEIGHTxWIDTH",
-                "required": True,
-                "help": "in pixels, e.g. 16000x64000",
-            },
-            "--channels": {"type": _positive, "default": 3, "help": "of the slide (default: 3)"},
+            "--model": _flag(_MODEL, required=True),
+            "--size": _flag("in pixels, e.g. 16000x64000", type=_size, metavar="HEIGHTxWIDTH", required=True),
+            "--channels": _flag("of the slide (default: 3)", type=_positive, default=3),
             "--memory": {},
             "--scratch": {},
-            "--scratch-bytes": {
-                "type": _memory,
-                "metavar": "SIZE",
-                "help": "room for files in --scratch, e.g. 200GiB; without --scratch, on a disk that need not be here",
-            },
-            "--rates": {
-                "type": Path,
-                "metavar": "FILE",
-                "help": "plan by the rates, and for the threads, of the machine on which 'calibrate' saved this file",
-            },
-            "--threads": {
-                "type": _positive,
-                "metavar": "N",
-                "help": "plan for so many threads that compute tiles (default: those of --rates, else of this machine)",
-            },
+            "--scratch-bytes": _flag(
+                "room for files in --scratch, e.g. 200GiB; without --scratch, on a disk that need not be here",
+                type=_memory,
+                metavar="SIZE",
+            ),
+            "--rates": _flag(
+                "plan by the rates, and for the threads, of the machine on which 'calibrate' saved this file",
+                type=Path,
+                metavar="FILE",
+            ),
+            "--threads": _flag(
+                "plan for so many threads that compute tiles (default: those of --rates, else of this machine)",
+                type=_positive,
+                metavar="N",
+            ),
             "--storage": {},
-            "--loss": {
-                "default": "bce",
-                "help": "bce, bce_dice, ce, dice, focal, mse, tversky or package.module:callable (default: bce)",
-            },
-            "--predict": {"action": "store_true", "help": "plan a prediction instead of a training step"},
+            "--loss": _flag(
+                "bce, bce_dice, ce, dice, focal, mse, tversky or package.module:callable (default: bce)", default="bce"
+            ),
+            "--predict": _flag("plan a prediction instead of a training step", action="store_true"),
             "--device": {},
-            "--ranks": {
-                "type": _ranks,
-                "metavar": "N",
-                "help": "say what so many machines like this one would gain: 8, 1,2,4 or 1..64",
-            },
-            "--link": {
-                "metavar": "RATE[,LATENCY]",
-                "help": "with --ranks: what each has to the others (default: 10Gbit/s,50us)",
-            },
-            "--slides-per-step": {
-                "type": _positive,
-                "metavar": "S",
-                "help": "with --ranks: which way of sharing so many slides is fastest (default: 1)",
-            },
+            "--ranks": _flag(
+                "say what so many machines like this one would gain: 8, 1,2,4 or 1..64", type=_ranks, metavar="N"
+            ),
+            "--link": _flag(
+                "with --ranks: what each has to the others (default: 10Gbit/s,50us)", metavar="RATE[,LATENCY]"
+            ),
+            "--slides-per-step": _flag(
+                "with --ranks: which way of sharing so many slides is fastest (default: 1)", type=_positive, metavar="S"
+            ),
             "--json": "print the plan, the advice, and what --ranks gain, as JSON",
-            "--picture": {
-                "type": Path,
-                "metavar": "FILE",
-                "help": "draw memory against time, and memory over the passes: .svg or .png",
-            },
+            "--picture": _flag(
+                "draw memory against time, and memory over the passes: .svg or .png", type=Path, metavar="FILE"
+            ),
         },
     ),
     "init": (
@@ -236,14 +223,11 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "slides of 16 bits or floats; everything else stands there as a comment, with its default. Then: gigagrad fit "
         "--config FILE.",
         {
-            "--slides": {"required": False, "metavar": "CSV", "help": "cohort: a CSV or a folder, as fit takes it"},
-            "--out": {
-                "required": False,
-                "default": Path("run.yaml"),
-                "metavar": "FILE",
-                "help": "settings file to write (default: run.yaml)",
-            },
-            "--schema": {"action": "store_true", "help": "print the JSON schema of settings files instead"},
+            "--slides": _flag("cohort: a CSV or a folder, as fit takes it", required=False, metavar="CSV"),
+            "--out": _flag(
+                "settings file to write (default: run.yaml)", required=False, default=Path("run.yaml"), metavar="FILE"
+            ),
+            "--schema": _flag("print the JSON schema of settings files instead", action="store_true"),
             "--overwrite": "replace the file if it exists",
         },
     ),
@@ -253,28 +237,20 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "tests them. Interrupted and started again, it continues bit for bit. Processes that torchrun starts train one "
         "network, each within --memory (see docs/training-over-ranks.md).",
         {
-            "--slides": {
-                "required": False,
-                "metavar": "CSV",
-                "help": "cohort: slide,mask,split per line, or a folder: images/ and masks/, or nnU-Net's (required)",
-            },
-            "--out": {"required": False, "help": "run folder (required)"},
-            "--config": {
-                "type": Path,
-                "default": None,
-                "metavar": "YAML",
-                "help": "settings from a file; flags win over it",
-            },
-            "--folds": {
-                "action": "store_true",
-                "default": False,
-                "help": "a run for each fold, in OUT/fold-N, and how each does on its fold",
-            },
-            "--trust": {
-                "default": [],
-                "help": "code that --config may import as model or loss, package.module:callable (repeatable)",
-            },
-            "--overwrite": {"default": False, "help": "start anew in a folder that holds a run"},
+            "--slides": _flag(
+                "cohort: slide,mask,split per line, or a folder: images/ and masks/, or nnU-Net's (required)",
+                required=False,
+                metavar="CSV",
+            ),
+            "--out": _flag("run folder (required)", required=False),
+            "--config": _flag("settings from a file; flags win over it", type=Path, default=None, metavar="YAML"),
+            "--folds": _flag(
+                "a run for each fold, in OUT/fold-N, and how each does on its fold", action="store_true", default=False
+            ),
+            "--trust": _flag(
+                "code that --config may import as model or loss, package.module:callable (repeatable)", default=[]
+            ),
+            "--overwrite": _flag("start anew in a folder that holds a run", default=False),
         },
     ),
     "predict": (
@@ -284,11 +260,11 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "and one that fails does not stop the others.",
         {
             "--run": {},
-            "--slides": {"metavar": "SLIDE", "nargs": "+", "help": "files, folders, or CSVs with a 'slide'"},
+            "--slides": _flag("files, folders, or CSVs with a 'slide'", metavar="SLIDE", nargs="+"),
             "--out": "folder for the predictions",
-            "--classes": {"help": "names of the classes from 1 on, or NAME=ID; default: those of the training run"},
-            "--grey": {"help": "read slides in grey, one channel; default: as the training run did"},
-            "--bands": {"help": "channels of slides to read, by name or number; default: those of the training run"},
+            "--classes": "names of the classes from 1 on, or NAME=ID; default: those of the training run",
+            "--grey": "read slides in grey, one channel; default: as the training run did",
+            "--bands": "channels of slides to read, by name or number; default: those of the training run",
         },
     ),
     "evaluate": (
@@ -296,24 +272,20 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "Prints Dice and IoU per slide with their mean and standard deviation; of a cohort with labels accuracy, AUC, "
         "calibration, errors or the C-index, with 95 % intervals. Nothing is written without --out.",
         {
-            "--run": {"required": False, "help": "run folder or model to score"},
+            "--run": _flag("run folder or model to score", required=False),
             "--predictions": {},
-            "--slides": {"metavar": "CSV", "help": "cohort with true masks or labels"},
-            "--split": {
-                "choices": ("train", "val", "test", "all"),
-                "help": "which rows (default: test; all where no row has a split)",
-            },
-            "--classes": {
-                "help": "names of the classes from 1 on, or NAME=ID; default: those of the run or predictions"
-            },
+            "--slides": _flag("cohort with true masks or labels", metavar="CSV"),
+            "--split": _flag(
+                "which rows (default: test; all where no row has a split)", choices=("train", "val", "test", "all")
+            ),
+            "--classes": "names of the classes from 1 on, or NAME=ID; default: those of the run or predictions",
             "--memory": {},
             "--scratch": {},
             "--device": {},
             "--trust": {},
-            "--out": {
-                "required": False,
-                "help": "folder for evaluation.json and the scores of each slide, which are not computed again",
-            },
+            "--out": _flag(
+                "folder for evaluation.json and the scores of each slide, which are not computed again", required=False
+            ),
             "--share": {},
             "--json": "print the scores as JSON",
         },
@@ -325,22 +297,22 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         "fails does not stop the others.",
         {
             "--run": {},
-            "--slides": {"metavar": "SLIDE", "nargs": "+", "help": "files, folders, or CSVs with a 'slide'"},
+            "--slides": _flag("files, folders, or CSVs with a 'slide'", metavar="SLIDE", nargs="+"),
             "--out": "folder for the maps",
-            "--of": {"metavar": "CLASS", "help": "whose score; default: that of the predicted class"},
-            "--module": {
-                "metavar": "NAME",
-                "help": "instead, the output of this module of the model, as network.attention: a map of its own",
-            },
-            "--block": {
-                "type": _positive,
-                "default": 8,
-                "metavar": "PX",
-                "help": "side of the blocks over which gradients are added up (default: 8)",
-            },
+            "--of": _flag("whose score; default: that of the predicted class", metavar="CLASS"),
+            "--module": _flag(
+                "instead, the output of this module of the model, as network.attention: a map of its own",
+                metavar="NAME",
+            ),
+            "--block": _flag(
+                "side of the blocks over which gradients are added up (default: 8)",
+                type=_positive,
+                default=8,
+                metavar="PX",
+            ),
             "--memory": {},
             "--scratch": {},
-            "--classes": {"help": "names of the classes, or NAME=ID; default: those of the training run"},
+            "--classes": "names of the classes, or NAME=ID; default: those of the training run",
             "--split": {},
             "--device": {},
             "--trust": {},
@@ -354,14 +326,14 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
         {
             "--run": "run folder",
             "--predictions": "folder that 'predict' wrote, for pictures",
-            "--out": {"metavar": "HTML", "help": "file to write"},
+            "--out": _flag("file to write", metavar="HTML"),
         },
     ),
     "calibrate": (
         "measure this machine's rates once, so that plans foretell seconds better",
         "Times operators, threads, copies in memory and the disk, and saves the rates in the user's cache folder. "
         "Takes less than a minute; let nothing else run meanwhile.",
-        {"--scratch": {"default": Path(), "help": "folder whose disk is measured (default: this one)"}},
+        {"--scratch": _flag("folder whose disk is measured (default: this one)", default=Path())},
     ),
     "doctor": (
         "check this machine and installation",

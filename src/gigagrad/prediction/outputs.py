@@ -1,16 +1,15 @@
-"""Files that `predict` writes of a slide: a class for each kind, in `OUTPUTS` by the name that people ask for it by.
+"""Files that `predict` writes of a slide: each kind is in `OUTPUTS`, by the name that people ask for it by.
 
-Some are written while the network sweeps over the slide, all in one sweep; the others follow from the mask, so that
-one that is asked for later costs no second streaming.
+Some are written while the network runs over the slide, all in one run; the others follow from the mask, so that one
+that is asked for later costs no second run.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -64,153 +63,120 @@ class Streaming:
     threshold: float
 
 
-class Output(ABC):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
     """One kind of file: `folder/STEM` and `suffix`, or what the images' format says where that is None."""
 
-    folder: ClassVar[str]
-    suffix: ClassVar[str | None] = None
+    folder: str
+    suffix: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed(Output):
-    """Written as the network's output comes."""
+    """A file written as the network's output comes, into a `sink`."""
 
-    @abstractmethod
-    def sink(self, path: Path, streaming: Streaming) -> Sink:
-        """Return where the output goes."""
+    sink: Callable[[Path, Streaming], Sink]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Derived(Output):
-    """Written from the mask."""
+    """A file written from the mask. Raises `WriteError`, and `ImageError` where the slide or a mask cannot be read."""
 
-    @abstractmethod
-    def write(self, path: Path, predicted: Predicted) -> None:
-        """Raise `WriteError`, and `ImageError` where the slide or a mask cannot be read."""
+    write: Callable[[Path, Predicted], None]
 
 
-class Mask(Streamed):
-    """Class ids in bytes; of labels a channel for each, of 0 and 1. Where the slide has no data, it has none either."""
-
-    folder = "masks"
-
-    def sink(self, path: Path, streaming: Streaming) -> Sink:
-        channels, classes = streaming.channels, foreground(streaming.classes)
-        said = ["gigagrad labels" if channels.labels else "gigagrad mask: 0 background"]
-        said += [f"{kind.id} {kind.name}" for kind in classes]
-        nodata = IGNORED if streaming.seen.missing_bytes else None
-        return Pyramid(
-            path,
-            dtype=np.uint8,
-            planes=channels.planes,
-            pixels=lambda logits: channels.mask(logits, streaming.threshold).transpose(1, 2, 0),
-            nearest=True,
-            seen=streaming.seen,
-            nodata=IGNORED,
-            overwrite=True,
-            description=", ".join(said if nodata is None else [*said, f"{nodata} no data"]),
-            tags=geotiff_tags(streaming.seen.georeference, nodata),
-            **{"channels" if channels.labels else "classes": classes},
-        )
+def _mask(path: Path, streaming: Streaming) -> Sink:
+    """Write class ids in bytes; of labels a channel for each, of 0 and 1. Where the slide has no data, it has none."""
+    channels, classes = streaming.channels, foreground(streaming.classes)
+    said = ["gigagrad labels" if channels.labels else "gigagrad mask: 0 background"]
+    said += [f"{kind.id} {kind.name}" for kind in classes]
+    nodata = IGNORED if streaming.seen.missing_bytes else None
+    return Pyramid(
+        path,
+        dtype=np.uint8,
+        planes=channels.planes,
+        pixels=lambda logits: channels.mask(logits, streaming.threshold).transpose(1, 2, 0),
+        nearest=True,
+        seen=streaming.seen,
+        nodata=IGNORED,
+        overwrite=True,
+        description=", ".join(said if nodata is None else [*said, f"{nodata} no data"]),
+        tags=geotiff_tags(streaming.seen.georeference, nodata),
+        **{"channels" if channels.labels else "classes": classes},
+    )
 
 
-class Probabilities(Streamed):
-    """A channel for each class in bytes, 255 is 1: what every viewer takes, in a quarter of the room of floats.
+def _probabilities(path: Path, streaming: Streaming) -> Sink:
+    """Write a channel for each class in bytes, 255 is 1: what every viewer takes, in a quarter of the room of floats.
 
     Of a slide that says where it has no data, 255 says so, and the largest probability is 254.
     """
+    nodata = IGNORED if streaming.seen.missing_bytes else None
+    most = 255 if nodata is None else IGNORED - 1
 
-    folder = "probabilities"
+    def pixels(logits_NCHW: torch.Tensor) -> NDArray[np.uint8]:
+        scaled = streaming.channels.probabilities(logits_NCHW)[0].mul_(255).round_().clamp_(max=most)
+        return scaled.permute(1, 2, 0).to("cpu", torch.uint8).numpy()
 
-    def sink(self, path: Path, streaming: Streaming) -> Sink:
-        nodata = IGNORED if streaming.seen.missing_bytes else None
-        most = 255 if nodata is None else IGNORED - 1
-
-        def pixels(logits_NCHW: torch.Tensor) -> NDArray[np.uint8]:
-            scaled = streaming.channels.probabilities(logits_NCHW)[0].mul_(255).round_().clamp_(max=most)
-            return scaled.permute(1, 2, 0).to("cpu", torch.uint8).numpy()
-
-        said = ", 255 is 1" if nodata is None else f" in 255ths, {most} at most, {nodata} no data"
-        return Pyramid(
-            path,
-            dtype=np.uint8,
-            pixels=pixels,
-            seen=streaming.seen,
-            nodata=IGNORED,
-            overwrite=True,
-            description=f"gigagrad probabilities{said}: {', '.join(kind.name for kind in streaming.classes)}",
-            tags=geotiff_tags(streaming.seen.georeference, nodata),
-            channels=streaming.classes,
-        )
+    said = ", 255 is 1" if nodata is None else f" in 255ths, {most} at most, {nodata} no data"
+    return Pyramid(
+        path,
+        dtype=np.uint8,
+        pixels=pixels,
+        seen=streaming.seen,
+        nodata=IGNORED,
+        overwrite=True,
+        description=f"gigagrad probabilities{said}: {', '.join(kind.name for kind in streaming.classes)}",
+        tags=geotiff_tags(streaming.seen.georeference, nodata),
+        channels=streaming.classes,
+    )
 
 
-class GeoJson(Derived):
-    """The regions as QuPath's annotations; where the slide lies somewhere on earth, in its coordinates there."""
-
-    folder, suffix = "geojson", ".geojson"
-
-    def write(self, path: Path, predicted: Predicted) -> None:
-        slide = predicted.slide
-        write_geojson(path, predicted.traced, path.stem, predicted.scale, slide.georeference, slide.bounds)
-
-
-class Overlay(Derived):
-    """A picture of the slide with the outlines of the masks."""
-
-    folder, suffix = "overlays", ".png"
-
-    def write(self, path: Path, predicted: Predicted) -> None:
-        drawn = layers(predicted.mask, predicted.classes, predicted.truth)
-        write_overlay(path, draw_overlay(predicted.slide, drawn))
-
-
-class Instances(Derived):
-    """A table of the regions."""
-
-    folder, suffix = "instances", ".csv"
-
-    def write(self, path: Path, predicted: Predicted) -> None:
-        write_instances(path, predicted.traced, path.stem, predicted.scale, predicted.slide.mpp)
+def _label_map(path: Path, predicted: Predicted) -> None:
+    """Write class ids as in the files of a cohort whose classes are regions of them."""
+    ids = LabelMap(predicted.mask, predicted.ids)
+    kinds = [replace(kind, id=number) for number, kind in zip(predicted.ids, predicted.classes, strict=True)]
+    _, height, width = ids.shape
+    write_pyramid(
+        path,
+        (np.asarray(ids.read(strip))[0] for strip in tiles(height, width, _STRIP_PX, width)),
+        shape=(height, width, 1),
+        dtype=np.uint8,
+        nearest=True,
+        mpp=ids.mpp,
+        overwrite=True,
+        description=", ".join(["gigagrad mask: 0 background", *(f"{kind.id} {kind.name}" for kind in kinds)]),
+        classes=kinds,
+        tags=geotiff_tags(ids.georeference, None if ids.nodata is None else IGNORED),
+    )
 
 
-class TiaToolbox(Derived):
-    """The regions as TIAToolbox's annotation store."""
-
-    folder, suffix = "tiatoolbox", ".db"
-
-    def write(self, path: Path, predicted: Predicted) -> None:
-        write_annotations(path, predicted.traced, path.stem, predicted.scale)
+def _geojson(path: Path, predicted: Predicted) -> None:
+    slide = predicted.slide
+    write_geojson(path, predicted.traced, path.stem, predicted.scale, slide.georeference, slide.bounds)
 
 
-class LabelMapOfRegions(Derived):
-    """Class ids as in the files of a cohort whose classes are regions of them."""
+def _overlay(path: Path, predicted: Predicted) -> None:
+    drawn = layers(predicted.mask, predicted.classes, predicted.truth)
+    write_overlay(path, draw_overlay(predicted.slide, drawn))
 
-    folder = "labelmaps"
 
-    def write(self, path: Path, predicted: Predicted) -> None:
-        ids = LabelMap(predicted.mask, predicted.ids)
-        kinds = [replace(kind, id=number) for number, kind in zip(predicted.ids, predicted.classes, strict=True)]
-        _, height, width = ids.shape
-        write_pyramid(
-            path,
-            (np.asarray(ids.read(strip))[0] for strip in tiles(height, width, _STRIP_PX, width)),
-            shape=(height, width, 1),
-            dtype=np.uint8,
-            nearest=True,
-            mpp=ids.mpp,
-            overwrite=True,
-            description=", ".join(["gigagrad mask: 0 background", *(f"{kind.id} {kind.name}" for kind in kinds)]),
-            classes=kinds,
-            tags=geotiff_tags(ids.georeference, None if ids.nodata is None else IGNORED),
-        )
+def _instances(path: Path, predicted: Predicted) -> None:
+    write_instances(path, predicted.traced, path.stem, predicted.scale, predicted.slide.mpp)
+
+
+def _tiatoolbox(path: Path, predicted: Predicted) -> None:
+    write_annotations(path, predicted.traced, path.stem, predicted.scale)
 
 
 OUTPUTS: Final[dict[str, Output]] = {
-    "mask": Mask(),
-    "probabilities": Probabilities(),
-    "geojson": GeoJson(),
-    "overlay": Overlay(),
-    "instances": Instances(),
-    "tiatoolbox": TiaToolbox(),
-    "labelmap": LabelMapOfRegions(),
+    "mask": Streamed(folder="masks", sink=_mask),
+    "probabilities": Streamed(folder="probabilities", sink=_probabilities),
+    "geojson": Derived(folder="geojson", suffix=".geojson", write=_geojson),
+    "overlay": Derived(folder="overlays", suffix=".png", write=_overlay),
+    "instances": Derived(folder="instances", suffix=".csv", write=_instances),
+    "tiatoolbox": Derived(folder="tiatoolbox", suffix=".db", write=_tiatoolbox),
+    "labelmap": Derived(folder="labelmaps", write=_label_map),
 }
 
 

@@ -44,7 +44,7 @@ CREATE TABLE annotations (
 _BLOCK_PX: Final = 1024
 """Side of the blocks in which probabilities are read: some 20 bytes a pixel are held of one."""
 _FULL: Final = 255
-"""The byte of a probability of 1 (`outputs.Probabilities`)."""
+"""The byte of a probability of 1 (`outputs._probabilities`)."""
 
 
 def write_instances(path: Path, traced: Traced, name: str, scale: tuple[float, float], mpp: float | None) -> None:

@@ -127,18 +127,10 @@ class FitConfig(Settings):
     MAY_DIFFER: ClassVar = "memory", "scratch", "out", "trackers", "checkpoint_seconds", "rank_timeout"
     """Among the ranks of a run."""
     LIMITS: ClassVar = {
-        "epochs": (1, math.inf),
-        "learning_rate": (0, math.inf),
-        "weight_decay": (0, math.inf),
-        "warmup": (0, math.inf),
-        "accumulate": (1, math.inf),
-        "clip": (0, math.inf),
-        "ema": (0, 1),
-        "patience": (0, math.inf),
-        "stain_jitter": (0, 1),
-        "colour_jitter": (0, 1),
+        **dict.fromkeys(("epochs", "accumulate"), (1, math.inf)),
+        **dict.fromkeys(("learning_rate", "weight_decay", "warmup", "clip", "patience", "level"), (0, math.inf)),
+        **dict.fromkeys(("ema", "stain_jitter", "colour_jitter"), (0, 1)),
         "seed": (0, 2**63 - 1),
-        "level": (0, math.inf),
         "checkpoint_seconds": (0, math.inf),
         "rank_timeout": (1, 1e6),
     }
