@@ -156,7 +156,8 @@ def test_label_needs_no_pytorch_and_help_needs_nothing(jpeg_slide, tmp_path):
     check = (
         "import sys; from gigagrad.cli import main\n"
         "loaded = lambda: {'torch', 'cv2', 'matplotlib', 'rich'} & set(sys.modules)\n"
-        "from gigagrad.cli.parser import build_parser; build_parser([]).format_help(); assert not loaded(), loaded()\n"
+        "from gigagrad.cli.parser import build_parser; build_parser(['fit', 'predict']).format_help()\n"
+        "assert not loaded(), loaded()\n"
         "assert main(['label', sys.argv[1], '--out', sys.argv[2]]) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )

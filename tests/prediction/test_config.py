@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError
 from gigagrad.images import Look
-from gigagrad.prediction.config import PredictConfig
+from gigagrad.prediction.outputs import FORMATS, OUTPUTS
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,8 @@ def test_a_level_that_is_none_is_one_line(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match="give it as --level"):
         _ = PredictConfig(run=tmp_path, slides=("a",), out="out").resolved_level
+
+
+def test_known_outputs_and_formats_are_those_that_are_written():
+    assert list(PredictConfig.CHOICES["outputs"]) == list(OUTPUTS)
+    assert list(PredictConfig.CHOICES["format"]) == list(FORMATS)

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from gigagrad.boxes import Box
+from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, ModelError, WriteError
 from gigagrad.events import JobAdvanced, JobFinished, JobStarted, Notice, StepMeasured, TileDone
 from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.models import resolve, save_model
 from gigagrad.prediction import outputs
-from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import read_records
 

@@ -23,9 +23,9 @@ import pytest
 import tifffile
 
 from gigagrad.cohorts import Row
+from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError
 from gigagrad.events import Event, JobStarted, Notice, TileDone
-from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import read_records
 from tests.prediction.networks import Brightness, Darkness

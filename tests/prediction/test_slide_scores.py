@@ -13,11 +13,11 @@ from torch import nn
 from gigagrad import losses
 from gigagrad.boxes import Box
 from gigagrad.cohorts import Row
+from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.events import Notice, TileDone
 from gigagrad.images import open_image
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import read_records, write_record
 from gigagrad.prediction.slide_scores import Reading, label_value

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from gigagrad.errors import ConfigError, ModelError
+from gigagrad.ranks import TIMEOUT_SECONDS
 from gigagrad.training import FitConfig, fit
+from gigagrad.training.trackers import TRACKERS
 
 
 def test_yaml_round_trip_resolves_paths_against_the_file_and_keeps_every_setting(tmp_path):
@@ -123,3 +125,8 @@ def test_a_short_file_cannot_make_a_message_without_end(tmp_path):
     with pytest.raises(ConfigError, match="model must be str") as caught:
         FitConfig.from_yaml(tmp_path / "run.yaml")
     assert len(str(caught.value)) < 1000
+
+
+def test_known_trackers_and_the_timeout_are_those_that_there_are():
+    assert list(FitConfig.CHOICES["trackers"]) == list(TRACKERS)
+    assert FitConfig.rank_timeout == TIMEOUT_SECONDS

@@ -345,5 +345,5 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
 by the function in `commands` of the same name.
 """
 
-SETTINGS: Final = {"fit": "gigagrad.training:FitConfig", "predict": "gigagrad.prediction:PredictConfig"}
+SETTINGS: Final = {"fit": "gigagrad.config.fit:FitConfig", "predict": "gigagrad.config.predict:PredictConfig"}
 """Commands that also have a flag for each field of a class of settings (`parser.flags_of`)."""

@@ -1,6 +1,6 @@
 """Predict whole images without seams, export what other tools read, and score it."""
 
-from gigagrad.prediction.config import PredictConfig
+from gigagrad.config.predict import PredictConfig
 from gigagrad.prediction.evaluate import Evaluation, Score, evaluate, score_masks
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import SlideResult

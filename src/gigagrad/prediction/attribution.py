@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.cohorts.slides import rows_of, run_job
+from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError, did_you_mean
 from gigagrad.events import Events, Listener
 from gigagrad.execution.compiling import compile as compile_engine
@@ -26,7 +27,6 @@ from gigagrad.images import Image, open_image
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import image_shape
-from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.heat import Blocks, draw_heat
 from gigagrad.prediction.overlay import write_overlay
 from gigagrad.prediction.slide_scores import Reading, output_of, weighted_sum

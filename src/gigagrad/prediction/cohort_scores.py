@@ -15,11 +15,11 @@ from typing import Any, Final, Generic, TypeVar
 
 from gigagrad.cohorts import Row, bags_of, check_bags, find_slides
 from gigagrad.cohorts.slides import rows_of, run_job
+from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.files import read_json, write_agreed, write_json
 from gigagrad.masks import ClassTable, is_annotation_file, read_annotations
-from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import Evaluation
 from gigagrad.prediction.score_sources import OfModel, OfPredictions, Source
 from gigagrad.prediction.scores import Confusion

@@ -15,9 +15,9 @@ from typing import Any, Final, Protocol
 
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.cohorts.slides import rows_of, run_job
+from gigagrad.config.predict import PredictConfig
 from gigagrad.events import Events, Listener, Notice
 from gigagrad.files import write_agreed
-from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.predictor import Predictor
 from gigagrad.prediction.records import FILE_NAME, MadeWith, SlideResult, read_records, summary
 from gigagrad.prediction.slide_scores import score_tables

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gigagrad.cohorts import Row
+from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.compiling import compile as compile_engine
@@ -24,7 +25,6 @@ from gigagrad.masks import open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import Channels, foreground, image_shape
-from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import counts_of, score_masks
 from gigagrad.prediction.outputs import OUTPUTS, Derived, Predicted, Streamed, Streaming, file_names
 from gigagrad.prediction.polygons import trace

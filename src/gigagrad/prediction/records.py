@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
+from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError
 from gigagrad.files import read_json, write_json
-from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.outputs import file_names
 
 FILE_NAME: Final = "predictions.json"

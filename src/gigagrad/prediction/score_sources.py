@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gigagrad.cohorts import Row
+from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Events
 from gigagrad.execution.compiling import compile as compile_engine
@@ -19,7 +20,6 @@ from gigagrad.masks import IGNORED, ClassTable, open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape
-from gigagrad.prediction.config import PredictConfig
 from gigagrad.prediction.evaluate import counts_of, score_logits, score_masks
 from gigagrad.prediction.records import MadeWith, mask_of, read_records
 from gigagrad.prediction.sampling import require_mask

@@ -16,9 +16,9 @@ from typing import Any, TypeGuard, TypeVar, get_type_hints
 
 import yaml
 
+from gigagrad.config.fit import FitConfig
 from gigagrad.events import MetricsLogged, StepMeasured
 from gigagrad.prediction.records import FILE_NAME, FOLDER
-from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder
 
 _Record = TypeVar("_Record")

@@ -1,7 +1,7 @@
 """Train on whole slides: cohorts, losses, turns, the loop, checkpoints and the run folder."""
 
 from gigagrad.cohorts import Cohort, Row, read_cohort
-from gigagrad.training.config import FitConfig
+from gigagrad.config.fit import FitConfig
 from gigagrad.training.folds import FoldResult, cross_validate
 from gigagrad.training.loop import fit
 from gigagrad.training.result import FitResult

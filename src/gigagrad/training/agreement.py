@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from gigagrad.cohorts import Cohort
+from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.ranks import named
-from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder
 
 _SEEN_SECONDS = 60.0

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.files import read_tensors, write_tensors
-from gigagrad.training.config import FitConfig
 
 _KIND = "gigagrad checkpoint"
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gigagrad.boxes import tiles
 from gigagrad.cohorts import Cohort, Row, bags_of
+from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError, TargetError
 from gigagrad.images import Image, Look
 from gigagrad.images.tissue import write_label
@@ -23,7 +24,6 @@ from gigagrad.masks import IGNORED, ClassTable, ignoring_missing, open_mask
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.training.augment import D4View, Jitter, draws_of, order_of, transform_of
 from gigagrad.training.checkpoint import Progress
-from gigagrad.training.config import FitConfig
 from gigagrad.training.learner import Learner
 from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gigagrad.cohorts import Cohort, Row, bags_of
+from gigagrad.config.fit import FitConfig
 from gigagrad.events import Events
 from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.engine import Engine
@@ -28,7 +29,6 @@ from gigagrad.prediction.evaluate import Evaluation, score_logits
 from gigagrad.prediction.scores import Confusion
 from gigagrad.prediction.slide_scores import Reading, output_of
 from gigagrad.ranks import Fleet, Ranks
-from gigagrad.training.config import FitConfig
 from gigagrad.training.dataset import Dataset
 from gigagrad.training.learner import Learner
 from gigagrad.training.sharing import plan_alike

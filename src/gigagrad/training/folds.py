@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from gigagrad.cohorts import folds_of, read_rows
+from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.events import Listener
 from gigagrad.files import write_json
 from gigagrad.prediction.cohort_scores import evaluate_model
 from gigagrad.prediction.evaluate import Evaluation
 from gigagrad.ranks import Ranks, from_environment
-from gigagrad.training.config import FitConfig
 from gigagrad.training.loop import as_config, fit
 
 SUMMARY: Final = "folds.json"

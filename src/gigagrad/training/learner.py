@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.execution.engine import Engine
@@ -20,7 +21,6 @@ from gigagrad.images import Image
 from gigagrad.losses import Loss
 from gigagrad.ranks import Fleet
 from gigagrad.training.checkpoint import Checkpoint
-from gigagrad.training.config import FitConfig
 from gigagrad.training.group import Group, Opened
 from gigagrad.training.optimization import AveragedWeights, make_optimizer, set_rates
 from gigagrad.training.sharded import SHARDED, Shards

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from gigagrad.cohorts import Cohort, Row, bags_of, check_images, class_table, read_cohort
+from gigagrad.config.fit import FitConfig
 from gigagrad.devices import device_for
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Listener, MetricsLogged, Notice
@@ -35,7 +36,6 @@ from gigagrad.ranks import Fleet, from_environment, launch
 from gigagrad.training.agreement import check_same_start, check_same_weights, check_seen
 from gigagrad.training.augment import Jitter
 from gigagrad.training.checkpoint import Checkpoint, Progress
-from gigagrad.training.config import FitConfig
 from gigagrad.training.dataset import Bag, Dataset, Steps, made_label
 from gigagrad.training.evaluation import test, validate
 from gigagrad.training.folder import RunFolder, environment

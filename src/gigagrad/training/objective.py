@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gigagrad.cohorts import Cohort, Size
+from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Notice
 from gigagrad.losses import Loss
 from gigagrad.masks import IGNORED, ClassTable
-from gigagrad.training.config import FitConfig
 from gigagrad.training.targets import TargetRule, output_channels
 
 BALANCED = "balanced"

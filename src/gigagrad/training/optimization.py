@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError, did_you_mean
 from gigagrad.models.trust import import_callable
 from gigagrad.named import parse_named
-from gigagrad.training.config import FitConfig
 
 _RATE = "gigagrad_rate"
 """The key of a parameter group's rate without a schedule."""

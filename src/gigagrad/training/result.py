@@ -16,12 +16,12 @@ from torch import nn
 
 from gigagrad.cohorts import Cohort
 from gigagrad.cohorts.rows import Split
+from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.files import read_json, write_json
 from gigagrad.models.registry import asks_for_weights
 from gigagrad.models.saved import save_folder
 from gigagrad.prediction.scores import mean_sd, spread
-from gigagrad.training.config import FitConfig
 from gigagrad.training.folder import RunFolder, environment
 
 

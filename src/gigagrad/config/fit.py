@@ -15,13 +15,7 @@ import yaml
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_text
 from gigagrad.images import Look
-from gigagrad.losses import check_loss
-from gigagrad.models.registry import check_network
-from gigagrad.models.trust import check_trusted
-from gigagrad.ranks import TIMEOUT_SECONDS
 from gigagrad.settings import Settings, read_yaml
-from gigagrad.stores import parse_storage
-from gigagrad.training.trackers import TRACKERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +105,13 @@ class FitConfig(Settings):
     mesh: str | None = None
     journal: bool = False
     shard_optimizer: bool = False
-    rank_timeout: float = TIMEOUT_SECONDS
+    rank_timeout: float = 600.0
 
     PATHS: ClassVar = "slides", "out", "scratch", "weights"
     CHOICES: ClassVar = {
         "schedule": ("constant", "cosine", "linear"),
         "precision": (None, "bfloat16", "float16"),
-        "trackers": tuple(TRACKERS),
+        "trackers": ("mlflow", "tensorboard", "trackio", "wandb"),
     }
     MAY_CHANGE: ClassVar = (
         *("epochs", "memory", "scratch", "out", "checkpoint_seconds", "patience", "trackers", "mesh", "journal"),
@@ -139,7 +133,10 @@ class FitConfig(Settings):
         super().__post_init__()
         if self.learning_rate == 0:
             raise ConfigError("learning_rate must be above 0, got 0")
-        parse_storage(self.storage)
+        if self.storage is not None:
+            from gigagrad.stores import parse_storage
+
+            parse_storage(self.storage)
         if self.mesh is not None and not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", self.mesh):
             raise ConfigError(f"mesh must be groups x ranks of a group, as 2x4, got {self.mesh!r}")
 
@@ -166,6 +163,10 @@ class FitConfig(Settings):
         optimizer of the file's that is neither gigagrad's nor a library's must be one of `trust`, as in `load_model`.
         Raises `ConfigError` and `ModelError`.
         """
+        from gigagrad.losses import check_loss
+        from gigagrad.models.registry import check_network
+        from gigagrad.models.trust import check_trusted
+
         path = Path(path)
         try:
             settings = read_yaml(path)

@@ -1,4 +1,4 @@
-"""Everything a prediction run depends on, as frozen data."""
+"""Settings of a prediction: everything that it depends on, as frozen data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from gigagrad.cohorts import SPLITS
 from gigagrad.errors import ConfigError
 from gigagrad.images import Look
 from gigagrad.masks import ClassTable
-from gigagrad.models.saved import CONFIG, model_file
-from gigagrad.prediction.outputs import FORMATS, OUTPUTS
 from gigagrad.settings import Settings, read_yaml
 from gigagrad.shares import Share
 
@@ -70,7 +68,11 @@ class PredictConfig(Settings):
 
     PATHS: ClassVar = "run", "slides", "out", "scratch"
     LIMITS: ClassVar = {"level": (0, math.inf)}
-    CHOICES: ClassVar = {"outputs": OUTPUTS, "format": FORMATS, "split": (None, *SPLITS)}
+    CHOICES: ClassVar = {
+        "outputs": ("mask", "probabilities", "geojson", "overlay", "instances", "tiatoolbox", "labelmap"),
+        "format": ("tiff", "ome-tiff", "cog", "ome-zarr"),
+        "split": (None, *SPLITS),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,6 +120,8 @@ class PredictConfig(Settings):
         return None if fold is None else int(fold)
 
     def _of_run(self, name: str, default: Any) -> Any:
+        from gigagrad.models.saved import CONFIG
+
         path = self.model_path.with_name("config.yaml")
         if self.model_path.suffix == ".safetensors":
             path = self.model_path.with_name(CONFIG)  # of the same names; and JSON is YAML
@@ -137,4 +141,6 @@ class PredictConfig(Settings):
     @property
     def model_path(self) -> Path:
         """Return the saved model: `run` itself if it is a file, else the weights in that folder."""
+        from gigagrad.models.saved import model_file
+
         return model_file(Path(self.run))
