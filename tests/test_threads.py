@@ -112,3 +112,98 @@ def test_side_threads_leave_pytorchs_count_as_it_would_be():
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         counts.append(int(done.stdout))
     assert counts[0] == counts[1]
+
+
+def test_side_threads_with_nothing_to_do_help_one_of_them():
+    together = threading.Barrier(3)  # that no fewer than three can pass
+
+    def work():
+        threads.side_by_side(lambda _: together.wait(60), range(6))
+        return threading.current_thread().name
+
+    with threads.SideThreads(3, "gigagrad-test") as side:
+        assert side.submit(work).result().startswith("gigagrad-test")
+
+
+def test_side_threads_do_each_item_once_whoever_is_busy():
+    done: list[int] = []
+
+    def work(first):
+        threads.side_by_side(done.append, range(first, first + 50))
+
+    with threads.SideThreads(2, "gigagrad-test") as side:
+        for task in [side.submit(work, first) for first in range(0, 1000, 50)]:
+            task.result()
+    assert sorted(done) == list(range(1000))
+
+
+def test_other_threads_do_their_items_alone():
+    done = []
+    threads.side_by_side(lambda item: done.append((item, threading.current_thread())), range(3))
+    assert done == [(item, threading.main_thread()) for item in range(3)]
+
+
+def test_an_error_beside_ends_what_goes_on_beside_it():
+    begun, at_work = [], []
+
+    def fail(item):
+        begun.append(item)
+        at_work.append(item)
+        time.sleep(0.01)
+        at_work.remove(item)
+        if item == 1:
+            raise ValueError("item 1")
+
+    def work():
+        try:
+            threads.side_by_side(fail, range(100))
+        except ValueError as error:
+            return str(error), list(at_work)
+        return None
+
+    with threads.SideThreads(3, "gigagrad-test") as side:
+        assert side.submit(work).result() == ("item 1", [])
+        assert len(begun) < 100
+        ended = len(begun)
+        assert side.submit(lambda: 1).result() == 1  # nobody is still busy
+        assert len(begun) == ended
+
+
+def test_items_begun_are_finished_before_others_begin():
+    """So that what is begun first is done first."""
+    order, first, go_on = [], threading.Event(), threading.Event()
+
+    def one(item):
+        order.append(item)
+        first.set()
+        assert go_on.wait(60)
+
+    def work(name):
+        threads.side_by_side(one, [f"{name}{index}" for index in range(8)])
+
+    with threads.SideThreads(3, "gigagrad-test") as side:
+        begun = side.submit(work, "a")
+        assert first.wait(60)
+        others = [side.submit(work, name) for name in "bc"]
+        go_on.set()
+        for task in (begun, *others):
+            task.result()
+    assert sorted(order[:8]) == [f"a{index}" for index in range(8)]
+    assert len(set(order)) == 24
+
+
+def test_threads_that_are_told_to_end_do_not_wait_for_each_other():
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def hold(item):
+        begun.set()
+        assert go_on.wait(60)
+        done.append(item)
+
+    side = threads.SideThreads(2, "gigagrad-test")
+    task = side.submit(threads.side_by_side, hold, range(50))
+    assert begun.wait(60)
+    threading.Timer(0.1, go_on.set).start()
+    side.shutdown(cancel=True)
+    assert task.done()
+    assert sorted(done) == list(range(50))

@@ -16,8 +16,8 @@ import gc
 import sys
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -75,8 +75,11 @@ class Task(Generic[Result]):
             self._bell.release()
 
     def cancel(self) -> None:
-        """It is not made, unless it has begun."""
+        """Keep the call from being made, unless it has begun."""
         self._cancelled = True
+
+    def begun(self) -> bool:
+        return not self._claim
 
     def done(self) -> bool:
         return self._over
@@ -175,8 +178,9 @@ class SideThreads:
 
 def _begin(threads: list[threading.Thread], count: int, name: str, tasks: SimpleQueue[Task[Any] | None]) -> None:
     """Start the threads, as many as there can be. Raises RuntimeError where there can be none."""
+    lent = deque[Task[None]]()
     for index in range(count):
-        thread = threading.Thread(target=_serve, args=(tasks,), name=f"{name}_{index}", daemon=True)
+        thread = threading.Thread(target=_serve, args=(tasks, count, lent), name=f"{name}_{index}", daemon=True)
         try:
             thread.start()
         except RuntimeError:
@@ -186,12 +190,54 @@ def _begin(threads: list[threading.Thread], count: int, name: str, tasks: Simple
         threads.append(thread)
 
 
-def _serve(tasks: SimpleQueue[Task[Any] | None]) -> None:
+def _serve(tasks: SimpleQueue[Task[Any] | None], count: int, lent: deque[Task[None]]) -> None:
     _here.beside = True
+    _here.pool = (tasks, count, lent) if count > 1 else None
     _share_operators(1)
     while (task := tasks.get()) is not None:
+        with suppress(IndexError):
+            while True:  # first what somebody else has begun
+                lent.popleft().run()
         task.run()
         del task  # it holds what it made, until somebody has fetched that
+
+
+_WAKE: Task[None] = Task(lambda: None)
+
+
+def side_by_side(work: Callable[[Item], object], items: Sequence[Item]) -> None:
+    """Do `work` for every item; one of `SideThreads` does it with the others of them that have nothing begun.
+
+    The work itself waits for none of them. Raises what failed first, when nothing goes on any more.
+    """
+    pool: tuple[SimpleQueue[Task[Any] | None], int, deque[Task[None]]] | None = getattr(_here, "pool", None)
+    if pool is None or len(items) < 2:
+        for item in items:
+            work(item)
+        return
+    queue, count, lent = pool
+    errors: list[BaseException] = []
+
+    def unless_failed(item: Item) -> None:
+        if not errors:
+            try:
+                work(item)
+            except BaseException as error:
+                errors.append(error)
+
+    tasks = [Task(partial(unless_failed, item)) for item in items]
+    lent.extend(tasks)
+    for _ in tasks[1:count]:
+        queue.put(_WAKE)
+    with suppress(IndexError):
+        while not tasks[-1].begun():  # what others have lent before comes first
+            lent.popleft().run()
+    wait_for(tasks)
+    try:
+        for error in errors:
+            raise error
+    finally:
+        errors.clear()  # the traceback would hold it, and it the errors
 
 
 def _let_go(tasks: SimpleQueue[Task[Any] | None], count: int) -> None:
