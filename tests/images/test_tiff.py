@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
 
-from gigagrad.boxes import Box
+from gigagrad.boxes import Box, tiles
 from gigagrad.errors import ImageError
+from gigagrad.execution.sources import read_ahead
 from gigagrad.images import GuessedResolutionWarning, open_image
 from gigagrad.images.openslide import open_openslide
 from gigagrad.images.tiff import TiffImage
 from gigagrad.images.tile_cache import TileCache
+from gigagrad.threads import SideThreads
 
 CORNER = Box(0, 0, 1, 1)
 
@@ -264,3 +268,83 @@ def test_an_image_nobody_closed_gives_its_file_back(tmp_path: Path) -> None:
     for _ in range(5):
         open_image(path).read(CORNER)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def decodings(
+    image: TiffImage, monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object] = lambda: None
+) -> list[Any]:
+    """Those of file tiles from now on."""
+    done: list[Any] = []
+    decode = image._decode
+
+    def counted(key: Any) -> Any:
+        done.append(key[0])
+        wait()
+        return decode(key)
+
+    monkeypatch.setattr(image, "_decode", counted)
+    return done
+
+
+@pytest.mark.parametrize("kind", ["colour", "grey", "bands"])
+def test_the_file_tiles_of_one_crop_are_decoded_side_by_side(
+    jpeg_slide: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    box, together = Box(0, 0, 700, 900), Barrier(3)  # that no fewer than three can pass
+    with open_image(jpeg_slide) as image, SideThreads(3, "test-read") as readers:
+        assert isinstance(image, TiffImage)
+        view = {"colour": image, "grey": image.grey(), "bands": image.bands((3, 1))}[kind]
+        expected = np.asarray(view.read(box))
+        image._cache.clear()
+        waits = iter(range(3))
+        done = decodings(image, monkeypatch, lambda: together.wait(60) if next(waits, None) is not None else None)
+        np.testing.assert_array_equal(readers.submit(view.read, box).result(), expected)
+    assert len(done) == len(set(done)) > 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_several_readers_decode_each_file_tile_once(
+    jpeg_slide: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Whichever crops touch it."""
+    with open_image(jpeg_slide) as image, SideThreads(count, "test-read") as readers:
+        assert isinstance(image, TiffImage)
+        grown = [Box(b.y0 - 9, b.x0 - 9, b.y1 + 9, b.x1 + 9).clamp(700, 900) for b in tiles(700, 900, 150, 170)]
+        expected = [np.asarray(image.read(box)) for box in grown]
+        image._cache.clear()
+        done = decodings(image, monkeypatch)
+        for (_, found), pixels in zip(read_ahead(grown, image.read, readers), expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(found), pixels)
+    assert len(done) == len(set(done)) == image._segments.counts.size
+
+
+def test_a_corrupt_tile_among_those_side_by_side_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tif")
+    offsets, _ = tile_table(path)
+    overwrite(path, offsets[4], b"\0" * 16)
+    with open_image(path) as image, SideThreads(3, "test-read") as readers:
+        task = readers.submit(image.read, Box.whole(96, 80))
+        with pytest.raises(ImageError, match="tile in row 1, column 1"):
+            task.result()
+
+
+def test_bands_of_a_file_with_planes_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (9, 64, 64), dtype=np.uint8)
+    tifffile.imwrite(tmp_path / "a.tif", pixels, tile=(32, 32), photometric="minisblack", planarconfig="separate")
+    with open_image(tmp_path / "a.tif") as image:
+        assert isinstance(image, TiffImage)
+        done = decodings(image, monkeypatch)
+        chosen = image.bands((8, 3))
+        np.testing.assert_array_equal(np.asarray(chosen.read(Box(5, 6, 40, 50))), pixels[[7, 2], 5:40, 6:50])
+        assert {plane for plane, _, _ in done} == {7, 2}
+
+
+@pytest.mark.parametrize("bands", [(1,), (3, 2, 1), (1, 3, 5), (5, 3, 1), (2, 2), (4, 1, 2), (5, 4)])
+def test_any_choice_of_bands(tmp_path: Path, bands: tuple[int, ...]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 48, 5), dtype=np.uint8)
+    tifffile.imwrite(tmp_path / "a.tif", pixels, tile=(32, 32), photometric="minisblack", planarconfig="contig")
+    expected = pixels.transpose(2, 0, 1)[[band - 1 for band in bands]]
+    for source in (tmp_path / "a.tif", pixels.transpose(2, 0, 1).copy()):
+        with open_image(source) as image:
+            found = image.bands(bands).read(Box(-2, 3, 50, 40))
+            np.testing.assert_array_equal(np.asarray(found)[:, 2:], expected[:, :50, 3:40])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from threading import Event
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gigagrad.images.tile_cache import TileCache
+from gigagrad.boxes import Box, tiles
+from gigagrad.images.tile_cache import TileCache, Walk, grid_parts
 
 
 def tile(size: int) -> np.ndarray:
@@ -57,10 +61,66 @@ def test_many_threads_share_it() -> None:
     assert cache.held_bytes == held_bytes(cache, range(1, 91)) <= 1000
 
 
-def test_a_tile_that_two_readers_decode_at_once_counts_once() -> None:
+@pytest.mark.parametrize("limit", [30, 5])
+def test_a_tile_that_several_threads_want_at_once_is_decoded_once(limit: int) -> None:
+    """Also one that is too large to be held."""
+    cache, decoded, begun, go_on = TileCache(limit), list[int](), Event(), Event()
+
+    def slow(size: int) -> np.ndarray:
+        decoded.append(size)
+        begun.set()
+        assert go_on.wait(60)
+        return tile(size)
+
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(cache.get, 10, slow)
+        assert begun.wait(60)
+        others = [pool.submit(cache.get, 10, slow) for _ in range(3)]
+        while pool._work_queue.qsize():
+            time.sleep(0.001)
+        time.sleep(0.05)  # all of them look for it
+        go_on.set()
+        found = [one.result() for one in (first, *others)]
+    assert decoded == [10]
+    assert all(one is found[0] for one in found)
+    assert cache.held_bytes == (10 if limit >= 10 else 0)
+    assert not cache._coming
+
+
+def test_a_tile_that_could_not_be_decoded_is_tried_again_by_whoever_waits() -> None:
+    cache, tried, begun, go_on = TileCache(30), list[int](), Event(), Event()
+
+    def fails_once(size: int) -> np.ndarray:
+        tried.append(size)
+        if len(tried) > 1:
+            return tile(size)
+        begun.set()
+        assert go_on.wait(60)
+        raise ValueError("corrupt")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(cache.get, 10, fails_once)
+        assert begun.wait(60)
+        second = pool.submit(cache.get, 10, fails_once)
+        time.sleep(0.05)
+        go_on.set()
+        with pytest.raises(ValueError, match="corrupt"):
+            first.result()
+        assert second.result().nbytes == 10
+    assert tried == [10, 10]
+    assert not cache._coming
+
+
+def test_nobody_waits_for_what_the_main_thread_decodes() -> None:
+    """Ctrl-C may end it at any instruction."""
     cache = TileCache(30)
-    # The second reader comes while the first is still decoding.
-    cache.get(10, lambda key: cache.get(key, tile))
+
+    def meanwhile(size: int) -> np.ndarray:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(cache.get, size, tile).result(60).nbytes == size
+        return tile(size)
+
+    cache.get(10, meanwhile)
     assert cache.held_bytes == 10
 
 
@@ -69,3 +129,50 @@ def test_forgets_everything_when_cleared() -> None:
     cache.get(10, tile)
     cache.clear()
     assert cache.held_bytes == 0
+
+
+def decoded(height: int, width: int, step: int, halo: int, limit_bytes: int, *, settle: bool = True) -> float:
+    """How often a file tile of 32 px is decoded, as crops of `step` px with a halo are read along the shorter side."""
+    cache, walk, count, wanted = TileCache(limit_bytes), Walk(height, width), list[None](), set[Box]()
+
+    def decode(_: Box) -> np.ndarray:
+        count.append(None)
+        return np.zeros((32, 32), np.uint8)
+
+    boxes = list(tiles(height, width, step, step))
+    for box in boxes if height >= width else sorted(boxes, key=lambda box: (box.x0, box.y0)):
+        crop = Box(box.y0 - halo, box.x0 - halo, box.y1 + halo, box.x1 + halo).clamp(height, width)
+        down, right = walk.settled(crop)
+        for tile, _, _ in grid_parts(crop, 32, 32):
+            cache.get(tile, decode)
+            assert cache.held_bytes <= limit_bytes
+            if settle and tile.y1 <= down and tile.x1 <= right:
+                cache.settle(tile)
+            wanted.add(tile)
+    return len(count) / len(wanted)
+
+
+@pytest.mark.parametrize("shape", [(640, 1500), (1500, 640)])
+@pytest.mark.parametrize(("step", "halo"), [(128, 0), (128, 1), (100, 0), (100, 9), (170, 3), (60, 30)])
+def test_tiles_that_no_later_crop_wants_make_room(shape: tuple[int, int], step: int, halo: int) -> None:
+    """The rows of file tiles that two lines of crops share fit beside one crop, and all tiles of a line do not."""
+    shared = 2 * -(-2 * halo // 32) + 2
+    limit = 32 * 32 * (shared * (640 // 32) + ((step + 2 * halo) // 32 + 2) ** 2)
+    assert decoded(*shape, step, halo, limit) == 1
+
+
+def test_without_that_they_are_decoded_again() -> None:
+    limit = 32 * 32 * 60
+    assert decoded(1500, 640, 170, 3, limit) == 1
+    assert decoded(1500, 640, 170, 3, limit, settle=False) > 1.15
+
+
+def test_boxes_anywhere_settle_nothing_wanted() -> None:
+    """Of crops that are no neighbours nothing is known, and the last ones are held."""
+    walk = Walk(1000, 1000)
+    for box in (Box(500, 500, 600, 600), Box(0, 0, 100, 100), Box(300, 700, 400, 800)):
+        assert walk.settled(box) == (0, 0)
+    assert walk.settled(Box(390, 700, 490, 800)) == (480, 790)
+    assert walk.settled(Box(390, 700, 490, 800)) == (480, 790)  # once more
+    down, right = walk.settled(Box(900, 900, 1000, 1000))
+    assert min(down, right) >= 1000

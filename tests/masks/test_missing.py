@@ -38,7 +38,7 @@ def test_a_mask_is_ignored_where_its_slide_has_no_data(tmp_path, dtype):
         around = Box(-3, -3, H + 3, W + 3)
         np.testing.assert_array_equal(mask.read(around)[0, 3:-3, 3:-3], mask.read(ALL)[0])
         assert mask.nodata == IGNORED
-        assert mask.cache_bytes == slide.missing_bytes > 0
+        assert mask.thread_bytes == slide.missing_bytes > 0
 
 
 def test_nothing_is_ignored_where_all_is_there(tmp_path):

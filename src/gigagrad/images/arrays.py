@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
-from gigagrad.images.image import Array, Image, fill_of
+from gigagrad.images.image import Array, Image, as_slice, fill_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,9 @@ class ArrayImage(Image):
 
     def _read_inside(self, box: Box) -> Array:
         return self._array_CHW[:, box.y0 : box.y1, box.x0 : box.x1].astype(self._native)
+
+    def _read_channels(self, box: Box, channels: Sequence[int]) -> Array:
+        return self._array_CHW[as_slice(channels), box.y0 : box.y1, box.x0 : box.x1].astype(self._native)
 
 
 class TensorImage(Image):

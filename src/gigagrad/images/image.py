@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, TypeAlias, final
 
 import numpy as np
@@ -63,6 +64,8 @@ class Image(ABC):
         channel_names: one of each channel, "" for one without; empty where none is known.
         fill: the value of every pixel outside the image (see `opening.open_image` for the rule).
         cache_bytes: the most that reading may keep in memory beside the pixels it returns.
+        thread_bytes: what each thread that reads holds beside that, at most, while it decodes.
+        decode_seconds: about what one thread takes to decode all of it; 0 where pixels are only copied.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class Image(ABC):
         channel_names: tuple[str, ...] = (),
         open_level: Callable[..., Image | None] | None = None,
         cache_bytes: int = 0,
+        thread_bytes: int = 0,
+        decode_seconds: float = 0.0,
     ) -> None:
         """`mpp` and `georeference` are of level 0, `level` is the chosen one; `open_level(level=...)` opens a file
         again, at any level."""
@@ -91,6 +96,8 @@ class Image(ABC):
         self.name: Final = name
         self.fill: Final = fill
         self.cache_bytes: Final = cache_bytes
+        self.thread_bytes: Final = thread_bytes
+        self.decode_seconds: Final = decode_seconds
         self.levels: Final = levels or (Level(shape[1:], 1.0),)
         self.mpp: Final = None if mpp is None else mpp * self.levels[level].downsample
         self.georeference: Final = georeference and georeference.resized(self.levels[0].shape, self.levels[level].shape)
@@ -208,6 +215,15 @@ class Image(ABC):
 
         return 0 if self.nodata is None else held_bytes(self)
 
+    def _read_channels(self, box: Box, channels: Sequence[int]) -> Pixels:
+        """Fresh pixels of channels, counted from 0, of a non-empty box that lies inside this image; thread-safe."""
+        return self._read_inside(box)[list(channels)]
+
+    @property
+    def _grey_seconds(self) -> float:
+        """About what one thread takes to decode all of it in grey."""
+        return self.decode_seconds
+
     def _read_grey(self, box: Box) -> Pixels:
         """Fresh luma `(1, box.height, box.width)` of a non-empty box that lies inside this RGB image; thread-safe."""
         colours = self._read_inside(box)
@@ -274,6 +290,8 @@ class View(Image):
             "nodata": image.nodata,
             "channel_names": image.channel_names,
             "cache_bytes": image.cache_bytes,
+            "thread_bytes": image.thread_bytes,
+            "decode_seconds": image.decode_seconds,
         }
         super().__init__(shape=shape or image.shape, levels=levels or image.levels, **kept | changed)
 
@@ -291,6 +309,15 @@ def _opened(open_level: Callable[..., Image | None], level: int) -> Image:
 def is_floating(dtype: np.dtype[Any] | torch.dtype) -> bool:
     """Whether an image of this dtype holds floats."""
     return dtype.kind == "f" if isinstance(dtype, np.dtype) else dtype.is_floating_point
+
+
+def as_slice(numbers: Sequence[int]) -> slice | list[int]:
+    """Numbers at equal distances as a slice, by which NumPy copies at once; others as they are."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    if not step or any(after - before != step for before, after in pairwise(numbers)):
+        return list(numbers)
+    stop = numbers[-1] + step
+    return slice(numbers[0], stop if stop >= 0 else None, step)
 
 
 def check_size(shape: Sequence[int], name: str) -> None:

@@ -27,7 +27,9 @@ class Resampled(Image):
             name=image.name,
             fill=image.fill,
             mpp=None if image.mpp is None or part is not None else image.mpp * image.height / height,
-            cache_bytes=image.cache_bytes + image.channels * _BLOCK_PX**2,
+            cache_bytes=image.cache_bytes,
+            thread_bytes=image.thread_bytes + image.channels * _BLOCK_PX**2,
+            decode_seconds=image.decode_seconds,
         )
         self._image = image
         self._part, self._full = part or Box.whole(*full), full

@@ -48,6 +48,8 @@ class Stacked(Image):
             channel_names=names if any(names) else (),
             open_level=partial(_stacked_at, self._images, tuple(level.shape for level in levels)),
             cache_bytes=sum(image.cache_bytes for image in images),
+            thread_bytes=max(image.thread_bytes for image in images),
+            decode_seconds=sum(image.decode_seconds for image in images),
         )
 
     def _read_inside(self, box: Box) -> Pixels:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-
-import numpy as np
+from operator import mul
 
 from gigagrad.images.image import LUMA_BT601, Array
 from gigagrad.images.png_check import png_size
@@ -38,7 +39,7 @@ def check_stream(data: bytes, compression: int, *, whole: tuple[int, int], insid
         size = png_size(data)
     elif compression in _WEBP_COMPRESSIONS:
         size = _webp_size(data)
-    if size and not all(got in allowed for got, *allowed in zip(size, whole, inside, strict=True)):
+    if size and not (size[0] in (whole[0], inside[0]) and size[1] in (whole[1], inside[1])):
         raise ValueError(f"it says that it is {size[0]} x {size[1]} px, the directory says {whole[0]} x {whole[1]}")
     return jpeg
 
@@ -59,6 +60,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 _CUT_OFF = "it is cut off"
 
 _JPEG_START, _JPEG_END, _JPEG_SCAN, _JPEG_RESTARTS = b"\xff\xd8", 0xD9, 0xDA, 0xDD
+_JPEG_SCAN_BEGINS, _LONGEST_HEAD = b"\xff\xda", 4096
 # Entropy-coded data hides its own 0xFF bytes as FF 00; restart markers (D0 to D7) and fill bytes are part of it.
 _JPEG_NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _JPEG_RESTART = re.compile(rb"\xff[\xd0-\xd7]")
@@ -70,7 +72,7 @@ _JPEG_WITH_LENGTH = frozenset({*range(0xC0, 0xD0), *range(0xDA, 0xF0), 0xFE}) - 
 # Each scan passes over the whole picture and may cost a hundred bytes; encoders write about ten.
 _JPEG_MOST_SCANS = 100
 # Colour of the last pixels may be mixed with that of decoded neighbours, light is not.
-_LIGHT, _NEARLY_GREY = np.array(LUMA_BT601), 2
+_NEARLY_GREY = 2
 # What no sound stream can have between its last pixel and its end; free of markers.
 _JUNK = bytes((73 * index + 41) % 251 for index in range(64))
 
@@ -88,9 +90,13 @@ class Jpeg:
 
     @classmethod
     def parse(cls, data: bytes) -> Jpeg:
-        """One walk over the markers. Raises `ValueError` that says what is wrong, in a few words."""
-        segments = list(_jpeg_segments(data))
-        frames = [(marker, at) for marker, at in segments if marker in _JPEG_FRAMES]
+        """Walk over the markers, once. Raises `ValueError` that says what is wrong, in a few words."""
+        if not data.startswith(_JPEG_START):
+            raise ValueError("it does not begin like a JPEG")
+        scan = data.find(_JPEG_SCAN_BEGINS, 0, _LONGEST_HEAD)
+        head = _Head.of(data[:scan]) if scan > 0 else _Head()
+        segments = list(_jpeg_segments(data, head.end))
+        frames = [*head.frames, *((marker, at) for marker, at in segments if marker in _JPEG_FRAMES)]
         ends = tuple(end for (marker, _), (_, end) in pairwise(segments) if marker == _JPEG_SCAN)
         if not ends or not frames:
             raise ValueError("it holds no image")
@@ -102,7 +108,8 @@ class Jpeg:
         if len(ends) > _JPEG_MOST_SCANS:
             raise ValueError(f"it has {len(ends)} scans")
         height, width = (int.from_bytes(data[place : place + 2], "big") for place in (at + 5, at + 7))
-        return cls(data, data[at + 4], height, width, ends, any(marker == _JPEG_RESTARTS for marker, _ in segments))
+        restarts = head.restarts or any(marker == _JPEG_RESTARTS for marker, _ in segments)
+        return cls(data, data[at + 4], height, width, ends, restarts)
 
     def check_ends(self, pixels_HWC: Array, decode: Callable[[bytes], Array]) -> None:
         """Raises `ValueError` with the row where the stream has no more data for its pixels.
@@ -111,8 +118,8 @@ class Jpeg:
         are several scans, of which the last may refine what is there), the stream is decoded once more with a few bytes
         put in where its data ends: the picture of a whole stream does not change by that.
         """
-        last = pixels_HWC[-1, -1].astype(float)
-        light = last[:3] @ _LIGHT if len(last) >= 3 else last[0]
+        last = pixels_HWC[-1, -1].tolist()
+        light = sum(map(mul, last, LUMA_BT601)) if len(last) >= 3 else last[0]
         if len(self.scan_ends) == 1 and abs(light - (1 << (self.bits - 1))) > _NEARLY_GREY:
             return
         pieces, begin = [], 0
@@ -130,11 +137,34 @@ class Jpeg:
             raise ValueError(f"it ends before its pixels, at row {int(changed.argmax())} of {len(changed)}")
 
 
-def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
-    """Every marker and where it stands, up to the end of the image."""
-    if not data.startswith(_JPEG_START):
-        raise ValueError("it does not begin like a JPEG")
-    at = 2
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What there is before the scans of a JPEG: the same in all tiles of a file."""
+
+    frames: tuple[tuple[int, int], ...] = ()
+    restarts: bool = False
+    end: int = len(_JPEG_START)
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(head: bytes) -> _Head:
+        """The markers in `head`; none where they do not lead to its end."""
+        found = list[tuple[int, int]]()
+        with suppress(ValueError):
+            found.extend(_jpeg_segments(head, len(_JPEG_START)))
+        marker, at = found[-1] if found else (_JPEG_END, 0)
+        if marker == _JPEG_END or _end_of_segment(head, at) != len(head):
+            return _Head()
+        frames = tuple((marker, at) for marker, at in found if marker in _JPEG_FRAMES)
+        return _Head(frames, any(marker == _JPEG_RESTARTS for marker, _ in found), len(head))
+
+
+def _end_of_segment(data: bytes, at: int) -> int:
+    return at + 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
+
+
+def _jpeg_segments(data: bytes, at: int) -> Iterator[tuple[int, int]]:
+    """Every marker from there on and where it stands, up to the end of the image."""
     while at + 2 <= len(data):
         marker = data[at + 1]
         if data[at] != 0xFF or (marker not in _JPEG_WITH_LENGTH and marker not in (0xFF, _JPEG_END)):
@@ -145,7 +175,7 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
         yield marker, at
         if marker == _JPEG_END:
             return
-        at += 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
+        at = _end_of_segment(data, at)
         if marker == _JPEG_SCAN:
             found = _JPEG_NEXT_MARKER.search(data, at)
             at = found.start() if found else len(data)

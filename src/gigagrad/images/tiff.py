@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gigagrad.boxes import Box, tiles
 from gigagrad.errors import ImageError
 from gigagrad.files import bytes_at
-from gigagrad.images.image import Array, Image, Pixels, View, choose_level, fill_of, in_our_words, levels_of
+from gigagrad.images.image import Array, Image, Pixels, View, as_slice, choose_level, fill_of, in_our_words, levels_of
 from gigagrad.images.nodata import held_bytes, missing_in
 from gigagrad.images.resampled import Resampled
 from gigagrad.images.tiff_directory import (
@@ -40,7 +40,8 @@ from gigagrad.images.tiff_directory import (
 )
 from gigagrad.images.tiff_segments import Decode, Segments, segments_of
 from gigagrad.images.tiff_walk import walk_tiff
-from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, grid_parts
+from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, Walk, grid_parts
+from gigagrad.threads import side_by_side
 
 _ROWS = 64
 """That are emptied at a time, so that next to nothing is held beside the pixels."""
@@ -75,7 +76,10 @@ class TiffImage(Image):
         stored = channels = segments.planes * segments.samples
         channels = 3 if colour and alpha else channels
         self._valid = None if mask is None else mask(segments.shape)
-        held = min(CACHE_BYTES, stored * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize)
+        nbytes = stored * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize
+        held, of_mask = min(CACHE_BYTES, nbytes), (0, 0, 0.0)
+        if self._valid is not None:
+            of_mask = self._valid.cache_bytes, held_bytes(self._valid), self._valid.decode_seconds
         super().__init__(
             shape=(channels, *segments.shape),
             dtype=segments.dtype,
@@ -86,7 +90,9 @@ class TiffImage(Image):
             level=level,
             channel_names=channel_names[:channels],
             open_level=partial(open_tiff, path, mpp=mpp, ids=ids),
-            cache_bytes=held if self._valid is None else held + self._valid.cache_bytes,
+            cache_bytes=held + of_mask[0],
+            thread_bytes=segments.thread_bytes + of_mask[1],
+            decode_seconds=nbytes / segments.bytes_per_second + of_mask[2],
             **described,
         )
         self._path = path
@@ -100,30 +106,42 @@ class TiffImage(Image):
         decides = alpha and segments.dtype in _DTYPES_OF_ALPHA if self.nodata is None else channels < stored
         self._alpha = stored - 1 if decides and self._valid is None else None
         self._cache = TileCache(CACHE_BYTES)
+        self._walk = Walk(*segments.shape)
         # A file object, which goes with an image that Ctrl-C lets nobody have.
         self._file = io.FileIO(path)
         # Runs at close, or when an image that nobody closed is collected.
         self._close_file = weakref.finalize(self, self._file.close)
 
     def _read_inside(self, box: Box) -> Array:
-        pixels_HWC = np.empty((*box.shape, self.channels), self._segments.dtype)
-        for plane in range(self._planes):
-            samples = slice(plane * self._kept, (plane + 1) * self._kept)
-            self._read_plane(box, plane, self._segments.decode, pixels_HWC[..., samples])
+        return self._read_channels(box, range(self.channels))
+
+    def _read_channels(self, box: Box, channels: Sequence[int]) -> Array:
+        pixels_HWC = np.empty((*box.shape, len(channels)), self._segments.dtype)
+        by_plane: dict[int, tuple[list[int], list[int]]] = {}
+        for index, channel in enumerate(channels):
+            at, samples = by_plane.setdefault(channel // self._kept, ([], []))
+            at.append(index)
+            samples.append(channel % self._kept)
+        for plane, (at, samples) in by_plane.items():
+            self._read_plane(box, plane, self._segments.decode, pixels_HWC, at, samples)
         return self._emptied(box, pixels_HWC).transpose(2, 0, 1)
 
     def _read_alpha(self, box: Box) -> Array:
         assert self._alpha is not None
         plane, sample = divmod(self._alpha, self._segments.samples)
         alpha_HW1 = np.empty((*box.shape, 1), self._segments.dtype)
-        self._read_plane(box, plane, self._segments.decode, alpha_HW1, sample)
+        self._read_plane(box, plane, self._segments.decode, alpha_HW1, [0], [sample])
         return alpha_HW1.transpose(2, 0, 1)
+
+    @property
+    def _grey_seconds(self) -> float:
+        return super()._grey_seconds / (1 if self._segments.decode_luma is None else 2)
 
     def _read_grey(self, box: Box) -> Pixels:
         if self._segments.decode_luma is None:
             return super()._read_grey(box)
         pixels_HW1 = np.empty((*box.shape, 1), self._segments.dtype)
-        self._read_plane(box, 0, self._segments.decode_luma, pixels_HW1)
+        self._read_plane(box, 0, self._segments.decode_luma, pixels_HW1, [0], [0])
         return self._emptied(box, pixels_HW1).transpose(2, 0, 1)
 
     def missing(self, box: Box) -> NDArray[np.bool_] | None:
@@ -145,17 +163,28 @@ class TiffImage(Image):
                 pixels_HWC[rows.y0 : rows.y1][missing] = 0
         return pixels_HWC
 
-    def _read_plane(self, box: Box, plane: int, decode: Decode, pixels_HWC: Array, sample: int = 0) -> None:
+    def _read_plane(
+        self, box: Box, plane: int, decode: Decode, pixels_HWC: Array, at: list[int], samples: list[int]
+    ) -> None:
+        """Read `samples` of a plane into the channels `at` of `pixels_HWC`."""
         height, width = self._segments.segment
-        for cell, to, of in grid_parts(box, height, width):
+        channels, chosen = as_slice(at), as_slice(samples)
+        down, right = self._walk.settled(box)
+
+        def read(part: tuple[Box, Box, Box]) -> None:
+            cell, to, of = part
             place = plane, cell.y0 // height, cell.x0 // width
             target = pixels_HWC[to.y0 : to.y1, to.x0 : to.x1]
             # OpenSlide looks at the first plane alone.
             if self._segments.counts[place] == 0 or (self._slide and self._segments.counts[0, *place[1:]] == 0):
-                target[...] = self._gaps
+                target[..., channels] = self._gaps
             else:
                 tile = self._cache.get((place, decode), self._decode)
-                target[...] = tile[of.y0 : of.y1, of.x0 : of.x1, sample : sample + target.shape[2]]
+                target[..., channels] = tile[of.y0 : of.y1, of.x0 : of.x1, chosen]
+                if cell.y1 <= down and cell.x1 <= right:
+                    self._cache.settle((place, decode))
+
+        side_by_side(read, [*grid_parts(box, height, width)])
 
     def _decode(self, key: tuple[tuple[int, int, int], Decode]) -> Array:
         place, decode = key
@@ -169,8 +198,8 @@ class TiffImage(Image):
             if len(data) != count:
                 raise ValueError(f"it has {len(data)} of {count} bytes; the file shrank")
             tile = decode(data, row, column)
-            y, x = row * self._segments.segment[0], column * self._segments.segment[1]
-            wanted = Box(0, 0, *self._segments.segment).clamp(self.height - y, self.width - x).shape
+            height, width = self._segments.segment
+            wanted = min(height, self.height - row * height), min(width, self.width - column * width)
             if tile.shape[0] < wanted[0] or tile.shape[1] < wanted[1]:
                 raise ValueError(f"it decodes to {tile.shape[:2]} px instead of {wanted}")
         return tile

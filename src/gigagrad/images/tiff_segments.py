@@ -23,6 +23,11 @@ from gigagrad.units import format_bytes
 # Uncompressed strips may be as tall as the image; they are read in pieces of about this size.
 _RAW_STRIP_BYTES = 2**20
 _HEADER_BYTES = 8
+_COPIES = 3
+"""Of a segment's pixels while they are decoded."""
+_BYTES_PER_SECOND = {1: 2e9, 5: 200e6, 8: 400e6, 32946: 400e6, 50000: 1e9} | dict.fromkeys(JPEG_COMPRESSIONS, 600e6)
+"""Of pixels, about what one thread decodes, by the number of the compression."""
+_OTHERS_PER_SECOND = 100e6
 
 Decode: TypeAlias = Callable[[bytes, int, int], Array]
 
@@ -40,6 +45,7 @@ class Segments:
             a count of 0 means that the file leaves the segment out.
         decode: `(data, row, column) -> pixels` of shape `(h, w, samples)`, at least as large as the part of
             the segment inside the image.
+        bytes_per_second: of pixels, about what one thread decodes.
         decode_luma: the same for the luma alone, `(h, w, 1)`, where it is stored apart from the colours; else None.
     """
 
@@ -50,11 +56,18 @@ class Segments:
     offsets: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     decode: Decode
+    bytes_per_second: float
     decode_luma: Decode | None = None
 
     @property
     def planes(self) -> int:
         return self.offsets.shape[0]
+
+    @property
+    def thread_bytes(self) -> int:
+        """What decoding one segment holds at most: its bytes, its pixels, and twice as much on the way to these."""
+        height, width = self.segment
+        return int(self.counts.max()) + _COPIES * height * width * self.samples * self.dtype.itemsize
 
     def check_within(self, file_bytes: int, name: str) -> None:
         """Raises `ImageError` if any segment lies (partly) beyond the end of the file."""
@@ -105,7 +118,8 @@ def _raw_strips(series: Any, page: Any, offset: int, name: str, found: Directori
         return np.frombuffer(data, stored).reshape(-1, width, samples).astype(native, copy=False)
 
     counts = np.broadcast_to(lengths, offsets.shape)
-    return Segments((height, width), (rows, width), samples, native, offsets[..., None], counts[..., None], decode)
+    tables = offsets[..., None], counts[..., None]
+    return Segments((height, width), (rows, width), samples, native, *tables, decode, _BYTES_PER_SECOND[1])
 
 
 def _file_segments(series: Any, page: Any, name: str, found: Directories) -> Segments:
@@ -139,7 +153,8 @@ def _file_segments(series: Any, page: Any, name: str, found: Directories) -> Seg
     if compression in JPEG_COMPRESSIONS:
         unpack = _jpeg_decoder(page, samples)
         luma = checked(_jpeg_decoder(page, 1, luma=True)) if samples == 3 and dtype == np.uint8 else None
-    return Segments((height, width), segment, samples, dtype, offsets, counts, checked(unpack), luma)
+    rate = _BYTES_PER_SECOND.get(compression, _OTHERS_PER_SECOND)
+    return Segments((height, width), segment, samples, dtype, offsets, counts, checked(unpack), rate, luma)
 
 
 def _checked(

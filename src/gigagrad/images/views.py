@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,8 @@ class BandsImage(View):
         super().__init__(image, (len(numbers), *image.shape[1:]), channel_names=names)
 
     def _read_inside(self, box: Box) -> Pixels:
-        return self._image.read(box)[self._channels]
+        self._image._require_open()
+        return self._image._read_channels(box, self._channels)
 
     def _blank(self, height: int, width: int) -> Pixels:
         return super()._blank(height, width)[self._channels]
@@ -41,8 +43,8 @@ class BandsImage(View):
 class _Valued(View):
     """A view with other values, of which none says that there is no data: that is asked of the image."""
 
-    def __init__(self, image: Image, channels: int, names: tuple[str, ...]) -> None:
-        super().__init__(image, (channels, *image.shape[1:]), nodata=None, channel_names=names)
+    def __init__(self, image: Image, channels: int, names: tuple[str, ...], **changed: Any) -> None:
+        super().__init__(image, (channels, *image.shape[1:]), nodata=None, channel_names=names, **changed)
 
     def missing(self, box: Box) -> NDArray[np.bool_] | None:
         return self._image.missing(box)
@@ -56,7 +58,7 @@ class GreyImage(_Valued):
     """The luma of an RGB image. Use `Image.grey`."""
 
     def __init__(self, image: Image) -> None:
-        super().__init__(image, 1, ())
+        super().__init__(image, 1, (), decode_seconds=image._grey_seconds)
 
     def _read_inside(self, box: Box) -> Pixels:
         self._image._require_open()

@@ -25,6 +25,8 @@ from gigagrad.units import format_bytes
 _MARKERS = ("zarr.json", ".zarray", ".zgroup")
 _INDEX_ENTRY_BYTES = 16  # offset and length of one chunk in a shard
 _MOST_LEVELS = 64
+_COPIES = 2
+"""Of a chunk while it is decoded, by threads of zarr's own."""
 # An allow list: others of numcodecs run code that a chunk holds (pickle) or change values.
 _CODECS = frozenset({
     *("bytes", "transpose", "sharding_indexed", "crc32c", "blosc", "zstd", "gzip"),
@@ -64,6 +66,7 @@ class ZarrImage(Image):
             nodata=parse_nodata(str(array.attrs.get(ZARR_NODATA)), native),
             channel_names=channel_names,
             open_level=open_level,
+            thread_bytes=_COPIES * math.prod(array.chunks) * native.itemsize,
         )
         self._array = with_bounded_chunks(array)
         self._axes = tuple(axes)

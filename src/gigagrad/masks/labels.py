@@ -32,6 +32,8 @@ class Labels(Image):
             name=mask.name,
             mpp=mask.mpp,
             cache_bytes=mask.cache_bytes,
+            thread_bytes=mask.thread_bytes,
+            decode_seconds=mask.decode_seconds,
         )
         self._image = mask
 
@@ -99,8 +101,8 @@ class IgnoringMissing(View):
     """Use `ignoring_missing`."""
 
     def __init__(self, mask: Image, slide: Image) -> None:
-        held = mask.cache_bytes + slide.missing_bytes
-        super().__init__(mask, dtype=room_for_ignored(mask), nodata=IGNORED, cache_bytes=held)
+        held = mask.thread_bytes + slide.missing_bytes
+        super().__init__(mask, dtype=room_for_ignored(mask), nodata=IGNORED, thread_bytes=held)
         self._slide = slide
 
     def _read_inside(self, box: Box) -> Array:
