@@ -49,8 +49,8 @@ ANNOUNCED_BYTES: Final = MIB
 """Smaller blocks of tiles are taken without a look at what the process holds."""
 
 # On the way
-READ_AHEAD: Final = 2
-"""Crops read ahead of the one in use."""
+READ_AHEAD: Final = 1
+"""Crops that wait for their turn, beside one for each thread that reads."""
 WRITES_BEHIND: Final = 2
 """Crops that wait to be written to another tier, at most, before the computation waits for it."""
 ROWS_AT_ONCE: Final = 4

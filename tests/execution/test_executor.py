@@ -21,6 +21,7 @@ from gigagrad.events import Notice
 from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.tile import StageProgram, TileInputs
+from gigagrad.plans.reading import Reading
 from gigagrad.threads import operator_threads
 
 
@@ -228,10 +229,16 @@ def test_a_stream_that_is_garbage_leaves_the_callers_setting(two_threads: None) 
     assert found == [1]
 
 
+@pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_no_more_crops_are_alive_than_planned(two_threads: None, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    """Those at work, two that are read, and with several workers one in the queue (`plans/fit.py`)."""
+def test_no_more_crops_are_alive_than_planned(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch, workers: int, readers: int
+) -> None:
+    """Those at work, one for each reader and one that waits, and with several workers one in the queue
+    (`plans/ledger.py`).
+    """
     torch.set_num_threads(workers)
+    monkeypatch.setattr(Reading, "readers", lambda *_: readers)
     alive, most, read = 0, 0, Fields.inputs
 
     def gone() -> None:
@@ -252,7 +259,8 @@ def test_no_more_crops_are_alive_than_planned(two_threads: None, monkeypatch: py
     model = torch.nn.Conv2d(1, 2, 3, padding=1)
     engine = gg.compile(model, lambda o, t: (o - t).square().mean(), tile=(16, 16))
     image, target = torch.rand(1, 200, 160), torch.rand(2, 200, 160)
-    assert engine.plan(image, target).workers == workers
+    plan = engine.plan(image, target)
+    assert (plan.workers, plan.readers) == (workers, readers)
     engine.backward(image, target)
     per_tile = 2  # the image's and the target's
-    assert per_tile < most <= per_tile * (workers + 2 + (workers > 1))
+    assert per_tile < most <= per_tile * (workers + readers + 1 + (workers > 1))

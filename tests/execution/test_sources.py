@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -124,6 +126,49 @@ def test_leaving_early_stops_the_reader(pool):
     seen = len(read)
     assert [tile for tile, _ in read_ahead(range(2), lambda tile: read.append(tile) or {}, pool)] == [0, 1]  # type: ignore[func-returns-value]
     assert len(read) == seen + 2
+
+
+def test_several_readers_keep_the_order_and_stay_as_little_ahead():
+    """Each is at one, and one waits."""
+    at_work, lead, started = Barrier(3), [], []
+
+    def reader(tile):
+        started.append(tile)
+        if tile < 3:
+            at_work.wait(60)  # that no fewer than three can pass
+        time.sleep(0.001 * (tile % 3))
+        return {0: torch.tensor(tile)}
+
+    with SideThreads(3, "test-read") as several:
+        for expected, (tile, crops) in enumerate(read_ahead(range(50), reader, several)):
+            assert tile == expected == crops[0].item()
+            lead.append(len(started) - expected)
+    assert sorted(started) == list(range(50))
+    assert max(lead) <= 5
+
+
+def test_an_error_in_one_of_several_readers_arrives_at_its_tile():
+    def reader(tile):
+        if tile in (5, 6):
+            raise ImageError(f"tile {tile} is corrupt")
+        time.sleep(0.001)
+        return {}
+
+    done: list[Any] = []
+    with SideThreads(3, "test-read") as several, pytest.raises(ImageError, match="tile 5"):
+        done.extend(tile for tile, _ in read_ahead(range(50), reader, several))
+    assert done == list(range(5))
+
+
+def test_leaving_early_stops_several_readers():
+    read: list[int] = []
+    with SideThreads(3, "test-read") as several:
+        ahead = read_ahead(range(1000), lambda tile: read.append(tile) or {}, several)  # type: ignore[func-returns-value, var-annotated]
+        next(ahead)
+        ahead.close()  # type: ignore[attr-defined]
+        assert len(read) <= 6
+        seen = len(read)
+    assert len(read) == seen
 
 
 def test_nothing_to_read(pool):

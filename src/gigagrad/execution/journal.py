@@ -67,12 +67,18 @@ class Journal:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def reads(self, part: int, crops: Mapping[int, torch.Tensor]) -> None:
+    def hash_of(self, crops: Mapping[int, torch.Tensor]) -> bytes:
+        """Hash what a tile reads of images, in any thread; where nothing is written down, hash nothing."""
+        digest = _empty_hash()
+        for _, crop in sorted(crops.items()) if self.is_kept else ():
+            digest.update(_bytes(crop))
+        found: bytes = digest.digest()
+        return found
+
+    def reads(self, part: int, tile_hash: bytes) -> None:
         """What a tile of a part reads of images; tiles in their order."""
         if self.is_kept:
-            digest = self._read.setdefault(part, _empty_hash())
-            for _, crop in sorted(crops.items()):
-                digest.update(_bytes(crop))
+            self._read.setdefault(part, _empty_hash()).update(tile_hash)
 
     def has_read(self, part: int) -> bytes:
         """The hash of that."""

@@ -31,7 +31,7 @@ from gigagrad.execution.optimizer_state import OptimizerState
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.seeds import drawing
 from gigagrad.execution.sinks import Handed, Sink
-from gigagrad.execution.sources import Source
+from gigagrad.execution.sources import Source, reading_of
 from gigagrad.execution.trial import faster_layout, timed_passes
 from gigagrad.graphs import Call, Composite, Graph, WholeCost, lookup
 from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan, split_stages
@@ -202,12 +202,13 @@ class Planner:
             [(tier.room_bytes() or 0, tier.shared_room()) for tier in others],
             (ran, compiled_bytes(1), compiled_bytes(MOST_COMPILED)),
         )
+        machine = machine or device.machine(lambda text: self._events.emit_once(Notice(text, warning=True)))
         told = self._alike.said(own, graph, sources, backward=backward, content=False)
         budgets, sizes, rooms, compiled = zip(*told, strict=True)
         return Problem(
             graph=graph,
             backward=backward,
-            machine=machine or device.machine(lambda text: self._events.emit_once(Notice(text, warning=True))),
+            machine=machine,
             device=str(device),
             sum_dtype=device.sum_dtype,
             budget_bytes=min((budget for budget in budgets if budget is not None), default=None),
@@ -221,6 +222,7 @@ class Planner:
             packing=_packing_of(self._rounding),
             whole=self._whole(graph, sink, backward=backward),
             free_bytes=device.free_bytes() if self._budget_bytes is None else None,
+            reading=reading_of(sources, device, machine.threads),
         )
 
     def _whole(self, graph: Graph, sink: Sink | None, *, backward: bool) -> WholeCost | None:

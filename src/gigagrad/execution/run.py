@@ -75,7 +75,7 @@ class Run:
         )
         self._fields = Fields(prepared, sources, self._tape, owners, ranks.index, draws)
         # They live from sweep to sweep: what a new thread's first operators set up takes longer than a small tile.
-        self._reader = SideThreads(1, "gigagrad-read")
+        self._readers = SideThreads(plan.readers, "gigagrad-read")
         self._executor = Threads(plan.workers) if plan.workers > 1 else Serial(plan.threads)
         _put_what_is_known(self._tape, prepared, sources, stored)
         place = None if journal is None else journal / key_of(prepared, self._tape, draws, overflows)
@@ -90,7 +90,7 @@ class Run:
             self._tape,
             self._exchange,
             self._executor,
-            self._reader,
+            self._readers,
             self._watch,
             self._observers,
             self.journal,
@@ -133,7 +133,7 @@ class Run:
             stack.callback(self._watch.close)
             stack.callback(self._fields.close)
             stack.callback(self._executor.close)
-            stack.callback(self._reader.shutdown, cancel=True)
+            stack.callback(self._readers.shutdown, cancel=True)
 
     def run(self) -> None:
         """Every pass of the plan. Raises StoreError, and CotangentOverflow if the run should begin anew."""

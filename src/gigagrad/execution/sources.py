@@ -1,8 +1,8 @@
-"""Images as a run reads them: crops as tensors with a batch axis, read ahead in a thread while tiles compute."""
+"""Images as a run reads them: crops as tensors with a batch axis, read ahead in threads while tiles compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,11 +12,13 @@ import torch
 
 from gigagrad.allowances import READ_AHEAD
 from gigagrad.boxes import Box
+from gigagrad.devices import Device
 from gigagrad.errors import ImageError, TargetError
 from gigagrad.execution.executor import ahead
 from gigagrad.graphs import Composite, InputSpec
 from gigagrad.images import Image, open_image
 from gigagrad.images.opening import open_ids
+from gigagrad.plans.reading import Reading
 from gigagrad.threads import SideThreads
 
 Read = TypeVar("Read")
@@ -119,10 +121,21 @@ def target_source(
     return image_source(target, dtype_of, ids=True)
 
 
+def reading_of(sources: Mapping[str, Source], device: Device, threads: int) -> Reading:
+    """What reading these takes; `threads` compute tiles where the device is the host, whose own read beside others."""
+    images = {name: source.image for name, source in sources.items() if source.image is not None}
+    return Reading(
+        seconds={name: image.decode_seconds for name, image in images.items()},
+        thread_bytes=max((image.thread_bytes for image in images.values()), default=0),
+        threads=threads if device.is_host else torch.get_num_threads(),
+        beside=device.is_host,
+    )
+
+
 def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def read_ahead(tiles: Iterable[Any], read: Callable[[Any], Read], pool: SideThreads) -> Iterator[tuple[Any, Read]]:
-    """`(tile, read(tile))` for every tile in order; the next ones are read in the pool's only thread meanwhile."""
-    return ahead(tiles, lambda tile: (tile, read(tile)), pool, READ_AHEAD)
+    """`(tile, read(tile))` for every tile in order; the next ones are read in the threads of the pool meanwhile."""
+    return ahead(tiles, lambda tile: (tile, read(tile)), pool, pool.count + READ_AHEAD)

@@ -49,14 +49,14 @@ class Sweeps:
         tape: Tape,
         exchange: Exchange,
         executor: Executor,
-        reader: SideThreads,
+        readers: SideThreads,
         watch: MemoryWatch,
         observers: tuple[Observer, ...],
         journal: Journal,
     ) -> None:
         self._prepared, self._graph = prepared, prepared.graph
         self._fields, self._tape, self._exchange = fields, tape, exchange
-        self._executor, self._reader, self._watch, self._observers = executor, reader, watch, observers
+        self._executor, self._readers, self._watch, self._observers = executor, readers, watch, observers
         self._journal = journal
         self._sums: PartSums | None = None
         roundings = fields.roundings.items()
@@ -224,7 +224,7 @@ class Sweeps:
         if entry is None:
             return None
         for position in parts.tiles(part):
-            self._journal.reads(part, self._fields.images(stage, parts.tile(position)))
+            self._journal.reads(part, self._journal.hash_of(self._fields.images(stage, parts.tile(position))))
         if self._journal.has_read(part) == entry.read_by:
             self._journal.taken += 1
             return entry
@@ -239,13 +239,17 @@ class Sweeps:
         watch = self._watch
         tiles = ((part, parts.tile(position)) for part in chosen for position in parts.tiles(part))
 
-        def read_for(numbered: tuple[int, TileGeometry]) -> TileInputs:
-            part, tile = numbered
-            inputs = self._fields.inputs(stage, tile, backward=backward)
-            self._journal.reads(part, {i: crop for i, crop in inputs.crops.items() if self._graph[i].is_source})
-            return inputs
+        def read_for(numbered: tuple[int, TileGeometry]) -> tuple[TileInputs, bytes]:
+            inputs = self._fields.inputs(stage, numbered[1], backward=backward)
+            images = {i: crop for i, crop in inputs.crops.items() if self._graph[i].is_source}
+            return inputs, self._journal.hash_of(images)
 
-        read = ((part, tile, inputs) for (part, tile), inputs in read_ahead(tiles, read_for, self._reader))
+        def in_turn(numbered: tuple[int, TileGeometry], found: tuple[TileInputs, bytes]) -> Item:
+            (part, tile), (inputs, tile_hash) = numbered, found
+            self._journal.reads(part, tile_hash)
+            return part, tile, inputs
+
+        read = (in_turn(*each) for each in read_ahead(tiles, read_for, self._readers))
 
         def work_and_look(item: Item) -> Swept:
             swept = work(item)

@@ -29,12 +29,15 @@ def trial_seconds(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
     cost model.
     """
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
-    plan, found = prepared.plan, []
+    plan, problem, found = prepared.plan, prepared.problem, []
     whole = plan.whole_seconds / max(1, len(plan.passes))
     with operator_threads(plan.threads):
         for step in plan.passes:
-            seconds = _tile_seconds(prepared, prepared.stages[step.stage], step.phase != "forward", layout)
-            found.append(seconds * plan.stages[step.stage].tile_count / plan.workers + whole)
+            stage = prepared.stages[step.stage]
+            seconds = _tile_seconds(prepared, stage, step.phase != "forward", layout)
+            computing = seconds * plan.stages[stage.index].tile_count / plan.workers
+            reading = problem.reading.seconds_of(problem.graph, stage)
+            found.append(problem.reading.pass_seconds(reading, computing, plan.readers) + whole)
     return tuple(found)
 
 

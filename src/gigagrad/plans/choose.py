@@ -143,6 +143,7 @@ def _make_plan(
         fixed=best.fixed,
         elsewhere=best.elsewhere,
         whole_seconds=costs.whole_seconds(backward=backward),
+        readers=best.readers,
     )
 
 

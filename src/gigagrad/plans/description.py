@@ -110,6 +110,7 @@ def facts_of(plan: Plan, source: str) -> Facts:
     """What is planned, for what, and what it takes; `source` tells where the predicted time comes from."""
     channels, height, width = plan.image_shape[-3:]
     at_once = f"{plan.workers} tiles at a time" if plan.workers > 1 else "one tile at a time"
+    at_once += f", read by {plan.readers} threads" if plan.readers > 1 else ""
     runs = f"{plan.memory_format.replace('_', ' ')}, {at_once}"
     if plan.whole:
         runs = "the whole image at once, as PyTorch runs the model by itself"

@@ -44,6 +44,7 @@ class Option:
     """A way to run all stages, and the seconds that a step takes by the cost model."""
 
     workers: int
+    readers: int
     kept: Kept
     stages: tuple[StagePlan, ...]
     passes: tuple[Pass, ...]
@@ -141,15 +142,29 @@ class Fitter:
             book = StageLedger(problem, stage, workers, kept, most, backward)
             tilings.append(self._tilings(book, phases, closely=closely))
         chosen, compiled = self._settle(tilings)
+        fixed = (*self._fixed, Amount(ledger.COMPILED, compiled))
+        tilings, readers = self._with_readers(tilings, chosen, total(fixed))
         described = tuple(tiling.describe(cost) for tiling, cost in zip(tilings, chosen, strict=True))
         seconds = self._costs.whole_seconds(backward=problem.backward)
         seconds += sum(tiling.seconds(cost) for tiling, cost in zip(tilings, chosen, strict=True))
-        fixed = (*self._fixed, Amount(ledger.COMPILED, compiled))
         if chosen:
             peak = total(fixed) + max(total(stage.memory) for stage in described)
             tiles = max(amount_of(stage.memory, ledger.TILES) for stage in described)
             fixed = (*fixed, ledger.hoard(problem, peak, tiles))
-        return Option(workers, kept, described, passes, seconds, fixed, elsewhere)
+        return Option(workers, readers, kept, described, passes, seconds, fixed, elsewhere)
+
+    def _with_readers(
+        self, tilings: list[_Tilings], chosen: list[TileCost], fixed_bytes: int
+    ) -> tuple[list[_Tilings], int]:
+        """The tiles that were chosen, read by as many threads as they can feed and the budget has room for."""
+        budget_bytes = self._problem.budget_bytes
+        pairs = list(zip(tilings, chosen, strict=True))
+        for readers in range(max((tiling.readers(cost) for tiling, cost in pairs), default=1), 0, -1):
+            read = [tiling.read_by(readers) for tiling in tilings]
+            peak = fixed_bytes + max((tiling.total(cost) for tiling, cost in zip(read, chosen, strict=True)), default=0)
+            if budget_bytes is None or peak <= budget_bytes:
+                break
+        return read, readers
 
     def _tilings(self, book: StageLedger, phases: list[str], *, closely: bool) -> _Tilings:
         """The tile shapes that may serve a stage, as far as a tile in the middle tells; `closely`, or where shapes are
@@ -159,7 +174,7 @@ class Fitter:
         room = None if budget_bytes is None else budget_bytes - total(self._fixed)
         costs = self._looked_through(book, room, roughly=not closely)
         exact = {cost.tile for cost in costs} if closely else set()
-        return _Tilings(book, phases, costs, room, exact)
+        return _Tilings(book, phases, costs, room, exact, self._problem.reading.threads)
 
     def _settle(self, tilings: list[_Tilings]) -> tuple[list[TileCost], int]:
         """The choice of tiles when all that are chosen have been costed exactly: no more are than look worth it.
@@ -335,6 +350,8 @@ class _Tilings:
     """Bytes beside what is fixed, but for compiled convolutions."""
     exact: set[tuple[int, int]]
     """The shapes that were costed exactly."""
+    most_readers: int
+    """While tiles are chosen, time is that of so many; their crops are counted once it is known how many there are."""
     known: dict[TileCost, _Offer] = field(default_factory=dict)
 
     def learn(self, exact: TileCost) -> None:
@@ -383,18 +400,35 @@ class _Tilings:
             backward_seconds=self._sweep_seconds(cost, "backward") if self.book.backward else 0.0,
         )
 
+    def read_by(self, readers: int) -> _Tilings:
+        """The same with so many readers and their crops."""
+        book = dataclasses.replace(self.book, readers=readers, _counted={})
+        return dataclasses.replace(self, book=book, most_readers=readers, known={})
+
+    def readers(self, cost: TileCost) -> int:
+        """How many threads these tiles can feed."""
+        reading, seconds = self.book.problem.reading, self._reading_seconds(cost)
+        return max(reading.readers(seconds, self._processing_and_tiers(cost, phase)[0]) for phase in self.phases)
+
     def seconds(self, cost: TileCost) -> float:
         return sum(self._sweep_seconds(cost, phase) for phase in self.phases)
 
     def _sweep_seconds(self, cost: TileCost, phase: str) -> float:
-        """What tiles take in memory beyond what a heap holds is new to the first of them, and some of it to all others
-        where too little may be held between them. Tiers are read ahead and written behind: the slowest link counts, or
-        the processor with what they ask of it beside computing tiles.
+        """Tiers and images are read ahead, and tiers written behind: the slowest link counts, or the processor."""
+        processing, tiers = self._processing_and_tiers(cost, phase)
+        reading = self.book.problem.reading
+        return max(tiers, reading.pass_seconds(self._reading_seconds(cost), processing, self.most_readers))
+
+    def _processing_and_tiers(self, cost: TileCost, phase: str) -> tuple[float, float]:
+        """What computing tiles takes, with what tiers ask of the same cores, and what the slowest tier takes.
+
+        What tiles take in memory beyond what a heap holds is new to the first of them, and some of it to all others
+        where too little may be held between them.
         """
         problem = self.book.problem
         computing = cost.forward_seconds if phase == "forward" else cost.backward_seconds
         calls = cost.forward_calls if phase == "forward" else cost.backward_calls
-        count = -(-cost.tile_count // problem.ranks)  # those of the rank that has most
+        count = self._tiles_of_most(cost)
         share = count / cost.tile_count
         processing = problem.machine.wall_seconds(share * computing, share * calls, self.book.workers, count)
         new = max(0, self.book.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
@@ -404,7 +438,16 @@ class _Tilings:
             moved = count * self._moved_bytes(cost, phase, tier)
             processing += tier.processor_seconds(moved, problem.machine)
             links.append(tier.link_seconds(moved, problem.machine))
-        return max(processing, *links)
+        return processing, max(links)
+
+    def _reading_seconds(self, cost: TileCost) -> float:
+        """What one thread takes to read the images for the tiles of the rank that has most."""
+        problem = self.book.problem
+        return problem.reading.seconds_of(problem.graph, self.book.stage) * self._tiles_of_most(cost) / cost.tile_count
+
+    def _tiles_of_most(self, cost: TileCost) -> int:
+        """Those of the rank that has most."""
+        return -(-cost.tile_count // self.book.problem.ranks)
 
     def _given_back_bytes(self, cost: TileCost) -> float:
         """Of one tile."""

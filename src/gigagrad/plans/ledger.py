@@ -71,7 +71,7 @@ WHERE_FROM: Final[Mapping[str, str]] = {
     COTANGENTS: "shapes in the graph",
     SEAMS: "what crops share, on the lines of a part",
     SUMS: "shapes in the graph",
-    WAITING: "crops read ahead or to be written",
+    WAITING: "crops read ahead or to be written, and what is decoded for them",
     OUTPUT: "what its writer holds",
     TILES: "liveness of crops",
     SLACK: "half of what tiles take, and more where there are many",
@@ -115,6 +115,8 @@ class StageLedger:
     kept: Mapping[int, str]
     held: tuple[int, int]
     backward: bool
+    readers: int = 1
+    """How many threads read ahead of its tiles."""
     _counted: dict[TileCost, tuple[Amount, ...]] = field(default_factory=dict)
 
     def amounts(self, cost: TileCost) -> tuple[Amount, ...]:
@@ -176,8 +178,16 @@ class StageLedger:
 
     def _waiting_bytes(self, cost: TileCost) -> int:
         # With several workers one more is in the queue, where there are as many.
-        ahead = min(READ_AHEAD + (self.workers > 1), max(0, cost.tile_count - self.workers))
-        return ahead * cost.crop_bytes + self.workers * cost.own_crop_bytes + self._behind_bytes(cost)
+        ahead = min(self.readers + READ_AHEAD + (self.workers > 1), max(0, cost.tile_count - self.workers))
+        # And what each further reader makes a crop of.
+        crops = (ahead + self.readers - 1) * cost.crop_bytes + self.workers * cost.own_crop_bytes
+        return crops + self._decoding_bytes + self._behind_bytes(cost)
+
+    @property
+    def _decoding_bytes(self) -> int:
+        """What readers hold of files while they decode."""
+        images = any(self.problem.graph[i].is_source for i in self.stage.reads)
+        return self.readers * self.problem.reading.thread_bytes if images else 0
 
     def _behind_bytes(self, cost: TileCost) -> int:
         """Results that wait to be written to other tiers, and what goes to or from these on its way, at most."""

@@ -144,6 +144,8 @@ class Plan:
     """
     timed_seconds: tuple[float, ...] | None = None
     """Of each pass, by a tile of it that was timed on this machine; None where none was."""
+    readers: int = 1
+    """Threads that read and decode images ahead of the tiles."""
 
     @property
     def ledger(self) -> tuple[Amount, ...]:

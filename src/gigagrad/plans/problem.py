@@ -13,6 +13,7 @@ from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph, WholeCost
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import Amount
+from gigagrad.plans.reading import Reading
 from gigagrad.stores import MemoryTier, Tier
 from gigagrad.units import format_bytes
 
@@ -56,6 +57,8 @@ class Problem:
     """What plain autograd takes for the whole image; None where the image is to be computed in tiles."""
     free_bytes: int | None = None
     """What else the device may give now, for a plan without a budget; None where that is not known."""
+    reading: Reading = field(default_factory=Reading)
+    """What it takes to read the images."""
 
     @property
     def image_shape(self) -> tuple[int, ...]:
