@@ -60,11 +60,11 @@ def count_whole(copy: Any, inputs: Any, mode: FakeTensorMode, *, backward: bool)
     return meter.cost()
 
 
-class _Standing(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _Standing(TorchFunctionMode):
     """Puts the copy's own tensors in the place of those that code reaches for from outside of all modules."""
 
     def __init__(self, replacement: Callable[[Any], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._replacement = replacement
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,11 +72,11 @@ class _Standing(TorchFunctionMode):  # type: ignore[no-untyped-call]
         return func(*map(self._replacement, args), **named)
 
 
-class _Meter(TorchDispatchMode):
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that are alive."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, int] = {}
         self._now = self._peak = self._small = self._most_small = self._largest = self._compiled = self._large = 0
         self._operators: list[tuple[int, float]] = []
