@@ -39,6 +39,7 @@ from gigagrad.errors import BudgetError, GigagradError
 from tests.exactness import generated
 from tests.exactness.comparison import order_cotangents
 from tests.exactness.networks import Recipe, draw_recipe, make_case
+from tests.exactness.steering import with_fields_in
 
 TOLERANCE = 1e-9
 SECONDS = 300.0
@@ -125,10 +126,7 @@ def arrange(case: Case, subject: Subject, placement: str, scratch: Path) -> dict
         arguments["scratch"] = scratch
     if placement == "files":
         engine = gg.compile(case.model, case.loss, **arguments)
-        engine.plan(_given(case), case.target)
-        arguments["state"] = engine.state_dict()
-        for choice in arguments["state"]["choices"].values():
-            choice["kept"] = [[node, "disk"] for node, _ in choice["kept"]]
+        arguments["state"] = with_fields_in(engine, _given(case), case.target, "disk").state_dict()
     if placement.startswith("budget"):
         try:
             gg.compile(case.model, case.loss, memory=1, **arguments).plan(_given(case), case.target)

@@ -28,7 +28,6 @@ import threading
 import time
 import traceback
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,17 +50,12 @@ from bench.attack_worker import Judge, Verdict, Worker, campaign, options, repor
 from gigagrad.boxes import Box
 from gigagrad.errors import GigagradError, ImageError
 from gigagrad.events import TileDone
-from gigagrad.execution.fields import Fields
-from gigagrad.execution.sources import Source
-from gigagrad.execution.tile import StageProgram
-from gigagrad.images import open_image
-from gigagrad.images.write import write_pyramid
-from gigagrad.stores import HostStore
-from gigagrad.threads import settle
-from tests.execution.normed import Net, dice
+from gigagrad.images import Image, open_image, write_pyramid
+from tests.exactness.normed import Net, dice
+from tests.exactness.steering import with_fields_in, with_workers
 
 HEIGHT, WIDTH, TILE = 118, 134, (40, 48)
-SECONDS = 120.0
+PATIENCE, SECONDS = 10.0, 120.0
 """Until a case counts as hung: other programs may want the processor, too."""
 
 
@@ -129,13 +123,10 @@ class Stand:
         """What the planner would choose, with the kept fields in this job's tier: which plan is fastest is a matter of
         the moment, and small fields go to memory.
         """
-        engine = gg.compile(self.model, self.job.loss, tile=TILE)
-        engine.plan(*self.inputs)
-        state = engine.state_dict()
-        for choice in state["choices"].values():
-            choice["memory_format"], choice["workers"] = "channels_last", self.job.workers
-            choice["kept"] = [[node, self.job.tier] for node, _ in choice["kept"]]
-        return state
+        engine = gg.compile(self.model, self.job.loss, tile=TILE, scratch=self.scratch)
+        image, target = (*self.inputs, None)[:2]
+        with_workers(with_fields_in(engine, image, target, self.job.tier), image, target, self.job.workers)
+        return engine.state_dict()
 
     def new_engine(self) -> gg.Engine:
         engine = gg.compile(self.model, self.job.loss, tile=TILE, scratch=self.scratch)
@@ -236,23 +227,14 @@ def replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]
         setattr(owner, name, before)
 
 
-FIELDS: list[weakref.ref[torch.UntypedStorage]] = []
-"""The memory of every field that was kept there: a view that somebody holds keeps all of it."""
-
-
-def watch_fields() -> None:
-    made = HostStore.__init__
-
-    def noted(self: HostStore, *given: Any, **named: Any) -> None:
-        made(self, *given, **named)
-        FIELDS.append(weakref.ref(self._tensor.untyped_storage()))
-
-    HostStore.__init__ = noted  # type: ignore[method-assign]
-
-
 def field_bytes() -> int:
-    FIELDS[:] = [field for field in FIELDS if field() is not None]
-    return sum(storage.nbytes() for field in FIELDS if (storage := field()) is not None)
+    """Counts the memory of tensors that are as large as one channel of the image: fields, and views that keep them."""
+    found = {}
+    for one in gc.get_objects():
+        if type(one) is torch.Tensor and one.layout is torch.strided:
+            storage = one.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(nbytes for nbytes in found.values() if nbytes >= 4 * HEIGHT * WIDTH)
 
 
 @dataclass(frozen=True)
@@ -267,7 +249,6 @@ class Held:
 
     @classmethod
     def now(cls, stand: Stand) -> Held:
-        settle()  # an interrupt ends the waiting for what closes, not its work
         gc.collect()
         settle()  # of a stream that was dropped, too
         files = {str(path) for folder in (stand.scratch, stand.out) for path in folder.rglob("*")}
@@ -285,6 +266,14 @@ class Held:
             "bytes of fields": max(0, self.field_bytes - before.field_bytes),
         }
         return [f"leaked: {name}: {what}" for name, what in found.items() if what]
+
+
+def leaks(stand: Stand, before: Held) -> list[str]:
+    """Lists what stays: an interrupt ends the waiting for what closes, not its work, so that some seconds may pass."""
+    end = time.monotonic() + PATIENCE
+    while (found := Held.now(stand).leaks(before)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
 
 
 # Ways to end a run.
@@ -323,6 +312,8 @@ def interrupted(stand: Watched, rng: random.Random, *, cold: bool, twice: bool) 
         return Outcome(error)
 
 
+OPERATOR = type(torch.ops.aten.relu.default)
+
 PLACES: dict[str, tuple[Any, str, BaseException]] = {
     "writing scratch": (os, "pwrite", OSError(errno.EIO, "Input/output error")),
     "reading scratch": (os, "preadv", OSError(errno.EIO, "Input/output error")),
@@ -330,13 +321,10 @@ PLACES: dict[str, tuple[Any, str, BaseException]] = {
     "syncing": (os, "fsync", OSError(errno.ENOSPC, "No space left on device")),
     "renaming": (os, "replace", OSError(errno.EACCES, "Permission denied")),
     "encoding": (imagecodecs, "deflate_encode", MemoryError()),
-    "reading": (Source, "read", ImageError("the file is corrupt there")),
-    "computing": (StageProgram, "_evaluate", MemoryError()),
-    "an operator": (StageProgram, "_evaluate", RuntimeError("it failed")),
+    "reading": (Image, "read", ImageError("the file is corrupt there")),
+    "computing": (OPERATOR, "__call__", MemoryError()),
+    "an operator": (OPERATOR, "__call__", RuntimeError("it failed")),
     "differentiating": (torch.autograd, "grad", MemoryError()),
-    "opening a store": (Fields, "_store", MemoryError()),
-    "adding": (HostStore, "add", MemoryError()),
-    "closing a pass": (Fields, "end", KeyboardInterrupt()),
     "starting a thread": (threading.Thread, "start", RuntimeError("can't start new thread")),
 }
 
@@ -437,7 +425,7 @@ def run_case(stand: Watched, way: str, attack: Callable[[Watched], Outcome]) -> 
     if stand.path.exists():  # Ctrl-C may come when all is done
         faults += [] if stand.is_right(stand.path) else ["wrong: the file that was written has other bits"]
         stand.path.unlink()
-    faults += Held.now(stand).leaks(before)
+    faults += leaks(stand, before)
     gradients = stand.gradients()
     done = outcome.result is not None or (way.startswith("Ctrl-C") and alike(gradients, stand.finished))
     if not alike(gradients, stand.finished if done else stand.given):
@@ -448,7 +436,7 @@ def run_case(stand: Watched, way: str, attack: Callable[[Watched], Outcome]) -> 
     kind = "refused" if isinstance(error, GigagradError) else "fine"
     faults += stand.again(stand.new_engine() if "cold" in way else stand.engine)
     del outcome, error
-    return judged(kind, [*faults, *Held.now(stand).leaks(before)])
+    return judged(kind, [*faults, *leaks(stand, before)])
 
 
 def judged(kind: str, faults: list[str]) -> Verdict:
@@ -485,7 +473,6 @@ class Cases:
 
     def set_up(self, _: int = 0) -> Judge:
         quiet()
-        watch_fields()
         return self.run
 
     def run(self, index: int) -> Verdict:
@@ -540,7 +527,7 @@ def main() -> int:
     parser = options(__doc__, 100)
     parser.add_argument("--kills", type=int, default=20, help="of the count")
     chosen = parser.parse_args()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "gigagrad", "tests.execution.normed"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "gigagrad", "tests.exactness.normed"])
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         cases = Cases(chosen, Path(name))
         if chosen.only is not None:

@@ -121,7 +121,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "workers": plan.workers,
         "tiles": plan.tile_count,
-        "kept_fields": len(plan.kept),
         "parts": dict(plan.memory_parts()),
     }
 

@@ -65,33 +65,64 @@ def main() -> None:
 def measure(
     slide: Path, mask: Path, memory: str, steps: int, precision: str | None, *, grey: bool
 ) -> dict[str, object]:
+    """Takes steps of Adam on the paper's loss, each from reading the first pixel to the new weights."""
     import torch
 
-    from gigagrad.demo.step import take_steps
-    from gigagrad.models import resolve
+    import gigagrad as gg
 
     torch.manual_seed(0)
-    network = resolve("paper-unet")
-    return take_steps(network, slide, mask, memory, steps=steps, grey=grey, precision=precision, listeners=(show,))
+    network = gg.models.resolve("paper-unet").train()
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    engine = gg.compile(network, gg.losses.bce, memory=memory, precision=precision)
+    engine.events.subscribe(show)
+    seconds: list[float] = []
+    with gg.open_image(slide) as opened, gg.open_image(mask) as target:
+        image = opened.grey() if grey else opened
+        start = time.perf_counter()
+        plan = engine.plan(image, target)
+        plan_seconds = time.perf_counter() - start
+        print(plan, flush=True)
+        for _ in range(steps):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = float(engine.backward(image, target))
+            optimizer.step()
+            seconds.append(time.perf_counter() - start)
+            print(f"loss {loss:.6f} in {seconds[-1]:.1f} s", flush=True)
+        last = engine.last_run
+        assert last is not None
+        return {
+            "height": image.height,
+            "width": image.width,
+            "pixels": image.height * image.width,
+            "seconds_per_step": round(statistics.median(seconds), 2),
+            "plan_seconds": round(plan_seconds, 2),
+            "peak_rss_bytes": last.peak_bytes,
+            "budget_bytes": last.budget_bytes,
+            "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "predicted_seconds": plan.predicted_seconds,
+            "loss": loss,
+            "steps": steps,
+            "threads": torch.get_num_threads(),
+        }
 
 
 def predict(slide: Path, memory: str, steps: int, *, grey: bool) -> dict[str, object]:
     import gigagrad as gg
-    from gigagrad.devices.heap import peak_resident_bytes
-    from gigagrad.images import open_image
 
     engine = gg.compile(gg.models.resolve("paper-unet").eval(), memory=memory)
-    with open_image(slide) as opened:
+    with gg.open_image(slide) as opened:
         image = opened.grey() if grey else opened
         plan, seconds = engine.plan(image), []
         for _ in range(steps):
             start = time.perf_counter()
             pixels = sum(box.area for box, _ in engine.stream(image))
             seconds.append(time.perf_counter() - start)
+    assert engine.last_run is not None
     return {
         "pixels": pixels,
         "seconds_per_prediction": round(statistics.median(seconds), 2),
-        "peak_rss_bytes": peak_resident_bytes(),
+        "peak_rss_bytes": engine.last_run.peak_bytes,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "steps": steps,
     }

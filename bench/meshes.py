@@ -24,13 +24,12 @@ from typing import Any
 import numpy as np
 import tifffile
 import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gigagrad.files import read_safetensors
 from gigagrad.training import FitConfig, fit
-from gigagrad.training.checkpoint import Checkpoint
-from gigagrad.training.folder import RunFolder
+from tests.exactness.steering import with_tiles
 from tests.ranks.started import started
 
 NETWORKS = ("Plain", "Normed", "Dropped", "Cumulative")
@@ -113,10 +112,9 @@ def begin(folder: Path, network: str) -> FitConfig:
     )
     torch.set_num_threads(1)
     fit(config)
-    path = RunFolder(Path(config.out)).checkpoint
+    path = Path(config.out) / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
-    for choice in state["engine"]["choices"].values():
-        choice["tiles"] = [[40, 48]] * len(choice["tiles"])
+    with_tiles(state["engine"], (40, 48))
     torch.save(state, path)
     return config
 
@@ -134,16 +132,16 @@ def fitting(run: Path, mesh: str, *more: str, epochs: int) -> list[subprocess.Po
 
 def digest(run: Path) -> str:
     """Of what a run has come to: its weights, buffers, optimizer, and the losses that it logged."""
-    checkpoint, found = Checkpoint.load(RunFolder(run).checkpoint), hashlib.sha256()
-    shards = sorted(RunFolder(run).optimizer.rglob("*.safetensors"))
-    shared = {name: tensor for path in shards for name, tensor in read_safetensors(path).items()}
-    states = [checkpoint.model, dict(sorted(shared.items())), *checkpoint.optimizer.get("state", {}).values()]
+    checkpoint, found = torch.load(run / "checkpoint.pt", weights_only=True), hashlib.sha256()
+    shards = sorted((run / "optimizer").rglob("*.safetensors"))
+    shared = {name: tensor for path in shards for name, tensor in load_file(path).items()}
+    states = [checkpoint["model"], dict(sorted(shared.items())), *checkpoint["optimizer"].get("state", {}).values()]
     for state in states:
         for name, tensor in state.items():
             found.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    lines = [json.loads(line) for line in RunFolder(run).metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [(line["split"], line["step"], _loss(line["values"])) for line in lines if line["event"] == "metrics"]
-    found.update(json.dumps([losses, json.loads(RunFolder(run).summary.read_text())]).encode())
+    found.update(json.dumps([losses, json.loads((run / "summary.json").read_text())]).encode())
     return found.hexdigest()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import json
 import re
 import resource
@@ -33,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.zoo_models import Subject, subjects
 from tests.exactness.comparison import order_cotangents
+from tests.exactness.steering import has_several_tiles
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 FLOOR = 1e-4
@@ -194,25 +196,16 @@ def worst_of(errors: dict[str, Any]) -> float:
     return max(errors[f"{kind}_error"] for kind in ("loss", "gradient", "buffer"))
 
 
-def engine_with_tiles(
-    model: nn.Module, image: Tensor, target: Tensor, cuts: Iterable[int]
-) -> tuple[gg.Engine, dict[str, Any]]:
+def engine_with_tiles(model: nn.Module, image: Tensor, target: Tensor, cuts: Iterable[int]) -> gg.Engine:
     """An engine that has planned this image, with several tiles in at least one stage where that is possible."""
     for cut in cuts:
         engine = gg.compile(model, loss, tile=(image.shape[1] // cut, image.shape[2] // cut))
-        plan = engine.plan(image, target).to_dict()
-        if any(count != (1, 1) for count in tile_counts(plan)):
+        if has_several_tiles(engine, image, target):
             break
-    return engine, plan
-
-
-def tile_counts(plan: dict[str, Any]) -> list[tuple[int, int]]:
-    return [tuple(stage["tiles"]) for stage in plan["stages"]]
+    return engine
 
 
 def compare(subject: Subject, record: dict[str, Any], report: Report) -> None:
-    from gigagrad.plans import ledger
-
     report("plain PyTorch")
     record |= settle(subject)
     dtype = getattr(torch, record["dtype"])
@@ -224,14 +217,12 @@ def compare(subject: Subject, record: dict[str, Any], report: Report) -> None:
     record["rounding"] = worst_of(right.errors_of(nudged_step(before, image, target)))
     report("capture")
     model, start = copy.deepcopy(before), time.perf_counter()
-    engine, plan = engine_with_tiles(model, image, target, COMPARED_CUTS)
+    engine = engine_with_tiles(model, image, target, COMPARED_CUTS)
+    plan = engine.plan(image, target)
     record |= {"captured": True, "plan_seconds": round(time.perf_counter() - start, 1)}
-    record |= {"stages": len(plan["stages"]), "tiles": sum(rows * columns for rows, columns in tile_counts(plan))}
-    record["whole_field"] = Counter(field["operator"] for field in plan["whole_field"])
-    kept = max(
-        sum(one["size_bytes"] for one in stage["memory"] if one["name"] in (ledger.FIELDS, ledger.COTANGENTS))
-        for stage in plan["stages"]
-    )
+    record["tiles"] = plan.tile_count
+    record["whole_field"] = Counter(field.operator for field in plan.whole_field)
+    kept = sum(nbytes for name, nbytes in plan.memory_parts() if "kept" in name)
     record["kept_bytes_per_px"] = round(kept / image[0].numel(), 1)
     report("run")
     errors = right.errors_of(Step.of(model, before, engine.backward(image, target)))
@@ -259,7 +250,7 @@ def single_precision(right: Step, before: nn.Module, image: Tensor, target: Tens
     plain, tiled = copy.deepcopy(before), copy.deepcopy(before)
     target = target.float() if target.is_floating_point() else target
     expected = Step.of(plain, before, plain_step(plain, image, target))
-    engine, _ = engine_with_tiles(tiled, image, target, COMPARED_CUTS)
+    engine = engine_with_tiles(tiled, image, target, COMPARED_CUTS)
     got = Step.of(tiled, before, engine.backward(image, target))
     errors = []
     for step in (expected, got):
@@ -270,22 +261,26 @@ def single_precision(right: Step, before: nn.Module, image: Tensor, target: Tens
 
 def measure(subject: Subject, record: dict[str, Any], report: Report, *, engine: bool) -> None:
     """Seconds of one step in float32, and its peak memory above what the process held before."""
-    from gigagrad.devices.heap import peak_resident_bytes, resident_bytes, return_freed_memory  # not in every version
-
     size = LARGE if tuple(record["size"]) == subject.sizes[0] and len(subject.sizes) > 1 else tuple(record["size"])
     model = build(subject, torch.float32, record["frozen"])
     image, target = make_inputs(subject, size, torch.float32)
     report("capture")
     if engine:
-        runner, _ = engine_with_tiles(model, image, target, MEASURED_CUTS)
+        runner = engine_with_tiles(model, image, target, MEASURED_CUTS)
     report("run")
-    return_freed_memory()
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
-    base, start = resident_bytes(), time.perf_counter()
+    base, start = status_bytes("VmRSS"), time.perf_counter()
     runner.backward(image, target) if engine else plain_step(model, image, target)
     seconds = time.perf_counter() - start
-    record["measured"] = {"size": size, "seconds": seconds, "peak_bytes": peak_resident_bytes() - base}
+    record["measured"] = {"size": size, "seconds": seconds, "peak_bytes": status_bytes("VmHWM") - base}
     report("done")
+
+
+def status_bytes(name: str) -> int:
+    """Reads what Linux tells of this process: resident memory now (`VmRSS`), or the most of it (`VmHWM`)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 import gigagrad as gg
-from gigagrad.plans import Plan
+from tests.exactness.steering import with_layout
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Comparison:
     gradient_error: float
     worst_parameter: str
     buffer_error: float
-    plan: Plan
+    plan: Any
 
 
 def compiled(
@@ -43,15 +43,7 @@ def compiled(
     With None the choice is the engine's own, and for convolutions in double precision that is always "contiguous".
     """
     engine = gg.compile(model, loss, tile=tile, device=device)
-    if layout is None:
-        return engine
-    engine.plan(image, target)
-    state = engine.state_dict()
-    for choice in state["choices"].values():
-        choice["memory_format"] = layout
-    engine.load_state_dict(state)
-    assert engine.plan(image, target).memory_format == layout
-    return engine
+    return engine if layout is None else with_layout(engine, image, target, layout)
 
 
 def order_cotangents(model: nn.Module) -> None:

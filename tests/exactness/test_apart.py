@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import Phase, assume, given, settings
-from hypothesis import strategies as st
 
 import gigagrad as gg
 from tests.devices.apart import NAME, ApartTensor
 from tests.exactness.networks import Recipe, compare_forward, compare_step, draw_recipe, ill_conditioned
-from tests.execution.normed import Net, dice
+from tests.exactness.normed import Net, dice
 
 TOLERANCE = 1e-9
-recipes = st.composite(lambda draw: draw_recipe(lambda low, high: draw(st.integers(low, high))))
 
 
 def needs_fused_cells(recipe: Recipe) -> bool:
@@ -24,16 +22,20 @@ def needs_fused_cells(recipe: Recipe) -> bool:
     return any(node.op == "recurrent" for node in recipe.nodes)
 
 
-# Without making a failing one smaller: where every network fails, that takes minutes.
-@settings(max_examples=12, derandomize=True, phases=[Phase.generate])
-@given(recipes())
-def test_a_step_and_a_prediction_are_exact(recipe: Recipe | None) -> None:
-    assume(recipe is not None and not needs_fused_cells(recipe))
-    outcome = compare_step(recipe, NAME)  # type: ignore[arg-type]
-    if outcome.worst > TOLERANCE:
-        assume(not ill_conditioned(recipe, outcome.worst))  # type: ignore[arg-type]
-    assert outcome.worst <= TOLERANCE, outcome
-    assert compare_forward(recipe, NAME) <= TOLERANCE  # type: ignore[arg-type]
+def drawn(seed: int) -> Recipe:
+    """Draws a network that the simulated device has kernels for."""
+    draw, recipe = random.Random(seed).randint, None
+    while recipe is None or needs_fused_cells(recipe):
+        recipe = draw_recipe(draw)
+    return recipe
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_step_and_a_prediction_are_exact(seed: int) -> None:
+    recipe = drawn(seed)
+    outcome = compare_step(recipe, NAME)
+    assert outcome.worst <= TOLERANCE or ill_conditioned(recipe, outcome.worst), (outcome, recipe)
+    assert compare_forward(recipe, NAME) <= TOLERANCE, recipe
 
 
 def pair() -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,8 +66,11 @@ def test_steps_are_exact_wherever_the_model_and_its_fields_are(kept: str, home: 
         assert loss.item() == pytest.approx(expected.item(), rel=1e-11)
         for optimizer in optimizers:
             optimizer.step()
-    tiers = {field.tier for field in engine.plan(image, target).kept}
-    assert {"device": "memory", "host": "host", "scratch": "disk"}[kept] in tiers
+    plan = engine.plan(image, target)
+    if kept == "device":
+        assert any("kept" in part for part, _ in plan.memory_parts())
+    else:
+        assert plan.bytes_in({"host": "host", "scratch": "disk"}[kept]) > 0
     for (name, found), wanted in zip(tiled.state_dict().items(), plain.state_dict().values(), strict=True):
         assert found.device.type == home
         torch.testing.assert_close(found.cpu(), wanted, rtol=1e-8, atol=1e-10, msg=name)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gigagrad.execution.layout import aligned, laid_out
 from gigagrad.ranks import Alone, run_virtual
+from tests.exactness.test_large_offsets import made
 from tests.execution.by_ranks import outcome, prepared_for
 from tests.execution.whole_field_ends import make_whole_case
 
@@ -71,3 +74,12 @@ def test_what_is_at_an_odd_address_is_moved_unless_it_holds_integers():
     assert aligned(floats).data_ptr() % 64 == 0
     assert torch.equal(aligned(floats), floats)
     assert aligned(integers) is integers
+
+
+@pytest.mark.parametrize("name", ["batch", "group", "layer", "deviation"])
+def test_sums_far_from_zero_have_the_bits_of_one_process(name):
+    model, near, target = made(name, torch.float32)
+    run = prepared_for(model, F.mse_loss, (near + 1e5).float(), target.float(), tile=(6, 7))
+    alone, _ = outcome(run, Alone())
+    for count in (2, 3, 5):
+        assert [bits for bits, _ in run_virtual(count, partial(outcome, run), timeout=60)] == [alone] * count

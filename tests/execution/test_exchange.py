@@ -23,8 +23,8 @@ from gigagrad.plans.sums import keys_of
 from gigagrad.plans.traffic import plan_for_ranks
 from gigagrad.ranks import Alone, run_virtual
 from tests.exactness.generated import make_case
+from tests.exactness.normed import Net, dice
 from tests.execution.by_ranks import RankRun, outcome, prepared_by, prepared_for
-from tests.execution.normed import Net, dice
 
 
 def check(run: RankRun, count: int) -> None:

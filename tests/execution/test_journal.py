@@ -15,8 +15,8 @@ from gigagrad.events import Notice
 from gigagrad.execution.tile import StageProgram
 from gigagrad.ranks import Alone, Ranks, run_virtual
 from tests.exactness.generated import make_case
+from tests.exactness.normed import Net, dice
 from tests.execution.by_ranks import RankRun, outcome, prepared_for
-from tests.execution.normed import Net, dice
 
 
 class Cut(GigagradError):

@@ -9,7 +9,7 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.execution.rounding_error import RunningErrors
 from gigagrad.plans import split_stages
-from tests.execution.normed import Net, dice
+from tests.exactness.normed import Net, dice
 
 BOUND = 1e-3
 DRAWS = 16

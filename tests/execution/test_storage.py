@@ -11,7 +11,7 @@ from gigagrad.errors import ConfigError, StoreError
 from gigagrad.execution.seeds import ROUNDINGS, seed_of
 from gigagrad.plans import ledger
 from gigagrad.stores import Blosc, DiskStore, parse_storage
-from tests.execution.normed import Net, dice
+from tests.exactness.normed import Net, dice
 
 AXES = (-2, -1)
 MIB = 2**20

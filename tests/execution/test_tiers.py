@@ -16,7 +16,7 @@ from gigagrad.execution.backward import Backward
 from gigagrad.plans import ledger
 from gigagrad.stores import DiskStore, Scratch
 from tests.devices.fake import FakeCpu
-from tests.execution.normed import Net, dice
+from tests.exactness.normed import Net, dice
 
 MIB = 2**20
 

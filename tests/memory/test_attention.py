@@ -12,9 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 import gigagrad as gg
-from gigagrad.devices.heap import peak_resident_bytes
-from gigagrad.plans import ledger
-from gigagrad.plans.plan import amount_of
 
 class Attention(nn.Module):
     def __init__(self):
@@ -28,13 +25,14 @@ class Attention(nn.Module):
         return self.head(x + y.transpose(2, 3).reshape(x.shape))
 
 torch.manual_seed(0)
-model, image = Attention(), torch.rand(3, 256, 256)
+model, image, target = Attention(), torch.rand(3, 256, 256), torch.rand(1, 128, 128)
 engine = gg.compile(model, F.mse_loss, tile=(64, 64))
-engine.backward(image[:, :64, :64], torch.rand(1, 32, 32))
-before = peak_resident_bytes()
-engine.backward(image, torch.rand(1, 128, 128))
-planned = amount_of(engine.plan(image, torch.rand(1, 128, 128)).ledger, ledger.WHOLE)
-print(json.dumps({"above": peak_resident_bytes() - before, "planned": planned}))
+small = image[:, :64, :64], target[:, :32, :32]
+engine.backward(*small)
+before = engine.last_run.peak_bytes
+planned = engine.plan(image, target).predicted_peak_bytes - engine.plan(*small).predicted_peak_bytes
+engine.backward(image, target)
+print(json.dumps({"above": engine.last_run.peak_bytes - before, "planned": planned}))
 """
 
 _PAIRS_BYTES = 2 * 4 * (128 * 128) ** 2  # two heads, float32

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gigagrad as gg
 from gigagrad.errors import RankError
-from gigagrad.ranks.fleet import from_environment
-from gigagrad.ranks.process_group import ProcessGroup
+from gigagrad.ranks import from_environment
 
 
 def step(mesh: object = None, choices: object = None) -> tuple[list[list[float]], object]:
@@ -72,21 +71,20 @@ def main(what: str, victim: int = 0) -> None:
             raise SystemExit("by intention")
         told(f"rank {ranks.index} of {ranks.count} met {len(ranks.said(0))}")
         return
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
     if what == "step":
+        dist.init_process_group("gloo")
         told(json.dumps(step(init_device_mesh("cpu", (dist.get_world_size(),)))))
     elif what == "fail":
-        ranks = ProcessGroup()
+        ranks = from_environment()
         try:
             with ranks.together():
-                if rank == 1:
+                if ranks.index == 1:
                     raise OSError("no such slide")
                 ranks.said("going on")
         except (OSError, RankError) as error:
             told(f"{type(error).__name__}: {error}")
     else:
-        ranks = ProcessGroup(timeout=2)
+        ranks = from_environment(timeout=2)
         ranks.meet()
         stop(victim)
         try:

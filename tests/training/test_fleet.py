@@ -32,26 +32,36 @@ class Normed(nn.Sequential):
 """
 
 
-@pytest.fixture
-def begun(cohort_csv, tmp_path, monkeypatch):
-    """A run of three steps of three slides that goes on behind the first of them, with small tiles."""
-    (tmp_path / "networks_of_test_fleet.py").write_text(_NETWORK)
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def first_step(cohort_csv, tmp_path_factory):
+    """A run that has taken the first step of three slides and goes on with small tiles, beside its network."""
+    folder = tmp_path_factory.mktemp("fleet")
+    (folder / "networks_of_test_fleet.py").write_text(_NETWORK)
     config = FitConfig(
         slides=str(cohort_csv),
-        out=str(tmp_path / "begun"),
+        out=str(folder / "begun"),
         model="networks_of_test_fleet:Normed",
         epochs=1,
         accumulate=3,
         checkpoint_seconds=0,
     )
-    fit(config)
-    path = RunFolder(tmp_path / "begun").checkpoint
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        fit(config)
+    path = RunFolder(folder / "begun").checkpoint
     state = torch.load(path, weights_only=True)
     for choice in state["engine"]["choices"].values():
         choice["tiles"], choice["workers"] = [[40, 48]] * len(choice["tiles"]), 2  # so that no operator is shared
     torch.save(state, path)
-    return replace(config, epochs=3)
+    return config
+
+
+@pytest.fixture
+def begun(first_step, tmp_path, monkeypatch):
+    """A run of three steps of three slides that goes on behind the first of them."""
+    shutil.copytree(Path(first_step.out).parent, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return replace(first_step, out=str(tmp_path / "begun"), epochs=3)
 
 
 def start(count: int, config: FitConfig, *flags: str) -> list[subprocess.Popen[str]]:

@@ -14,7 +14,6 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.errors import CaptureError
-from gigagrad.events import Notice
 from gigagrad.execution import captures
 from gigagrad.graphs import Composite, InputSpec, trace
 from tests.exactness.changes import Reader, mse
@@ -78,21 +77,6 @@ def traced(monkeypatch):
     calls = []
     monkeypatch.setattr(captures, "trace", lambda *given: (calls.append(1), trace(*given))[1])  # type: ignore[func-returns-value]
     return calls
-
-
-@pytest.mark.parametrize("name", UNFOLLOWED)
-def test_what_nobody_can_compare_is_traced_anew_and_said(name, traced):
-    way = SETTINGS[f"{name} in an attribute"]()
-    engine, told = gg.compile(way.model, way.loss, tile=(6, 7)), []
-    engine.events.subscribe(lambda event: told.append(event.text) if isinstance(event, Notice) else None)
-    image, target = torch.rand(1, 11, 13).double(), torch.rand(1, 11, 13).double()
-    for step in range(2):
-        assert engine.backward(image, target) == pytest.approx(
-            float(mse(way.model(image[None]), target[None]).detach()), rel=1e-12
-        )
-        way.change(step)
-    assert len(traced) == 2
-    assert len([text for text in told if "traced anew in every call" in text]) == 1
 
 
 @functools.lru_cache

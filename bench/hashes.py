@@ -1,0 +1,164 @@
+"""The bits of 100 generated networks: what a change that is to leave the arithmetic alone must give again.
+
+    python bench/hashes.py [--networks 100] [--expect bench/results/2026-11-27-hashes.json]
+
+Even numbers are networks of tests/exactness/generated.py, odd ones of tests/exactness/networks, all in float64. Each
+takes one step with forced tiles, one in a small budget, and one as it is planned freely (in tiles), by one process;
+with forced tiles also by two, three, four or five ranks, in threads, and every fifth network otherwise, too. For the
+budget and the free plan images of even numbers are six times as large. A hash is SHA-256 of the loss, all gradients and
+all buffers, of which the first 16 digits are told; they are those of one processor and one build of PyTorch. Memory is
+counted on a device of this script's own, whose process weighs nothing, so that plans are the same in every run. Prints
+what ranks do not agree on and what is not as expected, and one JSON line last; exits with 1 if there was any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import gigagrad as gg
+from gigagrad.devices import Device, Machine
+from gigagrad.errors import BudgetError
+from tests.exactness import generated, networks
+from tests.ranks.bits import bits_by_ranks, in_tiles
+
+RANKS = (2, 3, 4, 5)
+DIGITS = 16
+
+
+class Weightless(Device):
+    """The host, of which one thread computes at typical rates and nothing is held but what a plan holds."""
+
+    kind = "weightless"
+    is_host = True
+
+    def __init__(self) -> None:
+        super().__init__(self.kind, "cpu")
+
+    def held_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def trim(self) -> None:
+        """There is nothing to give back."""
+
+    def machine(self, say: object = None) -> Machine:
+        return Machine()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network, one step of which is hashed."""
+
+    model: nn.Module
+    loss: Callable[[Any, Tensor], Tensor]
+    image: Tensor
+    target: Tensor
+    tile: tuple[int, int]
+
+
+def make_subject(number: int) -> Subject:
+    """Makes the network of that number, from its seed alone."""
+    if number % 2 == 0:
+        case = generated.make_case(number // 2)
+        return Subject(case.model, case.loss, case.image, case.target, case.tile)
+    draw, recipe = random.Random(f"hashes {number}").randint, None
+    while recipe is None:
+        recipe = networks.draw_recipe(draw)
+    made = networks.make_case(recipe)
+    return Subject(made.model, made.loss, made.image, made.target, made.tile)
+
+
+def enlarge(subject: Subject) -> Subject:
+    """Repeats the image, and its target as far as the output then reaches: budgets bound larger fields."""
+    image, target = subject.image.repeat(1, 6, 6), subject.target
+    if target.ndim == 3:
+        with torch.no_grad():
+            height, width = subject.model(image[None]).shape[-2:]
+        target = target.repeat(1, -(-height // target.shape[1]), -(-width // target.shape[2]))[:, :height, :width]
+    return replace(subject, image=image, target=target.contiguous())
+
+
+def small_budget(subject: Subject) -> int | None:
+    """Finds a budget that is a quarter more than the smallest; None where any would do."""
+    engine = in_tiles(gg.compile(subject.model, subject.loss, memory=1, device=Weightless()))
+    try:
+        engine.plan(subject.image, subject.target)
+    except BudgetError as error:
+        return error.smallest_bytes * 5 // 4
+    return None
+
+
+def hash_subject(number: int) -> tuple[dict[str, str], list[str], int]:
+    """Returns the hash of each placement, what ranks do not agree on, and how many steps by ranks were taken."""
+    subject = make_subject(number)
+    larger = enlarge(subject) if number % 2 == 0 else subject
+    places = {
+        "tile": (subject, {"tile": subject.tile}),
+        "budget": (larger, {"memory": small_budget(larger)}),
+        "free": (larger, {}),
+    }
+    found, apart, steps = {}, list[str](), 0
+    for place, (one, options) in places.items():
+        ranks = [RANKS[number // 2 % len(RANKS)]] if place == "tile" or number % 10 < 2 else []
+        inputs = one.model, one.loss, one.image, one.target
+        alone, *others = bits_by_ranks(*inputs, ranks=ranks, device=Weightless(), **options)
+        found[place] = alone[:DIGITS]
+        apart += [f"{place} by {n} ranks" for n, bits in zip(ranks, others, strict=True) if bits != alone]
+        steps += len(others)
+    return found, apart, steps
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", type=int, default=100)
+    parser.add_argument("--expect", type=Path, help="a file of bench/results")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was imported need not be looked through in every capture
+    expected = json.loads(args.expect.read_text())["result"]["hashes"] if args.expect else {}
+    hashes: dict[str, dict[str, str]] = {}
+    apart = differing = steps = 0
+    start = time.perf_counter()
+    for number in range(args.networks):
+        hashes[str(number)], disagreeing, taken = hash_subject(number)
+        steps += taken
+        apart += len(disagreeing)
+        wanted = expected.get(str(number), {})
+        other = [place for place, bits in hashes[str(number)].items() if args.expect and wanted.get(place) != bits]
+        differing += len(other)
+        if disagreeing or other:
+            print(f"network {number}: ranks differ: {disagreeing}; not as expected: {other}", flush=True)
+    line = {
+        "networks": args.networks,
+        "hashes_compared": sum(map(len, hashes.values())),
+        "differing": differing if args.expect else None,
+        "steps_by_ranks": steps,
+        "differing_among_ranks": apart,
+        "seconds": round(time.perf_counter() - start, 1),
+        "hashes": hashes,
+    }
+    print(json.dumps(line))
+    return int(differing + apart > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""One image by several ranks: everybody gets the bits that one process gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.exactness import generated, networks
+from tests.ranks.bits import bits_by_ranks
+
+# A seed of tests/exactness/generated.py and a number of ranks; bench/hashes.py and bench/virtual_ranks.py have more.
+CASES = (3, 2), (8, 3), (14, 5), (21, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize(("seed", "ranks"), CASES)
+def test_a_generated_network(seed: int, ranks: int) -> None:
+    case = generated.make_case(seed)
+    alone, by_ranks = bits_by_ranks(case.model, case.loss, case.image, case.target, ranks=(ranks,), tile=case.tile)
+    assert by_ranks == alone, case.description
+
+
+def test_norms_in_training_mode() -> None:
+    node = networks.Node
+    recipe = networks.Recipe(
+        (2, 24, 30),
+        (
+            node("conv", (0,), {"out": 4, "kernel_size": 3}),
+            node("norm", (1,), {"kind": "batch"}),
+            node("conv", (2,), {"out": 1, "kernel_size": 3}),
+        ),
+        (3,),
+        loss="mse",
+        loss_options={},
+        tile=(7, 9),
+    )
+    case = networks.make_case(recipe)
+    alone, by_ranks = bits_by_ranks(case.model, case.loss, case.image, case.target, ranks=(4,), tile=case.tile)
+    assert by_ranks == alone
