@@ -52,7 +52,7 @@ PLANS = {
 """What a judge may ask a plan for: the rest is how this inside plans."""
 PYTORCHS = {"_assert", "_assert_async", "_base", "_foreach_mul_", "_higher_order_ops", "_input_metadata", "_version"}
 PYTORCHS |= {"_make_wrapper_subclass", "_schema"}
-OTHERS = {"_blocks", "_exit_callbacks"}
+OTHERS = {"_blocks", "_exit_callbacks", "_run_exitfuncs"}
 """Attributes with an underscore that are PyTorch's, and those of objects that the judges make or take from Python."""
 
 

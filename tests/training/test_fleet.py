@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.checkpoint import Checkpoint
 from gigagrad.training.folder import RunFolder
-from tests.ranks.started import started
+from tests.ranks.forked import Rank, command, forked
 
 _NETWORK = """
 from torch import nn
@@ -64,17 +62,16 @@ def begun(first_step, tmp_path, monkeypatch):
     return replace(first_step, out=str(tmp_path / "begun"), epochs=3)
 
 
-def start(count: int, config: FitConfig, *flags: str) -> list[subprocess.Popen[str]]:
+def start(count: int, config: FitConfig, *flags: str) -> list[Rank]:
     """`gigagrad fit` by so many processes, as torchrun starts them."""
     config.save(path := Path("run.yaml"))
-    command = [sys.executable, "-m", "gigagrad", "fit", "--config", str(path), "--trust", config.model, *flags]
-    return started(command, count, stderr=subprocess.PIPE)
+    return forked(command, (["fit", "--config", str(path), "--trust", config.model, *flags],), count)
 
 
-def ended(ranks: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
+def ended(ranks: list[Rank]) -> tuple[list[int], list[str], list[str]]:
     """Exit codes, and what was said on standard output and error, by rank."""
-    said = [rank.communicate(timeout=200) for rank in ranks]
-    return [rank.returncode for rank in ranks], [out for out, _ in said], [error for _, error in said]
+    codes, out, errors = zip(*(rank.ended() for rank in ranks), strict=True)
+    return list(codes), list(out), list(errors)
 
 
 def same_bits(one: Path, other: Path) -> bool:
@@ -109,16 +106,15 @@ def test_two_groups_of_two_ranks_go_on_as_one_process_does(begun, tmp_path):
 def test_who_is_killed_or_stopped_is_named_and_the_run_goes_on(begun, tmp_path):
     one = tmp_path / "one"
     shutil.copytree(begun.out, one)
-    for blow, lost in ((signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGKILL, 0)):
+    for blow, lost in ((signal.SIGSTOP, 1), (signal.SIGKILL, 0)):
         ranks = start(2, replace(begun, rank_timeout=8, epochs=99))
-        line = next(line for line in ranks[0].stdout if line.startswith("val"))  # an epoch is over
-        ranks[lost].send_signal(blow)
+        next(line for line in ranks[0].lines() if line.startswith("val"))  # an epoch is over
+        ranks[lost].send(blow)
         begin = time.monotonic()
-        assert ranks[1 - lost].wait(timeout=120) == 2, line
+        code, _, errors = ranks[1 - lost].ended(timeout=120)
         assert time.monotonic() - begin < 60
         ranks[lost].kill()
-        _, _, errors = ended(ranks)
-        assert errors[1 - lost] == f"gigagrad: error: rank {lost} is silent: stopped, killed, or out of reach\n"
+        assert (code, errors) == (2, f"gigagrad: error: rank {lost} is silent: stopped, killed, or out of reach\n")
     assert Checkpoint.load(RunFolder(Path(begun.out)).checkpoint).progress.step > 3
     for run in (begun.out, str(one)):  # by one process, and in one go
         fit(replace(begun, out=run))
@@ -129,9 +125,10 @@ def test_what_ends_at_a_time_limit_has_saved_its_last_step(begun, tmp_path):
     one = tmp_path / "one"
     shutil.copytree(begun.out, one)
     (alone,) = start(1, replace(begun, epochs=99, checkpoint_seconds=1e9))
+    lines = alone.lines()
     for _ in range(2):
-        next(line for line in alone.stdout if line.startswith("val"))
-    alone.terminate()
+        next(line for line in lines if line.startswith("val"))
+    alone.send(signal.SIGTERM)
     codes, _, errors = ended([alone])
     assert (codes, errors) == (
         [130],
