@@ -1,5 +1,5 @@
 # make demo    everything once, ending in gigagrad-demo/report.html
-# make test    all tests
+# make test    all tests, by three processes: some of them wait for others more than they compute
 # make zoo     a dozen published models, compared with plain autograd
 # make oldest  some tests beside the oldest versions that pyproject.toml allows
 # make quick   in a minute: lint, and the tests of what everything stands on
@@ -18,7 +18,7 @@ demo: $(INSTALLED)
 	$(BIN)/gigagrad demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest --quiet --numprocesses 2 --dist worksteal tests/images tests/masks tests/stores \

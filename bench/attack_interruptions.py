@@ -228,13 +228,13 @@ def replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]
 
 
 def field_bytes() -> int:
-    """Counts the memory of tensors that are as large as one channel of the image: fields, and views that keep them."""
+    """Counts the memory of tensors that are larger than a prediction: fields, and views that keep them."""
     found = {}
     for one in gc.get_objects():
         if type(one) is torch.Tensor and one.layout is torch.strided:
             storage = one.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-    return sum(nbytes for nbytes in found.values() if nbytes >= 4 * HEIGHT * WIDTH)
+    return sum(nbytes for nbytes in found.values() if nbytes > 4 * HEIGHT * WIDTH)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -20,17 +19,14 @@ def relative(got, expected, floor):
     return (got - expected).abs().max().item() / size
 
 
-@pytest.mark.parametrize(("height", "width", "dtype"), [(64, 96, torch.float64), (51, 67, torch.uint8)], ids=str)
-def test_training_two_stains_follows_plain_autograd(height, width, dtype):
+def test_training_two_stains_follows_plain_autograd():
     """Loss, gradients and running statistics at every step, from weights that differ only by what came before. Bytes,
     as slides deliver them, are scaled inside the network."""
     torch.manual_seed(0)
     tiled = MultiStainNet(stains=2, width=4).double().train()
     plain = copy.deepcopy(tiled)
-    he, ihc = (torch.rand(3, height, width, dtype=torch.float64) for _ in range(2))
-    if dtype is torch.uint8:
-        he, ihc = (255 * he).byte(), (255 * ihc).byte()
-    target = torch.rand(1, height, width, dtype=torch.float64).round()
+    he, ihc = (torch.randint(0, 256, (3, 51, 67), dtype=torch.uint8) for _ in range(2))
+    target = torch.rand(1, 51, 67, dtype=torch.float64).round()
     engine = gg.compile(tiled, F.binary_cross_entropy_with_logits, tile=(24, 32))
     assert engine.plan((he, ihc), target).tile == (24, 32)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (tiled, plain)]
