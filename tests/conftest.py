@@ -42,7 +42,8 @@ def _remembered(collect: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
     return collected
 
 
-exported_program._collect_all_valid_cia_ops = _remembered(exported_program._collect_all_valid_cia_ops)
+_collect = "_collect_all_valid_cia_ops"
+setattr(exported_program, _collect, _remembered(getattr(exported_program, _collect)))
 
 # No test depends on time, and a slow machine is not a failure.
 settings.register_profile("gigagrad", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])

@@ -54,8 +54,9 @@ def test_steps_are_exact_wherever_the_model_and_its_fields_are(kept: str, home: 
     tiled.load_state_dict(plain.state_dict())
     tiled.to(home)
     image, target = pair()
-    where: dict[str, Any] = {"device": {}, "host": {"memory": "2800 KiB"}, "scratch": {"scratch": tmp_path}}[kept]
-    engine = gg.compile(tiled, dice, device=NAME, tile=(16, 24), **where)
+    places: dict[str, dict[str, Any]]
+    places = {"device": {}, "host": {"memory": "2800 KiB"}, "scratch": {"scratch": tmp_path}}
+    engine = gg.compile(tiled, dice, device=NAME, tile=(16, 24), **places[kept])
     if kept == "scratch":
         with_fields_in(engine, image, target, "disk")
     optimizers = [torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9) for model in (plain, tiled)]
