@@ -193,15 +193,21 @@ def test_an_interrupt_anywhere_in_a_prediction_leaves_its_image_closed(watched, 
         (tmp_path / "prediction.tif").unlink(missing_ok=True)
         with Interrupt(0) as counting:
             watched.predictor.forward(path, out=out)
-    step = max(1, counting.count // (POINTS + 1))
+    step, interrupted = max(1, counting.count // (POINTS + 1)), 0
     for number in range(POINTS):
         (tmp_path / "prediction.tif").unlink(missing_ok=True)
         at = 1 + number * step
-        with pytest.raises(KeyboardInterrupt) as kept, Interrupt(at):
-            watched.predictor.forward(path, out=out)
-        watched.settle()
-        assert open_files() == [], f"{at} of {counting.count}"
-        del kept
+        try:
+            with Interrupt(at):
+                watched.predictor.forward(path, out=out)
+        except KeyboardInterrupt as error:
+            watched.settle()
+            assert open_files() == [], f"{at} of {counting.count}"
+            interrupted += 1
+            del error
+    assert (
+        interrupted > POINTS * 3 // 4
+    )  # how often threads wait for each other, and so the count, is not always the same
     watched.check()
 
 
