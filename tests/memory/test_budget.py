@@ -38,13 +38,14 @@ model = layers[name]()
 image = np.broadcast_to(np.random.default_rng(0).integers(0, 255, (3, 1, width), dtype=np.uint8), (3, height, width))
 mask = np.broadcast_to(np.uint8(1), (1, height, width))
 engine = gg.compile(model, bce, memory=memory, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+engine.in_tiles = sys.argv[5] == "tiles"
 plan = engine.plan(image, mask)
 
 for _ in range(2):
-    if sys.argv[5:]:
-        with gg.open_image(engine.image_gradient(image, mask, out=sys.argv[5])) as gradient:
+    if sys.argv[6:]:
+        with gg.open_image(engine.image_gradient(image, mask, out=sys.argv[6])) as gradient:
             assert np.any(gradient.read(Box(3000, 2000, 3100, 2100)))
-        os.remove(sys.argv[5])
+        os.remove(sys.argv[6])
     else:
         engine.backward(image, mask)
 run = engine.last_run
@@ -53,9 +54,9 @@ print(json.dumps({"measured": run.peak_bytes, "predicted": run.predicted_peak_by
 """
 
 
-def run_step(name: str, height: int, width: int, memory: str, *more: str) -> dict[str, int]:
+def run_step(name: str, height: int, width: int, memory: str, *more: str, way: str = "tiles") -> dict[str, int]:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _ONE_STEP, name, str(height), str(width), memory, *more],
+        [sys.executable, "-W", "ignore", "-c", _ONE_STEP, name, str(height), str(width), memory, way, *more],
         capture_output=True,
         text=True,
         check=False,
@@ -80,6 +81,16 @@ def test_a_step_stays_below_prediction_and_budget(name: str, height: int, width:
     result = run_step(name, height, width, memory)
     assert result["measured"] <= result["predicted"] <= result["budget"]
     assert result["tiles"] > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "height", "width", "memory"),
+    [("normed", 803, 1001, "1 GiB"), ("heavy", 512, 640, "720 MiB"), ("wide", 700, 900, "900 MiB")],
+)
+def test_a_whole_image_stays_below_prediction_and_budget(name: str, height: int, width: int, memory: str) -> None:
+    result = run_step(name, height, width, memory, way="whole image")
+    assert result["measured"] <= result["predicted"] <= result["budget"]
+    assert result["tiles"] == 1
 
 
 def test_the_gradient_of_an_image_leaves_in_strips(tmp_path: Path) -> None:

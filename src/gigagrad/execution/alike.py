@@ -120,7 +120,10 @@ class Alike:
 
     def _weights(self, graph: Graph) -> dict[str, torch.Tensor]:
         """The parameters and buffers that a graph reads."""
-        own = [self._composite.named_parameters(remove_duplicate=False), self._composite.named_buffers()]
+        own = [
+            self._composite.named_parameters(remove_duplicate=False),
+            self._composite.named_buffers(remove_duplicate=False),
+        ]
         there = {**graph.closed, **dict(itertools.chain(*own))}
         names = [node.arguments["name"] for node in graph.nodes if node.op in ("parameter", "buffer")]
         return {name: there[name].detach() for name in names}

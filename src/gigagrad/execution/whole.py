@@ -54,6 +54,7 @@ class WholeRun:
             watch.begin_pass(cost.peak_bytes, 0, largest)
             with device.bounded(plan.predicted_peak_bytes), watch.tiles_at_work():
                 self._run()
+                watch.tile_done()
         except torch.OutOfMemoryError as error:
             for buffer, value in before.items():
                 buffer.detach().copy_(value)
