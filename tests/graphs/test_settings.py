@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import logging
 import os
@@ -101,6 +102,17 @@ class Busy(Reader):
         if self.pattern.match(os.path.join("ab", "c")):
             self.sizes.setdefault(tuple(x.shape), len(self.sizes))
         return super().forward(x) * ramp(x.shape[-1]) * getattr(self, "scale", 1.0)
+
+
+class Abstract(Reader, abc.ABC):
+    """As models of segmentation-models-pytorch are, whose classes know what Hugging Face's protocols met."""
+
+    def forward(self, x):
+        return super().forward(x) * getattr(self, "factor", 1.0)
+
+
+def test_a_model_of_an_abstract_class_is_followed():
+    assert guard_of(Abstract()).unfollowed is None
 
 
 def test_an_unchanged_model_is_not_traced_again(traced):

@@ -24,6 +24,7 @@ import torch
 _POINTER = tuple.__itemsize__
 CACHE: type = type(functools.lru_cache(len))
 LOCAL: Any = type(sys.modules["_thread"]._local())
+_ABC: type = type(vars(collections.abc.Sized)["_abc_impl"])
 _LOCK, _RLOCK = (type(sys.modules["_thread"].allocate_lock()), sys.modules["_thread"].RLock)
 _HELD: tuple[dict[str, int], ...] = ({}, collections.OrderedDict())
 _VIEWS = [type(view) for held in _HELD for view in (held.keys(), held.values(), held.items())]
@@ -50,10 +51,11 @@ _FIXED = frozenset(
         *(re.Pattern, re.Match, datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone),
         *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
         *(types.GetSetDescriptorType, types.MemberDescriptorType, types.CodeType, _LOCK, _RLOCK),
-        *(typing.TypeVar, typing.ParamSpec, np.dtype, np.ufunc),
+        *(typing.TypeVar, typing.ParamSpec, np.dtype, np.ufunc, _ABC),
     }
 )
-"""Objects that never change and lead to nothing that does; locks say nothing that a forward could compute with."""
+"""Objects that never change and lead to nothing that does; locks, and what an abstract class knows of classes that it
+met, say nothing that a forward could compute with."""
 _RECORD = "pybind11_"
 """Where pybind11 keeps what it knows of a function; its objects are in modules of their own."""
 DYNAMIC = (operator.attrgetter, operator.methodcaller)
