@@ -250,7 +250,9 @@ class Held:
     @classmethod
     def now(cls, stand: Stand) -> Held:
         gc.collect()
-        settle()  # of a stream that was dropped, too
+        for thread in threading.enumerate():  # an interrupt ends the waiting for what closes, not its work
+            if thread.name == "gigagrad-close":
+                thread.join(PATIENCE)
         files = {str(path) for folder in (stand.scratch, stand.out) for path in folder.rglob("*")}
         names = {thread.name for thread in threading.enumerate() if thread.name != "gigagrad-close"}
         settings = (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), dict(vars(builtins)))
