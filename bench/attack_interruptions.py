@@ -51,6 +51,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import GigagradError, ImageError
 from gigagrad.events import TileDone
 from gigagrad.images import Image, open_image, write_pyramid
+from gigagrad.threads import settle
 from tests.exactness.normed import Net, dice
 from tests.exactness.steering import with_fields_in, with_workers
 
@@ -249,10 +250,9 @@ class Held:
 
     @classmethod
     def now(cls, stand: Stand) -> Held:
+        settle()  # an interrupt ends the waiting for what closes, not its work
         gc.collect()
-        for thread in threading.enumerate():  # an interrupt ends the waiting for what closes, not its work
-            if thread.name == "gigagrad-close":
-                thread.join(PATIENCE)
+        settle()  # of a stream that was dropped, too
         files = {str(path) for folder in (stand.scratch, stand.out) for path in folder.rglob("*")}
         names = {thread.name for thread in threading.enumerate() if thread.name != "gigagrad-close"}
         settings = (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), dict(vars(builtins)))

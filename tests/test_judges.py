@@ -30,6 +30,7 @@ PUBLIC: dict[str, set[str] | None] = {
     "gigagrad.models": None,
     "gigagrad.models.torchvision_operators": set(),
     "gigagrad.ranks": {"Alone", "Fleet", "Ranks", "from_environment", "launch", "run_virtual"},
+    "gigagrad.threads": {"settle"},
     "gigagrad.training": None,
     "gigagrad.units": None,
 }
