@@ -169,7 +169,7 @@ def test_a_judge_uses_public_names_alone(path: Path) -> None:
         ("from gigagrad.plans import ledger", "line 1: gigagrad.plans.ledger"),
         ("import gigagrad.execution.run", "line 1: gigagrad.execution.run"),
         ("from gigagrad.images import opening", "line 1: gigagrad.images.opening"),
-        ("from gigagrad import threads", "line 1: gigagrad.threads"),
+        ("from gigagrad import allowances", "line 1: gigagrad.allowances"),
         ("from gigagrad.errors import _hidden", "line 1: gigagrad.errors._hidden"),
         ("import gigagrad as gg\ngg.plans", "line 2: gigagrad.plans"),
         ("engine = None\nengine._planner", "line 2: ._planner"),
