@@ -92,7 +92,7 @@ class Device(ABC):
         return None
 
     def free_bytes(self) -> int | None:
-        """What it may give beside what is held; None where that is not known."""
+        """Return how many bytes it may give beside what is held, None where that is not known."""
         return None
 
     def step_bytes(self) -> int:
@@ -115,7 +115,7 @@ class Device(ABC):
 
     @contextmanager
     def bounded(self, peak_bytes: int) -> Iterator[None]:
-        """Where the device's allocator can see to it, no more than this is held in the block: what does not fit raises
+        """Hold the device's allocator to so many bytes in the block, where it can be: what needs more raises
         `torch.OutOfMemoryError`.
         """
         yield

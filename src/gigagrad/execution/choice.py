@@ -21,7 +21,7 @@ class Choice:
     kept: tuple[tuple[int, str], ...]
     """The nodes of the fields kept, each with its tier."""
     whole: bool = False
-    """Whether PyTorch runs the whole image at once."""
+    """The whole image at once, as PyTorch runs it, in the place of tiles."""
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:

@@ -104,7 +104,7 @@ class Engine:
         """Of the same model without the loss, once it is asked for predictions."""
         self.last_run: StepMeasured | None = None
         self.left: Left | None = None
-        """What the last `backward` left in buffers, where it was computed in tiles."""
+        """Buffers as the last `backward` left them, where it was computed in tiles."""
         self.overflows = 0
         """How often cotangents in float16 have left its range; the next run begins in the unit that this asked for."""
         self._errors = RunningErrors()
@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def in_tiles(self) -> bool:
-        """Whether images that fit as they are, too, are computed in tiles: the same bits by any number of ranks."""
+        """Compute in tiles, too, what fits as it is: then bits do not depend on the number of ranks."""
         return self._planner.in_tiles
 
     @in_tiles.setter

@@ -105,7 +105,7 @@ class Planner:
         self._composite = composite
         asked = any(setting is not None for setting in (tile, rounding, journal))
         self.in_tiles = asked or composite.precision not in (None, torch.bfloat16)
-        """Whether images that fit as they are, too, are computed in tiles."""
+        """Plan tiles, too, for what fits as it is."""
         settings = {
             "tile": tile,
             "seed": seed,
@@ -226,8 +226,8 @@ class Planner:
         )
 
     def _whole(self, graph: Graph, sink: Sink | None, *, backward: bool) -> WholeCost | None:
-        """What it takes to run the whole image at once, where that may be done: images that leave in pieces come from
-        tiles, random numbers are the same in every plan, and the model must be where it is computed.
+        """Return what the whole image takes at once, or None where it is to be computed in tiles: images that leave in
+        pieces come from tiles, random numbers are the same in every plan, and the model must be where it is computed.
         """
         delivers_image = graph[graph.output].is_field and not backward
         if self.in_tiles or self._ranks.count > 1 or sink is not None or delivers_image or drawing(graph):
@@ -244,7 +244,7 @@ class Planner:
             return make_plan(problem, memory_format=_usual_layout(problem.graph), tiles=tiles, tried=tried)
 
     def choose_tiles(self, *, only: bool) -> None:
-        """From the next run on: plan anew, `only` in tiles or in either way."""
+        """Plan anew from the next run on, `only` in tiles or in either way."""
         if only != self.in_tiles:
             self.in_tiles = only
             self._planned.clear()

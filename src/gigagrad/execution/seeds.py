@@ -18,7 +18,7 @@ from gigagrad.ranks import Ranks
 _OFF = {"train": False, "training": False, "dropout_p": 0.0}
 """Arguments with which an operator that may draw does not."""
 _drawing: WeakKeyDictionary[Graph, Mapping[int, int]] = WeakKeyDictionary()
-"""Of every graph that is there: asked in every run."""
+"""Answers for the graphs that are there: every run asks."""
 ROUNDINGS = -1
 """In the place of an operator's number: what rounds kept fields."""
 

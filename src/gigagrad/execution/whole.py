@@ -56,6 +56,8 @@ class WholeRun:
                 self._run()
                 watch.tile_done()
         except torch.OutOfMemoryError as error:
+            if device.is_host:
+                raise
             for buffer, value in before.items():
                 buffer.detach().copy_(value)
             raise TooLarge from error
@@ -68,10 +70,12 @@ class WholeRun:
         self._events.emit(TileDone("whole image", 1, 1, 0.0))
 
     def _written(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The buffers that the model writes, each with its value."""
-        known = {**dict(self._composite.named_buffers()), **dict(self._composite.named_parameters())}
-        written = (known.get(name) for name in self._prepared.graph.updates)
-        return {buffer: buffer.detach().clone() for buffer in written if buffer is not None}
+        """Copy what the model writes: buffers, weights, tensors from outside."""
+        graph, composite = self._prepared.graph, self._composite
+        every = (*composite.named_buffers(remove_duplicate=False), *composite.named_parameters(remove_duplicate=False))
+        known = {**dict(every), **graph.closed}
+        written = (known.get(name) for name in graph.updates)
+        return {tensor: tensor.detach().clone() for tensor in written if tensor is not None}
 
     def _run(self) -> None:
         with torch.inference_mode(False), torch.set_grad_enabled(self._backward), self._autocast():

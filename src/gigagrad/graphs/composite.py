@@ -77,8 +77,7 @@ class Composite(nn.Module):
             batch_norm_traceable(),
             writes.checkpoints.watched(),
         ):
-            # With its batch axis an image that asks for a gradient is no leaf.
-            output = self.model(*(image.view_as(image) if image.requires_grad else image for image in images))
+            output = self._output(images)
             result = output if self.loss is None else self.loss(output, target)
             if self.loss is not None:
                 writes.checkpoints.run_again()
@@ -89,13 +88,16 @@ class Composite(nn.Module):
         return writes.current(result), replaced | {name: writes.exchanged[id(now)] for name, now in stored}
 
     def plainly(self, images: tuple[torch.Tensor, ...], target: Any = None) -> Any:
-        """What the loss or the model returns where PyTorch runs them, nothing watched or replaced."""
-        # With its batch axis an image that asks for a gradient is no leaf.
-        output = self.model(*(image.view_as(image) if image.requires_grad else image for image in images))
+        """Return what the loss or the model returns where PyTorch runs them, nothing watched or replaced."""
+        output = self._output(images)
         if self.loss is None:
             return output
         with TakingClassIds():
             return self.loss(output, target)
+
+    def _output(self, images: tuple[torch.Tensor, ...]) -> Any:
+        """Call the model; with its batch axis an image that asks for a gradient is no leaf."""
+        return self.model(*(image.view_as(image) if image.requires_grad else image for image in images))
 
     @property
     def autocast(self) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""What the model and the loss take where PyTorch runs them by itself on the whole image: counted on fake tensors.
+"""Count on fake tensors what the model and the loss take where PyTorch runs them by itself on the whole image.
 
 Fake tensors have shapes and no storage, so that counting takes some 0.3 ms an operator whatever the image's size.
 """
@@ -29,17 +29,17 @@ class WholeCost:
     """One forward, or forward and backward, of the whole image by plain autograd."""
 
     peak_bytes: int
-    """Of the tensors that are alive at a time beside parameters, buffers and images, the gradients included."""
+    """Most bytes of tensors alive at a time beside parameters, buffers and images, gradients included."""
     small_bytes: int
-    """Of them, those below `MAPPED_BYTES`, at most."""
+    """Most bytes alive at a time in tensors below `MAPPED_BYTES`."""
     large_bytes: int
-    """Of all that are no smaller, one after the other: pages that are new each time where these blocks are mapped."""
+    """Bytes of all larger tensors, one after the other: pages that are new each time where these blocks are mapped."""
     largest_bytes: int
-    """Of the largest one."""
+    """Bytes of the largest tensor."""
     compiled: int
     """Convolutions, each gradient of one counted, too."""
     operators: tuple[tuple[int, float], ...]
-    """Of every operator that computes: the bytes that it reads and writes, and its floating point operations."""
+    """Bytes read and written, and floating point operations, of every operator that computes."""
 
 
 def count_whole(copy: Any, inputs: Any, mode: FakeTensorMode, *, backward: bool) -> WholeCost | None:

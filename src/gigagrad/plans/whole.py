@@ -10,7 +10,7 @@ from gigagrad.plans.problem import Problem
 
 
 def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
-    """The fastest of the ways to run the whole image at once that fit, None if none does."""
+    """Return the faster way to run the whole image at once that fits, None if none does."""
     cost = problem.whole
     if cost is None:
         return None
@@ -39,7 +39,7 @@ def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
 
 
 def is_from_heap(plan: Plan, cost: WholeCost) -> bool:
-    """Whether the plan has room for what the heap keeps of large blocks, whose pages then serve again."""
+    """Say whether the plan has room for what the heap keeps of large blocks, whose pages then serve again."""
     slack = next(amount.size_bytes for amount in plan.fixed if amount.name == ledger.ACTIVATION_SLACK)
     return cost.largest_bytes >= MAPPED_BYTES and slack >= _slack(cost, from_heap=True)
 
@@ -60,7 +60,7 @@ def _slack(cost: WholeCost, *, from_heap: bool) -> int:
 
 
 def _seconds(problem: Problem, cost: WholeCost, *, from_heap: bool) -> float:
-    """By the cost model; all threads share each operator. On a host new pages are touched one after the other."""
+    """Predict the time by the cost model: all threads share each operator, and on a host new pages take time."""
     machine = problem.machine
     seconds = sum(machine.operator_seconds(moved, flops) for moved, flops in cost.operators)
     pages = (cost.peak_bytes if from_heap else cost.large_bytes) if problem.device == "cpu" else 0
