@@ -21,20 +21,19 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gigagrad.devices import Device, Machine
 from gigagrad.errors import BudgetError
 from tests.exactness import generated, networks
+from tests.exactness.networks.cases import Case
 from tests.ranks.bits import bits_by_ranks
 
 RANKS = (2, 3, 4, 5)
@@ -63,30 +62,18 @@ class Weightless(Device):
         return Machine()
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A network, one step of which is hashed."""
-
-    model: nn.Module
-    loss: Callable[[Any, Tensor], Tensor]
-    image: Tensor
-    target: Tensor
-    tile: tuple[int, int]
-
-
-def make_subject(number: int) -> Subject:
+def make_subject(number: int) -> Case:
     """Makes the network of that number, from its seed alone."""
     if number % 2 == 0:
         case = generated.make_case(number // 2)
-        return Subject(case.model, case.loss, case.image, case.target, case.tile)
+        return Case(case.model, case.loss, case.image, case.target, case.tile)
     draw, recipe = random.Random(f"hashes {number}").randint, None
     while recipe is None:
         recipe = networks.draw_recipe(draw)
-    made = networks.make_case(recipe)
-    return Subject(made.model, made.loss, made.image, made.target, made.tile)
+    return networks.make_case(recipe)
 
 
-def enlarge(subject: Subject) -> Subject:
+def enlarge(subject: Case) -> Case:
     """Repeats the image, and its target as far as the output then reaches: budgets bound larger fields."""
     image, target = subject.image.repeat(1, 6, 6), subject.target
     if target.ndim == 3:
@@ -100,7 +87,7 @@ def hash_subject(number: int) -> tuple[dict[str, str], list[str], int]:
     """Returns the hash of each placement, what ranks do not agree on, and how many steps by ranks were taken."""
     subject = make_subject(number)
     larger = enlarge(subject) if number % 2 == 0 else subject
-    places: dict[str, tuple[Subject, dict[str, Any]]] = {
+    places: dict[str, tuple[Case, dict[str, Any]]] = {
         "tile": (subject, {"tile": subject.tile}),
         "budget": (larger, {"memory": (3 if number % 2 == 0 else 2) * 2**20}),
         "free": (larger, {}),
