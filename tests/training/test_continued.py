@@ -87,6 +87,18 @@ def test_one_of_a_torchrun_s_waits_for_the_one_that_it_replaces(tmp_path):
         assert json.loads((tmp_path / ".writer.json").read_text())["launches"] == launch
 
 
+def test_a_writer_that_has_removed_its_name_is_about_to_end(tmp_path):
+    folder = RunFolder(tmp_path)
+    replaced = folder.written()
+    replaced.__enter__()
+    (tmp_path / ".writer.json").unlink()
+    ends = threading.Timer(0.3, replaced.__exit__, (None, None, None))
+    ends.start()
+    with folder.written(["another"]):
+        ends.join()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_where_nothing_can_be_locked_a_run_goes_on_without(tmp_path, monkeypatch):
     def no_locks(*_, **__):
         raise OSError(37, "No locks available")

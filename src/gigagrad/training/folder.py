@@ -69,30 +69,33 @@ class RunFolder:
             yield
 
     def _acquire(self, lock: FileLock, launches: set[str], patience: float) -> None:
-        end = time.monotonic() + patience
+        replaced_end = time.monotonic() + patience
+        unknown_end = time.monotonic() + _WRITER_SECONDS
         while not lock.is_locked:
             try:
                 lock.acquire(blocking=False)
             except Timeout:
-                writer = self._known_writer()
-                if launches.isdisjoint(writer.get("launches", ())) or time.monotonic() > end:
+                writer, end = self._known_writer(), 0.0
+                if not writer:  # about to write its name, or at its end
+                    end = unknown_end
+                elif not launches.isdisjoint(writer["launches"]):
+                    end, unknown_end = replaced_end, time.monotonic() + _WRITER_SECONDS
+                if time.monotonic() > end:
                     raise ConfigError(
-                        f"{writer['said']} is writing the run in {self.path}; let it finish or stop it, then give the "
-                        "command again, or choose another --out"
+                        f"{writer.get('said', 'another process')} is writing the run in {self.path}; let it finish or "
+                        "stop it, then give the command again, or choose another --out"
                     ) from None
                 time.sleep(_LOOK_SECONDS)
 
     def _known_writer(self) -> dict[str, Any]:
-        """Read what is written down of whoever has the lock, who may be about to write it; `said`: in words."""
-        end = time.monotonic() + _WRITER_SECONDS
-        while time.monotonic() < end:
-            with suppress(ValueError, TypeError, KeyError):  # missing, or of another version
-                writer: dict[str, Any] = read_json(self._writer)
-                host, pid, started = writer["host"], writer["pid"], writer["started"]
-                if host != platform.node() or is_alive(pid, started):
-                    return writer | {"said": f"process {pid} on {host}, started {minute(started)},"}
-            time.sleep(_LOOK_SECONDS)
-        return {"said": "another process"}
+        """Read what is written down of whoever has the lock (`said`: in words), or return nothing."""
+        with suppress(ValueError, TypeError, KeyError):  # missing, or of another version
+            writer: dict[str, Any] = read_json(self._writer)
+            host, pid, started = writer["host"], writer["pid"], writer["started"]
+            if host != platform.node() or is_alive(pid, started):
+                said = f"process {pid} on {host}, started {minute(started)},"
+                return {"said": said, "launches": writer.get("launches", ())}
+        return {}
 
     def _release(self, lock: FileLock, made: Collection[Path]) -> None:
         """Leave nothing of the lock, nor of folders in which no run was begun."""
