@@ -1,81 +1,92 @@
 """What the ranks of a run tell each other between sweeps: halos of kept fields, sums, cotangents beyond their own.
 
-One meeting ends a pass: a packed message for each pair of ranks, in an order that both know from the plan. One more
-puts together what is large and needed at once, and one at the end the gradients of parameters.
+An `Exchange` ends a pass: a packed message for each pair of ranks, in an order that both know from the plan. A `Gather`
+puts together what is large, and at the end the gradients of parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from gigagrad.execution.parcels import Cotangents, Halos, Shape, Shares, Sums, swap
+from gigagrad.execution.parcels import Boxes, Shape, Shares, Sums, swap
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.seams import Seam
 from gigagrad.execution.tape import Values
 from gigagrad.graphs import Merge, merge_of
-from gigagrad.plans import Parts, Stage
-from gigagrad.plans.joins import before, behind, joined
-from gigagrad.plans.owners import Owners
-from gigagrad.plans.stages import summed_globals
-from gigagrad.plans.sums import Keys, gradient_dtype, keys_of, late_gradients, share_of, sum_dtype
+from gigagrad.plans import Parts, Stage, Tiles
+from gigagrad.plans.joins import before, behind
+from gigagrad.plans.program import Exchange, Gather, Sum
+from gigagrad.plans.sums import gradient_dtype, share_of, sum_dtype
 from gigagrad.ranks import Ranks
 from gigagrad.stores import Store
 
 
-class Exchange:
-    """Of one run. Every rank calls the same in the same order. Raises RankError."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Swept:
+    """A pass of this rank, before ranks have exchanged anything."""
 
-    def __init__(self, prepared: Prepared, owners: Owners, ranks: Ranks) -> None:
-        self._problem, self._graph, self._owners, self._ranks = prepared.problem, prepared.graph, owners, ranks
+    step: Tiles
+    stage: Stage
+    stores: Mapping[int, Store]
+    """Of what it kept, or of the cotangents that it added up, as they travel: without rounding."""
+    seams: Mapping[int, Seam] = field(default_factory=dict)
+    gradients: PartSums | None = None
+    reduced: PartSums | None = None
+
+
+class Comm:
+    """Sends what the steps of a run say. Every rank calls the same in the same order. Raises RankError."""
+
+    def __init__(self, prepared: Prepared, ranks: Ranks) -> None:
+        self._prepared, self._problem, self._graph, self._ranks = prepared, prepared.problem, prepared.graph, ranks
         self._device, self._dtype = prepared.device.torch_device, prepared.device.sum_dtype
-        self._layout = prepared.layout
-        self._at_last = late_gradients(prepared.graph, prepared.stages) if ranks.count > 1 else []
-        self._late = frozenset(i for some in self._at_last for i in some)
+        gathers = [step for step in prepared.plan.steps if isinstance(step, Gather) and step.gradients]
+        self._late = frozenset(i for step in gathers for i in step.nodes)
 
-    def own(self, stage: Stage) -> tuple[Parts, range]:
-        """The parts of a stage, and which of them this rank computes."""
-        return self._owners.parts(stage.index), self._owners.own(stage.index, self._ranks.index)
+    def own(self, step: Tiles) -> tuple[Parts, range]:
+        """The parts of a pass, and which of them this rank computes."""
+        return self._prepared.parts(step.stage), step.own(self._ranks.index)
 
-    def new_sums(self, stage: Stage) -> PartSums:
-        return PartSums(self._dtype, self._merges(stage), before(self._owners, stage.index, self._ranks.index))
+    def new_sums(self, step: Tiles) -> PartSums:
+        return PartSums(self._dtype, self._merges(step.stage), before(*self.own(step)))
 
-    def new_seam(self, stage: Stage, parts: Parts, field: int, store: Store) -> Seam:
-        elsewhere = self._owners.cotangents.elsewhere(stage.index, field, self._ranks.index)
-        return Seam(store, parts, field, elsewhere, (self._device, self._layout))
+    def new_seam(self, step: Tiles, parts: Parts, field: int, store: Store) -> Seam:
+        elsewhere = parts.reached_before(field, step.own(self._ranks.index).start)
+        return Seam(store, parts, field, elsewhere, (self._device, self._prepared.layout))
 
     def shapes(self, nodes: Iterable[int]) -> dict[int, Shape]:
         """Of the sums of nodes."""
         return {i: (self._graph[i].shape, sum_dtype(self._problem, i)) for i in nodes}
 
-    def end_forward(self, stage: Stage, stores: Mapping[int, Store], reduced: PartSums) -> Values:
-        """A sweep is over: what the stage keeps gets its halos, and its reductions their values, which are returned."""
-        keys = keys_of(self._problem, stage.reductions)
-        sums = self._sums(stage, reduced, keys)
-        swap(self._ranks, [sums, Halos(self._owners, self._ranks.index, stage.kept, stores)])
-        return self._whole([(sums, keys)])[0]
-
-    def end_backward(
-        self,
-        stage: Stage,
-        stores: Mapping[int, Store],
-        seams: Mapping[int, Seam],
-        gradients: PartSums,
-        reduced: PartSums | None,
-    ) -> tuple[Values, Values]:
-        """A sweep is over: cotangents come to whoever needs them next. Returns the values of reductions, if there are
-        any, and the sums of the gradients of what is no field; of those of parameters this rank's share.
+    def exchange(self, step: Exchange, swept: Swept) -> tuple[Values, Values]:
+        """A sweep is over: what it kept gets its halos, cotangents come to whoever needs them next, and all sums are
+        joined. Returns those of gradients, of parameters this rank's share, and the values of reductions; of what a
+        `Gather` puts together, this rank's share.
         """
-        every = [(gradients, keys_of(self._problem, summed_globals(self._graph, stage)))]
-        if reduced is not None:
-            every.append((reduced, keys_of(self._problem, stage.reductions)))
-        sums = [(self._sums(stage, some, keys), keys) for some, keys in every]
-        cotangents = Cotangents(self._owners, self._ranks.index, stage.index, seams, stores)
-        swap(self._ranks, [*(some for some, _ in sums), cotangents])
-        totals, *values = self._whole(sums)
-        return (values[0] if values else {}), totals
+        of_both = ((swept.gradients, step.gradients), (swept.reduced, step.reductions))
+        sums = [None if some is None else self._sums(swept.step, some, how, step.parts) for some, how in of_both]
+        boxes = Boxes(self._ranks.index, step.transfers, swept.stores, swept.seams)
+        swap(self._ranks, [*filter(None, sums), boxes])
+        totals = [{} if one is None else one.total for one in sums]
+        for total, (_, how) in zip(totals, of_both, strict=True):  # as they lie in memory wherever they were summed
+            total.update({key: total[key].contiguous() for key in how.whole + how.cut if key in total})
+        return totals[0], totals[1]
+
+    def gather(self, step: Gather, values: Sequence[Values]) -> None:
+        """Put together, in place, what each rank has a share of."""
+        if step.gradients:
+            shapes = {i: (self._graph[i].shape, gradient_dtype(self._graph, i)) for i in step.nodes}
+        else:
+            shapes = self.shapes(step.nodes)
+        of_whom = {i: each for each in values for i in step.nodes if i in each}
+        parcel = Shares(self._ranks, {i: each.pop(i) for i, each in of_whom.items()}, shapes, self._device)
+        swap(self._ranks, [parcel])
+        for i, whole in parcel.whole.items():
+            of_whom[i][i] = whole
 
     def share(self, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
         """What this rank has of a parameter's gradient until the step is over."""
@@ -87,37 +98,13 @@ class Exchange:
         """Whether every rank has all of a sum of gradients."""
         return node not in self._late
 
-    def put_together(self, gradients: Values) -> None:
-        """The step is over: all ranks get the whole of what each has a share of."""
-        for some in self._at_last:
-            shapes = {i: (self._graph[i].shape, gradient_dtype(self._graph, i)) for i in some}
-            gradients.update(self._put_together({i: gradients.pop(i) for i in some if i in gradients}, shapes))
+    def _sums(self, step: Tiles, sums: PartSums, how: Sum, parts: Sequence[Sequence[int]]) -> Sums:
+        own = sums.joined(behind(*self.own(step))) if how.all else []
+        total = PartSums(self._dtype, self._merges(step.stage))
+        others = parts if how.all else [()] * self._ranks.count
+        return Sums(self._ranks, own, others, self.shapes(how.all), how.shared, total, self._device)
 
-    def _sums(self, stage: Stage, sums: PartSums, keys: Keys) -> Sums:
-        own = sums.joined(behind(self._owners, stage.index, self._ranks.index)) if keys.all else []
-        everybody = range(self._ranks.count)
-        parts = [joined(self._owners, stage.index, rank) if keys.all else [] for rank in everybody]
-        total = PartSums(self._dtype, self._merges(stage))
-        return Sums(self._ranks, own, parts, self.shapes(keys.all), keys.shared, total, self._device)
-
-    def _whole(self, sums: Sequence[tuple[Sums, Keys]]) -> list[Values]:
-        """The totals, with what is cut put together again."""
-        totals = [some.total for some, _ in sums]
-        cut = [key for _, keys in sums for key in keys.cut]
-        if cut:
-            shares = {key: total.pop(key) for total in totals for key in cut if key in total}
-            whole = self._put_together(shares, self.shapes(cut))
-            for total, (_, keys) in zip(totals, sums, strict=True):
-                total.update({key: whole[key] for key in keys.cut if key in whole})
-        for total, (_, keys) in zip(totals, sums, strict=True):  # as they lie in memory wherever they were summed
-            total.update({key: total[key].contiguous() for key in keys.whole + keys.cut if key in total})
-        return totals
-
-    def _put_together(self, shares: Values, shapes: Mapping[int, Shape]) -> Values:
-        parcel = Shares(self._ranks, shares, shapes, self._device)
-        swap(self._ranks, [parcel])
-        return parcel.whole
-
-    def _merges(self, stage: Stage) -> dict[int, Merge]:
-        merges = ((i, merge_of(self._graph[i])) for i in stage.reductions)
+    def _merges(self, stage: int) -> dict[int, Merge]:
+        reductions = self._prepared.plan.stages[stage].computes.reductions
+        merges = ((i, merge_of(self._graph[i])) for i in reductions)
         return {i: merge for i, merge in merges if merge is not None}

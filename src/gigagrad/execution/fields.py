@@ -6,7 +6,7 @@ A tile's inputs are read here, whatever tier or image they come from.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -19,17 +19,15 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile import TileInputs
 from gigagrad.graphs import SCATTER
-from gigagrad.plans import EXACT, Lifetime, Stage, TileGeometry, holds_whole, lifetimes
-from gigagrad.plans.owners import Owners
+from gigagrad.plans import EXACT, Stage, TileGeometry
+from gigagrad.plans.program import Buffer, Key
 from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips, Windows, crop_shape
 
 
 class Fields:
     """The stores of one run, by field. Values of kept fields are in `kept`, sums of cotangents in `cotangents`."""
 
-    def __init__(
-        self, prepared: Prepared, sources: dict[str, Source], tape: Tape, owners: Owners, rank: int, draws: int
-    ) -> None:
+    def __init__(self, prepared: Prepared, sources: dict[str, Source], tape: Tape, rank: int, draws: int) -> None:
         self.kept: dict[int, Store] = {}
         self.stored: dict[int, Store] = {}
         """The kept fields as they are stored, without what rounds them."""
@@ -38,10 +36,9 @@ class Fields:
         self._prepared = prepared
         self._graph = prepared.graph
         self._sources = sources
-        self._tape, self._owners, self._rank = tape, owners, rank
+        self._tape, self._rank = tape, rank
         self._tiers = {field.node: field.tier for field in prepared.plan.kept}
         self._handed = prepared.problem.handed
-        self._lifetimes = lifetimes(prepared.graph, prepared.stages, prepared.plan.passes)
         self._open: dict[str, OpenTier] = {}
 
     def open(self) -> None:
@@ -66,32 +63,27 @@ class Fields:
 
     # From pass to pass
 
-    def bytes_from(self, index: int) -> int:
-        """What the stores that begin their life with this pass add to the memory that tiles are computed in."""
+    def fresh_bytes(self, buffers: Sequence[Buffer]) -> int:
+        """What they add to the memory that tiles are computed in."""
         memory = self._prepared.problem.memory
-        beginning = (life for life in self._lifetimes if life.first == index and self._holds_whole(life))
-        fields = (spec for life in beginning if self._tier(life) == memory.name for _, spec in self._windows(life))
-        return memory.fresh_bytes(fields)
+        here = [buffer for buffer in buffers if buffer.tier == memory.name and buffer.size_bytes]
+        return memory.fresh_bytes(spec for buffer in here for _, spec in self._windows(buffer))
 
-    def begin(self, index: int) -> None:
-        """The stores that begin their life with this pass. Raises StoreError."""
-        for life in self._lifetimes:
-            if life.first == index:
-                (self.cotangents if life.cotangent else self.kept)[life.field] = self._store(life)
+    def allocate(self, buffers: Sequence[Buffer]) -> None:
+        """Raises StoreError."""
+        for buffer in buffers:
+            (self.cotangents if buffer.cotangent else self.kept)[buffer.node] = self._store(buffer)
 
-    def end(self, index: int) -> None:
-        """The stores whose life ends with this pass; an image's own gradient is a result and stays, unless handed over.
-
-        The cotangents of global values laid out like images are handed to the tape: their last reader is through.
+    def release(self, keys: Sequence[Key]) -> None:
+        """Give buffers back. The cotangents of global values laid out like images are handed to the tape: their last
+        reader is through.
         """
-        for life in self._lifetimes:
-            node = self._graph[life.field]
-            if life.last != index or (node.is_source and node.id != self._handed):
-                continue
-            store = (self.cotangents if life.cotangent else self.kept).pop(life.field)
-            if not life.cotangent:
-                del self.stored[life.field]
-            if life.cotangent and node.op == SCATTER:
+        for field, cotangent in keys:
+            node = self._graph[field]
+            store = (self.cotangents if cotangent else self.kept).pop(field)
+            if not cotangent:
+                del self.stored[field]
+            elif node.op == SCATTER:
                 self._tape.give(node.operands[0], self._tape.unit.out_of(self._ordered(store.whole())))
             if self._tape.backward:
                 store.retire()
@@ -111,40 +103,34 @@ class Fields:
         if (strip := store.take(y1)) is not None:
             yield strip
 
-    def _holds_whole(self, life: Lifetime) -> bool:
-        return holds_whole(life, self._prepared.stages, self._prepared.plan.passes, self._handed)
-
-    def _store(self, life: Lifetime) -> Store:
-        if life.cotangent and life.field == self._handed:
-            return Strips(self._spec(life), self._prepared.device.torch_device, whole=self._holds_whole(life))
-        spec, rounding, tier = self._spec(life), self._rounding(life), self._open[self._tier(life)]
-        windows = [(box, tier.open_store(window)) for box, window in self._windows(life)]
+    def _store(self, buffer: Buffer) -> Store:
+        spec = self._spec(buffer)
+        if buffer.cotangent and buffer.node == self._handed:
+            return Strips(spec, self._prepared.device.torch_device, whole=buffer.size_bytes > 0)
+        rounding, tier = self._rounding(buffer), self._open[buffer.tier]
+        windows = [(box, tier.open_store(window)) for box, window in self._windows(buffer)]
         whole = len(windows) == 1 and windows[0][1].shape == spec.shape
         store = windows[0][1] if whole else Windows(spec, windows)
-        if not life.cotangent:
-            self.stored[life.field] = store
-        return store if rounding is None else RoundedStore(store, rounding, self._graph[life.field].dtype)
+        if not buffer.cotangent:
+            self.stored[buffer.node] = store
+        return store if rounding is None else RoundedStore(store, rounding, self._graph[buffer.node].dtype)
 
-    def _windows(self, life: Lifetime) -> list[tuple[Box, FieldSpec]]:
-        """What this rank holds of a field, each window as a field of its own."""
-        spec, held = self._spec(life), self._owners.cotangents.held if life.cotangent else self._owners.held
-        found = []
-        for number, box in enumerate(held(life.field, self._rank)):
+    def _windows(self, buffer: Buffer) -> list[tuple[Box, FieldSpec]]:
+        """What this rank holds of a buffer, each window as a field of its own."""
+        spec, found = self._spec(buffer), []
+        for number, box in enumerate(buffer.held[self._rank]):
             shape = crop_shape(spec.shape, spec.axes, box)
             found.append((box, dataclasses.replace(spec, name=f"{spec.name}-{number}", shape=shape)))
         return found
 
-    def _rounding(self, life: Lifetime) -> Rounding | None:
-        return None if life.cotangent else self.roundings.get(life.field)
+    def _rounding(self, buffer: Buffer) -> Rounding | None:
+        return None if buffer.cotangent else self.roundings.get(buffer.node)
 
-    def _tier(self, life: Lifetime) -> str:
-        return self._tiers.get(life.field, self._prepared.problem.memory.name)
-
-    def _spec(self, life: Lifetime) -> FieldSpec:
-        node, rounding = self._graph[life.field], self._rounding(life)
+    def _spec(self, buffer: Buffer) -> FieldSpec:
+        node, rounding = self._graph[buffer.node], self._rounding(buffer)
         assert node.axes is not None
         dtype = node.dtype if rounding is None else rounding.packed_dtype(node.dtype)
-        name = f"{'cotangent' if life.cotangent else 'field'}-{life.field}"
+        name = f"{'cotangent' if buffer.cotangent else 'field'}-{buffer.node}"
         coded = isinstance(rounding, Quantised)
         return FieldSpec(name, node.shape, dtype, node.axes, layout=self._prepared.layout, coded=coded)
 

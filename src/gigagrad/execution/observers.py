@@ -8,7 +8,6 @@ from itertools import pairwise
 from gigagrad.devices import MemoryWatch
 from gigagrad.events import Events, Notice, TileDone
 from gigagrad.execution.executor import Executor
-from gigagrad.execution.fields import Fields
 from gigagrad.execution.prepared import Prepared
 from gigagrad.plans.memory import gradient_sum_bytes, largest_block_bytes
 from gigagrad.plans.parts import waiting_sums
@@ -21,7 +20,7 @@ class Observer:
     """Is told in the thread that runs the step."""
 
     def pass_begins(self, index: int) -> None:
-        """Of the plan's passes; before its stores are opened."""
+        """Of the plan's passes; its stores are there."""
 
     def tile_done(self, phase: str) -> None:
         """A tile's results are where they belong."""
@@ -65,11 +64,8 @@ class Progress(Observer):
 class Memory(Observer):
     """Makes room for what a pass takes, and computes fewer tiles at a time where another one might not fit."""
 
-    def __init__(
-        self, prepared: Prepared, watch: MemoryWatch, fields: Fields, executor: Executor, events: Events
-    ) -> None:
-        self._prepared, self._watch, self._fields = prepared, watch, fields
-        self._executor, self._events = executor, events
+    def __init__(self, prepared: Prepared, watch: MemoryWatch, executor: Executor, events: Events) -> None:
+        self._prepared, self._watch, self._executor, self._events = prepared, watch, executor, events
         self._tile_bytes = 0
 
     def pass_begins(self, index: int) -> None:
@@ -83,7 +79,7 @@ class Memory(Observer):
         forward = step.phase == "forward"
         sums = 0 if forward else gradient_sum_bytes(prepared.graph, stage, prepared.device.sum_dtype)
         sums *= 1 + waiting_sums(planned.parts, planned.tile_count)
-        self._watch.make_room(sums + self._fields.bytes_from(index))
+        self._watch.make_room(sums)
 
     def tile_done(self, phase: str) -> None:
         executor = self._executor

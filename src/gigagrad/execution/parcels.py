@@ -11,11 +11,10 @@ from math import prod
 
 import torch
 
-from gigagrad.boxes import Box
 from gigagrad.execution.part_sums import Joined, PartSums
 from gigagrad.execution.seams import Seam
 from gigagrad.execution.tape import Values
-from gigagrad.plans.owners import Owners
+from gigagrad.plans.program import Transfer
 from gigagrad.plans.sums import share_of
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.messages import packed, unpacked
@@ -63,70 +62,44 @@ def swap(ranks: Ranks, parcels: Sequence[Parcel]) -> None:
         parcel.take({rank: tensors[number] for rank, tensors in found.items()})
 
 
-class Halos(Parcel):
-    """Boxes of the fields that a stage keeps, of `stores` that hold them as they travel: without rounding."""
-
-    def __init__(self, owners: Owners, rank: int, fields: Sequence[int], stores: Mapping[int, Store]) -> None:
-        self._owners, self._rank, self._fields, self._stores = owners, rank, fields, stores
-
-    def sent(self, receiver: int) -> Iterator[torch.Tensor]:
-        for field, box in self._boxes(self._rank, receiver):
-            yield self._stores[field].read(box)
-
-    def coming(self, sender: int) -> list[Shape]:
-        return [_crop_of(self._stores[field], box) for field, box in self._boxes(sender, self._rank)]
-
-    def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        for sender, crops in came.items():
-            for (field, box), crop in zip(self._boxes(sender, self._rank), crops, strict=True):
-                self._stores[field].write(box, crop)
-        for field in self._fields:
-            self._stores[field].flush()
-
-    def _boxes(self, sender: int, receiver: int) -> list[tuple[int, Box]]:
-        return [(field, box) for field in self._fields for box in self._owners.halo(field, sender, receiver)]
-
-
-class Cotangents(Parcel):
-    """Of the fields that a stage has read, to whoever needs them next: what a rank summed up alone, and strips."""
+class Boxes(Parcel):
+    """Of fields, and of their cotangents: what is written as it comes, and what is added in the order of parts."""
 
     def __init__(
-        self, owners: Owners, rank: int, stage: int, seams: Mapping[int, Seam], stores: Mapping[int, Store]
+        self, rank: int, transfers: Sequence[Transfer], stores: Mapping[int, Store], seams: Mapping[int, Seam]
     ) -> None:
-        self._owners, self._rank, self._stage, self._seams = owners.cotangents, rank, stage, seams
-        self._stores = stores
+        self._rank, self._transfers, self._stores, self._seams = rank, transfers, stores, seams
 
     def sent(self, receiver: int) -> Iterator[torch.Tensor]:
-        for field, box in self._sums(self._rank, receiver):
-            yield self._stores[field].read(box)
-        for field, part, box in self._strips(self._rank, receiver):
-            yield self._seams[field].strip(part, box)
+        return map(self._crop, self._between(self._rank, receiver))
 
     def coming(self, sender: int) -> list[Shape]:
-        boxes = self._sums(sender, self._rank)
-        boxes += [(field, box) for field, _, box in self._strips(sender, self._rank)]
-        return [_crop_of(self._stores[field], box) for field, box in boxes]
+        stores = self._stores
+        moved = self._between(sender, self._rank)
+        return [(stores[one.node].crop_shape(one.box), stores[one.node].dtype) for one in moved]
 
     def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Strips are added part after part: ranks have theirs in that order."""
-        for sender, crops in came.items():
-            for (field, box), crop in zip(self._sums(sender, self._rank), crops, strict=False):
-                self._stores[field].write(box, crop)
-        for sender in sorted({*came, self._rank}):
-            strips = self._strips(sender, self._rank)
-            crops = [] if sender == self._rank else came[sender][len(came[sender]) - len(strips) :]
-            for number, (field, part, box) in enumerate(strips):
-                crop = self._seams[field].strip(part, box) if sender == self._rank else crops[number]
-                self._stores[field].add(box, crop)
-        for field in self._seams:
-            self._stores[field].flush()
+        """Take what came; cotangents are added rank after rank, and ranks have theirs in the order of parts."""
+        crops = list[tuple[Transfer, torch.Tensor]]()
+        for sender, found in came.items():
+            crops += zip(self._between(sender, self._rank), found, strict=True)
+        for one, crop in crops:
+            if one.part is None:
+                self._stores[one.node].write(one.box, crop)
+        crops += [(one, self._crop(one)) for one in self._between(self._rank, self._rank)]
+        for one, crop in sorted(crops, key=lambda pair: pair[0].sender):
+            if one.part is not None:
+                self._stores[one.node].add(one.box, crop)
+        for store in self._stores.values():
+            store.flush()
 
-    def _sums(self, sender: int, receiver: int) -> list[tuple[int, Box]]:
-        return [(i, box) for i in self._seams for box in self._owners.sums(self._stage, i, sender, receiver)]
+    def _crop(self, one: Transfer) -> torch.Tensor:
+        if one.part is None:
+            return self._stores[one.node].read(one.box)
+        return self._seams[one.node].strip(one.part, one.box)
 
-    def _strips(self, sender: int, receiver: int) -> list[tuple[int, int, Box]]:
-        found = self._owners.strips
-        return [(i, part, box) for i in self._seams for part, box in found(self._stage, i, sender, receiver)]
+    def _between(self, sender: int, receiver: int) -> list[Transfer]:
+        return [one for one in self._transfers if (one.sender, one.receiver) == (sender, receiver)]
 
 
 class Sums(Parcel):
@@ -222,10 +195,6 @@ class Shares(Parcel):
                     for rank in range(self._count)
                 ]
                 self.whole[key] = torch.cat(shares).view(shape) if self._count > 1 else shares[0]
-
-
-def _crop_of(store: Store, box: Box) -> Shape:
-    return store.crop_shape(box), store.dtype
 
 
 def _length(share: slice) -> int:

@@ -34,7 +34,7 @@ from gigagrad.execution.sinks import Handed, Sink
 from gigagrad.execution.sources import Source, reading_of
 from gigagrad.execution.trial import faster_layout, timed_passes
 from gigagrad.graphs import Call, Composite, Graph, WholeCost, lookup
-from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan, split_stages
+from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import amount_of, total
@@ -284,8 +284,7 @@ class Planner:
         return _Planned(made, _compiled(made), known is not None and known.has_run_as(plan))
 
     def _prepared(self, problem: Problem, plan: Plan) -> Prepared:
-        stages = () if plan.whole else split_stages(problem.graph, [field.node for field in plan.kept])
-        return Prepared(plan, stages, self._device, problem, self._rounding)
+        return Prepared(plan, self._device, problem, self._rounding)
 
     def _first(self, problem: Problem, sources: dict[str, Source]) -> _Planned:
         """A first plan; both memory layouts are tried where the run is long enough to pay for it."""

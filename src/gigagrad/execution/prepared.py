@@ -8,8 +8,7 @@ import torch
 
 from gigagrad.devices import Device
 from gigagrad.graphs import Graph
-from gigagrad.plans import Grid, Plan, Problem, Stage
-from gigagrad.plans.owners import Owners
+from gigagrad.plans import Grid, Parts, Plan, Problem, Stage
 from gigagrad.stores import Rounding
 
 
@@ -18,25 +17,33 @@ class Prepared:
     """A captured graph with its plan, ready to run on any image of the same size."""
 
     plan: Plan
-    stages: tuple[Stage, ...]
     device: Device
     problem: Problem
     rounding: Rounding | None = None
     """What the plan's packed fields are rounded by."""
     taken: tuple[float, ...] | None = None
     """Seconds that each pass took when this ran last; None before, and after streams, in which others have a part."""
-    _owners: dict[int, Owners] = field(default_factory=dict)
+    _parts: dict[tuple[object, ...], Parts] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
         return self.problem.graph
 
-    def owners(self, ranks: int) -> Owners:
-        """Who computes and holds what, of so many ranks: worked out once, whatever runs."""
-        return self._owners.setdefault(ranks, Owners(self.graph, self.stages, self.plan, ranks))
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(stage.computes for stage in self.plan.stages)
+
+    def parts(self, stage: int) -> Parts:
+        """The parts of a stage's tiles: worked out once, whatever runs."""
+        described = self.plan.stages[stage]
+        key = stage, described.tile, described.parts
+        if key not in self._parts:
+            grid = Grid(self.graph, described.computes, described.tile)
+            self._parts[key] = Parts(grid, described.parts, by_rows=grid.by_rows)
+        return self._parts[key]
 
     def grid(self, stage: Stage) -> Grid:
-        return Grid(self.graph, stage, self.plan.stages[stage.index].tile)
+        return self.parts(stage.index).grid
 
     @property
     def layout(self) -> torch.memory_format:

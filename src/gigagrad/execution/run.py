@@ -9,8 +9,9 @@ into one float64 sum per parameter and into the cotangents of the fields it read
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch.utils._pytree import tree_unflatten
 
 from gigagrad.boxes import Box
 from gigagrad.events import Events
-from gigagrad.execution.backward import Backward
-from gigagrad.execution.exchange import Exchange
+from gigagrad.execution.cotangent_unit import multiplied
+from gigagrad.execution.exchange import Comm, Swept
 from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.journal import Journal, key_of
@@ -31,7 +32,10 @@ from gigagrad.execution.sources import Source
 from gigagrad.execution.sweeps import Piece, Sweeps
 from gigagrad.execution.tape import Tape, Values
 from gigagrad.execution.tracebacks import empty_frames
-from gigagrad.graphs import GATHER
+from gigagrad.graphs import FIELD_BINS, GATHER
+from gigagrad.plans import Stage, Tiles
+from gigagrad.plans.program import Allocate, Exchange, Gather, Release, Scalars
+from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.ranks import Alone, Ranks
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads, uninterrupted
@@ -67,13 +71,12 @@ class Run:
         self._closing = threading.Lock()
         self._threads, self._with_grad = torch.get_num_threads(), torch.is_grad_enabled()
         kept = {field.node for field in plan.kept}
-        owners = prepared.owners(ranks.count)
-        self._exchange = Exchange(prepared, owners, ranks)
-        share = self._exchange.share
+        self._comm = Comm(prepared, ranks)
+        share = self._comm.share
         self._tape = Tape(
             prepared.graph, kept, device, backward=backward, overflows=overflows, draws=draws, share=share
         )
-        self._fields = Fields(prepared, sources, self._tape, owners, ranks.index, draws)
+        self._fields = Fields(prepared, sources, self._tape, ranks.index, draws)
         # They live from sweep to sweep: what a new thread's first operators set up takes longer than a small tile.
         self._readers = SideThreads(plan.readers, "gigagrad-read")
         self._executor = Threads(plan.workers) if plan.workers > 1 else Serial(plan.threads)
@@ -81,14 +84,14 @@ class Run:
         place = None if journal is None else journal / key_of(prepared, self._tape, draws, overflows)
         self.journal, self._first = Journal(place), ranks.index == 0
         self._watch = device.watch(plan.predicted_peak_bytes, plan.budget_bytes)
-        memory = Memory(prepared, self._watch, self._fields, self._executor, events)
+        memory = Memory(prepared, self._watch, self._executor, events)
         self._progress = Progress(prepared, events)
         self._observers = (memory, self._progress)
         self._sweeps = Sweeps(
             prepared,
             self._fields,
             self._tape,
-            self._exchange,
+            self._comm,
             self._executor,
             self._readers,
             self._watch,
@@ -99,7 +102,10 @@ class Run:
         """What each pass took, once `run` is over; None where parts of it were in the journal, and in a stream: whoever
         takes the pieces has a part in that.
         """
-        self._backward = Backward(prepared, self._sweeps, self._tape, self._fields, self._exchange, self._watch)
+        self._index, self._started = 0, False
+        self._swept: Swept | None = None
+        self._totals: tuple[Values, Values] = ({}, {})
+        """Sums of gradients and of reductions, once ranks have joined them, until something is made of them."""
 
     def __enter__(self) -> Run:
         """Raises StoreError if a tier has no room for what the plan keeps there."""
@@ -121,6 +127,7 @@ class Run:
         self._fields.forget()
         self._tape.forget()
         self._sweeps.forget()
+        self._swept, self._totals = None, ({}, {})
         empty_frames(error)
         self._prepared.device.trim()  # there may be no next step that takes what this one freed
 
@@ -156,24 +163,134 @@ class Run:
             torch.set_num_threads(within)
 
     def _passes(self) -> Iterator[Piece]:
-        for index, step in enumerate(self._prepared.plan.passes):
-            stage = self._prepared.stages[step.stage]
-            self._begin(index)
-            if step.phase == "forward":
-                yield from self._sweeps.forward(stage)
-            elif step.phase == "one pass":
-                yield from self._backward.one_pass(stage)
-            else:
-                yield from self._backward.sweep(stage)
-            self._fields.end(index)
+        for step in self._prepared.plan.steps:
+            if isinstance(step, Allocate):
+                self._watch.make_room(self._fields.fresh_bytes(step.buffers))
+                self._fields.allocate(step.buffers)
+            elif isinstance(step, Tiles):
+                self._begin()
+                self._swept = yield from self._sweep(step)
+            elif isinstance(step, Exchange):
+                assert self._swept is not None
+                self._totals = self._comm.exchange(step, self._swept)
+            elif isinstance(step, Gather):
+                self._comm.gather(step, [self._tape.gradients] if step.gradients else self._totals)
+            elif isinstance(step, Scalars):
+                self._pull_rest() if step.stage is None else self._compute()
+            elif isinstance(step, Release):
+                self._fields.release(step.keys)
         if self._tape.backward:
-            self._backward.finish()
+            self._check((*self._tape.gradients.values(), *self.input_gradients.values()))
 
-    def _begin(self, index: int) -> None:
+    def _begin(self) -> None:
+        """The next pass."""
         for observer in self._observers:
-            observer.pass_begins(index)
-        self._fields.begin(index)
-        self.journal.begin(index)
+            observer.pass_begins(self._index)
+        self.journal.begin(self._index)
+        self._index += 1
+
+    def _sweep(self, step: Tiles) -> Generator[Piece, None, Swept]:
+        if step.phase == "forward":
+            return (yield from self._sweeps.forward(step))
+        stage = self._prepared.stages[step.stage]
+        cotangents = self._known_cotangents(stage) if step.phase == "one pass" else self._cotangents(stage)
+        self._settle(stage, cotangents)
+        return (yield from self._sweeps.gradients(step, cotangents))
+
+    def _known_cotangents(self, stage: Stage) -> Values:
+        """Those of the last stage's reductions, forward and backward at once: known beforehand, but for a factor."""
+        if last_cotangents(self._graph, stage) is Cotangents.AFFINE:
+            return self._tape.constant_cotangents(stage)
+        (varying,) = differentiable_reductions(self._graph, stage)
+        node = self._graph[varying]
+        return {varying: torch.ones(node.shape, dtype=node.dtype, device=self._prepared.device.torch_device)}
+
+    def _cotangents(self, stage: Stage) -> Values:
+        """Those of a stage's reductions, when all values are known; those of gathered fields are added to theirs."""
+        self._start()
+        self._pull(self._tape.level_of(stage))
+        cotangents = {}
+        for reduction in differentiable_reductions(self._graph, stage):
+            found = self._tape.cotangent(reduction)
+            cotangents[reduction] = torch.zeros_like(self._tape.values[reduction]) if found is None else found
+        for field in stage.kept:
+            for gathering in self._graph.gathers(field):
+                whole = self._tape.cotangent(gathering)
+                if whole is not None:
+                    node = self._graph[field]
+                    self._fields.cotangents[field].add(Box.whole(node.size(0), node.size(1)), whole)
+        return cotangents
+
+    def _compute(self) -> None:
+        """Turn finished reductions and gathered fields into values of the graph, compute what waited for them, and give
+        the gradients of a pass to what they are gradients of.
+        """
+        assert self._swept is not None
+        (step, stage), (totals, reduced) = (self._swept.step, self._swept.stage), self._totals
+        self._swept, self._totals = None, ({}, {})
+        self._sweeps.forget()
+        if step.phase != "backward":
+            for reduction in stage.reductions:
+                self._tape.put(reduction, laid_out(reduced.pop(reduction).to(self._graph[reduction].dtype)))
+            for field in stage.kept:
+                for gathering in self._graph.gathers(field):
+                    self._tape.put(gathering, self._fields.whole(field))
+            self._tape.compute()
+        if step.phase == "forward":
+            return
+        if (times := self._tape.unit.times) != 1:
+            self._scale(stage, totals, 1 / times)
+        # What all ranks have, so that all begin anew; shares are looked at when they are put together.
+        self._check(total for node_id, total in totals.items() if self._comm.is_whole(node_id))
+        if step.phase == "one pass":
+            self._start()
+            if last_cotangents(self._graph, stage) is Cotangents.SCALED:
+                self._pull(self._tape.level_of(stage))
+                found = self._tape.cotangent(differentiable_reductions(self._graph, stage)[0])
+                self._scale(stage, totals, 0.0 if found is None else found.item())
+        for node_id in tuple(totals):
+            give = self._tape.give_share if self._graph[node_id].op == "parameter" else self._tape.give
+            give(node_id, totals.pop(node_id))
+        self._tape.pull_parameters()
+
+    def _scale(self, stage: Stage, totals: Values, times: float) -> None:
+        """The cotangents turned out to be so many times as large."""
+        for total in totals.values():
+            total.mul_(times)
+        self._sweeps.errors.scale(stage.fields, times)
+
+    def _pull_rest(self) -> None:
+        """Pull back what is left on the tape."""
+        self._start()
+        self._pull(0)
+
+    def _start(self) -> None:
+        if not self._started:
+            self._tape.start()
+            self._started = True
+
+    def _pull(self, level: int) -> None:
+        """Pull back on the tape; the gradients of what whole-field operators read are new, all at once."""
+        self._watch.make_room(self._tape.coming_bytes)
+        self._tape.pull(level)
+
+    def _settle(self, stage: Stage, cotangents: Values) -> None:
+        """The unit of cotangents in float16, by those that enter fields now and the pixels of a tile that sum them."""
+        if not cotangents or not self._tape.unit.is_needed:
+            return
+        tile, pixels, entering = self._prepared.grid(stage)[0], 1, []
+        for i, cotangent in cotangents.items():
+            reduction, field = self._graph[i], self._graph[self._graph[i].operands[0]]
+            pixels = max(pixels, tile.wanted(field.id).area)
+            # A bin is an average of pixels: each of them gets a share of its cotangent.
+            share = prod(reduction.shape) / prod(field.shape) if reduction.op == FIELD_BINS else 1
+            entering.append(multiplied(cotangent, share))
+        self._tape.unit.settle(entering, pixels=pixels)
+
+    def _check(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Raises CotangentOverflow where the run should begin anew."""
+        if self._tape.unit.is_needed and self._tape.values[self._graph.output].isfinite().all():
+            self._tape.unit.check(gradients)
 
     # Results
 
@@ -202,7 +319,22 @@ class Run:
     @property
     def input_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the images and labels that asked for one, by the name of the input."""
-        return self._backward.input_gradients
+        found = {}
+        for node in self._graph.nodes:
+            if node.op == "target" and not node.is_field and node.differentiable:
+                label = self._tape.cotangent(node.id)
+                if label is not None:
+                    found[node.arguments["name"]] = label
+            elif node.is_field and node.is_source and node.differentiable:
+                store = self._fields.cotangents.get(node.id)
+                gradient = store.whole() if store is not None else None
+                for gathering in self._graph.gathers(node.id):
+                    whole = self._tape.cotangent(gathering)
+                    if whole is not None:
+                        gradient = whole if gradient is None else gradient + whole
+                if gradient is not None:
+                    found[node.arguments["name"]] = self._tape.unit.out_of(gradient).to(gradient.dtype)
+        return found
 
     @property
     def rounding_errors(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.devices import MemoryWatch
 from gigagrad.execution.cotangent_unit import multiplied
-from gigagrad.execution.exchange import Exchange
+from gigagrad.execution.exchange import Comm, Swept
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.journal import Entry, Journal, PartRecord, first_reached, written
@@ -28,12 +28,12 @@ from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.sources import read_ahead
 from gigagrad.execution.tape import Tape, Values
 from gigagrad.execution.tile import StageProgram, TileInputs
-from gigagrad.plans import Parts, Stage, TileGeometry
+from gigagrad.plans import Parts, Stage, TileGeometry, Tiles
 from gigagrad.plans.stages import summed_globals
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads
 
-Swept = TypeVar("Swept")
+Result = TypeVar("Result")
 Piece = tuple[Box, torch.Tensor]
 Item = tuple[int, TileGeometry, TileInputs]
 """A tile of a part, and what it is computed from."""
@@ -47,7 +47,7 @@ class Sweeps:
         prepared: Prepared,
         fields: Fields,
         tape: Tape,
-        exchange: Exchange,
+        comm: Comm,
         executor: Executor,
         readers: SideThreads,
         watch: MemoryWatch,
@@ -55,7 +55,7 @@ class Sweeps:
         journal: Journal,
     ) -> None:
         self._prepared, self._graph = prepared, prepared.graph
-        self._fields, self._tape, self._exchange = fields, tape, exchange
+        self._fields, self._tape, self._comm = fields, tape, comm
         self._executor, self._readers, self._watch, self._observers = executor, readers, watch, observers
         self._journal = journal
         self._sums: PartSums | None = None
@@ -63,13 +63,14 @@ class Sweeps:
         self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
         self.errors = RoundingErrors(prepared.graph)
 
-    def forward(self, stage: Stage) -> Iterator[Piece]:
+    def forward(self, step: Tiles) -> Generator[Piece, None, Swept]:
         """Without gradients. Yields the boxes and crops of the output field, if it is this stage's.
 
         What tiles keep does not overlap, so whoever computes a tile writes it; only sums wait for their turn.
         """
+        stage = self._prepared.stages[step.stage]
         program, boundary = self._program(stage), self._boundary(stage)
-        self._sums = sums_of_parts = self._exchange.new_sums(stage)
+        self._sums = sums_of_parts = self._comm.new_sums(step)
 
         def work(item: Item) -> tuple[TileGeometry, Values, torch.Tensor | None]:
             _, tile, inputs = item
@@ -81,9 +82,9 @@ class Sweeps:
                 output = None if stage.output is None else shares.get(stage.output)
                 return tile, program.partial_sums(tile, shares), output
 
-        parts, own = self._exchange.own(stage)
+        parts, own = self._comm.own(step)
         stores = {i: self._fields.stored[i] for i in stage.kept}
-        record = PartRecord(parts, stores, written, [(sums_of_parts, self._exchange.shapes(stage.reductions))])
+        record = PartRecord(parts, stores, written, [(sums_of_parts, self._comm.shapes(stage.reductions))])
         for part, found in self._by_part(stage, parts, own, work, backward=False):
             if isinstance(found, Entry):
                 record.take(part, found)
@@ -96,24 +97,25 @@ class Sweeps:
                     assert stage.output is not None
                     yield tile.wanted(stage.output), output
             self._journal.write(part, record.tensors(part))
-        self._finish(stage, self._exchange.end_forward(stage, self._fields.stored, sums_of_parts))
+        return Swept(step, stage, stores, reduced=sums_of_parts)
 
-    def gradients(self, stage: Stage, cotangents: Values, *, merge: bool) -> Generator[Piece, None, Values]:
-        """The vector-Jacobian products of all tiles: sums for global values are returned, of parameters this rank's
-        share; the cotangents of fields that the stage reads are added to theirs. With `merge`, its reductions are
-        computed as well. Yields the strips of an image's gradient that is handed over.
+    def gradients(self, step: Tiles, cotangents: Values) -> Generator[Piece, None, Swept]:
+        """The vector-Jacobian products of all tiles: sums for global values; the cotangents of fields that the stage
+        reads are added to theirs. In one pass its reductions are computed as well. Yields the strips of an image's
+        gradient that is handed over.
         """
+        stage, merge = self._prepared.stages[step.stage], step.phase == "one pass"
         program, boundary = self._program(stage), self._boundary(stage)
         leaves = summed_globals(self._graph, stage)
         known = {} if merge else {i: self._tape.values[i].detach() for i in stage.reductions}
         fields = [i for i in stage.reads if i in self._fields.cotangents]
         gains = error_gains(self._graph, stage, self._quantised, boundary)
         handed = self._fields.handed_in(stage)
-        parts, own = self._exchange.own(stage)
+        parts, own = self._comm.own(step)
         if handed is not None:
             parts = Parts(parts.grid, len(parts), by_rows=True)
         finished = [] if handed is None else parts.grid.finished_rows(handed)
-        seams = {i: self._exchange.new_seam(stage, parts, i, self._fields.cotangents[i]) for i in fields}
+        seams = {i: self._comm.new_seam(step, parts, i, self._fields.cotangents[i]) for i in fields}
         times = self._tape.unit.times
         cotangents = {i: multiplied(cotangent, times) for i, cotangent in cotangents.items()}
 
@@ -135,11 +137,11 @@ class Sweeps:
             shares = {i: gradient for i, gradient in found.items() if i in boundary}
             return tile, sums, shares, {i: g for i, g in found.items() if i in crops}, watch
 
-        gradients, self._sums = self._exchange.new_sums(stage), self._exchange.new_sums(stage)
+        gradients, self._sums = self._comm.new_sums(step), self._comm.new_sums(step)
         merged = self._sums
-        summed = [(gradients, self._exchange.shapes(leaves))]
+        summed = [(gradients, self._comm.shapes(leaves))]
         if merge:
-            summed.append((merged, self._exchange.shapes(stage.reductions)))
+            summed.append((merged, self._comm.shapes(stage.reductions)))
         stores = {i: self._fields.cotangents[i] for i in seams}
         record = PartRecord(parts, stores, first_reached, summed, seams)
         for part, found in self._by_part(stage, parts, own, work, backward=True):
@@ -170,18 +172,9 @@ class Sweeps:
                     rows, waits = finished[(tile.id + 1) // parts.grid.shape[1]], seams[handed].waits_from
                     yield from self._fields.take(handed, rows if waits is None else min(rows, waits))
             self._journal.write(part, record.tensors(part))
-        reduced, totals = self._exchange.end_backward(
-            stage, self._fields.cotangents, seams, gradients, merged if merge else None
-        )
         if handed is not None:
             yield from self._fields.take(handed, finished[-1])
-        if merge:
-            self._finish(stage, reduced)
-        if times != 1:
-            for total in totals.values():
-                total.div_(times)
-            self.errors.scale(stage.fields, 1 / times)
-        return totals
+        return Swept(step, stage, stores, seams, gradients, merged if merge else None)
 
     def forget(self) -> None:
         """Give back what was merged: there will be no results."""
@@ -203,8 +196,8 @@ class Sweeps:
         return boundary
 
     def _by_part(
-        self, stage: Stage, parts: Parts, own: range, work: Callable[[Item], Swept], *, backward: bool
-    ) -> Iterator[tuple[int, Entry | Iterator[Swept]]]:
+        self, stage: Stage, parts: Parts, own: range, work: Callable[[Item], Result], *, backward: bool
+    ) -> Iterator[tuple[int, Entry | Iterator[Result]]]:
         """For each part that has tiles what its tiles give, or what the journal has of it."""
         there = [part for part in own if parts.tiles(part)]
         with ExitStack() as stack:
@@ -233,8 +226,8 @@ class Sweeps:
         return None
 
     def _swept(
-        self, stage: Stage, parts: Parts, chosen: Sequence[int], work: Callable[[Item], Swept], *, backward: bool
-    ) -> Iterator[Swept]:
+        self, stage: Stage, parts: Parts, chosen: Sequence[int], work: Callable[[Item], Result], *, backward: bool
+    ) -> Iterator[Result]:
         """What `work` makes of every tile and what it reads, in the order of the parts."""
         watch = self._watch
         tiles = ((part, parts.tile(position)) for part in chosen for position in parts.tiles(part))
@@ -251,23 +244,13 @@ class Sweeps:
 
         read = (in_turn(*each) for each in read_ahead(tiles, read_for, self._readers))
 
-        def work_and_look(item: Item) -> Swept:
+        def work_and_look(item: Item) -> Result:
             swept = work(item)
             watch.tile_done()
             return swept
 
         with watch.tiles_at_work():
             yield from self._executor.in_order(read, work_and_look)
-
-    def _finish(self, stage: Stage, sums: Values) -> None:
-        """Turn the finished reductions and gathered fields into values of the graph, and compute what waited."""
-        self._sums = None
-        for reduction in stage.reductions:
-            self._tape.put(reduction, laid_out(sums.pop(reduction).to(self._graph[reduction].dtype)))
-        for field in stage.kept:
-            for gathering in self._graph.gathers(field):
-                self._tape.put(gathering, self._fields.whole(field))
-        self._tape.compute()
 
     def _tell(self, phase: str, tiles: int = 1) -> None:
         for _ in range(tiles):

@@ -11,12 +11,12 @@ from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
+from gigagrad.plans.emit import shared_by
 from gigagrad.plans.fit import ABOUT_AS_FAST, Fitter, Kept, Option, peak_bytes
 from gigagrad.plans.keeping import kept_bytes
-from gigagrad.plans.plan import EXACT, KeptField, Plan, WholeField
+from gigagrad.plans.plan import COTANGENTS, EXACT, FIELDS, Amount, KeptField, Plan, RankPlan, WholeField
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import gathered, split_stages
-from gigagrad.plans.traffic import plan_for_ranks
 from gigagrad.plans.whole import whole_plan
 from gigagrad.stores import Tier
 
@@ -104,17 +104,17 @@ def _make_shared(
     tried: Tried = lambda seconds: None,
 ) -> Plan:
     """For several ranks: what they hold and send is known once there is a plan, and changes it."""
-    problem = replace(problem, held_share=min(1.0, _LEEWAY / problem.ranks))
+    most = RankPlan(problem.ranks, min(1.0, _LEEWAY / problem.ranks), 0, 0)
     for sharing in range(_SHARINGS):
-        plan = _make_plan(problem, memory_format, tiles, kept, costs, tried)
-        ranks = plan_for_ranks(problem, plan)
-        if ranks.held_share <= problem.held_share and ranks.message_bytes <= problem.message_bytes:
+        plan = _make_plan(problem, memory_format, tiles, kept, costs, tried, most)
+        assert plan.ranks is not None
+        found = plan.ranks
+        if found.held_share <= most.held_share and found.message_bytes <= most.message_bytes:
             break
-        share = 1.0 if sharing == _SHARINGS - 2 else max(problem.held_share, min(1.0, _LEEWAY * ranks.held_share))
-        messages = max(problem.message_bytes, int(_LEEWAY * ranks.message_bytes))
-        problem = replace(problem, held_share=share, message_bytes=messages)
-    ranks = replace(ranks, held_share=problem.held_share, message_bytes=problem.message_bytes)
-    return replace(plan, ranks=ranks)
+        share = 1.0 if sharing == _SHARINGS - 2 else max(most.held_share, min(1.0, _LEEWAY * found.held_share))
+        message_bytes = max(most.message_bytes, int(_LEEWAY * found.message_bytes))
+        most = replace(most, held_share=share, message_bytes=message_bytes)
+    return replace(plan, ranks=replace(most, sent_bytes=found.sent_bytes))
 
 
 def _make_plan(
@@ -124,27 +124,34 @@ def _make_plan(
     kept: Kept | None,
     costs: Costs,
     tried: Tried,
+    ranks: RankPlan | None = None,
 ) -> Plan:
     graph, backward = problem.graph, problem.backward
-    chooser = _Chooser(problem, costs, tiles, tried)
+    chooser = _Chooser(problem, costs, tiles, tried, ranks)
     best = chooser.best() if kept is None else chooser.again(kept)
     whole = [node for node in graph.nodes if node.whole and node.op not in (GATHER, "gigagrad.item")]
-    return Plan(
+    plan = Plan(
         image_shape=problem.image_shape,
         device=problem.device,
         memory_format=memory_format,
         workers=best.workers,
         threads=1 if best.workers > 1 else problem.machine.threads,
-        stages=best.stages,
-        passes=best.passes,
+        stages=tuple(replace(stage, memory=_beside_kept(stage.memory)) for stage in best.stages),
+        steps=best.passes,
         kept=tuple(_kept_field(problem, i, problem.tier(best.kept[i])) for i in sorted(best.kept)),
         whole_field=tuple(WholeField(node.op, node.origin.module_path, node.nbytes) for node in whole),
         budget_bytes=problem.budget_bytes,
         fixed=best.fixed,
-        elsewhere=best.elsewhere,
         whole_seconds=costs.whole_seconds(backward=backward),
         readers=best.readers,
     )
+    shared = shared_by(problem, plan, problem.ranks)
+    return replace(shared, ranks=None) if ranks is None else shared
+
+
+def _beside_kept(amounts: tuple[Amount, ...]) -> tuple[Amount, ...]:
+    """Return what a stage takes beside buffers, which the steps count."""
+    return tuple(amount for amount in amounts if amount.name not in (FIELDS, COTANGENTS))
 
 
 def _kept_field(problem: Problem, node_id: int, tier: Tier) -> KeptField:
@@ -157,9 +164,16 @@ def _kept_field(problem: Problem, node_id: int, tier: Tier) -> KeptField:
 class _Chooser:
     """Looks for the fastest option that fits."""
 
-    def __init__(self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None, tried: Tried) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        costs: Costs,
+        tiles: tuple[tuple[int, int], ...] | None,
+        tried: Tried,
+        ranks: RankPlan | None,
+    ) -> None:
         self._problem, self._graph, self._costs = problem, problem.graph, costs
-        self._fitter, self._tried = Fitter(problem, costs, tiles), tried
+        self._fitter, self._tried = Fitter(problem, costs, tiles, ranks), tried
         self._refused: dict[frozenset[tuple[int, str]], int] = {}
         """Fields by tier, and the bytes that they take without any tile."""
 

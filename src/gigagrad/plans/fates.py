@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from gigagrad.graphs import Graph
 from gigagrad.plans.plan import EXACT, Plan
-from gigagrad.plans.stages import split_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
     if plan.whole:
         return ()
     kept = {field.node: field for field in plan.kept}
-    stages = split_stages(graph, kept)
+    stages = [stage.computes for stage in plan.stages]
     sweeps = [sum(p.stage == stage.index for p in plan.passes) for stage in stages]
     computing: dict[int, list[int]] = {}
     reading: dict[int, list[int]] = {}

@@ -16,8 +16,9 @@ from gigagrad.plans.cost import Costs, TileCost, candidates
 from gigagrad.plans.keeping import held_by_pass
 from gigagrad.plans.ledger import StageLedger
 from gigagrad.plans.memory import whole_compiled_convolutions
-from gigagrad.plans.plan import Amount, Pass, StagePlan, amount_of, total
+from gigagrad.plans.plan import Amount, RankPlan, StagePlan, amount_of, total
 from gigagrad.plans.problem import Problem
+from gigagrad.plans.program import Tiles
 from gigagrad.plans.schedule import make_passes
 from gigagrad.plans.stages import Stage, split_stages
 from gigagrad.stores import Tier
@@ -47,7 +48,7 @@ class Option:
     readers: int
     kept: Kept
     stages: tuple[StagePlan, ...]
-    passes: tuple[Pass, ...]
+    passes: tuple[Tiles, ...]
     seconds: float
     fixed: tuple[Amount, ...]
     elsewhere: tuple[Amount, ...]
@@ -55,16 +56,21 @@ class Option:
 
 
 class Fitter:
-    """Fits tiles for one problem. `tiles` forces their shapes: one for each stage, the last serves the rest."""
+    """Fits tiles for one problem. `tiles` forces their shapes: one for each stage, the last serves the rest. `ranks`:
+    what one of several ranks holds and sends at most.
+    """
 
-    def __init__(self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None) -> None:
-        self._problem, self._costs, self._tiles = problem, costs, tiles
-        self._fixed = ledger.fixed_amounts(problem)
-        self._orders: dict[frozenset[int], tuple[tuple[Stage, ...], tuple[Pass, ...]]] = {}
+    def __init__(
+        self, problem: Problem, costs: Costs, tiles: tuple[tuple[int, int], ...] | None, ranks: RankPlan | None = None
+    ) -> None:
+        self._problem, self._costs, self._tiles, self._ranks = problem, costs, tiles, ranks
+        self._held_share = 1.0 if ranks is None else ranks.held_share
+        self._fixed = ledger.fixed_amounts(problem, 0 if ranks is None else ranks.message_bytes)
+        self._orders: dict[frozenset[int], tuple[tuple[Stage, ...], tuple[Tiles, ...]]] = {}
 
     def unbounded(self) -> Fitter:
         """The same for a machine with all the memory it needs."""
-        return Fitter(dataclasses.replace(self._problem, budget_bytes=None), self._costs, self._tiles)
+        return Fitter(dataclasses.replace(self._problem, budget_bytes=None), self._costs, self._tiles, self._ranks)
 
     def least_bytes(self, kept: Kept) -> int:
         """What these fields take in memory with their cotangents, without any tile: found quickly."""
@@ -81,9 +87,10 @@ class Fitter:
         return self._problem.rooms.get(tier.name, 0)
 
     def _most_held(self, kept: Kept, tier: Tier) -> int:
-        return max(map(sum, held_by_pass(self._problem, *self._order(frozenset(kept)), kept, tier)), default=0)
+        order = self._order(frozenset(kept))
+        return max(map(sum, held_by_pass(self._problem, *order, kept, tier, self._held_share)), default=0)
 
-    def _order(self, kept: frozenset[int]) -> tuple[tuple[Stage, ...], tuple[Pass, ...]]:
+    def _order(self, kept: frozenset[int]) -> tuple[tuple[Stage, ...], tuple[Tiles, ...]]:
         """The stages that fields split a graph into, wherever they are kept, and their passes."""
         if kept not in self._orders:
             stages = split_stages(self._problem.graph, kept)
@@ -124,7 +131,7 @@ class Fitter:
         self,
         kept: Kept,
         stages: tuple[Stage, ...],
-        passes: tuple[Pass, ...],
+        passes: tuple[Tiles, ...],
         workers: int,
         elsewhere: tuple[Amount, ...],
         *,
@@ -132,7 +139,7 @@ class Fitter:
     ) -> Option:
         """For each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has none."""
         problem = self._problem
-        held = held_by_pass(problem, stages, passes, kept, problem.memory)
+        held = held_by_pass(problem, stages, passes, kept, problem.memory, self._held_share)
         tilings = []
         for stage in stages:
             indices = [index for index, p in enumerate(passes) if p.stage == stage.index]
@@ -384,10 +391,7 @@ class _Tilings:
     def describe(self, cost: TileCost) -> StagePlan:
         stage = self.book.stage
         return StagePlan(
-            index=stage.index,
-            operators=len(stage.fields),
-            reductions=len(stage.reductions),
-            keeps=len(stage.kept),
+            computes=stage,
             tile=cost.tile,
             tiles=cost.tiles,
             crop=cost.crop,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gigagrad.plans.owners import Owners
+from gigagrad.plans.parts import Parts
 
 
 class JoinOrder:
@@ -36,23 +36,21 @@ class JoinOrder:
         return joins
 
 
-def before(owners: Owners, stage: int, rank: int) -> int | None:
-    """The last part with tiles before those of a rank, if there is one."""
-    parts = owners.parts(stage)
-    return next((part for part in reversed(range(owners.own(stage, rank).start)) if parts.tiles(part)), None)
+def before(parts: Parts, own: range) -> int | None:
+    """Return the last part with tiles before a rank's own, if there is one."""
+    return next((part for part in reversed(range(own.start)) if parts.tiles(part)), None)
 
 
-def behind(owners: Owners, stage: int, rank: int) -> int:
-    """The first part with tiles behind those of a rank; where there is none, as many as there are parts."""
-    parts = owners.parts(stage)
-    return next((p for p in range(owners.own(stage, rank).stop, len(parts)) if parts.tiles(p)), len(parts))
+def behind(parts: Parts, own: range) -> int:
+    """Return the first part with tiles behind a rank's own; where there is none, as many as there are parts."""
+    return next((part for part in range(own.stop, len(parts)) if parts.tiles(part)), len(parts))
 
 
-def joined(owners: Owners, stage: int, rank: int) -> list[int]:
-    """Of each sum that a rank has of a stage, joined as far as the tree joins its parts alone, one part."""
-    parts, order = owners.parts(stage), JoinOrder(before(owners, stage, rank))
-    for part in owners.own(stage, rank):
+def joined(parts: Parts, own: range) -> list[int]:
+    """Return one part of each sum that a rank has of its own parts, joined as far as the tree joins them alone."""
+    order = JoinOrder(before(parts, own))
+    for part in own:
         if parts.tiles(part):
             order.append(part)
-    order.join_before(behind(owners, stage, rank))
+    order.join_before(behind(parts, own))
     return order.parts

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from gigagrad.graphs import SCATTER, Graph
-from gigagrad.plans.plan import Pass
 from gigagrad.plans.problem import Problem
+from gigagrad.plans.program import Tiles
 from gigagrad.plans.stages import Stage, is_read
 from gigagrad.stores import Tier
 
@@ -23,7 +23,7 @@ class Lifetime:
     last: int
 
 
-def lifetimes(graph: Graph, stages: tuple[Stage, ...], passes: tuple[Pass, ...]) -> tuple[Lifetime, ...]:
+def lifetimes(graph: Graph, stages: tuple[Stage, ...], passes: tuple[Tiles, ...]) -> tuple[Lifetime, ...]:
     """When every kept field and every field of cotangents is in memory, in passes (by index)."""
     producers = {field: stage for stage in stages for field in stage.kept}
     result = []
@@ -46,7 +46,7 @@ def lifetimes(graph: Graph, stages: tuple[Stage, ...], passes: tuple[Pass, ...])
     return tuple(result)
 
 
-def holds_whole(life: Lifetime, stages: tuple[Stage, ...], passes: tuple[Pass, ...], handed: int | None) -> bool:
+def holds_whole(life: Lifetime, stages: tuple[Stage, ...], passes: tuple[Tiles, ...], handed: int | None) -> bool:
     """Whether a lifetime's field is there as a whole: of the gradient that is `handed` over only where several passes
     add to it.
     """
@@ -69,14 +69,21 @@ def is_replicated(graph: Graph, life: Lifetime) -> bool:
     return is_read(graph, life.field) if life.cotangent else bool(graph.gathers(life.field))
 
 
-def _backward_of(passes: tuple[Pass, ...], stage: int) -> int | None:
+def _backward_of(passes: tuple[Tiles, ...], stage: int) -> int | None:
     return next((i for i, p in enumerate(passes) if p.stage == stage and p.phase != "forward"), None)
 
 
 def held_by_pass(
-    problem: Problem, stages: tuple[Stage, ...], passes: tuple[Pass, ...], kept: Mapping[int, str], tier: Tier
+    problem: Problem,
+    stages: tuple[Stage, ...],
+    passes: tuple[Tiles, ...],
+    kept: Mapping[int, str],
+    tier: Tier,
+    held_share: float = 1.0,
 ) -> list[tuple[int, int]]:
-    """Bytes of kept fields and of cotangent fields in one tier during every pass."""
+    """Bytes of kept fields and of cotangent fields in one tier during every pass, of a rank that holds at most this
+    share of what is not replicated.
+    """
     graph = problem.graph
     held = [[0, 0] for _ in passes]
     for life in lifetimes(graph, stages, passes):
@@ -85,7 +92,7 @@ def held_by_pass(
             node = graph[life.field]
             size = life_bytes(problem, life, tier, (node.size(0), node.size(1)))
             if not is_replicated(graph, life):
-                size = ceil(problem.held_share * size)
+                size = ceil(held_share * size)
             for index in range(life.first, life.last + 1):
                 held[index][life.cotangent] += size
     return [(fields, cotangents) for fields, cotangents in held]

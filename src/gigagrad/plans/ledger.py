@@ -30,6 +30,8 @@ from gigagrad.plans.cost import TileCost
 from gigagrad.plans.geometry import reference, runs_by_rows
 from gigagrad.plans.memory import gradient_sum_bytes, whole_field_bytes
 from gigagrad.plans.parts import part_count, waiting_sums
+from gigagrad.plans.plan import COTANGENTS as COTANGENTS
+from gigagrad.plans.plan import FIELDS as FIELDS
 from gigagrad.plans.plan import Amount
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import Stage
@@ -44,8 +46,6 @@ TAPE: Final = "freed blocks beside whole fields"
 MESSAGES: Final = "messages between ranks"
 COMPILED: Final = "compiled convolutions"
 HOARD: Final = "freed blocks held for the next tiles"
-FIELDS: Final = "fields kept"
-COTANGENTS: Final = "cotangents of fields kept"
 SEAMS: Final = "cotangents where parts of a stage overlap"
 SUMS: Final = "sums and working copies of parameters"
 WAITING: Final = "crops on their way"
@@ -82,12 +82,12 @@ WHERE_FROM: Final[Mapping[str, str]] = {
 """Where each number comes from."""
 
 
-def fixed_amounts(problem: Problem) -> tuple[Amount, ...]:
-    """What no choice of tiles changes, but for compiled convolutions."""
+def fixed_amounts(problem: Problem, message_bytes: int = 0) -> tuple[Amount, ...]:
+    """What no choice of tiles changes, but for compiled convolutions. Messages between ranks take so many bytes."""
     graph, backward = problem.graph, problem.backward
     gradients, whole = _gradient_bytes(graph, backward=backward), whole_field_bytes(graph, backward=backward)
     tape = int(TAPE_SLACK * (gradients + whole)) if whole else 0
-    messages = () if problem.ranks == 1 else (Amount(MESSAGES, problem.message_bytes),)
+    messages = () if problem.ranks == 1 else (Amount(MESSAGES, message_bytes),)
     return (*problem.held, Amount(GRADIENTS, gradients), Amount(WHOLE, whole), Amount(TAPE, tape), *messages)
 
 

@@ -7,13 +7,15 @@ ranks reach first travels when the sweep is over, to whoever needs it next.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from gigagrad.boxes import Box, apart, shared, without
 from gigagrad.graphs import Graph
 from gigagrad.plans.geometry import Grid
-from gigagrad.plans.parts import Front, Parts
-from gigagrad.plans.plan import Plan
+from gigagrad.plans.parts import Parts
+from gigagrad.plans.plan import StagePlan
+from gigagrad.plans.program import Tiles
 from gigagrad.plans.stages import Stage, is_read
 
 Strip = tuple[int, Box]
@@ -23,15 +25,16 @@ Strip = tuple[int, Box]
 class Owners:
     """Of a plan's parts and kept fields, for so many ranks."""
 
-    def __init__(self, graph: Graph, stages: tuple[Stage, ...], plan: Plan, count: int) -> None:
+    def __init__(self, graph: Graph, stages: Sequence[StagePlan], passes: Sequence[Tiles], count: int) -> None:
         self.count = count
-        self._graph, self._stages, self._plan = graph, stages, plan
-        self._producers = {field: stage.index for stage in stages for field in stage.kept}
+        self._graph, self._described = graph, stages
+        self._stages = [stage.computes for stage in stages]
+        self._producers = {field: stage.index for stage in self._stages for field in stage.kept}
         self.parts, self._first_part = cache(self._find_parts), cache(self._find_first_part)
         self.held, self.written, self.read = cache(self._find_held), cache(self._find_written), cache(self._find_read)
         self.halo = cache(self._find_halo)
         """What a rank sends another one of a kept field, once it is written: by field, sender and receiver."""
-        self.cotangents = CotangentOwners(self, graph, stages, plan)
+        self.cotangents = CotangentOwners(self, graph, [self._stages[p.stage] for p in passes if p.phase != "forward"])
 
     def own(self, stage: int, rank: int) -> range:
         """The parts of a stage that a rank computes."""
@@ -47,8 +50,9 @@ class Owners:
         return shared(missing, self.written(field, sender))
 
     def _find_parts(self, stage: int) -> Parts:
-        grid = Grid(self._graph, self._stages[stage], self._plan.stages[stage].tile)
-        return Parts(grid, self._plan.stages[stage].parts, by_rows=grid.by_rows)
+        described = self._described[stage]
+        grid = Grid(self._graph, described.computes, described.tile)
+        return Parts(grid, described.parts, by_rows=grid.by_rows)
 
     def _find_first_part(self, stage: int, rank: int) -> int:
         parts = self.parts(stage)
@@ -79,9 +83,9 @@ class Owners:
 class CotangentOwners:
     """Of the cotangents of fields that stages read."""
 
-    def __init__(self, owners: Owners, graph: Graph, stages: tuple[Stage, ...], plan: Plan) -> None:
-        self._owners, self._graph = owners, graph
-        self._sweeps = [stages[p.stage] for p in plan.passes if p.phase != "forward"]
+    def __init__(self, owners: Owners, graph: Graph, differentiated: Sequence[Stage]) -> None:
+        """`differentiated`: the stages that are pulled back, in that order."""
+        self._owners, self._graph, self._sweeps = owners, graph, differentiated
         self.adding, self.held, self._first = cache(self._find_adding), cache(self._find_held), cache(self._find_first)
         self.sums, self.strips = cache(self._find_sums), cache(self._find_strips)
         """What a rank sends another one when a stage has been swept, by stage, field, sender and receiver: of what it
@@ -98,7 +102,7 @@ class CotangentOwners:
 
     def elsewhere(self, stage: int, field: int, rank: int) -> list[Box]:
         """The pixels that ranks before this one reach first."""
-        return self._behind(self._owners.parts(stage).front(field, self._owners.own(stage, rank).start), field)
+        return self._owners.parts(stage).reached_before(field, self._owners.own(stage, rank).start)
 
     def _find_sums(self, stage: int, field: int, sender: int, receiver: int) -> list[Box]:
         return shared(self._first(stage, field, sender), self.wanted_next(stage, field, receiver))
@@ -130,6 +134,3 @@ class CotangentOwners:
     def _at_last(self, field: int, rank: int) -> list[Box]:
         whole = is_read(self._graph, field)
         return [self._owners.whole(field)] if whole else self._owners.written(field, rank)
-
-    def _behind(self, front: Front, field: int) -> list[Box]:
-        return [box for box, which in front.split(self._owners.whole(field)) if which is not None]

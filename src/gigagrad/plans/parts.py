@@ -112,6 +112,12 @@ class Parts:
         _, columns = self._spans(self._along_axis, field)
         return Front(self.by_rows, lines[line], lines[line + 1] if along else lines[line], columns[along])
 
+    def reached_before(self, field: int, part: int) -> list[Box]:
+        """Return the pixels of a field that parts before this one reach."""
+        node = self.grid.graph[field]
+        front = self.front(field, part)
+        return [box for box, which in front.split(Box.whole(node.size(0), node.size(1))) if which is not None]
+
     def strips(self, field: int, part: int) -> tuple[Box | None, Box | None]:
         """Of a field, what a part's crops have in common with whole lines and with the lines that parts before it have
         reached: hulls.

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Final
 
 from gigagrad.plans.description import describe
+from gigagrad.plans.program import Step, Tiles, Whole, from_plain, held_bytes, live, to_plain
+from gigagrad.plans.stages import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One stage: its tiles and what a tile costs. Sizes in pixels of the field named, memory in bytes."""
+    """One stage: what it computes, its tiles and what a tile costs. Sizes in pixels of the field named, memory in
+    bytes.
+    """
 
-    index: int
-    operators: int
-    reductions: int
-    keeps: int
-    """Fields that this stage computes and the plan keeps."""
+    computes: Stage
     tile: tuple[int, int]
     """Height and width of a tile on the stage's largest target field."""
     tiles: tuple[int, int]
@@ -31,7 +31,7 @@ class StagePlan:
     parts: int = 1
     """Into how many runs of tiles its sums are divided (`gigagrad.plans.parts`)."""
     memory: tuple[Amount, ...] = ()
-    """What its sweeps add to what is fixed."""
+    """What its passes add to what is fixed and to what is kept."""
     beside_bytes: int = 0
     """What freed memory does not serve. Of what comes and goes beside its tiles (crops that wait, contributions to
     gradients) those blocks that the allocator takes from the system one by one; and where very many tiles are computed
@@ -41,16 +41,12 @@ class StagePlan:
     """One sweep of this stage without and with gradients, by the cost model."""
 
     @property
+    def index(self) -> int:
+        return self.computes.index
+
+    @property
     def tile_count(self) -> int:
         return self.tiles[0] * self.tiles[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One sweep of one stage: `forward`, `backward` (recompute and VJP), or `one pass` (both at once)."""
-
-    stage: int
-    phase: str
 
 
 EXACT = "exact"
@@ -66,6 +62,11 @@ class Amount:
 
     name: str
     size_bytes: int
+
+
+FIELDS: Final = "fields kept"
+COTANGENTS: Final = "cotangents of fields kept"
+"""Amounts of what buffers hold in memory."""
 
 
 def total(amounts: Iterable[Amount]) -> int:
@@ -115,8 +116,27 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """What is in memory during one pass.
+
+    What does not depend on the pass alone is the most that its stage's passes make of it.
+    """
+
+    stage: int
+    phase: str
+    amounts: tuple[Amount, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return total(self.amounts)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Everything a run will do, known before it starts. All memory in bytes, sizes in pixels."""
+    """Everything a run will do, known before it starts. All memory in bytes, sizes in pixels.
+
+    What is said of it (peak, time, what is sent, its text) is worked out from its `steps`.
+    """
 
     image_shape: tuple[int, ...]
     device: str
@@ -126,41 +146,65 @@ class Plan:
     threads: int
     """That share the operators of a tile: their sums depend on how many there are."""
     stages: tuple[StagePlan, ...]
-    passes: tuple[Pass, ...]
+    steps: tuple[Step, ...]
     kept: tuple[KeptField, ...]
     whole_field: tuple[WholeField, ...]
     budget_bytes: int | None
     fixed: tuple[Amount, ...] = ()
     """What is held whichever stage is swept."""
-    elsewhere: tuple[Amount, ...] = ()
-    """Peak of what is kept in each of the other tiers, by its name."""
     whole_seconds: float = 0.0
-    """What whole-field operators take, by the cost model."""
+    """What whole-field operators take, by the cost model; of the whole image at once all of it."""
     ranks: RankPlan | None = None
     """None: one process by itself."""
-    whole: str | None = None
-    """What PyTorch runs of the model and the loss by itself on the whole image, `forward` or `forward and backward`:
-    then there are no stages. None: it is computed in tiles.
-    """
     timed_seconds: tuple[float, ...] | None = None
     """Of each pass, by a tile of it that was timed on this machine; None where none was."""
     readers: int = 1
     """Threads that read and decode images ahead of the tiles."""
 
-    @property
-    def ledger(self) -> tuple[Amount, ...]:
-        """What adds up to the peak: what is fixed, and what the stage adds whose sweeps need most."""
-        stages = [stage.memory for stage in self.stages]
-        return (*self.fixed, *max(stages, key=total, default=()))
+    @cached_property
+    def passes(self) -> tuple[Tiles, ...]:
+        """The steps that compute tiles, in order."""
+        return tuple(step for step in self.steps if isinstance(step, Tiles))
 
     @property
+    def whole(self) -> str | None:
+        """What PyTorch runs of the model and the loss by itself on the whole image, `forward` or `forward and
+        backward`: then there are no stages. None: it is computed in tiles.
+        """
+        return next((step.phase for step in self.steps if isinstance(step, Whole)), None)
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """What is in memory during each pass."""
+        share = 1.0 if self.ranks is None else self.ranks.held_share
+        found = []
+        for step, buffers in live(self.steps):
+            fields, cotangents = held_bytes(buffers, MEMORY, share)
+            own = (Amount(FIELDS, fields), Amount(COTANGENTS, cotangents), *self.stages[step.stage].memory)
+            found.append(Moment(step.stage, step.phase, (*self.fixed, *own)))
+        return tuple(found) or (Moment(0, self.whole or "forward", self.fixed),)
+
+    @property
+    def ledger(self) -> tuple[Amount, ...]:
+        """What adds up to the peak: what is there during the pass that needs most."""
+        return max(self.moments, key=lambda moment: moment.total_bytes).amounts
+
+    @cached_property
     def predicted_peak_bytes(self) -> int:
         return total(self.ledger)
 
     def most(self, *names: str) -> int:
-        """Of the bytes under these names of the ledger, what the stage holds that holds most of them."""
-        stages = [amount_of(stage.memory, *names) for stage in self.stages]
-        return amount_of(self.fixed, *names) + max(stages, default=0)
+        """Of the bytes under these names, what the pass holds that holds most of them."""
+        return max(amount_of(moment.amounts, *names) for moment in self.moments)
+
+    @cached_property
+    def elsewhere(self) -> tuple[Amount, ...]:
+        """Peak of what is kept in each of the other tiers, by its name."""
+        share, most = 1.0 if self.ranks is None else self.ranks.held_share, dict[str, int]()
+        for _, buffers in live(self.steps):
+            for tier in {buffer.tier for buffer in buffers} - {MEMORY}:
+                most[tier] = max(most.get(tier, 0), sum(held_bytes(buffers, tier, share)))
+        return tuple(Amount(tier, size) for tier, size in sorted(most.items()))
 
     def bytes_in(self, tier: str) -> int:
         """Peak of what is kept in another tier than the one that the budget bounds."""
@@ -204,31 +248,13 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""
         derived = {"predicted_peak_bytes": self.predicted_peak_bytes, "predicted_seconds": self.predicted_seconds}
-        return dataclasses.asdict(self) | derived
+        return {**to_plain(self), **derived}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """The inverse of `to_dict`, also after a trip through JSON."""
-        derived = ("predicted_peak_bytes", "predicted_seconds", "advice", "scaling")  # the last two stand beside it
-        fields = {name: value for name, value in data.items() if name not in derived}
-        amounts = {name: tuple(Amount(**one) for one in data[name]) for name in ("fixed", "elsewhere")}
-        stages = tuple(
-            StagePlan(
-                **stage
-                | {name: tuple(stage[name]) for name in ("tile", "tiles", "crop")}
-                | {"memory": tuple(Amount(**one) for one in stage["memory"])}
-            )
-            for stage in data["stages"]
-        )
-        rest = {
-            "image_shape": tuple(data["image_shape"]),
-            "ranks": None if data["ranks"] is None else RankPlan(**data["ranks"]),
-            "timed_seconds": None if data["timed_seconds"] is None else tuple(data["timed_seconds"]),
-            "passes": tuple(Pass(**p) for p in data["passes"]),
-            "kept": tuple(KeptField(**field | {"shape": tuple(field["shape"])}) for field in data["kept"]),
-            "whole_field": tuple(WholeField(**operator) for operator in data["whole_field"]),
-        }
-        return cls(**fields | amounts | rest | {"stages": stages})
+        """The inverse of `to_dict`, also after a trip through JSON; what stands beside it is not looked at."""
+        found: Plan = from_plain(cls, data)
+        return found
 
     def memory_parts(self) -> list[tuple[str, int]]:
         """What the predicted peak adds up from: a name for people, and bytes. Parts of nothing are left out."""

@@ -35,10 +35,6 @@ class Problem:
     """Of sums over tiles."""
     ranks: int = 1
     """How many share the work; memory is that of one of them."""
-    held_share: float = 1.0
-    """What part of the fields that are not replicated one of them holds at most."""
-    message_bytes: int = 0
-    """What one of them sends and gets at once, at most, with what packing takes beside."""
     budget_bytes: int | None = None
     held: tuple[Amount, ...] = ()
     """What is held whatever the plan: the process, readers' caches, what a step and an optimizer will add."""

@@ -14,7 +14,7 @@ from enum import Enum
 from math import prod
 
 from gigagrad.graphs import Affine, Graph, lookup
-from gigagrad.plans.plan import Pass
+from gigagrad.plans.program import Tiles
 from gigagrad.plans.stages import Stage
 
 
@@ -66,15 +66,15 @@ def _affine(graph: Graph, varying: set[int], unknown: set[int]) -> bool:
     return True
 
 
-def make_passes(graph: Graph, stages: tuple[Stage, ...], *, backward: bool) -> tuple[Pass, ...]:
+def make_passes(graph: Graph, stages: tuple[Stage, ...], *, backward: bool) -> tuple[Tiles, ...]:
     """The sweeps of one forward, or of one forward and backward, in order."""
-    forward = [Pass(stage.index, "forward") for stage in stages]
+    forward = [Tiles(stage.index, "forward") for stage in stages]
     if not backward or not stages:
         return tuple(forward)
     needing = [stage for stage in stages if any(graph[i].differentiable for i in (*stage.reductions, *stage.kept))]
     passes = forward
     last = stages[-1]
     if last in needing and last_cotangents(graph, last) is not Cotangents.AFTER_FORWARD:
-        passes = [*forward[:-1], Pass(last.index, "one pass")]
+        passes = [*forward[:-1], Tiles(last.index, "one pass")]
         needing = needing[:-1]
-    return (*passes, *(Pass(stage.index, "backward") for stage in reversed(needing)))
+    return (*passes, *(Tiles(stage.index, "backward") for stage in reversed(needing)))

@@ -8,7 +8,6 @@ and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 
 from gigagrad.graphs import MOMENTS, Graph, merge_of
 from gigagrad.plans.problem import Problem
+from gigagrad.plans.program import Bytes, Sum
 from gigagrad.plans.stages import Stage, summed_globals
 
 _TOLD_BYTES = 2**16
@@ -23,36 +23,14 @@ _TOLD_BYTES = 2**16
 
 _AT_ONCE_BYTES = 2**24
 
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The nodes that a pass sums, in order, by what happens to their sums."""
-
-    whole: tuple[int, ...]
-    """Each rank joins them by itself."""
-    cut: tuple[int, ...]
-    """Each rank joins a share, and all shares are put together at once."""
-    late: tuple[int, ...]
-    """So are these, when the step is over: gradients of parameters."""
-
-    @property
-    def shared(self) -> tuple[int, ...]:
-        return self.cut + self.late
-
-    @property
-    def all(self) -> tuple[int, ...]:
-        return self.whole + self.shared
-
-
-def keys_of(problem: Problem, nodes: Sequence[int]) -> Keys:
+def how_summed(problem: Problem, nodes: Sequence[int]) -> Sum:
     """How these travel. Moments go whole: they are merged, and each of their numbers needs the others."""
     late = tuple(i for i in nodes if problem.graph[i].op == "parameter")
     now = tuple(i for i in nodes if i not in late)
     small = sum(prod(problem.graph[i].shape) * sum_dtype(problem, i).itemsize for i in now) <= _TOLD_BYTES
     whole = tuple(i for i in now if small or problem.graph[i].op == MOMENTS)
-    return Keys(whole, tuple(i for i in now if i not in whole), late)
+    return Sum(whole, tuple(i for i in now if i not in whole), late)
 
 
 def late_gradients(graph: Graph, stages: Sequence[Stage]) -> list[list[int]]:
@@ -86,11 +64,11 @@ def gradient_dtype(graph: Graph, parameter: int) -> torch.dtype:
     return dtype if dtype.itemsize >= 4 else torch.float32
 
 
-def sum_bytes(problem: Problem, keys: Keys, ranks: int) -> Bytes:
+def sum_bytes(problem: Problem, summed: Sum, ranks: int) -> Bytes:
     """`(ranks,)`: what one sum takes in a message to each of them, behind a part and whether each node has a sum."""
-    head = 8 * (1 + len(keys.all))
-    whole = sum(prod(problem.graph[i].shape) * sum_dtype(problem, i).itemsize for i in keys.whole)
-    return head + whole + share_bytes(problem, keys.shared, ranks)
+    head = 8 * (1 + len(summed.all))
+    whole = sum(prod(problem.graph[i].shape) * sum_dtype(problem, i).itemsize for i in summed.whole)
+    return head + whole + share_bytes(problem, summed.shared, ranks)
 
 
 def share_bytes(problem: Problem, nodes: Sequence[int], ranks: int, *, gradients: bool = False) -> Bytes:

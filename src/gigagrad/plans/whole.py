@@ -7,6 +7,7 @@ from gigagrad.graphs import WholeCost
 from gigagrad.plans import ledger
 from gigagrad.plans.plan import Amount, Plan, total
 from gigagrad.plans.problem import Problem
+from gigagrad.plans.program import Whole
 
 
 def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
@@ -27,13 +28,12 @@ def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
                 workers=1,
                 threads=problem.machine.threads,
                 stages=(),
-                passes=(),
+                steps=(Whole("forward and backward" if problem.backward else "forward"),),
                 kept=(),
                 whole_field=(),
                 budget_bytes=problem.budget_bytes,
                 fixed=fixed,
                 whole_seconds=_seconds(problem, cost, from_heap=from_heap),
-                whole="forward and backward" if problem.backward else "forward",
             )
     return None
 

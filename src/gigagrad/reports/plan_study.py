@@ -71,8 +71,8 @@ def make_study(
     """Work out everything there is to say about a plan that was made for this problem: other plans, with less and more
     of what holds it back, are made for it. `rates` as in `PlanStudy`, by default those of the machine.
     """
-    simulation = plans.simulate(problem, plan)
-    assert simulation.consistent, "; ".join(map(str, simulation.faults))
+    faults = plans.check(problem, plan)
+    assert not faults, "; ".join(map(str, faults))
     # Where tiles of this plan have been timed, the whole curve is scaled to them.
     scale = plan.predicted_seconds / plan.modelled_seconds if plan.modelled_seconds else 1.0
     costs = plans.Costs(problem.graph, problem.machine, problem.packing)
@@ -90,7 +90,7 @@ def make_study(
         plan=plan,
         rates=rates or measured,
         fates=plans.fates(problem.graph, plan),
-        moments=simulation.moments,
+        moments=plan.moments,
         points=tuple(dataclasses.replace(point, seconds=scale * point.seconds) for point in points),
         advice=tuple(dataclasses.replace(each, seconds=scale * each.seconds) for each in advice),
     )

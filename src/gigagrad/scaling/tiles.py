@@ -8,7 +8,7 @@ packed before, and what it gets it opens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gigagrad.plans import Plan, Problem, Stage, lifetimes, split_stages
-from gigagrad.plans.ledger import COTANGENTS, FIELDS
-from gigagrad.plans.owners import Owners
-from gigagrad.plans.plan import amount_of, total
-from gigagrad.plans.traffic import Meeting, held_by_ranks, meetings
+from gigagrad.plans import MEMORY, Parts, Plan, Problem, Tiles
+from gigagrad.plans.emit import shared_by
+from gigagrad.plans.geometry import Grid
+from gigagrad.plans.plan import total
+from gigagrad.plans.program import Bytes, Exchange, Gather, live, message_memory, messages
 from gigagrad.scaling.link import Link
 
 PARTS, BALANCE, HALOS, SUMS, COPIES = "fewer parts than ranks", "uneven parts", "halos", "sums", "packing"
@@ -35,8 +35,8 @@ class PassTimes(NamedTuple):
 
     seconds: Sequence[float]
     """That each computes."""
-    meetings: Sequence[Meeting]
-    """That end it."""
+    exchanges: Sequence[tuple[Bytes, Bytes]]
+    """That end it: bytes of fields, and of sums, from each rank to each other one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +69,26 @@ def tile_step(
     `pass_seconds`: what each pass takes one rank, where that was measured; by default what the plan predicts.
     """
     ranks = min(ranks, most_ranks(plan))
-    stages = split_stages(problem.graph, [field.node for field in plan.kept])
-    owners = Owners(problem.graph, stages, plan, ranks)
+    plan = shared_by(problem, plan, ranks)
     replicated = plan.whole_seconds if pass_seconds is None and plan.timed_seconds is None else 0.0
     if pass_seconds is None:
         pass_seconds = [share * (plan.predicted_seconds - replicated) for share in plan.pass_shares]
-    met = meetings(problem, stages, plan, owners)
-    passes = [
-        PassTimes([seconds * share for share in _rank_shares(plan.workers, owners, step.stage)], ending)
-        for step, seconds, ending in zip(plan.passes, pass_seconds, met, strict=True)
-    ]
+    passes = list[PassTimes]()
+    for step in plan.steps:
+        if isinstance(step, Tiles):
+            shares = _rank_shares(problem, plan, step)
+            passes.append(PassTimes([pass_seconds[len(passes)] * share for share in shares], []))
+        elif isinstance(step, Exchange | Gather):
+            passes[-1] = passes[-1]._replace(exchanges=[*passes[-1].exchanges, messages(step, ranks)])
     copying = problem.machine.memory_bytes_per_second / _MOVED
-    every = [meeting for ending in met for meeting in ending]
-    messages = max((meeting.memory_bytes for meeting in every), default=0)
-    sent = sum((meeting.sent_bytes for meeting in every), np.zeros(ranks, np.int64))
+    message_bytes = max((message_memory(step, ranks) for step in plan.steps), default=0)
+    every = [fields + sums for one in passes for fields, sums in one.exchanges]
+    sent = sum((matrix.sum(1) for matrix in every), np.zeros(ranks, np.int64))
     return TileStep(
         ranks,
         clock(passes, link, copying) + replicated,
         sum(pass_seconds) + replicated,
-        _memory_bytes(problem, stages, plan, owners) + messages,
+        _memory_bytes(plan, ranks) + message_bytes,
         int(sent.max()),
         {**_lost(passes, link, copying), REPLICATED: replicated * (1 - 1 / ranks)},
     )
@@ -100,13 +101,12 @@ def clock(passes: Sequence[PassTimes], link: Link, copying: float = inf) -> floa
     clocks = [0.0] * len(passes[0].seconds) if passes else [0.0]
     for one in passes:
         clocks = [now + seconds for now, seconds in zip(clocks, one.seconds, strict=True)]
-        for meeting in one.meetings:
-            clocks = _exchanged(clocks, meeting, link, copying)
+        for fields, sums in one.exchanges:
+            clocks = _exchanged(clocks, fields + sums, link, copying)
     return max(clocks)
 
 
-def _exchanged(clocks: Sequence[float], meeting: Meeting, link: Link, copying: float) -> list[float]:
-    messages = meeting.messages
+def _exchanged(clocks: Sequence[float], messages: Bytes, link: Link, copying: float) -> list[float]:
     heard = (clocks + messages.sum(1) / copying).max() + (len(clocks) - 1) * link.seconds(0)
     # One after the other; those of nothing don't travel.
     there = np.where(messages > 0, link.latency_seconds + messages.cumsum(1) / link.bytes_per_second, 0.0)
@@ -117,12 +117,11 @@ def _exchanged(clocks: Sequence[float], meeting: Meeting, link: Link, copying: f
 def _lost(passes: Sequence[PassTimes], link: Link, copying: float) -> dict[str, float]:
     """Return what would be gained without one cause after another."""
 
-    def only(wanted: Callable[[Meeting], Meeting]) -> list[PassTimes]:
-        return [PassTimes(seconds, [wanted(meeting) for meeting in met]) for seconds, met in passes]
+    def of(fields_too: bool, sums_too: bool) -> list[PassTimes]:
+        return [PassTimes(seconds, [(fields_too * a, sums_too * b) for a, b in met]) for seconds, met in passes]
 
     quick = Link(link.bytes_per_second)
-    sums = only(lambda meeting: Meeting(0 * meeting.fields, meeting.sums))
-    silent = only(lambda meeting: Meeting(0 * meeting.fields, 0 * meeting.sums))
+    sums, silent = of(False, True), of(False, False)
     times = [
         clock(passes, link, copying),
         clock(passes, link),
@@ -134,28 +133,26 @@ def _lost(passes: Sequence[PassTimes], link: Link, copying: float) -> dict[str, 
     return {PARTS: idle, BALANCE: sum(waits) - idle, **found}
 
 
-def _rank_shares(workers: int, owners: Owners, stage: int) -> list[float]:
+def _rank_shares(problem: Problem, plan: Plan, step: Tiles) -> list[float]:
     """Return the share of a pass that each rank takes, of one rank's seconds: its pixels, and what its last tiles leave
     idle of the threads that compute tiles side by side.
     """
-    parts = owners.parts(stage)
-    grid = parts.grid
+    stage = plan.stages[step.stage]
+    grid = Grid(problem.graph, stage.computes, stage.tile)
+    parts = Parts(grid, stage.parts, by_rows=grid.by_rows)
 
-    def taken(first: int, stop: int) -> float:
-        tiles = range(parts.start(first), parts.start(stop))
-        idle = -len(tiles) % workers / max(len(tiles), 1)
+    def taken(some: range) -> float:
+        tiles = range(parts.start(some.start), parts.start(some.stop))
+        idle = -len(tiles) % plan.workers / max(len(tiles), 1)
         return (1 + idle) * sum(box.area for box in parts.written(grid.reference, tiles))
 
-    own = (owners.own(stage, rank) for rank in range(owners.count))
-    return [taken(some.start, some.stop) / taken(0, len(parts)) for some in own]
+    return [taken(step.own(rank)) / taken(range(len(parts))) for rank in range(len(step.first_parts) - 1)]
 
 
-def _memory_bytes(problem: Problem, stages: Sequence[Stage], plan: Plan, owners: Owners) -> int:
+def _memory_bytes(plan: Plan, ranks: int) -> int:
     """Return the peak, without messages, of the rank whose fields and cotangents in memory are most."""
-    lives = lifetimes(problem.graph, tuple(stages), plan.passes)
-    held = held_by_ranks(problem, lives, plan, owners, problem.memory)
-    peaks = (
-        total(amounts := plan.stages[step.stage].memory) - amount_of(amounts, FIELDS, COTANGENTS) + max(own)
-        for step, own in zip(plan.passes, held, strict=True)
-    )
+    peaks = []
+    for step, buffers in live(plan.steps):
+        here = [buffer.held_bytes for buffer in buffers if buffer.tier == MEMORY]
+        peaks.append(total(plan.stages[step.stage].memory) + max(map(sum, zip(*here, strict=True)), default=0))
     return total(plan.fixed) + max(peaks, default=0)

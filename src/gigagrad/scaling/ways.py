@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from gigagrad.errors import ConfigError
-from gigagrad.plans import Plan, Problem, split_stages
+from gigagrad.plans import Plan, Problem
 from gigagrad.scaling.link import Link
 from gigagrad.scaling.pipeline import Layer, split
 from gigagrad.scaling.tiles import PARTS, SUMS, TileStep, most_ranks, tile_step
@@ -140,7 +140,7 @@ class Scaling:
     def layers(self) -> list[Layer]:
         """Return the stages of the plan as a chain of layers."""
         graph, plan = self._problem.graph, self._plan
-        stages = split_stages(graph, [field.node for field in plan.kept])
+        stages = [stage.computes for stage in plan.stages]
         seconds = [0.0] * len(stages)
         for step, share in zip(plan.passes, plan.pass_shares, strict=True):
             seconds[step.stage] += share * plan.predicted_seconds

@@ -1,0 +1,267 @@
+"""Checks a plan step by step without running it: is everything finished, and in memory, when a step needs it?
+
+Nothing here trusts the planner. What a pass reads, what it needs to be finished and what its tiles cover is worked out
+again from the graph, so that a plan for a size no machine at hand could run is checked all the same. Tiles are looked
+at one axis at a time, as the geometry is separable: a terapixel has a thousand rows and columns of tiles, not a million
+tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gigagrad.boxes import Span
+from gigagrad.graphs import GATHER, SCATTER, Graph
+from gigagrad.plans import ledger
+from gigagrad.plans.emit import shared_by
+from gigagrad.plans.geometry import Grid
+from gigagrad.plans.keeping import kept_bytes
+from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
+from gigagrad.plans.plan import Plan, StagePlan, amount_of
+from gigagrad.plans.problem import Problem
+from gigagrad.plans.program import Allocate, Key, Release, Tiles
+from gigagrad.plans.schedule import Cotangents, last_cotangents
+from gigagrad.plans.stages import Stage, gathered, is_read, split_stages
+
+_ALL_LOOKED_AT = 96
+"""Of an axis with more tiles than this, halos are followed for the tiles at both borders and for some between."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFault:
+    """Where a plan contradicts its graph or itself. `step` is the index of the step, None for the plan as a whole."""
+
+    rule: str
+    step: int | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.text}" if self.step is None else f"{self.rule} (step {self.step}): {self.text}"
+
+
+def check(problem: Problem, plan: Plan) -> tuple[PlanFault, ...]:
+    """Return the faults of a plan that was made for a problem, whatever machine and budget that names; none if sound.
+
+    Checked: the stages are those of the fields kept; tiles partition every target, and what they read lies inside the
+    fields; what a pass reads is complete and in memory; reductions and whole fields are finished before they are used;
+    every stage that a gradient goes through is swept backward once, after all that read its results; bytes are those
+    of the graph, and the peak is within the budget; ranks hold and send what the plan says.
+    """
+    if plan.whole:
+        return tuple(_budget_faults(plan))
+    stages = split_stages(problem.graph, [field.node for field in plan.kept])
+    faults = list(_stage_faults(problem, plan, stages))
+    if faults:
+        return tuple(faults)
+    for described in plan.stages:
+        faults += _tile_faults(problem.graph, plan, described)
+    faults += _Walk(problem, plan).faults()
+    faults += _memory_faults(problem, plan)
+    faults += _budget_faults(plan)
+    faults += _sharing_faults(problem, plan)
+    return tuple(faults)
+
+
+def _stage_faults(problem: Problem, plan: Plan, stages: tuple[Stage, ...]) -> Iterator[PlanFault]:
+    """Find what is said of fields and stages and isn't so in the graph. Without that nothing else can be asked."""
+    graph = problem.graph
+    for i in sorted(gathered(graph) - {field.node for field in plan.kept}):
+        yield PlanFault("kept", None, f"field {i} is read whole, but not kept")
+    for field in plan.kept:
+        node = graph[field.node]
+        if not node.is_field or is_read(graph, field.node):
+            yield PlanFault("kept", None, f"node {field.node} is no field that a stage computes")
+        elif (field.shape, field.size_bytes) != (
+            node.shape,
+            size := kept_bytes(problem, node.id, problem.tier(field.tier)),
+        ):
+            yield PlanFault("kept", None, f"field {field.node} is {node.shape}, {size} bytes, in the graph")
+    if tuple(described.computes for described in plan.stages) != stages:
+        yield PlanFault("stages", None, "they are not those of the fields kept")
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, Tiles) and not (
+            0 <= step.stage < len(stages) and step.phase in ("forward", "backward", "one pass")
+        ):
+            yield PlanFault("stages", index, f"there is no {step.phase!r} of stage {step.stage}")
+
+
+class _Walk:
+    """The steps in order, with what is finished, pulled back and in memory at each."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self._graph, self._plan, self._backward = problem.graph, plan, problem.backward
+        self._stages = [stage.computes for stage in plan.stages]
+        self._awaited = awaited(problem.graph)
+        self._made = {i for stage in self._stages for i in (*stage.kept, *stage.reductions)}
+        self._finished, self._there = set[int](), set[Key]()
+        self._done: list[Tiles] = []
+
+    def faults(self) -> Iterator[PlanFault]:
+        for index, step in enumerate(self._plan.steps):
+            if isinstance(step, Allocate):
+                yield from self._allocate(index, step)
+            elif isinstance(step, Release):
+                for key in set(step.keys) - self._there:
+                    yield PlanFault("memory", index, f"{self._named(*key)} is released, but not there")
+                self._there -= {*step.keys}
+            elif isinstance(step, Tiles):
+                yield from self._tiles(index, step)
+        for stage in self._stages:
+            for phase, wanted in (("forward", 1), ("backward", int(self._is_pulled(stage)))):
+                times = sum(p.stage == stage.index and p.phase in (phase, "one pass") for p in self._done)
+                if times != wanted:
+                    told = f"stage {stage.index} is swept {phase} {times} times instead of {wanted}"
+                    yield PlanFault("passes", None, told)
+        ends = [*self._graph.outputs, *self._graph.updates.values()]
+        for missing in sorted(set().union(*(self._needs(i) for i in ends)) - self._finished):
+            yield PlanFault("results", None, f"the result needs {self._named(missing)}, which is never finished")
+
+    def _allocate(self, index: int, step: Allocate) -> Iterator[PlanFault]:
+        for buffer in step.buffers:
+            if buffer.key in self._there:
+                yield PlanFault("memory", index, f"{self._named(*buffer.key)} is there already")
+            self._there.add(buffer.key)
+
+    def _tiles(self, index: int, step: Tiles) -> Iterator[PlanFault]:
+        stage, phase = self._stages[step.stage], step.phase
+        needs = set().union(*(self._needs(i) for i in (*stage.reads, *stage.globals)))
+        if phase == "backward":
+            needs |= {*stage.kept, *stage.reductions, *self._needs(self._graph.output)}
+        for node_id in sorted(needs - self._finished):
+            yield PlanFault("order", index, f"needs {self._named(node_id)}, which is not finished")
+        if phase == "one pass" and (
+            stage is not self._stages[-1] or last_cotangents(self._graph, stage) is Cotangents.AFTER_FORWARD
+        ):
+            yield PlanFault("order", index, f"stage {stage.index} cannot go forward and backward in one pass")
+        used = [(i, False) for i in (*stage.reads, *stage.kept) if not is_read(self._graph, i)]
+        if phase != "forward":
+            used += [(i, True) for i in (*stage.reads, *stage.kept) if self._graph[i].differentiable]
+            yield from self._reader_faults(index, stage)
+        for key in used:
+            if key not in self._there:
+                yield PlanFault("memory", index, f"{self._named(*key)} is not in memory")
+        if phase != "backward":
+            self._finished |= {*stage.kept, *stage.reductions}
+        self._done.append(step)
+
+    def _reader_faults(self, index: int, stage: Stage) -> Iterator[PlanFault]:
+        """Find what reads this stage's results and isn't pulled back yet."""
+        own = {i for i in (*stage.kept, *stage.reductions) if self._graph[i].differentiable}
+        pulled = {p.stage for p in self._done if p.phase != "forward"}
+        for reader in self._stages:
+            if reader is not stage and reader.index not in pulled and self._is_pulled(reader):
+                read = own & set().union(*(self._needs(i) for i in (*reader.reads, *reader.globals)))
+                if read:
+                    text = f"stage {reader.index}, which reads {self._named(min(read))}, is swept backward later"
+                    yield PlanFault("cotangents", index, text)
+
+    def _is_pulled(self, stage: Stage) -> bool:
+        """Say whether a gradient goes through a stage."""
+        return self._backward and any(self._graph[i].differentiable for i in (*stage.reductions, *stage.kept))
+
+    def _needs(self, node_id: int) -> frozenset[int]:
+        """Return what must be finished before a global value, or a field that is read, is there."""
+        node = self._graph[node_id]
+        if not node.is_field or node.op == SCATTER:
+            return self._awaited[node_id]
+        return frozenset({node_id} if node_id in self._made else ())
+
+    def _named(self, node_id: int, cotangent: bool = False) -> str:
+        node = self._graph[node_id]
+        kind = f"{'the cotangent of ' * cotangent}{'field' if node.is_field else 'reduction'}"
+        return f"{kind} {node_id} ({node.op}{f' in {node.origin.module_path}' if node.origin.module_path else ''})"
+
+
+def awaited(graph: Graph) -> list[frozenset[int]]:
+    """For each global (and each field laid out from one) the reductions and gathered fields it is computed from."""
+    found: list[frozenset[int]] = []
+    for node in graph.nodes:
+        if node.is_reduction:
+            found.append(frozenset({node.id}))
+        elif node.op == GATHER:
+            (field,) = node.operands
+            found.append(found[field] if is_read(graph, field) else frozenset({field}))
+        elif node.is_field and node.op != SCATTER:
+            found.append(frozenset())
+        else:
+            found.append(frozenset().union(*(found[i] for i in node.operands)))
+    return found
+
+
+def _tile_faults(graph: Graph, plan: Plan, described: StagePlan) -> Iterator[PlanFault]:
+    """Whether tiles partition every target, read only what is there, and take no more memory than they are said to."""
+    stage = described.computes
+    grid = Grid(graph, stage, described.tile)
+    where = f"stage {stage.index}"
+    if described.tiles != grid.shape:
+        yield PlanFault("tiles", None, f"{where} has {grid.shape} tiles of {described.tile} px, not {described.tiles}")
+    for axis in (0, 1):
+        count = min(described.tiles[axis], grid.shape[axis])
+        ends = dict.fromkeys(grid.targets, 0)
+        for index in range(count):
+            for target, span in grid.wanted(axis, index).items():
+                if span.start != ends[target]:
+                    yield PlanFault("cover", None, f"{where}, axis {axis}: {span} of field {target} after {ends}")
+                ends[target] = span.stop
+        for target, end in ends.items():
+            if end != graph[target].size(axis):
+                missing = f"ends at {end} of {graph[target].size(axis)} px"
+                yield PlanFault("cover", None, f"{where}, axis {axis}: field {target} {missing}")
+        yield from _box_faults(graph, grid, axis, where)
+    if not any(True for _ in _box_faults(graph, grid, 0, where)):
+        backward = any(p.stage == stage.index and p.phase != "forward" for p in plan.passes)
+        peak = tile_peak_bytes(graph, stage, worst_tile(grid), backward=backward)
+        if described.tile_peak_bytes < peak:
+            yield PlanFault("bytes", None, f"{where}: a tile takes {peak} bytes, not {described.tile_peak_bytes}")
+
+
+def _box_faults(graph: Graph, grid: Grid, axis: int, where: str) -> Iterator[PlanFault]:
+    count = grid.shape[axis]
+    third = _ALL_LOOKED_AT // 3
+    step = max(1, (count - 2 * third) // third)
+    for index in sorted({*range(min(count, third)), *range(0, count, step), *range(max(0, count - third), count)}):
+        try:
+            geometry = grid.axis_geometry(axis, index)
+        except AssertionError as error:
+            yield PlanFault("boxes", None, f"{where}, axis {axis}, tile {index}: {error}")
+            continue
+        for field, span in geometry.spans.items():
+            if span.empty or not span.within(Span(0, graph[field].size(axis))):
+                size = graph[field].size(axis)
+                yield PlanFault("boxes", None, f"{where}, axis {axis}: {span} of field {field}, which has {size} px")
+
+
+def _memory_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
+    """Find what takes more than the plan says."""
+    whole = whole_field_bytes(problem.graph, backward=problem.backward)
+    if (said := amount_of(plan.fixed, ledger.WHOLE)) < whole:
+        yield PlanFault("bytes", None, f"whole-field operators take {whole} bytes, not {said}")
+    for stage in plan.stages:
+        if (tiles := amount_of(stage.memory, ledger.TILES)) < plan.workers * stage.tile_peak_bytes:
+            yield PlanFault("bytes", None, f"{plan.workers} tiles of stage {stage.index} take more than {tiles} bytes")
+    sizes = {field.node: field.size_bytes for field in plan.kept}
+    for index, step in enumerate(plan.steps):
+        for buffer in step.buffers if isinstance(step, Allocate) else ():
+            nbytes = problem.graph[buffer.node].nbytes if buffer.cotangent else sizes.get(buffer.node, 0)
+            if buffer.size_bytes < nbytes and buffer.node != problem.handed:
+                told = f"a buffer of node {buffer.node} takes {nbytes} bytes, not {buffer.size_bytes}"
+                yield PlanFault("bytes", index, told)
+
+
+def _budget_faults(plan: Plan) -> Iterator[PlanFault]:
+    if plan.budget_bytes is not None and plan.predicted_peak_bytes > plan.budget_bytes:
+        yield PlanFault("budget", None, f"predicted {plan.predicted_peak_bytes} of {plan.budget_bytes} bytes")
+
+
+def _sharing_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
+    """Find where ranks would hold or send something else than the plan says."""
+    if plan.ranks is None:
+        return
+    found = shared_by(problem, plan, plan.ranks.count)
+    assert found.ranks is not None
+    if found.steps != plan.steps or found.ranks.sent_bytes != plan.ranks.sent_bytes:
+        yield PlanFault("ranks", None, f"{found.ranks.sent_bytes} bytes are sent, not {plan.ranks.sent_bytes}")
+    if found.ranks.held_share > plan.ranks.held_share or found.ranks.message_bytes > plan.ranks.message_bytes:
+        told = f"{found.ranks.held_share:.3f} of the fields, and messages take {found.ranks.message_bytes} bytes"
+        yield PlanFault("ranks", None, f"a rank holds {told}: more than said")

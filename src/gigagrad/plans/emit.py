@@ -1,0 +1,183 @@
+"""Emits the steps of a plan: when buffers are taken and released, which rank computes what, and what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+
+import numpy as np
+
+from gigagrad.boxes import Box
+from gigagrad.plans.joins import joined
+from gigagrad.plans.keeping import Lifetime, holds_whole, is_replicated, life_bytes, lifetimes
+from gigagrad.plans.owners import Owners
+from gigagrad.plans.plan import Plan, RankPlan, StagePlan
+from gigagrad.plans.problem import Problem
+from gigagrad.plans.program import (
+    Allocate,
+    Buffer,
+    Bytes,
+    Exchange,
+    Gather,
+    Release,
+    Scalars,
+    Step,
+    Tiles,
+    Transfer,
+    live,
+    message_memory,
+    messages,
+)
+from gigagrad.plans.stages import summed_globals
+from gigagrad.plans.sums import how_summed, late_gradients, share_bytes, sum_bytes
+
+
+def emit(
+    problem: Problem, stages: Sequence[StagePlan], passes: Sequence[Tiles], kept: Mapping[int, str], ranks: int
+) -> tuple[Step, ...]:
+    """Return the steps of these passes for so many ranks; `kept`: the fields kept, and the tier of each."""
+    return tuple(_Emitter(problem, stages, passes, kept, ranks).steps())
+
+
+def shared_by(problem: Problem, plan: Plan, ranks: int) -> Plan:
+    """Return the plan for so many ranks, with what they hold and send: known of a plan only."""
+    kept = {field.node: field.tier for field in plan.kept}
+    steps = emit(problem, plan.stages, plan.passes, kept, ranks)
+    sent = sum(int(sum(part.sum() for part in messages(step, ranks))) for step in steps)
+    most = max((message_memory(step, ranks) for step in steps), default=0)
+    return replace(plan, steps=steps, ranks=RankPlan(ranks, held_share(steps), most, sent))
+
+
+def held_share(steps: Iterable[Step]) -> float:
+    """Return the largest part that a rank holds, during any pass and in any tier, of what is not replicated."""
+    largest = 0.0
+    for _, buffers in live(steps):
+        shared = [buffer for buffer in buffers if not buffer.replicated]
+        for tier in {buffer.tier for buffer in shared}:
+            here = [buffer for buffer in shared if buffer.tier == tier]
+            whole = sum(buffer.size_bytes for buffer in here)
+            held = max(map(sum, zip(*(buffer.held_bytes for buffer in here), strict=True)))
+            largest = max(largest, held / whole if whole else 0.0)
+    return largest
+
+
+def near(some: Sequence[Sequence[Box]], others: Sequence[Sequence[Box]]) -> list[tuple[int, int]]:
+    """Return the pairs of two different ranks where the hull of some boxes of the first meets that of others of the
+    second.
+    """
+    (y0, x0, y1, x1), (top, left, bottom, right) = _hulls(some)[:, :, None], _hulls(others)[:, None, :]
+    down_to, up_to = np.minimum(y1, bottom), np.minimum(x1, right)
+    meet = (np.maximum(y0, top) < down_to) & (np.maximum(x0, left) < up_to)
+    return [(int(a), int(b)) for a, b in np.argwhere(meet) if a != b]
+
+
+def _hulls(boxes: Sequence[Sequence[Box]]) -> Bytes:
+    """Return `(4, ranks)`: y0, x0, y1, x1."""
+    hulls = (reduce(Box.hull, found) if found else Box(0, 0, 0, 0) for found in boxes)
+    return np.array([(box.y0, box.x0, box.y1, box.x1) for box in hulls], np.int64).T
+
+
+class _Emitter:
+    def __init__(
+        self,
+        problem: Problem,
+        stages: Sequence[StagePlan],
+        passes: Sequence[Tiles],
+        kept: Mapping[int, str],
+        ranks: int,
+    ) -> None:
+        self._problem, self._graph, self._kept = problem, problem.graph, kept
+        self._stages, self._passes = tuple(stage.computes for stage in stages), tuple(passes)
+        self._owners, self._ranks = Owners(problem.graph, stages, passes, ranks), range(ranks)
+
+    def steps(self) -> Iterator[Step]:
+        lives = lifetimes(self._graph, self._stages, self._passes)
+        for index, step in enumerate(self._passes):
+            if taken := tuple(self._buffer(life) for life in lives if life.first == index):
+                yield Allocate(taken)
+            first = tuple(self._owners.own(step.stage, rank).start for rank in self._ranks)
+            yield replace(step, first_parts=(*first, len(self._owners.parts(step.stage))))
+            exchange = self._exchange(step)
+            yield exchange
+            if cut := exchange.gradients.cut + exchange.reductions.cut:
+                yield from self._gather([cut], gradients=False)
+            yield Scalars(step.stage)
+            gone = (life for life in lives if life.last == index and not self._stays(life))
+            if keys := tuple((life.field, life.cotangent) for life in gone):
+                yield Release(keys)
+        if any(step.phase != "forward" for step in self._passes):
+            yield Scalars(None)
+            yield from self._gather(late_gradients(self._graph, self._stages), gradients=True)
+
+    def _stays(self, life: Lifetime) -> bool:
+        """Say whether it is a result: an image's own gradient, unless that leaves in strips."""
+        return self._graph[life.field].is_source and life.field != self._problem.handed
+
+    def _buffer(self, life: Lifetime) -> Buffer:
+        problem = self._problem
+        name = self._kept.get(life.field, problem.memory.name)
+        tier, whole = problem.tier(name), self._owners.whole(life.field)
+        boxes = self._owners.cotangents.held if life.cotangent else self._owners.held
+        alone = len(self._ranks) == 1  # holds all of everything
+        held = ((whole,),) if alone else tuple(tuple(boxes(life.field, rank)) for rank in self._ranks)
+        size = life_bytes(problem, life, tier, whole.shape)
+        return Buffer(
+            life.field,
+            life.cotangent,
+            name,
+            size if holds_whole(life, self._stages, self._passes, problem.handed) else 0,
+            held,
+            tuple(sum(life_bytes(problem, life, tier, box.shape) for box in own) for own in held),
+            is_replicated(self._graph, life),
+        )
+
+    def _exchange(self, step: Tiles) -> Exchange:
+        stage, ranks = self._stages[step.stage], len(self._ranks)
+        moved = self._halos if step.phase == "forward" else self._cotangents
+        transfers = moved(step.stage) if ranks > 1 else ()
+        gradients = how_summed(self._problem, summed_globals(self._graph, stage) if step.phase != "forward" else ())
+        reductions = how_summed(self._problem, stage.reductions if step.phase != "backward" else ())
+        sums = [one for one in (gradients, reductions) if one.all]
+        owners, found = self._owners, self._owners.parts(step.stage)
+        parts = tuple(tuple(joined(found, owners.own(step.stage, rank))) if sums else () for rank in self._ranks)
+        nbytes = sum((sum_bytes(self._problem, one, ranks) for one in sums), np.zeros(ranks, np.int64))
+        return Exchange(tuple(transfers), gradients, reductions, parts, tuple(nbytes.tolist()))
+
+    def _gather(self, groups: Iterable[Sequence[int]], *, gradients: bool) -> Iterator[Gather]:
+        """Put a rank's shares together, which travel behind whether each is there."""
+        ranks = len(self._ranks)
+        for nodes in groups if ranks > 1 else ():
+            nbytes = 8 * len(nodes) + share_bytes(self._problem, nodes, ranks, gradients=gradients)
+            yield Gather(tuple(nodes), gradients, tuple(nbytes.tolist()))
+
+    def _halos(self, stage: int) -> Iterator[Transfer]:
+        """Yield what ranks have written of kept fields and others will read."""
+        owners, problem = self._owners, self._problem
+        for i in self._stages[stage].kept:
+            pixel = problem.packing.bytes_per_pixel(self._graph, i, problem.tier(self._kept[i]))
+            written, held = (self._by_rank(boxes, i) for boxes in (owners.written, owners.held))
+            for sender, receiver in near(written, held):
+                for box in owners.halo(i, sender, receiver):
+                    yield Transfer(i, box, sender, receiver, pixel * box.area)
+
+    def _cotangents(self, stage: int) -> Iterator[Transfer]:
+        """Yield what each rank has summed up alone, and what its parts add to pixels that others reach first."""
+        found = self._owners.cotangents
+        for i in self._stages[stage].reads:
+            if not (stage in found.adding(i) and self._graph[i].differentiable):
+                continue
+            pixel = self._graph[i].bytes_per_pixel
+            held = self._by_rank(found.held, i)
+            wanted = self._by_rank(partial(found.wanted_next, stage), i)
+            read = self._by_rank(partial(self._owners.read, stage), i)
+            for sender, receiver in near(held, wanted):
+                for box in found.sums(stage, i, sender, receiver):
+                    yield Transfer(i, box, sender, receiver, pixel * box.area)
+            pairs = sorted([*near(read, wanted), *((rank, rank) for rank in self._ranks)])
+            for sender, receiver in pairs:
+                for part, box in found.strips(stage, i, sender, receiver):
+                    yield Transfer(i, box, sender, receiver, pixel * box.area, part)
+
+    def _by_rank(self, boxes: Callable[[int, int], list[Box]], field: int) -> list[list[Box]]:
+        return [boxes(field, rank) for rank in self._ranks]
