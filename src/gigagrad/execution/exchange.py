@@ -68,13 +68,22 @@ class Comm:
         `Gather` puts together, this rank's share.
         """
         of_both = ((swept.gradients, step.gradients), (swept.reduced, step.reductions))
+        if self._ranks.count == 1:
+            for store in swept.stores.values():
+                store.flush()
+            found = [{} if sums is None else sums.total() for sums, _ in of_both]
+        else:
+            found = self._exchanged(step, swept)
+        for total, (_, how) in zip(found, of_both, strict=True):  # as they lie in memory wherever they were summed
+            total.update({key: total[key].contiguous() for key in how.whole + how.cut if key in total})
+        return found[0], found[1]
+
+    def _exchanged(self, step: Exchange, swept: Swept) -> list[Values]:
+        of_both = ((swept.gradients, step.gradients), (swept.reduced, step.reductions))
         sums = [None if some is None else self._sums(swept.step, some, how, step.parts) for some, how in of_both]
         boxes = Boxes(self._ranks.index, step.transfers, swept.stores, swept.seams)
         swap(self._ranks, [*filter(None, sums), boxes])
-        totals = [{} if one is None else one.total for one in sums]
-        for total, (_, how) in zip(totals, of_both, strict=True):  # as they lie in memory wherever they were summed
-            total.update({key: total[key].contiguous() for key in how.whole + how.cut if key in total})
-        return totals[0], totals[1]
+        return [{} if one is None else one.total for one in sums]
 
     def gather(self, step: Gather, values: Sequence[Values]) -> None:
         """Put together, in place, what each rank has a share of."""

@@ -9,7 +9,7 @@ from gigagrad.devices import MemoryWatch
 from gigagrad.events import Events, Notice, TileDone
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.prepared import Prepared
-from gigagrad.plans.memory import gradient_sum_bytes, largest_block_bytes
+from gigagrad.plans.memory import gradient_sum_bytes
 from gigagrad.plans.parts import waiting_sums
 
 _PRIOR = 0.1
@@ -36,6 +36,7 @@ class Progress(Observer):
         self._plan, self._events = prepared.plan, events
         planned = [share * self._plan.predicted_seconds for share in self._plan.pass_shares]
         self._foretold = planned if prepared.taken is None else prepared.taken
+        self._foretold_seconds, self._tile_count = sum(self._foretold), self._plan.tile_count
         self._done = 0
         self._began = time.perf_counter()
         self._passes_began: list[float] = []
@@ -55,10 +56,10 @@ class Progress(Observer):
     def tile_done(self, phase: str) -> None:
         self._done += 1
         self._over += self._of_tile
-        foretold, gone = sum(self._foretold), time.perf_counter() - self._began
+        foretold, gone = self._foretold_seconds, time.perf_counter() - self._began
         slower = (gone + _PRIOR * foretold) / (self._over + _PRIOR * foretold)
         left = max(0.0, foretold - self._over) * slower
-        self._events.emit(TileDone(phase, self._done, self._plan.tile_count, left))
+        self._events.emit(TileDone(phase, self._done, self._tile_count, left))
 
 
 class Memory(Observer):
@@ -71,13 +72,12 @@ class Memory(Observer):
     def pass_begins(self, index: int) -> None:
         prepared, plan = self._prepared, self._prepared.plan
         step = plan.passes[index]
-        planned, stage = plan.stages[step.stage], prepared.stages[step.stage]
+        planned = plan.stages[step.stage]
         self._tile_bytes = planned.tile_peak_bytes
-        largest = largest_block_bytes(prepared.grid(stage))
-        self._watch.begin_pass(plan.workers * self._tile_bytes, planned.beside_bytes, largest)
+        self._watch.begin_pass(plan.workers * self._tile_bytes, planned.beside_bytes, planned.largest_block_bytes)
         self._executor.let_go()
         forward = step.phase == "forward"
-        sums = 0 if forward else gradient_sum_bytes(prepared.graph, stage, prepared.device.sum_dtype)
+        sums = 0 if forward else gradient_sum_bytes(prepared.graph, planned.computes, prepared.device.sum_dtype)
         sums *= 1 + waiting_sums(planned.parts, planned.tile_count)
         self._watch.make_room(sums)
 

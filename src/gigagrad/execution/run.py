@@ -141,6 +141,7 @@ class Run:
             stack.callback(self._fields.close)
             stack.callback(self._executor.close)
             stack.callback(self._readers.shutdown, cancel=True)
+            self._sweeps.close()
 
     def run(self) -> None:
         """Every pass of the plan. Raises StoreError, and CotangentOverflow if the run should begin anew."""

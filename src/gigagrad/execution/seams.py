@@ -33,7 +33,7 @@ class Seam:
         self._device, layout = like
         self._layout = layout if len(store.shape) == 4 else torch.contiguous_format
         self._front: Front
-        self._part = -1
+        self._part, self._is_first = -1, False
         self._strips: dict[int, Strip] = {}
         self._kept: list[tuple[int, Strip]] = []
         self.given: dict[int, torch.Tensor] = {}
@@ -43,12 +43,16 @@ class Seam:
         """The next part's first tile comes."""
         self.given = {}
         self._part, self._front = part, self._parts.front(self._field, part)
+        self._is_first = not (self._front.full or self._front.partly)
         for which, box in enumerate(self._parts.strips(self._field, part)):
             if box is not None:
                 self._strips[which] = box, self._zeros(box)
 
     def add(self, box: Box, crop: torch.Tensor) -> None:
         """What a tile of the part gives, on `box` of the field."""
+        if self._is_first:
+            self._store.add(box, crop)
+            return
         axes = self._store.axes
         for strip in tuple(self._strips):
             if self._is_past(strip, box):

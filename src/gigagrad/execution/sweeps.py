@@ -28,7 +28,8 @@ from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.sources import read_ahead
 from gigagrad.execution.tape import Tape, Values
 from gigagrad.execution.tile import StageProgram, TileInputs
-from gigagrad.plans import Parts, Stage, TileGeometry, Tiles
+from gigagrad.plans import Parts, Stage, TileGeometry, Tiles, ledger
+from gigagrad.plans.plan import amount_of
 from gigagrad.plans.stages import summed_globals
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads
@@ -62,6 +63,9 @@ class Sweeps:
         roundings = fields.roundings.items()
         self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
         self.errors = RoundingErrors(prepared.graph)
+        self._holds_weights = amount_of(prepared.plan.fixed, ledger.WEIGHTS) > 0
+        self._weights: Values = {}
+        """In the layout of tiles, for all passes."""
 
     def forward(self, step: Tiles) -> Generator[Piece, None, Swept]:
         """Without gradients. Yields the boxes and crops of the output field, if it is this stage's.
@@ -180,26 +184,32 @@ class Sweeps:
         """Give back what was merged: there will be no results."""
         self._sums = None
 
+    def close(self) -> None:
+        """Give back what serves all passes."""
+        self._weights.clear()
+
     def _program(self, stage: Stage) -> StageProgram:
         roundings = {i: self._fields.roundings[i] for i in stage.kept if i in self._fields.roundings}
         device = self._prepared.device.torch_device
         return StageProgram(self._graph, stage, device, roundings, self._watch.block_coming)
 
     def _boundary(self, stage: Stage) -> Values:
-        """The globals a stage reads, cut off the tape."""
-        boundary = {}
-        for i in stage.globals:
-            value = self._tape.values[i].detach()
-            if value.is_contiguous():  # an expanded view stays one
-                value = aligned(value.contiguous(memory_format=self._prepared.layout) if value.ndim == 4 else value)
-            boundary[i] = value
-        return boundary
+        """The globals a stage reads, cut off the tape, as kernels read them."""
+        return {i: self._weights[i] if i in self._weights else self._global(i) for i in stage.globals}
+
+    def _global(self, node_id: int) -> torch.Tensor:
+        value = self._tape.values[node_id].detach()
+        if value.is_contiguous():  # an expanded view stays one
+            value = aligned(value.contiguous(memory_format=self._prepared.layout) if value.ndim == 4 else value)
+        if self._holds_weights and self._graph[node_id].is_source:
+            self._weights[node_id] = value
+        return value
 
     def _by_part(
         self, stage: Stage, parts: Parts, own: range, work: Callable[[Item], Result], *, backward: bool
     ) -> Iterator[tuple[int, Entry | Iterator[Result]]]:
         """For each part that has tiles what its tiles give, or what the journal has of it."""
-        there = [part for part in own if parts.tiles(part)]
+        there = [part for part in parts.filled if part in own]
         with ExitStack() as stack:
             entries = {part: self._entry(stage, parts, part) for part in there} if self._journal.is_kept else {}
             for entry in filter(None, entries.values()):
@@ -242,7 +252,9 @@ class Sweeps:
             self._journal.reads(part, tile_hash)
             return part, tile, inputs
 
-        read = (in_turn(*each) for each in read_ahead(tiles, read_for, self._readers))
+        alone = sum(len(parts.tiles(part)) for part in chosen) == 1  # then nothing is computed meanwhile
+        ready = ((each, read_for(each)) for each in tiles) if alone else read_ahead(tiles, read_for, self._readers)
+        read = (in_turn(*each) for each in ready)
 
         def work_and_look(item: Item) -> Result:
             swept = work(item)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 import torch
 
@@ -79,6 +80,18 @@ class Tape:
         added up.
         """
         self._level = levels(graph, kept)
+        computed = [
+            node
+            for node in graph.nodes
+            if not (node.is_field or node.is_source or node.is_reduction or node.op == GATHER)
+        ]
+        self._missing = {node.id: len(set(node.operands)) for node in computed}
+        """Of each value that is computed here, how many of its operands are not known yet."""
+        self._readers: dict[int, list[int]] = {}
+        for node in computed:
+            for operand in set(node.operands):
+                self._readers.setdefault(operand, []).append(node.id)
+        self._ready = [node_id for node_id, count in self._missing.items() if not count]
         self._late = {i for i in graph.ancestors(tuple(graph.read_late())) if graph[i].op == "parameter"}
         self._leaves: dict[int, None] = {}
         self._pending: Values = {}
@@ -88,18 +101,25 @@ class Tape:
         """Give a leaf or a constant its value."""
         node = self.graph[node_id]
         wanted = node.differentiable and self.backward
-        self.values[node_id] = value.detach().requires_grad_(wanted)
+        self._set(node_id, value.detach().requires_grad_(wanted))
         if wanted:
             self._leaves[node_id] = None
 
     def compute(self) -> None:
         """Every global whose operands are known."""
         with torch.set_grad_enabled(self.backward):
-            for node in self.graph.nodes:
-                if node.is_field or node.id in self.values or node.is_reduction or node.op == GATHER:
-                    continue
-                if not node.is_source and all(i in self.values for i in node.operands):
-                    self.values[node.id] = self._evaluated(node.id, self.values)
+            while self._ready:
+                node_id = heappop(self._ready)
+                if node_id not in self.values:
+                    self._set(node_id, self._evaluated(node_id, self.values))
+
+    def _set(self, node_id: int, value: torch.Tensor) -> None:
+        """A value is known, and with it what may be computed."""
+        self.values[node_id] = value
+        for reader in self._readers.pop(node_id, ()):
+            self._missing[reader] -= 1
+            if not self._missing[reader]:
+                heappush(self._ready, reader)
 
     def give(self, node_id: int, cotangent: torch.Tensor) -> None:
         """Add a contribution to the cotangent of a value."""
@@ -143,10 +163,13 @@ class Tape:
         outputs = [self.values[i] for i in arrived]
         times = self.unit.within(self._pending[i] for i in arrived)
         cotangents = [multiplied(self._pending.pop(i), times).to(self.values[i].dtype) for i in arrived]
-        leaves = [self.values[i] for i in self._leaves]
+        reached = self._reached(arrived)
+        if not reached:
+            return
+        leaves = [self.values[i] for i in reached]
         found = list(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True))
         found.reverse()
-        for i in self._leaves:
+        for i in reached:
             gradient = found.pop()  # and with it the memory, once it is added to the sums
             if gradient is None:
                 continue
@@ -154,6 +177,17 @@ class Tape:
                 self.give_share(i, self._share(i, gradient), times)
             else:
                 self._receive(i, gradient, times)
+
+    def _reached(self, arrived: list[int]) -> list[int]:
+        """The leaves that these values are computed from, in the order in which they became known."""
+        seen, stack = set(arrived), list(arrived)
+        while stack:
+            node_id = stack.pop()
+            for operand in self.graph[node_id].operands if node_id not in self._leaves else ():
+                if operand not in seen:
+                    seen.add(operand)
+                    stack.append(operand)
+        return [i for i in self._leaves if i in seen]
 
     @property
     def coming_bytes(self) -> int:

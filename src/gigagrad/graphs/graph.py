@@ -127,10 +127,16 @@ class Graph:
     """What plain autograd takes for the whole image, without and with gradients, where that is known."""
     reads: tuple[tuple[int, ...], ...] = field(init=False)
     """For each node the fields that it reads, without repetitions."""
+    _gathers: Mapping[int, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         reads = (tuple(i for i in dict.fromkeys(node.operands) if self.nodes[i].is_field) for node in self.nodes)
         object.__setattr__(self, "reads", tuple(reads))
+        gathers = dict[int, tuple[int, ...]]()
+        for node in self.nodes:
+            if node.op == GATHER:
+                gathers[node.operands[0]] = (*gathers.get(node.operands[0], ()), node.id)
+        object.__setattr__(self, "_gathers", gathers)
 
     @property
     def output(self) -> int:
@@ -171,9 +177,9 @@ class Graph:
         """The `image` or `target` node, or None if the graph never reads it."""
         return next((node for node in self.nodes if node.op == op), None)
 
-    def gathers(self, field: int) -> list[int]:
-        """The nodes that hand a field whole to whole-field operators."""
-        return [node.id for node in self.nodes if node.op == GATHER and node.operands[0] == field]
+    def gathers(self, field: int) -> tuple[int, ...]:
+        """Return the nodes that hand a field whole to whole-field operators."""
+        return self._gathers.get(field, ())
 
     def read_late(self) -> set[int]:
         """The globals made of parameters and constants alone that are read by globals which need the pixels, too.

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from gigagrad.devices import Machine
 from gigagrad.graphs import GATHER, Call, Graph, Node, lookup
 from gigagrad.plans.geometry import Grid, Needs, TileGeometry, lattice, reference, runs_by_rows
-from gigagrad.plans.memory import compiled_convolutions, crop_bytes, tile_peak_bytes, worst_tile
+from gigagrad.plans.memory import (
+    compiled_convolutions,
+    crop_bytes,
+    largest_block_bytes,
+    tile_peak_bytes,
+    worst_tile,
+)
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import EXACT
 from gigagrad.plans.stages import Stage
@@ -58,6 +64,8 @@ class TileCost:
     """Of that, what is beside the tile's own memory while it is at work: kept shares, where they are computed again."""
     compiled: int
     """How many kernels its convolutions are compiled to."""
+    largest_block_bytes: int
+    """The largest crop, or global value of which a tile makes a copy or a gradient."""
     crops: Mapping[int, tuple[int, int]]
     """Height and width of a tile's crop of each field that the stage reads or keeps."""
 
@@ -160,6 +168,7 @@ class Costs:
             crop_bytes=read + 2 * kept_shares,
             own_crop_bytes=kept_shares,
             compiled=0 if roughly else compiled_convolutions(grid, backward=backward),
+            largest_block_bytes=largest_block_bytes(graph, stage, tile),
             crops=crops,
         )
 

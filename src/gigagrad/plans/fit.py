@@ -156,6 +156,8 @@ class Fitter:
         seconds += sum(tiling.seconds(cost) for tiling, cost in zip(tilings, chosen, strict=True))
         if chosen:
             peak = total(fixed) + max(total(stage.memory) for stage in described)
+            copies = ledger.weights(problem, stages, peak)
+            fixed, peak = (*fixed, copies), peak + copies.size_bytes
             tiles = max(amount_of(stage.memory, ledger.TILES) for stage in described)
             fixed = (*fixed, ledger.hoard(problem, peak, tiles))
         return Option(workers, readers, kept, described, passes, seconds, fixed, elsewhere)
@@ -397,6 +399,7 @@ class _Tilings:
             crop=cost.crop,
             computed_ratio=cost.computed_ratio,
             tile_peak_bytes=cost.tile_peak_bytes,
+            largest_block_bytes=cost.largest_block_bytes,
             parts=self.book.parts,
             memory=self.book.amounts(cost),
             beside_bytes=self.book.mapped_bytes(cost),

@@ -38,19 +38,19 @@ class JoinOrder:
 
 def before(parts: Parts, own: range) -> int | None:
     """Return the last part with tiles before a rank's own, if there is one."""
-    return next((part for part in reversed(range(own.start)) if parts.tiles(part)), None)
+    return max((part for part in parts.filled if part < own.start), default=None)
 
 
 def behind(parts: Parts, own: range) -> int:
     """Return the first part with tiles behind a rank's own; where there is none, as many as there are parts."""
-    return next((part for part in range(own.stop, len(parts)) if parts.tiles(part)), len(parts))
+    return min((part for part in parts.filled if part >= own.stop), default=len(parts))
 
 
 def joined(parts: Parts, own: range) -> list[int]:
     """Return one part of each sum that a rank has of its own parts, joined as far as the tree joins them alone."""
     order = JoinOrder(before(parts, own))
-    for part in own:
-        if parts.tiles(part):
+    for part in parts.filled:
+        if part in own:
             order.append(part)
     order.join_before(behind(parts, own))
     return order.parts

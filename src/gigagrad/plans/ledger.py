@@ -7,7 +7,7 @@ and the hungriest stage's. The allowances are in `gigagrad.allowances`, with wha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -45,6 +45,7 @@ WHOLE: Final = "whole-field operators"
 TAPE: Final = "freed blocks beside whole fields"
 MESSAGES: Final = "messages between ranks"
 COMPILED: Final = "compiled convolutions"
+WEIGHTS: Final = "weights in the layout of tiles"
 HOARD: Final = "freed blocks held for the next tiles"
 SEAMS: Final = "cotangents where parts of a stage overlap"
 SUMS: Final = "sums and working copies of parameters"
@@ -66,6 +67,7 @@ WHERE_FROM: Final[Mapping[str, str]] = {
     TAPE: "a quarter of gradients and whole fields",
     MESSAGES: "boxes that ranks exchange",
     COMPILED: "shapes of convolutions, at the size of a kernel",
+    WEIGHTS: "shapes in the graph, where the budget has room",
     HOARD: "twice what tiles take, as far as the budget has room",
     FIELDS: "shapes in the graph",
     COTANGENTS: "shapes in the graph",
@@ -89,6 +91,14 @@ def fixed_amounts(problem: Problem, message_bytes: int = 0) -> tuple[Amount, ...
     tape = int(TAPE_SLACK * (gradients + whole)) if whole else 0
     messages = () if problem.ranks == 1 else (Amount(MESSAGES, message_bytes),)
     return (*problem.held, Amount(GRADIENTS, gradients), Amount(WHOLE, whole), Amount(TAPE, tape), *messages)
+
+
+def weights(problem: Problem, stages: Iterable[Stage], peak_bytes: int) -> Amount:
+    """What a copy of all weights takes that serves every pass, where the budget has room beside a peak without it."""
+    graph, room = problem.graph, problem.budget_bytes
+    read = {i for stage in stages for i in stage.globals if graph[i].is_source and len(graph[i].shape) == 4}
+    nbytes = sum(graph[i].nbytes for i in read)
+    return Amount(WEIGHTS, nbytes if room is None or peak_bytes + nbytes <= room else 0)
 
 
 def hoard(problem: Problem, peak_bytes: int, tiles_bytes: int) -> Amount:

@@ -139,11 +139,10 @@ def worst_tile(grid: Grid) -> TileGeometry:
     return grid[row * grid.shape[1] + column]
 
 
-def largest_block_bytes(grid: Grid) -> int:
+def largest_block_bytes(graph: Graph, stage: Stage, tile: TileGeometry) -> int:
     """Of the crops of the largest tile, and of the globals, of which a tile makes copies and gradients."""
-    tile, graph = worst_tile(grid), grid.graph
-    crops = [crop_bytes(graph, tile, i) for i in (*grid.stage.reads, *grid.stage.fields)]
-    return max([*crops, *(graph[i].nbytes for i in grid.stage.globals)], default=0)
+    crops = [crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)]
+    return max([*crops, *(graph[i].nbytes for i in stage.globals)], default=0)
 
 
 def compiled_convolutions(grid: Grid, *, backward: bool) -> int:

@@ -83,6 +83,8 @@ class Parts:
             self._starts = starts + [len(grid)] * (count + 1 - len(starts))
         self._line_axis, self._along_axis = (0, 1) if by_rows else (1, 0)
         self._spans = lru_cache(maxsize=None)(self._find_spans)
+        self.filled = tuple(part for part in range(count) if self.tiles(part))
+        """The parts that have tiles."""
 
     def __len__(self) -> int:
         """How many there may be; some are empty where there are fewer tiles."""
@@ -124,6 +126,8 @@ class Parts:
         """
         front = self.front(field, part)
         found: list[Box | None] = [None, None]
+        if not (front.full or front.partly):
+            return None, None
         for box in self.read(field, self.tiles(part)):
             for piece, which in front.split(box):
                 if which is not None:

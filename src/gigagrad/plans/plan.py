@@ -28,6 +28,8 @@ class StagePlan:
     computed_ratio: float
     """Pixels read per pixel of the image: 1 means that nothing is computed twice."""
     tile_peak_bytes: int
+    largest_block_bytes: int = 0
+    """The largest of the blocks that its tiles are computed in."""
     parts: int = 1
     """Into how many runs of tiles its sums are divided (`gigagrad.plans.parts`)."""
     memory: tuple[Amount, ...] = ()
