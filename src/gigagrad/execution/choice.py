@@ -22,6 +22,8 @@ class Choice:
     """The nodes of the fields kept, each with its tier."""
     whole: bool = False
     """The whole image at once, as PyTorch runs it, in the place of tiles."""
+    whole_pixels: int = 0
+    """Fields of at most so many pixels are computed whole."""
 
     @classmethod
     def of(cls, plan: Plan) -> Choice:
@@ -33,12 +35,16 @@ class Choice:
             tiles,
             tuple((field.node, field.tier) for field in plan.kept),
             plan.whole is not None,
+            plan.whole_pixels,
         )
 
     def suits(self, graph: Graph) -> bool:
         """Whether the graph has these fields and as many stages: a choice may come from another version of a model."""
         if self.whole:
             return True
+        if self.whole_pixels and graph.coarse_whole is None:
+            return False
+        graph = graph.with_whole(self.whole_pixels)
         fields = [i for i, _ in self.kept]
         computed = all(i < len(graph.nodes) and graph[i].is_field and not graph[i].is_source for i in fields)
         return computed and len(split_stages(graph, fields)) == len(self.tiles)
@@ -52,6 +58,7 @@ class Choice:
             "tiles": tiles,
             "kept": [list(pair) for pair in self.kept],
             "whole": self.whole,
+            "whole_pixels": self.whole_pixels,
         }
 
     @classmethod
@@ -61,4 +68,5 @@ class Choice:
         workers = int(data["workers"])
         # Choices of earlier versions left it to PyTorch.
         threads = int(data.get("threads", 1 if workers > 1 else torch.get_num_threads()))
-        return cls(data["memory_format"], workers, threads, tiles, kept, bool(data.get("whole", False)))
+        whole, whole_pixels = bool(data.get("whole", False)), int(data.get("whole_pixels", 0))
+        return cls(data["memory_format"], workers, threads, tiles, kept, whole, whole_pixels)

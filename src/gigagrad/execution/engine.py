@@ -397,7 +397,8 @@ class Engine:
             gradients = {prepared.graph[i].arguments["name"]: g for i, g in run.gradients.items()}
             more["gradient_error"] = self._errors.refresh(run.rounding_errors, gradients)
         leave_state(self._composite, run.updates, captured)
-        self.left = Left(self._composite, captured, run.values) if phase == "backward" else None
+        in_tiles = phase == "backward" and not prepared.plan.whole_pixels
+        self.left = Left(self._composite, captured, run.values) if in_tiles else None
         return run, prepared.graph
 
     def _run_whole(self, phase: str, sources: dict[str, Source], prepared: Prepared, captured: Captured) -> WholeRun:

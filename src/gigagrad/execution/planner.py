@@ -284,7 +284,7 @@ class Planner:
         return _Planned(made, _compiled(made), known is not None and known.has_run_as(plan))
 
     def _prepared(self, problem: Problem, plan: Plan) -> Prepared:
-        return Prepared(plan, self._device, problem, self._rounding)
+        return Prepared(plan, self._device, problem.of(plan.whole_pixels), self._rounding)
 
     def _first(self, problem: Problem, sources: dict[str, Source]) -> _Planned:
         """A first plan; both memory layouts are tried where the run is long enough to pay for it."""
@@ -293,7 +293,14 @@ class Planner:
         adopted = self._adopted.pop(_name(sources, backward=backward), None)
         if adopted is None:
             of_this_kind = (p.prepared for p in self._planned.values() if p.prepared.problem.backward == backward)
-            adopted = next((Choice.of(p.plan) for p in of_this_kind if graph.is_shaped_like(p.graph)), None)
+            adopted = next(
+                (
+                    Choice.of(p.plan)
+                    for p in of_this_kind
+                    if graph.with_whole(p.plan.whole_pixels).is_shaped_like(p.graph)
+                ),
+                None,
+            )
         if adopted is not None and not adopted.suits(graph):
             adopted = None
         plan = self.make(problem) if adopted is None else self._again(problem, adopted)
@@ -330,6 +337,7 @@ class Planner:
                 memory_format=choice.memory_format,
                 tiles=choice.tiles,
                 kept=dict(choice.kept),
+                whole_pixels=choice.whole_pixels,
             )
             return dataclasses.replace(plan, threads=choice.threads)
         except BudgetError:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -32,7 +33,7 @@ from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.composite import CLOSED, SOURCE, Composite
 from gigagrad.graphs.constants import Asked
 from gigagrad.graphs.explain import explained
-from gigagrad.graphs.graph import Graph, Origin, Ref
+from gigagrad.graphs.graph import Graph, Origin, Ref, references
 from gigagrad.graphs.guard import Guard
 from gigagrad.graphs.lowering import lower
 from gigagrad.graphs.rehearsal import Effects, Rehearsal, rehearse, roots_of
@@ -62,6 +63,8 @@ _MOVING = frozenset(
     )
 )
 """Operators on integers that compute nothing: of the floats in their place they make the same."""
+_MUCH_LARGER = 1024
+"""Times the pixels: a convolution of stride 32 makes images of larger ones, a mean over an image makes numbers."""
 _BUILTINS = (builtins, "max", builtins.max), (builtins, "min", builtins.min), (math, "pow", math.pow)
 
 
@@ -146,7 +149,15 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
         program, rehearsal, whole = _exported(composite, image, target, [*outside, *walk.uncopied])
         named = _named("image", image) + _named("target", target)
         closed = {f"{CLOSED}.{index}": tensor for index, tensor in enumerate(rehearsal.closed)}
-        graph = dataclasses.replace(_convert(program, composite, named, closed, rehearsal), whole=whole)
+        stored = _stored_tensors(program, composite, closed, rehearsal.frozen)
+        merging = rehearsal.writes.runs_again
+
+        @cache
+        def lowered(whole_pixels: int) -> Graph:
+            made = _convert(program, stored, named, closed, merging, composite.loss is not None, whole_pixels)
+            return dataclasses.replace(made, whole=whole)
+
+        graph = dataclasses.replace(lowered(0), coarse_whole=lowered)
         if composite.loss is None and graph.source("image") is None:
             raise CaptureError("nothing that the model returns depends on the pixels of the image")
         roots = roots_of(composite.model, composite.loss, rehearsal.generators)
@@ -266,13 +277,15 @@ def _quietly() -> Iterator[None]:
 
 def _convert(
     program: torch.export.ExportedProgram,
-    composite: Composite,
+    stored: Mapping[str, _Stored],
     named: list[tuple[str, str, InputSpec]],
     closed: dict[str, torch.Tensor],
-    rehearsal: Rehearsal,
+    merging: bool,
+    has_loss: bool,
+    whole_pixels: int,
 ) -> Graph:
-    has_loss = composite.loss is not None
-    builder = Builder(closed, merging=rehearsal.writes.runs_again)
+    """Lower a program, with fields of at most so many pixels as whole tensors."""
+    builder = Builder(closed, merging=merging)
     values: dict[str, Any] = {}
     inputs, floats = iter(named), any(spec.read_dtype != spec.dtype for _, _, spec in named)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
@@ -285,7 +298,7 @@ def _convert(
                     op, name, given.shape, given.read_dtype, field=given.field, differentiable=given.differentiable
                 )
             else:
-                values[node.name] = _stored(builder, spec, program, composite, closed, rehearsal.frozen)
+                values[node.name] = _stored(builder, spec, program, stored)
                 traced, real = tuple(node.meta["val"].shape), builder.node(values[node.name]).shape
                 if traced != real:
                     raise CaptureError(
@@ -293,7 +306,7 @@ def _convert(
                         "run the model once on an image of this size, or make the tensor in every forward"
                     )
         elif node.op == "call_function":
-            values[node.name] = _call(builder, node, values)
+            values[node.name] = _call(builder, node, values, whole_pixels)
             if floats:
                 _check_floats(builder, node, values[node.name])
         else:
@@ -329,14 +342,33 @@ def _note_updates(program: torch.export.ExportedProgram, values: dict[str, Any],
             raise CaptureError("the model or the loss writes into its input; let it work on a clone")
 
 
-def _stored(
-    builder: Builder,
-    spec: Any,
+_Stored = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape and dtype of a parameter or buffer, and whether its gradient is asked for."""
+
+
+def _stored_tensors(
     program: torch.export.ExportedProgram,
     composite: Composite,
     closed: dict[str, torch.Tensor],
     frozen: tuple[str, ...],
-) -> Ref:
+) -> dict[str, _Stored]:
+    """Describe what the program reads of the composite and from outside, by name."""
+    found = dict[str, _Stored]()
+    for spec in program.graph_signature.input_specs:
+        kind, name = spec.kind.name, spec.target
+        if name is None or kind in ("USER_INPUT", "CONSTANT_TENSOR"):
+            continue
+        if name in closed:
+            tensor, dtype = closed[name], closed[name].dtype
+        else:
+            tensor = composite.get_parameter(name) if kind == "PARAMETER" else composite.get_buffer(name)
+            dtype = composite.dtype_of(tensor.dtype)
+        asked = kind == "PARAMETER" and tensor.requires_grad and name not in frozen
+        found[name] = tuple(tensor.shape), dtype, asked
+    return found
+
+
+def _stored(builder: Builder, spec: Any, program: torch.export.ExportedProgram, stored: Mapping[str, _Stored]) -> Ref:
     """A parameter, buffer or constant tensor the graph reads."""
     kind = spec.kind.name
     if kind == "CONSTANT_TENSOR":
@@ -348,19 +380,8 @@ def _stored(
                 "a loss module, or detach it"
             )
         return builder.constant(spec.target, value)
-    if spec.target in closed:
-        tensor, dtype = closed[spec.target], closed[spec.target].dtype
-    else:
-        tensor = composite.get_parameter(spec.target) if kind == "PARAMETER" else composite.get_buffer(spec.target)
-        dtype = composite.dtype_of(tensor.dtype)
-    return builder.source(
-        kind.lower(),
-        spec.target,
-        tuple(tensor.shape),
-        dtype,
-        field=False,
-        differentiable=kind == "PARAMETER" and tensor.requires_grad and spec.target not in frozen,
-    )
+    shape, dtype, asked = stored[spec.target]
+    return builder.source(kind.lower(), spec.target, shape, dtype, field=False, differentiable=asked)
 
 
 def _user_of(program: torch.export.ExportedProgram, spec: Any) -> Origin:
@@ -369,7 +390,7 @@ def _user_of(program: torch.export.ExportedProgram, spec: Any) -> Origin:
     return _origin(next(iter(node.users), node))
 
 
-def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any]) -> Any:
+def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any], whole_pixels: int) -> Any:
     def replace(value: Any) -> Any:
         if isinstance(value, torch.fx.Node):
             return values[value.name]
@@ -396,12 +417,27 @@ def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any]) -> Any:
         return None
     builder.origin = _origin(node)
     try:
-        return lower(builder, op, _bound(node, replace))
+        arguments = _bound(node, replace)
+        return lower(builder, op, arguments, whole=_is_coarse(builder, node, arguments, whole_pixels))
     except (Refused, NotImplementedError) as refused:
         where, told = builder.origin, str(refused)
         if isinstance(refused, NotImplementedError):
             told = "PyTorch has no rule for what shape comes out of it; write it with other operators, on dense tensors"
         raise UnsupportedOperatorError(op, where.module_path, where.source, told) from None
+
+
+def _is_coarse(builder: Builder, node: torch.fx.Node, arguments: dict[str, Any], most_pixels: int) -> bool:
+    """Say whether an operator makes images of at most so many pixels, of others not much larger: what reduces a large
+    field to a few numbers has tiles.
+    """
+    made = node.meta.get("val")
+    made = made[0] if isinstance(made, tuple | list) and made else made
+    if not most_pixels or not isinstance(made, torch.Tensor) or made.ndim != 4:
+        return False
+    pixels = made.shape[-1] * made.shape[-2]
+    read = [builder.node(ref) for ref in references(arguments)]
+    largest = max((one.size(0) * one.size(1) for one in read if one.is_field), default=0)
+    return pixels <= most_pixels and any(one.is_field or one.whole for one in read) and largest <= _MUCH_LARGER * pixels
 
 
 def _bound(node: torch.fx.Node, replace: Callable[[Any], Any]) -> dict[str, Any]:

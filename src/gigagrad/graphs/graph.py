@@ -9,7 +9,7 @@ read box by box.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
@@ -125,6 +125,8 @@ class Graph:
     """How the outputs are nested in what the model returns; None for a single tensor."""
     whole: Mapping[bool, WholeCost] = field(default_factory=lambda: MappingProxyType({}))
     """What plain autograd takes for the whole image, without and with gradients, where that is known."""
+    coarse_whole: Callable[[int], Graph] | None = None
+    """Makes the graph in which fields of at most so many pixels are computed whole, as PyTorch wrote them."""
     reads: tuple[tuple[int, ...], ...] = field(init=False)
     """For each node the fields that it reads, without repetitions."""
     _gathers: Mapping[int, tuple[int, ...]] = field(init=False)
@@ -137,6 +139,13 @@ class Graph:
             if node.op == GATHER:
                 gathers[node.operands[0]] = (*gathers.get(node.operands[0], ()), node.id)
         object.__setattr__(self, "_gathers", gathers)
+
+    def with_whole(self, pixels: int) -> Graph:
+        """Return the graph in which fields of at most so many pixels are whole; itself for none."""
+        if not pixels:
+            return self
+        assert self.coarse_whole is not None
+        return self.coarse_whole(pixels)
 
     @property
     def output(self) -> int:

@@ -16,8 +16,12 @@ from gigagrad.graphs.rewrites.common import whole_field
 from gigagrad.graphs.table import NoPixels, Refused, lookup
 
 
-def lower(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
-    """Append the operator, rewritten if it needs to be. The result is a `Ref`, or a list of them for split outputs."""
+def lower(builder: Builder, op: str, arguments: dict[str, Any], *, whole: bool = False) -> Any:
+    """Append the operator, rewritten if it needs to be, or on `whole` fields as it is. The result is a `Ref`, or a list
+    of them for split outputs.
+    """
+    if whole and op not in STRUCTURE:
+        return whole_field(builder, op, arguments)
     arguments = _as_fields(builder, op, arguments)
     reads_field = any(builder.is_field(ref) for ref in references(arguments))
     rewrite = STRUCTURE.get(op) or (ON_FIELDS.get(op) if reads_field else None)

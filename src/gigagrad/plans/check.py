@@ -50,6 +50,7 @@ def check(problem: Problem, plan: Plan) -> tuple[PlanFault, ...]:
     """
     if plan.whole:
         return tuple(_budget_faults(plan))
+    problem = problem.of(plan.whole_pixels)
     stages = split_stages(problem.graph, [field.node for field in plan.kept])
     faults = list(_stage_faults(problem, plan, stages))
     if faults:

@@ -14,7 +14,8 @@ from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.fit import ABOUT_AS_FAST, Fitter, Kept, Option, peak_bytes
 from gigagrad.plans.keeping import kept_bytes
-from gigagrad.plans.plan import COTANGENTS, EXACT, FIELDS, Amount, KeptField, Plan, RankPlan, WholeField
+from gigagrad.plans.ledger import fixed_amounts
+from gigagrad.plans.plan import COTANGENTS, EXACT, FIELDS, Amount, KeptField, Plan, RankPlan, WholeField, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import gathered, split_stages
 from gigagrad.plans.whole import whole_plan
@@ -33,6 +34,11 @@ _FIRST_LOOK = 24
 _SOON = 1.0
 """Where PyTorch takes no more seconds than this for the whole image, nobody looks for tiles."""
 
+_MOST_WHOLE = 0.8
+"""Part of the memory that may be held whatever is tiled, where fields are computed whole."""
+_FEW_STAGES = 12
+"""A network of no more stages in tiles may be as fast in tiles alone, and planning that takes little."""
+
 _SHARINGS, _LEEWAY = 6, 1.05
 """What ranks hold and send is known of a plan only: it is made again with a little more, so often at most."""
 
@@ -46,27 +52,59 @@ def make_plan(
     memory_format: str = "contiguous",
     tiles: tuple[tuple[int, int], ...] | None = None,
     kept: Kept | None = None,
+    whole_pixels: int | None = None,
     costs: Costs | None = None,
     tried: Tried = lambda seconds: None,
 ) -> Plan:
-    """The fastest plan that fits, in tiles or on the whole image at once, or the one with these `tiles` (one shape for
-    each stage; the last serves the rest) that keeps these fields in these tiers. Several plans of one graph are made
-    sooner with the same `costs`, made for the same machine and packing. `tried` is told of each set of kept fields that
-    was looked at.
+    """The fastest plan that fits: in tiles, with fields of few pixels whole, or on the whole image at once; or the one
+    with these `tiles` (one shape for each stage; the last serves the rest) that keeps these fields in these tiers, with
+    fields of at most `whole_pixels` whole. Several plans of one graph are made sooner with the same `costs`, made for
+    the same machine and packing. `tried` is told of each set of kept fields that was looked at.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
     """
-    whole = whole_plan(problem, memory_format) if tiles is None and kept is None else None
-    if whole is None or whole.predicted_seconds > _SOON:
-        try:
-            tiled = _make_tiled(problem, memory_format, tiles, kept, costs, tried)
-            return tiled if whole is None or tiled.predicted_seconds < whole.predicted_seconds else whole
-        except BudgetError:
-            if whole is None:
-                raise
-    tried(whole.predicted_seconds)
-    return whole
+    costs = costs or Costs(problem.graph, problem.machine, problem.packing)
+    if tiles is not None or kept is not None:
+        return _make_tiled(problem, memory_format, tiles, kept, costs, tried, whole_pixels or 0)
+    whole = whole_plan(problem, memory_format)
+    if whole is not None and whole.predicted_seconds <= _SOON:
+        tried(whole.predicted_seconds)
+        return whole
+    found, refusal = [] if whole is None else [whole], None
+    for pixels in _worth_whole(problem, costs) if whole is None else ():
+        with suppress(BudgetError):
+            found.append(_make_tiled(problem, memory_format, None, None, costs, tried, pixels))
+            break
+    try:
+        if not found or whole is not None or len(split_stages(problem.graph)) <= _FEW_STAGES:
+            found.append(_make_tiled(problem, memory_format, None, None, costs, tried, 0))
+    except BudgetError as error:
+        refusal = error
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return min(found, key=lambda plan: plan.predicted_seconds)
+
+
+def _worth_whole(problem: Problem, costs: Costs) -> list[int]:
+    """Return how many pixels fields may have to be computed whole, the most first: those whose values fit by far, and
+    spare a pass. Nothing where all is to be computed in tiles.
+    """
+    graph = problem.graph
+    if problem.whole is None or not problem.backward or graph.coarse_whole is None:
+        return []
+    areas = sorted({node.size(0) * node.size(1) for node in graph.nodes if node.is_field and len(node.shape) == 4})
+    room = problem.budget_bytes
+    if room is None and problem.free_bytes is not None:
+        room = problem.free_bytes + total(problem.held)
+    found, stages = [], len(split_stages(graph))
+    for pixels in reversed([area for area in areas[:-1] if area > 1]):
+        lowered = costs.with_whole(pixels).graph
+        fits = room is None or total(fixed_amounts(problem.of(pixels))) <= _MOST_WHOLE * room
+        if fits and len(split_stages(lowered)) <= stages:
+            found.append(pixels)
+    return found
 
 
 def _make_tiled(
@@ -74,10 +112,15 @@ def _make_tiled(
     memory_format: str,
     tiles: tuple[tuple[int, int], ...] | None,
     kept: Kept | None,
-    costs: Costs | None,
+    costs: Costs,
     tried: Tried,
+    whole_pixels: int,
 ) -> Plan:
-    costs = costs or Costs(problem.graph, problem.machine, problem.packing)
+    if whole_pixels:
+        costs = costs.with_whole(whole_pixels)
+        problem = problem.of(whole_pixels)
+        plan = _make_tiled(problem, memory_format, tiles, kept, costs, tried, 0)
+        return replace(plan, whole_pixels=whole_pixels)
     if problem.ranks == 1:
         return _make_plan(problem, memory_format, tiles, kept, costs, tried)
     try:

@@ -78,14 +78,21 @@ class Costs:
     """Costs of the stages of one graph, each computed once: plans that keep other fields share most of their stages."""
 
     def __init__(self, graph: Graph, machine: Machine, packing: Packing = AS_THEY_ARE) -> None:
-        self._graph = graph
+        self.graph = graph
         self._machine = machine
         self.packing = packing
+        self._with_whole: dict[int, Costs] = {}
         self._usual: dict[tuple[object, ...], float] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
         self._needs = Needs(graph)
         self._flops: dict[int, float] = {}
         self._given: dict[int, int] = {}
+
+    def with_whole(self, pixels: int) -> Costs:
+        """Return the costs of the graph in which fields of at most so many pixels are whole."""
+        if pixels not in self._with_whole:
+            self._with_whole[pixels] = Costs(self.graph.with_whole(pixels), self._machine, self.packing)
+        return self._with_whole[pixels]
 
     def of(self, stage: Stage, shape: tuple[int, int], *, backward: bool, roughly: bool = False) -> TileCost:
         """Of the worst tile; `roughly`: of one in the middle, in a fifth of the time, and without compiled kernels."""
@@ -106,7 +113,7 @@ class Costs:
         return self._usual[key]
 
     def _judge(self, stage: Stage) -> float:
-        graph, targets, sides = self._graph, stage.targets(self._graph), []
+        graph, targets, sides = self.graph, stage.targets(self.graph), []
         for axis in (0, 1):
             size = max(graph[i].size(axis) for i in targets)
             finest = max(graph[i].size(axis) for i in (*stage.fields, *stage.reads))
@@ -118,7 +125,7 @@ class Costs:
 
     def whole_seconds(self, *, backward: bool) -> float:
         """What whole-field operators take, which no choice of tiles changes."""
-        graph, seconds = self._graph, 0.0
+        graph, seconds = self.graph, 0.0
         for node in graph.nodes:
             if node.whole and node.op != GATHER:
                 moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
@@ -128,18 +135,18 @@ class Costs:
 
     def _flops_of(self, node: Node) -> float:
         if node.id not in self._flops:
-            self._flops[node.id] = lookup(node.op).flops(Call(node, self._graph.operands(node)))
+            self._flops[node.id] = lookup(node.op).flops(Call(node, self.graph.operands(node)))
         return self._flops[node.id]
 
     def _given_bytes(self, node: Node) -> int:
         """What an operator moves of its operands that are no fields, once a tile: oneDNN reorders weights first."""
         if node.id not in self._given:
-            given = sum(self._graph[i].nbytes for i in set(node.operands) if not self._graph[i].is_field)
+            given = sum(self.graph[i].nbytes for i in set(node.operands) if not self.graph[i].is_field)
             self._given[node.id] = given * (_REORDERED if lookup(node.op).compiled else 1)
         return self._given[node.id]
 
     def _cost(self, stage: Stage, shape: tuple[int, int], *, backward: bool, roughly: bool) -> TileCost:
-        graph = self._graph
+        graph = self.graph
         grid = Grid(graph, stage, shape, self._needs)
         tile = grid.middle if roughly else worst_tile(grid)
         boxes = [box for i in stage.reads if (box := tile.box(i)) is not None]
@@ -176,7 +183,7 @@ class Costs:
         """One tile's forward, and its forward and backward: that costs about two forwards more, and the gradients of
         what is no field are added to their sums. Where weights are large, that is most of what a small tile takes.
         """
-        graph, machine = self._graph, self._machine
+        graph, machine = self.graph, self._machine
         size = {i: crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)}
         moved = sum(size[i] for i in (*stage.reads, *stage.kept))
         forward = moved / machine.memory_bytes_per_second

@@ -42,7 +42,7 @@ def emit(
 
 def shared_by(problem: Problem, plan: Plan, ranks: int) -> Plan:
     """Return the plan for so many ranks, with what they hold and send: known of a plan only."""
-    kept = {field.node: field.tier for field in plan.kept}
+    problem, kept = problem.of(plan.whole_pixels), {field.node: field.tier for field in plan.kept}
     steps = emit(problem, plan.stages, plan.passes, kept, ranks)
     sent = sum(int(sum(part.sum() for part in messages(step, ranks))) for step in steps)
     most = max((message_memory(step, ranks) for step in steps), default=0)

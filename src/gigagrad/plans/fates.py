@@ -38,7 +38,7 @@ def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
     """Every field that the plan's stages compute, the largest first; none where the whole image is computed at once."""
     if plan.whole:
         return ()
-    kept = {field.node: field for field in plan.kept}
+    graph, kept = graph.with_whole(plan.whole_pixels), {field.node: field for field in plan.kept}
     stages = [stage.computes for stage in plan.stages]
     sweeps = [sum(p.stage == stage.index for p in plan.passes) for stage in stages]
     computing: dict[int, list[int]] = {}

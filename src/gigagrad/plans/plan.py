@@ -162,6 +162,8 @@ class Plan:
     """Of each pass, by a tile of it that was timed on this machine; None where none was."""
     readers: int = 1
     """Threads that read and decode images ahead of the tiles."""
+    whole_pixels: int = 0
+    """Fields of at most so many pixels are computed whole: nodes are those of `Graph.with_whole` of it."""
 
     @cached_property
     def passes(self) -> tuple[Tiles, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -61,6 +61,10 @@ class Problem:
         image = self.graph.source("image")
         assert image is not None
         return image.shape
+
+    def of(self, whole_pixels: int) -> Problem:
+        """Return the same for the graph in which fields of at most so many pixels are computed whole."""
+        return replace(self, graph=self.graph.with_whole(whole_pixels)) if whole_pixels else self
 
     @property
     def memory(self) -> Tier:

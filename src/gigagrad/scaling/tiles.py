@@ -69,7 +69,7 @@ def tile_step(
     `pass_seconds`: what each pass takes one rank, where that was measured; by default what the plan predicts.
     """
     ranks = min(ranks, most_ranks(plan))
-    plan = shared_by(problem, plan, ranks)
+    problem, plan = problem.of(plan.whole_pixels), shared_by(problem, plan, ranks)
     replicated = plan.whole_seconds if pass_seconds is None and plan.timed_seconds is None else 0.0
     if pass_seconds is None:
         pass_seconds = [share * (plan.predicted_seconds - replicated) for share in plan.pass_shares]
