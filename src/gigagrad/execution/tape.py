@@ -21,6 +21,7 @@ from gigagrad.graphs import GATHER, Graph
 from gigagrad.graphs.graph import substitute
 from gigagrad.graphs.operators import call as call_operator
 from gigagrad.plans import Stage, levels
+from gigagrad.plans.memory import passing_values
 from gigagrad.plans.schedule import differentiable_reductions
 from gigagrad.plans.sums import gradient_dtype
 
@@ -91,6 +92,9 @@ class Tape:
         for node in computed:
             for operand in set(node.operands):
                 self._readers.setdefault(operand, []).append(node.id)
+        self._uses = {operand: len(readers) for operand, readers in self._readers.items()}
+        """How often each value is yet to be read here."""
+        self._passing = passing_values(graph)
         self._ready = [node_id for node_id, count in self._missing.items() if not count]
         self._late = {i for i in graph.ancestors(tuple(graph.read_late())) if graph[i].op == "parameter"}
         self._leaves: dict[int, None] = {}
@@ -110,8 +114,11 @@ class Tape:
         with torch.set_grad_enabled(self.backward):
             while self._ready:
                 node_id = heappop(self._ready)
-                if node_id not in self.values:
-                    self._set(node_id, self._evaluated(node_id, self.values))
+                self._set(node_id, self._evaluated(node_id, self.values))
+                for operand in set(self.graph[node_id].operands):
+                    self._uses[operand] -= 1
+                    if not self._uses[operand] and operand in self._passing:
+                        del self.values[operand]
 
     def _set(self, node_id: int, value: torch.Tensor) -> None:
         """A value is known, and with it what may be computed."""
@@ -148,8 +155,14 @@ class Tape:
             self.give(self.graph.output, torch.ones_like(output))
 
     def pull(self, level: int) -> None:
-        """Pull back what has arrived at values that are known only after `level` sweeps or more."""
+        """Pull back what has arrived at values that are known only after `level` sweeps or more, and give back those
+        that are whole fields: nothing reads them any more.
+        """
         self._pull([i for i in self._pending if self._level[i] >= level])
+        results = {*self.graph.outputs, *self.graph.updates.values()}
+        for i in [i for i in self.values if self.graph[i].whole and self._level[i] >= level and i not in results]:
+            del self.values[i]
+            self._leaves.pop(i, None)
 
     def pull_parameters(self) -> None:
         """Pull back what has arrived at values that are made of parameters alone: nothing else leads to it, and until
@@ -212,9 +225,11 @@ class Tape:
             node = self.graph[reduction]
             leaf = torch.zeros(node.shape, dtype=node.dtype, device=self._device.torch_device)
             values[reduction] = leaves[reduction] = leaf.requires_grad_(node.differentiable)
+        behind = set(stage.reductions)
         with torch.enable_grad():
             for node in self.graph.nodes:
-                if not node.is_field and node.id not in values:
+                if not (node.is_field or node.id in values) and not behind.isdisjoint(node.operands):
+                    behind.add(node.id)
                     values[node.id] = self._evaluated(node.id, values)
         loss, read = values[self.graph.output], [leaves[i] for i in varying]
         gradients = torch.autograd.grad(loss, read, allow_unused=True) if loss.requires_grad else [None] * len(read)

@@ -63,8 +63,6 @@ _MOVING = frozenset(
     )
 )
 """Operators on integers that compute nothing: of the floats in their place they make the same."""
-_MUCH_LARGER = 1024
-"""Times the pixels: a convolution of stride 32 makes images of larger ones, a mean over an image makes numbers."""
 _BUILTINS = (builtins, "max", builtins.max), (builtins, "min", builtins.min), (math, "pow", math.pow)
 
 
@@ -427,17 +425,16 @@ def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any], whole_p
 
 
 def _is_coarse(builder: Builder, node: torch.fx.Node, arguments: dict[str, Any], most_pixels: int) -> bool:
-    """Say whether an operator makes images of at most so many pixels, of others not much larger: what reduces a large
-    field to a few numbers has tiles.
+    """Say whether an operator makes images of at most so many pixels, and of no larger ones: what pools a large field,
+    or reduces it to numbers, has tiles.
     """
     made = node.meta.get("val")
     made = made[0] if isinstance(made, tuple | list) and made else made
     if not most_pixels or not isinstance(made, torch.Tensor) or made.ndim != 4:
         return False
-    pixels = made.shape[-1] * made.shape[-2]
     read = [builder.node(ref) for ref in references(arguments)]
-    largest = max((one.size(0) * one.size(1) for one in read if one.is_field), default=0)
-    return pixels <= most_pixels and any(one.is_field or one.whole for one in read) and largest <= _MUCH_LARGER * pixels
+    pixels = [made.shape[-1] * made.shape[-2], *(one.size(0) * one.size(1) for one in read if one.is_field)]
+    return max(pixels) <= most_pixels and any(one.is_field or one.whole for one in read)
 
 
 def _bound(node: torch.fx.Node, replace: Callable[[Any], Any]) -> dict[str, Any]:

@@ -36,8 +36,8 @@ _SOON = 1.0
 
 _MOST_WHOLE = 0.8
 """Part of the memory that may be held whatever is tiled, where fields are computed whole."""
-_FEW_STAGES = 12
-"""A network of no more stages in tiles may be as fast in tiles alone, and planning that takes little."""
+_TRIED_WHOLE = 2
+"""So many sizes of fields to be computed whole are planned for, from the largest that fit on."""
 
 _SHARINGS, _LEEWAY = 6, 1.05
 """What ranks hold and send is known of a plan only: it is made again with a little more, so often at most."""
@@ -71,16 +71,13 @@ def make_plan(
     if whole is not None and whole.predicted_seconds <= _SOON:
         tried(whole.predicted_seconds)
         return whole
-    found, refusal = [] if whole is None else [whole], None
-    for pixels in _worth_whole(problem, costs) if whole is None else ():
-        with suppress(BudgetError):
+    found = [] if whole is None else [whole]
+    refusal: BudgetError | None = None
+    for pixels in (0, *([] if whole is not None else _worth_whole(problem, costs)[:_TRIED_WHOLE])):
+        try:
             found.append(_make_tiled(problem, memory_format, None, None, costs, tried, pixels))
-            break
-    try:
-        if not found or whole is not None or len(split_stages(problem.graph)) <= _FEW_STAGES:
-            found.append(_make_tiled(problem, memory_format, None, None, costs, tried, 0))
-    except BudgetError as error:
-        refusal = error
+        except BudgetError as error:
+            refusal = refusal or error  # in tiles alone, which is the leanest
     if not found:
         assert refusal is not None
         raise refusal
@@ -88,8 +85,8 @@ def make_plan(
 
 
 def _worth_whole(problem: Problem, costs: Costs) -> list[int]:
-    """Return how many pixels fields may have to be computed whole, the most first: those whose values fit by far, and
-    spare a pass. Nothing where all is to be computed in tiles.
+    """Return how many pixels fields may have to be computed whole, the most first: those whose values fit by far.
+    Nothing where all is to be computed in tiles.
     """
     graph = problem.graph
     if problem.whole is None or not problem.backward or graph.coarse_whole is None:
@@ -98,13 +95,8 @@ def _worth_whole(problem: Problem, costs: Costs) -> list[int]:
     room = problem.budget_bytes
     if room is None and problem.free_bytes is not None:
         room = problem.free_bytes + total(problem.held)
-    found, stages = [], len(split_stages(graph))
-    for pixels in reversed([area for area in areas[:-1] if area > 1]):
-        lowered = costs.with_whole(pixels).graph
-        fits = room is None or total(fixed_amounts(problem.of(pixels))) <= _MOST_WHOLE * room
-        if fits and len(split_stages(lowered)) <= stages:
-            found.append(pixels)
-    return found
+    wanted = reversed([area for area in areas[:-1] if area > 1])
+    return [n for n in wanted if room is None or total(fixed_amounts(problem.of(n))) <= _MOST_WHOLE * room]
 
 
 def _make_tiled(

@@ -14,6 +14,7 @@ from math import prod
 import torch
 
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Layout, Node, lookup
+from gigagrad.graphs.table import Saved, registered
 from gigagrad.plans.geometry import AxisGeometry, Grid, TileGeometry
 from gigagrad.plans.stages import Stage, summed_globals
 
@@ -69,17 +70,30 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
 
 
 def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
-    """Peak bytes of what whole-field operators make: every value until the run ends, for it stays on the tape, and
-    with gradients the cotangents that are alive at the worst moment of pulling them back.
+    """Peak bytes of what whole-field operators make: with gradients, what autograd keeps of it until it is pulled back,
+    and the cotangents that are alive at the worst moment of that.
 
     A gathered field is counted among the kept ones, too; here it is counted because it outlives its stage.
     """
     whole = [node for node in graph.nodes if node.whole]
-    values = sum(node.nbytes for node in whole if _makes_memory(graph, node))
+    passing = passing_values(graph)
+    saved = _saved_whole(graph) if backward else set[int]()
     # What an operator copies or computes for itself: at most as much as it reads and makes.
     touched = {node.id: node.nbytes + sum(graph[i].nbytes for i in set(node.operands)) for node in whole}
+    bases = {node.id: _base(graph, node) for node in whole}
+    last = {bases[i]: node.id for node in whole for i in (node.id, *node.operands) if i in bases}
+    stays = {bases[node.id] for node in whole if node.id not in passing} | {bases[i] for i in saved}
+    ends = dict[int, list[int]]()
+    for base, reader in last.items():
+        if base not in stays:
+            ends.setdefault(reader, []).append(base)
+    values, most = 0, 0
+    for node in whole:
+        values += node.nbytes if bases[node.id] == node.id else 0
+        most = max(most, values + touched[node.id])
+        values -= sum(graph[base].nbytes for base in ends.get(node.id, ()))
     if not backward:
-        return values + max(touched.values(), default=0)
+        return most
     live: dict[int, int] = {}
     peak = 0
     for node in reversed(whole):
@@ -94,7 +108,44 @@ def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
             del live[node.id]
     # Handed over by the stages that read it tile by tile: a sum in float64 beside its rounded copy.
     handed = max((12 * prod(n.shape) for n in graph.nodes if n.op == SCATTER and n.differentiable), default=0)
-    return values + max(peak, handed) + _cast_bytes(graph)
+    return max(most, values + max(peak, handed) + _cast_bytes(graph))
+
+
+def passing_values(graph: Graph) -> frozenset[int]:
+    """Return the whole values that only other whole-field operators read: behind the last of them they are gone, but
+    for what autograd keeps.
+    """
+    read = {i for node in graph.nodes if node.is_field for i in node.operands}
+    needed = {*read, *graph.outputs, *graph.updates.values()}
+    readers = {i for node in graph.nodes if not node.is_field for i in node.operands}
+    return frozenset(
+        node.id
+        for node in graph.nodes
+        if node.whole and node.op != GATHER and node.id in readers and node.id not in needed
+    )
+
+
+def _saved_whole(graph: Graph) -> set[int]:
+    """Return the whole values that autograd keeps for the backward of whole-field operators, as far as rows tell; of an
+    operator without a row all that it reads and makes.
+    """
+    found = set[int]()
+    for node in graph.nodes:
+        if not (node.whole and node.differentiable) or node.op == GATHER or not _makes_memory(graph, node):
+            continue
+        row, known = lookup(node.op), node.op in registered()
+        if row.saved is Saved.INPUTS or not known:
+            found |= {i for i in node.operands if graph[i].whole}
+        if row.saved is Saved.OUTPUT or not known:
+            found.add(node.id)
+    return found
+
+
+def _base(graph: Graph, node: Node) -> int:
+    """Return the value in whose memory another one lies. Of several outputs of an operator each has its own."""
+    while not _makes_memory(graph, node) and node.arguments.get("index") in (None, 0):
+        node = graph[node.operands[0]]
+    return node.id
 
 
 def _cast_bytes(graph: Graph) -> int:
