@@ -122,10 +122,15 @@ def facts_of(plan: Plan, source: str) -> Facts:
         ("runs", f"on {plan.device}, {runs}"),
         *((("ranks", _ranks(plan, plan.ranks)),) if plan.ranks is not None else ()),
         *((("passes over stages", _passes(plan) or "none"),) if not plan.whole else ()),
+        *((("whole", _whole(plan)),) if plan.whole_pixels else ()),
         ("predicted peak", f"{format_bytes(plan.predicted_peak_bytes)} ({budget})"),
         *((f"kept in {where}", f"{format_bytes(size)} at most") for where, size in elsewhere if size),
         ("predicted time", f"about {format_seconds(plan.predicted_seconds)} a step ({source}){whole}"),
     )
+
+
+def _whole(plan: Plan) -> str:
+    return f"fields of at most {format_pixels(plan.whole_pixels)}, between the tiles of the others, as PyTorch runs them"
 
 
 def _ranks(plan: Plan, ranks: RankPlan) -> str:
