@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gigagrad as gg
 from bench.deep_step import FromBytes, loss
 from gigagrad.boxes import Box, apart, without
-from gigagrad.plans import Plan, Problem, make_plan, split_stages
+from gigagrad.plans import Plan, Problem, make_plan
 from gigagrad.plans.owners import Owners
 
 _NETWORKS = ("paper-unet", "smp:Unet?encoder_name=resnet34", "timm:resnet18", "smp:FPN?encoder_name=efficientnet-b0")
@@ -63,8 +63,7 @@ class _Shared:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.graph = problem.graph
-        stages = split_stages(self.graph, [field.node for field in plan.kept])
-        self.owners = Owners(self.graph, stages, plan, problem.ranks)
+        self.owners = Owners(self.graph, plan.stages, plan.passes, problem.ranks)
         self.kept = [field.node for field in plan.kept if not self.graph.gathers(field.node)]
         self.moved = [i for i in self.kept if self.graph[i].differentiable]
         self.sweeps = [(i, stage) for i in self.moved for stage in self.owners.cotangents.adding(i)]

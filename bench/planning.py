@@ -1,4 +1,4 @@
-"""Planning for sizes no machine at hand could run: how long a plan, its simulation and its trade-off curve take.
+"""Planning for sizes no machine at hand could run: how long a plan, its check and its trade-off curve take.
 
     python bench/planning.py [--cases NAME ...] [--no-curve]
 
@@ -96,7 +96,7 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
     from gigagrad.graphs import InputSpec, capture
     from gigagrad.losses import named_loss
     from gigagrad.models import resolve
-    from gigagrad.plans import Amount, Costs, Problem, ledger, make_plan, simulate, trade_off
+    from gigagrad.plans import Amount, Costs, Problem, check, ledger, make_plan, trade_off
     from gigagrad.stores import DiskTier, MemoryTier
 
     seconds: dict[str, float] = {}
@@ -139,8 +139,8 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
         plan = timed("plan", lambda: plan_at(case.budget_bytes))
     except BudgetError as refusal:
         return {**asked, "refused_below_bytes": refusal.smallest_bytes, "faults": 0, "seconds": seconds}
-    simulation = timed("simulate", lambda: simulate(dataclasses.replace(problem, budget_bytes=case.budget_bytes), plan))
-    for fault in simulation.faults:
+    faults = timed("check", lambda: check(dataclasses.replace(problem, budget_bytes=case.budget_bytes), plan))
+    for fault in faults:
         print(fault)
     points = timed("curve", lambda: trade_off(plan_at)) if curve else ()
     return {
@@ -150,7 +150,7 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
         "tiles": plan.tile_count,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "predicted_seconds": plan.modelled_seconds,
-        "faults": len(simulation.faults),
+        "faults": len(faults),
         "seconds": seconds,
         "points": [(point.predicted_peak_bytes, round(point.seconds, 1), point.kept) for point in points],
         "peak_rss_bytes": peak_resident_bytes(),

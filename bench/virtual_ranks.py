@@ -11,7 +11,6 @@ and one JSON line last.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 import sys
@@ -24,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gigagrad.plans.traffic import plan_for_ranks
+from gigagrad.plans.emit import shared_by
 from gigagrad.ranks import Alone, run_virtual
 from tests.exactness.generated import make_case
 from tests.execution.by_ranks import outcome, prepared_for
@@ -54,7 +53,8 @@ def main() -> None:
             if any(bits != alone for bits, _ in found):
                 differing += 1
                 print(f"seed {seed} by {count} ranks differs\n{case.description}", flush=True)
-            planned = plan_for_ranks(dataclasses.replace(run.prepared.problem, ranks=count), run.prepared.plan)
+            planned = shared_by(run.prepared.problem, run.prepared.plan, count).ranks
+            assert planned is not None
             if planned.sent_bytes != sum(nbytes for _, nbytes in found):
                 other_bytes += 1
                 print(

@@ -13,7 +13,7 @@ from gigagrad.allowances import MAPPED_BYTES, UNNOTICED_BYTES
 from gigagrad.devices import device_for
 from gigagrad.devices.cpu import HeapWatch
 from gigagrad.devices.spare import SpareBlocks
-from gigagrad.execution.backward import Backward
+from gigagrad.execution.run import Run
 from gigagrad.threads import living
 from tests.devices.fake import FakeCpu
 
@@ -155,7 +155,7 @@ def test_nothing_stays_of_a_step_that_fails(monkeypatch):
     engine, pair = engine_that_keeps()
     engine.backward(*pair)
     assert SpareBlocks.held_bytes()
-    monkeypatch.setattr(Backward, "finish", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(Run, "_pull_rest", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         engine.backward(*pair)
     assert SpareBlocks.held_bytes() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.run import Run
 from gigagrad.execution.seeds import Seeds, drawing
 from gigagrad.execution.sources import opened_sources
+from gigagrad.plans.emit import shared_by
 from gigagrad.ranks import Ranks
 
 
@@ -47,6 +49,9 @@ def prepared_by(engine: gg.Engine, image: Any, target: Any) -> RankRun:
 def outcome(run: RankRun, ranks: Ranks, journal: Path | None = None) -> tuple[str, int]:
     """A hash of the loss, of all gradients and of the buffers' new values, and the bytes that this rank sent."""
     engine, prepared, before = run.engine, run.prepared, ranks.sent_bytes
+    if ranks.count > 1:
+        plan = shared_by(prepared.problem, prepared.plan, ranks.count)
+        prepared = dataclasses.replace(prepared, plan=plan)
     with opened_sources(engine._composite, run.image, run.target) as sources:
         stored = stored_in(engine._composite, prepared.graph)
         draws = Seeds(None).of_next_run(ranks, drawn=bool(drawing(prepared.graph)))

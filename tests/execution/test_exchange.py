@@ -14,13 +14,16 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.errors import RankError
-from gigagrad.execution.exchange import Exchange
+from gigagrad.execution.exchange import Comm, Swept
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.graphs import MOMENTS
-from gigagrad.plans import simulate
+from gigagrad.plans import Tiles
+from gigagrad.plans import check as faults_of
+from gigagrad.plans.emit import shared_by
+from gigagrad.plans.plan import RankPlan
+from gigagrad.plans.program import Exchange, Gather, Sum
 from gigagrad.plans.stages import summed_globals
-from gigagrad.plans.sums import keys_of
-from gigagrad.plans.traffic import plan_for_ranks
+from gigagrad.plans.sums import how_summed
 from gigagrad.ranks import Alone, run_virtual
 from tests.exactness.generated import make_case
 from tests.exactness.normed import Net, dice
@@ -31,8 +34,14 @@ def check(run: RankRun, count: int) -> None:
     alone, _ = outcome(run, Alone())
     found = run_virtual(count, partial(outcome, run), timeout=60)
     assert [bits for bits, _ in found] == [alone] * count
-    problem = dataclasses.replace(run.prepared.problem, ranks=count)
-    assert sum(nbytes for _, nbytes in found) == plan_for_ranks(problem, run.prepared.plan).sent_bytes
+    assert sum(nbytes for _, nbytes in found) == by(run, count).sent_bytes
+
+
+def by(run: RankRun, count: int) -> RankPlan:
+    """What the plan comes to if so many ranks share it."""
+    found = shared_by(run.prepared.problem, run.prepared.plan, count).ranks
+    assert found is not None
+    return found
 
 
 @settings(max_examples=12, derandomize=True, phases=[Phase.generate])
@@ -92,7 +101,7 @@ def test_large_sums_that_are_needed_at_once_are_put_together(count):
     image, target = torch.rand(3, 48, 40).double(), (torch.rand(1, 48, 40) > 0.5).double()
     run = prepared_for(net, dice, image, target, tile=(8, 40))
     problem, stages = run.prepared.problem, run.prepared.stages
-    assert any(keys_of(problem, summed_globals(run.prepared.graph, stage)).cut for stage in stages)
+    assert any(how_summed(problem, summed_globals(run.prepared.graph, stage)).cut for stage in stages)
     check(run, count)
     expected = torch.autograd.grad(dice(net(image[None]), target[None]), [*net.parameters()])
     run.engine.backward(image, target)
@@ -110,7 +119,7 @@ def test_moments_are_never_cut():
     graph = run.prepared.graph
     moments = tuple(node.id for node in graph.nodes if node.op == MOMENTS)
     assert sum(8 * prod(graph[i].shape) for i in moments) > 2**16
-    assert keys_of(run.prepared.problem, moments).whole == moments
+    assert how_summed(run.prepared.problem, moments).whole == moments
     check(run, 3)
 
 
@@ -122,9 +131,9 @@ def test_plans_for_ranks_say_what_each_holds_and_are_walked():
         plan = gg.plans.make_plan(problem, tiles=((16, 96),))
         assert plan.ranks is not None
         assert 1 / count < plan.ranks.held_share < 1 / count + 0.2
-        assert simulate(problem, plan).consistent
+        assert not faults_of(problem, plan)
         less = dataclasses.replace(plan.ranks, held_share=0.9 / count)
-        assert not simulate(problem, dataclasses.replace(plan, ranks=less)).consistent
+        assert {fault.rule for fault in faults_of(problem, dataclasses.replace(plan, ranks=less))} == {"ranks"}
         assert gg.plans.Plan.from_dict(plan.to_dict()) == plan
         assert f"{count}; each holds at most" in str(plan)
 
@@ -133,26 +142,37 @@ def test_what_whole_field_operators_read_is_replicated_and_the_rest_is_shared():
     image, target = torch.rand(3, 256, 96), torch.rand(1, 256, 96)
     run = prepared_for(Looks(), dice, image, target, tile=(16, 96))
     assert any(run.prepared.graph.gathers(field.node) for field in run.prepared.plan.kept)
-    assert plan_for_ranks(dataclasses.replace(run.prepared.problem, ranks=4), run.prepared.plan).held_share < 0.4
+    assert by(run, 4).held_share < 0.4
 
 
 def test_a_rank_without_a_sum_adds_nothing_not_zero():
     run = prepared_for(Net(), dice, torch.rand(3, 64, 96), torch.rand(1, 64, 96), tile=(16, 24))
-    prepared = run.prepared
+    plan = shared_by(run.prepared.problem, run.prepared.plan, 2)
+    prepared = dataclasses.replace(run.prepared, plan=plan)
     stage = next(one for one in prepared.stages if one.globals)
     graph = prepared.graph
+    index, step = next(
+        (i, step)
+        for i, step in enumerate(plan.steps)
+        if isinstance(step, Tiles) and step.stage == stage.index
+        if step.phase != "forward"
+    )
+    end = plan.steps[index + 1]
+    assert isinstance(end, Exchange)
+    end = dataclasses.replace(end, transfers=(), reductions=Sum((), (), ()))
     first, second = [i for i in stage.globals if graph[i].differentiable][:2]
 
     def work(ranks):
-        exchange = Exchange(prepared, prepared.owners(ranks.count), ranks)
-        _, own = exchange.own(stage)
-        sums, key = exchange.new_sums(stage), (first, second)[ranks.index]
+        comm = Comm(prepared, ranks)
+        _, own = comm.own(step)
+        sums, key = comm.new_sums(step), (first, second)[ranks.index]
         sums.add(own.start, {key: torch.full(graph[key].shape, -0.0)})
-        _, total = exchange.end_backward(stage, {}, {}, sums, None)
-        shares = {i: value for i, value in total.items() if not exchange.is_whole(i)}
+        total, _ = comm.exchange(end, Swept(step, stage, {}, gradients=sums))
+        shares = {i: value for i, value in total.items() if not comm.is_whole(i)}
         assert all(len(value) == prod(graph[i].shape) / 2 for i, value in shares.items())
         gradients = {i: value.float() for i, value in shares.items()}
-        exchange.put_together(gradients)
+        for gather in (one for one in plan.steps if isinstance(one, Gather) and one.gradients):
+            comm.gather(gather, [gradients])
         return {**total, **gradients}
 
     for total in run_virtual(2, work, timeout=20):

@@ -12,7 +12,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.errors import BudgetError, ConfigError, StoreError
-from gigagrad.execution.backward import Backward
+from gigagrad.execution.run import Run
 from gigagrad.plans import ledger
 from gigagrad.stores import DiskStore, Scratch
 from tests.devices.fake import FakeCpu
@@ -115,16 +115,16 @@ def test_an_error_leaves_no_files_and_no_gradients(pair, tmp_path, monkeypatch):
 
 
 def test_a_file_damaged_while_tiles_run_is_an_error(pair, tmp_path, monkeypatch):
-    sweep = Backward.sweep
+    cotangents = Run._cotangents
 
     def damage(self, stage):
         for path in tmp_path.glob("gigagrad-*/field-*"):
             content = bytearray(path.read_bytes())
             content[:64] = bytes(64)
             path.write_bytes(content)
-        yield from sweep(self, stage)
+        return cotangents(self, stage)
 
-    monkeypatch.setattr(Backward, "sweep", damage)
+    monkeypatch.setattr(Run, "_cotangents", damage)
     with pytest.raises(StoreError, match="does not hold what was written"):
         step(pair, ["disk"], scratch=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -133,7 +133,7 @@ def test_a_file_damaged_while_tiles_run_is_an_error(pair, tmp_path, monkeypatch)
 def test_a_killed_run_is_cleaned_up_by_the_next(pair, tmp_path):
     program = (
         "import os, sys, torch; sys.path.insert(0, sys.argv[2]); from tests.execution import test_tiers as t; "
-        "from gigagrad.execution.backward import Backward; Backward.sweep = lambda *_: os.kill(os.getpid(), 9); "
+        "from gigagrad.execution.run import Run; Run._cotangents = lambda *_: os.kill(os.getpid(), 9); "
         "t.step((torch.rand(3, 70, 86), torch.ones(1, 70, 86)), ['disk'], scratch=sys.argv[1])"
     )
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))

@@ -6,7 +6,8 @@ import pytest
 
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Amount, Costs, Point, advise, make_plan, trade_off
+from gigagrad.plans import Costs, Point, Tiles, advise, make_plan, trade_off
+from gigagrad.plans.program import Allocate, Buffer
 from gigagrad.stores import PlannedDiskTier
 from gigagrad.units import format_bytes, parse_bytes
 from tests.plans.networks import MIB, plan_of, problem_of
@@ -21,6 +22,7 @@ class Curve:
 
     def __init__(self, problem, plan, seconds):
         self.problem, self.plan, self.seconds = problem, plan, seconds
+        self.stage = dataclasses.replace(plan.stages[0], forward_seconds=0.0, backward_seconds=0.0)
 
     def __call__(self, problem):
         budget, room = problem.budget_bytes / GIB, problem.rooms.get("disk", 0) / GIB
@@ -28,17 +30,16 @@ class Curve:
             raise AssertionError("room in a tier that is not there")
         return dataclasses.replace(
             self.plan,
-            stages=(),
-            passes=(),
+            stages=(self.stage,),
+            steps=(Allocate((Buffer(0, False, "disk", int(GIB * min(room, 8)), (), (), False),)), Tiles(0, "forward")),
             whole_seconds=self.seconds(budget, room),
-            elsewhere=(Amount("disk", int(GIB * min(room, 8))),),
         )
 
     def advice(self, budget=4.0, points=(), rooms=None, peak=0.95):
         tiers = (*self.problem.tiers, PlannedDiskTier(1)) if rooms else self.problem.tiers
         problem = dataclasses.replace(self.problem, budget_bytes=int(budget * GIB), rooms=rooms or {}, tiers=tiers)
         room = (rooms or {}).get("disk", 0) / GIB
-        now = dataclasses.replace(self.plan, stages=(), passes=(), whole_seconds=self.seconds(budget, room))
+        now = dataclasses.replace(self.plan, stages=(), steps=(), whole_seconds=self.seconds(budget, room))
         curve = [Point(int(at * GIB), int(peak * at * GIB), self.seconds(at, 0), 0, 0) for at in points]
         found = advise(problem, now, curve, self)
         return [(each.tier, each.size_bytes / GIB, each.seconds) for each in found]
@@ -105,7 +106,7 @@ def test_what_does_not_fit_is_no_advice_and_no_fault(planner):
         return curve(problem)
 
     problem = dataclasses.replace(curve.problem, budget_bytes=4 * GIB)
-    now = dataclasses.replace(curve.plan, stages=(), passes=(), whole_seconds=100)
+    now = dataclasses.replace(curve.plan, stages=(), steps=(), whole_seconds=100)
     (found,) = advise(problem, now, (), refusing)
     assert (found.tier, found.size_bytes) == ("disk", 8 * GIB)
 

@@ -4,15 +4,13 @@ import dataclasses
 
 import pytest
 
-from gigagrad.plans import Amount, KeptField, Pass, Plan, StagePlan, WholeField, ledger
+from gigagrad.plans import Amount, KeptField, Plan, Stage, StagePlan, Tiles, WholeField, ledger
 from gigagrad.plans.description import Table, describe
+from gigagrad.plans.program import Allocate, Buffer
 
 MIB = 2**20
 STAGE = StagePlan(
-    index=0,
-    operators=23,
-    reductions=1,
-    keeps=2,
+    computes=Stage(0, (50,), (40, 41), None, tuple(range(20, 43)), (0,), (1, 2)),
     tile=(640, 512),
     tiles=(25, 125),
     crop=(760, 632),
@@ -30,7 +28,7 @@ PLAN = Plan(
     workers=1,
     threads=2,
     stages=(STAGE,),
-    passes=(Pass(0, "one pass"),),
+    steps=(Tiles(0, "one pass"),),
     kept=(),
     whole_field=(),
     budget_bytes=None,
@@ -41,6 +39,10 @@ PLAN = Plan(
 
 def changed(**changes):
     return describe(dataclasses.replace(PLAN, **changes))
+
+
+def _buffer(tier, size):
+    return Buffer(size, False, tier, size, (), (), False)
 
 
 def cells(table):
@@ -89,11 +91,10 @@ def test_all_that_is_known_of_a_plan_is_said():
 
 def test_other_tiers_whole_fields_and_predictions():
     description = changed(
-        passes=(Pass(0, "forward"),),
+        steps=(Allocate((_buffer("host", 2**30), _buffer("disk", 2**31))), Tiles(0, "forward")),
         budget_bytes=2**30,
         workers=2,
         whole_field=(WholeField("aten.fft_fft2.default", "mixer", 5 * MIB), WholeField("aten.mul.Tensor", "", 9 * MIB)),
-        elsewhere=(Amount("host", 2**30), Amount("disk", 2**31)),
         timed_seconds=None,
         whole_seconds=0.5,
     )
@@ -111,8 +112,8 @@ def test_other_tiers_whole_fields_and_predictions():
 
 def test_passes_are_told_as_runs():
     order = [(i, "forward") for i in range(3)] + [(2, "one pass"), (1, "backward"), (0, "backward")]
-    stages = tuple(dataclasses.replace(STAGE, index=i) for i in range(3))
-    description = changed(stages=stages, passes=tuple(Pass(*one) for one in order), timed_seconds=(1.0,) * len(order))
+    stages = tuple(dataclasses.replace(STAGE, computes=dataclasses.replace(STAGE.computes, index=i)) for i in range(3))
+    description = changed(stages=stages, steps=tuple(Tiles(*one) for one in order), timed_seconds=(1.0,) * len(order))
     assert dict(description.facts)["passes over stages"] == "forward 0 to 2, one pass 2, backward 1 to 0"
     assert [row["sweeps"] for row in cells(description.tables[0])] == ["both", "both", "both"]
 
@@ -127,7 +128,7 @@ def test_of_many_kept_fields_the_largest_are_shown():
 
 
 def test_a_plan_without_stages_or_time():
-    description = changed(stages=(), passes=(), timed_seconds=None)
+    description = changed(stages=(), steps=(), timed_seconds=None)
     assert dict(description.facts)["passes over stages"] == "none"
     assert description.tables[0].rows == ()
     assert str(description).startswith("Prediction as planned\n\nimage ")

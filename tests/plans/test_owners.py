@@ -37,7 +37,7 @@ def owners_of(graph_of, plan_for):
 
     def make(tiles, count):
         plan = plan_for(graph, tiles=tuple(tiles), kept=dict.fromkeys(kept, "memory"))
-        return Owners(graph, stages, plan, count), stages, kept
+        return Owners(graph, plan.stages, plan.passes, count), stages, kept
 
     return make
 
@@ -114,7 +114,7 @@ def test_what_ranks_have_of_sums_is_joined_to_one(owners_of, tiles, count):
     parts = owners.parts(stage)
     for rank in range(count):
         own = [part for part in owners.own(stage, rank) if parts.tiles(part)]
-        found = joined(owners, stage, rank)
+        found = joined(parts, owners.own(stage, rank))
         assert set(found) <= set(own)
         assert bool(found) == bool(own)
         for part in found:
@@ -130,4 +130,4 @@ def test_ranks_that_divide_the_parts_have_one_sum_each(owners_of, tiles, count):
     for rank in range(count):
         own = owners.own(stages[0].index, rank)
         if own == range(len(parts) * rank // count, len(parts) * (rank + 1) // count) and parts.tiles(own[0]):
-            assert len(joined(owners, stages[0].index, rank)) == 1
+            assert len(joined(parts, own)) == 1

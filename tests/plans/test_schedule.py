@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gigagrad.plans import Pass, split_stages
+from gigagrad.plans import Tiles, split_stages
 from gigagrad.plans.schedule import Cotangents, last_cotangents, make_passes
 
 AFFINE, SCALED, AFTER = Cotangents
@@ -50,22 +50,22 @@ def test_rule(graph_of, name):
     (stage,) = stages = split_stages(graph)
     assert last_cotangents(graph, stage) is rule
     passes = make_passes(graph, stages, backward=True)
-    both = (Pass(0, "forward"), Pass(0, "backward"))
-    assert passes == (both if rule is AFTER else (Pass(0, "one pass"),))
-    assert make_passes(graph, stages, backward=False) == (Pass(0, "forward"),)
+    both = (Tiles(0, "forward"), Tiles(0, "backward"))
+    assert passes == (both if rule is AFTER else (Tiles(0, "one pass"),))
+    assert make_passes(graph, stages, backward=False) == (Tiles(0, "forward"),)
 
 
 def test_stages_run_backward_in_reverse(gate):
     assert make_passes(gate, split_stages(gate), backward=True) == (
-        Pass(0, "forward"),
-        Pass(1, "one pass"),
-        Pass(0, "backward"),
+        Tiles(0, "forward"),
+        Tiles(1, "one pass"),
+        Tiles(0, "backward"),
     )
 
 
 def test_a_frozen_network_has_no_backward(graph_of):
     graph = graph_of(nn.Conv2d(1, 1, 1).requires_grad_(False), F.mse_loss, (6, 5))
-    assert make_passes(graph, split_stages(graph), backward=True) == (Pass(0, "forward"),)
+    assert make_passes(graph, split_stages(graph), backward=True) == (Tiles(0, "forward"),)
 
 
 def test_a_stage_before_the_first_parameter_is_not_differentiated(graph_of):
@@ -78,4 +78,4 @@ def test_a_stage_before_the_first_parameter_is_not_differentiated(graph_of):
             return self.conv(x - x.mean())
 
     graph = graph_of(Normalised(), F.mse_loss, (6, 5))
-    assert make_passes(graph, split_stages(graph), backward=True) == (Pass(0, "forward"), Pass(1, "one pass"))
+    assert make_passes(graph, split_stages(graph), backward=True) == (Tiles(0, "forward"), Tiles(1, "one pass"))

@@ -11,7 +11,20 @@ from rich.console import Console
 
 from gigagrad.errors import ConfigError, WriteError
 from gigagrad.events import Preparing
-from gigagrad.plans import Advice, Amount, Fate, KeptField, Moment, Pass, Plan, Point, StagePlan, ledger, make_plan
+from gigagrad.plans import (
+    Advice,
+    Amount,
+    Fate,
+    KeptField,
+    Moment,
+    Plan,
+    Point,
+    Stage,
+    StagePlan,
+    Tiles,
+    ledger,
+    make_plan,
+)
 from gigagrad.reports import plan_picture
 from gigagrad.reports.plan_picture import check_picture, draw_plan
 from gigagrad.reports.plan_study import PlanStudy, advice_in_words, describe_study, make_study, plan_page
@@ -24,10 +37,7 @@ GIB = 2**30
 def study_of(stages=3, fields=4, **changes):
     described = tuple(
         StagePlan(
-            index=i,
-            operators=20 + i,
-            reductions=1,
-            keeps=1,
+            computes=Stage(i, (100 + i,), (50 + i,), None, tuple(range(20 + i)), (), ()),
             tile=(256, 512),
             tiles=(1000, 2000),
             crop=(1160, 1416),
@@ -38,8 +48,8 @@ def study_of(stages=3, fields=4, **changes):
         )
         for i in range(stages)
     )
-    passes = tuple(Pass(i, "forward") for i in range(stages)) + tuple(
-        Pass(i, "backward") for i in reversed(range(stages))
+    passes = tuple(Tiles(i, "forward") for i in range(stages)) + tuple(
+        Tiles(i, "backward") for i in reversed(range(stages))
     )
     names = [f"encoder.very_long_name_of_a_layer.{i}.conv[0]" for i in range(fields)]
     shape = (1, 64, 16000, 64000)
@@ -51,7 +61,7 @@ def study_of(stages=3, fields=4, **changes):
         workers=2,
         threads=1,
         stages=described,
-        passes=passes,
+        steps=passes,
         kept=kept,
         whole_field=(),
         budget_bytes=8 * GIB,

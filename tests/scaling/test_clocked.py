@@ -67,8 +67,8 @@ def test_the_simulator_says_what_clocks_show(swept):
     def work(ranks, compute):
         for seconds, met in swept:
             compute(seconds[ranks.index])
-            for meeting in met:
-                sent, came = meeting.messages[ranks.index], meeting.messages[:, ranks.index]
+            for fields, sums in met:
+                sent, came = (fields + sums)[ranks.index], (fields + sums)[:, ranks.index]
                 ranks.exchange({rank: message(n) for rank, n in enumerate(sent)}, dict(enumerate(came.tolist())))
         return ranks.clock
 

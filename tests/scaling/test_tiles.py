@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gigagrad.plans import ledger
-from gigagrad.plans.plan import amount_of, total
-from gigagrad.plans.traffic import Meeting, plan_for_ranks
+from gigagrad.plans.emit import shared_by
+from gigagrad.plans.plan import amount_of
 from gigagrad.scaling import Link, tile_step
 from gigagrad.scaling.tiles import BALANCE, COPIES, HALOS, LATENCY, PARTS, REPLICATED, SUMS, PassTimes, _lost, clock
 from tests.plans.networks import graph_of, plan_of, problem_of
@@ -23,23 +23,23 @@ CAUSES = (PARTS, BALANCE, HALOS, SUMS, LATENCY, COPIES, REPLICATED)
 seconds_st = st.floats(0, 10)
 
 
-def meeting_of(count, fields, sums=()):
+def exchange_of(count, fields, sums=()):
     """Bytes by pairs of ranks."""
     matrices = np.zeros((2, count, count), np.int64)
     for matrix, messages in zip(matrices, (fields, dict(sums)), strict=True):
         for pair, nbytes in messages.items():
             matrix[pair] = nbytes
-    return Meeting(*matrices)
+    return tuple(matrices)
 
 
 @st.composite
 def steps(draw, count=None):
-    """Passes of some ranks, each with a meeting at least."""
+    """Passes of some ranks, each with an exchange at least."""
     count = count or draw(st.integers(1, 5))
     pairs = st.tuples(*[st.integers(0, count - 1)] * 2).filter(lambda pair: pair[0] != pair[1])
     messages = st.dictionaries(pairs, st.integers(1, 1000), max_size=6) if count > 1 else st.just({})
-    meeting = st.builds(lambda fields, sums: meeting_of(count, fields, sums), messages, messages)
-    swept = st.builds(PassTimes, st.lists(seconds_st, min_size=count, max_size=count), st.lists(meeting, min_size=1))
+    exchange = st.builds(lambda fields, sums: exchange_of(count, fields, sums), messages, messages)
+    swept = st.builds(PassTimes, st.lists(seconds_st, min_size=count, max_size=count), st.lists(exchange, min_size=1))
     return draw(st.lists(swept, min_size=1, max_size=4))
 
 
@@ -56,7 +56,7 @@ def test_with_links_that_take_no_time_the_slowest_share_counts(swept):
 @given(steps(), st.floats(1, 1e3), st.floats(0, 1), st.integers(2, 9))
 def test_more_bytes_and_slower_links_are_never_faster(swept, rate, latency, times):
     taken = clock(swept, Link(rate, latency))
-    more = [PassTimes(seconds, [Meeting(times * m.fields, times * m.sums) for m in met]) for seconds, met in swept]
+    more = [PassTimes(seconds, [(times * fields, times * sums) for fields, sums in met]) for seconds, met in swept]
     slower = [clock(more, Link(rate, latency)), clock(swept, Link(rate / 2, latency)), clock(swept, Link(rate, 1.5))]
     assert min(slower) >= taken - 1e-9
     assert taken >= clock(swept, FREE) - 1e-9
@@ -64,7 +64,7 @@ def test_more_bytes_and_slower_links_are_never_faster(swept, rate, latency, time
 
 def test_a_timeline_by_hand():
     """Rank 1 is last; its word is heard after two messages of nothing. What rank 0 sends goes one after the other."""
-    met = [meeting_of(3, {(0, 1): 60, (0, 2): 300, (2, 0): 100}, {(0, 1): 40})]
+    met = [exchange_of(3, {(0, 1): 60, (0, 2): 300, (2, 0): 100}, {(0, 1): 40})]
     link = Link(bytes_per_second=100.0, latency_seconds=0.25)
     heard = 5 + 2 * 0.25
     assert clock([PassTimes([1, 5, 2], met)], link) == heard + 4 + 0.25
@@ -74,7 +74,7 @@ def test_a_timeline_by_hand():
 
 
 def test_losses_go_by_what_they_are_lost_to():
-    halos, sums = meeting_of(2, {(0, 1): 100}), meeting_of(2, {}, {(1, 0): 50})
+    halos, sums = exchange_of(2, {(0, 1): 100}), exchange_of(2, {}, {(1, 0): 50})
     swept = [PassTimes([2, 0], [halos]), PassTimes([1, 2], [sums])]
     latency = (1 + 1) * 0.5 + 2 * 0.5
     expected = {PARTS: 1.0, BALANCE: 0.5, LATENCY: latency, HALOS: 1.0, SUMS: 0.5}
@@ -101,18 +101,16 @@ def test_what_several_ranks_take_adds_up(ladder, count):
     assert step.seconds == pytest.approx(step.alone_seconds / count + sum(step.lost.values()))
     assert all(seconds >= -1e-12 for seconds in step.lost.values())
     assert min(step.lost[cause] for cause in (HALOS, SUMS, LATENCY, COPIES)) > 0
-    planned = plan_for_ranks(dataclasses.replace(ladder.problem, ranks=count), plan)
+    planned = shared_by(ladder.problem, plan, count).ranks
     assert planned.sent_bytes / count <= step.sent_bytes < planned.sent_bytes
     least, most = (peak_bytes(plan, share) for share in (1 / count, planned.held_share))
     assert least <= step.memory_bytes - planned.message_bytes <= most < plan.predicted_peak_bytes
 
 
 def peak_bytes(plan, share):
-    """With this share of the fields in every sweep."""
-    held = [amount_of(stage.memory, ledger.FIELDS, ledger.COTANGENTS) for stage in plan.stages]
-    return total(plan.fixed) + max(
-        total(stage.memory) - (1 - share) * own for stage, own in zip(plan.stages, held, strict=True)
-    )
+    """With this share of the fields in every pass."""
+    held = [amount_of(moment.amounts, ledger.FIELDS, ledger.COTANGENTS) for moment in plan.moments]
+    return max(moment.total_bytes - (1 - share) * own for moment, own in zip(plan.moments, held, strict=True))
 
 
 def test_measured_seconds_take_the_place_of_predicted_ones(ladder):
