@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gigagrad.boxes import Span
+from gigagrad.boxes import Box, Span, without
 from gigagrad.graphs import GATHER, SCATTER, Graph
 from gigagrad.plans import ledger
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.geometry import Grid
 from gigagrad.plans.keeping import kept_bytes
 from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
+from gigagrad.plans.parts import Parts
 from gigagrad.plans.plan import Plan, StagePlan, amount_of
 from gigagrad.plans.problem import Problem
-from gigagrad.plans.program import Allocate, Key, Release, Tiles
+from gigagrad.plans.program import Allocate, Exchange, Gather, Key, Release, Scalars, Step, Tiles
 from gigagrad.plans.schedule import Cotangents, last_cotangents
-from gigagrad.plans.stages import Stage, gathered, is_read, split_stages
+from gigagrad.plans.stages import Stage, gathered, is_read, split_stages, summed_globals
+from gigagrad.plans.sums import how_summed, late_gradients
 
 _ALL_LOOKED_AT = 96
 """Of an axis with more tiles than this, halos are followed for the tiles at both borders and for some between."""
@@ -45,8 +47,9 @@ def check(problem: Problem, plan: Plan) -> tuple[PlanFault, ...]:
 
     Checked: the stages are those of the fields kept; tiles partition every target, and what they read lies inside the
     fields; what a pass reads is complete and in memory; reductions and whole fields are finished before they are used;
-    every stage that a gradient goes through is swept backward once, after all that read its results; bytes are those
-    of the graph, and the peak is within the budget; ranks hold and send what the plan says.
+    every stage that a gradient goes through is swept backward once, after all that read its results; the sums of a pass
+    travel and become numbers before anything else; every part is computed once; what is taken is released, but for
+    results; bytes are those of the graph, and the peak is within the budget; ranks hold and send what the plan says.
     """
     if plan.whole:
         return tuple(_budget_faults(plan))
@@ -58,6 +61,8 @@ def check(problem: Problem, plan: Plan) -> tuple[PlanFault, ...]:
     for described in plan.stages:
         faults += _tile_faults(problem.graph, plan, described)
     faults += _Walk(problem, plan).faults()
+    faults += _ending_faults(problem, plan)
+    faults += _part_faults(problem, plan)
     faults += _memory_faults(problem, plan)
     faults += _budget_faults(plan)
     faults += _sharing_faults(problem, plan)
@@ -92,22 +97,27 @@ class _Walk:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self._graph, self._plan, self._backward = problem.graph, plan, problem.backward
+        self._handed = problem.handed
         self._stages = [stage.computes for stage in plan.stages]
         self._awaited = awaited(problem.graph)
         self._made = {i for stage in self._stages for i in (*stage.kept, *stage.reductions)}
         self._finished, self._there = set[int](), set[Key]()
         self._done: list[Tiles] = []
+        self._at_work = False
 
     def faults(self) -> Iterator[PlanFault]:
         for index, step in enumerate(self._plan.steps):
             if isinstance(step, Allocate):
                 yield from self._allocate(index, step)
             elif isinstance(step, Release):
-                for key in set(step.keys) - self._there:
-                    yield PlanFault("memory", index, f"{self._named(*key)} is released, but not there")
-                self._there -= {*step.keys}
+                yield from self._release(index, step)
             elif isinstance(step, Tiles):
+                self._at_work = True
                 yield from self._tiles(index, step)
+            elif isinstance(step, Scalars):
+                self._at_work = False
+        for key in sorted(key for key in self._there if not self._is_result(*key)):
+            yield PlanFault("memory", None, f"{self._named(*key)} is never released")
         for stage in self._stages:
             for phase, wanted in (("forward", 1), ("backward", int(self._is_pulled(stage)))):
                 times = sum(p.stage == stage.index and p.phase in (phase, "one pass") for p in self._done)
@@ -123,6 +133,20 @@ class _Walk:
             if buffer.key in self._there:
                 yield PlanFault("memory", index, f"{self._named(*buffer.key)} is there already")
             self._there.add(buffer.key)
+
+    def _release(self, index: int, step: Release) -> Iterator[PlanFault]:
+        if self._at_work:
+            yield PlanFault("memory", index, "buffers are released before the sums of their pass have become numbers")
+        for key in step.keys:
+            if key not in self._there:
+                yield PlanFault("memory", index, f"{self._named(*key)} is released, but not there")
+            elif self._is_result(*key):
+                yield PlanFault("results", index, f"{self._named(*key)} is a result, and released")
+            self._there.discard(key)
+
+    def _is_result(self, node_id: int, cotangent: bool) -> bool:
+        """Say whether a buffer stays: with an image's own gradient, unless that leaves in strips."""
+        return cotangent and self._graph[node_id].is_source and node_id != self._handed
 
     def _tiles(self, index: int, step: Tiles) -> Iterator[PlanFault]:
         stage, phase = self._stages[step.stage], step.phase
@@ -172,6 +196,51 @@ class _Walk:
         node = self._graph[node_id]
         kind = f"{'the cotangent of ' * cotangent}{'field' if node.is_field else 'reduction'}"
         return f"{kind} {node_id} ({node.op}{f' in {node.origin.module_path}' if node.origin.module_path else ''})"
+
+
+def _ending_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
+    """Find a pass whose sums do not travel, or do not become numbers, right after it."""
+    wanted, graph, stages = list[tuple[object, ...]](), problem.graph, [stage.computes for stage in plan.stages]
+    several = plan.ranks is not None and plan.ranks.count > 1
+    for step in plan.passes:
+        stage = stages[step.stage]
+        gradients = how_summed(problem, summed_globals(graph, stage) if step.phase != "forward" else ())
+        reductions = how_summed(problem, stage.reductions if step.phase != "backward" else ())
+        cut = gradients.cut + reductions.cut
+        gather = [("Gather", cut, False)] if several and cut else []
+        wanted += [("Tiles",), ("Exchange", gradients, reductions), *gather, ("Scalars", step.stage)]
+    if any(step.phase != "forward" for step in plan.passes):
+        late = late_gradients(graph, stages) if several else []
+        wanted += [("Scalars", None), *(("Gather", tuple(some), True) for some in late)]
+    found = [(index, _kind(step)) for index, step in enumerate(plan.steps) if not isinstance(step, Allocate | Release)]
+    for (index, one), other in zip([*found, (None, ())], [*wanted, ()], strict=False):
+        if one != other:
+            yield PlanFault("ends", index, f"{_said(one)} stands where {_said(other)} should")
+            return
+
+
+def _kind(step: Step) -> tuple[object, ...]:
+    name = type(step).__name__
+    if isinstance(step, Exchange):
+        return name, step.gradients, step.reductions
+    if isinstance(step, Gather):
+        return name, step.nodes, step.gradients
+    return (name, step.stage) if isinstance(step, Scalars) else (name,)
+
+
+def _said(kind: tuple[object, ...]) -> str:
+    return f"{kind[0]}{kind[1:]}" if kind else "nothing"
+
+
+def _part_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
+    """Find parts that no rank computes, or several do."""
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, Tiles):
+            stage, first = plan.stages[step.stage], step.first_parts
+            grid = Grid(problem.graph, stage.computes, stage.tile)
+            ends = (0, len(Parts(grid, stage.parts, by_rows=grid.by_rows)))
+            if len(first) < 2 or (first[0], first[-1]) != ends or list(first) != sorted(first):
+                yield PlanFault("parts", index, f"parts begin at {first}, not from {ends[0]} to {ends[1]}")
 
 
 def awaited(graph: Graph) -> list[frozenset[int]]:
@@ -241,13 +310,20 @@ def _memory_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
     for stage in plan.stages:
         if (tiles := amount_of(stage.memory, ledger.TILES)) < plan.workers * stage.tile_peak_bytes:
             yield PlanFault("bytes", None, f"{plan.workers} tiles of stage {stage.index} take more than {tiles} bytes")
-    sizes = {field.node: field.size_bytes for field in plan.kept}
+    kept = {field.node: field for field in plan.kept}
     for index, step in enumerate(plan.steps):
         for buffer in step.buffers if isinstance(step, Allocate) else ():
-            nbytes = problem.graph[buffer.node].nbytes if buffer.cotangent else sizes.get(buffer.node, 0)
+            node, field = problem.graph[buffer.node], kept.get(buffer.node)
+            tier = problem.memory.name if field is None else field.tier
+            nbytes = node.nbytes if buffer.cotangent else 0 if field is None else field.size_bytes
             if buffer.size_bytes < nbytes and buffer.node != problem.handed:
                 told = f"a buffer of node {buffer.node} takes {nbytes} bytes, not {buffer.size_bytes}"
                 yield PlanFault("bytes", index, told)
+            if buffer.tier != tier:
+                yield PlanFault("bytes", index, f"a buffer of node {buffer.node} is in {buffer.tier!r}, not {tier!r}")
+            held = [box for own in buffer.held for box in own]
+            if missing := without([Box.whole(node.size(0), node.size(1))], held):
+                yield PlanFault("bytes", index, f"nobody holds {missing[0]} of a buffer of node {buffer.node}")
 
 
 def _budget_faults(plan: Plan) -> Iterator[PlanFault]:

@@ -153,14 +153,14 @@ Step = Allocate | Tiles | Exchange | Gather | Scalars | Release | Whole
 
 
 def live(steps: Iterable[Step]) -> Iterator[tuple[Tiles, tuple[Buffer, ...]]]:
-    """Yield each pass over tiles with the buffers that are there."""
+    """Yield each pass over tiles with the buffers that are there, also of steps that release what isn't."""
     there: dict[Key, Buffer] = {}
     for step in steps:
         if isinstance(step, Allocate):
             there |= {buffer.key: buffer for buffer in step.buffers}
         elif isinstance(step, Release):
             for key in step.keys:
-                del there[key]
+                there.pop(key, None)
         elif isinstance(step, Tiles):
             yield step, tuple(there.values())
 
