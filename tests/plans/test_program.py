@@ -141,7 +141,7 @@ recipes = st.composite(lambda draw: draw_recipe(lambda low, high: draw(st.intege
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@settings(max_examples=settings.default.max_examples // 2, derandomize=True)
+@settings(max_examples=settings.default.max_examples // 5, derandomize=True)
 @given(recipes(), st.data(), st.integers(1, 4), st.booleans())
 def test_steps_of_any_network_take_and_give_back(recipe, data, ranks, backward):
     assume(recipe is not None)
