@@ -17,8 +17,8 @@ from gigagrad.devices import MemoryWatch, device_for, heap
 from gigagrad.devices.cpu import Cpu, HeapWatch
 from gigagrad.events import Preparing, StepMeasured, TileDone
 from gigagrad.execution import observers
-from gigagrad.execution.fields import Fields
 from gigagrad.execution.observers import Progress
+from gigagrad.execution.run import Run
 from gigagrad.execution.tape import Tape
 from gigagrad.graphs import InputSpec, capture
 from gigagrad.stores import HostStore
@@ -181,13 +181,13 @@ def test_float32_sums_do_not_drift(bce):
 
 def test_cotangents_of_weights_in_fewer_bits_do_not_wait_for_the_end(monkeypatch):
     """They arrive at the cast of a weight, not at the weight; in float64 they take four times its bytes."""
-    waiting, end = [], Fields.end
+    waiting, compute = [], Run._compute
 
-    def counted(self, index):
+    def counted(self):
+        compute(self)
         waiting.append(max((value.numel() for value in self._tape._pending.values()), default=0))
-        end(self, index)
 
-    monkeypatch.setattr(Fields, "end", counted)
+    monkeypatch.setattr(Run, "_compute", counted)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for i in (2, 8) for layer in (nn.Conv2d(i, 8, 3, padding=1), nn.BatchNorm2d(8))))
     image = torch.rand(2, 60, 70)

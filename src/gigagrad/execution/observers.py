@@ -19,8 +19,8 @@ _PRIOR = 0.1
 class Observer:
     """Is told in the thread that runs the step."""
 
-    def pass_begins(self, index: int) -> None:
-        """Of the plan's passes; its stores are there."""
+    def pass_begins(self, index: int, fresh_bytes: int) -> None:
+        """Of the plan's passes; before its buffers are taken, which add so many bytes to the memory of tiles."""
 
     def tile_done(self, phase: str) -> None:
         """A tile's results are where they belong."""
@@ -48,7 +48,7 @@ class Progress(Observer):
         """What each pass took, asked at the end of the last one."""
         return tuple(end - start for start, end in pairwise([*self._passes_began, time.perf_counter()]))
 
-    def pass_begins(self, index: int) -> None:
+    def pass_begins(self, index: int, fresh_bytes: int) -> None:
         self._passes_began.append(time.perf_counter())
         stage = self._plan.stages[self._plan.passes[index].stage]
         self._of_tile = self._foretold[index] / stage.tile_count
@@ -69,7 +69,7 @@ class Memory(Observer):
         self._prepared, self._watch, self._executor, self._events = prepared, watch, executor, events
         self._tile_bytes = 0
 
-    def pass_begins(self, index: int) -> None:
+    def pass_begins(self, index: int, fresh_bytes: int) -> None:
         prepared, plan = self._prepared, self._prepared.plan
         step = plan.passes[index]
         planned = plan.stages[step.stage]
@@ -79,7 +79,7 @@ class Memory(Observer):
         forward = step.phase == "forward"
         sums = 0 if forward else gradient_sum_bytes(prepared.graph, planned.computes, prepared.device.sum_dtype)
         sums *= 1 + waiting_sums(planned.parts, planned.tile_count)
-        self._watch.make_room(sums)
+        self._watch.make_room(sums + fresh_bytes)
 
     def tile_done(self, phase: str) -> None:
         executor = self._executor

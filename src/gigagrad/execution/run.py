@@ -34,7 +34,7 @@ from gigagrad.execution.tape import Tape, Values
 from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import FIELD_BINS, GATHER
 from gigagrad.plans import Stage, Tiles
-from gigagrad.plans.program import Allocate, Exchange, Gather, Release, Scalars
+from gigagrad.plans.program import Allocate, Buffer, Exchange, Gather, Release, Scalars
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
 from gigagrad.ranks import Alone, Ranks
 from gigagrad.stores import Quantised
@@ -164,12 +164,13 @@ class Run:
             torch.set_num_threads(within)
 
     def _passes(self) -> Iterator[Piece]:
+        coming: tuple[Buffer, ...] = ()
         for step in self._prepared.plan.steps:
             if isinstance(step, Allocate):
-                self._watch.make_room(self._fields.fresh_bytes(step.buffers))
-                self._fields.allocate(step.buffers)
+                coming = step.buffers  # taken when there is room for all that their pass takes at once
             elif isinstance(step, Tiles):
-                self._begin()
+                self._begin(coming)
+                coming = ()
                 self._swept = yield from self._sweep(step)
             elif isinstance(step, Exchange):
                 assert self._swept is not None
@@ -183,10 +184,12 @@ class Run:
         if self._tape.backward:
             self._check((*self._tape.gradients.values(), *self.input_gradients.values()))
 
-    def _begin(self) -> None:
-        """The next pass."""
+    def _begin(self, buffers: tuple[Buffer, ...]) -> None:
+        """Begin the next pass, which takes these buffers."""
+        fresh_bytes = self._fields.fresh_bytes(buffers)
         for observer in self._observers:
-            observer.pass_begins(self._index)
+            observer.pass_begins(self._index, fresh_bytes)
+        self._fields.allocate(buffers)
         self.journal.begin(self._index)
         self._index += 1
 
