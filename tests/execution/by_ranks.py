@@ -49,7 +49,8 @@ def prepared_by(engine: gg.Engine, image: Any, target: Any) -> RankRun:
 def outcome(run: RankRun, ranks: Ranks, journal: Path | None = None) -> tuple[str, int]:
     """A hash of the loss, of all gradients and of the buffers' new values, and the bytes that this rank sent."""
     engine, prepared, before = run.engine, run.prepared, ranks.sent_bytes
-    if ranks.count > 1:
+    planned = 1 if prepared.plan.ranks is None else prepared.plan.ranks.count
+    if planned != ranks.count:
         plan = shared_by(prepared.problem, prepared.plan, ranks.count)
         prepared = dataclasses.replace(prepared, plan=plan)
     with opened_sources(engine._composite, run.image, run.target) as sources:
