@@ -59,8 +59,8 @@ ERRORS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), 
 PLACES = [
     (Source, "read", 2),
     (StageProgram, "run", 5),
-    (Fields, "begin", 2),
-    (Fields, "end", 2),
+    (Fields, "allocate", 2),
+    (Fields, "release", 2),
     (Progress, "tile_done", 7),
     (Tape, "pull", 1),
 ]
@@ -83,7 +83,7 @@ def test_files_go_before_the_traceback_does(watched, monkeypatch):
     """Many runs that failed, all of their tracebacks held."""
     kept = []
     with monkeypatch.context() as patch:
-        patch.setattr(Fields, "end", failing(Fields.end, MemoryError(), 0))
+        patch.setattr(Fields, "release", failing(Fields.release, MemoryError(), 0))
         for _ in range(5):
             try:
                 watched.engine.backward(*watched.pair)
