@@ -130,7 +130,8 @@ def facts_of(plan: Plan, source: str) -> Facts:
 
 
 def _whole(plan: Plan) -> str:
-    return f"fields of at most {format_pixels(plan.whole_pixels)}, between the tiles of the others, as PyTorch runs them"
+    few = format_pixels(plan.whole_pixels)
+    return f"fields of at most {few}, between the tiles of the others, as PyTorch runs them"
 
 
 def _ranks(plan: Plan, ranks: RankPlan) -> str:

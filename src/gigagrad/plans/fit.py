@@ -156,9 +156,9 @@ class Fitter:
         seconds += sum(tiling.seconds(cost) for tiling, cost in zip(tilings, chosen, strict=True))
         if chosen:
             peak = total(fixed) + max(total(stage.memory) for stage in described)
-            copies = ledger.weights(problem, stages, peak)
-            fixed, peak = (*fixed, copies), peak + copies.size_bytes
             tiles = max(amount_of(stage.memory, ledger.TILES) for stage in described)
+            copies = ledger.weights(problem, stages, peak + ledger.useful_hoard_bytes(tiles))
+            fixed, peak = (*fixed, copies), peak + copies.size_bytes
             fixed = (*fixed, ledger.hoard(problem, peak, tiles))
         return Option(workers, readers, kept, described, passes, seconds, fixed, elsewhere)
 
