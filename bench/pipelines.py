@@ -1,4 +1,4 @@
-"""Which parallelism when: PipeDream's published profiles, the formulas of schedules, and a U-Net on whole images.
+"""Which parallelism when: PipeDream's published profiles, and a U-Net on whole images.
 
     python bench/pipelines.py
 
@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.deep_unet import deep_unet
 from bench.pipedream_profiles import RESNET50, VGG16
-from bench.schedules import GPIPE, ONE_F_ONE_B, PIPEDREAM_2BW, StageTimes, simulate
 from gigagrad.scaling import Layer, Link, Replicated, parse_link, replicated, split
 
 CARD = parse_link("10Gbit/s")
@@ -127,35 +126,6 @@ def free_cuts() -> dict[str, bool]:
     }
 
 
-def even(ranks: int, chunks: int) -> list[StageTimes]:
-    return [StageTimes(1 / chunks, 2 / chunks)] * (ranks * chunks)
-
-
-def bubbles() -> dict[str, Any]:
-    """The worst difference to the formulas, and some schedules on eight ranks."""
-    differences = []
-    for ranks, rounds, chunks in product(range(1, 9), range(1, 5), range(1, 5)):
-        m = ranks * rounds
-        filling = (ranks - 1) / (chunks * m + ranks - 1)
-        for schedule, share in ((GPIPE, filling), (ONE_F_ONE_B, filling), (PIPEDREAM_2BW, 0.0)):
-            differences.append(abs(simulate(schedule, even(ranks, chunks), ranks, m).idle_share - share))
-    rows = []
-    for schedule, chunks, m in product((GPIPE, ONE_F_ONE_B, PIPEDREAM_2BW), (1, 4), (8, 32)):
-        step = simulate(schedule, even(8, chunks), 8, m)
-        row = {
-            "schedule": schedule.name,
-            "exact": schedule.exact,
-            "micro_batches": m,
-            "chunks": chunks,
-            "idle_share": round(abs(step.idle_share), 3),
-            "micro_batches_held": step.held[0] / chunks,
-            "weight_versions": step.weight_versions,
-        }
-        print(row, flush=True)
-        rows.append(row)
-    return {"cases": len(differences), "worst_difference": max(differences), "eight_ranks": rows}
-
-
 def unet_bytes(side: int) -> tuple[list[int], int, int]:
     """Of a ResNet-34 U-Net: activations that cross each cut of its blocks, halos at a seam between tiles, parameters.
 
@@ -188,7 +158,7 @@ def whole_images(ranks: int, step_seconds: float, images: Sequence[int]) -> dict
     link = parse_link("10Gbit/s,50us")
     cuts, halo_bytes, parameter_bytes = unet_bytes(8192)
     gradients = link.sum_seconds(parameter_bytes, ranks)
-    stages = [StageTimes(step_seconds / ranks / 3, step_seconds / ranks * 2 / 3, min(cuts))] * ranks
+    cut_seconds = 2 * link.seconds(min(cuts))
     return {
         "ranks": ranks,
         "one_rank_seconds": step_seconds,
@@ -200,7 +170,9 @@ def whole_images(ranks: int, step_seconds: float, images: Sequence[int]) -> dict
             count: {
                 "tile": round(count * (step_seconds / ranks + link.seconds(halo_bytes)) + gradients, 2),
                 "data": round(-(-count // ranks) * step_seconds + (gradients if count > 1 else 0), 2),
-                "pipeline": round(simulate(ONE_F_ONE_B, stages, ranks, count, link).seconds, 2),
+                "pipeline": round(
+                    step_seconds + (ranks - 1) * cut_seconds + (count - 1) * max(step_seconds / ranks, cut_seconds), 2
+                ),
             }
             for count in images
         },
@@ -209,7 +181,7 @@ def whole_images(ranks: int, step_seconds: float, images: Sequence[int]) -> dict
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    result: dict[str, Any] = {"pipedream": pipedream(), "as_their_program_prints": free_cuts(), "bubbles": bubbles()}
+    result: dict[str, Any] = {"pipedream": pipedream(), "as_their_program_prints": free_cuts()}
     result["unet"] = [whole_images(8, step_seconds, (1, 8, 64)) for step_seconds in (362.0, 0.362)]
     print(*result["unet"], sep="\n", flush=True)
     print(json.dumps(result))

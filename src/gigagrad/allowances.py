@@ -1,7 +1,7 @@
 """What memory takes beside the tensors that can be counted: every allowance of a plan, with what it was measured from.
 
 Bytes unless said otherwise. docs/decisions/0013-whole-process-accounting.md has the measurements; `bench/budgets.py`
-and `bench/memory.py` repeat them.
+repeats them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNNOTICED_BYTES: Final = 16 * MIB
 KERNEL_BYTES: Final = 72 * 2**10
 """Of one compiled convolution in oneDNN's cache, forward or one of two backward, in one shape (13 to 80 KiB)."""
 AMX_KERNEL_BYTES: Final = 320 * 2**10
-"""The same on a processor with matrix tiles for its dtype (bench/compiled_kernels.py)."""
+"""The same on a processor with matrix tiles for its dtype (270 KiB on average)."""
 MOST_COMPILED: Final = 1024
 """Compiled kernels that oneDNN's cache holds."""
 

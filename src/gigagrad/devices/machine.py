@@ -35,7 +35,7 @@ the last one added up, by one thread."""
 
 
 _NEW_PAGES_BYTES_PER_SECOND = 2.5e9
-"""Memory that the system has to find and clear (bench/new_pages.py, docs/decisions/0018-large-blocks.md)."""
+"""Memory that the system has to find and clear (docs/decisions/0018-large-blocks.md)."""
 
 
 class ProfileError(GigagradError):

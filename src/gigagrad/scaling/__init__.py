@@ -1,9 +1,20 @@
 """Gains of several ranks, by arithmetic alone: links, groups, pipelines. Nothing here runs anything."""
 
-from gigagrad.scaling.link import Link, parse_link
-from gigagrad.scaling.pipeline import Layer, PipelineStage, Replicated, Split, replicated, split
-from gigagrad.scaling.tiles import TileStep, tile_step
-from gigagrad.scaling.ways import DATA, GROUPS, PIPELINE, TILE, Scaling, Shared
+from gigagrad.scaling.tiles import Link, TileStep, parse_link, tile_step
+from gigagrad.scaling.ways import (
+    DATA,
+    GROUPS,
+    PIPELINE,
+    TILE,
+    Layer,
+    PipelineStage,
+    Replicated,
+    Scaling,
+    Shared,
+    Split,
+    replicated,
+    split,
+)
 
 __all__ = [
     "DATA",

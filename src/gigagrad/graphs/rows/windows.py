@@ -81,8 +81,7 @@ def trim(x_NCHW: torch.Tensor, starts: Sequence[int], out: tuple[Span, Span]) ->
 def select(crop: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Rows or columns by their indices: `crop.index_select(dim, index)` for `dim` -1 or -2 of NCHW, -2 or -3 of NHWC.
 
-    Along the middle of three axes, as they lie in memory, PyTorch is up to five times as fast as along one of four
-    (bench/select_pixels.py).
+    Along the middle of three axes, as they lie in memory, PyTorch is up to five times as fast as along one of four.
     """
     last = crop.ndim == 4 and dim > -3 and crop.is_contiguous(memory_format=torch.channels_last)
     laid, axis = (crop.permute(0, 2, 3, 1), dim - 1) if last else (crop, dim)
