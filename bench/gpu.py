@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 import gigagrad as gg
 from gigagrad.errors import BudgetError
 from gigagrad.models import resolve, torchvision_operators  # noqa: F401
-from gigagrad.models.paper import PaperUNet
+from gigagrad.models.networks import PaperUNet
 
 GIB = 2**30
 ON_GPU = torch.cuda.is_available()

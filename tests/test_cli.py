@@ -13,7 +13,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from gigagrad.cli import main
-from gigagrad.cli.parser import build_parser
+from gigagrad.cli.flags import build_parser
 from gigagrad.devices import Machine
 from gigagrad.devices.machine import write_profile
 from gigagrad.images import open_image
@@ -156,7 +156,7 @@ def test_label_needs_no_pytorch_and_help_needs_nothing(jpeg_slide, tmp_path):
     check = (
         "import sys; from gigagrad.cli import main\n"
         "loaded = lambda: {'torch', 'cv2', 'matplotlib', 'rich'} & set(sys.modules)\n"
-        "from gigagrad.cli.parser import build_parser; build_parser(['fit', 'predict']).format_help()\n"
+        "from gigagrad.cli.flags import build_parser; build_parser(['fit', 'predict']).format_help()\n"
         "assert not loaded(), loaded()\n"
         "assert main(['label', sys.argv[1], '--out', sys.argv[2]]) == 0\n"
         "assert 'torch' not in sys.modules\n"

@@ -11,10 +11,10 @@ import pytest
 import tifffile
 
 from gigagrad.cli.running import settle_streams
+from gigagrad.config import described
 from gigagrad.devices import heap, machine
 from gigagrad.devices.machine import profile_path
 from gigagrad.files import read_json, write_json, write_text
-from gigagrad.settings import described
 from gigagrad.training import FitConfig
 
 NAMES = ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME")

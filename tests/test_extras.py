@@ -61,7 +61,7 @@ def test_other_commands_name_the_extra_in_one_line(bare, argv, missing, name, ru
 
 
 def test_a_classifiers_scores_name_the_extra(monkeypatch):
-    from gigagrad.prediction.slide_metrics import _torchmetrics
+    from gigagrad.prediction.slide_scores import _torchmetrics
 
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.classification", None)
     with pytest.raises(ConfigError, match=r"gigagrad\[train\]"):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gigagrad.errors import ConfigError, TargetError, did_you_mean
 from gigagrad.masks import IGNORED
-from gigagrad.models.trust import check_trusted, import_callable
+from gigagrad.models.registry import check_trusted, import_callable
 from gigagrad.named import parse_named
 
 Kind = Literal["binary", "class ids", "numbers", "survival"]

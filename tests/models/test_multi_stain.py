@@ -5,7 +5,7 @@ import torch
 
 from gigagrad.errors import ImageError, ModelError
 from gigagrad.models import MultiStainNet, Normalise, load_model, resolve, save_model
-from gigagrad.models.multi_stain import LEVELS
+from gigagrad.models.networks import LEVELS
 
 
 def images(height, width, stains=2, dtype=torch.float32):

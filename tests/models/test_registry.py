@@ -8,7 +8,7 @@ import torch
 
 from gigagrad.errors import ImageError, ModelError
 from gigagrad.models import Normalise, PaperUNet, Preprocess, resolve
-from gigagrad.models.trust import import_callable
+from gigagrad.models.registry import import_callable
 
 
 def test_paper_unet_takes_bytes_and_gives_logits():

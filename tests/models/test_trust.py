@@ -8,8 +8,7 @@ import torch
 
 from gigagrad.errors import ModelError
 from gigagrad.models import load_model, resolve
-from gigagrad.models.registry import check_network
-from gigagrad.models.trust import check_trusted, import_callable
+from gigagrad.models.registry import check_network, check_trusted, import_callable
 
 MODULE = "marker_of_test_trust"
 PROBES = [

@@ -16,8 +16,7 @@ from torch import nn
 from gigagrad.cli import main
 from gigagrad.errors import ConfigError, ImageError, ModelError
 from gigagrad.models import save_model
-from gigagrad.prediction.attribution import attribute, score_of
-from gigagrad.prediction.heat import block_rows
+from gigagrad.prediction.attribution import attribute, block_rows, score_of
 from gigagrad.prediction.slide_scores import Reading
 
 SQUARE = slice(40, 72), slice(16, 56)

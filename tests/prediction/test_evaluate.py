@@ -15,9 +15,8 @@ from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.masks import ClassTable
 from gigagrad.prediction.cohort_scores import evaluate_masks
-from gigagrad.prediction.evaluate import Evaluation, evaluate, score_masks
-from gigagrad.prediction.scores import Confusion
-from gigagrad.reports.tables import evaluation_tables
+from gigagrad.prediction.scores import Confusion, Evaluation, evaluate, score_masks
+from gigagrad.reports.tables import Shown, evaluation_tables
 
 
 def write(path, plane):
@@ -25,7 +24,7 @@ def write(path, plane):
 
 
 def test_slides_by_name_with_mean_and_spread(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("gigagrad.prediction.evaluate"), "_BLOCK_PX", 50)
+    monkeypatch.setattr(importlib.import_module("gigagrad.prediction.scores"), "_BLOCK_PX", 50)
     random = np.random.default_rng(0)
     truth = (random.random((170, 230)) < 0.4).astype(np.uint8)
     worse = np.where(random.random(truth.shape) < 0.1, 1 - truth, truth).astype(np.uint8)
@@ -109,8 +108,8 @@ def test_labels_by_name_over_all_slides():
     assert found.scores[1].dice == pytest.approx(np.mean(of_labels))
     assert found.scores[1].pixels == 60 * 50
     text = StringIO()
-    Console(file=text, width=100).print(evaluation_tables(found))
-    assert "Label" in text.getvalue()
+    Console(file=text, width=100).print(*map(Shown, evaluation_tables(found)))
+    assert "label" in text.getvalue()
     assert "%" not in text.getvalue()
 
 
@@ -120,10 +119,10 @@ def test_a_table_of_classes_as_a_person_sees_it():
         confusion.add(np.arange(count), np.arange(count))
         confusion.add(np.array([0, 0]), np.array([1, 1]))
         text = StringIO()
-        Console(file=text, width=100).print(evaluation_tables(Evaluation.of({"s": confusion})))
+        Console(file=text, width=100).print(*map(Shown, evaluation_tables(Evaluation.of({"s": confusion}))))
         return text.getvalue()
 
-    assert "Class" not in shown(2)
+    assert "class" not in shown(2).lower()
     assert "66.7%" in shown(3)
     assert "Class 2" in shown(3)
     assert "%" not in shown(12)
@@ -139,7 +138,7 @@ def test_classes_of_one_name_are_told_apart():
     told = found.to_dict()["classes"]
     assert [told[name]["pixels"] for name in found.classes] == [1, 2, 0, 1]
     text = StringIO()
-    Console(file=text, width=120).print(evaluation_tables(found))
+    Console(file=text, width=120).print(*map(Shown, evaluation_tables(found)))
     assert "Class 2 (3)" in text.getvalue()
     labels = Confusion(planes=2)
     assert Evaluation.of({"s": labels}, ClassTable((("a", 1), ("a ", 2)))).same_names == {}

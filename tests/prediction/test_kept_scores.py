@@ -11,13 +11,12 @@ import tifffile
 
 from gigagrad.errors import ConfigError
 from gigagrad.events import Event, Notice
-from gigagrad.prediction import slide_metrics
-from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
-from gigagrad.prediction.score_sources import OfModel
+from gigagrad.prediction import slide_scores
+from gigagrad.prediction.cohort_scores import OfModel, evaluate_masks, evaluate_model
 from gigagrad.prediction.scores import Confusion
 from tests.prediction.networks import Brightness, Darkness
 
-score_sources = importlib.import_module("gigagrad.prediction.score_sources")
+cohort_scores = importlib.import_module("gigagrad.prediction.cohort_scores")
 
 
 @pytest.fixture
@@ -45,8 +44,8 @@ class Scored:
         self.run.write_bytes(b"weights")
         (folder / "config.yaml").write_text("loss: bce\n")
         self.patch = monkeypatch.setattr
-        self.patch(score_sources, "compile_engine", cache(score_sources.compile_engine))  # one capture serves all
-        self.patch(slide_metrics, "RESAMPLES", 20)
+        self.patch(cohort_scores, "compile_engine", cache(cohort_scores.compile_engine))  # one capture serves all
+        self.patch(slide_scores, "RESAMPLES", 20)
         for kind in ("counts", "scores"):
             self.patch(OfModel, kind, self.watched(getattr(OfModel, kind)))
 
@@ -58,7 +57,7 @@ class Scored:
         return call
 
     def __call__(self, model, slides, **settings):
-        self.patch(score_sources, "load_model", lambda path, trust: (type(model).__name__, model.eval()))
+        self.patch(cohort_scores, "load_model", lambda path, trust: (type(model).__name__, model.eval()))
         self.names.clear()
         return evaluate_model(self.run, slides, **settings)
 

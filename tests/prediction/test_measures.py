@@ -12,10 +12,9 @@ import pytest
 import shapely
 
 from gigagrad.images import MaskClass, open_image
-from gigagrad.prediction import regions
+from gigagrad.prediction import polygons
 from gigagrad.prediction.classes import mask_classes
-from gigagrad.prediction.polygons import trace, write_geojson
-from gigagrad.prediction.regions import with_probabilities, write_annotations, write_instances
+from gigagrad.prediction.polygons import trace, with_probabilities, write_annotations, write_geojson, write_instances
 
 HEIGHT, WIDTH = 90, 120
 
@@ -35,7 +34,7 @@ def traced():
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("block", [7, 1024])
 def test_the_mean_is_of_the_pixels_inside(traced, block, background, monkeypatch):
-    monkeypatch.setattr(regions, "_BLOCK_PX", block)
+    monkeypatch.setattr(polygons, "_MEANS_BLOCK_PX", block)
     classes = mask_classes(2, ["Tumour", "Stroma"])
     planes = np.random.default_rng(0).integers(0, 256, (2, HEIGHT, WIDTH), np.uint8)
     named = (MaskClass(0, "Background", (0, 0, 0)), *classes) if background else classes

@@ -27,7 +27,7 @@ from gigagrad.images import Image, open_image, write_pyramid
 from gigagrad.images.georeference import geotiff_tags
 from gigagrad.models import save_model
 from gigagrad.prediction.classes import Channels, mask_classes
-from gigagrad.prediction.outputs import FORMATS, OUTPUTS, Streamed, Streaming
+from gigagrad.prediction.outputs import FORMATS, OUTPUTS, Streaming
 from tests.images.test_georeference import NORTH_UP, TRANSFORMS, make
 
 NODATA = {
@@ -92,7 +92,7 @@ def sink_of(name: str, path: Path, seen: Image, channels: Channels) -> Pyramid:
     if name == "forward":
         return Pyramid.in_place_of(path, seen)
     output = OUTPUTS[name]
-    assert isinstance(output, Streamed)
+    assert output.sink is not None
     sink = output.sink(path, Streaming(seen, channels, channels.classes(None), 0.5))
     assert isinstance(sink, Pyramid)
     return sink

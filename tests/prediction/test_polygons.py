@@ -13,9 +13,10 @@ from hypothesis.extra import numpy as hnp
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images import open_image
-from gigagrad.prediction import polygons, sampling
+from gigagrad.prediction import polygons
 from gigagrad.prediction.classes import mask_classes
-from gigagrad.prediction.polygons import trace, write_geojson
+from gigagrad.prediction.overlay import mask_thumbnail
+from gigagrad.prediction.polygons import read_sampled, trace, write_geojson
 
 shapes = st.tuples(st.integers(1, 24), st.integers(1, 24))
 
@@ -151,15 +152,13 @@ def test_a_coarse_pixel_is_the_middle_one_of_its_block(plane, downsample, y0, x0
     rows = np.minimum(np.arange(0, height, downsample) + downsample // 2, height - 1)
     columns = np.minimum(np.arange(0, width, downsample) + downsample // 2, width - 1)
     coarse = np.pad(plane[np.ix_(rows, columns)], 16)
-    read = sampling.read_sampled(open_image(plane), Box(y0, x0, y0 + 7, x0 + 5), downsample)
+    read = read_sampled(open_image(plane), Box(y0, x0, y0 + 7, x0 + 5), downsample)
     assert np.array_equal(read, coarse[y0 + 16 :, x0 + 16 :][:7, :5])
 
 
-@given(hnp.arrays(np.uint8, shapes), st.integers(1, 30), st.integers(1, 30), st.integers(1, 30))
-def test_thumbnails_take_the_nearest_pixel(plane, height, width, block):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_BLOCK_PX", block)
-        small = sampling.mask_thumbnail(open_image(plane), height, width)
+@given(hnp.arrays(np.uint8, shapes), st.integers(1, 30), st.integers(1, 30))
+def test_thumbnails_take_the_nearest_pixel(plane, height, width):
+    small = mask_thumbnail(open_image(plane), height, width)
     rows = (2 * np.arange(height) + 1) * plane.shape[0] // (2 * height)
     columns = (2 * np.arange(width) + 1) * plane.shape[1] // (2 * width)
     assert np.array_equal(small, plane[np.ix_(rows, columns)])

@@ -24,7 +24,7 @@ from gigagrad.prediction import outputs
 from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import read_records
 
-module = importlib.import_module("gigagrad.prediction.predictor")
+module = importlib.import_module("gigagrad.prediction.predict")
 
 
 class Darkness(nn.Module):

@@ -32,7 +32,7 @@ from tests.prediction.networks import Brightness, Darkness
 
 module: Any = importlib.import_module("gigagrad.prediction.predict")
 outputs: Any = importlib.import_module("gigagrad.prediction.outputs")
-predictor: Any = importlib.import_module("gigagrad.prediction.predictor")
+predictor: Any = importlib.import_module("gigagrad.prediction.predict")
 
 
 def saved(model):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gigagrad.errors import TargetError
-from gigagrad.prediction.scores import Confusion, mean_sd
+from gigagrad.prediction.scores import ClassScore, Confusion, mean_sd
 
 shapes = st.tuples(st.integers(1, 12), st.integers(1, 12))
 
@@ -46,9 +46,9 @@ def test_any_foreground_value_counts_as_one_with_two_classes():
 def test_several_classes_average_over_those_that_occur():
     confusion = Confusion(4)
     confusion.add(np.array([0, 1, 1, 2]), np.array([0, 1, 2, 2]))
-    assert confusion.dice_of(1) == pytest.approx(2 / 3)
-    assert confusion.dice_of(2) == pytest.approx(2 / 3)
-    assert confusion.dice_of(3) == 1
+    assert ClassScore.of("", 1, confusion.counts[0]).dice == pytest.approx(2 / 3)
+    assert ClassScore.of("", 2, confusion.counts[0]).dice == pytest.approx(2 / 3)
+    assert ClassScore.of("", 3, confusion.counts[0]).dice is None
     assert confusion.dice == pytest.approx(2 / 3)
     assert confusion.iou == pytest.approx(1 / 2)
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from gigagrad.prediction.slide_metrics import SlideScore, c_index, evaluate_classes, evaluate_numbers, evaluate_survival
+from gigagrad.prediction.slide_scores import SlideScore, c_index, evaluate_classes, evaluate_numbers, evaluate_survival
 
 
 def slides_of(p_NC, truth_N, names):

@@ -22,7 +22,7 @@ from gigagrad.prediction.predict import predict
 from gigagrad.prediction.records import read_records, write_record
 from gigagrad.prediction.slide_scores import Reading, label_value
 
-module = importlib.import_module("gigagrad.prediction.predictor")
+module = importlib.import_module("gigagrad.prediction.predict")
 TABLE = ClassTable((("normal", 0), ("tumour", 1)))
 
 

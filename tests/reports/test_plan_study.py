@@ -25,8 +25,8 @@ from gigagrad.plans import (
     ledger,
     make_plan,
 )
-from gigagrad.reports import plan_picture
-from gigagrad.reports.plan_picture import check_picture, draw_plan
+from gigagrad.reports import charts
+from gigagrad.reports.charts import check_picture, draw_plan
 from gigagrad.reports.plan_study import PlanStudy, advice_in_words, describe_study, make_study, plan_page
 from gigagrad.units import format_seconds
 from tests.plans.networks import MIB, graph_of, problem_of, residual
@@ -255,13 +255,13 @@ def test_the_picture(tmp_path, stages):
 
 
 def test_no_line_crosses_the_legend_wherever_the_budget_is(tmp_path, monkeypatch):
-    drawn, draw = [], plan_picture.draw_curve
+    drawn, draw = [], charts.draw_curve
 
     def draw_curve(ax, study):
         drawn.append(ax)
         draw(ax, study)
 
-    monkeypatch.setattr(plan_picture, "draw_curve", draw_curve)
+    monkeypatch.setattr(charts, "draw_curve", draw_curve)
     draw_plan(study_of(), tmp_path / "plan.png")
     (ax,) = drawn
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["this plan", "budget 8 GiB"]

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from gigagrad.plans.description import GOOD
-from gigagrad.reports.scale_tables import scale_rows, scale_tables
+from gigagrad.reports.plan_study import scale_rows, scale_tables
 from gigagrad.scaling import Link, Scaling
 from tests.plans.networks import Ladder, graph_of, plan_of, problem_of
 

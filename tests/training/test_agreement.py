@@ -14,8 +14,8 @@ from gigagrad.cohorts import read_cohort
 from gigagrad.errors import ConfigError
 from gigagrad.ranks import run_virtual
 from gigagrad.training import FitConfig, agreement
-from gigagrad.training.agreement import check_same_start, check_same_weights, check_seen
 from gigagrad.training.folder import RunFolder
+from gigagrad.training.sharing import check_same_start, check_same_weights, check_seen
 
 
 @pytest.mark.parametrize(

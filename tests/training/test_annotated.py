@@ -21,8 +21,7 @@ from gigagrad.prediction.classes import mask_classes
 from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
 from gigagrad.prediction.polygons import trace, write_geojson
 from gigagrad.training import FitConfig, fit
-from gigagrad.training.checkpoint import Checkpoint
-from gigagrad.training.folder import RunFolder
+from gigagrad.training.folder import Checkpoint, RunFolder
 
 SIZE = 176
 

@@ -19,8 +19,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.events import JobAdvanced
 from gigagrad.files import content_digest
 from gigagrad.training import FitConfig, fit
-from gigagrad.training.checkpoint import Checkpoint
-from gigagrad.training.folder import RunFolder
+from gigagrad.training.folder import Checkpoint, RunFolder
 from tests.training.conftest import write_cohort
 
 _HOLDER = """

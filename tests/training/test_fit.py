@@ -21,8 +21,7 @@ from gigagrad.models import load_model
 from gigagrad.prediction import PredictConfig, predict
 from gigagrad.prediction.cohort_scores import evaluate_model
 from gigagrad.training import FitConfig, FitResult, fit
-from gigagrad.training.checkpoint import Checkpoint
-from gigagrad.training.folder import RunFolder
+from gigagrad.training.folder import Checkpoint, RunFolder
 from gigagrad.training.sharded import Shards
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from gigagrad.training import FitConfig, fit
-from gigagrad.training.checkpoint import Checkpoint
-from gigagrad.training.folder import RunFolder
+from gigagrad.training.folder import Checkpoint, RunFolder
 from tests.ranks.forked import Rank, command, forked
 
 _NETWORK = """

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gigagrad import losses
 from gigagrad.images import open_image
-from gigagrad.training.group import Group
+from gigagrad.training.learner import Group
 
 
 class Scorer(nn.Module):

@@ -20,8 +20,7 @@ from gigagrad.losses import named_loss
 from gigagrad.models import load_model, resolve
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.augment import order_of
-from gigagrad.training.checkpoint import Checkpoint
-from gigagrad.training.folder import RunFolder
+from gigagrad.training.folder import Checkpoint, RunFolder
 from gigagrad.training.optimization import rate_share
 
 

@@ -16,8 +16,7 @@ from gigagrad.errors import ConfigError, TargetError
 from gigagrad.prediction import PredictConfig, predict
 from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
 from gigagrad.training import FitConfig, fit
-from gigagrad.training.checkpoint import Checkpoint
-from gigagrad.training.folder import RunFolder
+from gigagrad.training.folder import Checkpoint, RunFolder
 
 
 @pytest.fixture

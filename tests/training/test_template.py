@@ -13,10 +13,10 @@ import yaml
 
 from gigagrad import cli
 from gigagrad.cohorts import class_table, read_cohort
+from gigagrad.config import described, schema
 from gigagrad.errors import ImageError, WriteError
 from gigagrad.models import resolve
 from gigagrad.named import parse_named
-from gigagrad.settings import described, schema
 from gigagrad.training import FitConfig
 from gigagrad.training.template import write_template
 from tests.images.test_georeference import make

@@ -15,8 +15,7 @@ from gigagrad.events import JobAdvanced, Notice
 from gigagrad.models import load_model
 from gigagrad.prediction import PredictConfig, predict
 from gigagrad.training import FitConfig, fit
-from gigagrad.training.checkpoint import Checkpoint
-from gigagrad.training.folder import RunFolder
+from gigagrad.training.folder import Checkpoint, RunFolder
 
 
 @pytest.fixture

@@ -54,9 +54,8 @@ def plan(args: argparse.Namespace) -> None:
     from gigagrad.execution import compile
     from gigagrad.losses import named_loss
     from gigagrad.models import resolve
-    from gigagrad.reports.plan_picture import check_picture, draw_plan
-    from gigagrad.reports.plan_study import make_study, plan_page
-    from gigagrad.reports.scale_tables import scale_rows, scale_tables
+    from gigagrad.reports.charts import check_picture, draw_plan
+    from gigagrad.reports.plan_study import make_study, plan_page, scale_rows, scale_tables
     from gigagrad.scaling import Scaling
     from gigagrad.stores import PlannedDiskTier
     from gigagrad.training.targets import output_channels
@@ -141,7 +140,7 @@ def _planned_for(args: argparse.Namespace) -> tuple[str | Device, Machine | None
 
 
 def init(args: argparse.Namespace) -> None:
-    from gigagrad.settings import schema
+    from gigagrad.config import schema
     from gigagrad.training import FitConfig
     from gigagrad.training.template import write_template
 
@@ -174,12 +173,12 @@ def _fit(args: argparse.Namespace, *, quiet: bool) -> None:
                 settings[name] = settings[name].absolute()
         config = training.FitConfig.from_yaml(args.config, settings, args.trust)
     if args.folds:
-        from gigagrad.reports.tables import folds_table
+        from gigagrad.reports.tables import Shown, folds_table
 
         with _progress(quiet=quiet) as listener:
             folds = training.cross_validate(config, (listener,), overwrite=args.overwrite, trust=args.trust)
         if not quiet:
-            _show(folds_table(folds))
+            _show(Shown(folds_table(folds)))
         return
     with _progress(quiet=quiet) as listener:
         result = training.fit(config, (listener,), overwrite=args.overwrite)
@@ -209,7 +208,7 @@ def predict(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     from gigagrad.prediction.cohort_scores import evaluate_masks, evaluate_model
-    from gigagrad.reports.tables import evaluation_tables
+    from gigagrad.reports.tables import Shown, evaluation_tables
 
     with _progress(quiet=args.json) as listener:
         settings: dict[str, Any] = {
@@ -230,7 +229,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(evaluation.to_dict(), indent=2))
     else:
-        _show(evaluation_tables(evaluation))
+        _show(*map(Shown, evaluation_tables(evaluation)))
 
 
 def _split(args: argparse.Namespace) -> str | None:
@@ -265,11 +264,11 @@ def report(args: argparse.Namespace) -> None:
 
 def calibrate(args: argparse.Namespace) -> None:
     from gigagrad.execution.calibration import calibrate as measure
-    from gigagrad.reports.tables import rates_table
+    from gigagrad.reports.tables import Shown, rates_table
 
     with _progress() as listener:
         calibration = measure(scratch=args.scratch, listeners=(listener,))
-    _show(rates_table(calibration))
+    _show(Shown(rates_table(calibration)))
     print(f"saved in {calibration.path}")
 
 
@@ -313,8 +312,13 @@ def _progress(*, quiet: bool = False) -> AbstractContextManager[Listener]:
     return Terminal(Console())
 
 
-def _show(renderable: Any) -> None:
+def _show(*parts: Any) -> None:
+    """Print parts of a page, an empty line between them."""
     from rich.console import Console
 
     # Into a file or a pipe as wide as most windows are; rich would assume 80.
-    Console(width=None if sys.stdout.isatty() else 100).print(renderable)
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    for number, part in enumerate(parts):
+        if number:
+            console.print()
+        console.print(part)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from gigagrad.cli.flags import build_parser
 from gigagrad.cli.interrupts import EXIT_CODE, INTERRUPTED, Interrupts, is_first
-from gigagrad.cli.parser import build_parser
 from gigagrad.devices.heap import before_pytorch
 from gigagrad.errors import ConfigError, GigagradError, RankError, WriteError
 from gigagrad.files import DISK_FULL

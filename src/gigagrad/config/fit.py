@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
+from gigagrad.config import Settings, read_yaml
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_text
 from gigagrad.images import Look
-from gigagrad.settings import Settings, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +164,7 @@ class FitConfig(Settings):
         Raises `ConfigError` and `ModelError`.
         """
         from gigagrad.losses import check_loss
-        from gigagrad.models.registry import check_network
-        from gigagrad.models.trust import check_trusted
+        from gigagrad.models.registry import check_network, check_trusted
 
         path = Path(path)
         try:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gigagrad.cohorts import SPLITS
+from gigagrad.config import Settings, read_yaml
 from gigagrad.errors import ConfigError
 from gigagrad.images import Look
 from gigagrad.masks import ClassTable
-from gigagrad.settings import Settings, read_yaml
 from gigagrad.shares import Share
 
 

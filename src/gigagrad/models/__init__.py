@@ -1,11 +1,9 @@
 """The networks the project ships, and the way from a model's name to a module. Imports no optional package."""
 
-from gigagrad.models.multi_stain import MultiStainNet
-from gigagrad.models.paper import PaperUNet
+from gigagrad.models.networks import MultiStainNet, PaperUNet
 from gigagrad.models.preprocess import Normalise, Preprocess
 from gigagrad.models.registry import resolve
-from gigagrad.models.saved import load, load_model, save_model
-from gigagrad.models.weights import load_weights_into
+from gigagrad.models.saved import load, load_model, load_weights_into, save_model
 
 __all__ = [
     "MultiStainNet",

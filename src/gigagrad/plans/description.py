@@ -48,7 +48,10 @@ class Table:
     @property
     def numeric(self) -> tuple[bool, ...]:
         """Of each column whether it holds numbers, which stand on the right."""
-        return tuple(all(row[i][:1].isdigit() or row[i] == "-" for row in self.rows) for i in range(len(self.columns)))
+        return tuple(
+            all(row[i].lstrip("-")[:1].isdigit() or row[i] == "-" for row in self.rows)
+            for i in range(len(self.columns))
+        )
 
     def fitting(self, width: int) -> Table:
         """Without the last columns, as far as there is no room for them in lines of `width` characters."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gigagrad.errors import ConfigError, ModelError
+from gigagrad.boxes import Box
+from gigagrad.errors import ConfigError, ImageError, ModelError
 from gigagrad.images import Image, MaskClass
 from gigagrad.losses import kind_of
 from gigagrad.masks import IGNORED, ClassTable
@@ -136,3 +137,16 @@ class Channels:
         else:
             mask = logits_NCHW[0].nan_to_num(nan=-math.inf).argmax(0, keepdim=True)
         return mask.byte().cpu().numpy()
+
+
+def require_mask(mask: Image, planes: int = 1) -> None:
+    """Raise `ImageError` unless `mask` has so many channels of integers or booleans."""
+    probe = np.asarray(mask.read(Box.whole(1, 1)))
+    if mask.shape[0] != planes or probe.dtype.kind not in "bui":
+        expected = "one channel of class ids" if planes == 1 else f"{planes} channels, one of each label"
+        raise ImageError(f"{mask.name} is no mask: {mask.shape[0]} channels of {mask.dtype}; expected {expected}")
+
+
+def as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    """Convert class ids to bytes; values beyond one count as its nearest."""
+    return np.asarray(pixels if pixels.dtype == np.uint8 else pixels.clip(0, 255), np.uint8)

@@ -22,8 +22,7 @@ from gigagrad.images.georeference import geotiff_tags
 from gigagrad.masks import IGNORED, LabelMap
 from gigagrad.prediction.classes import Channels, foreground
 from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
-from gigagrad.prediction.polygons import Traced, write_geojson
-from gigagrad.prediction.regions import write_annotations, write_instances
+from gigagrad.prediction.polygons import Traced, write_annotations, write_geojson, write_instances
 
 FORMATS: Final = {"tiff": ".tif", "ome-tiff": ".ome.tif", "cog": ".cog.tif", "ome-zarr": ".ome.zarr"}
 """Suffixes of images by the name of their format; `write_pyramid` goes by them."""
@@ -65,24 +64,16 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One kind of file: `folder/STEM` and `suffix`, or what the images' format says where that is None."""
+    """One kind of file: `folder/STEM` and `suffix`, or what the images' format says where that is None.
+
+    It is written as the network's output comes, into a `sink`, or `write` makes it of the mask and raises `WriteError`,
+    and `ImageError` where the slide or a mask cannot be read.
+    """
 
     folder: str
     suffix: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streamed(Output):
-    """A file written as the network's output comes, into a `sink`."""
-
-    sink: Callable[[Path, Streaming], Sink]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Derived(Output):
-    """A file written from the mask. Raises `WriteError`, and `ImageError` where the slide or a mask cannot be read."""
-
-    write: Callable[[Path, Predicted], None]
+    sink: Callable[[Path, Streaming], Sink] | None = None
+    write: Callable[[Path, Predicted], None] | None = None
 
 
 def _mask(path: Path, streaming: Streaming) -> Sink:
@@ -170,13 +161,13 @@ def _tiatoolbox(path: Path, predicted: Predicted) -> None:
 
 
 OUTPUTS: Final[dict[str, Output]] = {
-    "mask": Streamed(folder="masks", sink=_mask),
-    "probabilities": Streamed(folder="probabilities", sink=_probabilities),
-    "geojson": Derived(folder="geojson", suffix=".geojson", write=_geojson),
-    "overlay": Derived(folder="overlays", suffix=".png", write=_overlay),
-    "instances": Derived(folder="instances", suffix=".csv", write=_instances),
-    "tiatoolbox": Derived(folder="tiatoolbox", suffix=".db", write=_tiatoolbox),
-    "labelmap": Derived(folder="labelmaps", write=_label_map),
+    "mask": Output(folder="masks", sink=_mask),
+    "probabilities": Output(folder="probabilities", sink=_probabilities),
+    "geojson": Output(folder="geojson", suffix=".geojson", write=_geojson),
+    "overlay": Output(folder="overlays", suffix=".png", write=_overlay),
+    "instances": Output(folder="instances", suffix=".csv", write=_instances),
+    "tiatoolbox": Output(folder="tiatoolbox", suffix=".db", write=_tiatoolbox),
+    "labelmap": Output(folder="labelmaps", write=_label_map),
 }
 
 

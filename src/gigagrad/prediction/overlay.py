@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gigagrad.boxes import Box
 from gigagrad.files import replacing
 from gigagrad.images import Image, MaskClass, thumbnail
+from gigagrad.images.resampled import Resampled
+from gigagrad.prediction.classes import as_bytes, require_mask
 from gigagrad.prediction.outlines import Rings, corners_in, rings_of
-from gigagrad.prediction.sampling import mask_thumbnail, require_mask
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Pictures
@@ -90,6 +92,11 @@ def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> 
         for ring in narrow:
             pen.line([*ring.ravel().tolist(), *ring[0].tolist()], layer.color)
     return np.concatenate([np.asarray(picture), _legend(drawn, picture.width)])
+
+
+def mask_thumbnail(mask: Image, height: int, width: int) -> NDArray[np.uint8]:
+    """Read the whole mask as `(height, width)` pixels, each the nearest to its centre: class ids are never averaged."""
+    return as_bytes(np.asarray(Resampled(mask, height, width).read(Box.whole(height, width)))[0])
 
 
 def _by_width(rings: Rings, least_px: int) -> tuple[list[_Ring], list[_Ring]]:

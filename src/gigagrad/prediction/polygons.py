@@ -1,31 +1,40 @@
-"""Class regions of a mask as polygons: GeoJSON in pixels for QuPath, or in the slide's coordinates on earth.
+"""Class regions of a mask as polygons, how sure the network is of each, and files of them: GeoJSON in pixels, as QuPath
+has it, or in coordinates on earth; a table; TIAToolbox's annotation store.
 
 Outlines follow the pixel edges exactly. Memory and the size of the file grow with the number of corners, not with the
 slide, and both are bounded: a mask with more than `max_corners` corners (noise, mostly) is traced again from every
 second pixel, then every fourth, and so on; the result says which. QuPath's conventions: one `Feature` per region, a
 UUID as `id`, `objectType` "annotation", and a classification with both name and colour.
+
+The annotation store is an SQLite file of polygons with an R-tree over their boxes, by the schema 1.0.1 of `SQLiteStore`
+(tiatoolbox/annotation/storage.py): a polygon is Well-Known Binary packed by zlib, a property is JSON. The viewer
+colours by the property `type`, or takes `color`, of numbers up to 1.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sqlite3
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box, tiles
-from gigagrad.files import replacing
+from gigagrad.files import replacing, write_csv
 from gigagrad.images import Image, MaskClass
 from gigagrad.images.georeference import Georeference
+from gigagrad.masks import paint
+from gigagrad.prediction.classes import as_bytes, require_mask
 from gigagrad.prediction.outlines import NO_CORNERS, Corners, Rings, corners_in, rings_of
-from gigagrad.prediction.sampling import block_side, read_sampled, require_mask, sampled_shape
 
 if TYPE_CHECKING:
     from shapely import Polygon
@@ -33,6 +42,8 @@ if TYPE_CHECKING:
 Points = NDArray[np.float64]
 
 _NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "gigagrad/annotation")
+_BLOCK_PX = 2048
+"""Side of the blocks in which a mask is read, in its own pixels: a few MB each, and a few file tiles of 512."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +141,7 @@ def write_geojson(
 def _corners(mask: Image, classes: Sequence[MaskClass], downsample: int, max_corners: int) -> dict[int, Corners] | None:
     """Find the corners by class id, or None as soon as there are too many of them."""
     height, width = sampled_shape(mask, downsample)
-    side = block_side(downsample)
+    side = max(16, _BLOCK_PX // downsample)
     parts: dict[int, list[Corners]] = {kind.id: [NO_CORNERS] for kind in classes}
     planes = [(mask, {kind.id: kind.id for kind in classes})]
     if mask.channels > 1:
@@ -148,6 +159,33 @@ def _corners(mask: Image, classes: Sequence[MaskClass], downsample: int, max_cor
         if count > max_corners and min(height, width) > 1:
             return None
     return {class_id: np.concatenate(held) for class_id, held in parts.items()}
+
+
+def sampled_shape(mask: Image, downsample: int) -> tuple[int, int]:
+    """Return `(height, width)` of `mask` when every `downsample`-th pixel is kept; a remainder counts as a pixel."""
+    _, height, width = mask.shape
+    return math.ceil(height / downsample), math.ceil(width / downsample)
+
+
+def read_sampled(mask: Image, box: Box, downsample: int) -> NDArray[np.uint8]:
+    """Read `box` of the downsampled mask, `(h, w)`: the pixel at the middle of each `downsample x downsample` block.
+
+    A block cut off by the image's border gives its nearest pixel inside; outside the downsampled mask all is 0.
+    """
+    height, width = sampled_shape(mask, downsample)
+    inside = box.clamp(height, width)
+    result = np.zeros(box.shape, np.uint8)
+    if inside.empty:
+        return result
+    rows, columns = (
+        np.minimum(np.arange(first, stop) * downsample + downsample // 2, size - 1)
+        for first, stop, size in ((inside.y0, inside.y1, mask.height), (inside.x0, inside.x1, mask.width))
+    )
+    read = Box(int(rows[0]), int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1)
+    pixels = as_bytes(np.asarray(mask.read(read))[0][np.ix_(rows - read.y0, columns - read.x0)])
+    at = inside.shift(-box.y0, -box.x0)
+    result[at.y0 : at.y1, at.x0 : at.x1] = pixels
+    return result
 
 
 def _polygons(rings: Rings, downsample: int, limits: Any, min_area_px: float) -> Iterator[Polygon]:
@@ -222,3 +260,109 @@ def _on_earth(points: Points, place: Georeference) -> list[list[float]]:
     digits = 2 - math.floor(math.log10(min(math.hypot(a, b), math.hypot(d, e))))
     written: list[list[float]] = place.points(points[::-1] if a * e < b * d else points).round(digits).tolist()
     return written
+
+
+COLUMNS: Final = (
+    *("id", "class", "class_id", "area_px", "area_um2", "centroid_x", "centroid_y", "x0", "y0", "x1", "y1"),
+    "mean_probability",
+)
+"""Ids are those of the GeoJSON. Pixels are those of the slide's level 0, boxes half open. No resolution, no um2; no
+probabilities predicted, no mean."""
+_PACKING: Final = 9
+_METADATA: Final = {"version": "1.0.1", "compression": "zlib", "compression_level": _PACKING}
+_SCHEMA: Final = """
+CREATE TABLE metadata (key TEXT UNIQUE, value TEXT);
+CREATE VIRTUAL TABLE rtree USING rtree (id, min_x, max_x, min_y, max_y);
+CREATE TABLE annotations (
+    id INTEGER PRIMARY KEY, key TEXT UNIQUE, objtype TEXT, cx FLOAT NOT NULL, cy FLOAT NOT NULL,
+    geometry BLOB, properties TEXT, area FLOAT NOT NULL
+);
+"""
+_MEANS_BLOCK_PX: Final = 1024
+"""Side of the blocks in which probabilities are read: some 20 bytes a pixel are held of one."""
+_FULL: Final = 255
+"""The byte of a probability of 1 (`outputs._probabilities`)."""
+
+
+def write_instances(path: Path, traced: Traced, name: str, scale: tuple[float, float], mpp: float | None) -> None:
+    """Write one line for each region, in the order of the GeoJSON (see `polygons.write_geojson`). Raises `WriteError`.
+
+    `mpp` is of the mask, whose pixels are `scale` pixels of level 0 high and wide.
+    """
+    um2_per_px = None if mpp is None else mpp**2 / (scale[0] * scale[1])
+    rows = []
+    for region in placed(traced, name, scale):
+        area, centre = region.polygon.area, region.polygon.centroid
+        bounds = [round(side, 2) for side in region.polygon.bounds]
+        um2 = "" if um2_per_px is None else round(area * um2_per_px, 3)
+        where = (round(centre.x, 2), round(centre.y, 2), *bounds)
+        mean = "" if region.probability is None else round(region.probability, 4)
+        rows.append((region.id, region.kind.name, region.kind.id, area, um2, *where, mean))
+    write_csv(path, [COLUMNS, *rows])
+
+
+def write_annotations(path: Path, traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> None:
+    """Write the regions in level-0 pixels, under the ids of the GeoJSON (see `polygons.write_geojson`). Raises
+    `WriteError`.
+
+    The file is made in memory, where its polygons are, too.
+    """
+    with closing(sqlite3.connect(":memory:")) as store:
+        store.executescript(_SCHEMA)
+        store.executemany("INSERT INTO metadata VALUES (?, ?)", ((k, json.dumps(v)) for k, v in _METADATA.items()))
+        for number, region in enumerate(placed(traced, name, scale), 1):
+            polygon, kind = region.polygon, region.kind
+            properties: dict[str, Any] = {"type": kind.name, "color": [part / 255 for part in kind.color]}
+            if region.probability is not None:
+                properties["mean_probability"] = round(region.probability, 4)
+            geometry = zlib.compress(polygon.wkb, _PACKING)
+            centre, (x0, y0, x1, y1) = polygon.centroid, polygon.bounds
+            row = (number, region.id, polygon.geom_type, centre.x, centre.y, geometry, json.dumps(properties))
+            store.execute("INSERT INTO annotations VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*row, polygon.area))
+            store.execute("INSERT INTO rtree VALUES (?, ?, ?, ?, ?)", (number, x0, x1, y0, y1))
+        store.commit()
+        with replacing(path) as file:
+            file.write(store.serialize())
+
+
+def with_probabilities(traced: Traced, probabilities: Image, classes: Sequence[MaskClass]) -> Traced:
+    """Give the regions the mean `probability` of their class over the pixels whose centres they cover.
+
+    `probabilities` `(C, H, W)` are bytes of the mask's size, a channel for each of `classes`. Raises `ImageError`.
+    """
+    means: dict[int, float] = {}
+    for channel, kind in enumerate(classes, 1):
+        own = [index for index, region in enumerate(traced.regions) if region.kind == kind]
+        found = _means([traced.regions[index] for index in own], probabilities.bands([channel]))
+        means |= zip(own, found, strict=True)
+    regions = (replace(region, probability=means.get(index)) for index, region in enumerate(traced.regions))
+    return replace(traced, regions=tuple(regions))
+
+
+def _means(regions: Sequence[Region], plane: Image) -> list[float]:
+    """Average `plane` `(1, H, W)` over each of the regions, which are disjoint."""
+    outlines = [_outline(region) for region in regions]
+    x0, y0, x1, y1 = np.array([region.polygon.bounds for region in regions]).reshape(-1, 4).T
+    sums, pixels = np.zeros(len(regions) + 1), np.zeros(len(regions) + 1)
+    for box in tiles(plane.height, plane.width, _MEANS_BLOCK_PX, _MEANS_BLOCK_PX):
+        near = np.flatnonzero((x1 > box.x0) & (x0 < box.x1) & (y1 > box.y0) & (y0 < box.y1))
+        if not len(near):
+            continue
+        canvas = np.zeros(box.shape, np.int32)
+        for index in near:
+            paint(canvas, box, *outlines[index], int(index) + 1)
+        if (missing := plane.missing(box)) is not None:
+            canvas[missing] = 0
+        values = np.asarray(plane.read(box))[0]
+        sums += np.bincount(canvas.ravel(), values.ravel(), len(sums))
+        pixels += np.bincount(canvas.ravel(), minlength=len(sums))
+    means: list[float] = (sums[1:] / pixels[1:] / _FULL).tolist()
+    return means
+
+
+def _outline(region: Region) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return an outline as `paint` takes it: the points of all rings and which of them end one."""
+    import shapely
+
+    points, ring = shapely.get_coordinates(shapely.get_rings(region.polygon), return_index=True)
+    return points, np.append(np.diff(ring) > 0, True)

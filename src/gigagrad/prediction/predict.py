@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -16,13 +18,204 @@ from typing import Any, Final, Protocol
 from gigagrad.cohorts import Row, find_slides
 from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import PredictConfig
+from gigagrad.errors import ConfigError, GigagradError, ModelError, WriteError
 from gigagrad.events import Events, Listener, Notice
-from gigagrad.files import write_agreed
-from gigagrad.prediction.predictor import Predictor
-from gigagrad.prediction.records import FILE_NAME, MadeWith, SlideResult, read_records, summary
-from gigagrad.prediction.slide_scores import score_tables
+from gigagrad.execution.compiling import compile as compile_engine
+from gigagrad.execution.sinks import Several
+from gigagrad.files import size_of, write_agreed
+from gigagrad.images import Image, open_image
+from gigagrad.images.resolution import level_near
+from gigagrad.masks import open_mask
+from gigagrad.models import load_model
+from gigagrad.models.preprocess import check_intensities
+from gigagrad.prediction.classes import Channels, foreground, image_shape
+from gigagrad.prediction.outputs import OUTPUTS, Predicted, Streaming, file_names
+from gigagrad.prediction.polygons import trace, with_probabilities
+from gigagrad.prediction.records import FILE_NAME, MadeWith, SlideResult, read_records, summary, write_record
+from gigagrad.prediction.scores import counts_of, score_masks
+from gigagrad.prediction.slide_scores import Reading, check_table, output_of, score_tables
 from gigagrad.shares import Share
 from gigagrad.units import format_seconds
+
+
+class Predictor:
+    """The network, its engine and the settings that all slides of a prediction share.
+
+    Raises `ConfigError` and `ModelError`.
+    """
+
+    def __init__(self, config: PredictConfig, events: Events) -> None:
+        self.config, self.out = config, Path(config.out)
+        spec, self.model = load_model(config.model_path, config.trust)
+        # One for all slides: those of one size are captured and planned once.
+        self.engine = compile_engine(self.model, memory=config.memory, scratch=config.scratch, device=config.device)
+        self.engine.events.subscribe(events.emit)
+        self.table, self.loss, self.look = config.resolved_table, config.run_loss, config.resolved_input_view
+        self.ids = [ids[0] for ids in self.table.regions] if self.table is not None else []
+        if "labelmap" in config.outputs and not self.ids:
+            raise ConfigError(
+                "a label map is of classes that are regions of ids, as in --classes whole=1+2 core=2; the mask has the "
+                "ids of others"
+            )
+        self.made_with = MadeWith.of(config, spec)
+        self._tables_checked = False
+
+    def check(self, entry: Row, known: SlideResult | None) -> None:
+        """Raise `ConfigError` or `WriteError` where what is there of this slide's name belongs to somebody else or to
+        other settings; `known` is its record.
+        """
+        if known is not None and known.status == "done" and known.made_with != self.made_with:
+            raise ConfigError(
+                f"{self.out} holds a prediction of {entry.name} by another model, threshold, level, colours, "
+                "format or class names; choose another --out or pass --overwrite"
+            )
+        if known is not None and known.slide != str(entry.slide.absolute()):
+            raise ConfigError(
+                f"{self.out} holds a prediction of another slide of this name, {known.slide}; "
+                "choose another --out or pass --overwrite"
+            )
+        for output, file in self._files(entry, known).items():
+            if (self.out / file).exists() and (known is None or output not in known.files):
+                raise WriteError(
+                    f"{self.out / file} exists but was not predicted here; choose another --out or pass --overwrite"
+                )
+
+    def _files(self, entry: Row, known: SlideResult | None) -> dict[str, str]:
+        """Return the files that a slide is to have: the mask, what was asked for, and what was made when that was."""
+        asked = {"mask", *self.config.outputs, *(known.files if known is not None else ())}
+        return {output: file for output, file in file_names(entry.name, self.config.format).items() if output in asked}
+
+    def _missing(self, entry: Row, known: SlideResult | None) -> dict[str, str]:
+        """Return the files to be made: all of them where the network has to run, or where the slide has changed."""
+        files = self._files(entry, known)
+        if self.config.overwrite or known is None or known.slide_bytes != size_of(entry.slide):
+            return files
+        missing = known.missing(self.out, files)
+        return files if any(OUTPUTS[output].sink is not None for output in missing) else missing
+
+    def finished(self, entry: Row, known: SlideResult | None) -> SlideResult | None:
+        """Return what an earlier run made of the slide, None where files are missing or the slide has changed."""
+        if self.config.overwrite or known is None or known.status != "done":
+            return None
+        if known.slide_bytes != size_of(entry.slide):
+            return None
+        if not known.scores:
+            return None if self._missing(entry, known) else known
+        if entry.label is not None and known.label != entry.label:
+            known = dataclasses.replace(known, label=entry.label)
+            write_record(self.out, known)
+        return known
+
+    def attempt(self, entry: Row) -> SlideResult:
+        """Predict one slide and keep its record up to date, whatever happens."""
+        known = read_records(self.out, [entry.name]).get(entry.name)
+        files, missing = self._files(entry, known), self._missing(entry, known)
+        result = SlideResult(
+            name=entry.name,
+            slide=str(entry.slide.absolute()),
+            slide_bytes=size_of(entry.slide),
+            made_with=self.made_with,
+            status="running",
+            files=files,
+        )
+        if missing == files:  # else what was made before stays so, whatever becomes of the rest
+            write_record(self.out, result)
+        start = time.perf_counter()
+        try:
+            result = self._predict(entry, result, missing)
+            result = dataclasses.replace(result, status="done", seconds=time.perf_counter() - start)
+        except (GigagradError, OSError) as error:
+            result = dataclasses.replace(result, status="failed", error=str(error))
+        write_record(self.out, result)
+        return result
+
+    def _predict(self, entry: Row, result: SlideResult, missing: Mapping[str, str]) -> SlideResult:
+        with ExitStack() as opened:
+            level = self._level_of(entry)
+            slide = opened.enter_context(entry.open(level, self.config.mpp))
+            seen = self.look.of(slide)
+            check_intensities(self.model, seen)
+            shape = image_shape(self.engine, seen)
+            if shape is None:
+                return self._score(entry, seen, result)
+            channels = self._channels(shape, slide)
+            named = channels.classes(self.table, typed=bool(self.config.classes))
+            truth = None
+            if entry.masks:
+                truth = opened.enter_context(open_mask(entry.masks, slide, self.table, labels=channels.planes))
+            paths = {OUTPUTS[output]: self.out / file for output, file in missing.items()}
+            for path in paths.values():
+                path.parent.mkdir(exist_ok=True)
+            streamed = [(kind.sink, path) for kind, path in paths.items() if kind.sink is not None]
+            if streamed and self.config.format == "ome-zarr" and slide.georeference is not None:
+                told = f"{entry.name} is somewhere on earth, and OME-Zarr cannot say where; another --format can"
+                self.engine.events.emit(Notice(told, warning=True))
+            if streamed:
+                streaming = Streaming(seen, channels, named, self.config.threshold)
+                self.engine.forward(seen, out=Several([sink(path, streaming) for sink, path in streamed]))
+            mask = opened.enter_context(open_image(self.out / result.files["mask"]))
+            classes = foreground(named)
+            traced = trace(mask, classes)
+            if "probabilities" in result.files:
+                chances = opened.enter_context(open_image(self.out / result.files["probabilities"]))
+                traced = with_probabilities(traced, chances, named)
+            predicted = Predicted(slide, mask, traced, classes, truth, self.ids)
+            for kind, path in paths.items():
+                if kind.write is not None:
+                    kind.write(path, predicted)
+            ignored = channels.ignored(self.table, truth)
+            scored = None if truth is None else score_masks(mask, truth, counts_of(channels, ignored))
+            return dataclasses.replace(
+                result,
+                height=slide.shape[1],
+                width=slide.shape[2],
+                mpp=slide.mpp,
+                classes=len(classes) + 1,
+                ignored=ignored,
+                regions=len(predicted.traced.regions),
+                traced_downsample=predicted.traced.downsample,
+                dice=None if scored is None else scored.dice,
+                iou=None if scored is None else scored.iou,
+            )
+
+    def _channels(self, shape: tuple[int, ...], slide: Image) -> Channels:
+        """Read the channels of an output `(1, C, H, W)`. Raises `ModelError` for one of another size than the slide."""
+        if shape[-2:] != slide.shape[1:]:
+            raise ModelError(
+                f"the model's output is {shape[-2]} x {shape[-1]} px, the slide {slide.height} x {slide.width} px; "
+                "a mask needs a model whose output covers the slide pixel for pixel"
+            )
+        return Channels.of(shape[1], self.loss)
+
+    def _level_of(self, entry: Row) -> int:
+        """Raise `ImageError` where the slide's resolution decides and is unknown."""
+        if self.config.target_mpp is None:
+            return self.config.resolved_level
+        with entry.open(mpp=self.config.mpp) as slide:
+            return level_near(slide, self.config.target_mpp)
+
+    def _score(self, entry: Row, slide: Image, result: SlideResult) -> SlideResult:
+        """Score the whole slide."""
+        if not self._tables_checked:  # from then on, a table that comes is of another share
+            own = self.config.overwrite or any(each.scores for each in read_records(self.out).values())
+            check_table(self.out, self.config.slides, own=own)
+            self._tables_checked = True
+        output_NC = output_of(self.engine, slide)
+        reading = Reading.of(output_NC.shape[1], self.loss, self.table)
+        scores = reading.scores(output_NC)
+        return dataclasses.replace(
+            result,
+            files={},
+            height=slide.shape[1],
+            width=slide.shape[2],
+            mpp=slide.mpp,
+            classes=len(reading.names),
+            scores=scores,
+            predicted=reading.predicted(scores, self.config.threshold),
+            label=entry.label or "",
+            bag=entry.bag or "",
+        )
+
 
 _ONE_AT_A_TIME: Final = threading.Lock()
 """In a worker: `memory` is that of its whole process."""

@@ -11,14 +11,21 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gigagrad.errors import ConfigError
 from gigagrad.events import StepMeasured
 from gigagrad.extras import extra
+from gigagrad.files import replacing
+from gigagrad.plans import ledger
+from gigagrad.plans.plan import amount_of
 from gigagrad.prediction.scores import mean_sd
+from gigagrad.reports.plan_study import PlanStudy, advice_in_words
 from gigagrad.reports.run_data import RunData, own_peaks
+from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -152,34 +159,6 @@ def memory_chart(steps: Sequence[StepMeasured]) -> str | None:
     return svg()
 
 
-def parts_chart(parts: Sequence[tuple[str, int]], budget_bytes: int) -> str | None:
-    """Draw where the predicted peak goes: one horizontal bar of `(name, bytes)`, the budget as a line (0: none).
-
-    Parts beyond the colours that one tells apart are one, the smallest of them.
-    """
-    shown = [(name, size / (1 << 20)) for name, size in parts if size > 0]
-    if not shown:
-        return None
-    shades = (MUTED, THIRD, SECOND, FOURTH, FIRST, INK, LINE)
-    if len(shown) > len(shades):
-        large = set(sorted(shown, key=lambda part: part[1])[1 - len(shades) :])
-        rest = math.fsum(size for name, size in shown if (name, size) not in large)
-        shown = [*(part for part in shown if part in large), ("the rest", rest)]
-    with _axes("Where the predicted memory goes", 1.5 + 0.1 * len(shown)) as (ax, svg):
-        ax.grid(False)
-        left = 0.0
-        for shade, (name, size) in zip(shades, shown, strict=False):
-            ax.barh(0, size, left=left, height=0.5, color=shade, ec=CARD, lw=1.2, label=name)
-            left += size
-        if budget_bytes:
-            ax.axvline(budget_bytes / (1 << 20), color=ALARM, lw=1.8, label="budget")
-        ax.set_yticks([])
-        ax.set_ylim(-0.4, 0.4)
-        ax.set_xlim(left=0)
-        _finish(ax, "MiB", columns=2)  # their names are long
-    return svg()
-
-
 @contextmanager
 def _axes(title: str, height_inches: float) -> Iterator[tuple[Axes, Callable[[], str]]]:
     """Give the axes of one chart, and a function that gives its SVG after the block."""
@@ -226,3 +205,100 @@ def _finite(series: Sequence[tuple[int, float]]) -> Any:
     """Return `(n, 2)` of the finite points."""
     points = np.array(series, dtype=float).reshape(-1, 2)
     return points[np.isfinite(points[:, 1])]
+
+
+_PARTS = (
+    ("process", (ledger.PROCESS, ledger.STEP, ledger.COMPILED, ledger.HOARD), MUTED),
+    ("pixels on their way", (ledger.READERS, ledger.WAITING, ledger.OUTPUT), LINE),
+    ("parameters", (ledger.OPTIMIZER, ledger.GRADIENTS, ledger.SUMS), FOURTH),
+    ("whole-field operators", (ledger.WHOLE, ledger.TAPE), INK),
+    ("fields kept", (ledger.FIELDS,), FIRST),
+    ("cotangents", (ledger.COTANGENTS,), THIRD),
+    ("tiles", (ledger.TILES, ledger.SLACK), SECOND),
+)
+_UNSIGNED = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
+"""The kinds of picture, and what each would say of when and by what it was made."""
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a file name before anything is worked out. Raises `ConfigError`."""
+    if path.suffix.lower() not in _UNSIGNED or path.is_dir():
+        raise ConfigError(f"cannot draw {path}: name a file that ends in {' or '.join(_UNSIGNED)}")
+
+
+def draw_plan(study: PlanStudy, path: Path) -> None:
+    """Write the picture. Raises `ConfigError` for another kind of file, `WriteError` if it cannot be written."""
+    with extra("report"):
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+
+    check_picture(path)
+    kind = path.suffix.lower()
+    height, width = study.plan.image_shape[-2:]
+    with mpl.rc_context({**STANDING_ALONE, "svg.fonttype": "path", "svg.hashsalt": study.model}):
+        figure = Figure(figsize=(11, 4.8), layout="constrained")
+        figure.suptitle(f"{study.model}, {height} x {width} px ({format_pixels(height * width)})", fontsize=13)
+        curve, held = figure.subplots(1, 2, width_ratios=(5, 6))
+        draw_curve(curve, study)
+        _draw_memory(held, study)
+        if study.advice:
+            figure.supxlabel("What would help: " + "; ".join(advice_in_words(study)), fontsize=9, color=MUTED)
+        with replacing(path) as file:
+            figure.savefig(file, format=kind.removeprefix("."), dpi=150, metadata=_UNSIGNED[kind])
+
+
+def draw_curve(ax: Axes, study: PlanStudy) -> None:
+    """Draw time against memory, both logarithmic: what a factor of memory buys as a factor of time."""
+    ax.set_title("Memory against time", loc="left", fontsize=11)
+    plan, points = study.plan, study.points
+    corners = [(p.predicted_peak_bytes, p.seconds) for p in points] + [(plan.predicted_peak_bytes, study.seconds)]
+    memory, seconds = np.array(sorted(corners), dtype=float).T
+    ax.step(memory, seconds, where="post", color=THIRD, lw=1.4)
+    ax.plot(memory, seconds, "o", color=FIRST, ms=5)
+    ax.plot(plan.predicted_peak_bytes, study.seconds, "o", color=SECOND, ms=10, mec=CARD, mew=1.5, label="this plan")
+    if plan.budget_bytes is not None:
+        ax.axvline(plan.budget_bytes, color=ALARM, lw=1.4, label=f"budget {format_bytes(plan.budget_bytes)}")
+    known = [*memory, *([plan.budget_bytes] if plan.budget_bytes else [])]
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(_ticks(min(known), max(known), 4))
+    if min(seconds) > 0:  # a plan without stages takes none
+        ax.set_yscale("log")
+        ax.set_yticks(_ticks(min(seconds), max(seconds), 5))
+    ax.xaxis.set_major_formatter(lambda value, _: format_bytes(int(value)))
+    ax.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
+    ax.minorticks_off()
+    ax.margins(0.08)
+    ax.set_xlabel("peak memory")
+    ax.set_ylabel("time of a step")
+    ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.14), ncols=2)  # below, where no line crosses it
+
+
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """Return a few places from low to high, evenly spaced by factor; one where they are the same."""
+    return [float(value) for value in np.unique(np.geomspace(low, high, count))]
+
+
+def _draw_memory(ax: Axes, study: PlanStudy) -> None:
+    """Draw what is in memory during each pass, stacked."""
+    ax.set_title("What is in memory, pass by pass", loc="left", fontsize=11)
+    moments, plan = study.moments, study.plan
+    edges = np.arange(len(moments) + 1) + 0.5
+    shown = [(name, [amount_of(m.amounts, *part) for m in moments], color) for name, part, color in _PARTS]
+    base = np.zeros(len(moments))
+    for name, sizes, color in shown:
+        if any(sizes):
+            top = base + np.array(sizes, dtype=float)
+            ax.stairs(top, edges, baseline=base, fill=True, color=color, ec=CARD, lw=0.3, label=name)
+            base = top
+    ax.axhline(plan.predicted_peak_bytes, color=INK, lw=1.2, ls=(0, (4, 3)), label="predicted peak")
+    top = plan.predicted_peak_bytes
+    if plan.budget_bytes is not None and plan.budget_bytes < 3 * top:
+        ax.axhline(plan.budget_bytes, color=ALARM, lw=1.4, label="budget")
+        top = max(top, plan.budget_bytes)
+    ax.set_ylim(0, 1.05 * top)
+    ax.set_xlim(edges[0], max(edges[-1], 1.5))  # a plan without stages has no pass
+    ax.set_xticks(range(1, len(moments) + 1, max(1, -(-len(moments) // 12))))
+    ax.set_yticks(range(0, int(1.05 * top), 1 << max(0, int(top // 5).bit_length())))
+    ax.yaxis.set_major_formatter(lambda value, _: format_bytes(int(value)))
+    ax.set_xlabel("pass")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)

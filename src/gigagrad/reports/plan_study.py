@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
-from rich.table import Table as RichTable
-from rich.text import Text
+from rich.console import RenderableType
 
 from gigagrad import plans
 from gigagrad.events import Events, Listener
@@ -28,6 +27,8 @@ from gigagrad.plans.description import (
     step_of,
     whole_fields_of,
 )
+from gigagrad.reports.tables import page
+from gigagrad.scaling import DATA, GROUPS, PIPELINE, TILE, Scaling, Shared
 from gigagrad.units import format_bytes, format_seconds
 
 _TYPICAL = "by typical rates; 'gigagrad calibrate' measures these"
@@ -35,9 +36,6 @@ _STAGES_SHOWN = 10
 _FIELDS_SHOWN = 6
 _RESOURCES = {"host": "host memory", "disk": "scratch"}
 _WHERE = {"memory": "in memory", "host": "on the host", "disk": "on disk"}
-_BAR = 30
-"""Characters of the longest bar."""
-_STYLES = {GOOD: "green", COSTLY: "yellow", OWN: "bold"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +96,8 @@ def make_study(
 
 def plan_page(study: PlanStudy, more: tuple[Table, ...] = ()) -> RenderableType:
     """Lay out the whole page for a rich console, with `more` tables at its end."""
-    page = describe_study(study)
-    return renderable(dataclasses.replace(page, tables=(*page.tables, *more)))
+    described = describe_study(study)
+    return page(dataclasses.replace(described, tables=(*described.tables, *more)))
 
 
 def describe_study(study: PlanStudy) -> Description:
@@ -195,61 +193,78 @@ def _close(a: float, b: float) -> bool:
     return abs(a - b) <= 0.01 * max(abs(a), abs(b))
 
 
-def renderable(description: Description) -> RenderableType:
-    """Lay out the whole page, readable at 100 columns."""
-    facts = RichTable.grid(padding=(0, 2))
-    for label, text in description.facts:
-        facts.add_row(Text(label, style="dim"), Text(text))
-    parts: list[RenderableType] = [Group(Text(description.title, style="bold"), facts)]
-    parts += [_Fitted(table) for table in description.tables]
-    return Group(*(item for part in parts for item in (part, Text())))
+_WELL, _BADLY = 0.8, 0.5
+"""Efficiencies from which on, and below which, a row gets a colour."""
+_WHY = {
+    TILE: "groups would wait",
+    DATA: "only gradients travel",
+    GROUPS: "no rank is idle",
+    PIPELINE: "little crosses its cuts",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class _Fitted:
-    """A table with the columns for which the console has room, words in several lines where they need them."""
-
-    table: Table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        bars = [_Bar(share) for share in self.table.bars]
-        table = self.table.fitting(options.max_width - (_BAR + 2 if bars else 0))
-        right = table.numeric
-        before = max((i + 1 for i, numeric in enumerate(right) if numeric), default=0)  # bars stand beside numbers
-        shown = RichTable(
-            title=Text(table.title, style="bold"),
-            title_justify="left",
-            box=None,
-            header_style="dim",
-            padding=(0, 2, 0, 0),
-            pad_edge=False,
+def scale_tables(scaling: Scaling, ranks: Sequence[int]) -> tuple[Table, ...]:
+    """Tabulate what so many ranks take, hold and send; for several images a step also which way is fastest."""
+    rows = [scaling.shared(count) for count in ranks]
+    shown = [next(alike) for _, alike in groupby(rows, lambda row: (row.groups, row.tile.ranks))]
+    idle = " Rows that only add idle ranks are left out." if len(shown) < len(rows) else ""
+    tables = [
+        Table(
+            f"Ranks with {scaling.link} each",
+            ("ranks", "time", "faster", "efficiency", "memory", "sent", "groups", "lost to"),
+            tuple(map(_row, shown)),
+            "Memory is that of the rank that needs most, sent the bytes of the one that sends most." + idle,
+            tones=tuple(
+                GOOD if row.efficiency >= _WELL else COSTLY if row.efficiency < _BADLY else "" for row in shown
+            ),
         )
-        for i, name in enumerate(table.columns):
-            if bars and i == before:
-                shown.add_column()
-            shown.add_column(Text(name), justify="right" if right[i] else "left", no_wrap=right[i], overflow="fold")
-        tones = table.tones or ("",) * len(table.rows)
-        for i, (row, tone) in enumerate(zip(table.rows, tones, strict=True)):
-            cells: list[RenderableType] = [*map(Text, row)]
-            cells[before:before] = bars[i : i + 1]
-            shown.add_row(*cells, style=_STYLES.get(tone, ""))
-        yield shown if table.rows else Text(table.title, style="bold")
-        if table.note:
-            yield Text(table.note)
+    ]
+    if scaling.images > 1:
+        tables.append(_ways(scaling, [row.ranks for row in shown if row.ranks > 1]))
+    return tuple(tables)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    """A bar of this share of the full length, in eighths of a character where the terminal has them."""
+def scale_rows(scaling: Scaling, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the rows as plain types, for JSON; times in seconds."""
+    return [
+        {
+            "ranks": row.ranks,
+            "seconds": row.seconds,
+            "times_faster": row.times_faster,
+            "efficiency": row.efficiency,
+            "memory_bytes": row.tile.memory_bytes,
+            "sent_bytes": row.sent_bytes,
+            "groups": row.groups,
+            "ranks_a_group": row.tile.ranks,
+            "lost_seconds": row.lost,
+            "ways_seconds": scaling.ways(row.ranks),
+        }
+        for row in map(scaling.shared, ranks)
+    ]
 
-    share: float
 
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(_BAR, _BAR)
+def _row(row: Shared) -> tuple[str, ...]:
+    cause, lost = max(row.lost.items(), key=lambda item: item[1])
+    return (
+        str(row.ranks),
+        format_seconds(row.seconds),
+        f"{row.times_faster:.3g}x",
+        percent(row.efficiency, 1),
+        format_bytes(row.tile.memory_bytes),
+        format_bytes(row.sent_bytes) if row.sent_bytes else "-",
+        f"{row.groups} x {row.tile.ranks}",
+        f"{cause}, {percent(lost, row.seconds)}" if row.ranks > 1 else "",
+    )
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        eighths = max(1, round(8 * _BAR * self.share))
-        if options.ascii_only:
-            yield Text("#" * -(-eighths // 8))
-        else:
-            yield Text("\u2588" * (eighths // 8) + " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"[eighths % 8].strip())
+
+def _ways(scaling: Scaling, ranks: Sequence[int]) -> Table:
+    rows = []
+    for count in ranks:
+        ways = scaling.ways(count)
+        fastest = min(ways, key=lambda way: ways[way])
+        rows.append((str(count), *map(format_seconds, ways.values()), fastest, _WHY[fastest]))
+    return Table(
+        f"Which parallelism, for {scaling.images} images a step",
+        ("ranks", TILE, DATA, GROUPS, PIPELINE, "fastest", "because"),
+        tuple(rows),
+    )

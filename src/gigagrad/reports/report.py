@@ -6,7 +6,7 @@ import base64
 import io
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,12 +14,11 @@ from gigagrad.errors import ConfigError
 from gigagrad.extras import extra
 from gigagrad.files import write_text
 from gigagrad.plans import Plan
-from gigagrad.plans.description import describe
+from gigagrad.plans.description import Table, describe
 from gigagrad.prediction.scores import mean_sd
-from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, parts_chart
+from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart
 from gigagrad.reports.run_data import Predicted, RunData, mapping, own_peaks, read_run
-from gigagrad.reports.slide_section import ClassSection, SlideSection
-from gigagrad.reports.tables import measure_name
+from gigagrad.reports.tables import class_tables, label_tables, measure_name
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 with extra("report"):
@@ -31,6 +30,9 @@ _MOST_OVERLAYS: Final = 16
 
 _MOST_OVERLAY_PX: Final = 8192
 """The longer side of a picture that is shown; `predict` draws smaller ones."""
+
+_MOST_ROWS: Final = 500
+"""Longer tables are cut: a browser likes no more."""
 
 _PUBLISHED_PIXELS: Final = 16000 * 64000
 _PUBLISHED_SECONDS: Final = 81
@@ -89,14 +91,13 @@ def write_report(
 
 
 def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
-    plan = _plan(run.plan)
+    plan, dice = _plan(run.plan), _dice(run)
     pictured = [entry for entry in run.predictions if entry.overlay is not None]
     shown = sorted(pictured, key=lambda entry: 2.0 if entry.dice is None else entry.dice)[:_MOST_OVERLAYS]
     charts = {
         "loss": loss_chart(run),
-        "dice": dice_chart(_dice(run)),
+        "dice": dice_chart(dice),
         "memory": memory_chart(run.steps),
-        "parts": None if plan is None else parts_chart(plan.memory_parts(), plan.budget_bytes or 0),
     }
     return {
         "run": run,
@@ -105,9 +106,9 @@ def _context(run: RunData, step: Mapping[str, Any]) -> dict[str, Any]:
         "step_cards": list(_step_cards(step)),
         "notes": list(_notes(run)),
         "charts": {name: Markup(svg) if svg else None for name, svg in charts.items()},  # noqa: S704 - our own drawing
-        "labelled": SlideSection.of(run.evaluation),
-        "classes": ClassSection.of(run.evaluation),
-        "dice_rows": sorted(_dice(run).items()),
+        "labelled": [_short(table) for table in label_tables(run.evaluation)],
+        "classes": class_tables(run.evaluation),
+        "dice_table": _short(Table("", ("slide", "Dice"), tuple((name, f"{dice[name]:.4f}") for name in sorted(dice)))),
         "pictures": [_picture(entry) for entry in shown],
         "not_shown": len(pictured) - len(shown),
         "plan": None if plan is None else describe(plan),
@@ -126,6 +127,11 @@ def _plan(record: Mapping[str, Any]) -> Plan | None:
         return plan if all(map(math.isfinite, sizes)) else None
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         return None
+
+
+def _short(table: Table) -> Table:
+    """Leave out rows that are too many for a page."""
+    return replace(table, rows=table.rows[:_MOST_ROWS], tones=table.tones[:_MOST_ROWS])
 
 
 def _dice(run: RunData) -> Mapping[str, float]:

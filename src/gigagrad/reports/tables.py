@@ -1,25 +1,35 @@
-"""Scores and rates as tables for a rich console."""
+"""Scores and rates as tables of text, which the terminal and the HTML report show each in its way.
+
+An evaluation is read from what its `to_dict` gives, as files hold it; what is damaged there is left out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
-from rich.console import Group
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table as RichTable
 from rich.text import Text
 
+from gigagrad.plans.description import COSTLY, GOOD, OWN, Description, Table
 from gigagrad.prediction import Evaluation, SlideEvaluation
 from gigagrad.prediction.scores import spread
-from gigagrad.prediction.slide_metrics import RESAMPLES
+from gigagrad.prediction.slide_scores import RESAMPLES
+from gigagrad.reports.run_data import mapping, number
 from gigagrad.units import format_pixels
 
 if TYPE_CHECKING:
     from gigagrad.execution.calibration import Calibration
     from gigagrad.training import FoldResult
 
-_MEASURES = {
+_DRAWN: Final = f"drawn again {RESAMPLES} times"
+WRONG: Final = "wrong"
+"""The tone of a row that says what should not be."""
+_MEASURES: Final = {
     "accuracy": "accuracy",
     "balanced_accuracy": "balanced accuracy",
     "auc": "area under the ROC curve",
@@ -30,8 +40,9 @@ _MEASURES = {
     "mae": "mean absolute error",
     "r2": "R2",
 }
-_WIDEST_CONFUSION = 8
-"""Classes whose confusion still fits beside each other on a terminal."""
+_MOST_CLASSES: Final = 20
+"""Columns of a confusion that still fit beside each other on a page."""
+_MOST_ON_A_TERMINAL: Final = 8
 
 
 def measure_name(name: str) -> str:
@@ -39,104 +50,111 @@ def measure_name(name: str) -> str:
     return _MEASURES.get(name) or f"{name.removeprefix('auc_')} against the rest"
 
 
-def evaluation_tables(evaluation: Evaluation | SlideEvaluation) -> Group:
-    """Tabulate all that is to be said of an evaluation, one table below the other."""
-    if isinstance(evaluation, Evaluation):
-        # Of foreground and background, the table of slides has said it all.
-        more = len(evaluation.classes) > (2 if evaluation.confusion else 0)
-        return Group(score_table(evaluation), *([_class_table(evaluation)] if more else []))
-    shown = 0 < len(evaluation.classes) <= _WIDEST_CONFUSION
-    confusion = [_confusion_table(evaluation.classes, evaluation.confusion)] if shown else []
-    return Group(_slide_table(evaluation), _measure_table(evaluation), *confusion)
+def evaluation_tables(evaluation: Evaluation | SlideEvaluation) -> tuple[Table, ...]:
+    """Tabulate all that is to be said of an evaluation on a terminal."""
+    content = evaluation.to_dict()
+    if isinstance(evaluation, SlideEvaluation):
+        names = evaluation.classes
+        wrong = [each.name for each in evaluation.slides if names and names[int(each.truth)] != each.predicted]
+        return label_tables(content, wrong, most_classes=_MOST_ON_A_TERMINAL)
+    # Of foreground and background, the table of slides has said it all.
+    more = len(evaluation.classes) > (2 if evaluation.confusion else 0)
+    return (_mask_table(evaluation), *(class_tables(content, _MOST_ON_A_TERMINAL) if more else ()))
 
 
-def _class_table(evaluation: Evaluation) -> Table:
-    """Tabulate one line per class or label over the pixels of all slides; of classes, which share of the true pixels
-    was predicted as which.
+def _mask_table(evaluation: Evaluation) -> Table:
+    """Tabulate one row per slide; below them the mean and the sample standard deviation over slides."""
+    scores = evaluation.scores
+    rows = [(each.name, format_pixels(each.pixels), f"{each.dice:.4f}", f"{each.iou:.4f}") for each in scores]
+    dice, iou = (spread(getattr(score, name) for score in scores) for name in ("dice", "iou"))
+    return _with_mean("Slides", ("slide", "pixels", "Dice", "IoU"), rows, ("", dice, iou))
+
+
+def _with_mean(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], means: tuple[str, ...]) -> Table:
+    """Put a last row of means below the others."""
+    name = "mean +/- sd" if len(rows) > 1 else "mean"
+    return Table(title, columns, (*rows, (name, *means)), tones=(*("" for _ in rows), OWN))
+
+
+def class_tables(evaluation: Mapping[str, Any], most_classes: int = _MOST_CLASSES) -> tuple[Table, ...]:
+    """Tabulate masks: a row for each class or label with its true pixels, Dice and IoU over all slides, and of a few
+    classes which share of the true pixels was predicted as which. Nothing where there are no classes.
     """
-    shown = bool(evaluation.confusion) and len(evaluation.classes) <= _WIDEST_CONFUSION
-    table = Table(header_style="bold", caption="all slides; right: true pixels by predicted class" if shown else None)
-    table.add_column("Class" if evaluation.confusion else "Label", overflow="fold")
-    for heading in ("Pixels", "Dice", "IoU"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name in evaluation.classes if shown else ():
-        table.add_column(Text(name), justify="right", overflow="fold")
-    for number, (name, each) in enumerate(zip(evaluation.classes, evaluation.of_classes, strict=True)):
-        scores = ("-" if score is None else f"{score:.4f}" for score in (each.dice, each.iou))
-        row = evaluation.confusion[number] if shown else ()
-        shares = (f"{count / each.pixels:.1%}" if each.pixels else "-" for count in row)
-        table.add_row(Text(name), format_pixels(each.pixels), *scores, *shares)
-    return table
+    scores = {str(name): mapping(each) for name, each in mapping(evaluation.get("classes")).items()}
+    counts = _confusion(evaluation, len(scores) if len(scores) <= most_classes else 0)
+    rows = []
+    for index, (name, each) in enumerate(scores.items()):
+        pixels = number(each, "pixels")
+        shares = (_share(count, pixels) for count in (counts[index] if counts else ()))
+        rows.append((name, format_pixels(int(pixels)), *(_number(each.get(key)) for key in ("dice", "iou")), *shares))
+    columns = ("class" if evaluation.get("confusion") else "label", "true pixels", "Dice", "IoU")
+    predicted = tuple(f"as {name}" for name in scores) if counts else ()
+    return (Table("Classes, over all slides", (*columns, *predicted), tuple(rows)),) if rows else ()
 
 
-def _slide_table(evaluation: SlideEvaluation) -> Table:
-    """Tabulate one line per slide; in red where the class is another one than the label's."""
-    table = Table(header_style="bold")
-    table.add_column("Slide", overflow="fold")
-    for heading in ("Label", "Predicted", *(["Probability"] if evaluation.classes else [])):
-        table.add_column(heading, justify="right")
-    for slide in evaluation.slides:
-        cells, style = [slide.label, slide.predicted], ""
-        if evaluation.classes:
-            cells.append(f"{slide.outputs[evaluation.classes.index(slide.predicted)]:.4f}")
-            style = "" if evaluation.classes[int(slide.truth)] == slide.predicted else "red"
-        table.add_row(*(Text(cell) for cell in (slide.name, *cells)), style=style)
-    return table
+def label_tables(
+    evaluation: Mapping[str, Any], wrong: Collection[str] | None = None, most_classes: int = _MOST_CLASSES
+) -> tuple[Table, ...]:
+    """Tabulate slides with labels: each with its scores, the measures with their intervals, and the confusion of
+    classes. Nothing where there is no measure. `wrong` are the slides whose class is another one than the label's,
+    where anybody knows it better than by the names.
+    """
+    measures = {name: mapping(each) for name, each in evaluation.items() if name != "slides"}
+    measures = {name: each for name, each in measures.items() if "low" in each}
+    if not measures:
+        return ()
+    names = evaluation.get("classes")
+    names = tuple(map(str, names)) if isinstance(names, list) else ()
+    slides = {str(name): mapping(each) for name, each in mapping(evaluation.get("slides")).items()}
+    rows, tones = [], []
+    for name, slide in slides.items():
+        label, predicted = str(slide.get("label", "")), str(slide.get("predicted", ""))
+        scores = mapping(slide.get("scores")).items()
+        found = ", ".join(f"{column.removeprefix('probability_')} {_number(value)}" for column, value in scores)
+        rows.append((name, label, predicted, found))
+        is_wrong = bool(names) and label != predicted if wrong is None else name in wrong
+        tones.append(WRONG if is_wrong else "")
+    values = tuple((measure_name(name), _number(each.get("value")), _interval(each)) for name, each in measures.items())
+    counts = _confusion(evaluation, len(names) if len(names) <= most_classes else 0)
+    confusion = tuple((name, *map(str, row)) for name, row in zip(names, counts, strict=False))
+    return (
+        Table("Slides", ("slide", "label", "predicted", "scores"), tuple(rows), tones=tuple(tones)),
+        Table("Measures", ("measure", "value", "95 % interval"), values, f"{len(slides)} slides, {_DRAWN}"),
+        *([Table("Confusion", ("true \\ predicted", *names), confusion)] if confusion else []),
+    )
 
 
-def _measure_table(evaluation: SlideEvaluation) -> Table:
-    table = Table(header_style="bold", caption=f"{len(evaluation.slides)} slides, drawn again {RESAMPLES} times")
-    table.add_column("Measure")
-    table.add_column("Value", justify="right")
-    table.add_column("95 % interval", justify="right")
-    for name, measure in evaluation.measures.items():
-        said = measure_name(name)
-        ends = "-" if math.isnan(measure.low) else f"{measure.low:.4f} to {measure.high:.4f}"
-        table.add_row(
-            Text(said if name in _MEASURES else f"  {said}"),
-            "-" if math.isnan(measure.value) else f"{measure.value:.4f}",
-            ends,
-        )
-    return table
+def _confusion(evaluation: Mapping[str, Any], classes: int) -> list[list[Any]]:
+    """Return the counts of so many classes by so many, none where that is not what there is."""
+    counts = evaluation.get("confusion")
+    rows = counts if isinstance(counts, list) and len(counts) == classes else []
+    return rows if all(isinstance(row, list) and len(row) == classes for row in rows) else []
 
 
-def _confusion_table(names: Sequence[str], counts: Sequence[Sequence[int]]) -> Table:
-    """Tabulate true classes in lines, predicted ones in columns."""
-    table = Table(header_style="bold")
-    table.add_column("True \\ predicted", overflow="fold")
-    for name in names:
-        table.add_column(Text(name), justify="right", overflow="fold")
-    for name, row in zip(names, counts, strict=True):
-        table.add_row(Text(name), *(str(count) for count in row))
-    return table
+def _share(count: object, pixels: float) -> str:
+    return f"{count / pixels:.1%}" if isinstance(count, (int, float)) and pixels else "-"
 
 
-def score_table(evaluation: Evaluation) -> Table:
-    """Tabulate one line per slide; below them the mean and the sample standard deviation over slides."""
-    table = Table(header_style="bold", show_footer=True)
-    dice, iou = (spread(getattr(score, name) for score in evaluation.scores) for name in ("dice", "iou"))
-    table.add_column("Slide", footer="mean +/- sd" if len(evaluation.scores) > 1 else "mean", overflow="fold")
-    table.add_column("Pixels", justify="right")
-    table.add_column("Dice", footer=dice, justify="right", no_wrap=True)
-    table.add_column("IoU", footer=iou, justify="right", no_wrap=True)
-    for score in evaluation.scores:
-        table.add_row(Text(score.name), format_pixels(score.pixels), f"{score.dice:.4f}", f"{score.iou:.4f}")
-    return table
+def _interval(measure: Mapping[str, Any]) -> str:
+    low, high = _number(measure.get("low")), _number(measure.get("high"))
+    return "-" if "-" in (low, high) else f"{low} to {high}"
+
+
+def _number(value: Any) -> str:
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return f"{value:.4f}" if usable else "-"
 
 
 def folds_table(folds: Sequence[FoldResult]) -> Table:
-    """Tabulate one line per fold; below them the mean and the sample standard deviation over folds."""
-    table = Table(header_style="bold", show_footer=True)
-    table.add_column("Fold", footer="mean +/- sd", justify="right")
-    table.add_column("Slides", justify="right")
-    table.add_column("Best epoch", justify="right")
-    for name in folds[0].scores:
-        heading = {"dice": "Dice", "iou": "IoU"}.get(name, _MEASURES.get(name, name))
-        table.add_column(heading, footer=spread(fold.scores[name] for fold in folds), justify="right")
-    for fold in folds:
-        scores = (f"{score:.4f}" for score in fold.scores.values())
-        table.add_row(str(fold.fold), str(fold.slides), str(fold.best_epoch), *scores)
-    return table
+    """Tabulate one row per fold; below them the mean and the sample standard deviation over folds."""
+    names = list(folds[0].scores)
+    headings = ({"dice": "Dice", "iou": "IoU"}.get(name, _MEASURES.get(name, name)) for name in names)
+    rows = [
+        (str(fold.fold), str(fold.slides), str(fold.best_epoch), *(f"{score:.4f}" for score in fold.scores.values()))
+        for fold in folds
+    ]
+    means = (spread(fold.scores[name] for fold in folds) for name in names)
+    return _with_mean("Folds", ("fold", "slides", "best epoch", *headings), rows, ("", "", *means))
 
 
 def rates_table(calibration: Calibration) -> Table:
@@ -156,9 +174,76 @@ def rates_table(calibration: Calibration) -> Table:
         "fields in files, one thread's work": f"{machine.file_bytes_per_second / 1e9:,.2f} GB/s",
         "lossless codec": f"{machine.codec_bytes_per_second / 1e9:,.2f} GB/s, {machine.codec_ratio:.2f} : 1",
     }
-    table = Table(header_style="bold", caption=f"measured in {calibration.seconds:.0f} s")
-    table.add_column("What one thread does")
-    table.add_column("Rate", justify="right")
-    for name, rate in rows.items():
-        table.add_row(name, rate)
-    return table
+    return Table(
+        "Rates", ("what one thread does", "rate"), tuple(rows.items()), f"measured in {calibration.seconds:.0f} s"
+    )
+
+
+_STYLES: Final = {GOOD: "green", COSTLY: "yellow", OWN: "bold", WRONG: "red"}
+_BAR: Final = 30
+"""Characters of the longest bar."""
+
+
+def page(description: Description) -> RenderableType:
+    """Lay out a description for a rich console, readable at 100 columns."""
+    facts = RichTable.grid(padding=(0, 2))
+    for label, text in description.facts:
+        facts.add_row(Text(label, style="dim"), Text(text))
+    parts: list[RenderableType] = [Group(Text(description.title, style="bold"), facts)]
+    parts += [Shown(table, fitting=True) for table in description.tables]
+    return Group(*(item for part in parts for item in (part, Text())))
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A table on a rich console, with long texts in several lines; of one that is to be `fitting` only the columns for
+    which there is room.
+    """
+
+    table: Table
+    fitting: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        bars = [_Bar(share) for share in self.table.bars]
+        room = options.max_width - (_BAR + 2 if bars else 0)
+        table = self.table.fitting(room) if self.fitting else self.table
+        right = table.numeric
+        before = max((i + 1 for i, numeric in enumerate(right) if numeric), default=0)  # bars stand beside numbers
+        shown = RichTable(
+            title=Text(table.title, style="bold"),
+            title_justify="left",
+            box=None,
+            header_style="dim",
+            padding=(0, 2, 0, 0),
+            pad_edge=False,
+        )
+        for i, name in enumerate(table.columns):
+            if bars and i == before:
+                shown.add_column()
+            no_wrap = right[i] and (self.fitting or len(name) <= max(len(row[i]) for row in table.rows))
+            shown.add_column(Text(name), justify="right" if right[i] else "left", no_wrap=no_wrap, overflow="fold")
+        tones = table.tones or ("",) * len(table.rows)
+        for i, (row, tone) in enumerate(zip(table.rows, tones, strict=True)):
+            cells: list[RenderableType] = [*map(Text, row)]
+            cells[before:before] = bars[i : i + 1]
+            shown.add_row(*cells, style=_STYLES.get(tone, ""))
+        yield shown if table.rows else Text(table.title, style="bold")
+        if table.note:
+            yield Text(table.note)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """A bar of this share of the full length, in eighths of a character where the terminal has them."""
+
+    share: float
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(_BAR, _BAR)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        eighths = max(1, round(8 * _BAR * self.share))
+        if options.ascii_only:
+            yield Text("#" * -(-eighths // 8))
+        else:
+            yield Text("\u2588" * (eighths // 8) + " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"[eighths % 8].strip())

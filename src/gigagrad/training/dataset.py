@@ -23,7 +23,7 @@ from gigagrad.images.tissue import write_label
 from gigagrad.masks import IGNORED, ClassTable, ignoring_missing, open_mask
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.training.augment import D4View, Jitter, draws_of, order_of, transform_of
-from gigagrad.training.checkpoint import Progress
+from gigagrad.training.folder import Progress
 from gigagrad.training.learner import Learner
 from gigagrad.training.targets import CheckedMask, TargetRule, sample_mask
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,8 +24,7 @@ from gigagrad.losses import Loss, kind_of
 from gigagrad.masks import ClassTable
 from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.cohort_scores import compare_labels
-from gigagrad.prediction.evaluate import Evaluation, score_logits
-from gigagrad.prediction.scores import Confusion
+from gigagrad.prediction.scores import Confusion, Evaluation, score_logits
 from gigagrad.prediction.slide_scores import Reading, output_of
 from gigagrad.ranks import Fleet, Ranks
 from gigagrad.training.dataset import Dataset
@@ -34,17 +32,6 @@ from gigagrad.training.learner import Learner
 from gigagrad.training.sharing import plan_alike
 
 _THRESHOLD = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class TestMetrics:
-    """Scores of test slides by name, in `metric`: Dice, risk or loss; and what `evaluate` says of labels, or of the
-    classes of masks.
-    """
-
-    metric: str
-    scores: dict[str, float] = field(default_factory=dict)
-    evaluation: dict[str, Any] = field(default_factory=dict)
 
 
 def validate(learner: Learner, dataset: Dataset, rows: tuple[Row, ...], events: Events, fleet: Fleet) -> float:
@@ -82,8 +69,12 @@ def test(
     cohort: Cohort,
     events: Events,
     ranks: Ranks,
-) -> TestMetrics:
-    """Score test slides: masks by Dice, labels by `_of_labels`, anything else by the loss. Emits the job `test`."""
+) -> tuple[str, dict[str, float], dict[str, Any]]:
+    """Score test slides: masks by Dice, labels by `_of_labels`, anything else by the loss. Emits the job `test`.
+
+    Returns what they are scored by, Dice, risk or loss; the scores by name; and what `evaluate` says of labels, or of
+    the classes of masks.
+    """
     rows, kind = cohort.of("test"), kind_of(config.loss)
     of_pixels = cohort.rows[0].label is None
     dense = of_pixels and kind != "numbers"
@@ -100,11 +91,11 @@ def test(
     engine.events.subscribe(events.emit)
     metric = "dice" if dense else "risk" if loss.survival else "loss"
     if not rows:
-        return TestMetrics(metric)
+        return metric, {}, {}
     with dataset.open(rows[0]) as (slide, target):
         plan_alike(engine, lambda: engine.plan(slide, target if engine.loss else None, backward=False), ranks)
     if rated:
-        return TestMetrics(metric, *_of_labels(engine, rows, dataset, loss, config.loss, table, events, ranks))
+        return metric, *_of_labels(engine, rows, dataset, loss, config.loss, table, events, ranks)
 
     def score(row: Row) -> tuple[float, dict[str, Any] | None]:
         with dataset.open(row) as (slide, target):
@@ -124,10 +115,10 @@ def test(
         found = ranks.shared_out(rows, score, tell)
     scores = {row.name: value for row, (value, _) in zip(rows, found, strict=True)}
     if not dense:
-        return TestMetrics(metric, scores)
+        return metric, scores, {}
     counts = {row.name: Confusion.from_dict(content) for row, (_, content) in zip(rows, found, strict=True)}
     said = Evaluation.of(counts, table).to_dict()
-    return TestMetrics(metric, scores, {name: said[name] for name in ("classes", "confusion")})
+    return metric, scores, {name: said[name] for name in ("classes", "confusion")}
 
 
 def _of_labels(

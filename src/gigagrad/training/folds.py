@@ -13,7 +13,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.events import Listener
 from gigagrad.files import write_json
 from gigagrad.prediction.cohort_scores import evaluate_model
-from gigagrad.prediction.evaluate import Evaluation
+from gigagrad.prediction.scores import Evaluation
 from gigagrad.ranks import Ranks, from_environment
 from gigagrad.training.loop import as_config, fit
 

@@ -33,17 +33,15 @@ from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
 from gigagrad.ranks import Fleet, from_environment, launch
-from gigagrad.training.agreement import check_same_start, check_same_weights, check_seen
 from gigagrad.training.augment import Jitter
-from gigagrad.training.checkpoint import Checkpoint, Progress
 from gigagrad.training.dataset import Bag, Dataset, Steps, made_label
 from gigagrad.training.evaluation import test, validate
-from gigagrad.training.folder import RunFolder, environment
+from gigagrad.training.folder import Checkpoint, Progress, RunFolder, environment
 from gigagrad.training.learner import Learner
-from gigagrad.training.objective import BALANCED, Objective, class_weights
 from gigagrad.training.optimization import freeze
 from gigagrad.training.result import FitResult, write_model
-from gigagrad.training.sharing import plan_alike
+from gigagrad.training.sharing import check_same_start, check_same_weights, check_seen, plan_alike
+from gigagrad.training.targets import BALANCED, class_weights, fit_loss
 from gigagrad.training.trackers import RunLog, TrackedRun, Tracker
 
 
@@ -203,10 +201,9 @@ class _Run:
         # The other splits only need a forward pass, which takes less than any backward pass.
         trained = [pair for pair in zip(self.cohort.rows, self.sizes, strict=True) if pair[0].split == "train"]
         self.largest, _ = max(trained, key=lambda pair: math.prod(pair[1].shape))
-        objective = Objective.of(config, self.loss, self.cohort, self.sizes, self.table, self.model, self.events)
-        self.loss = objective.loss
+        self.loss, rule = fit_loss(config, self.loss, self.cohort, self.sizes, self.table, self.model, self.events)
         self.dataset = Dataset(
-            objective.rule, level=config.level, look=config.input_view, labels=self.folder.labels, table=self.table
+            rule, level=config.level, look=config.input_view, labels=self.folder.labels, table=self.table
         )
         grouped = self.loss.survival or len(bags_of(self.cohort.rows)) < len(self.cohort.rows)
         count = len(bags_of(self.cohort.of("train")))
@@ -413,18 +410,18 @@ class _Run:
         self.fleet.everybody.meet()  # behind whoever has written them
         # Built from what the user asked for; of the file, only the weights.
         model = load_weights(self.folder.best, resolve(config.model, published=False)).to(config.device)
-        tested = test(
+        metric, scores, evaluation = test(
             model, config, self.loss, self.dataset, self.table, self.cohort, self.events, self.fleet.everybody
         )
         result = FitResult(
             out=self.folder.path,
-            metric=tested.metric,
-            scores=tested.scores,
+            metric=metric,
+            scores=scores,
             epochs=self.progress.epoch,
             steps=self.steps.made(self.progress),
             best_epoch=self.progress.best_epoch,
             best_loss=self.progress.best_loss if math.isfinite(self.progress.best_loss) else None,
-            evaluation=tested.evaluation,
+            evaluation=evaluation,
         )
         if result.scores:
             named = {f"{result.metric}_mean": result.mean, f"{result.metric}_sd": result.sd}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError, did_you_mean
-from gigagrad.models.trust import import_callable
+from gigagrad.models.registry import import_callable
 from gigagrad.named import parse_named
 
 _RATE = "gigagrad_rate"

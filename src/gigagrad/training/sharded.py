@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,27 +75,22 @@ def load(optimizer: _Optimizer, model: nn.Module, folder: Path, count: int) -> N
     """
     if not count:
         return
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+    from safetensors import safe_open
 
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     places = {name: number for number, name in enumerate(own)}
-    known = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    if len(known) != count:
-        raise ValueError(f"{folder} has {len(known)} tensors of the optimizer's state, not {count}")
-    wanted = {key: about for key, about in known.items() if key.rpartition(".")[0] in places}
-    tensors: dict[str, Any] = {}
-    for key, about in wanted.items():
-        assert isinstance(about, TensorStorageMetadata)
-        tensors[key] = torch.empty(about.size, dtype=about.properties.dtype)
-    with _plainly():
-        load_checkpoint(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, _, what = key.rpartition(".")
-        state.setdefault(places[name], {})[what] = tensor
+    found = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - it is no mapping
+                name, _, what = key.rpartition(".")
+                found += 1
+                if name in places:
+                    state.setdefault(places[name], {})[what] = tensors.get_tensor(key)
+    if found != count:
+        raise ValueError(f"{folder} has {found} tensors of the optimizer's state, not {count}")
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

@@ -14,11 +14,11 @@ import psutil
 import yaml
 
 from gigagrad.cohorts import Cohort, class_table, folds_of, read_cohort, read_rows, survival_of
+from gigagrad.config import described
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import WriteError
 from gigagrad.files import write_text
 from gigagrad.images.thumbnails import full_range, range_shown, samples
-from gigagrad.settings import described
 
 _WIDTH = 100
 _LOOKED_AT: Final = 3

@@ -13,7 +13,7 @@ from gigagrad.devices import Machine
 from gigagrad.events import JobFinished, Notice
 from gigagrad.execution.calibration import calibrate, measure
 from gigagrad.losses import bce
-from gigagrad.reports.tables import rates_table
+from gigagrad.reports.tables import Shown, rates_table
 
 SIZE = 2**24
 
@@ -36,7 +36,7 @@ def test_rates_are_saved_and_planning_uses_them(profile, tmp_path):
     assert all(rate > 0 for name, rate in found.machine.rates.items() if "efficiency" not in name)
     assert Machine.detect(found.machine.threads).rates == found.machine.rates
     console = Console(file=io.StringIO(), width=100)
-    console.print(rates_table(found))
+    console.print(Shown(rates_table(found)))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for text in ("convolutions", "GFLOP/s", "a call of an operator", "disk, write", "fields in files", "codec"):
         assert text in shown
