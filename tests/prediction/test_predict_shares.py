@@ -179,11 +179,11 @@ class Promise:
 
 
 def test_an_executor_gets_a_task_for_each_slide_and_one_engine_does_them(config, tmp_path, monkeypatch):
-    made = []
+    made, make = [], predictor.Predictor
 
     def counted(*args):
         made.append(args)
-        return predictor.Predictor(*args)
+        return make(*args)
 
     monkeypatch.setattr(module, "Predictor", counted)
     predict(config("alone"))

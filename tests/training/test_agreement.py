@@ -13,7 +13,7 @@ from torch import nn
 from gigagrad.cohorts import read_cohort
 from gigagrad.errors import ConfigError
 from gigagrad.ranks import run_virtual
-from gigagrad.training import FitConfig, agreement
+from gigagrad.training import FitConfig, sharing
 from gigagrad.training.folder import RunFolder
 from gigagrad.training.sharing import check_same_start, check_same_weights, check_seen
 
@@ -80,7 +80,7 @@ def test_weights_are_the_same_on_all():
 
 
 def test_all_see_what_the_first_one_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(agreement, "_SEEN_SECONDS", 0.2)
+    monkeypatch.setattr(sharing, "_SEEN_SECONDS", 0.2)
     folders = [tmp_path / "0", tmp_path / "1"]
     folders[0].mkdir()
     (folders[0] / "checkpoint.pt").touch()

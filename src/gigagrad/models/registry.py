@@ -38,14 +38,9 @@ from gigagrad.named import Literal, parse_named
 _PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
-def is_import_path(text: str) -> bool:
-    """Whether `text` is written `package.module:callable`."""
-    return _PATH.fullmatch(text) is not None
-
-
 def check_trusted(path: str, origin: str | Path, trust: Collection[str]) -> None:
     """Raises `ModelError` unless `path`, which the file `origin` wants imported, is one of `trust`. Imports nothing."""
-    if not is_import_path(path):
+    if _PATH.fullmatch(path) is None:
         raise ModelError(f"{origin} names {path!r}, which is no package.module:callable; nothing was imported")
     if path not in ((trust,) if isinstance(trust, str) else trust):
         raise ModelError(

@@ -141,7 +141,7 @@ def write_geojson(
 def _corners(mask: Image, classes: Sequence[MaskClass], downsample: int, max_corners: int) -> dict[int, Corners] | None:
     """Find the corners by class id, or None as soon as there are too many of them."""
     height, width = sampled_shape(mask, downsample)
-    side = max(16, _BLOCK_PX // downsample)
+    side = block_side(downsample)
     parts: dict[int, list[Corners]] = {kind.id: [NO_CORNERS] for kind in classes}
     planes = [(mask, {kind.id: kind.id for kind in classes})]
     if mask.channels > 1:
@@ -159,6 +159,11 @@ def _corners(mask: Image, classes: Sequence[MaskClass], downsample: int, max_cor
         if count > max_corners and min(height, width) > 1:
             return None
     return {class_id: np.concatenate(held) for class_id, held in parts.items()}
+
+
+def block_side(downsample: int) -> int:
+    """Return a side for blocks of the downsampled mask that reads about `_BLOCK_PX` px a side of the mask itself."""
+    return max(16, _BLOCK_PX // downsample)
 
 
 def sampled_shape(mask: Image, downsample: int) -> tuple[int, int]:

@@ -111,16 +111,14 @@ class Reading:
         found = tuple(scores.values())
         return (1 - found[0], found[0]) if self.names and len(self.columns) == 1 else found
 
-    def predicted_id(self, scores: Mapping[str, float], threshold: float) -> int:
-        """Return the likeliest class; of a single probability class 1 where it is above the threshold."""
-        found = tuple(scores.values())
-        return int(found[0] > threshold) if len(self.columns) == 1 else found.index(max(found))
-
     def predicted(self, scores: Mapping[str, float], threshold: float) -> str:
-        """Return the name of the predicted class, or the number; "" where there are several numbers."""
+        """Return the name of the likeliest class, of a single probability class 1 where it is above the threshold; or
+        the number; "" where there are several numbers.
+        """
+        found, single = tuple(scores.values()), len(self.columns) == 1
         if self.names:
-            return self.names[self.predicted_id(scores, threshold)]
-        return f"{scores[self.columns[0]]:g}" if len(self.columns) == 1 else ""
+            return self.names[int(found[0] > threshold) if single else found.index(max(found))]
+        return f"{found[0]:g}" if single else ""
 
 
 def _class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:

@@ -49,15 +49,6 @@ class Card:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One slide to look at; `uri` is the whole picture as a data URI, None where there is none."""
-
-    name: str
-    caption: str
-    uri: str | None
-
-
 def write_report(
     run_dir: str | Path,
     out_path: str | Path,
@@ -215,13 +206,15 @@ def _notes(run: RunData) -> Iterator[str]:
             yield f"The prediction of {entry.name} failed: {entry.error}"
 
 
-def _picture(entry: Predicted) -> Picture:
+def _picture(entry: Predicted) -> dict[str, str | None]:
+    """Return a slide to look at; `uri` is the whole picture as a data URI, None where there is none."""
     facts = [f"{entry.height} x {entry.width} px", _count(entry.regions, "region")]
     if entry.seconds:
         facts.append(format_seconds(entry.seconds))
     if entry.dice is not None:
         facts.insert(0, f"Dice {entry.dice:.4f}")
-    return Picture(entry.name, ", ".join(facts), _data_uri(entry.overlay) if entry.overlay else None)
+    uri = _data_uri(entry.overlay) if entry.overlay else None
+    return {"name": entry.name, "caption": ", ".join(facts), "uri": uri}
 
 
 def _data_uri(path: Path) -> str | None:

@@ -22,6 +22,7 @@ from gigagrad.prediction.records import FILE_NAME, FOLDER
 from gigagrad.training.folder import RunFolder
 
 _Record = TypeVar("_Record")
+_PLAIN = str, int, float, type(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ def own_peaks(steps: Sequence[StepMeasured]) -> list[int | None]:
 def read_run(run_dir: Path, predictions_dir: Path | None = None) -> RunData:
     """Read both folders. Raises nothing for missing or damaged files."""
     folder = RunFolder(run_dir)
-    records = _json_lines(folder.metrics)
+    # The last line may have been cut off by whatever stopped the run.
+    records = [mapping(_parsed(line)) for line in _text(folder.metrics).splitlines()]
     summary = mapping(_json(folder.summary))
     return RunData(
         name=run_dir.resolve().name,
@@ -135,25 +137,12 @@ def _settings(path: Path) -> Mapping[str, Any]:
     known = {field.name for field in dataclasses.fields(FitConfig)}
     try:
         found = mapping(yaml.safe_load(_text(path))).items()
-        listed = {str(key): value for key, value in found if key in known and _is_plain_list(value)}
-        plain = {str(key): value for key, value in found if _is_plain(value)} | listed
+        lists = {str(key): value for key, value in found if key in known and isinstance(value, list)}
+        listed = {key: value for key, value in lists.items() if all(isinstance(item, _PLAIN) for item in value)}
+        plain = {str(key): value for key, value in found if isinstance(value, _PLAIN)} | listed
         return mapping(_parsed(json.dumps(plain)))
     except (ValueError, OverflowError, RecursionError, yaml.YAMLError):
         return {}
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float, type(None)))
-
-
-def _is_plain_list(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_plain, value))
-
-
-def _json_lines(path: Path) -> list[Mapping[str, Any]]:
-    """Read the lines that are JSON objects; the last one may have been cut off by whatever stopped the run."""
-    parsed = map(_parsed, _text(path).splitlines())
-    return [record for record in parsed if isinstance(record, dict)]
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

@@ -186,7 +186,7 @@ class Scaling:
         if images < 1:
             raise ConfigError(f"a step needs an image at least, got {images}")
         self._problem, self._plan, self.link, self.images = problem, plan, link, images
-        self._tile = lru_cache(maxsize=None)(self._find_tile)
+        self._tile = lru_cache(maxsize=None)(lambda ranks: tile_step(problem, plan, ranks, link))
 
     def shared(self, ranks: int) -> Shared:
         """Find the fastest way to share them in groups; of equals with fewest groups."""
@@ -263,9 +263,6 @@ class Scaling:
             )
             for stage in stages
         ]
-
-    def _find_tile(self, ranks: int) -> TileStep:
-        return tile_step(self._problem, self._plan, ranks, self.link)
 
     @cached_property
     def _parameters(self) -> set[int]:

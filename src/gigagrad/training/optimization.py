@@ -144,14 +144,14 @@ class AveragedWeights:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Give the model the averaged weights; its own come back at the end."""
-        own = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
-        self._set(self.weights)
+        self._exchange()
         try:
             yield
         finally:
-            self._set(own)
+            self._exchange()
 
-    def _set(self, weights: dict[str, Tensor]) -> None:
+    def _exchange(self) -> None:
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                parameter.copy_(weights[name])
+                average, self.weights[name] = self.weights[name], parameter.detach().clone()
+                parameter.copy_(average)
