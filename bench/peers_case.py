@@ -161,7 +161,7 @@ def checkpointed_resnet(model: Any, image: Tensor) -> Tensor:
 
 
 def checkpointed_unet(model: Any, image: Tensor) -> Tensor:
-    """The paper's network (`gigagrad/models/paper.py`), every level by itself, the head with the last one."""
+    """The paper's network (`gigagrad/models/networks.py`), every level by itself, the head with the last one."""
     net, size = model.network, image.shape[-2:]
     at8 = again(lambda x: net.down8(model.preprocess(x)).relu(), image)
     at40 = again(lambda x: net.down40(x).relu(), at8)
