@@ -22,7 +22,7 @@ from gigagrad.prediction import PredictConfig, predict
 from gigagrad.prediction.cohort_scores import evaluate_model
 from gigagrad.training import FitConfig, FitResult, fit
 from gigagrad.training.folder import Checkpoint, RunFolder
-from gigagrad.training.sharded import Shards
+from gigagrad.training.sharing import Shards
 
 
 @pytest.fixture

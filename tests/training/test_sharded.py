@@ -16,7 +16,7 @@ from gigagrad.errors import ConfigError, WriteError
 from gigagrad.ranks import Alone, run_virtual
 from gigagrad.training import FitConfig
 from gigagrad.training.optimization import make_optimizer
-from gigagrad.training.sharded import Shards, load
+from gigagrad.training.sharing import Shards, load_shards
 
 CONFIG = FitConfig(slides="c.csv", out="run", rates=("0=0.1",), shard_optimizer=True)
 
@@ -101,7 +101,7 @@ def test_any_number_of_ranks_goes_on(wrote, reads, tmp_path):
     def go_on(ranks):
         model, optimizer, shards = sharded(ranks)
         model.load_state_dict(after)
-        load(optimizer, model, folder, count)
+        load_shards(optimizer, model, folder, count)
         return stepped(ranks, model, optimizer, shards, range(3, 6))
 
     for found in run_virtual(reads, go_on):
@@ -110,7 +110,7 @@ def test_any_number_of_ranks_goes_on(wrote, reads, tmp_path):
     if wrote > 1:
         model, optimizer, _ = sharded(Alone())
         with pytest.raises(ValueError, match=re.escape("tensors of the optimizer's state, not 15")):
-            load(optimizer, model, folder, count)
+            load_shards(optimizer, model, folder, count)
 
 
 class Counting(torch.optim.SGD):

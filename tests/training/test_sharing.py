@@ -117,10 +117,10 @@ def learned(model, groups, sizes):
     def work(ranks):
         own = copy.deepcopy(model)
         fleet = Fleet.of(ranks, (groups, 1))
-        learner = Learner(config, own, named_loss("bce"), len(sizes), fleet, grouped=False)
+        learner = Learner(config, own, named_loss("bce"), fleet, grouped=False)
         opened: list[Any] = [partial(nullcontext, pair) for pair in pairs]
         told = learner.add(opened, [height * width for height, width in sizes], lambda *_: None)
-        learner.step(0, 0, len(sizes))
+        learner.step(0, 1, len(sizes))
         return own, [values["loss"] for values in told]
 
     return run_virtual(groups, work) if groups > 1 else [work(Alone())]
@@ -182,7 +182,7 @@ def test_bags_stay_in_one_group():
     config = FitConfig(slides="", out="", accumulate=3)
     fleet = Fleet(Alone(), type("Three", (Alone,), {"count": 3})(), Alone())
     with pytest.raises(ConfigError, match=r"bags and cox .* has 3 groups; give --mesh 1x1"):
-        Learner(config, Normed(), named_loss("bce"), 3, fleet, grouped=True)
+        Learner(config, Normed(), named_loss("bce"), fleet, grouped=True)
 
 
 class Raw(nn.Module):
@@ -200,7 +200,7 @@ def in_half(model, ranks, groups):
     """A learner, and a step of it with slides that are dim or bright."""
     config = FitConfig(slides="", out="", optimizer="sgd", learning_rate=1e-3, precision="float16")
     fleet = Fleet.of(ranks, (groups, 1))
-    learner = Learner(config, model, named_loss("bce"), 2, fleet, grouped=False)
+    learner = Learner(config, model, named_loss("bce"), fleet, grouped=False)
     noise = torch.randint(0, 256, (3, 256, 256), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     seen = {"bright": open_image(noise), "dim": open_image(noise // 128)}
     target = open_image(torch.ones(1, 256, 256, dtype=torch.uint8))
@@ -208,7 +208,7 @@ def in_half(model, ranks, groups):
     def step(*slides, done=lambda *_: None):
         opened: list[Any] = [partial(nullcontext, (seen[slide], target)) for slide in slides]
         learner.add(opened, [256 * 256] * len(slides), done)
-        learner.step(0, 0, len(slides))
+        learner.step(0, 1, len(slides))
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
     return learner, step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,9 +25,7 @@ from gigagrad.prediction.slide_scores import output_of, weighted_sum
 from gigagrad.ranks import Fleet
 from gigagrad.training.folder import Checkpoint
 from gigagrad.training.optimization import AveragedWeights, make_optimizer, set_rates
-from gigagrad.training.sharded import SHARDED, Shards
-from gigagrad.training.sharded import load as load_sharded
-from gigagrad.training.sharing import GradientTree, assign, leave_in_order
+from gigagrad.training.sharing import SHARDED, GradientTree, Shards, assign, leave_in_order, load_shards
 
 Opened = Callable[[], AbstractContextManager[Image]]
 """Opens a slide, each time as it is seen in this step."""
@@ -103,8 +100,8 @@ Pair = Callable[[], AbstractContextManager[tuple[Image, Image | torch.Tensor]]]
 
 
 class Learner:
-    """Adds up gradients of slides and steps. `count` is how many an epoch has; `grouped`: they are bags of slides, or
-    compared with each other. The groups of the fleet share the slides of a step, the ranks of a group their tiles.
+    """Adds up gradients of slides and steps. `grouped`: these are bags of slides, or compared with each other. The
+    groups of the fleet share the slides of a step, the ranks of a group their tiles.
     """
 
     def __init__(
@@ -112,7 +109,6 @@ class Learner:
         config: FitConfig,
         model: nn.Module,
         loss: Loss,
-        count: int,
         fleet: Fleet,
         *,
         grouped: bool,
@@ -128,7 +124,7 @@ class Learner:
                 f"bags and cox see the slides of a step one after the other, and the mesh has {groups} groups; give "
                 f"--mesh 1x{fleet.everybody.count}"
             )
-        self.model, self._config, self._count, self._data = model, config, count, fleet.data
+        self.model, self._config, self._data = model, config, fleet.data
         self._journal, self._first = journal, fleet.first
         self.shards = Shards(model, fleet.everybody) if config.shard_optimizer else None
         self._saved: tuple[Path, int] | None = None
@@ -217,14 +213,13 @@ class Learner:
         found = {"seconds": run.seconds, "peak_bytes": float(run.peak_bytes)}
         return found | ({"gradient_error": run.gradient_error} if run.gradient_error else {})
 
-    def step(self, epoch: int, index: int, slides: int) -> dict[str, float]:
-        """Step with the mean gradient of so many slides, from `index` of `epoch` on. Returns what there is to log."""
-        config = self._config
-        of_epoch = math.ceil(self._count / config.accumulate)
-        done = epoch * of_epoch + index // config.accumulate
-        values = {}
+    def step(self, done: int, steps: int, slides: int) -> dict[str, float]:
+        """Step with the mean gradient of so many slides, when so many of all steps are done. Returns what there is to
+        log.
+        """
+        config, values = self._config, {}
         if config.schedule != "constant" or config.warmup:
-            share = set_rates(self.optimizer, config, done, config.epochs * of_epoch)
+            share = set_rates(self.optimizer, config, done, steps)
             values["learning_rate"] = share * config.learning_rate
         learned = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if slides > 1 and self.group is None:
@@ -279,7 +274,7 @@ class Learner:
         """
         self.model.load_state_dict(checkpoint.model)
         if SHARDED in checkpoint.optimizer:
-            load_sharded(self.optimizer, self.model, sharded, checkpoint.optimizer[SHARDED])
+            load_shards(self.optimizer, self.model, sharded, checkpoint.optimizer[SHARDED])
             self._saved = sharded, checkpoint.optimizer[SHARDED]
         elif self.shards is None:
             self.optimizer.load_state_dict(checkpoint.optimizer)

@@ -206,9 +206,8 @@ class _Run:
             rule, level=config.level, look=config.input_view, labels=self.folder.labels, table=self.table
         )
         grouped = self.loss.survival or len(bags_of(self.cohort.rows)) < len(self.cohort.rows)
-        count = len(bags_of(self.cohort.of("train")))
         journal = self.folder.journal if config.journal else None
-        self.learner = Learner(config, self.model, self.loss, count, self.fleet, grouped=grouped, journal=journal)
+        self.learner = Learner(config, self.model, self.loss, self.fleet, grouped=grouped, journal=journal)
         if (groups := self.fleet.data.count) > config.accumulate:
             slides = f"{config.accumulate} slide{'s'[: config.accumulate - 1]}"
             text = f"a step has {slides} for {groups} groups of the mesh, so some have nothing to do (--accumulate)"
@@ -331,7 +330,8 @@ class _Run:
             advance(progress.step + done, text)
 
         told = self.steps.gradients(chosen, progress, lambda done, loss: tell(done, loss) if done < slides else None)
-        told[-1] |= self.learner.step(progress.epoch, progress.index, slides)
+        done, steps = self.steps.made(progress), self.steps.made(Progress(self.config.epochs))
+        told[-1] |= self.learner.step(done, steps, slides)
         self.progress = replace(progress, index=progress.index + slides, step=progress.step + slides)
         for number, values in enumerate(told, self.progress.step - len(told) + 1):
             self.events.emit(MetricsLogged("train", progress.epoch + 1, number, values))
