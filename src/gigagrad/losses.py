@@ -54,7 +54,7 @@ class Loss:
         """This loss without the pixels of value `IGNORED`. Raises `ConfigError` for one that knows no such pixels."""
         if self.class_ids:
             return self
-        if not self.binary or any(_plain(each) not in _BINARY.values() for _, each in self.made_of):
+        if not self.binary or any(_plain(each) not in _IGNORING.values() for _, each in self.made_of):
             raise ConfigError(f"the loss takes every pixel; use {', '.join(_IGNORING)}, or give all of them a class")
         return replace(self, made_of=tuple((factor, partial(each, ignored=IGNORED)) for factor, each in self.made_of))
 
@@ -211,13 +211,17 @@ def _mean(values: Tensor, target: Tensor, ignored: int | None) -> Tensor:
     return (values * counted).sum() / counted.sum().clamp(min=1)
 
 
-_BINARY: Final = {"bce": bce, "bce_dice": bce_dice, "dice": dice, "focal": focal, "tversky": tversky}
-_OF_CLASS_IDS: Final = {"ce": ce}
-_OF_SURVIVAL: Final = {"cox": cox}
-_LOSSES: Final[dict[str, Callable[..., Tensor]]] = dict(
-    sorted((_BINARY | _OF_CLASS_IDS | _OF_SURVIVAL | {"mse": mse}).items())
-)
-_IGNORING: Final = (*_BINARY, *_OF_CLASS_IDS)
+_LOSSES: Final[dict[str, tuple[Callable[..., Tensor], Kind]]] = {
+    "bce": (bce, "binary"),
+    "bce_dice": (bce_dice, "binary"),
+    "ce": (ce, "class ids"),
+    "cox": (cox, "survival"),
+    "dice": (dice, "binary"),
+    "focal": (focal, "binary"),
+    "mse": (mse, "numbers"),
+    "tversky": (tversky, "binary"),
+}
+_IGNORING: Final = {name: function for name, (function, kind) in _LOSSES.items() if kind in ("binary", "class ids")}
 _SETTINGS: Final = ("gamma", "false_positives", "false_negatives", "label_smoothing")
 _TERM: Final = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)\s*\*)?\s*(\S+)\s*")
 
@@ -256,13 +260,7 @@ def kind_of(name: str) -> Kind | None:
     None for nothing but losses of the user's own. Raises `ConfigError` for a text that is none.
     """
     names = [term.partition("?")[0] for _, term in _terms(name)]
-    return next((_kind(each) for each in names if each in _LOSSES), None)
-
-
-def _kind(name: str) -> Kind:
-    if name in _OF_SURVIVAL:
-        return "survival"
-    return "binary" if name in _BINARY else "class ids" if name in _OF_CLASS_IDS else "numbers"
+    return next((_LOSSES[each][1] for each in names if each in _LOSSES), None)
 
 
 def _terms(name: str) -> list[tuple[float, str]]:
@@ -289,12 +287,12 @@ def _found(term: str) -> tuple[Callable[..., Tensor], Kind | None]:
         raise ConfigError(
             f"unknown loss {name!r}{did_you_mean(name, _LOSSES)}; use {', '.join(_LOSSES)} or package.module:callable"
         )
-    function = _LOSSES[name]
+    function, kind = _LOSSES[name]
     known = [key for key in inspect.signature(function).parameters if key in _SETTINGS]
     for key in settings:
         if key not in known:
             raise ConfigError(f"the loss {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}")
-    return (partial(function, **settings) if settings else function), _kind(name)
+    return (partial(function, **settings) if settings else function), kind
 
 
 def _plain(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
