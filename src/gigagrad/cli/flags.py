@@ -1,4 +1,6 @@
-"""The command line as data: commands, flags, their defaults and the help that teaches them."""
+"""The command line as data: commands, flags, their defaults and the help that teaches them; and the parser made of it,
+whose complaints are one line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained model as one file, or as a folder of safetensors and JSON: the name it was made from and its weights. And
+"""A trained model as one file, or as a folder of safetensors and JSON: the name it was made from and its weights; and
 weights to begin with: tensors out of a file of anybody's, into a network that has tensors of these names and shapes.
 
 Loading any of them runs no code of its choice and downloads nothing. Files name the same tensor differently, because a

@@ -2,6 +2,9 @@
 
 A run can be stopped and started again: slides whose files are all there are left alone. A slide that fails does not
 stop the others. Each has a record of its own; `predictions.json` and the tables of scores are made of the records.
+
+Tiles of a slide leave the engine row by row and go straight into the file (`outputs`), so the mask exists only as
+strips and there are no seams. What is asked for later is made of the mask where it can be.
 """
 
 from __future__ import annotations

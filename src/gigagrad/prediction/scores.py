@@ -1,7 +1,8 @@
 """Overlap scores that add up strip by strip, so that no full-resolution plane is ever held.
 
 Dice (1945) and Sorensen (1948): `2 |A and B| / (|A| + |B|)`; Jaccard (1912), also called IoU: `|A and B| / |A or B|`.
-Both are ratios of counts, and counts of disjoint strips simply add.
+Both are ratios of counts, and counts of disjoint strips simply add. An evaluation has them of each slide, with mean
+and spread, and of each class over all slides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The report's charts as inline SVG that follows the page's colours, light or dark.
+"""The report's charts as inline SVG that follows the page's colours, light or dark; and a plan as one picture, SVG or
+PNG by the file's name: the trade-off curve, and its memory over time.
 
-Matplotlib draws in the light colours; each is then replaced by the CSS variable of its role, so that one drawing serves
-both schemes and the printed page.
+Matplotlib draws in the light colours; on the page each is then replaced by the CSS variable of its role, so that one
+drawing serves both schemes and the printed page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A plan for people: its stages, the fate of each field, where memory and time go, and what more memory would buy."""
+"""A plan for people: its stages, the fate of each field, where memory and time go, and what more memory
+or more ranks would buy.
+"""
 
 from __future__ import annotations
 

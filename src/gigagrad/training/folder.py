@@ -1,4 +1,9 @@
-"""The run folder: which file is called what, and what is known about the machine that made them."""
+"""The run folder: which file is called what, what is known about the machine that made them, and the checkpoint.
+
+A checkpoint has everything that a step depends on, in one file that is whole or not there. The order of slides, their
+transforms and what random operators draw for them are functions of the seed, the epoch and the index, so they need no
+state in it.
+"""
 
 from __future__ import annotations
 

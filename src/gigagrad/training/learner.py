@@ -1,4 +1,6 @@
-"""A model and what trains it: engine, optimizer, rates, clipping, and an average of the weights."""
+"""A model and what trains it: engine, optimizer, rates, clipping, an average of the weights, and losses over several
+slides.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ Opened = Callable[[], AbstractContextManager[Image]]
 
 
 class Group:
-    """The loss of `model` over bags of slides, `(N, C)` outputs and their targets. `settings` are `compile`'s."""
+    """The loss of `model` over bags of slides, `(N, C)` outputs and their targets. `settings` are `compile`'s.
+
+    It is exact, with one slide in memory at a time, as the loss needs the outputs alone: all slides go forward first,
+    the loss is pulled back to each output, and then every slide is seen once more, forward and backward, with what its
+    output is to receive (Gao et al., 2021, for contrastive losses). Outputs of a bag's slides are averaged before.
+    """
 
     def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], **settings: Any) -> None:
         self._model, self._loss = model, loss
