@@ -48,24 +48,16 @@ _BLOCK_PX = 2048
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A connected region of one class. `polygon` is valid and in pixels of the mask.
+    """A connected region of one class. `polygon` is valid, in pixels of the mask, or of level 0 where it is `placed`.
 
-    `probability` is the mean of its class over it, None where nobody has measured it (`measures.with_probabilities`).
+    `probability` is the mean of its class over it, None where nobody has measured it (`with_probabilities`).
     """
 
     kind: MaskClass
     polygon: Polygon
     probability: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A region in the slide: `polygon` is in pixels of level 0, `id` a UUID that follows from names alone."""
-
-    id: str
-    kind: MaskClass
-    polygon: Polygon
-    probability: float | None
+    id: str = ""
+    """Of one that is placed, a UUID that follows from names alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +90,8 @@ def trace(mask: Image, classes: Sequence[MaskClass], *, min_area_px: float = 256
     return Traced(tuple(regions), downsample)
 
 
-def placed(traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> Iterator[Placed]:
-    """Yield the regions of the slide `name`; ids depend on that and the regions' order only.
+def placed(traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> Iterator[Region]:
+    """Yield the regions of the slide `name` in pixels of level 0; ids depend on that and the regions' order only.
 
     `scale` is how many level-0 pixels of the slide a pixel of the mask is high and wide.
     """
@@ -107,7 +99,7 @@ def placed(traced: Traced, name: str, scale: tuple[float, float] = (1, 1)) -> It
 
     for index, region in enumerate(traced.regions):
         polygon = shapely.transform(region.polygon, lambda points: points * (scale[1], scale[0]))
-        yield Placed(str(uuid.uuid5(_NAMESPACE, f"{name}/{index}")), region.kind, polygon, region.probability)
+        yield replace(region, polygon=polygon, id=str(uuid.uuid5(_NAMESPACE, f"{name}/{index}")))
 
 
 def write_geojson(
@@ -231,7 +223,7 @@ def _parents(rings: Rings, outer: Any, holes: Any) -> Any:
     return by_area[first]
 
 
-def _feature(region: Placed, write: Callable[[Points], list[list[float]]]) -> dict[str, Any]:
+def _feature(region: Region, write: Callable[[Points], list[list[float]]]) -> dict[str, Any]:
     import shapely
 
     rings = (region.polygon.exterior, *region.polygon.interiors)

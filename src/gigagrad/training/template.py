@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import psutil
@@ -42,8 +41,13 @@ def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path
     columns, rows = ((), ()) if slides.is_dir() else read_rows(slides)
     fold = next(iter(folds_of(slides, columns, rows)), None)
     cohort = read_cohort(slides, fold)
-    seen = _Seen.of(cohort)
-    chosen = _chosen(cohort, slides, path, seen, survival="time" in columns and "label" not in columns)
+    looked, channels, scale = _look_at(cohort)
+    chosen = _chosen(cohort, slides, path, survival="time" in columns and "label" not in columns)
+    if channels != 3:
+        chosen["model"] += f"&{'in_chans' if chosen['model'].startswith('timm:') else 'in_channels'}={channels}"
+    if scale:
+        numbers = (f"{value:.6g}" for pair in (scale[:1] if len(set(scale)) == 1 else scale) for value in pair)
+        chosen["model"] += f"&scale={','.join(numbers)}"
     if fold is not None:
         chosen["fold"] = fold
     lines = [
@@ -52,7 +56,7 @@ def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path
     ]
     meanings = described(FitConfig)
     for field in dataclasses.fields(FitConfig):
-        remark = f" {_OF_SCALE.format(seen.slides)}" if field.name == "model" and seen.scale else ""
+        remark = f" {_OF_SCALE.format(looked)}" if field.name == "model" and scale else ""
         lines += [f"# {line}" for line in textwrap.wrap(meanings[field.name] + remark, _WIDTH)]
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         given = field.name in chosen
@@ -62,38 +66,22 @@ def write_template(path: Path, slides: Path, *, overwrite: bool = False) -> Path
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """Facts from a look at a few slides: how many channels they have, and which values are 0 and 1 in each.
-
-    `scale` is empty for bytes, and where it is what networks take for granted.
+def _look_at(cohort: Cohort) -> tuple[int, int, list[tuple[float, float]]]:
+    """Look at a few slides. Returns how many, how many channels they have, and which values are 0 and 1 in each: of
+    bytes, and where it is what networks take for granted, none.
     """
-
-    slides: int
-    channels: int
-    scale: tuple[tuple[float, float], ...]
-
-    @classmethod
-    def of(cls, cohort: Cohort) -> Self:
-        looked = []
-        for row in cohort.rows[:_LOOKED_AT]:
-            with cohort.telling(row), row.open() as slide:
-                looked.append(samples(slide))
-        alike = [values for values in looked if len(values) == len(looked[0])]
-        channels = [np.concatenate(values) for values in zip(*alike, strict=True)]
-        scale = tuple(range_shown(values, values.dtype) for values in channels)
-        known = all(pair == full_range(values.dtype) for pair, values in zip(scale, channels, strict=True))
-        return cls(len(alike), len(channels), () if known or channels[0].dtype.itemsize == 1 else scale)
-
-    def settings(self, channels: str) -> str:
-        """Write the settings of a model's name, whose setting `channels` has the number of channels."""
-        pairs = self.scale[:1] if len(set(self.scale)) == 1 else self.scale
-        numbers = ",".join(f"{value:.6g}" for pair in pairs for value in pair)
-        of_channels = "" if self.channels == 3 else f"&{channels}={self.channels}"
-        return of_channels + (f"&scale={numbers}" if numbers else "")
+    looked = []
+    for row in cohort.rows[:_LOOKED_AT]:
+        with cohort.telling(row), row.open() as slide:
+            looked.append(samples(slide))
+    alike = [values for values in looked if len(values) == len(looked[0])]
+    channels = [np.concatenate(values) for values in zip(*alike, strict=True)]
+    scale = [range_shown(values, values.dtype) for values in channels]
+    known = all(pair == full_range(values.dtype) for pair, values in zip(scale, channels, strict=True))
+    return len(alike), len(channels), [] if known or channels[0].dtype.itemsize == 1 else scale
 
 
-def _chosen(cohort: Cohort, slides: Path, path: Path, seen: _Seen, *, survival: bool) -> dict[str, Any]:
+def _chosen(cohort: Cohort, slides: Path, path: Path, *, survival: bool) -> dict[str, Any]:
     table = class_table(cohort)
     labels = [row.label for row in cohort.rows if row.label is not None]
     of_pixel = len(table.regions if table is not None else ()) or len(cohort.rows[0].masks)
@@ -110,7 +98,7 @@ def _chosen(cohort: Cohort, slides: Path, path: Path, seen: _Seen, *, survival: 
     chosen: dict[str, Any] = {
         "slides": str(slides.absolute()),
         "out": f"runs/{path.stem}",
-        "model": model + seen.settings("in_chans" if labels else "in_channels"),
+        "model": model,
         "loss": loss,
         "memory": f"{max(1, psutil.virtual_memory().total // 2**31)} GiB",
     }
