@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -155,8 +156,9 @@ def test_what_a_person_sees(cohort, capsys):
     predicted(path)
     assert main(["evaluate", "--predictions", "out", "--slides", str(path)]) == 0
     text = capsys.readouterr().out
-    for words in ("Probability", "area under the ROC curve", "95 % interval", "1.0000 to 1.0000", "True \\ predicted"):
+    for words in ("scores", "area under the ROC curve", "95 % interval", "1.0000 to 1.0000", "true \\ predicted"):
         assert words in text
+    assert re.search(r"s3 +tumour +tumour +normal 0\.\d{4}, tumour 0\.\d{4}", text)
     assert main(["evaluate", "--predictions", "out", "--slides", str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["confusion"] == [[2, 0], [0, 2]]
