@@ -14,7 +14,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.events import JobAdvanced, Notice
 from gigagrad.training import FitConfig, fit
 from gigagrad.training.folder import RunFolder
-from gigagrad.training.trackers import TRACKERS, TrackedRun
+from gigagrad.training.trackers import TRACKERS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -120,7 +120,7 @@ class Failing:
 
 
 def test_a_run_outlives_its_tracker(config, monkeypatch):
-    monkeypatch.setitem(TRACKERS, "mlflow", lambda run: nullcontext(Failing(1)))
+    monkeypatch.setitem(TRACKERS, "mlflow", lambda *run: nullcontext(Failing(1)))
     told: list[Any] = []
     result = fit(FitConfig(**{**config.to_dict(), "epochs": 1, "trackers": ("mlflow",)}), [told.append])
     assert result.steps == 3
@@ -148,10 +148,10 @@ def test_an_unknown_tracker_is_answered_with_the_nearest_one(config):
 
 
 def test_a_run_keeps_its_key_until_it_is_overwritten(tmp_path):
-    run = TrackedRun(RunFolder(tmp_path), 0, {})
-    key = run.key()
-    assert TrackedRun(RunFolder(tmp_path), 3, {}).key() == key
-    run.folder.clear()
-    assert run.key() != key
-    run.folder.tracking.write_text("' or 1 = 1")
-    assert run.key().isalnum(), "it goes into a query"
+    folder = RunFolder(tmp_path)
+    key = folder.tracking_key()
+    assert RunFolder(tmp_path).tracking_key() == key
+    folder.clear()
+    assert folder.tracking_key() != key
+    folder.tracking.write_text("' or 1 = 1")
+    assert folder.tracking_key().isalnum(), "it goes into a query"

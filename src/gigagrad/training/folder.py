@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import time
+import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
-from gigagrad.files import read_json, read_tensors, write_json, write_tensors
+from gigagrad.files import read_json, read_tensors, write_json, write_tensors, write_text
 from gigagrad.models.saved import BEST
 from gigagrad.shares import is_alive, minute, this_process
 
@@ -116,6 +117,14 @@ class RunFolder:
         with suppress(OSError):  # up to the first that holds something
             for folder in made:
                 folder.rmdir()
+
+    def tracking_key(self) -> str:
+        """Return the key by which a program that tracks the run finds it again. Raises `WriteError`."""
+        key = self.tracking.read_text(encoding="ascii", errors="replace") if self.tracking.exists() else ""
+        if not key.isalnum():
+            key = uuid.uuid4().hex
+            write_text(self.tracking, key)
+        return key
 
     def optimizer_after(self, step: int) -> Path:
         """Return the folder of the optimizer's state, where ranks share it."""

@@ -42,7 +42,7 @@ from gigagrad.training.optimization import freeze
 from gigagrad.training.result import FitResult, write_model
 from gigagrad.training.sharing import check_same_start, check_same_weights, check_seen, plan_alike
 from gigagrad.training.targets import BALANCED, class_weights, fit_loss
-from gigagrad.training.trackers import RunLog, TrackedRun, Tracker
+from gigagrad.training.trackers import RunLog, Tracker
 
 
 def fit(
@@ -176,9 +176,9 @@ class _Run:
         metrics_bytes = self.resumed.metrics_bytes if self.resumed else 0
         self.log = stack.enter_context(RunLog(self.folder, metrics_bytes=metrics_bytes))
         self.events.subscribe(self.log)
-        run = TrackedRun(self.folder, self.progress.step, self.config.to_dict())
         for name in self.config.trackers:
-            self.events.subscribe(stack.enter_context(Tracker(name, run, self.events)))
+            tracker = Tracker(name, self.folder, self.progress.step, self.config.to_dict(), self.events)
+            self.events.subscribe(stack.enter_context(tracker))
         for engine in self.learner.engines:
             engine.events.subscribe(self.events.emit)
 

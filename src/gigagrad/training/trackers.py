@@ -13,16 +13,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from gigagrad.errors import ConfigError, GigagradError, WriteError
 from gigagrad.events import Event, Events, MetricsLogged, Notice, StepMeasured
 from gigagrad.extras import extra
-from gigagrad.files import write_error, write_text
+from gigagrad.files import write_error
 from gigagrad.training.folder import RunFolder
 
 Log = Callable[[dict[str, float], int], object]
@@ -32,34 +30,13 @@ _PROJECT: Final = "gigagrad"
 _TAG: Final = "gigagrad.run"
 
 
-@dataclass(frozen=True, slots=True)
-class TrackedRun:
-    """A run as trackers know it: the one in `folder`, which goes on after step `step`."""
-
-    folder: RunFolder
-    step: int
-    settings: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        return self.folder.path.name
-
-    def key(self) -> str:
-        """Return the key, kept in the folder, by which a program finds the run again. Raises `WriteError`."""
-        path = self.folder.tracking
-        key = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
-        if not key.isalnum():
-            key = uuid.uuid4().hex
-            write_text(path, key)
-        return key
-
-
 class Tracker:
     """A listener that hands metrics to the program `name`; a context manager from the run's beginning to its end."""
 
-    def __init__(self, name: str, run: TrackedRun, events: Events) -> None:
+    def __init__(self, name: str, folder: RunFolder, step: int, settings: Mapping[str, Any], events: Events) -> None:
+        """Track the run in `folder`, which goes on after `step`."""
         self._name, self._events = name, events
-        self._program = TRACKERS[name](run)
+        self._program = TRACKERS[name](folder, step, settings)
         self._log: Log | None = None
 
     def __enter__(self) -> Self:
@@ -92,11 +69,11 @@ class Tracker:
 
 
 @contextmanager
-def _tensorboard(run: TrackedRun) -> Iterator[Log]:
+def _tensorboard(folder: RunFolder, step: int, settings: Mapping[str, Any]) -> Iterator[Log]:
     with extra("train"):
         from torch.utils.tensorboard import SummaryWriter
     # What was written after the checkpoint is about to happen again.
-    with SummaryWriter(str(run.folder.curves), purge_step=run.step + 1) as writer:
+    with SummaryWriter(str(folder.curves), purge_step=step + 1) as writer:
 
         def log(values: dict[str, float], step: int) -> None:
             for name, value in values.items():
@@ -107,47 +84,47 @@ def _tensorboard(run: TrackedRun) -> Iterator[Log]:
 
 
 @contextmanager
-def _mlflow(run: TrackedRun) -> Iterator[Log]:
+def _mlflow(folder: RunFolder, step: int, settings: Mapping[str, Any]) -> Iterator[Log]:
     with extra("mlflow"):
         import mlflow
-    key = run.key()
+    key = folder.tracking_key()
     earlier = mlflow.search_runs(filter_string=f"tags.`{_TAG}` = '{key}'", output_format="list")
     begun = earlier[0].info.run_id if earlier else None
     around = mlflow.active_run() is not None
-    with mlflow.start_run(begun, run_name=run.name, tags={_TAG: key}, nested=around):
+    with mlflow.start_run(begun, run_name=folder.path.name, tags={_TAG: key}, nested=around):
         if begun is None:
-            mlflow.log_params(dict(run.settings))
+            mlflow.log_params(dict(settings))
         yield lambda values, step: mlflow.log_metrics(values, step)
 
 
 @contextmanager
-def _wandb(run: TrackedRun) -> Iterator[Log]:
+def _wandb(folder: RunFolder, step: int, settings: Mapping[str, Any]) -> Iterator[Log]:
     with extra("wandb"):
         import wandb
     with wandb.init(
         project=os.environ.get("WANDB_PROJECT", _PROJECT),
-        id=run.key(),
-        name=run.name,
+        id=folder.tracking_key(),
+        name=folder.path.name,
         resume="allow",
-        config=dict(run.settings),
+        config=dict(settings),
         allow_val_change=True,
     ) as begun:
         yield begun.log
 
 
 @contextmanager
-def _trackio(run: TrackedRun) -> Iterator[Log]:
+def _trackio(folder: RunFolder, step: int, settings: Mapping[str, Any]) -> Iterator[Log]:
     with extra("trackio"):
         import trackio
-    name = f"{run.name}-{run.key()[:8]}"
-    begun = trackio.init(_PROJECT, name, resume="allow", config=dict(run.settings), embed=False)
+    name = f"{folder.path.name}-{folder.tracking_key()[:8]}"
+    begun = trackio.init(_PROJECT, name, resume="allow", config=dict(settings), embed=False)
     try:
         yield begun.log
     finally:
         begun.finish()
 
 
-TRACKERS: Final[dict[str, Callable[[TrackedRun], AbstractContextManager[Log]]]] = {
+TRACKERS: Final[dict[str, Callable[[RunFolder, int, Mapping[str, Any]], AbstractContextManager[Log]]]] = {
     "mlflow": _mlflow,
     "tensorboard": _tensorboard,
     "trackio": _trackio,
