@@ -57,7 +57,7 @@ class Region:
     polygon: Polygon
     probability: float | None = None
     id: str = ""
-    """Of one that is placed, a UUID that follows from names alone."""
+    """A UUID that follows from names alone, where it is placed."""
 
 
 @dataclass(frozen=True, slots=True)
