@@ -76,8 +76,9 @@ def test_every_kind_of_step_survives_json():
 def test_what_a_step_is_stands_in_its_json():
     assert to_plain(STEPS[1]) == {"step": "Tiles", "stage": 0, "phase": "forward", "first_parts": [0, 3, 8]}
     assert to_plain(STEPS[5]) == {"step": "Scalars", "stage": None}
-    more = {**to_plain(STEPS[1]), "written_by": "a later version"}
-    assert from_plain(Step, more) == STEPS[1]
+    for wrong in ({"written_by": "a later version"}, {"stage": "0"}, {"phase": None}, {"first_parts": 3}):
+        with pytest.raises(TypeError):
+            from_plain(Step, {**to_plain(STEPS[1]), **wrong})
 
 
 def test_buffers_live_from_their_allocation_to_their_release():

@@ -256,8 +256,12 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """The inverse of `to_dict`, also after a trip through JSON; what stands beside it is not looked at."""
-        found: Plan = from_plain(cls, data)
+        """The inverse of `to_dict`, also after a trip through JSON, whatever stands beside it in plan.json.
+
+        Raises TypeError or ValueError for anything else.
+        """
+        beside = ("predicted_peak_bytes", "predicted_seconds", "advice", "scaling")
+        found: Plan = from_plain(cls, {name: value for name, value in data.items() if name not in beside})
         return found
 
     def memory_parts(self) -> list[tuple[str, int]]:

@@ -209,17 +209,24 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """Make what `to_plain` made of a value into this type again, also after a trip through JSON."""
-    if value is None or kind in (int, str, bool, float):
+    """Make what `to_plain` made of a value into this type again, also after a trip through JSON.
+
+    Raises TypeError, or ValueError, for what it did not make.
+    """
+    if kind in (int, str, bool, float):
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise TypeError(f"expected {kind.__name__}, got {value!r}")
         return value
     if isinstance(value, Mapping) and "step" in value:
         kind = next(one for one in get_args(Step) if one.__name__ == value["step"])
     inner = get_args(kind)
     if type(None) in inner:
-        return from_plain(inner[0], value)
+        return None if value is None else from_plain(inner[0], value)
     if isinstance(value, Mapping):
         hints = _hints(kind)
-        return kind(**{name: from_plain(hints[name], one) for name, one in value.items() if name in hints})
+        if unknown := set(value) - {*hints, "step"}:
+            raise TypeError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+        return kind(**{name: from_plain(hints[name], one) for name, one in value.items() if name != "step"})
     if inner[-1] is Ellipsis:
         return tuple(from_plain(inner[0], one) for one in value)
     return tuple(from_plain(one, each) for one, each in zip(inner, value, strict=True))
