@@ -88,7 +88,7 @@ class Bench:
         expected = operators.call(node.op, arguments(plain))
         for axis in (0, 1):
             expected = expected.narrow(node.axes[axis], out[axis].start, out[axis].length)  # type: ignore[index]
-        got = row.run(call, arguments(crops), Site(out, spans))
+        got = row.bind(call, Site(out, spans))(crops)
         assert got.shape == expected.shape
         assert got.dtype == node.dtype
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)

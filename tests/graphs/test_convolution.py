@@ -44,14 +44,13 @@ def test_one_thread_gives_kernels_of_one_pixel_to_onednn(bench, noise, layout):
     b = bench()
     y = b.node(b.aten("conv2d.default", b.field(x.detach()), b.weight(weight.detach()), b.weight(bias.detach())))
     call = Call(y, tuple(b.node(Ref(i)) for i in y.operands))
-    arguments = {**y.arguments, "input": x, "weight": weight, "bias": bias}
     spans = Span(0, 45), Span(0, 46)
     found = {}
     with operator_threads(1):
         for values in (True, False):
             site = Site(spans, (spans, None, None), values)
             with torch.profiler.profile() as profile:
-                made = lookup(y.op).run(call, arguments, site)
+                made = lookup(y.op).bind(call, site)([x, weight, bias])
                 found[values] = torch.autograd.grad(made, [x, weight, bias], torch.ones_like(made))
             names = {event.name for event in profile.events()}
             assert ("aten::mkldnn_convolution" in names) is values
@@ -191,8 +190,7 @@ def test_few_channels_on_crops(
         patch.setattr(convolution, "by_groups", spied)
         patch.setattr(convolution, "_SMALL_CROP", 0)
         weight.requires_grad_()
-        arguments = {**node.arguments, "input": crop, "weight": weight}
-        found = row.run(call, arguments, Site(out, ((needed[0], needed[1]), None), values))
+        found = row.bind(call, Site(out, ((needed[0], needed[1]), None), values))([crop, weight])
     assert spied.called == grouped
     whole = x.detach().requires_grad_()
     expected = torch.conv2d(whole, weight, None, stride, padding)

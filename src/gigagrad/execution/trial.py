@@ -10,10 +10,11 @@ import torch
 
 from gigagrad.boxes import Box
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.tile import StageProgram, TileInputs
+from gigagrad.execution.tile_program import PassContext, TileInputs
 from gigagrad.graphs import Node
 from gigagrad.plans import Grid, Stage
 from gigagrad.plans.schedule import differentiable_reductions
+from gigagrad.plans.stages import summed_globals
 from gigagrad.threads import operator_threads
 
 _ROUNDS = 5
@@ -66,26 +67,21 @@ def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torc
         box = tile.box(i)
         if box is not None:
             crops[i] = values(_crop_shape(graph[i], box), graph[i].dtype)
-            crops[i].requires_grad_(backward and graph[i].differentiable)
     for i in stage.kept:
         if graph[i].differentiable and not tile.wanted(i).empty:
             shares[i] = values(_crop_shape(graph[i], tile.wanted(i)), graph[i].dtype)
-    boundary = {
-        i: values(graph[i].shape, graph[i].dtype).requires_grad_(backward and graph[i].differentiable)
-        for i in stage.globals
-    }
-    wanted = [value for value in (*crops.values(), *boundary.values()) if value.requires_grad]
+    boundary = {i: values(graph[i].shape, graph[i].dtype) for i in stage.globals}
     ones = {
         r: torch.ones(graph[r].shape, dtype=graph[r].dtype, device=prepared.device.torch_device)
         for r in differentiable_reductions(graph, stage)
     }
-    program = StageProgram(graph, stage, prepared.device.torch_device)
+    program = prepared.programs.of(stage).at(tile)
     start = time.perf_counter()
     if backward:
         inputs = TileInputs(crops, shares, dict(shares))
-        _, outputs, seeds = program.run_for_gradient(tile, inputs, boundary, ones)
-        if outputs and wanted:
-            torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        leaves = summed_globals(graph, stage)
+        fields = [i for i in crops if graph[i].differentiable]
+        program.gradients(tile, inputs, boundary, leaves, fields, ones, PassContext(layout))
     else:
         with torch.no_grad():
             program.partial_sums(tile, program.run(tile, crops, boundary))

@@ -1,7 +1,8 @@
 """The operator table: one row per operator, and all that is known of it.
 
 A row says which span of each input a span of the output needs (`needs`, asked per axis: every operator with a tile rule
-treats y and x independently, so geometry is one-dimensional integer arithmetic), how the operator runs on crops (`run`,
+treats y and x independently, so geometry is one-dimensional integer arithmetic), how the operator runs on crops (`bind`
+makes a function of one place, once for all tiles of the same `form`; or `run`, which is given every tile's own place;
 padding only where a crop touches the true border of the image), what autograd keeps of it, what it computes and takes
 for itself, whether its gradient depends on values, how an error in its input passes. Planning, cost, memory and
 execution ask the row; nobody else knows operators by name.
@@ -13,16 +14,17 @@ nobody has registered has the row `Whole()`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 from typing import Any
 
 import torch
 
 from gigagrad.boxes import Span
 from gigagrad.graphs import operators
-from gigagrad.graphs.graph import IMAGE_AXES, Axes, Node, Ref
+from gigagrad.graphs.graph import IMAGE_AXES, Axes, Node, Ref, fill, references
 
 
 class Refused(Exception):
@@ -59,6 +61,8 @@ class Layout(Enum):
     PACKED = "in its input's, or in a copy where that lies in another order"
 
 
+Bound = Callable[[Sequence[Any]], torch.Tensor]
+"""Computes an operator's output on a tile from its operands there, in the order of `Call.operands`; None: not read."""
 Gains = Mapping[int, torch.Tensor]
 """By quantised field: the factors `(C,)` on its rounding errors with which they arrive in each channel of another."""
 
@@ -140,9 +144,27 @@ class Row(ABC):
         (`Grid.sample`).
         """
 
-    @abstractmethod
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        """The output on `site.out`, from arguments whose fields are crops of exactly `site.operands`."""
+        """Compute the output on `site.out`, from arguments whose fields are crops of exactly `site.operands`. A row
+        defines this, or `bind`.
+        """
+        raise NotImplementedError(f"the row of {call.node.op} defines neither run nor bind")
+
+    def bind(self, call: Call, site: Site) -> Bound:
+        """Make the function that computes the output on `site.out` from crops of exactly `site.operands`."""
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            remaining = iter(operands)
+            arguments = {name: fill(value, remaining) for name, value in call.node.arguments.items()}
+            return self.run(call, arguments, site)
+
+        return run
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        """Return what `bind` depends on along an axis beside how long these spans are: places of the same lengths and
+        forms share one function. None: on the place itself, and every tile has its own.
+        """
+        return None
 
     def contiguous_only(self, call: Call) -> bool:
         """Whether this use should not run on channels-last crops: no kernel for them, or one that fails."""
@@ -188,7 +210,7 @@ class Whole(Row):
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         raise AssertionError(call.node.op)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+    def bind(self, call: Call, site: Site) -> Bound:
         raise AssertionError(call.node.op)
 
 
@@ -208,9 +230,11 @@ class Unmoved(Row):
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return self.temporaries * call.node.bytes_per_pixel * out_pixels
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        result: torch.Tensor = operators.call(call.node.op, arguments)
-        return result
+    def bind(self, call: Call, site: Site) -> Bound:
+        return plain(call)
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        return ()
 
     def flops(self, call: Call) -> float:
         return 0.0
@@ -223,6 +247,28 @@ class Part(Whole):
 
     def flops(self, call: Call) -> float:
         return 0.0
+
+
+def plain(call: Call, **more: Any) -> Bound:
+    """Bind an operator as it is, with the graph's arguments and these."""
+    function, arguments = operators.function(call.node.op), {**call.node.arguments, **more}
+    given = [*operators.positional(call.node.op)] if not more else []
+    leading = len([*takewhile(lambda name: isinstance(arguments[name], Ref), given)])
+    rest, named = [arguments[name] for name in given[leading:]], {n: v for n, v in arguments.items() if n not in given}
+    if leading and not [*references([rest, named])]:
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            result: torch.Tensor = function(*operands, *rest, **named)
+            return result
+
+        return run
+
+    def run_nested(operands: Sequence[Any]) -> torch.Tensor:
+        remaining = iter(operands)
+        result: torch.Tensor = function(**{name: fill(value, remaining) for name, value in arguments.items()})
+        return result
+
+    return run_nested
 
 
 def sum_of_gains(terms: Iterable[Gains]) -> Gains:

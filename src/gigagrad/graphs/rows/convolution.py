@@ -7,7 +7,7 @@ stride s; the weights are spread over them, with some zeros more (docs/decisions
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import fit
+from gigagrad.graphs.crops import fitted
 from gigagrad.graphs.graph import IMAGE_AXES, Axes
 from gigagrad.graphs.rows.windows import (
     GROUPED,
@@ -28,7 +28,7 @@ from gigagrad.graphs.rows.windows import (
     reordered_bytes,
     trim,
 )
-from gigagrad.graphs.table import Call, Refused, Site, Whole, aten, per_operand, register, require_nchw
+from gigagrad.graphs.table import Bound, Call, Refused, Site, Whole, aten, per_operand, register, require_nchw
 
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 _SMALL_CROP = 20480
@@ -189,38 +189,56 @@ class Convolution(WindowRow):
         """At the image's border crops are padded to the shape they have elsewhere."""
         return (out.length,)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        x_NCHW, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
-        (top, bottom), (left, right) = self.missing(call, site)
-        stride, outputs = pair(call["stride"]), _outputs_as_one(call)
+    def bind(self, call: Call, site: Site) -> Bound:
+        one_by_one, in_groups = self._one_by_one(call, site), self._in_groups(call, site)
+        if in_groups is None:
+            return one_by_one
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            return (in_groups if _lies_in_rows(operands[0]) else one_by_one)(operands)
+
+        return run
+
+    def _in_groups(self, call: Call, site: Site) -> Bound | None:
+        """Bind it with several outputs of a row as one, for crops that lie in rows; None where that is not faster."""
+        outputs, stride = _outputs_as_one(call), pair(call["stride"])
+        (top, bottom), (left, _) = self.missing(call, site)
         # With what is missing, so that crops of one shape get one kernel in the middle and at the border.
-        rows, columns = x_NCHW.shape[2] + top + bottom, self._columns(call, site.out[1])
-        if outputs and x_NCHW.shape[1] * rows * columns > _SMALL_CROP and _lies_in_rows(x_NCHW):
-            more = columns - (x_NCHW.shape[3] + left + right)
-            x_NCHW = fit(x_NCHW, IMAGE_AXES, ((top, bottom), (left, right + more)))
+        (height, width), columns = (span.length for span in site.inside), self._columns(call, site.out[1])
+        if not outputs or call.operands[0].shape[1] * (height + top + bottom) * columns <= _SMALL_CROP:
+            return None
+        filled = fitted(IMAGE_AXES, ((top, bottom), (left, columns - width - left)))
 
-            def convolved(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, s: tuple[int, int]) -> torch.Tensor:
-                return _convolved(x, w, b, s, (0, 0), (1, 1), 1, values=site.values)
+        def convolved(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, s: tuple[int, int]) -> torch.Tensor:
+            return _convolved(x, w, b, s, (0, 0), (1, 1), 1, values=site.values)
 
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            x_NCHW, weight, bias = operands if len(operands) == 3 else (*operands, None)
+            x_NCHW = x_NCHW if filled is None else filled(x_NCHW)
             return trim(by_groups(x_NCHW, weight, bias, stride, outputs, convolved), (0, 0), site.out)
-        # Along an axis where both borders cut alike the operator pads by itself.
-        y, x = (before if before == after and before > 0 else 0 for before, after in ((top, bottom), (left, right)))
-        x_NCHW = fit(x_NCHW, IMAGE_AXES, ((top - y, bottom - y), (left - x, right - x)))
-        dilation = self._dilation(call, x_NCHW)
-        return _convolved(x_NCHW, weight, bias, stride, (y, x), dilation, call["groups"], values=site.values)
 
-    @staticmethod
-    def _dilation(call: Call, x_NCHW: torch.Tensor) -> tuple[int, int]:
-        """The call's own; for a kernel of one pixel, to which it makes no difference, one that is always fast.
+        return run
 
-        With one thread PyTorch gives such convolutions to oneDNN only if they are strided or dilated, and else takes a
-        kernel of half the speed (docs/decisions/0016-one-pixel-kernels.md).
-        """
-        dense = call.operands[1].shape[2:] == (1, 1) and call["groups"] == 1
-        fast = _ONEDNN and x_NCHW.device.type == "cpu" and x_NCHW.dtype == torch.float32
-        if dense and fast and x_NCHW.numel() > _SMALL_CROP:
-            return 2, 2
-        return pair(call["dilation"])
+    def _one_by_one(self, call: Call, site: Site) -> Bound:
+        """Bind it as PyTorch computes it. Along an axis where both borders cut alike the operator pads by itself."""
+        stride, dilation, groups, values = pair(call["stride"]), pair(call["dilation"]), call["groups"], site.values
+        missing = self.missing(call, site)
+        padding = y, x = tuple(before if before == after and before > 0 else 0 for before, after in missing)
+        (top, bottom), (left, right) = missing
+        filled = fitted(IMAGE_AXES, ((top - y, bottom - y), (left - x, right - x)))
+        dense = call.operands[1].shape[2:] == (1, 1) and groups == 1 and _ONEDNN
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            x_NCHW, weight, bias = operands if len(operands) == 3 else (*operands, None)
+            x_NCHW = x_NCHW if filled is None else filled(x_NCHW)
+            # To a kernel of one pixel dilation makes no difference, but with one thread PyTorch gives it to oneDNN only
+            # if it is strided or dilated, and else takes a kernel of half the speed
+            # (docs/decisions/0016-one-pixel-kernels.md).
+            fast = dense and x_NCHW.dtype == torch.float32 and x_NCHW.numel() > _SMALL_CROP
+            apart = (2, 2) if fast and x_NCHW.device.type == "cpu" else dilation
+            return _convolved(x_NCHW, weight, bias, stride, padding, apart, groups, values=values)
+
+        return run
 
 
 register(Convolution(), aten("conv2d conv2d.padding"))

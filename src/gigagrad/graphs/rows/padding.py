@@ -7,15 +7,16 @@ therefore makes a border tile read across the whole axis: exact, and as hungry a
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import fit
+from gigagrad.graphs.crops import View, fitted
 from gigagrad.graphs.graph import Axes
 from gigagrad.graphs.rows.windows import inside_or_nearest, select
-from gigagrad.graphs.table import Call, Refused, Row, Saved, Site, aten, common_axes, register
+from gigagrad.graphs.table import Bound, Call, Refused, Row, Saved, Site, aten, common_axes, register
 
 
 def _fold(index: int, size: int, mode: str) -> int:
@@ -63,21 +64,38 @@ class Padding(Row):
         """The other axis' result, where pixels are copied one axis after the other."""
         return 0 if call["mode"] == "constant" else call.node.bytes_per_pixel * out_pixels
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crop: torch.Tensor = arguments["self"]
-        mode, field = call["mode"], call.operands[0]
-        for axis, inside in enumerate(site.inside):
-            raw, size, dim = self._raw(call, axis, site.out[axis]), field.size(axis), field.spatial[axis]
-            if raw == inside:
-                continue
-            if mode == "constant":
-                along = inside.start - raw.start, raw.stop - inside.stop
-                frame = (along, (0, 0)) if axis == 0 else ((0, 0), along)
-                crop = fit(crop, field.spatial, frame, value=call["value"] or 0)
-            else:
-                indices = [_fold(i, size, mode) - inside.start for i in range(raw.start, raw.stop)]
-                crop = select(crop, dim, torch.tensor(indices, device=crop.device))
-        return crop
+    def bind(self, call: Call, site: Site) -> Bound:
+        along = [self._along(call, axis, site) for axis in (0, 1)]
+        padded = [one for one in along if one is not None]
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            crop: torch.Tensor = operands[0]
+            for pad in padded:
+                crop = pad(crop)
+            return crop
+
+        return run
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        """At the border the pixels copied are those of one place; there are few such tiles."""
+        raw, inside = self._raw(call, axis, out), operands[0]
+        assert inside is not None
+        return (
+            (inside.start - raw.start, raw.stop - inside.stop) if call["mode"] == "constant" or raw == inside else raw
+        )
+
+    def _along(self, call: Call, axis: int, site: Site) -> View | None:
+        """Bind the padding along one axis; None where there is none."""
+        mode, field, inside = call["mode"], call.operands[0], site.inside[axis]
+        raw, size, dim = self._raw(call, axis, site.out[axis]), field.size(axis), field.spatial[axis]
+        if raw == inside:
+            return None
+        if mode == "constant":
+            missing = inside.start - raw.start, raw.stop - inside.stop
+            frame = (missing, (0, 0)) if axis == 0 else ((0, 0), missing)
+            return fitted(field.spatial, frame, value=call["value"] or 0)
+        indices = [_fold(i, size, mode) - inside.start for i in range(raw.start, raw.stop)]
+        return lambda crop: select(crop, dim, torch.tensor(indices, device=crop.device))
 
 
 register(Padding(), aten("pad"))

@@ -6,16 +6,17 @@ say) are narrowed to the crop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.graph import Axes, Ref
+from gigagrad.graphs.graph import Axes, Node, Ref
 from gigagrad.graphs.statistics import normalise
 from gigagrad.graphs.table import (
     Affine,
+    Bound,
     Call,
     Gains,
     Layout,
@@ -29,6 +30,7 @@ from gigagrad.graphs.table import (
     axes_without,
     common_axes,
     per_operand,
+    plain,
     register,
     require_nchw,
     scaled_gains,
@@ -51,20 +53,30 @@ class Broadcasting(Unmoved):
         size = call.node.size(axis)
         return per_operand(call, lambda operand: out if operand.size(axis) == size else Span(0, 1))
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        globals_ = {operand.id for operand in call.operands if not operand.is_field}
-        if globals_:
-            arguments = {
-                name: self._narrow(call, arguments[name], site)
-                if isinstance(value, Ref) and value.id in globals_
-                else arguments[name]
-                for name, value in call.node.arguments.items()
-            }
-        return super().run(call, arguments, site)
+    def bind(self, call: Call, site: Site) -> Bound:
+        run = plain(call)
+        varying = [any(self._varies(call, operand, axis) for axis in (0, 1)) for operand in call.operands]
+        if not any(varying):
+            return run
+
+        def run_narrowed(operands: Sequence[Any]) -> torch.Tensor:
+            pairs = zip(operands, varying, strict=True)
+            return run([self._narrow(call, operand, site) if varies else operand for operand, varies in pairs])
+
+        return run_narrowed
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        return None if any(self._varies(call, operand, axis) for operand in call.operands) else ()
+
+    @staticmethod
+    def _varies(call: Call, operand: Node, axis: int) -> bool:
+        """Return whether a global operand varies along an axis of the image."""
+        place = call.node.spatial[axis]
+        return not operand.is_field and -place <= len(operand.shape) and operand.shape[place] > 1
 
     @staticmethod
     def _narrow(call: Call, tensor: torch.Tensor, site: Site) -> torch.Tensor:
-        """A global operand on the crop: narrowed along the spatial axes that it varies along."""
+        """Narrow a global operand to the crop, along the spatial axes that it varies along."""
         for axis, span in zip(call.node.spatial, site.out, strict=True):
             if -axis <= tensor.ndim and tensor.shape[axis] > 1:
                 tensor = tensor.narrow(axis, span.start, span.length)
@@ -165,12 +177,20 @@ class BatchNormEval(ChannelLayer):
 
     on_images = True
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        mean, scale = arguments["running_mean"], torch.rsqrt(arguments["running_var"] + arguments["eps"])
-        if arguments["weight"] is not None:
-            scale = scale * arguments["weight"]
-        shift = torch.zeros_like(mean) if arguments["bias"] is None else arguments["bias"]
-        return normalise(arguments["input"], mean, scale, shift)
+    def bind(self, call: Call, site: Site) -> Bound:
+        eps, names = call["eps"], ("input", "running_mean", "running_var", "weight", "bias")
+        order = [name for name in call.node.arguments if isinstance(call[name], Ref)]
+        field, mean_at, variance_at, weight_at, bias_at = (order.index(n) if n in order else None for n in names)
+        assert field is not None and mean_at is not None and variance_at is not None  # noqa: PT018
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            mean, scale = operands[mean_at], torch.rsqrt(operands[variance_at] + eps)
+            if weight_at is not None:
+                scale = scale * operands[weight_at]
+            shift = torch.zeros_like(mean) if bias_at is None else operands[bias_at]
+            return normalise(operands[field], mean, scale, shift)
+
+        return run
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
         scale = (value(call["running_var"]) + call["eps"]).rsqrt()
@@ -196,11 +216,14 @@ class Counted(Unmoved):
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return 3 * 8 * out_pixels * (call.node.bytes_per_pixel // call.node.dtype.itemsize)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+    def bind(self, call: Call, site: Site) -> Bound:
         starts = [0] * len(call.node.shape)
         for axis, span in zip(call.node.spatial, site.out, strict=True):
             starts[axis] = span.start
-        return super().run(call, {**arguments, "starts": starts, "shape": call.node.shape}, site)
+        return plain(call, starts=starts, shape=call.node.shape)
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        return None
 
 
 class LayerNorm(Unmoved):

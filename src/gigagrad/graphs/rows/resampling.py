@@ -9,20 +9,31 @@ times: the same numbers, and faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
+from gigagrad.graphs.crops import View
 from gigagrad.graphs.graph import Axes, Ref
-from gigagrad.graphs.operators import call as call_operator
 from gigagrad.graphs.rows.windows import select, trim
-from gigagrad.graphs.table import Call, Gains, Refused, Row, Saved, Site, register, require_nchw, scaled_gains
+from gigagrad.graphs.table import (
+    Bound,
+    Call,
+    Gains,
+    Refused,
+    Row,
+    Saved,
+    Site,
+    plain,
+    register,
+    require_nchw,
+    scaled_gains,
+)
 
 RESIZING = {
     "aten.upsample_nearest2d.vec": "nearest",
@@ -173,21 +184,23 @@ class Resampling(Row):
         wider = max(1, 4 // call.node.dtype.itemsize) if taps > 1 else 1
         return (taps + 3) * wider * call.node.bytes_per_pixel * pixels
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+    def bind(self, call: Call, site: Site) -> Bound:
         resizes, inside = self._resizes(call), site.inside
-        crop_NCHW: torch.Tensor = arguments["input"]
         if _copies(resizes):
-            return self._by_whole_factor(crop_NCHW, resizes, inside, site.out)
+            return self._by_whole_factor(resizes, inside, site.out)
         sizes = [Span(0, resize.size) for resize in resizes], [Span(0, resize.out_size) for resize in resizes]
         if resizes[0].mode == "bilinear" and (list(inside), list(site.out)) == sizes:
-            resized: torch.Tensor = call_operator(call.node.op, arguments)
-            return resized
+            return plain(call)
         # Shorter types are interpolated in float32, as PyTorch does, and rounded once at the end.
-        if not resizes[0].mode.startswith("nearest"):
-            crop_NCHW = crop_NCHW.to(resizes[0].dtype)
-        for axis in (0, 1):
-            crop_NCHW = self._by_weights(crop_NCHW, axis, resizes[axis], inside[axis], site.out[axis])
-        return crop_NCHW.to(call.node.dtype)
+        wide = call.node.dtype if resizes[0].mode.startswith("nearest") else resizes[0].dtype
+        y, x = (self._by_weights(axis, resizes[axis], inside[axis], site.out[axis]) for axis in (0, 1))
+        return lambda operands: x(y(operands[0].to(wide))).to(call.node.dtype)
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        """The numbers of other pixels, and what their weights are rounded to, depend on the place."""
+        resizes, inside = self._resizes(call), operands[0]
+        assert inside is not None
+        return out.start - inside.start * resizes[axis].whole_factor if _copies(resizes) else None
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
         """A value appears in several at most so often: `(sum over copies)^2 <= copies * sum of squares`."""
@@ -201,28 +214,31 @@ class Resampling(Row):
         return cls.resize(call, 0), cls.resize(call, 1)
 
     @staticmethod
-    def _by_weights(crop_NCHW: torch.Tensor, axis: int, resize: Resize, inside: Span, out: Span) -> torch.Tensor:
+    def _by_weights(axis: int, resize: Resize, inside: Span, out: Span) -> View:
+        """Bind the sum of a few pixels along one axis."""
         index, weights = _taps(resize, out)
-        index = (index - inside.start).to(crop_NCHW.device)
-        weights = weights.to(crop_NCHW.device).reshape(len(index), *((-1, 1) if axis == 0 else (-1,)))
-        parts = [select(crop_NCHW, axis - 2, tap) for tap in index]
-        if len(parts) == 1:
-            return parts[0]
-        # Not as a step from one to the next: infinite minus infinite would be NaN where PyTorch adds their shares.
-        total = parts[0] * weights[0]
-        for part, weight in zip(parts[1:], weights[1:], strict=True):
-            total = torch.addcmul(total, part, weight)
-        return total
+        index, weights = index - inside.start, weights.reshape(len(index), *((-1, 1) if axis == 0 else (-1,)))
+
+        def resized(crop_NCHW: torch.Tensor) -> torch.Tensor:
+            taps, factors = index.to(crop_NCHW.device), weights.to(crop_NCHW.device)
+            parts = [select(crop_NCHW, axis - 2, tap) for tap in taps]
+            if len(parts) == 1:
+                return parts[0]
+            # Not as a step from one to the next: infinite minus infinite would be NaN where PyTorch adds their shares.
+            total = parts[0] * factors[0]
+            for part, weight in zip(parts[1:], factors[1:], strict=True):
+                total = torch.addcmul(total, part, weight)
+            return total
+
+        return resized
 
     @staticmethod
-    def _by_whole_factor(
-        crop_NCHW: torch.Tensor, resizes: tuple[Resize, Resize], inside: tuple[Span, Span], out: tuple[Span, Span]
-    ) -> torch.Tensor:
-        factors = [resize.whole_factor for resize in resizes]
-        size = [factor * length for factor, length in zip(factors, crop_NCHW.shape[-2:], strict=True)]
-        resized = F.interpolate(crop_NCHW, size=size, mode=resizes[0].mode)
+    def _by_whole_factor(resizes: tuple[Resize, Resize], inside: tuple[Span, Span], out: tuple[Span, Span]) -> Bound:
+        """Bind copies of every pixel."""
+        factors, mode = [resize.whole_factor for resize in resizes], resizes[0].mode
+        size = [factor * span.length for factor, span in zip(factors, inside, strict=True)]
         starts = [out[axis].start - inside[axis].start * factors[axis] for axis in (0, 1)]
-        return trim(resized, starts, out)
+        return lambda operands: trim(F.interpolate(operands[0], size=size, mode=mode), starts, out)
 
 
 register(Resampling(), list(RESIZING))

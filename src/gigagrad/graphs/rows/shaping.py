@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +14,7 @@ from gigagrad.graphs.graph import Axes, Ref
 from gigagrad.graphs.rows.windows import trim
 from gigagrad.graphs.table import (
     Affine,
+    Bound,
     Call,
     Gains,
     Layout,
@@ -65,11 +66,14 @@ class Concatenation(Moving):
             offset += size
         return tuple(spans)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crops: list[torch.Tensor] = [crop for crop in arguments["tensors"] if crop is not None]
-        if len(crops) == 1:  # of another dtype, perhaps, than operands that this tile does not see
-            return crops[0].to(call.node.dtype)
-        return torch.cat([crop.to(call.node.dtype) for crop in crops], call["dim"])
+    def bind(self, call: Call, site: Site) -> Bound:
+        dtype, dim = call.node.dtype, call["dim"]
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            crops: list[torch.Tensor] = [crop.to(dtype) for crop in operands if crop is not None]
+            return torch.cat(crops, dim) if len(crops) > 1 else crops[0]
+
+        return run
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
         rank, channels = len(call.node.shape), [field.shape[1] for field in call.fields]
@@ -92,13 +96,16 @@ class Slicing(Moving):
         first = start + out.start * step
         return (Span(first, first + (out.length - 1) * step + 1),)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crop: torch.Tensor = arguments["self"]
-        axis = _spatial_dim(call)
-        if axis is None:
-            return super().run(call, arguments, site)
+    def bind(self, call: Call, site: Site) -> Bound:
+        if _spatial_dim(call) is None:
+            return super().bind(call, site)
         step, dim = call["step"], call["dim"]
-        return crop if step == 1 else torch.ops.aten.slice.Tensor(crop, dim, 0, crop.shape[dim], step)
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            crop: torch.Tensor = operands[0]
+            return crop if step == 1 else torch.ops.aten.slice.Tensor(crop, dim, 0, crop.shape[dim], step)
+
+        return run
 
 
 class Turn(Moving):
@@ -164,9 +171,14 @@ class Regroup(Moving):
             raise Refused("it folds an axis of the image into another axis")
         return -2, -1
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crop: torch.Tensor = arguments["self"]
-        return crop.reshape([*call.node.shape[:-2], *crop.shape[-2:]])
+    def bind(self, call: Call, site: Site) -> Bound:
+        shape = [*call.node.shape[:-2], *(span.length for span in site.out)]
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            crop: torch.Tensor = operands[0]
+            return crop.reshape(shape)
+
+        return run
 
 
 class Expansion(Regroup):
@@ -174,9 +186,14 @@ class Expansion(Regroup):
 
     lies = Layout.VIEW
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crop: torch.Tensor = arguments["self"]
-        return crop.expand([*call.node.shape[:-2], *crop.shape[-2:]])
+    def bind(self, call: Call, site: Site) -> Bound:
+        shape = [*call.node.shape[:-2], *(span.length for span in site.out)]
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            crop: torch.Tensor = operands[0]
+            return crop.expand(shape)
+
+        return run
 
 
 class PixelShuffle(Moving):
@@ -192,10 +209,14 @@ class PixelShuffle(Moving):
         factor = call["upscale_factor"]
         return (Span(out.start // factor, -(-out.stop // factor)),)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+    def bind(self, call: Call, site: Site) -> Bound:
         factor = call["upscale_factor"]
         starts = [out.start - inside.start * factor for out, inside in zip(site.out, site.inside, strict=True)]
-        return trim(torch.pixel_shuffle(arguments["self"], factor), starts, site.out)
+        return lambda operands: trim(torch.pixel_shuffle(operands[0], factor), starts, site.out)
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        assert operands[0] is not None
+        return out.start - operands[0].start * call["upscale_factor"]
 
 
 class PixelUnshuffle(Moving):

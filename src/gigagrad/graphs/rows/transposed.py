@@ -8,6 +8,7 @@ run about twice as fast as the direct kernel, whose vectors are mostly padding t
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import fit, part
+from gigagrad.graphs.crops import fitted, part
 from gigagrad.graphs.graph import IMAGE_AXES
 from gigagrad.graphs.rows.windows import (
     GROUPED,
@@ -28,7 +29,7 @@ from gigagrad.graphs.rows.windows import (
     reordered_bytes,
     trim,
 )
-from gigagrad.graphs.table import Call, Site, aten, per_operand, register
+from gigagrad.graphs.table import Bound, Call, Site, aten, per_operand, register
 
 _BLOCK_CHANNELS = 8
 _BLOCK_STRIDE = 4
@@ -89,10 +90,12 @@ class TransposedConvolution(WindowRow):
         cut = _Cut.of(self.window(call, axis), out, inside)
         return inside.length, cut.padding, cut.output_padding
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        if self.suits_blocks(call):
-            return self._by_blocks(call, arguments, site)
-        return self._by_kernel(call, arguments, site)
+    def bind(self, call: Call, site: Site) -> Bound:
+        return self._by_blocks(call, site) if self.suits_blocks(call) else self._by_kernel(call, site)
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        assert operands[0] is not None
+        return out.start - operands[0].start * self.window(call, axis).stride
 
     @staticmethod
     def suits_blocks(call: Call) -> bool:
@@ -103,11 +106,10 @@ class TransposedConvolution(WindowRow):
         )
         return plain and y == x >= _BLOCK_STRIDE and max(weight.shape[:2]) <= _BLOCK_CHANNELS
 
-    def _by_blocks(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        """The product over blocks; what the bias alone reaches comes out right by itself."""
-        weight, stride = arguments["weight"], pair(call["stride"])[0]
-        channels_in, channels_out = weight.shape[:2]
-        inside = site.inside
+    def _by_blocks(self, call: Call, site: Site) -> Bound:
+        """Bind the product over blocks; what the bias alone reaches comes out right by itself."""
+        stride, inside = pair(call["stride"])[0], site.inside
+        (channels_in, channels_out, *kernel), blocks_axes = call.operands[1].shape, (-3, -2)
         taps, pads, starts = [], [], []
         for axis in (0, 1):
             window = self.window(call, axis)
@@ -116,44 +118,45 @@ class TransposedConvolution(WindowRow):
             last = (site.out[axis].stop - 1 + window.padding) // stride
             pads.append((inside[axis].start - (first - taps[-1] + 1), last + 1 - inside[axis].stop))
             starts.append(site.out[axis].start + window.padding - first * stride)
-        (taps_y, taps_x), (start_y, start_x), (y, x) = taps, starts, pads
-        x_NCHW = fit(arguments["input"], IMAGE_AXES, (y, x))
-        height, width = x_NCHW.shape[2] - taps_y + 1, x_NCHW.shape[3] - taps_x + 1
+        (taps_y, taps_x), (y, x) = taps, pads
+        filled = fitted(IMAGE_AXES, (y, x))
+        height, width = (span.length + sum(pad) - own + 1 for span, pad, own in zip(inside, pads, taps, strict=True))
+        padding = [0, taps_x * stride - kernel[1], 0, taps_y * stride - kernel[0]]
+        size = [span.length for span in site.out]
 
-        padded = F.pad(weight, [0, taps_x * stride - weight.shape[3], 0, taps_y * stride - weight.shape[2]])
-        split = padded.reshape(channels_in, channels_out, taps_y, stride, taps_x, stride).flip(2, 4)
-        matrix = split.permute(0, 2, 4, 3, 5, 1).reshape(channels_in * taps_y * taps_x, -1)
-        windows = F.unfold(x_NCHW, (taps_y, taps_x))[0].t()
-        if arguments["bias"] is None:
-            product = windows @ matrix
-        else:
-            product = torch.addmm(arguments["bias"].repeat(stride * stride), windows, matrix)
-        blocks = product.reshape(height, width, stride, stride, channels_out).permute(0, 2, 1, 3, 4)
-        y_HWC = blocks.reshape(height * stride, width * stride, channels_out)
-        y_HWC = part(y_HWC, (-3, -2), (start_y, start_x), [span.length for span in site.out])
-        return y_HWC.permute(2, 0, 1)[None]
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            x_NCHW, weight, bias = operands if len(operands) == 3 else (*operands, None)
+            x_NCHW = x_NCHW if filled is None else filled(x_NCHW)
+            padded = F.pad(weight, padding)
+            split = padded.reshape(channels_in, channels_out, taps_y, stride, taps_x, stride).flip(2, 4)
+            matrix = split.permute(0, 2, 4, 3, 5, 1).reshape(channels_in * taps_y * taps_x, -1)
+            windows = F.unfold(x_NCHW, (taps_y, taps_x))[0].t()
+            product = windows @ matrix if bias is None else torch.addmm(bias.repeat(stride * stride), windows, matrix)
+            blocks = product.reshape(height, width, stride, stride, channels_out).permute(0, 2, 1, 3, 4)
+            y_HWC = blocks.reshape(height * stride, width * stride, channels_out)
+            return part(y_HWC, blocks_axes, starts, size).permute(2, 0, 1)[None]
 
-    def _by_kernel(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        cuts = [_Cut.of(self.window(call, axis), site.out[axis], site.inside[axis]) for axis in (0, 1)]
-        # Where no input reaches, the output is the bias alone: fill with zeros first, add the bias to everything last.
-        filled = any(cut.extend or cut.crop < 0 for cut in cuts)
-        y_NCHW = torch.conv_transpose2d(
-            arguments["input"],
-            arguments["weight"],
-            None if filled else arguments["bias"],
-            stride=arguments["stride"],
-            padding=[cut.padding for cut in cuts],
-            output_padding=[cut.output_padding for cut in cuts],
-            groups=arguments["groups"],
-            dilation=arguments["dilation"],
-        )
-        if filled:
-            y, x = cuts
-            y_NCHW = fit(y_NCHW, IMAGE_AXES, ((max(0, -y.crop), y.extend), (max(0, -x.crop), x.extend)))
-        y_NCHW = trim(y_NCHW, [max(0, cut.crop) for cut in cuts], site.out)
-        if filled and arguments["bias"] is not None:
-            y_NCHW = y_NCHW + arguments["bias"].reshape(1, -1, 1, 1)
-        return y_NCHW
+        return run
+
+    def _by_kernel(self, call: Call, site: Site) -> Bound:
+        """Bind PyTorch's kernel. Where no input reaches, the output is the bias alone: it fills with zeros first and
+        adds the bias to everything last.
+        """
+        cuts = y, x = [_Cut.of(self.window(call, axis), site.out[axis], site.inside[axis]) for axis in (0, 1)]
+        fills = any(cut.extend or cut.crop < 0 for cut in cuts)
+        filled = fitted(IMAGE_AXES, ((max(0, -y.crop), y.extend), (max(0, -x.crop), x.extend)))
+        starts = [max(0, cut.crop) for cut in cuts]
+        padding, more = [cut.padding for cut in cuts], [cut.output_padding for cut in cuts]
+        stride, groups, dilation = call["stride"], call["groups"], call["dilation"]
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            x_NCHW, weight, bias = operands if len(operands) == 3 else (*operands, None)
+            own = None if fills else bias
+            y_NCHW = torch.conv_transpose2d(x_NCHW, weight, own, stride, padding, more, groups, dilation)
+            y_NCHW = trim(y_NCHW if filled is None else filled(y_NCHW), starts, site.out)
+            return y_NCHW + bias.reshape(1, -1, 1, 1) if fills and bias is not None else y_NCHW
+
+        return run
 
 
 register(TransposedConvolution(), aten("conv_transpose2d.input"))

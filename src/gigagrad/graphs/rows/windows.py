@@ -7,7 +7,7 @@ needs is cut at the image's border; what was cut is padded back when the crop ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import Frame, fit, part
+from gigagrad.graphs.crops import Frame, fit, fitted, part
 from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref
 from gigagrad.graphs.table import (
+    Bound,
     Call,
     Gains,
     Row,
@@ -120,12 +121,17 @@ class WindowRow(Row):
         return per_operand(call, lambda field: inside_or_nearest(window.reads(out), field.size(axis)))
 
     def missing(self, call: Call, site: Site) -> Frame:
-        """Pixels the border cut off, before and after, along y and x; negative: read beyond the need."""
-        y, x = (
-            (inside.start - reads.start, reads.stop - inside.stop)
-            for reads, inside in ((self.window(call, axis).reads(site.out[axis]), site.inside[axis]) for axis in (0, 1))
-        )
-        return y, x
+        """Count the pixels that the border cut off, along y and x."""
+        return self._missing(call, 0, site.out[0], site.inside[0]), self._missing(call, 1, site.out[1], site.inside[1])
+
+    def _missing(self, call: Call, axis: int, out: Span, inside: Span | None) -> tuple[int, int]:
+        """Count them before and after, along an axis; negative: read beyond the need."""
+        assert inside is not None
+        reads = self.window(call, axis).reads(out)
+        return inside.start - reads.start, reads.stop - inside.stop
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        return self._missing(call, axis, out, operands[0])
 
 
 def filled(channels: int) -> int:
@@ -175,21 +181,19 @@ class MaxPooling(WindowRow):
     ours: before the image the operator pads by itself, and what it then pools beyond the tile is cut off.
     """
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        x_NCHW = arguments["self"]
+    def bind(self, call: Call, site: Site) -> Bound:
         (top, bottom), (left, right) = self.missing(call, site)
-        after = (0, max(0, bottom - top)), (0, max(0, right - left))
-        lowest = -torch.inf if x_NCHW.is_floating_point() else torch.iinfo(x_NCHW.dtype).min
-        x_NCHW = fit(x_NCHW, IMAGE_AXES, after, value=lowest)
+        dtype = call.operands[0].dtype
+        lowest = -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+        filled = fitted(IMAGE_AXES, ((0, max(0, bottom - top)), (0, max(0, right - left))), value=lowest)
         windows = [self.window(call, axis) for axis in (0, 1)]
-        pooled = F.max_pool2d(
-            x_NCHW,
-            [w.kernel for w in windows],
-            [w.stride for w in windows],
-            padding=(top, left),
-            dilation=[w.dilation for w in windows],
-        )
-        return trim(pooled, (0, 0), site.out)
+        kernel, stride, dilation = ([getattr(w, name) for w in windows] for name in ("kernel", "stride", "dilation"))
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            x_NCHW = operands[0] if filled is None else filled(operands[0])
+            return trim(torch.max_pool2d(x_NCHW, kernel, stride, (top, left), dilation), (0, 0), site.out)
+
+        return run
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
         windows = [self.window(call, axis) for axis in (0, 1)]
@@ -199,19 +203,27 @@ class MaxPooling(WindowRow):
 class AveragePooling(WindowRow):
     """2-D average pooling with ceil_mode, count_include_pad and divisor_override."""
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        x_NCHW: torch.Tensor = arguments["self"]
+    def bind(self, call: Call, site: Site) -> Bound:
         divisor: int | None = call["divisor_override"]
         windows = [self.window(call, axis) for axis in (0, 1)]
         kernel, stride = [w.kernel for w in windows], [w.stride for w in windows]
         missing = self.missing(call, site)
         if not any(map(any, missing)):
-            return F.avg_pool2d(x_NCHW, kernel, stride, divisor_override=divisor)
-        total = F.avg_pool2d(fit(x_NCHW, IMAGE_AXES, missing), kernel, stride, divisor_override=1)
-        if divisor:
-            return total / divisor
-        y, x = (self._counts(call, axis, site.out[axis], total) for axis in (0, 1))
-        return total / (y[:, None] * x[None, :])
+            return lambda operands: F.avg_pool2d(operands[0], kernel, stride, divisor_override=divisor)
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            total = F.avg_pool2d(fit(operands[0], IMAGE_AXES, missing), kernel, stride, divisor_override=1)
+            if divisor:
+                return total / divisor
+            y, x = (self._counts(call, axis, site.out[axis], total) for axis in (0, 1))
+            return total / (y[:, None] * x[None, :])
+
+        return run
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        """At the border, how many pixels are averaged over depends on the place; there are few such tiles."""
+        missing = self._missing(call, axis, out, operands[0])
+        return (missing, out) if any(missing) else missing
 
     def _counts(self, call: Call, axis: int, out: Span, like: torch.Tensor) -> torch.Tensor:
         """How many pixels each output averages over along one axis."""
