@@ -101,6 +101,18 @@ def test_a_tile_reads_no_more_than_it_says(case):
         programs.at(geometry).run(geometry, {source: image[..., box.y0 : box.y1 - 1, box.x0 : box.x1]}, values)
 
 
+def test_tiles_that_are_alike_share_a_program():
+    """Off the border all are: three of them along each axis are enough, whatever the number of tiles."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Upsample(scale_factor=2))
+    graph = capture(net, None, InputSpec((1, 1, 96, 128), torch.float32, field=True), None)
+    (stage,) = split_stages(graph)
+    grid = Grid(graph, stage, (8, 8))
+    programs = TilePrograms(graph, torch.device("cpu")).of(stage)
+    found = {programs.at(grid[index]) for index in range(len(grid))}
+    assert (len(grid), len(found)) == (12 * 16, 9)
+    assert programs.at(Grid(graph, stage, (8, 8))[40]) in found, "another grid of the same tiles"
+
+
 def test_large_blocks_are_announced_before_they_are_taken():
     """Forward the results, backward the gradients, with what operators take for themselves: 16 channels of 384 x 384 px
     are 9 MiB, one of them is not large.

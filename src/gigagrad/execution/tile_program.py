@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -27,39 +27,41 @@ from gigagrad.graphs.operators import call as call_operator
 from gigagrad.graphs.table import Bound
 from gigagrad.plans import Stage, TileGeometry
 from gigagrad.plans.geometry import AxisGeometry, reference
-from gigagrad.plans.memory import crop_bytes, workspace_bytes
+from gigagrad.plans.memory import workspace_bytes
 from gigagrad.stores import Rounding
 
 _MOST_PROGRAMS: Final = 64
-"""Of one stage. Where sizes are divided unevenly, no two tiles may be alike."""
+"""Programs kept of a stage: where sizes are divided unevenly, few tiles may be alike."""
+_MOST_STEPS: Final = 256
+"""Steps kept of an operator, on average over those of a stage."""
 _MOST_PLACES: Final = 4
-"""Of one operator, of which functions that depend on the place are kept: enough for an image of few tiles."""
+"""Places for which a function that depends on the place is kept: enough for an image of few tiles."""
 
 Values = dict[int, torch.Tensor]
-"""By node id."""
+"""Values by node id."""
 _NONE: Final[Mapping[int, torch.Tensor]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileInputs:
-    """What a tile is computed from, by node id. Backward, the shares of the stage's kept fields come along."""
+    """Tensors that a tile is computed from, by node id. Backward, the shares of the stage's kept fields come along."""
 
     crops: Values
-    """Of the fields that the stage reads."""
+    """Crops of the fields that the stage reads."""
     cotangents: Values
-    """Of the kept fields' shares, from later stages."""
+    """Cotangents of the kept fields' shares, from later stages."""
     stored: Values
     """The kept fields' shares themselves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassContext:
-    """What is the same for all tiles of a pass and belongs to one run."""
+    """Settings that all tiles of a pass have in common and that belong to one run."""
 
     layout: torch.memory_format = torch.contiguous_format
-    """In which crops lie in memory."""
+    """The memory format of crops."""
     roundings: Mapping[int, Rounding] = field(default_factory=dict)
-    """Of kept fields: what is computed from them is computed from what their stores will give back."""
+    """Roundings of kept fields: all that reads them reads what their stores will give back."""
     make_room: Callable[[int], None] | None = None
     """Called with the bytes of every block before it is taken, but for the smallest."""
 
@@ -84,14 +86,14 @@ class StagePrograms:
         self.targets = stage.targets(graph)
         self.calls = [_on_device(Call(graph[i], graph.operands(graph[i])), device) for i in stage.fields]
         self.places = {i: place for place, i in enumerate((*stage.globals, *stage.reads, *stage.fields))}
-        """Where values are found in the list that a tile's run fills; one more place is always empty."""
+        """Places of values in the list that a tile's run fills; one more place is always empty."""
         self.silent = frozenset(i for i in stage.kept if lookup(graph[i].op).backward_without_output)
         """The kept fields whose operators need no output for their gradient."""
         self._reference = reference(graph, stage)
-        self._forms: dict[tuple[int, Span], int] = {}
-        self._numbers: dict[Hashable, int] = {}
-        self._known: dict[Hashable, Hashable] = {}
-        self._programs: dict[tuple[int, int], TileProgram] = {}
+        self._forms: dict[tuple[int, Span], _Form] = {}
+        self._known: dict[Hashable, _Form] = {}
+        self._programs: dict[tuple[_Form, _Form], TileProgram] = {}
+        self._steps: dict[Hashable, _Step] = {}
 
     def at(self, tile: TileGeometry) -> TileProgram:
         """Return the program of a tile."""
@@ -100,36 +102,79 @@ class StagePrograms:
         if program is None:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
-            self._programs[signature] = program = TileProgram(self, tile)
+            self._programs[signature] = program = TileProgram(self, tile, *signature)
         return program
 
-    def _form(self, axis: int, geometry: AxisGeometry) -> int:
-        """Return the number of a tile's form along one axis. Its share of the largest target fixes all of it."""
-        place = axis, geometry.wanted[self._reference]
-        number = self._forms.get(place)
-        if number is None:
-            form = self._form_of(axis, geometry)
-            self._forms[place] = number = self._numbers.setdefault(form, len(self._numbers))
-        return number
+    def step(self, call: Call, tile: TileGeometry, y: _Extent, x: _Extent, *, is_asked: bool) -> _Step:
+        """Return the step of an operator, which programs have in common where its own extents are the same."""
+        key = call.node.id, y, x, is_asked
+        step = self._steps.get(key)
+        if step is None:
+            if len(self._steps) >= _MOST_STEPS * len(self.calls):
+                self._steps.clear()
+            self._steps[key] = step = _step(self, call, tile, y, x, is_asked=is_asked)
+        return step
 
-    def _form_of(self, axis: int, geometry: AxisGeometry) -> Hashable:
-        spans = geometry.spans
-        found: list[Hashable] = [i in spans and spans[i].length for i in self.stage.reads]
-        for call in self.calls:
+    def _form(self, axis: int, geometry: AxisGeometry) -> _Form:
+        """Return a tile's form along one axis. Its share of the largest target fixes all of it."""
+        place = axis, geometry.wanted[self._reference]
+        form = self._forms.get(place)
+        if form is None:
+            form = self._form_of(axis, geometry)
+            self._forms[place] = form = self._known.setdefault((form.reads, form.operators, form.shares), form)
+        return form
+
+    def _form_of(self, axis: int, geometry: AxisGeometry) -> _Form:
+        spans, needs = geometry.spans, geometry.operand_spans
+
+        def extent(call: Call) -> _Extent | None:
             out = spans.get(call.node.id)
             if out is None:
-                found.append(None)
-                continue
-            needs = geometry.operand_spans[call.node.id]
-            cuts = tuple(
-                need and (need.start - spans[operand.id].start, need.length)
-                for operand, need in zip(call.operands, needs, strict=True)
-            )
-            form = out.length, cuts, lookup(call.node.op).form(call, axis, out, needs)
-            found.append(self._known.setdefault(form, form))
-        for target, wanted in geometry.wanted.items():
-            found.append(None if wanted.empty else (wanted.start - spans[target].start, wanted.length))
-        return tuple(found)
+                return None
+            pairs = zip(call.operands, needs[call.node.id], strict=True)
+            cuts = tuple(None if need is None else _Cut.of(need, spans[operand.id]) for operand, need in pairs)
+            return _Extent(out.length, cuts, lookup(call.node.op).form(call, axis, out, needs[call.node.id]))
+
+        wanted = ((i, geometry.wanted[i]) for i in self.targets)
+        return _Form(
+            tuple(spans[i].length if i in spans else 0 for i in self.stage.reads),
+            tuple(map(extent, self.calls)),
+            tuple(None if span.empty else _Cut.of(span, spans[i]) for i, span in wanted),
+        )
+
+
+class _Cut(NamedTuple):
+    """Part of a crop along one axis."""
+
+    start: int
+    length: int
+    whole: int
+    """Length of the crop."""
+
+    @classmethod
+    def of(cls, span: Span, crop: Span) -> _Cut:
+        return cls(span.start - crop.start, span.length, crop.length)
+
+
+class _Extent(NamedTuple):
+    """Extent of one operator in a tile, along one axis."""
+
+    length: int
+    cuts: tuple[_Cut | None, ...]
+    """Parts that it reads of its operands' crops."""
+    form: Hashable | None
+    """See `Row.form`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Form:
+    """Half of a signature: all that tiles have in common along one axis. One object stands for all that are equal."""
+
+    reads: tuple[int, ...]
+    """Lengths of the crops of the fields read; 0 where there is none."""
+    operators: tuple[_Extent | None, ...]
+    shares: tuple[_Cut | None, ...]
+    """Parts of the targets' crops that are the tile's own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,19 +183,17 @@ class _Step:
 
     node: Node
     inputs: tuple[tuple[int, View | None], ...]
-    """Where each operand is found, and how it is cut to what the operator reads."""
+    """For each operand its place, and the view of what the operator reads of it."""
     output: int
-    frees: tuple[int, ...]
-    """Places whose values nobody reads any more."""
     run: Bound | None
-    """None: it depends on the place."""
+    """The bound operator; None where it depends on the place."""
     run_at: Callable[[Site], Bound]
     is_asked: bool
-    """Whether its values are, and not only its vector-Jacobian product."""
+    """False where only its vector-Jacobian product is asked for."""
     is_large: bool
-    """Whether its result is announced."""
+    """True where its result is announced."""
     has_large_operands: bool
-    """Whether their gradients may be."""
+    """True where their gradients may be."""
     nbytes: int
     workspace_bytes: int
 
@@ -170,30 +213,28 @@ class _Step:
 class TileProgram:
     """The steps of all tiles of one signature."""
 
-    def __init__(self, stage: StagePrograms, tile: TileGeometry) -> None:
-        """`tile`: any one of them."""
-        self._stage, self._graph = stage, stage.graph
-        self._globals, self._reads = stage.stage.globals, stage.stage.reads
-        reads = [(i, self._graph[i].spatial, box.shape) for i in self._reads if (box := tile.box(i)) is not None]
-        self._crops = reads
-        self._rest = [None] * (len(stage.stage.fields) + 1)
-        computed = [call for call in stage.calls if tile.box(call.node.id) is not None]
-        last = {i: call.node.id for call in computed for i in self._graph.reads[call.node.id]}
+    def __init__(self, programs: StagePrograms, tile: TileGeometry, y: _Form, x: _Form) -> None:
+        """Take any `tile` of the signature `y`, `x`."""
+        graph, stage, places = programs.graph, programs.stage, programs.places
+        self.graph, self.stage, self._device = graph, stage, programs.device
+        self._crops = [
+            (i, graph[i].spatial, size)
+            for i, size in zip(stage.reads, zip(y.reads, x.reads, strict=True), strict=True)
+            if all(size)
+        ]
+        self._rest = [None] * (len(stage.fields) + 1)
+        extents = zip(programs.calls, y.operators, x.operators, strict=True)
+        computed = [(call, tile, own_y, own_x) for call, own_y, own_x in extents if own_y and own_x]
+        last = {i: call.node.id for call, *_ in computed for i in graph.reads[call.node.id]}
         frees: dict[int, list[int]] = {}
         for i, reader in last.items():
-            if i not in stage.targets:
-                frees.setdefault(reader, []).append(stage.places[i])
-        step = partial(_step, stage, tile, frees)
-        self._steps = [step(call, is_asked=True) for call in computed]
-        silent = [call for call in computed if call.node.id in stage.silent]
-        self._without_values = {call.node.id: step(call, is_asked=False) for call in silent}
-        wanted = {i: tile.wanted(i) for i in stage.targets}
-        self._shares = [
-            (i, stage.places[i], _cut(self._graph, i, tile, (box.y, box.x)))
-            for i, box in wanted.items()
-            if not box.empty
-        ]
-        self._reductions = [self._graph[r] for r in stage.stage.reductions]
+            if i not in programs.targets:
+                frees.setdefault(reader, []).append(places[i])
+        self._steps = [(programs.step(*of, is_asked=True), frees.get(of[0].node.id, ())) for of in computed]
+        silent = [of for of in computed if of[0].node.id in programs.silent]
+        self._without_values = {of[0].node.id: programs.step(*of, is_asked=False) for of in silent}
+        cuts = zip(programs.targets, y.shares, x.shares, strict=True)
+        self._shares = [(i, places[i], _view(graph[i], own_y, own_x)) for i, own_y, own_x in cuts if own_y and own_x]
 
     def run(
         self,
@@ -211,24 +252,21 @@ class TileProgram:
         values of `silent` targets are not computed then.
         """
         assert all((crops[i].shape[y], crops[i].shape[x]) == size for i, (y, x), size in self._crops)
-        values: list[Any] = [globals_[i] for i in self._globals]
-        values += [crops.get(i) for i in self._reads]
+        values: list[Any] = [globals_[i] for i in self.stage.globals]
+        values += [crops.get(i) for i in self.stage.reads]
         values += self._rest
         crops.clear()
         make_room, roundings = context.make_room, context.roundings
-        for step in self._steps:
+        for step, frees in self._steps:
             node_id = step.node.id
             if node_id in silent:
                 step = self._without_values[node_id]
             operands = [values[place] if view is None else view(values[place]) for place, view in step.inputs]
             if step.is_large and make_room is not None:
                 make_room(step.nbytes + step.workspace_bytes)
-            try:
+            with explained(step.node):
                 run = step.run or step.bound_at(tile)
                 value = run(operands)
-            except (RuntimeError, IndexError, TypeError):
-                with explained(step.node):
-                    raise
             if step.has_large_operands and make_room is not None:
                 step.announce_gradients(value, operands, make_room)
             if watch is not None and node_id in watch:
@@ -238,7 +276,7 @@ class TileProgram:
                 value = _rounded(step.node, value, roundings[node_id], tile)
             values[step.output] = value
             del value
-            for place in step.frees:
+            for place in frees:
                 values[place] = None
         return {i: values[place] if view is None else view(values[place]) for i, place, view in self._shares}
 
@@ -247,20 +285,18 @@ class TileProgram:
         values are `known` are wanted for their gradients only.
         """
         sums = {}
-        for node in self._reductions:
+        for reduction in self.stage.reductions:
+            node = self.graph[reduction]
             read = node.operands[0]
             if read not in shares:
                 continue
             arguments = {**node.arguments, "field": shares[read]}
             if node.op == MOMENTS:
-                arguments["known"] = known.get(node.id)
+                arguments["known"] = known.get(reduction)
             if node.op == FIELD_BINS:
                 arguments |= self._bins(node, tile.wanted(read))
-            try:
-                sums[node.id] = call_operator(node.op, arguments)
-            except (RuntimeError, IndexError, TypeError):
-                with explained(node):
-                    raise
+            with explained(node):
+                sums[reduction] = call_operator(node.op, arguments)
         return sums
 
     def gradients(
@@ -319,7 +355,7 @@ class TileProgram:
         pulled: dict[int, list[int]] = {}
         for reduction in cotangents:
             if reduction in sums and sums[reduction].requires_grad:
-                read = self._graph[reduction].operands[0]
+                read = self.graph[reduction].operands[0]
                 if read in stored:
                     pulled.setdefault(read, []).append(reduction)
                 else:
@@ -337,43 +373,38 @@ class TileProgram:
         """Return the weights that the pixels of a tile have in the bins of a grid."""
         found = {}
         for name, span in (("weights_y", wanted.y), ("weights_x", wanted.x)):
-            weights = self._graph.constants[self._graph[node.arguments[name].id].arguments["name"]]
-            found[name] = weights[:, span.start : span.stop].to(self._stage.device)
+            weights = self.graph.constants[self.graph[node.arguments[name].id].arguments["name"]]
+            found[name] = weights[:, span.start : span.stop].to(self._device)
         return found
 
 
-def _step(
-    stage: StagePrograms, tile: TileGeometry, frees: Mapping[int, list[int]], call: Call, *, is_asked: bool
-) -> _Step:
-    graph, node, rule = stage.graph, call.node, lookup(call.node.op)
-    out, operands = tile.site(node.id)
-    nowhere = len(stage.places)
+def _step(programs: StagePrograms, call: Call, tile: TileGeometry, y: _Extent, x: _Extent, *, is_asked: bool) -> _Step:
+    node, rule, places = call.node, lookup(call.node.op), programs.places
     inputs: list[tuple[int, View | None]] = []
-    nbytes = 0
-    for operand, spans in zip(call.operands, operands, strict=True):
+    operand_bytes = 0
+    for operand, along_y, along_x in zip(call.operands, y.cuts, x.cuts, strict=True):
         if not operand.is_field:
-            inputs.append((stage.places[operand.id], None))
-            nbytes += operand.nbytes
-        elif spans is None:
-            inputs.append((nowhere, None))
+            inputs.append((places[operand.id], None))
+            operand_bytes += operand.nbytes
+        elif along_y is None or along_x is None:
+            inputs.append((len(places), None))
         else:
-            inputs.append((stage.places[operand.id], _cut(graph, operand.id, tile, spans)))
-            nbytes += spans[0].length * spans[1].length * operand.bytes_per_pixel
-    needs = tile.y.operand_spans[node.id], tile.x.operand_spans[node.id]
-    has_form = all(rule.form(call, axis, out[axis], needs[axis]) is not None for axis in (0, 1))
-    run_at = lru_cache(maxsize=_MOST_PLACES)(partial(rule.bind, call))
+            inputs.append((places[operand.id], _view(operand, along_y, along_x)))
+            operand_bytes += along_y.length * along_x.length * operand.bytes_per_pixel
+    nbytes = y.length * x.length * node.bytes_per_pixel
+    is_large, has_large_operands = nbytes >= ANNOUNCED_BYTES, operand_bytes >= ANNOUNCED_BYTES
+    has_form = y.form is not None and x.form is not None
     return _Step(
         node=node,
         inputs=tuple(inputs),
-        output=stage.places[node.id],
-        frees=tuple(frees.get(node.id, ())),
-        run=rule.bind(call, Site(out, operands, is_asked)) if has_form else None,
-        run_at=run_at,
+        output=places[node.id],
+        run=rule.bind(call, Site(*tile.site(node.id), is_asked)) if has_form else None,
+        run_at=lru_cache(maxsize=_MOST_PLACES)(partial(rule.bind, call)),
         is_asked=is_asked,
-        is_large=crop_bytes(graph, tile, node.id) >= ANNOUNCED_BYTES,
-        has_large_operands=nbytes >= ANNOUNCED_BYTES,
-        nbytes=crop_bytes(graph, tile, node.id),
-        workspace_bytes=workspace_bytes(graph, tile, node.id),
+        is_large=is_large,
+        has_large_operands=has_large_operands,
+        nbytes=nbytes,
+        workspace_bytes=workspace_bytes(programs.graph, tile, node.id) if is_large or has_large_operands else 0,
     )
 
 
@@ -384,11 +415,9 @@ def _on_device(call: Call, device: torch.device) -> Call:
     return Call(replace(call.node, arguments={**call.node.arguments, "device": device}), call.operands)
 
 
-def _cut(graph: Graph, node_id: int, tile: TileGeometry, spans: tuple[Span, Span]) -> View | None:
-    """Return how a computed crop is cut to these spans; None where they are all of it."""
-    whole = tile.y.spans[node_id], tile.x.spans[node_id]
-    starts = [span.start - own.start for span, own in zip(spans, whole, strict=True)]
-    return parted(graph[node_id].spatial, starts, [span.length for span in spans], [own.length for own in whole])
+def _view(node: Node, y: _Cut, x: _Cut) -> View | None:
+    """Return how a crop of a field is cut; None where all of it is taken."""
+    return parted(node.spatial, (y.start, x.start), (y.length, x.length), (y.whole, x.whole))
 
 
 def _rounded(node: Node, value: torch.Tensor, rounding: Rounding, tile: TileGeometry) -> torch.Tensor:
@@ -398,7 +427,7 @@ def _rounded(node: Node, value: torch.Tensor, rounding: Rounding, tile: TileGeom
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounded values; the cotangent passes as if they had not been (docs/math.md)."""
+    """Rounding of values; the cotangent passes as if they had not been rounded (docs/math.md)."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, rounding: Rounding, box: Box, axes: tuple[int, int]) -> torch.Tensor:

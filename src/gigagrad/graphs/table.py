@@ -1,4 +1,4 @@
-"""The operator table: one row per operator, and all that is known of it.
+"""The registry of op rules: one rule per operator, and all that is known of it.
 
 A row says which span of each input a span of the output needs (`needs`, asked per axis: every operator with a tile rule
 treats y and x independently, so geometry is one-dimensional integer arithmetic), how the operator runs on crops (`bind`
@@ -28,7 +28,7 @@ from gigagrad.graphs.graph import IMAGE_AXES, Axes, Node, Ref, fill, references
 
 
 class Refused(Exception):
-    """A row cannot run this particular use of its operator tile by tile; the text says why."""
+    """A rule cannot run this particular use of its operator tile by tile; the text says why."""
 
 
 class NoPixels(Refused):
@@ -36,7 +36,7 @@ class NoPixels(Refused):
 
 
 class Saved(Enum):
-    """What autograd keeps of an operator for its backward pass (for predicting memory)."""
+    """Tensors that autograd keeps of an operator for its backward pass (for predicting memory)."""
 
     NOTHING = "nothing"
     INPUTS = "inputs"
@@ -44,7 +44,7 @@ class Saved(Enum):
 
 
 class Affine(Enum):
-    """In which operands an operator is affine: then its gradient is known before their values are."""
+    """Operands in which an operator is affine: then its gradient is known before their values are."""
 
     NO = "none"
     JOINTLY = "all together"
@@ -53,7 +53,7 @@ class Affine(Enum):
 
 
 class Layout(Enum):
-    """Where an operator's output lies in memory."""
+    """Memory that an operator's output lies in."""
 
     OWN = "in memory of its own"
     VIEW = "in its input's"
@@ -64,7 +64,7 @@ class Layout(Enum):
 Bound = Callable[[Sequence[Any]], torch.Tensor]
 """Computes an operator's output on a tile from its operands there, in the order of `Call.operands`; None: not read."""
 Gains = Mapping[int, torch.Tensor]
-"""By quantised field: the factors `(C,)` on its rounding errors with which they arrive in each channel of another."""
+"""Factors `(C,)` on the rounding errors of each quantised field, with which they arrive in each channel of another."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,60 +84,60 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a crop lies: the spans `(y, x)` of the output, and of each operand (None for globals and unread fields)."""
+    """Place of a crop: the spans `(y, x)` of the output, and of each operand (None for globals and unread fields)."""
 
     out: tuple[Span, Span]
     operands: tuple[tuple[Span, Span] | None, ...]
     values: bool = True
-    """Whether the output's values are asked for; without them only its vector-Jacobian product is."""
+    """False where not the output's values are asked for, but only its vector-Jacobian product."""
 
     @property
     def inside(self) -> tuple[Span, Span]:
-        """Where the crop of the first operand lies, of operators that always read it."""
+        """Return the spans of the first operand's crop, for operators that always read it."""
         first = self.operands[0]
         assert first is not None
         return first
 
 
 class Row(ABC):
-    """How one family of operators maps boxes and runs on crops, and what both cost."""
+    """Rule that says how a family of operators maps boxes and runs on crops, and what both cost."""
 
     saved: Saved = Saved.INPUTS
     pixelwise: bool = False
-    """Whether every value depends on its own position only and costs next to nothing to compute again."""
+    """True where every value depends on its own position only and costs next to nothing to compute again."""
     on_images: bool = False
-    """Whether it works on images: what a whole-field operator left behind is read by it box by box again."""
+    """True where it works on images: what a whole-field operator left behind is read by it box by box again."""
     backward_without_output: bool = False
-    """Whether `run` can skip the computation for a `Site` whose values are not asked for, leaving only its gradient."""
+    """True where `bind` can skip the computation for a `Site` whose values are not asked for, leaving its gradient."""
     differentiable: bool = True
-    """Whether gradients flow through it at all."""
+    """True where gradients flow through it at all."""
     affine: Affine = Affine.NO
     copies: bool = False
-    """Whether the output is the only input's values again, at most in another dtype."""
+    """True where the output is the only input's values again, at most in another dtype."""
     lies: Layout | None = None
-    """Where the output lies in memory, if not as the operator's schema declares it."""
+    """Memory that the output lies in, if not as the operator's schema declares it."""
     compiled: bool = False
-    """Whether the library compiles code for it and keeps that (`compiled_for`)."""
+    """True where the library compiles code for it and keeps that (`compiled_for`)."""
     errors_reach_weight: bool = False
-    """Whether its weight's gradient is a sum of products of what it reads and its cotangents, so that rounding errors
-    of what it reads pass to that gradient (docs/math.md)."""
+    """True where its weight's gradient is a sum of products of what it reads and its cotangents, so that rounding
+    errors of what it reads pass to that gradient (docs/math.md)."""
 
     def __init__(self, **facts: Any) -> None:
-        """`facts` are the attributes in which this row differs from others of its class: `Whole(compiled=True)`."""
+        """Set as `facts` what differs from other rules of the class: `Whole(compiled=True)`."""
         for name, fact in facts.items():
             assert hasattr(type(self), name), f"no row states {name}"
             setattr(self, name, fact)
 
     @abstractmethod
     def axes(self, call: Call, rank: int) -> Axes:
-        """The output's spatial axes (its rank is given). Raises `Refused` for uses this row does not cover.
+        """Return the output's spatial axes (its rank is given). Raises `Refused` for uses this rule does not cover.
 
         `call.node.axes` is not known yet; everything else of the call is.
         """
 
     @abstractmethod
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        """For each operand the span (inside the field) along `axis` that output span `out` needs; None: nothing.
+        """Return for each operand the span (inside the field) along `axis` that output span `out` needs; None: nothing.
 
         The same for every call of the operator with such shapes, axes, dtypes and arguments, and off the border of the
         image a rounded linear function of where `out` begins and ends: planning looks at few tiles for all
@@ -145,10 +145,10 @@ class Row(ABC):
         """
 
     def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        """Compute the output on `site.out`, from arguments whose fields are crops of exactly `site.operands`. A row
+        """Compute the output on `site.out`, from arguments whose fields are crops of exactly `site.operands`. A rule
         defines this, or `bind`.
         """
-        raise NotImplementedError(f"the row of {call.node.op} defines neither run nor bind")
+        raise NotImplementedError(f"the rule of {call.node.op} defines neither run nor bind")
 
     def bind(self, call: Call, site: Site) -> Bound:
         """Make the function that computes the output on `site.out` from crops of exactly `site.operands`."""
@@ -167,42 +167,42 @@ class Row(ABC):
         return None
 
     def contiguous_only(self, call: Call) -> bool:
-        """Whether this use should not run on channels-last crops: no kernel for them, or one that fails."""
+        """Tell whether this use should not run on channels-last crops: no kernel for them, or one that fails."""
         return False
 
     def saves(self, call: Call) -> set[int]:
-        """Ids of the fields that autograd keeps for the backward pass."""
+        """Return the ids of the fields that autograd keeps for the backward pass."""
         if self.saved is Saved.OUTPUT:
             return {call.node.id}
         return {field.id for field in call.fields} if self.saved is Saved.INPUTS else set()
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
-        """Bytes the operator allocates besides its output, in either direction, for a crop of `out_pixels`."""
+        """Count the bytes that the operator allocates beside its output of so many pixels, in either direction."""
         return 0
 
     def flops(self, call: Call) -> float:
-        """Multiplications and additions of products over the whole output; what only moves or maps values counts as
+        """Count multiplications and additions of products over the whole output; what only moves or maps values is
         memory traffic. By default as PyTorch counts them (`torch.utils.flop_counter`).
         """
         return operators.flops(call.node.op, call.node.arguments, call.operands)
 
     def layout(self, call: Call) -> Layout:
-        """Where the output of this use lies."""
+        """Return the memory that the output of this use lies in."""
         return self.lies or (Layout.VIEW if operators.is_view(call.node.op) else Layout.OWN)
 
     def compiled_for(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> tuple[int, ...]:
-        """What of a crop's extent along `axis` code is compiled for, and kept; nothing where none is compiled."""
+        """Return what code is compiled for, and kept, of a crop's extent along `axis`; nothing where none is."""
         return ()
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
-        """How rounding errors pass: those of the output from those of the fields it reads, in the order of
+        """Return how rounding errors pass: those of the output from those of the fields it reads, in the order of
         `call.fields`; None where that is not known. `value` gives the float64 values of a global operand.
         """
         return read[0] if self.copies else None
 
 
 class Whole(Row):
-    """What runs on whole tensors only: numbers, and fields that are gathered for it."""
+    """Rule of what runs on whole tensors only: numbers, and fields that are materialised for it."""
 
     def axes(self, call: Call, rank: int) -> Axes:
         raise Refused("it has no row in the operator table")
@@ -215,11 +215,11 @@ class Whole(Row):
 
 
 class Unmoved(Row):
-    """What reads of every field the positions that it makes, and runs on crops as it is."""
+    """Rule of what reads of every field the positions that it makes, and runs on crops as it is."""
 
     pixelwise = True
     temporaries: int = 0
-    """How many results of the output's size its derivative formulas hold between the first and the last."""
+    """Results of the output's size that its derivative formulas hold between the first and the last."""
 
     def axes(self, call: Call, rank: int) -> Axes:
         return common_axes(call)
@@ -272,7 +272,7 @@ def plain(call: Call, **more: Any) -> Bound:
 
 
 def sum_of_gains(terms: Iterable[Gains]) -> Gains:
-    """Where values come together; of one field's errors in the worst case, in which they add up."""
+    """Add up gains where values come together; of one field's errors in the worst case, in which they add up."""
     total = dict[int, torch.Tensor]()
     for term in terms:
         for i, gain in term.items():
@@ -281,6 +281,7 @@ def sum_of_gains(terms: Iterable[Gains]) -> Gains:
 
 
 def scaled_gains(gains: Gains, factor: torch.Tensor | float) -> Gains:
+    """Multiply gains by a factor."""
     return {i: gain * factor for i, gain in gains.items()}
 
 
@@ -288,14 +289,14 @@ _TABLE: dict[str, Row] = {}
 
 
 def register(row: Row, operators: Sequence[str]) -> None:
-    """Give each of `operators` (ATen names such as `aten.relu.default`) this row."""
+    """Give each of `operators` (ATen names such as `aten.relu.default`) this rule."""
     for op in operators:
         assert op not in _TABLE, f"{op} has two rows"
         _TABLE[op] = row
 
 
 def aten(words: str) -> list[str]:
-    """Full names of ATen operators, the overload `default` where none is given: `aten("relu add.Tensor")`."""
+    """Return full names of ATen operators, overload `default` where none is given: `aten("relu add.Tensor")`."""
     return [f"aten.{word}" if "." in word else f"aten.{word}.default" for word in words.split()]
 
 
@@ -304,22 +305,22 @@ _UNKNOWN = Whole()
 
 
 def lookup(op: str) -> Row:
-    """The operator's row; of one that nobody registered, that of an operator on whole fields."""
+    """Return the operator's rule; of one that nobody registered, that of an operator on whole fields."""
     return _TABLE.get(op, _UNKNOWN)
 
 
 def registered() -> tuple[str, ...]:
-    """Every operator with a row, sorted."""
+    """Return every operator with a rule, sorted."""
     return tuple(sorted(_TABLE))
 
 
 def per_operand(call: Call, need: Callable[[Node], Span | None]) -> tuple[Span | None, ...]:
-    """`need(operand)` for every field operand, None for globals."""
+    """Ask `need(operand)` for every field operand; None for globals."""
     return tuple([need(operand) if operand.is_field else None for operand in call.operands])
 
 
 def common_axes(call: Call) -> Axes:
-    """The one position at which all field operands hold their spatial axes."""
+    """Return the one position at which all field operands hold their spatial axes."""
     found = {operand.spatial for operand in call.fields}
     if len(found) != 1:
         raise Refused(f"its inputs hold their spatial axes at different positions, {sorted(found, key=str)}")
@@ -327,13 +328,13 @@ def common_axes(call: Call) -> Axes:
 
 
 def axes_without(gone: Collection[int], axes: Axes) -> Axes:
-    """The spatial axes of a field whose axes `gone` are removed; all are negative."""
+    """Return the spatial axes of a field whose axes `gone` are removed; all are negative."""
     y, x = (axis + sum(other > axis for other in set(gone)) for axis in axes)
     return y, x
 
 
 def single_field(call: Call) -> Node:
-    """The only field operand; an operator whose weights are fields too has no tile rule."""
+    """Return the only field operand; an operator whose weights are fields too has no tile rule."""
     fields = call.fields
     if len(fields) != 1 or call.operands[0] is not fields[0]:
         raise Refused("more than its first input depends on the image's pixels")
@@ -341,7 +342,7 @@ def single_field(call: Call) -> Node:
 
 
 def require_nchw(call: Call) -> Axes:
-    """The axes of the only field operand, if they are those of `(N, C, H, W)`."""
+    """Return the axes of the only field operand, if they are those of `(N, C, H, W)`."""
     field = single_field(call)
     if field.axes != IMAGE_AXES or len(field.shape) != 4:
         raise Refused("its input is not laid out as (N, C, H, W)")

@@ -1,4 +1,4 @@
-"""Convolution: by PyTorch's operator on crops; of few channels with several pixels of a row as one.
+"""Rule of convolution: by PyTorch's operator on crops; of few channels with several pixels of a row as one.
 
 oneDNN fills a vector register with the channels of one pixel, so of few channels most of it is padding. In channels
 last g s pixels of a row that lie side by side are one of g s times the channels, which is a view, and make g outputs at
@@ -48,8 +48,8 @@ def by_groups(
     outputs: int,
     convolved: Convolved,
 ) -> torch.Tensor:
-    """The convolution with nothing padded, `outputs` of a row as one, of a crop in channels last whose width is a
-    multiple of what these step over. Values that are not finite reach some pixels further: weights between are zeros.
+    """Convolve a crop in channels last with nothing padded, `outputs` of a row as one; its width is a multiple of what
+    these step over. Values that are not finite reach some pixels further: weights between are zeros.
     """
     (channels_out, channels_in, height, width), (_, _, rows, columns) = weight.shape, x_NCHW.shape
     pixels = outputs * stride[1]
@@ -65,7 +65,7 @@ def by_groups(
 
 
 def _outputs_as_one(call: Call) -> int:
-    """How many outputs of a row are computed as one; 0 where one by one is faster."""
+    """Count the outputs of a row that are computed as one; 0 where one by one is faster."""
     weight, stride = call.operands[1], pair(call["stride"])[1]
     plain = (*pair(call["dilation"]), call["groups"], call.node.shape[0]) == (1, 1, 1, 1)
     if not plain or weight.dtype not in GROUPED or weight.shape[1] > LANES // 2:
@@ -76,7 +76,7 @@ def _outputs_as_one(call: Call) -> int:
 
 
 def _lies_in_rows(x_NCHW: torch.Tensor) -> bool:
-    """Whether pixels side by side in a row lie as one, and oneDNN computes with them."""
+    """Tell whether pixels side by side in a row lie as one, and oneDNN computes with them."""
     return x_NCHW.permute(0, 2, 3, 1).is_contiguous() and _ONEDNN and x_NCHW.device.type == "cpu"
 
 
@@ -91,7 +91,7 @@ def _convolved(
     *,
     values: bool,
 ) -> torch.Tensor:
-    """By PyTorch's operator; without `values` zeros that have its gradient."""
+    """Run PyTorch's operator; without `values` make zeros that have its gradient."""
     if values:
         return torch.conv2d(x_NCHW, weight, bias, stride, padding, dilation, groups)
     size = (
@@ -146,14 +146,14 @@ class Convolution(WindowRow):
         return require_nchw(call)
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        """Along x a multiple of the pixels that are one, as far as there are so many."""
+        """Return the window's span, along x a multiple of the pixels that are one, as far as there are so many."""
         reads = self.window(call, axis).reads(out)
         more = self._columns(call, out) - reads.length if axis == 1 else 0
         wanted = Span(reads.start, reads.stop + more)
         return per_operand(call, lambda field: inside_or_nearest(wanted, field.size(axis)))
 
     def _columns(self, call: Call, out: Span) -> int:
-        """Of a crop that `out` is computed from, with outputs and pixels in whole groups where these are one."""
+        """Count the columns that `out` is computed from; whole groups of outputs and of pixels where these are one."""
         window, outputs = self.window(call, 1), _outputs_as_one(call)
         if not outputs:
             return window.reads(out).length
@@ -161,7 +161,7 @@ class Convolution(WindowRow):
         return -(-((groups * outputs - 1) * window.stride + window.kernel) // pixels) * pixels
 
     def flops(self, call: Call) -> float:
-        """Channels count as the vectors that they fill."""
+        """Count channels as the vectors that they fill."""
         weight, groups, outputs = call.operands[1].shape, call["groups"], _outputs_as_one(call)
         pixels = prod(call.node.shape) // call.node.shape[1]
         if outputs:
@@ -173,8 +173,8 @@ class Convolution(WindowRow):
         return float(2 * pixels * groups * prod(weight[1:]) * filled(weight[0] // groups))
 
     def contiguous_only(self, call: Call) -> bool:
-        """In double precision; and in bfloat16 with dilation, where oneDNN's gradient can end the process (24 channels
-        in, PyTorch 2.13: a segmentation fault).
+        """Return True in double precision; and in bfloat16 with dilation, where oneDNN's gradient can end the process
+        (24 channels in, PyTorch 2.13: a segmentation fault).
         """
         dilated = max(pair(call["dilation"])) > 1
         return call.node.dtype == torch.float64 or (call.node.dtype == torch.bfloat16 and dilated)
@@ -186,7 +186,7 @@ class Convolution(WindowRow):
         return reordered_bytes(call, out_pixels, operands) + padded
 
     def compiled_for(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> tuple[int, ...]:
-        """At the image's border crops are padded to the shape they have elsewhere."""
+        """Return the output's length: at the image's border crops are padded to the shape they have elsewhere."""
         return (out.length,)
 
     def bind(self, call: Call, site: Site) -> Bound:

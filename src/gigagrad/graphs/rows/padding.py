@@ -1,4 +1,4 @@
-"""`aten.pad` in its modes: constant, reflect, replicate, circular.
+"""Rule of `aten.pad` in its modes: constant, reflect, replicate, circular.
 
 A tile inside the image needs no padding and reads its own span. At the border, constant padding adds what lies outside;
 the other modes copy pixels of the image, so the span needed is the hull of the pixels copied. Circular padding
@@ -20,7 +20,7 @@ from gigagrad.graphs.table import Bound, Call, Refused, Row, Saved, Site, aten, 
 
 
 def _fold(index: int, size: int, mode: str) -> int:
-    """The pixel of `[0, size)` that a padded position copies."""
+    """Return the pixel of `[0, size)` that a padded position copies."""
     if mode == "replicate":
         return min(max(index, 0), size - 1)
     if mode == "circular":
@@ -41,13 +41,13 @@ class Padding(Row):
 
     @staticmethod
     def _amount(call: Call, axis: int) -> tuple[int, int]:
-        """Pixels added before and after along a negative axis; negative amounts crop."""
+        """Return the pixels added before and after along a negative axis; negative amounts crop."""
         first = 2 * (-axis - 1)
         pad = call["pad"]
         return (pad[first], pad[first + 1]) if first < len(pad) else (0, 0)
 
     def _raw(self, call: Call, axis: int, out: Span) -> Span:
-        """Where the output lies beside the unpadded field."""
+        """Return the output's span beside the unpadded field."""
         return out.shift(-self._amount(call, call.operands[0].spatial[axis])[0])
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
@@ -61,7 +61,7 @@ class Padding(Row):
         return (hull.hull(inside),)
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
-        """The other axis' result, where pixels are copied one axis after the other."""
+        """Count the other axis' result, where pixels are copied one axis after the other."""
         return 0 if call["mode"] == "constant" else call.node.bytes_per_pixel * out_pixels
 
     def bind(self, call: Call, site: Site) -> Bound:
@@ -77,7 +77,7 @@ class Padding(Row):
         return run
 
     def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
-        """At the border the pixels copied are those of one place; there are few such tiles."""
+        """Return what is missing, and of copied pixels the place; there are few such tiles."""
         raw, inside = self._raw(call, axis, out), operands[0]
         assert inside is not None
         return (

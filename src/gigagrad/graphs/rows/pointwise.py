@@ -1,4 +1,5 @@
-"""Operators that work position by position: arithmetic with broadcasting, activations, casts, channel-wise layers.
+"""Rules of operators that work position by position: arithmetic with broadcasting, activations, casts, layers of
+channels.
 
 Output box = input box. Operands of length 1 along an axis broadcast, globals with a spatial extent (a bias per pixel,
 say) are narrowed to the crop.
@@ -70,7 +71,7 @@ class Broadcasting(Unmoved):
 
     @staticmethod
     def _varies(call: Call, operand: Node, axis: int) -> bool:
-        """Return whether a global operand varies along an axis of the image."""
+        """Tell whether a global operand varies along an axis of the image."""
         place = call.node.spatial[axis]
         return not operand.is_field and -place <= len(operand.shape) and operand.shape[place] > 1
 
@@ -84,7 +85,7 @@ class Broadcasting(Unmoved):
 
 
 class Copy(Broadcasting):
-    """The same values, at most in another dtype."""
+    """Copies of the values, at most in another dtype."""
 
     copies = True
     saved = Saved.NOTHING
@@ -114,7 +115,7 @@ class Product(Broadcasting):
 
     temporaries = 2
     gradients_read: tuple[tuple[int, ...], tuple[int, ...]] = (1,), (0,)
-    """Which operands the gradient of the first one needs, and that of the second."""
+    """Operands that the gradient of the first one needs, and those for the second."""
 
     def saves(self, call: Call) -> set[int]:
         if len(call.operands) != 2:
@@ -130,7 +131,7 @@ class PerPosition(Unmoved):
     dims: str = "dim"
     """The argument that names them."""
     removes: bool = False
-    """Whether the output lacks these axes unless it is asked to keep them (`keepdim`)."""
+    """True where the output lacks these axes unless it is asked to keep them (`keepdim`)."""
 
     def axes(self, call: Call, rank: int) -> Axes:
         axes, in_rank, value = common_axes(call), len(call.fields[0].shape), call[self.dims]

@@ -1,4 +1,4 @@
-"""Nearest, bilinear and bicubic resizing.
+"""Rules of nearest, bilinear and bicubic resizing.
 
 Along one axis every output is a weighted sum of a few input pixels. Which pixels and which weights depends on the whole
 field's size and on the rounding inside PyTorch, so nearest neighbours are read off PyTorch itself (it resizes a ramp of
@@ -60,13 +60,14 @@ class Resize:
     factor: float | None
     align_corners: bool
     small: bool
-    """Whether PyTorch resizes the whole field by the kernel for small ones, in which nearest neighbours of an axis that
-    comes out once or twice as long are counted, whatever the factor."""
+    """True where PyTorch resizes the whole field by the kernel for small ones, in which nearest neighbours of an axis
+    that comes out once or twice as long are counted, whatever the factor."""
 
     @property
     def scale(self) -> float:
-        """Input pixels per output pixel, as PyTorch computes it: of equal sizes its linear kernel copies, whatever the
-        factor that led to them."""
+        """Return input pixels per output pixel, as PyTorch computes it: of equal sizes its linear kernel copies,
+        whatever the factor that led to them.
+        """
         if self.mode == "bilinear" and self.size == self.out_size:
             return 1.0
         if self.align_corners:
@@ -75,7 +76,7 @@ class Resize:
 
     @property
     def whole_factor(self) -> int:
-        """n if the field grows exactly n times (and PyTorch computes with 1 / n), else 0."""
+        """Return n if the field grows exactly n times (and PyTorch computes with 1 / n), else 0."""
         factor = self.out_size // self.size
         exact = factor * self.size == self.out_size and self.scale == 1 / factor
         return factor if exact and not self.align_corners and factor & (factor - 1) == 0 else 0
@@ -83,7 +84,7 @@ class Resize:
 
 @lru_cache(maxsize=64)
 def _nearest(resize: Resize) -> torch.Tensor:
-    """Index of the input pixel each output pixel copies.
+    """Return the index of the input pixel that each output pixel copies.
 
     The ramp is resized as an image, because PyTorch's 1-d kernel rounds differently from its 2-d one.
     """
@@ -99,7 +100,7 @@ def _nearest(resize: Resize) -> torch.Tensor:
 
 
 def _taps(resize: Resize, out: Span) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input indices (clamped to the field) and weights, each of shape (taps, outputs)."""
+    """Return input indices (clamped to the field) and weights, each of shape (taps, outputs)."""
     if resize.mode.startswith("nearest"):
         index = _nearest(resize)[out.start : out.stop][None]
         return index, torch.ones(index.shape, dtype=resize.dtype)
@@ -124,7 +125,7 @@ def _taps(resize: Resize, out: Span) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _cubic(distance: torch.Tensor) -> torch.Tensor:
-    """Keys' cubic convolution kernel."""
+    """Compute Keys' cubic convolution kernel."""
     d, a = distance.abs(), _CUBIC_A
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
@@ -132,7 +133,7 @@ def _cubic(distance: torch.Tensor) -> torch.Tensor:
 
 
 def _copies(resizes: tuple[Resize, Resize]) -> bool:
-    """Whether every pixel is copied, the same number of times along each axis."""
+    """Tell whether every pixel is copied, the same number of times along each axis."""
     return resizes[0].mode.startswith("nearest") and all(resize.whole_factor for resize in resizes)
 
 
@@ -171,7 +172,9 @@ class Resampling(Row):
         return (Span(int(index.min()), int(index.max()) + 1),)
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
-        """With explicit weights: a copy for each tap and sums, of one axis, then of the other; in float32 at least."""
+        """Count, with explicit weights, a copy for each tap and sums, of one axis, then of the other; in float32 at
+        least.
+        """
         resizes = self._resizes(call)
         bilinear = resizes[0].mode == "bilinear"
         whole = bilinear and out_pixels == call.node.size(0) * call.node.size(1)
@@ -197,13 +200,15 @@ class Resampling(Row):
         return lambda operands: x(y(operands[0].to(wide))).to(call.node.dtype)
 
     def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
-        """The numbers of other pixels, and what their weights are rounded to, depend on the place."""
+        """Return None but for whole copies: the numbers of other pixels, and the rounding of their weights, depend on
+        the place.
+        """
         resizes, inside = self._resizes(call), operands[0]
         assert inside is not None
         return out.start - inside.start * resizes[axis].whole_factor if _copies(resizes) else None
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
-        """A value appears in several at most so often: `(sum over copies)^2 <= copies * sum of squares`."""
+        """Scale the errors by how often a value appears at most: `(sum over copies)^2 <= copies * sum of squares`."""
         resizes = self._resizes(call)
         if resizes[0].mode == "bicubic":
             return None

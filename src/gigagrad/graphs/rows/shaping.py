@@ -40,7 +40,7 @@ class Moving(Unmoved):
 
 
 def _spatial_dim(call: Call) -> int | None:
-    """0 or 1 if what an operator's `dim` names is y or x."""
+    """Return 0 or 1 if an operator's `dim` names y or x."""
     rank, axes = len(call.operands[0].shape), call.operands[0].spatial
     dim = call["dim"] % rank - rank
     return axes.index(dim) if dim in axes else None

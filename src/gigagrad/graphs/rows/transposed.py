@@ -1,4 +1,4 @@
-"""Transposed convolution: on crops by PyTorch's own kernel, or as one matrix product over blocks of the output.
+"""Rule of transposed convolution: on crops by PyTorch's own kernel, or as one matrix product over blocks of the output.
 
 With stride s and kernel k, output `o = s q + r - p` gets from input `q - t` the tap `t s + r` (r < s, t < ceil(k / s)).
 All outputs of a block q are thus one matrix product of the few inputs around it, which few-channel, large-stride layers
@@ -37,7 +37,7 @@ _BLOCK_STRIDE = 4
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How the output of a crop comes to be exactly a tile's, along one axis, in pixels of the output.
+    """Arithmetic that makes the output of a crop exactly a tile's, along one axis, in pixels of the output.
 
     The operator itself can cut `padding` pixels at both ends and give back up to stride - 1 at the far end; only what
     is left over has to be sliced (`crop`, negative: filled) or filled (`extend`), which costs a copy in the backward
@@ -70,7 +70,7 @@ class TransposedConvolution(WindowRow):
         return per_operand(call, lambda field: inside_or_nearest(window.writers(out), field.size(axis)))
 
     def flops(self, call: Call) -> float:
-        """Channels count as the vectors that they fill, but where they are columns of one product."""
+        """Count channels as the vectors that they fill, but where they are columns of one product."""
         field, weight = call.operands[0], call.operands[1].shape
         pixels = prod(field.shape) // field.shape[1]
         out = weight[1] if self.suits_blocks(call) else filled(weight[1])
@@ -99,7 +99,7 @@ class TransposedConvolution(WindowRow):
 
     @staticmethod
     def suits_blocks(call: Call) -> bool:
-        """Whether this use runs as one matrix product."""
+        """Tell whether this use runs as one matrix product."""
         weight, (y, x) = call.operands[1], pair(call["stride"])
         plain = (
             call.node.shape[0] == call["groups"] == 1 and pair(call["dilation"]) == (1, 1) and weight.dtype in GROUPED

@@ -1,4 +1,4 @@
-"""Sliding windows: their arithmetic, which convolutions share, and max and average pooling.
+"""Rules of sliding windows: their arithmetic, which convolutions share, and max and average pooling.
 
 Along one axis a window operator with kernel k, stride s, padding p and dilation d reads for output o the inputs
 `o s - p + j d, 0 <= j < k` (Dumoulin and Visin, A guide to convolution arithmetic for deep learning, 2016). The span it
@@ -34,7 +34,7 @@ from gigagrad.graphs.table import (
 LANES = 16
 """Channels that a vector register holds; kernels pad to them."""
 GROUPED = (torch.float32, torch.bfloat16)
-"""In which few channels are put together to fill it (docs/decisions/0023-few-channels.md)."""
+"""Types in which few channels are put together to fill it (docs/decisions/0023-few-channels.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +48,22 @@ class Window:
 
     @property
     def reach(self) -> int:
-        """Pixels from the first to one past the last tap."""
+        """Count the pixels from the first to one past the last tap."""
         return self.dilation * (self.kernel - 1) + 1
 
     def reads(self, out: Span) -> Span:
-        """Input span that output span `out` reads, before the border cuts it."""
+        """Return the input span that output span `out` reads, before the border cuts it."""
         first = out.start * self.stride - self.padding
         return Span(first, first + (out.length - 1) * self.stride + self.reach)
 
     def writers(self, out: Span) -> Span:
-        """For the transposed operator: the input span that contributes to output span `out`, before cutting."""
+        """Return the input span that contributes to output span `out` of the transposed operator, before cutting."""
         first = -((self.reach - 1 - out.start - self.padding) // self.stride)
         return Span(first, (out.stop - 1 + self.padding) // self.stride + 1)
 
 
 def inside_or_nearest(span: Span, size: int) -> Span:
-    """The part of a span inside `[0, size)`, or the pixel nearest to it where there is none.
+    """Return the part of a span inside `[0, size)`, or the pixel nearest to it where there is none.
 
     An output that sees only padding, or that no input reaches, still needs one pixel: the operator's shape stays legal.
     """
@@ -75,12 +75,12 @@ def inside_or_nearest(span: Span, size: int) -> Span:
 
 
 def trim(x_NCHW: torch.Tensor, starts: Sequence[int], out: tuple[Span, Span]) -> torch.Tensor:
-    """As many pixels as `out` has, from `starts` on: the tensor itself where those are all."""
+    """Take as many pixels as `out` has, from `starts` on: the tensor itself where those are all."""
     return part(x_NCHW, IMAGE_AXES, starts, [span.length for span in out])
 
 
 def select(crop: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """Rows or columns by their indices: `crop.index_select(dim, index)` for `dim` -1 or -2 of NCHW, -2 or -3 of NHWC.
+    """Take rows or columns by index: `crop.index_select(dim, index)` for `dim` -1 or -2 of NCHW, -2 or -3 of NHWC.
 
     Along the middle of three axes, as they lie in memory, PyTorch is up to five times as fast as along one of four
     (bench/select_pixels.py).
@@ -94,7 +94,7 @@ def select(crop: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 
 
 def pair(value: Any) -> tuple[int, int]:
-    """An operator's per-axis argument as `(y, x)`; ATen allows one number for both."""
+    """Return an operator's per-axis argument as `(y, x)`; ATen allows one number for both."""
     values = [value] if isinstance(value, int) else list(value)
     return values[0], values[-1]
 
@@ -108,7 +108,9 @@ class WindowRow(Row):
         return require_nchw(call)
 
     def window(self, call: Call, axis: int) -> Window:
-        """Pools name their kernel's size, and without a stride it is that; a convolution's is its weight's."""
+        """Return the window of a use. Pools name their kernel's size, and without a stride it is that; a convolution's
+        is its weight's.
+        """
         given = call.node.arguments
         kernel = pair(given["kernel_size"])[axis] if "kernel_size" in given else call.operands[1].shape[2 + axis]
         dilation, padding = pair(given.get("dilation", 1))[axis], given["padding"]
@@ -135,12 +137,12 @@ class WindowRow(Row):
 
 
 def filled(channels: int) -> int:
-    """Channels as kernels compute them: in vectors, the last one filled up."""
+    """Count channels as kernels compute them: in vectors, the last one filled up."""
     return -(-channels // LANES) * LANES
 
 
 def reordered_bytes(call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
-    """What a convolution allocates on the side.
+    """Count the bytes that a convolution allocates on the side.
 
     In float32 and shorter types the library may reorder its input and its output into its own layout. Double precision
     runs as a matrix product over unfolded windows.
@@ -157,7 +159,7 @@ def reordered_bytes(call: Call, out_pixels: int, operands: tuple[tuple[Span, Spa
 
 
 def padded_groups_bytes(call: Call, out_pixels: int, in_pixels: int) -> int:
-    """What the backward pass of a depthwise convolution allocates where the library has no kernel of its own for it.
+    """Count what the backward of a depthwise convolution allocates where the library has no kernel of its own for it.
 
     For large or dilated kernels it runs as a grouped one, whose groups are padded to vectors: weights to blocks of 16 x
     16 and, in half precisions, both fields to 16 channels a group (oneDNN; docs/decisions/0013-whole-process-
@@ -221,12 +223,12 @@ class AveragePooling(WindowRow):
         return run
 
     def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
-        """At the border, how many pixels are averaged over depends on the place; there are few such tiles."""
+        """Return what is missing, and at the border the place: it says how many pixels are averaged over."""
         missing = self._missing(call, axis, out, operands[0])
         return (missing, out) if any(missing) else missing
 
     def _counts(self, call: Call, axis: int, out: Span, like: torch.Tensor) -> torch.Tensor:
-        """How many pixels each output averages over along one axis."""
+        """Count the pixels that each output averages over along one axis."""
         window, size = self.window(call, axis), call.operands[0].size(axis)
         margin = window.padding if call["count_include_pad"] else 0
         first = torch.arange(out.start, out.stop, device=like.device) * window.stride - window.padding
