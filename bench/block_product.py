@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import gigagrad as gg
-from gigagrad.graphs.rows.transposed import TransposedConvolution
+from gigagrad.graphs.ops.transposed import TransposedConvolution
 
 
 def _always(answer: bool) -> Any:

@@ -29,11 +29,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import gigagrad as gg
 from bench.deep_step import loss, network, pair
-from gigagrad.execution.tile import StageProgram, TileInputs
+from gigagrad.execution.tile_program import PassContext, TileInputs, TileProgram
 
-Tile = tuple[
-    StageProgram, Any, TileInputs, dict[int, torch.Tensor], dict[int, torch.Tensor], Mapping[int, torch.Tensor]
-]
+Tile = tuple[TileProgram, Any, TileInputs, dict[int, torch.Tensor], dict[int, torch.Tensor], Mapping[int, torch.Tensor]]
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -70,30 +68,36 @@ def recorded(args: argparse.Namespace) -> tuple[dict[int, Tile], dict[int, int]]
     """What the middle tile of each stage is given in a backward sweep, and of how many it is one."""
     seen: dict[int, int] = {}
     found: dict[int, Tile] = {}
-    run = StageProgram.run_for_gradient
+    run = TileProgram.outputs
 
     def copies(values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         return {i: value.detach().clone().requires_grad_(value.requires_grad) for i, value in values.items()}
 
     def noting(
-        self: StageProgram, tile: Any, inputs: TileInputs, globals_: Any, cotangents: Any, watch: Any, known: Any
+        self: TileProgram,
+        tile: Any,
+        inputs: TileInputs,
+        globals_: Any,
+        cotangents: Any,
+        context: Any,
+        watch: Any,
+        known: Any,
     ) -> Any:
         index = self.stage.index
         if seen.get(index, 0) == counts[index] // 2:
             own = TileInputs(copies(inputs.crops), copies(inputs.cotangents), copies(inputs.stored))
-            program = StageProgram(self.graph, self.stage, self.device)
-            found[index] = program, tile, own, copies(globals_), copies(cotangents), known
+            found[index] = self, tile, own, copies(globals_), copies(cotangents), known
         seen[index] = seen.get(index, 0) + 1
-        return run(self, tile, inputs, globals_, cotangents, watch, known)
+        return run(self, tile, inputs, globals_, cotangents, context, watch, known)
 
     torch.manual_seed(0)
     image, target = pair(args, args.side, args.side)
     net = gg.models.resolve(args.model) if args.model == "paper-unet" else network(args)
     engine = gg.compile(net, loss, memory=args.memory)
     counts = {stage.index: stage.tile_count for stage in engine.plan(image, target).stages}
-    StageProgram.run_for_gradient = noting  # type: ignore[assignment, method-assign]
+    TileProgram.outputs = noting  # type: ignore[assignment, method-assign]
     engine.backward(image, target)
-    StageProgram.run_for_gradient = run  # type: ignore[method-assign]
+    TileProgram.outputs = run  # type: ignore[method-assign]
     return found, counts
 
 
@@ -109,8 +113,8 @@ def as_function(tile: Tile) -> tuple[Function, list[torch.Tensor]]:
         for (part, i), value in zip(names, given, strict=True):
             values[part][i] = value.detach().requires_grad_(wants[part, i])
         leaves = [values[part][i] for part, i in names if part in (0, 3) and wants[part, i]]
-        sums, outputs, seeds = program.run_for_gradient(
-            geometry, TileInputs(*values[:3]), values[3], values[4], known=known
+        sums, outputs, seeds = program.outputs(
+            geometry, TileInputs(*values[:3]), values[3], values[4], PassContext(), known=known
         )
         found = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if outputs and leaves else ()
         return (*(() if known else sums.values()), *(gradient for gradient in found if gradient is not None))

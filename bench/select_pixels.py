@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from gigagrad.graphs.rows.windows import select
+from gigagrad.graphs.ops.windows import select
 
 Selecting = Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
 

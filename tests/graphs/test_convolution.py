@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from gigagrad.boxes import Span
 from gigagrad.graphs import Call, lookup
 from gigagrad.graphs.graph import Ref
-from gigagrad.graphs.rows import convolution
-from gigagrad.graphs.rows.convolution import by_groups
-from gigagrad.graphs.rows.windows import padded_groups_bytes
-from gigagrad.graphs.table import Refused, Site
+from gigagrad.graphs.op_rules import NotTileable, Site
+from gigagrad.graphs.ops import convolution
+from gigagrad.graphs.ops.convolution import by_groups
+from gigagrad.graphs.ops.windows import padded_groups_bytes
 from gigagrad.threads import operator_threads
 
 small = st.integers(0, 3)
@@ -75,13 +75,13 @@ def test_convolution_with_named_padding(bench, some_box, noise, size, kernel, pa
 
 def test_same_padding_with_a_stride_is_refused(bench, noise):
     b = bench()
-    with pytest.raises((Refused, RuntimeError)):
+    with pytest.raises((NotTileable, RuntimeError)):
         b.aten("conv2d.padding", b.field(noise(1, 1, 9, 9)), b.weight(noise(1, 1, 3, 3)), None, [2, 2], "same")
 
 
 def test_weights_that_are_fields_are_refused(bench, noise):
     b = bench()
-    with pytest.raises(Refused, match="depends on the image"):
+    with pytest.raises(NotTileable, match="depends on the image"):
         b.aten("conv2d.default", b.field(noise(1, 1, 9, 9)), b.field(noise(1, 1, 3, 3)))
 
 

@@ -22,9 +22,9 @@ from gigagrad.execution.layout import laid_out
 from gigagrad.execution.refusals import explained
 from gigagrad.execution.rounding_error import Watch
 from gigagrad.graphs import FIELD_BINS, MOMENTS, Call, Graph, Node, Site, lookup
-from gigagrad.graphs.crops import View, parted
+from gigagrad.graphs.crops import View, bound_view
+from gigagrad.graphs.op_rules import Bound
 from gigagrad.graphs.operators import call as call_operator
-from gigagrad.graphs.table import Bound
 from gigagrad.plans import Stage, TileGeometry
 from gigagrad.plans.geometry import AxisGeometry, reference
 from gigagrad.plans.memory import workspace_bytes
@@ -163,7 +163,7 @@ class _Extent(NamedTuple):
     cuts: tuple[_Cut | None, ...]
     """Parts that it reads of its operands' crops."""
     form: Hashable | None
-    """See `Row.form`."""
+    """See `OpRule.form`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -417,7 +417,7 @@ def _on_device(call: Call, device: torch.device) -> Call:
 
 def _view(node: Node, y: _Cut, x: _Cut) -> View | None:
     """Return how a crop of a field is cut; None where all of it is taken."""
-    return parted(node.spatial, (y.start, x.start), (y.length, x.length), (y.whole, x.whole))
+    return bound_view(node.spatial, (y.start, x.start), (y.length, x.length), (y.whole, x.whole))
 
 
 def _rounded(node: Node, value: torch.Tensor, rounding: Rounding, tile: TileGeometry) -> torch.Tensor:

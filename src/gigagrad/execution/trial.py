@@ -1,4 +1,4 @@
-"""How long a step will take, and in which memory layout it is faster: tiles of random pixels, timed."""
+"""Times tiles of random pixels: how long a step will take, and in which memory layout it is faster."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ single timings are off by large factors, and the choice should not flicker."""
 
 
 def trial_seconds(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
-    """Seconds each pass would take in this layout, by one run of a middle tile of it; whole-field operators by the
-    cost model.
-    """
+    """Time each pass in this layout, by one run of a middle tile of it; whole-field operators by the cost model."""
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
     plan, problem, found = prepared.plan, prepared.problem, []
     whole = plan.whole_seconds / max(1, len(plan.passes))
@@ -43,7 +41,7 @@ def trial_seconds(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
 
 
 def timed_passes(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
-    """The same, and not the first run of every kernel, which is slower."""
+    """Time each pass twice and take the faster: the first run of every kernel is slower."""
     runs = [trial_seconds(prepared, memory_format) for _ in range(_TIMINGS)]
     return tuple(map(min, zip(*runs, strict=True)))
 
@@ -98,7 +96,7 @@ def _crop_shape(node: Node, box: Box) -> list[int]:
 
 
 def faster_layout(prepared: Prepared) -> tuple[str, tuple[float, ...]]:
-    """The faster memory format of the two and the seconds each pass would take in it (pixels at hand).
+    """Find the faster memory format of the two and the seconds each pass would take in it (pixels at hand).
 
     The two are compared on tiles of half the side, so that the slower one, which may need more memory than the plan
     counts on, stays below the plan's own peak.

@@ -21,82 +21,79 @@ View = Callable[[torch.Tensor], torch.Tensor]
 """Makes one crop of another."""
 
 
-def part(crop: torch.Tensor, axes: Axes, starts: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+def crop_view(crop: torch.Tensor, axes: Axes, starts: Sequence[int], size: Sequence[int]) -> torch.Tensor:
     """Take `size` pixels from `starts` on, along the spatial axes: a view, the crop itself where that is all of it."""
-    view = parted(axes, starts, size, [crop.shape[axis] for axis in axes])
+    view = bound_view(axes, starts, size, [crop.shape[axis] for axis in axes])
     return crop if view is None else view(crop)
 
 
-def fit(crop: torch.Tensor, axes: Axes, frame: Frame, value: float = 0.0) -> torch.Tensor:
+def pad(crop: torch.Tensor, axes: Axes, frame: Frame, value: float = 0.0) -> torch.Tensor:
     """Put pixels of `value` around the crop; where there are fewer than none, take of its own away.
 
     All padding first, then all cropping, so that no size is negative between.
     """
     more: Frame = tuple((max(0, before), max(0, after)) for before, after in frame)  # type: ignore[assignment]
     if any(map(any, more)):
-        crop = _Framed.apply(crop, axes, more, value)  # type: ignore[no-untyped-call]
+        crop = _Padded.apply(crop, axes, more, value)  # type: ignore[no-untyped-call]
     size = [
         crop.shape[axis] + min(0, before) + min(0, after) for axis, (before, after) in zip(axes, frame, strict=True)
     ]
-    return part(crop, axes, [max(0, -before) for before, _ in frame], size)
+    return crop_view(crop, axes, [max(0, -before) for before, _ in frame], size)
 
 
-def parted(axes: Axes, starts: Sequence[int], size: Sequence[int], whole: Sequence[int]) -> View | None:
-    """Bind `part` for crops of height and width `whole`; None where it takes all of them."""
+def bound_view(axes: Axes, starts: Sequence[int], size: Sequence[int], whole: Sequence[int]) -> View | None:
+    """Bind `crop_view` for crops of height and width `whole`; None where it takes all of them."""
     frame: Frame = tuple(  # type: ignore[assignment]
         (start, all_ - start - n) for start, n, all_ in zip(starts, size, whole, strict=True)
     )
     assert min(map(min, frame)) >= 0, (whole, starts, size)
     if not any(map(any, frame)):
         return None
-    cuts = [(axis, start, n) for axis, start, n, all_ in zip(axes, starts, size, whole, strict=True) if n != all_]
 
     def view(crop: torch.Tensor) -> torch.Tensor:
-        if crop.requires_grad and torch.is_grad_enabled():
-            result: torch.Tensor = _Part.apply(crop, axes, frame)  # type: ignore[no-untyped-call]
-            return result
-        for axis, start, n in cuts:
-            crop = crop.narrow(axis, start, n)
-        return crop
+        if not (crop.requires_grad and torch.is_grad_enabled()):
+            return _narrowed(crop, axes, frame)
+        result: torch.Tensor = _CropView.apply(crop, axes, frame)  # type: ignore[no-untyped-call]
+        return result
 
     return view
 
 
-def fitted(axes: Axes, frame: Frame, value: float = 0.0) -> View | None:
-    """Bind `fit`; None where it leaves crops as they are."""
-    return partial(fit, axes=axes, frame=frame, value=value) if any(map(any, frame)) else None
+def bound_pad(axes: Axes, frame: Frame, value: float = 0.0) -> View | None:
+    """Bind `pad`; None where it leaves crops as they are."""
+    return partial(pad, axes=axes, frame=frame, value=value) if any(map(any, frame)) else None
 
 
-class _Part(torch.autograd.Function):
+class _CropView(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, crop: torch.Tensor, axes: Axes, frame: Frame) -> torch.Tensor:
         ctx.axes, ctx.frame = axes, frame
-        return _part(crop, axes, frame)
+        return _narrowed(crop, axes, frame)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _framed(cotangents[0], ctx.axes, ctx.frame, 0.0), None, None
+        return _padded(cotangents[0], ctx.axes, ctx.frame, 0.0), None, None
 
 
-class _Framed(torch.autograd.Function):
+class _Padded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, crop: torch.Tensor, axes: Axes, frame: Frame, value: float) -> torch.Tensor:
         ctx.axes, ctx.frame = axes, frame
-        return _framed(crop, axes, frame, value)
+        return _padded(crop, axes, frame, value)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _part(cotangents[0], ctx.axes, ctx.frame), None, None, None
+        return _narrowed(cotangents[0], ctx.axes, ctx.frame), None, None, None
 
 
-def _part(crop: torch.Tensor, axes: Axes, frame: Frame) -> torch.Tensor:
+def _narrowed(crop: torch.Tensor, axes: Axes, frame: Frame) -> torch.Tensor:
     for axis, (before, after) in zip(axes, frame, strict=True):
         if before or after:
             crop = crop.narrow(axis, before, crop.shape[axis] - before - after)
     return crop
 
 
-def _framed(crop: torch.Tensor, axes: Axes, frame: Frame, value: float) -> torch.Tensor:
+def _padded(crop: torch.Tensor, axes: Axes, frame: Frame, value: float) -> torch.Tensor:
     shape = list(crop.shape)
     for axis, (before, after) in zip(axes, frame, strict=True):
         shape[axis] += before + after

@@ -14,18 +14,17 @@ import torch
 
 from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes, Node, Ref
-from gigagrad.graphs.statistics import normalise
-from gigagrad.graphs.table import (
+from gigagrad.graphs.op_rules import (
     Affine,
     Bound,
     Call,
     Gains,
     Layout,
-    Refused,
-    Row,
+    NotTileable,
+    OpRule,
+    Pointwise,
     Saved,
     Site,
-    Unmoved,
     Whole,
     aten,
     axes_without,
@@ -38,16 +37,17 @@ from gigagrad.graphs.table import (
     single_field,
     sum_of_gains,
 )
+from gigagrad.graphs.statistics import normalise
 
 
-class Broadcasting(Unmoved):
+class Broadcasting(Pointwise):
     """Elementwise operators whose tensor operands broadcast against each other."""
 
     def axes(self, call: Call, rank: int) -> Axes:
         axes = common_axes(call)
         for operand in call.operands:
             if not operand.is_field and len(operand.shape) > rank:
-                raise Refused("a global operand has more axes than the field")
+                raise NotTileable("a global operand has more axes than the field")
         return axes
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
@@ -125,7 +125,7 @@ class Product(Broadcasting):
         return {operand.id for operand in kept if operand.is_field}
 
 
-class PerPosition(Unmoved):
+class PerPosition(Pointwise):
     """Operators that mix channels of one position only: the axes they name must not be spatial."""
 
     dims: str = "dim"
@@ -136,10 +136,10 @@ class PerPosition(Unmoved):
     def axes(self, call: Call, rank: int) -> Axes:
         axes, in_rank, value = common_axes(call), len(call.fields[0].shape), call[self.dims]
         if value is None or value == []:
-            raise Refused("it works along all axes of the image")
+            raise NotTileable("it works along all axes of the image")
         dims = [dim % in_rank - in_rank for dim in ([value] if isinstance(value, int) else value)]
         if not set(axes).isdisjoint(dims):
-            raise Refused("it works along an axis of the image")
+            raise NotTileable("it works along an axis of the image")
         return axes_without(dims if self.removes and not call["keepdim"] else [], axes)
 
 
@@ -150,7 +150,7 @@ class Folding(PerPosition):
         return 3 * call.operands[0].bytes_per_pixel * out_pixels
 
 
-class ChannelLayer(Unmoved):
+class ChannelLayer(Pointwise):
     """Layers with per-channel parameters."""
 
     channel: int = 1
@@ -159,7 +159,7 @@ class ChannelLayer(Unmoved):
     def axes(self, call: Call, rank: int) -> Axes:
         axes = single_field(call).spatial
         if self.channel % rank - rank in axes:
-            raise Refused("its channel axis is an axis of the image")
+            raise NotTileable("its channel axis is an axis of the image")
         return axes
 
 
@@ -170,7 +170,7 @@ class Linear(ChannelLayer):
     pixelwise = False
 
     def flops(self, call: Call) -> float:
-        return Row.flops(self, call)
+        return OpRule.flops(self, call)
 
 
 class BatchNormEval(ChannelLayer):
@@ -198,7 +198,7 @@ class BatchNormEval(ChannelLayer):
         return scaled_gains(read[0], scale if call["weight"] is None else (scale * value(call["weight"])).abs())
 
 
-class Normalise(Unmoved):
+class Normalise(Pointwise):
     """Pixels normalised by given statistics of their channel, which are global values."""
 
     def axes(self, call: Call, rank: int) -> Axes:
@@ -208,7 +208,7 @@ class Normalise(Unmoved):
         return scaled_gains(read[0], value(call["scale"]).abs())
 
 
-class Counted(Unmoved):
+class Counted(Pointwise):
     """Fields that are made of places alone: random numbers and pixel numbers. They read no value of their operand."""
 
     saved = Saved.NOTHING
@@ -227,13 +227,13 @@ class Counted(Unmoved):
         return None
 
 
-class LayerNorm(Unmoved):
+class LayerNorm(Pointwise):
     """Layer normalisation over trailing axes none of which is spatial."""
 
     def axes(self, call: Call, rank: int) -> Axes:
         axes = single_field(call).spatial
         if any(-axis <= len(call["normalized_shape"]) for axis in axes):
-            raise Refused("it normalises over the axes of the image, which is a reduction")
+            raise NotTileable("it normalises over the axes of the image, which is a reduction")
         return axes
 
 
@@ -243,10 +243,10 @@ class CrossEntropy(Folding):
     def axes(self, call: Call, rank: int) -> Axes:
         scores = call.operands[0]
         if scores.axes != (-2, -1) or len(scores.shape) != 4:
-            raise Refused("its scores are not laid out as (N, classes, H, W)")
+            raise NotTileable("its scores are not laid out as (N, classes, H, W)")
         target = call.operands[1]
         if target.axes != (-2, -1):
-            raise Refused("its target is not a field of the image's size")
+            raise NotTileable("its target is not a field of the image's size")
         return -2, -1
 
 
@@ -302,7 +302,7 @@ register(PerPosition(removes=True), aten("amax amin argmax var.dim var.correctio
 register(Whole(affine=Affine.JOINTLY), aten("mean sum"))
 register(Folding(saved=Saved.OUTPUT, removes=True), aten("logsumexp linalg_vector_norm"))
 register(CrossEntropy(), aten("cross_entropy_loss nll_loss_nd"))
-register(Unmoved(saved=Saved.NOTHING, temporaries=2, differentiable=False), ["gigagrad.class_weights"])
+register(Pointwise(saved=Saved.NOTHING, temporaries=2, differentiable=False), ["gigagrad.class_weights"])
 register(Linear(), aten("linear"))
 register(ChannelLayer(), aten("prelu"))
 register(BatchNormEval(), aten("batch_norm _native_batch_norm_legit_no_training"))

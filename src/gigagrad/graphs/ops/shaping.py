@@ -11,17 +11,16 @@ import torch.nn.functional as F
 
 from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes, Ref
-from gigagrad.graphs.rows.windows import trim
-from gigagrad.graphs.table import (
+from gigagrad.graphs.op_rules import (
     Affine,
     Bound,
     Call,
     Gains,
     Layout,
-    Refused,
+    NotTileable,
+    Pointwise,
     Saved,
     Site,
-    Unmoved,
     aten,
     axes_without,
     common_axes,
@@ -30,10 +29,11 @@ from gigagrad.graphs.table import (
     single_field,
     sum_of_gains,
 )
+from gigagrad.graphs.ops.windows import trim
 
 
-class Moving(Unmoved):
-    """Base of the rows that keep every value as it is."""
+class Moving(Pointwise):
+    """Base of the rules that keep every value as it is."""
 
     saved = Saved.NOTHING
     affine = Affine.JOINTLY
@@ -51,7 +51,7 @@ class Concatenation(Moving):
 
     def axes(self, call: Call, rank: int) -> Axes:
         if len(call.fields) != len(call.operands):
-            raise Refused("it joins a field with a value that has no spatial axes")
+            raise NotTileable("it joins a field with a value that has no spatial axes")
         return common_axes(call)
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
@@ -108,7 +108,7 @@ class Slicing(Moving):
         return run
 
 
-class Turn(Moving):
+class AxisPermutation(Moving):
     """permute, transpose: the spatial axes travel along."""
 
     lies = Layout.TURNED
@@ -122,7 +122,7 @@ class Turn(Moving):
             order[one], order[other] = order[other], order[one]
         y, x = (order.index(axis) - rank for axis in single_field(call).spatial)
         if y > x:
-            raise Refused("it swaps the image's two axes")
+            raise NotTileable("it swaps the image's two axes")
         return y, x
 
 
@@ -144,7 +144,7 @@ class Removal(Moving):
         gone = {dim % in_rank - in_rank for dim in ([dims] if isinstance(dims, int) else dims)}
         selects = "select" in call.node.op
         if not gone.isdisjoint(field.spatial):
-            raise Refused(f"it {'picks one row or column' if selects else 'squeezes an axis'} of the image")
+            raise NotTileable(f"it {'picks one row or column' if selects else 'squeezes an axis'} of the image")
         return axes_without({dim for dim in gone if selects or field.shape[dim] == 1}, field.spatial)
 
 
@@ -154,9 +154,9 @@ class Scatter(Moving):
     def axes(self, call: Call, rank: int) -> Axes:
         field = call.operands[0]
         if not field.is_field or call["dim"] % rank - rank in field.spatial:
-            raise Refused("it writes along an axis of the image")
+            raise NotTileable("it writes along an axis of the image")
         if not call.operands[1].is_field:
-            raise Refused("it writes a value without spatial axes into a field")
+            raise NotTileable("it writes a value without spatial axes into a field")
         return field.spatial
 
 
@@ -168,7 +168,7 @@ class Regroup(Moving):
     def axes(self, call: Call, rank: int) -> Axes:
         field = single_field(call)
         if field.axes != (-2, -1) or rank < 2 or call.node.shape[-2:] != field.shape[-2:]:
-            raise Refused("it folds an axis of the image into another axis")
+            raise NotTileable("it folds an axis of the image into another axis")
         return -2, -1
 
     def bind(self, call: Call, site: Site) -> Bound:
@@ -216,7 +216,8 @@ class PixelShuffle(Moving):
 
     def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
         assert operands[0] is not None
-        return out.start - operands[0].start * call["upscale_factor"]
+        factor: int = call["upscale_factor"]
+        return out.start - operands[0].start * factor
 
 
 class PixelUnshuffle(Moving):
@@ -235,7 +236,7 @@ class PixelUnshuffle(Moving):
 
 register(Concatenation(), aten("cat"))
 register(Slicing(), aten("slice.Tensor"))
-register(Turn(), aten("permute transpose.int"))
+register(AxisPermutation(), aten("permute transpose.int"))
 register(Unsqueeze(), aten("unsqueeze"))
 register(Removal(), aten("squeeze.dim squeeze.dims select.int"))
 register(Scatter(), aten("select_scatter slice_scatter"))

@@ -1,14 +1,14 @@
 """The registry of op rules: one rule per operator, and all that is known of it.
 
-A row says which span of each input a span of the output needs (`needs`, asked per axis: every operator with a tile rule
-treats y and x independently, so geometry is one-dimensional integer arithmetic), how the operator runs on crops (`bind`
-makes a function of one place, once for all tiles of the same `form`; or `run`, which is given every tile's own place;
-padding only where a crop touches the true border of the image), what autograd keeps of it, what it computes and takes
-for itself, whether its gradient depends on values, how an error in its input passes. Planning, cost, memory and
-execution ask the row; nobody else knows operators by name.
+A rule says which span of each input a span of the output needs (`needs`, asked per axis: every operator with a tile
+rule treats y and x independently, so geometry is one-dimensional integer arithmetic), how the operator runs on crops
+(`bind` makes a function of one place, once for all tiles of the same `form`; or `run`, which is given every tile's own
+place; padding only where a crop touches the true border of the image), what autograd keeps of it, what it computes and
+takes for itself, whether its gradient depends on values, how an error in its input passes. Planning, cost, memory and
+execution ask the rule; nobody else knows operators by name.
 
-A use that a row has no tile rule for raises `Refused`; lowering then has the operator read its fields whole. What
-nobody has registered has the row `Whole()`.
+A use that a rule does not cover tile by tile raises `NotTileable`; lowering then has the operator read its fields
+whole. What nobody has registered has the rule `Whole()`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from gigagrad.graphs import operators
 from gigagrad.graphs.graph import IMAGE_AXES, Axes, Node, Ref, fill, references
 
 
-class Refused(Exception):
+class NotTileable(Exception):
     """A rule cannot run this particular use of its operator tile by tile; the text says why."""
 
 
-class NoPixels(Refused):
+class NoPixels(NotTileable):
     """The image is too small: a field would have no pixels. Nothing can be done about that by running it whole."""
 
 
@@ -99,7 +99,7 @@ class Site:
         return first
 
 
-class Row(ABC):
+class OpRule(ABC):
     """Rule that says how a family of operators maps boxes and runs on crops, and what both cost."""
 
     saved: Saved = Saved.INPUTS
@@ -125,12 +125,12 @@ class Row(ABC):
     def __init__(self, **facts: Any) -> None:
         """Set as `facts` what differs from other rules of the class: `Whole(compiled=True)`."""
         for name, fact in facts.items():
-            assert hasattr(type(self), name), f"no row states {name}"
+            assert hasattr(type(self), name), f"no op rule states {name}"
             setattr(self, name, fact)
 
     @abstractmethod
     def axes(self, call: Call, rank: int) -> Axes:
-        """Return the output's spatial axes (its rank is given). Raises `Refused` for uses this rule does not cover.
+        """Return the output's spatial axes (its rank is given). Raises `NotTileable` for uses this rule does not cover.
 
         `call.node.axes` is not known yet; everything else of the call is.
         """
@@ -152,11 +152,14 @@ class Row(ABC):
 
     def bind(self, call: Call, site: Site) -> Bound:
         """Make the function that computes the output on `site.out` from crops of exactly `site.operands`."""
+        size = [span.length for span in site.out]
 
         def run(operands: Sequence[Any]) -> torch.Tensor:
             remaining = iter(operands)
             arguments = {name: fill(value, remaining) for name, value in call.node.arguments.items()}
-            return self.run(call, arguments, site)
+            output = self.run(call, arguments, site)
+            assert [output.shape[axis] for axis in call.node.spatial] == size, (call.node.op, output.shape, site)
+            return output
 
         return run
 
@@ -201,11 +204,11 @@ class Row(ABC):
         return read[0] if self.copies else None
 
 
-class Whole(Row):
+class Whole(OpRule):
     """Rule of what runs on whole tensors only: numbers, and fields that are materialised for it."""
 
     def axes(self, call: Call, rank: int) -> Axes:
-        raise Refused("it has no row in the operator table")
+        raise NotTileable("it has no op rule")
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         raise AssertionError(call.node.op)
@@ -214,7 +217,7 @@ class Whole(Row):
         raise AssertionError(call.node.op)
 
 
-class Unmoved(Row):
+class Pointwise(OpRule):
     """Rule of what reads of every field the positions that it makes, and runs on crops as it is."""
 
     pixelwise = True
@@ -240,7 +243,7 @@ class Unmoved(Row):
         return 0.0
 
 
-class Part(Whole):
+class OutputSelector(Whole):
     """One output of an operator that has several."""
 
     lies = Layout.VIEW
@@ -285,14 +288,14 @@ def scaled_gains(gains: Gains, factor: torch.Tensor | float) -> Gains:
     return {i: gain * factor for i, gain in gains.items()}
 
 
-_TABLE: dict[str, Row] = {}
+_RULES: dict[str, OpRule] = {}
 
 
-def register(row: Row, operators: Sequence[str]) -> None:
+def register(rule: OpRule, operators: Sequence[str]) -> None:
     """Give each of `operators` (ATen names such as `aten.relu.default`) this rule."""
     for op in operators:
-        assert op not in _TABLE, f"{op} has two rows"
-        _TABLE[op] = row
+        assert op not in _RULES, f"{op} has two rules"
+        _RULES[op] = rule
 
 
 def aten(words: str) -> list[str]:
@@ -300,18 +303,18 @@ def aten(words: str) -> list[str]:
     return [f"aten.{word}" if "." in word else f"aten.{word}.default" for word in words.split()]
 
 
-register(Part(), ["gigagrad.item"])
+register(OutputSelector(), ["gigagrad.item"])
 _UNKNOWN = Whole()
 
 
-def lookup(op: str) -> Row:
+def lookup(op: str) -> OpRule:
     """Return the operator's rule; of one that nobody registered, that of an operator on whole fields."""
-    return _TABLE.get(op, _UNKNOWN)
+    return _RULES.get(op, _UNKNOWN)
 
 
 def registered() -> tuple[str, ...]:
     """Return every operator with a rule, sorted."""
-    return tuple(sorted(_TABLE))
+    return tuple(sorted(_RULES))
 
 
 def per_operand(call: Call, need: Callable[[Node], Span | None]) -> tuple[Span | None, ...]:
@@ -323,7 +326,7 @@ def common_axes(call: Call) -> Axes:
     """Return the one position at which all field operands hold their spatial axes."""
     found = {operand.spatial for operand in call.fields}
     if len(found) != 1:
-        raise Refused(f"its inputs hold their spatial axes at different positions, {sorted(found, key=str)}")
+        raise NotTileable(f"its inputs hold their spatial axes at different positions, {sorted(found, key=str)}")
     return found.pop()
 
 
@@ -337,7 +340,7 @@ def single_field(call: Call) -> Node:
     """Return the only field operand; an operator whose weights are fields too has no tile rule."""
     fields = call.fields
     if len(fields) != 1 or call.operands[0] is not fields[0]:
-        raise Refused("more than its first input depends on the image's pixels")
+        raise NotTileable("more than its first input depends on the image's pixels")
     return fields[0]
 
 
@@ -345,5 +348,5 @@ def require_nchw(call: Call) -> Axes:
     """Return the axes of the only field operand, if they are those of `(N, C, H, W)`."""
     field = single_field(call)
     if field.axes != IMAGE_AXES or len(field.shape) != 4:
-        raise Refused("its input is not laid out as (N, C, H, W)")
+        raise NotTileable("its input is not laid out as (N, C, H, W)")
     return IMAGE_AXES

@@ -20,13 +20,12 @@ import torch.nn.functional as F
 from gigagrad.boxes import Span
 from gigagrad.graphs.crops import View
 from gigagrad.graphs.graph import Axes, Ref
-from gigagrad.graphs.rows.windows import select, trim
-from gigagrad.graphs.table import (
+from gigagrad.graphs.op_rules import (
     Bound,
     Call,
     Gains,
-    Refused,
-    Row,
+    NotTileable,
+    OpRule,
     Saved,
     Site,
     plain,
@@ -34,6 +33,7 @@ from gigagrad.graphs.table import (
     require_nchw,
     scaled_gains,
 )
+from gigagrad.graphs.ops.windows import select, trim
 
 RESIZING = {
     "aten.upsample_nearest2d.vec": "nearest",
@@ -137,13 +137,13 @@ def _copies(resizes: tuple[Resize, Resize]) -> bool:
     return resizes[0].mode.startswith("nearest") and all(resize.whole_factor for resize in resizes)
 
 
-class Resampling(Row):
+class Resampling(OpRule):
     saved = Saved.NOTHING
     on_images = True
 
     def axes(self, call: Call, rank: int) -> Axes:
         if not call.node.dtype.is_floating_point and not RESIZING[call.node.op].startswith("nearest"):
-            raise Refused(
+            raise NotTileable(
                 f"it interpolates {call.node.dtype} pixels, with rounding of its own; convert to float before"
             )
         return require_nchw(call)

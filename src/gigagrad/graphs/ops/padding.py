@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import View, fitted
+from gigagrad.graphs.crops import View, bound_pad
 from gigagrad.graphs.graph import Axes
-from gigagrad.graphs.rows.windows import inside_or_nearest, select
-from gigagrad.graphs.table import Bound, Call, Refused, Row, Saved, Site, aten, common_axes, register
+from gigagrad.graphs.op_rules import Bound, Call, NotTileable, OpRule, Saved, Site, aten, common_axes, register
+from gigagrad.graphs.ops.windows import inside_or_nearest, select
 
 
 def _fold(index: int, size: int, mode: str) -> int:
@@ -29,14 +29,14 @@ def _fold(index: int, size: int, mode: str) -> int:
     return -index if index < 0 else 2 * (size - 1) - index if index >= size else index
 
 
-class Padding(Row):
+class Padding(OpRule):
     saved = Saved.NOTHING
 
     def axes(self, call: Call, rank: int) -> Axes:
         axes = common_axes(call)
         for position in range(len(call["pad"]) // 2):
             if -1 - position not in axes and any(self._amount(call, -1 - position)):
-                raise Refused("it pads an axis that is not the image's")
+                raise NotTileable("it pads an axis that is not the image's")
         return axes
 
     @staticmethod
@@ -93,7 +93,7 @@ class Padding(Row):
         if mode == "constant":
             missing = inside.start - raw.start, raw.stop - inside.stop
             frame = (missing, (0, 0)) if axis == 0 else ((0, 0), missing)
-            return fitted(field.spatial, frame, value=call["value"] or 0)
+            return bound_pad(field.spatial, frame, value=call["value"] or 0)
         indices = [_fold(i, size, mode) - inside.start for i in range(raw.start, raw.stop)]
         return lambda crop: select(crop, dim, torch.tensor(indices, device=crop.device))
 

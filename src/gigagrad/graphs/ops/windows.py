@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import Frame, fit, fitted, part
+from gigagrad.graphs.crops import Frame, bound_pad, crop_view, pad
 from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref
-from gigagrad.graphs.table import (
+from gigagrad.graphs.op_rules import (
     Bound,
     Call,
     Gains,
-    Row,
+    OpRule,
     Site,
     aten,
     per_operand,
@@ -76,7 +76,7 @@ def inside_or_nearest(span: Span, size: int) -> Span:
 
 def trim(x_NCHW: torch.Tensor, starts: Sequence[int], out: tuple[Span, Span]) -> torch.Tensor:
     """Take as many pixels as `out` has, from `starts` on: the tensor itself where those are all."""
-    return part(x_NCHW, IMAGE_AXES, starts, [span.length for span in out])
+    return crop_view(x_NCHW, IMAGE_AXES, starts, [span.length for span in out])
 
 
 def select(crop: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -99,8 +99,8 @@ def pair(value: Any) -> tuple[int, int]:
     return values[0], values[-1]
 
 
-class WindowRow(Row):
-    """A row whose geometry is one `Window` per axis."""
+class WindowRule(OpRule):
+    """Rule whose geometry is one `Window` per axis."""
 
     on_images = True
 
@@ -176,7 +176,7 @@ def padded_groups_bytes(call: Call, out_pixels: int, in_pixels: int) -> int:
     return (2 + 4) * blocks + 2 * LANES * (channels_in * in_pixels + channels_out * out_pixels)
 
 
-class MaxPooling(WindowRow):
+class MaxPooling(WindowRule):
     """2-D max pooling, ceil_mode included: whatever the border cuts can never be the maximum.
 
     Of equal values the first counts. So a window of -inf (of integers, of their lowest) must not begin with padding of
@@ -187,7 +187,7 @@ class MaxPooling(WindowRow):
         (top, bottom), (left, right) = self.missing(call, site)
         dtype = call.operands[0].dtype
         lowest = -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-        filled = fitted(IMAGE_AXES, ((0, max(0, bottom - top)), (0, max(0, right - left))), value=lowest)
+        filled = bound_pad(IMAGE_AXES, ((0, max(0, bottom - top)), (0, max(0, right - left))), value=lowest)
         windows = [self.window(call, axis) for axis in (0, 1)]
         kernel, stride, dilation = ([getattr(w, name) for w in windows] for name in ("kernel", "stride", "dilation"))
 
@@ -202,7 +202,7 @@ class MaxPooling(WindowRow):
         return scaled_gains(read[0], prod(ceil(window.kernel / window.stride) for window in windows) ** 0.5)
 
 
-class AveragePooling(WindowRow):
+class AveragePooling(WindowRule):
     """2-D average pooling with ceil_mode, count_include_pad and divisor_override."""
 
     def bind(self, call: Call, site: Site) -> Bound:
@@ -214,7 +214,7 @@ class AveragePooling(WindowRow):
             return lambda operands: F.avg_pool2d(operands[0], kernel, stride, divisor_override=divisor)
 
         def run(operands: Sequence[Any]) -> torch.Tensor:
-            total = F.avg_pool2d(fit(operands[0], IMAGE_AXES, missing), kernel, stride, divisor_override=1)
+            total = F.avg_pool2d(pad(operands[0], IMAGE_AXES, missing), kernel, stride, divisor_override=1)
             if divisor:
                 return total / divisor
             y, x = (self._counts(call, axis, site.out[axis], total) for axis in (0, 1))

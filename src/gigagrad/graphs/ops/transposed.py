@@ -17,19 +17,19 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import fitted, part
+from gigagrad.graphs.crops import bound_pad, crop_view
 from gigagrad.graphs.graph import IMAGE_AXES
-from gigagrad.graphs.rows.windows import (
+from gigagrad.graphs.op_rules import Bound, Call, Site, aten, per_operand, register
+from gigagrad.graphs.ops.windows import (
     GROUPED,
     Window,
-    WindowRow,
+    WindowRule,
     filled,
     inside_or_nearest,
     pair,
     reordered_bytes,
     trim,
 )
-from gigagrad.graphs.table import Bound, Call, Site, aten, per_operand, register
 
 _BLOCK_CHANNELS = 8
 _BLOCK_STRIDE = 4
@@ -60,7 +60,7 @@ class _Cut:
         return cls(trim, back, crop, max(0, out.length - (last - first - 2 * trim + back - crop)))
 
 
-class TransposedConvolution(WindowRow):
+class TransposedConvolution(WindowRule):
     """2-D transposed convolution: stride, dilation, groups, padding and output padding."""
 
     compiled = True
@@ -119,7 +119,7 @@ class TransposedConvolution(WindowRow):
             pads.append((inside[axis].start - (first - taps[-1] + 1), last + 1 - inside[axis].stop))
             starts.append(site.out[axis].start + window.padding - first * stride)
         (taps_y, taps_x), (y, x) = taps, pads
-        filled = fitted(IMAGE_AXES, (y, x))
+        filled = bound_pad(IMAGE_AXES, (y, x))
         height, width = (span.length + sum(pad) - own + 1 for span, pad, own in zip(inside, pads, taps, strict=True))
         padding = [0, taps_x * stride - kernel[1], 0, taps_y * stride - kernel[0]]
         size = [span.length for span in site.out]
@@ -134,7 +134,7 @@ class TransposedConvolution(WindowRow):
             product = windows @ matrix if bias is None else torch.addmm(bias.repeat(stride * stride), windows, matrix)
             blocks = product.reshape(height, width, stride, stride, channels_out).permute(0, 2, 1, 3, 4)
             y_HWC = blocks.reshape(height * stride, width * stride, channels_out)
-            return part(y_HWC, blocks_axes, starts, size).permute(2, 0, 1)[None]
+            return crop_view(y_HWC, blocks_axes, starts, size).permute(2, 0, 1)[None]
 
         return run
 
@@ -144,7 +144,7 @@ class TransposedConvolution(WindowRow):
         """
         cuts = y, x = [_Cut.of(self.window(call, axis), site.out[axis], site.inside[axis]) for axis in (0, 1)]
         fills = any(cut.extend or cut.crop < 0 for cut in cuts)
-        filled = fitted(IMAGE_AXES, ((max(0, -y.crop), y.extend), (max(0, -x.crop), x.extend)))
+        filled = bound_pad(IMAGE_AXES, ((max(0, -y.crop), y.extend), (max(0, -x.crop), x.extend)))
         starts = [max(0, cut.crop) for cut in cuts]
         padding, more = [cut.padding for cut in cuts], [cut.output_padding for cut in cuts]
         stride, groups, dilation = call["stride"], call["groups"], call["dilation"]

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import fitted
+from gigagrad.graphs.crops import bound_pad
 from gigagrad.graphs.graph import IMAGE_AXES, Axes
-from gigagrad.graphs.rows.windows import (
+from gigagrad.graphs.op_rules import Bound, Call, NotTileable, Site, Whole, aten, per_operand, register, require_nchw
+from gigagrad.graphs.ops.windows import (
     GROUPED,
     LANES,
-    WindowRow,
+    WindowRule,
     filled,
     inside_or_nearest,
     padded_groups_bytes,
@@ -28,7 +29,6 @@ from gigagrad.graphs.rows.windows import (
     reordered_bytes,
     trim,
 )
-from gigagrad.graphs.table import Bound, Call, Refused, Site, Whole, aten, per_operand, register, require_nchw
 
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 _SMALL_CROP = 20480
@@ -133,7 +133,7 @@ class _BackwardOnly(torch.autograd.Function):
         return (*found, None, None)
 
 
-class Convolution(WindowRow):
+class Convolution(WindowRule):
     """2-D convolution: stride, dilation, groups, asymmetric padding and the `'same'` / `'valid'` forms."""
 
     backward_without_output = True
@@ -142,7 +142,7 @@ class Convolution(WindowRow):
 
     def axes(self, call: Call, rank: int) -> Axes:
         if call["padding"] == "same" and pair(call["stride"]) != (1, 1):
-            raise Refused("padding='same' with a stride")
+            raise NotTileable("padding='same' with a stride")
         return require_nchw(call)
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
@@ -207,7 +207,7 @@ class Convolution(WindowRow):
         (height, width), columns = (span.length for span in site.inside), self._columns(call, site.out[1])
         if not outputs or call.operands[0].shape[1] * (height + top + bottom) * columns <= _SMALL_CROP:
             return None
-        filled = fitted(IMAGE_AXES, ((top, bottom), (left, columns - width - left)))
+        filled = bound_pad(IMAGE_AXES, ((top, bottom), (left, columns - width - left)))
 
         def convolved(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, s: tuple[int, int]) -> torch.Tensor:
             return _convolved(x, w, b, s, (0, 0), (1, 1), 1, values=site.values)
@@ -223,9 +223,9 @@ class Convolution(WindowRow):
         """Bind it as PyTorch computes it. Along an axis where both borders cut alike the operator pads by itself."""
         stride, dilation, groups, values = pair(call["stride"]), pair(call["dilation"]), call["groups"], site.values
         missing = self.missing(call, site)
-        padding = y, x = tuple(before if before == after and before > 0 else 0 for before, after in missing)
+        y, x = (before if before == after and before > 0 else 0 for before, after in missing)
         (top, bottom), (left, right) = missing
-        filled = fitted(IMAGE_AXES, ((top - y, bottom - y), (left - x, right - x)))
+        filled = bound_pad(IMAGE_AXES, ((top - y, bottom - y), (left - x, right - x)))
         dense = call.operands[1].shape[2:] == (1, 1) and groups == 1 and _ONEDNN
 
         def run(operands: Sequence[Any]) -> torch.Tensor:
@@ -236,7 +236,7 @@ class Convolution(WindowRow):
             # (docs/decisions/0016-one-pixel-kernels.md).
             fast = dense and x_NCHW.dtype == torch.float32 and x_NCHW.numel() > _SMALL_CROP
             apart = (2, 2) if fast and x_NCHW.device.type == "cpu" else dilation
-            return _convolved(x_NCHW, weight, bias, stride, padding, apart, groups, values=values)
+            return _convolved(x_NCHW, weight, bias, stride, (y, x), apart, groups, values=values)
 
         return run
 
