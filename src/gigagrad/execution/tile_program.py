@@ -187,7 +187,8 @@ class _Step:
     output: int
     run: Bound | None
     """The bound operator; None where it depends on the place."""
-    run_at: Callable[[Site], Bound]
+    run_at: Callable[[Site], Bound] | None
+    """Binds it to a place, where it does."""
     is_asked: bool
     """False where only its vector-Jacobian product is asked for."""
     is_large: bool
@@ -198,7 +199,8 @@ class _Step:
     workspace_bytes: int
 
     def bound_at(self, tile: TileGeometry) -> Bound:
-        """Return the function of a place."""
+        """Return the operator bound for a tile."""
+        assert self.run_at is not None
         return self.run_at(Site(*tile.site(self.node.id), self.is_asked))
 
     def announce_gradients(
@@ -399,7 +401,7 @@ def _step(programs: StagePrograms, call: Call, tile: TileGeometry, y: _Extent, x
         inputs=tuple(inputs),
         output=places[node.id],
         run=rule.bind(call, Site(*tile.site(node.id), is_asked)) if has_form else None,
-        run_at=lru_cache(maxsize=_MOST_PLACES)(partial(rule.bind, call)),
+        run_at=None if has_form else lru_cache(maxsize=_MOST_PLACES)(partial(rule.bind, call)),
         is_asked=is_asked,
         is_large=is_large,
         has_large_operands=has_large_operands,
