@@ -3,7 +3,7 @@
     python bench/few_channels.py [--side 800] [--repeats 12]
 
 oneDNN fills a vector register with the channels of one pixel, so most of it is padding. *Pixels as one*: as
-graphs/rows/convolution.py does, for so many outputs of a row at once. *Loop*: a loop over a row compiled by Numba,
+graphs/ops/convolution.py does, for so many outputs of a row at once. *Loop*: a loop over a row compiled by Numba,
 where that is installed (pip install numba), on contiguous crops. One thread; forward, the gradient of the weights, and
 that with the input's. Prints one JSON line last: CPU seconds per gigapixel of the input, the best of the repeats, and
 what Numba adds to the process in MiB, before and after it has compiled.
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from gigagrad.devices.heap import resident_bytes
-from gigagrad.graphs.rows.convolution import by_groups
+from gigagrad.graphs.ops.convolution import by_groups
 
 _LAYERS = (
     (3, 1, 3, 1), (3, 3, 3, 1), (1, 3, 3, 1), (4, 2, 3, 1), (8, 8, 3, 1), (8, 1, 3, 1),

@@ -20,7 +20,7 @@ from gigagrad.devices.cpu import HeapWatch
 from gigagrad.events import Notice
 from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.fields import Fields
-from gigagrad.execution.tile import StageProgram, TileInputs
+from gigagrad.execution.tile_program import TileInputs, TileProgram
 from gigagrad.plans.reading import Reading
 from gigagrad.threads import operator_threads
 
@@ -178,14 +178,14 @@ def test_no_two_tiles_share_a_tensor_that_wants_a_gradient(
 ) -> None:
     """Threads that read one can wait for each other for ever: seen in PyTorch 2.13, once in some thousand tiles."""
     wanting: list[torch.Tensor] = []
-    alone = StageProgram.run_for_gradient
+    alone = TileProgram.outputs
 
-    def recorded(self: StageProgram, tile: Any, inputs: TileInputs, globals_: Any, *args: Any, **options: Any) -> Any:
+    def recorded(self: TileProgram, tile: Any, inputs: TileInputs, globals_: Any, *args: Any, **options: Any) -> Any:
         given = [*inputs.crops.values(), *inputs.stored.values(), *globals_.values()]
         wanting.extend(tensor for tensor in given if tensor.requires_grad)
         return alone(self, tile, inputs, globals_, *args, **options)
 
-    monkeypatch.setattr(StageProgram, "run_for_gradient", recorded)
+    monkeypatch.setattr(TileProgram, "outputs", recorded)
     engine = gg.compile(gate, F.binary_cross_entropy_with_logits, tile=(8, 8))
     assert engine.plan(pair.image, pair.target).workers == 2
     engine.backward(pair.image, pair.target)

@@ -34,7 +34,7 @@ from gigagrad.execution.observers import Progress
 from gigagrad.execution.sinks import Pyramid, Several, WholeTensor
 from gigagrad.execution.sources import Source
 from gigagrad.execution.tape import Tape
-from gigagrad.execution.tile import StageProgram
+from gigagrad.execution.tile_program import TileProgram
 from gigagrad.images import Image, opening, tiff
 from gigagrad.stores import DiskTier, HostStore, Scratch
 from gigagrad.stores.scratch import _Place
@@ -58,7 +58,7 @@ ERRORS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), 
 
 PLACES = [
     (Source, "read", 2),
-    (StageProgram, "run", 5),
+    (TileProgram, "run", 5),
     (Fields, "allocate", 2),
     (Fields, "release", 2),
     (Progress, "tile_done", 7),

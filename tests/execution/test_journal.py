@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import gigagrad as gg
 from gigagrad.errors import ConfigError, GigagradError, RankError, WriteError
 from gigagrad.events import Notice
-from gigagrad.execution.tile import StageProgram
+from gigagrad.execution.tile_program import TileProgram
 from gigagrad.ranks import Alone, Ranks, run_virtual
 from tests.exactness.generated import make_case
 from tests.exactness.normed import Net, dice
@@ -28,7 +28,7 @@ class Counted:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.tiles, self.most = 0, 10**9
-        whole = StageProgram.run
+        whole = TileProgram.run
 
         def run(program, *arguments, **keywords):
             self.tiles += 1
@@ -36,7 +36,7 @@ class Counted:
                 raise Cut("killed")
             return whole(program, *arguments, **keywords)
 
-        patch.setattr(StageProgram, "run", run)
+        patch.setattr(TileProgram, "run", run)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 import gigagrad as gg
 from gigagrad import terminal
-from gigagrad.execution.tile import StageProgram
+from gigagrad.execution.tile_program import TileProgram
 
 
 class Screen(io.StringIO):
@@ -63,13 +63,13 @@ def test_it_ends_with_a_step_that_fails(monkeypatch, engine, pair):
     engine.plan(pair.image, pair.target)
     tiles = []
 
-    def fail(*_, run=StageProgram.run, **named):
+    def fail(*_, run=TileProgram.run, **named):
         tiles.append(1)
         if len(tiles) > 4:
             raise MemoryError
         return run(*_, **named)
 
-    monkeypatch.setattr(StageProgram, "run", fail)
+    monkeypatch.setattr(TileProgram, "run", fail)
     text = shown(monkeypatch, engine, pair, raised=MemoryError)
     assert "backward" in text
     assert text.endswith("\x1b[2K")

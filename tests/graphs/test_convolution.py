@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from gigagrad.boxes import Span
 from gigagrad.graphs import Call, lookup
 from gigagrad.graphs.graph import Ref
-from gigagrad.graphs.rows import convolution
-from gigagrad.graphs.rows.convolution import by_groups
-from gigagrad.graphs.rows.windows import padded_groups_bytes
-from gigagrad.graphs.table import Refused, Site
+from gigagrad.graphs.op_rules import NotTileable, Site
+from gigagrad.graphs.ops import convolution
+from gigagrad.graphs.ops.convolution import by_groups
+from gigagrad.graphs.ops.windows import padded_groups_bytes
 from gigagrad.threads import operator_threads
 
 small = st.integers(0, 3)
@@ -44,14 +44,13 @@ def test_one_thread_gives_kernels_of_one_pixel_to_onednn(bench, noise, layout):
     b = bench()
     y = b.node(b.aten("conv2d.default", b.field(x.detach()), b.weight(weight.detach()), b.weight(bias.detach())))
     call = Call(y, tuple(b.node(Ref(i)) for i in y.operands))
-    arguments = {**y.arguments, "input": x, "weight": weight, "bias": bias}
     spans = Span(0, 45), Span(0, 46)
     found = {}
     with operator_threads(1):
         for values in (True, False):
             site = Site(spans, (spans, None, None), values)
             with torch.profiler.profile() as profile:
-                made = lookup(y.op).run(call, arguments, site)
+                made = lookup(y.op).bind(call, site)([x, weight, bias])
                 found[values] = torch.autograd.grad(made, [x, weight, bias], torch.ones_like(made))
             names = {event.name for event in profile.events()}
             assert ("aten::mkldnn_convolution" in names) is values
@@ -76,13 +75,13 @@ def test_convolution_with_named_padding(bench, some_box, noise, size, kernel, pa
 
 def test_same_padding_with_a_stride_is_refused(bench, noise):
     b = bench()
-    with pytest.raises((Refused, RuntimeError)):
+    with pytest.raises((NotTileable, RuntimeError)):
         b.aten("conv2d.padding", b.field(noise(1, 1, 9, 9)), b.weight(noise(1, 1, 3, 3)), None, [2, 2], "same")
 
 
 def test_weights_that_are_fields_are_refused(bench, noise):
     b = bench()
-    with pytest.raises(Refused, match="depends on the image"):
+    with pytest.raises(NotTileable, match="depends on the image"):
         b.aten("conv2d.default", b.field(noise(1, 1, 9, 9)), b.field(noise(1, 1, 3, 3)))
 
 
@@ -191,8 +190,7 @@ def test_few_channels_on_crops(
         patch.setattr(convolution, "by_groups", spied)
         patch.setattr(convolution, "_SMALL_CROP", 0)
         weight.requires_grad_()
-        arguments = {**node.arguments, "input": crop, "weight": weight}
-        found = row.run(call, arguments, Site(out, ((needed[0], needed[1]), None), values))
+        found = row.bind(call, Site(out, ((needed[0], needed[1]), None), values))([crop, weight])
     assert spied.called == grouped
     whole = x.detach().requires_grad_()
     expected = torch.conv2d(whole, weight, None, stride, padding)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gigagrad.graphs.crops import fit, part
+from gigagrad.graphs.crops import crop_view, pad
 
 AXES = (-2, -1)
 amounts = st.tuples(st.integers(-3, 3), st.integers(-3, 3))
@@ -24,7 +24,7 @@ def test_a_frame_is_padding_of_either_sign(frame, value, channels_last, gaps):
     (top, bottom), (left, right) = frame
     grown = F.pad(crop, [max(0, n) for n in (left, right, top, bottom)], value=value)
     expected = F.pad(grown, [min(0, n) for n in (left, right, top, bottom)])
-    found = fit(crop, AXES, frame, value)
+    found = pad(crop, AXES, frame, value)
     assert torch.equal(found, expected)
     cotangent = torch.rand_like(expected)
     assert torch.equal(gradients(found, crop, cotangent), gradients(expected, crop, cotangent))
@@ -38,7 +38,7 @@ def test_a_part_is_a_view_whose_gradient_is_zero_elsewhere(data, axes):
     expected = crop
     for axis, start, n in zip(axes, starts, size, strict=True):
         expected = expected.narrow(axis, start, n)
-    found = part(crop, axes, starts, size)
+    found = crop_view(crop, axes, starts, size)
     assert torch.equal(found, expected)
     assert found.data_ptr() == expected.data_ptr()
     if found is not crop:
@@ -49,4 +49,4 @@ def test_a_part_is_a_view_whose_gradient_is_zero_elsewhere(data, axes):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_framed_part_lies_as_the_crop_does(layout):
     crop = torch.rand(1, 3, 9, 14).contiguous(memory_format=layout)[..., 1:8, 2:13]
-    assert fit(crop, AXES, ((1, 0), (2, 1))).is_contiguous(memory_format=layout)
+    assert pad(crop, AXES, ((1, 0), (2, 1))).is_contiguous(memory_format=layout)

@@ -1,4 +1,4 @@
-"""The example of docs/operators.md: a custom operator runs whole without a row and tile by tile with one, exactly."""
+"""The example of docs/operators.md: a custom operator runs whole without a rule and tile by tile with one, exactly."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.boxes import Span
-from gigagrad.graphs import Row, Saved, table
+from gigagrad.graphs import OpRule, Saved, op_rules
 from tests.exactness.comparison import compare
 
 
@@ -34,7 +34,7 @@ def _setup(ctx, inputs, output):
 blur_rows.register_autograd(_backward, setup_context=_setup)
 
 
-class BlurRows(Row):
+class BlurRows(OpRule):
     """Output x needs the inputs from x - radius to x + radius; y needs itself."""
 
     saved = Saved.NOTHING
@@ -65,18 +65,19 @@ class Net(nn.Module):
         return self.b(blur_rows(self.a(x), 3))
 
 
-@pytest.fixture(params=["without a row", "with a row"])
-def has_row(request, monkeypatch):
-    if request.param == "with a row":
-        monkeypatch.setitem(table._TABLE, "gigagrad_example.blur_rows.default", BlurRows())
-    return request.param == "with a row"
+@pytest.fixture(params=["without a rule", "with a rule"])
+def has_rule(request, monkeypatch):
+    if request.param == "with a rule":
+        monkeypatch.setitem(op_rules._RULES, "gigagrad_example.blur_rows.default", BlurRows())
+    return request.param == "with a rule"
 
 
-def test_ones_own_operator(has_row):
+def test_ones_own_operator(has_rule):
     torch.manual_seed(0)
     image, target = torch.randn(2, 23, 37, dtype=torch.float64), torch.rand(1, 23, 37, dtype=torch.float64)
     model = Net().double()
     plan = gg.compile(model, F.mse_loss, tile=(7, 5)).plan(image, target)
-    assert [entry.operator for entry in plan.whole_field] == ([] if has_row else ["gigagrad_example.blur_rows.default"])
+    whole = [entry.operator for entry in plan.whole_field]
+    assert whole == ([] if has_rule else ["gigagrad_example.blur_rows.default"])
     result = compare(model, F.mse_loss, image, target, tile=(7, 5))
     assert max(result.loss_error, result.gradient_error) < 1e-12

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from gigagrad.boxes import Span
 from gigagrad.graphs import operators
-from gigagrad.graphs.rows.pointwise import (
+from gigagrad.graphs.op_rules import NotTileable
+from gigagrad.graphs.ops.pointwise import (
     _BINARY_INPUTS,
     _LINEAR,
     _NO_GRADIENT,
@@ -15,7 +16,6 @@ from gigagrad.graphs.rows.pointwise import (
     _UNARY_OUTPUT,
     _UNARY_OUTPUT_CHAINED,
 )
-from gigagrad.graphs.table import Refused
 
 BOX = Span(2, 6), Span(3, 5)
 SETTINGS = {
@@ -123,14 +123,14 @@ def test_along_the_channels(bench, noise, op):
 def test_along_an_axis_of_the_image_is_refused(bench, noise, op, dim):
     arguments = [[dim] if value == [1] else dim if value in (1, -3) else value for value in CHANNELS[op]]
     b = bench()
-    with pytest.raises(Refused, match="along an axis of the image"):
+    with pytest.raises(NotTileable, match="along an axis of the image"):
         b.aten(op, b.field(noise(1, 4, 8, 8)), *arguments)
 
 
 @pytest.mark.parametrize("op", ["amax.default", "amin.default"])
 def test_over_everything_is_refused(bench, noise, op):
     b = bench()
-    with pytest.raises(Refused, match="all axes"):
+    with pytest.raises(NotTileable, match="all axes"):
         b.aten(op, b.field(noise(1, 4, 8, 8)), [])
 
 
@@ -144,9 +144,9 @@ def test_layers(bench, noise):
     last = b.aten("permute.default", x, [0, 2, 3, 1])
     b.check(b.aten("linear.default", last, b.weight(noise(3, 4)), b.weight(noise(3))), BOX)
     b.check(b.aten("layer_norm.default", last, [4], mean, mean), BOX, tolerance=1e-11)
-    with pytest.raises(Refused, match="an axis of the image"):
+    with pytest.raises(NotTileable, match="an axis of the image"):
         b.aten("linear.default", x, b.weight(noise(3, 7)))
-    with pytest.raises(Refused, match="which is a reduction"):
+    with pytest.raises(NotTileable, match="which is a reduction"):
         b.aten("layer_norm.default", x, [4, 8, 7])
 
 
@@ -159,7 +159,7 @@ def test_losses_without_reduction(bench, noise):
     logs = b.aten("log_softmax.int", scores, 1)
     b.check(b.aten("nll_loss_nd.default", logs, classes, None, 0, 2), BOX)
     b.check(b.call("gigagrad.class_weights", {"target": classes, "weight": weight, "ignore_index": 1}), BOX)
-    with pytest.raises(Refused, match="not a field"):
+    with pytest.raises(NotTileable, match="not a field"):
         b.aten("cross_entropy_loss.default", scores, b.weight(torch.zeros(1, 8, 7, dtype=torch.int64)), None, 0)
     probabilities = b.field(noise(1, 3, 8, 7).softmax(1))
     b.check(b.aten("cross_entropy_loss.default", scores, probabilities, None, 0), BOX, tolerance=1e-11)
@@ -169,5 +169,18 @@ def test_losses_without_reduction(bench, noise):
 
 def test_complex_fields_are_refused(bench, noise):
     b = bench()
-    with pytest.raises(Refused, match="complex"):
+    with pytest.raises(NotTileable, match="complex"):
         b.aten("mul.Tensor", b.field(noise(1, 1, 4, 4)), b.weight(torch.ones((), dtype=torch.complex128)))
+
+
+@given(st.integers(0, 2**40), st.data())
+def test_numbers_by_place(bench, some_box, noise, key, data):
+    """Random numbers and numbers of pixels are those of the whole field, whichever crop they are made for."""
+    b = bench()
+    field = b.field(noise(1, 2, 9, 11))
+    seed = b.constant(torch.tensor(key))
+    for made in (
+        b.call("gigagrad.uniform", {"like": field, "seed": seed}),
+        b.call("gigagrad.positions", {"like": field}),
+    ):
+        b.check(made, some_box(data, b.node(made)))

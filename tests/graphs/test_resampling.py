@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.table import Refused
+from gigagrad.graphs.op_rules import NotTileable
 
 side = st.integers(1, 20)
 factors = st.sampled_from([0.5, 1.0, 1.1, 1.3, 1.5, 2.0, 2.7, 3.0, 4.0, 1 / 3, 0.37])
@@ -79,7 +79,7 @@ def test_masks_are_copied_but_not_interpolated(bench):
     b = bench()
     mask = b.field(torch.randint(0, 255, (1, 1, 8, 8), dtype=torch.uint8))
     b.check(resized(b, mask, "nearest", [13, 5], None, False), (Span(2, 9), Span(1, 4)))
-    with pytest.raises(Refused, match="convert to float"):
+    with pytest.raises(NotTileable, match="convert to float"):
         resized(b, mask, "bilinear", [13, 5], None, False)
 
 

@@ -60,9 +60,8 @@ def test_blocks_in_bfloat16(bench, noise):
     node = b.node(b.aten("conv_transpose2d.input", *refs, [8, 8], [4, 4], [1, 1]))
     leaves = [value.clone().requires_grad_() for value in given]
     out = (Span(0, node.shape[2]), Span(0, node.shape[3]))
-    arguments = {**node.arguments, **dict(zip(("input", "weight", "bias"), leaves, strict=True))}
     call = Call(node, tuple(b.node(ref) for ref in refs))
-    found = lookup(ROW).run(call, arguments, Site(out, ((Span(0, 9), Span(0, 11)), None, None)))
+    found = lookup(ROW).bind(call, Site(out, ((Span(0, 9), Span(0, 11)), None, None)))(leaves)
     plain = [value.float().requires_grad_() for value in given]
     expected = torch.conv_transpose2d(plain[0], plain[1], plain[2], [8, 8], [4, 4], [1, 1])
     cotangent = torch.rand_like(expected)

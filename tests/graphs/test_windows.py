@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gigagrad.boxes import Span
 from gigagrad.graphs import Call, lookup
-from gigagrad.graphs.rows.windows import Window, inside_or_nearest, select
+from gigagrad.graphs.ops.windows import Window, inside_or_nearest, select
 
 small = st.integers(0, 3)
 pairs = st.tuples(small, small)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from gigagrad.allowances import whole_pages
 from gigagrad.devices import device_for
 from gigagrad.execution.tape import Tape
-from gigagrad.execution.tile import StageProgram
+from gigagrad.execution.tile_program import TilePrograms
 from gigagrad.graphs import GATHER, InputSpec, capture
 from gigagrad.plans import Grid, split_stages
 from gigagrad.plans.memory import (
@@ -65,7 +65,7 @@ class AliveBytes(TorchDispatchMode):
 
 def measured_peak(graph, stage, tile, *, backward: bool) -> int:
     """Runs one tile as the engine does and returns the peak bytes of its tensors, parameters not counted."""
-    program = StageProgram(graph, stage, torch.device("cpu"))
+    program = TilePrograms(graph, torch.device("cpu")).of(stage).at(tile)
     boundary = {
         i: torch.rand(graph[i].shape, dtype=graph[i].dtype).requires_grad_(backward and graph[i].differentiable)
         for i in stage.globals
@@ -311,7 +311,7 @@ def test_every_convolution_is_compiled_for_every_shape_of_its_crop(graphs, name,
     for stage in split_stages(graph):
         grid = Grid(graph, stage, tile)
         assert max(grid.shape) <= 24  # more are sampled
-        program = StageProgram(graph, stage, torch.device("cpu"))
+        programs = TilePrograms(graph, torch.device("cpu")).of(stage)
         boundary = {i: torch.rand(graph[i].shape, dtype=graph[i].dtype) for i in stage.globals}
         with ConvolutionShapes() as shapes, torch.no_grad():
             for index in range(len(grid)):
@@ -319,7 +319,7 @@ def test_every_convolution_is_compiled_for_every_shape_of_its_crop(graphs, name,
                 for i in stage.reads:
                     if (box := grid[index].box(i)) is not None:
                         crops[i] = torch.zeros((*graph[i].shape[:-2], *box.shape), dtype=graph[i].dtype)
-                program.run(grid[index], crops, boundary)
+                programs.at(grid[index]).run(grid[index], crops, boundary)
         assert compiled_convolutions(grid, backward=False) == len(shapes.seen)
         assert compiled_convolutions(grid, backward=True) == 3 * len(shapes.seen)
 

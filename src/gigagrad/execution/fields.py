@@ -17,7 +17,7 @@ from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.seeds import ROUNDINGS, seed_of
 from gigagrad.execution.sources import Source
 from gigagrad.execution.tape import Tape
-from gigagrad.execution.tile import TileInputs
+from gigagrad.execution.tile_program import TileInputs
 from gigagrad.graphs import SCATTER
 from gigagrad.plans import EXACT, Stage, TileGeometry
 from gigagrad.plans.program import Buffer, Key

@@ -32,6 +32,7 @@ from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.seeds import drawing
 from gigagrad.execution.sinks import Handed, Sink
 from gigagrad.execution.sources import Source, reading_of
+from gigagrad.execution.tile_program import TilePrograms
 from gigagrad.execution.trial import faster_layout, timed_passes
 from gigagrad.graphs import Call, Composite, Graph, WholeCost, lookup
 from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan
@@ -284,7 +285,9 @@ class Planner:
         return _Planned(made, _compiled(made), known is not None and known.has_run_as(plan))
 
     def _prepared(self, problem: Problem, plan: Plan) -> Prepared:
-        return Prepared(plan, self._device, problem.of(plan.whole_pixels), self._rounding)
+        problem = problem.of(plan.whole_pixels)
+        programs = TilePrograms(problem.graph, self._device.torch_device)
+        return Prepared(plan, self._device, problem, programs, self._rounding)
 
     def _first(self, problem: Problem, sources: dict[str, Source]) -> _Planned:
         """A first plan; both memory layouts are tried where the run is long enough to pay for it."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gigagrad.devices import Device
+from gigagrad.execution.tile_program import TilePrograms
 from gigagrad.graphs import Graph
 from gigagrad.plans import Grid, Parts, Plan, Problem, Stage
 from gigagrad.stores import Rounding
@@ -19,6 +20,7 @@ class Prepared:
     plan: Plan
     device: Device
     problem: Problem
+    programs: TilePrograms
     rounding: Rounding | None = None
     """What the plan's packed fields are rounded by."""
     taken: tuple[float, ...] | None = None

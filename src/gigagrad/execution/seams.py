@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gigagrad.boxes import Box, without
-from gigagrad.graphs.crops import part as part_of
+from gigagrad.graphs.crops import crop_view as part_of
 from gigagrad.plans.parts import Front, Parts
 from gigagrad.stores import Store
 

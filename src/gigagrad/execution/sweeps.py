@@ -20,14 +20,14 @@ from gigagrad.execution.exchange import Comm, Swept
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.fields import Fields
 from gigagrad.execution.journal import Entry, Journal, PartRecord, first_reached, written
-from gigagrad.execution.layout import aligned, laid_out
+from gigagrad.execution.layout import aligned
 from gigagrad.execution.observers import Observer
 from gigagrad.execution.part_sums import PartSums
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
 from gigagrad.execution.sources import read_ahead
 from gigagrad.execution.tape import Tape, Values
-from gigagrad.execution.tile import StageProgram, TileInputs
+from gigagrad.execution.tile_program import PassContext, TileInputs
 from gigagrad.plans import Parts, Stage, TileGeometry, Tiles, ledger
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.stages import summed_globals
@@ -73,13 +73,14 @@ class Sweeps:
         What tiles keep does not overlap, so whoever computes a tile writes it; only sums wait for their turn.
         """
         stage = self._prepared.stages[step.stage]
-        program, boundary = self._program(stage), self._boundary(stage)
+        programs, context, boundary = self._prepared.programs.of(stage), self._context(stage), self._boundary(stage)
         self._sums = sums_of_parts = self._comm.new_sums(step)
 
         def work(item: Item) -> tuple[TileGeometry, Values, torch.Tensor | None]:
             _, tile, inputs = item
+            program = programs.at(tile)
             with torch.no_grad():
-                shares = program.run(tile, inputs.crops, boundary)
+                shares = program.run(tile, inputs.crops, boundary, context)
                 for i in stage.kept:
                     if i in shares:
                         self._fields.kept[i].write(tile.wanted(i), shares[i])
@@ -109,7 +110,7 @@ class Sweeps:
         gradient that is handed over.
         """
         stage, merge = self._prepared.stages[step.stage], step.phase == "one pass"
-        program, boundary = self._program(stage), self._boundary(stage)
+        programs, context, boundary = self._prepared.programs.of(stage), self._context(stage), self._boundary(stage)
         leaves = summed_globals(self._graph, stage)
         known = {} if merge else {i: self._tape.values[i].detach() for i in stage.reductions}
         fields = [i for i in stage.reads if i in self._fields.cotangents]
@@ -126,20 +127,10 @@ class Sweeps:
         def work(item: Item) -> tuple[TileGeometry, Values, Values, Values, Watch]:
             _, tile, inputs = item
             watch = Watch(self._graph, gains)
-            crops = {i: inputs.crops[i] for i in fields if i in inputs.crops}
-            # Of its own: two threads that make the gradient's node of one tensor can wait for each other for ever, one
-            # with Python's lock and one with the tensor's (PyTorch 2.13, torch::autograd::impl::grad_accumulator).
-            own = {i: boundary[i].detach() for i in leaves}
-            wanted = {i: leaf.requires_grad_() for i, leaf in {**own, **crops}.items()}
-            globals_ = {**boundary, **own}
-            sums, outputs, seeds = program.run_for_gradient(tile, inputs, globals_, cotangents, watch, known)
-            found: Values = {}
-            if outputs and wanted:
-                seeds = [laid_out(seed, self._prepared.layout) for seed in seeds]
-                gradients = torch.autograd.grad(outputs, list(wanted.values()), seeds, allow_unused=True)
-                found = {i: g for i, g in zip(wanted, gradients, strict=True) if g is not None}
-            shares = {i: gradient for i, gradient in found.items() if i in boundary}
-            return tile, sums, shares, {i: g for i, g in found.items() if i in crops}, watch
+            sums, shares, crops = programs.at(tile).gradients(
+                tile, inputs, boundary, leaves, fields, cotangents, context, watch, known
+            )
+            return tile, sums, shares, crops, watch
 
         gradients, self._sums = self._comm.new_sums(step), self._comm.new_sums(step)
         merged = self._sums
@@ -188,10 +179,9 @@ class Sweeps:
         """Give back what serves all passes."""
         self._weights.clear()
 
-    def _program(self, stage: Stage) -> StageProgram:
+    def _context(self, stage: Stage) -> PassContext:
         roundings = {i: self._fields.roundings[i] for i in stage.kept if i in self._fields.roundings}
-        device = self._prepared.device.torch_device
-        return StageProgram(self._graph, stage, device, roundings, self._watch.block_coming)
+        return PassContext(self._prepared.layout, roundings, self._watch.block_coming)
 
     def _boundary(self, stage: Stage) -> Values:
         """The globals a stage reads, cut off the tape, as kernels read them."""

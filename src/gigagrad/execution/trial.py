@@ -1,4 +1,4 @@
-"""How long a step will take, and in which memory layout it is faster: tiles of random pixels, timed."""
+"""Times tiles of random pixels: how long a step will take, and in which memory layout it is faster."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 from gigagrad.boxes import Box
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.tile import StageProgram, TileInputs
+from gigagrad.execution.tile_program import PassContext, TileInputs
 from gigagrad.graphs import Node
 from gigagrad.plans import Grid, Stage
 from gigagrad.plans.schedule import differentiable_reductions
+from gigagrad.plans.stages import summed_globals
 from gigagrad.threads import operator_threads
 
 _ROUNDS = 5
@@ -25,9 +26,7 @@ single timings are off by large factors, and the choice should not flicker."""
 
 
 def trial_seconds(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
-    """Seconds each pass would take in this layout, by one run of a middle tile of it; whole-field operators by the
-    cost model.
-    """
+    """Time each pass in this layout, by one run of a middle tile of it; whole-field operators by the cost model."""
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
     plan, problem, found = prepared.plan, prepared.problem, []
     whole = plan.whole_seconds / max(1, len(plan.passes))
@@ -42,7 +41,7 @@ def trial_seconds(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
 
 
 def timed_passes(prepared: Prepared, memory_format: str) -> tuple[float, ...]:
-    """The same, and not the first run of every kernel, which is slower."""
+    """Time each pass twice and take the faster: the first run of every kernel is slower."""
     runs = [trial_seconds(prepared, memory_format) for _ in range(_TIMINGS)]
     return tuple(map(min, zip(*runs, strict=True)))
 
@@ -66,26 +65,21 @@ def _tile_seconds(prepared: Prepared, stage: Stage, backward: bool, layout: torc
         box = tile.box(i)
         if box is not None:
             crops[i] = values(_crop_shape(graph[i], box), graph[i].dtype)
-            crops[i].requires_grad_(backward and graph[i].differentiable)
     for i in stage.kept:
         if graph[i].differentiable and not tile.wanted(i).empty:
             shares[i] = values(_crop_shape(graph[i], tile.wanted(i)), graph[i].dtype)
-    boundary = {
-        i: values(graph[i].shape, graph[i].dtype).requires_grad_(backward and graph[i].differentiable)
-        for i in stage.globals
-    }
-    wanted = [value for value in (*crops.values(), *boundary.values()) if value.requires_grad]
+    boundary = {i: values(graph[i].shape, graph[i].dtype) for i in stage.globals}
     ones = {
         r: torch.ones(graph[r].shape, dtype=graph[r].dtype, device=prepared.device.torch_device)
         for r in differentiable_reductions(graph, stage)
     }
-    program = StageProgram(graph, stage, prepared.device.torch_device)
+    program = prepared.programs.of(stage).at(tile)
     start = time.perf_counter()
     if backward:
         inputs = TileInputs(crops, shares, dict(shares))
-        _, outputs, seeds = program.run_for_gradient(tile, inputs, boundary, ones)
-        if outputs and wanted:
-            torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        leaves = summed_globals(graph, stage)
+        fields = [i for i in crops if graph[i].differentiable]
+        program.gradients(tile, inputs, boundary, leaves, fields, ones, PassContext(layout))
     else:
         with torch.no_grad():
             program.partial_sums(tile, program.run(tile, crops, boundary))
@@ -102,7 +96,7 @@ def _crop_shape(node: Node, box: Box) -> list[int]:
 
 
 def faster_layout(prepared: Prepared) -> tuple[str, tuple[float, ...]]:
-    """The faster memory format of the two and the seconds each pass would take in it (pixels at hand).
+    """Find the faster memory format of the two and the seconds each pass would take in it (pixels at hand).
 
     The two are compared on tiles of half the side, so that the slower one, which may need more memory than the plan
     counts on, stays below the plan's own peak.

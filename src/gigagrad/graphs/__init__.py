@@ -1,16 +1,15 @@
-"""From a module to a graph: capture at the image's true size, and the operator table that says how to run on crops."""
+"""From a module to a graph: capture at the image's true size, and the op rules that say how to run on crops."""
 
 from gigagrad.graphs.capture import Captured, InputSpec, capture, trace
 from gigagrad.graphs.composite import Composite
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, FIELD_SUM, GATHER, MOMENTS, SCATTER, Graph, Node, Ref
-from gigagrad.graphs.operators import Merge, merge_of
-from gigagrad.graphs.table import (
+from gigagrad.graphs.op_rules import (
     Affine,
     Call,
     Gains,
     Layout,
-    Refused,
-    Row,
+    NotTileable,
+    OpRule,
     Saved,
     Site,
     Whole,
@@ -19,6 +18,7 @@ from gigagrad.graphs.table import (
     scaled_gains,
     sum_of_gains,
 )
+from gigagrad.graphs.operators import Merge, merge_of
 from gigagrad.graphs.whole import WholeCost
 
 __all__ = [
@@ -38,9 +38,9 @@ __all__ = [
     "Layout",
     "Merge",
     "Node",
+    "NotTileable",
+    "OpRule",
     "Ref",
-    "Refused",
-    "Row",
     "Saved",
     "Site",
     "Whole",

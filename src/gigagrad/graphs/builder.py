@@ -25,7 +25,7 @@ from gigagrad.graphs.graph import (
     references,
     substitute,
 )
-from gigagrad.graphs.table import Call, NoPixels, Refused, lookup
+from gigagrad.graphs.op_rules import Call, NoPixels, NotTileable, lookup
 
 
 class Builder:
@@ -65,12 +65,12 @@ class Builder:
         return self.reduction(FIELD_SUM, field, dims, keepdim=keepdim)
 
     def reduction(self, op: str, field: Ref, dims: list[int] | None = None, **settings: Any) -> Ref:
-        """A reduction of a field over `dims` (default: all of its axes). Raises `Refused` for one spatial axis only."""
+        """Reduce a field over `dims` (default: all of its axes). Raises `NotTileable` for one spatial axis only."""
         node = self.node(field)
         rank = len(node.shape)
         positive = sorted(range(rank) if dims is None else {dim % rank for dim in dims})
         if not all(axis + rank in positive for axis in node.spatial):
-            raise Refused("it reduces one axis of the image but not the other")
+            raise NotTileable("it reduces one axis of the image but not the other")
         return self.one(op, {"field": field, "dims": positive, **settings})
 
     def gather(self, ref: Ref) -> Ref:
@@ -100,7 +100,7 @@ class Builder:
         return result
 
     def call(self, op: str, arguments: dict[str, Any]) -> Any:
-        """Append an operator whose arguments are bound by name. Raises `Refused` if it has no tile rule here.
+        """Append an operator whose arguments are bound by name. Raises `NotTileable` if it has no tile rule here.
 
         The result is a `Ref`, or a list of them for an operator of several outputs (None for those that a tile rule
         does not deliver).
@@ -188,9 +188,9 @@ def _differentiable(op: str, made: torch.Tensor, operands: tuple[Node, ...]) -> 
 
 
 def _axes(op: str, arguments: dict[str, Any], made: torch.Tensor, operands: tuple[Node, ...]) -> Axes:
-    """Where the spatial axes of an operator's output are, as its row has it. Raises `Refused`."""
+    """Where the spatial axes of an operator's output are, as its row has it. Raises `NotTileable`."""
     if made.dtype.is_complex:
-        raise Refused("fields of complex numbers have no rule")
+        raise NotTileable("fields of complex numbers have no rule")
     shape = tuple(made.shape)
     node = Node(-1, op, arguments, shape, made.dtype, None, Origin(), differentiable=False)
     axes = lookup(op).axes(Call(node, operands), len(shape))

@@ -27,7 +27,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils._pytree import TreeSpec
 
 from gigagrad.errors import CaptureError, UnsupportedOperatorError
-from gigagrad.graphs import operators, rows
+from gigagrad.graphs import operators, ops
 from gigagrad.graphs.appearance import modules_themselves
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.composite import CLOSED, SOURCE, Composite
@@ -36,15 +36,15 @@ from gigagrad.graphs.explain import explained
 from gigagrad.graphs.graph import Graph, Origin, Ref, references
 from gigagrad.graphs.guard import Guard
 from gigagrad.graphs.lowering import lower
+from gigagrad.graphs.op_rules import NotTileable
 from gigagrad.graphs.rehearsal import Effects, Rehearsal, rehearse, roots_of
 from gigagrad.graphs.rewrites.common import whole_field
-from gigagrad.graphs.table import Refused
 from gigagrad.graphs.torch_state import torch_state_kept
 from gigagrad.graphs.traceable import untie
 from gigagrad.graphs.walk import Walk
 from gigagrad.graphs.whole import WholeCost, count_whole
 
-assert rows.__all__, "importing the rows fills the operator table"
+assert ops.__all__, "importing the rules fills the registry"
 
 _IGNORED = frozenset(
     {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range"}
@@ -138,7 +138,7 @@ def trace(composite: Composite, image: Specs, target: Specs | None) -> Captured:
 
     Raises:
         CaptureError: `torch.export` refuses the model or the loss, or the loss is not one number.
-        UnsupportedOperatorError: an operator has no row in the operator table; names module and source line.
+        UnsupportedOperatorError: an operator has no op rule; names module and source line.
     """
     with _CAPTURING, _without_collection(), _builtins_kept(), torch_state_kept(), _uncompiled():
         walk = Walk(roots_of(composite.model, composite.loss))
@@ -417,7 +417,7 @@ def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any], whole_p
     try:
         arguments = _bound(node, replace)
         return lower(builder, op, arguments, whole=_is_coarse(builder, node, arguments, whole_pixels))
-    except (Refused, NotImplementedError) as refused:
+    except (NotTileable, NotImplementedError) as refused:
         where, told = builder.origin, str(refused)
         if isinstance(refused, NotImplementedError):
             told = "PyTorch has no rule for what shape comes out of it; write it with other operators, on dense tensors"

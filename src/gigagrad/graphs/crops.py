@@ -1,4 +1,4 @@
-"""Parts of crops, and crops in a frame, each written once.
+"""Take parts of crops and put crops in a frame, each written once.
 
 PyTorch's gradient of a slice clears a whole crop and writes the slice into it, its padding clears the whole output and
 writes the crop into it, and the gradient of that is a copy. Here a frame is the gradient of a part and a part that of a
@@ -7,7 +7,8 @@ frame: a part is a view, and of a frame every pixel is written once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,62 +17,83 @@ from gigagrad.graphs.graph import Axes
 
 Frame = tuple[tuple[int, int], tuple[int, int]]
 """Pixels before and after, along y and x."""
+View = Callable[[torch.Tensor], torch.Tensor]
+"""Makes one crop of another."""
 
 
-def part(crop: torch.Tensor, axes: Axes, starts: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    """`size` pixels from `starts` on, along the spatial axes: a view, the crop itself where that is all of it."""
-    y, x = ((start, crop.shape[axis] - start - n) for axis, start, n in zip(axes, starts, size, strict=True))
-    assert min(*y, *x) >= 0, (tuple(crop.shape), starts, size)
-    if not any((*y, *x)):
-        return crop
-    result: torch.Tensor = _Part.apply(crop, axes, (y, x))  # type: ignore[no-untyped-call]
-    return result
+def crop_view(crop: torch.Tensor, axes: Axes, starts: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    """Take `size` pixels from `starts` on, along the spatial axes: a view, the crop itself where that is all of it."""
+    view = bound_view(axes, starts, size, [crop.shape[axis] for axis in axes])
+    return crop if view is None else view(crop)
 
 
-def fit(crop: torch.Tensor, axes: Axes, frame: Frame, value: float = 0.0) -> torch.Tensor:
-    """The crop with pixels of `value` around it; where there are fewer than none, without its own there.
+def pad(crop: torch.Tensor, axes: Axes, frame: Frame, value: float = 0.0) -> torch.Tensor:
+    """Put pixels of `value` around the crop; where there are fewer than none, take of its own away.
 
     All padding first, then all cropping, so that no size is negative between.
     """
     more: Frame = tuple((max(0, before), max(0, after)) for before, after in frame)  # type: ignore[assignment]
     if any(map(any, more)):
-        crop = _Framed.apply(crop, axes, more, value)  # type: ignore[no-untyped-call]
+        crop = _Padded.apply(crop, axes, more, value)  # type: ignore[no-untyped-call]
     size = [
         crop.shape[axis] + min(0, before) + min(0, after) for axis, (before, after) in zip(axes, frame, strict=True)
     ]
-    return part(crop, axes, [max(0, -before) for before, _ in frame], size)
+    return crop_view(crop, axes, [max(0, -before) for before, _ in frame], size)
 
 
-class _Part(torch.autograd.Function):
+def bound_view(axes: Axes, starts: Sequence[int], size: Sequence[int], whole: Sequence[int]) -> View | None:
+    """Bind `crop_view` for crops of height and width `whole`; None where it takes all of them."""
+    frame: Frame = tuple(  # type: ignore[assignment]
+        (start, all_ - start - n) for start, n, all_ in zip(starts, size, whole, strict=True)
+    )
+    assert min(map(min, frame)) >= 0, (whole, starts, size)
+    if not any(map(any, frame)):
+        return None
+
+    def view(crop: torch.Tensor) -> torch.Tensor:
+        if not (crop.requires_grad and torch.is_grad_enabled()):
+            return _narrowed(crop, axes, frame)
+        result: torch.Tensor = _CropView.apply(crop, axes, frame)  # type: ignore[no-untyped-call]
+        return result
+
+    return view
+
+
+def bound_pad(axes: Axes, frame: Frame, value: float = 0.0) -> View | None:
+    """Bind `pad`; None where it leaves crops as they are."""
+    return partial(pad, axes=axes, frame=frame, value=value) if any(map(any, frame)) else None
+
+
+class _CropView(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, crop: torch.Tensor, axes: Axes, frame: Frame) -> torch.Tensor:
         ctx.axes, ctx.frame = axes, frame
-        return _part(crop, axes, frame)
+        return _narrowed(crop, axes, frame)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _framed(cotangents[0], ctx.axes, ctx.frame, 0.0), None, None
+        return _padded(cotangents[0], ctx.axes, ctx.frame, 0.0), None, None
 
 
-class _Framed(torch.autograd.Function):
+class _Padded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, crop: torch.Tensor, axes: Axes, frame: Frame, value: float) -> torch.Tensor:
         ctx.axes, ctx.frame = axes, frame
-        return _framed(crop, axes, frame, value)
+        return _padded(crop, axes, frame, value)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _part(cotangents[0], ctx.axes, ctx.frame), None, None, None
+        return _narrowed(cotangents[0], ctx.axes, ctx.frame), None, None, None
 
 
-def _part(crop: torch.Tensor, axes: Axes, frame: Frame) -> torch.Tensor:
+def _narrowed(crop: torch.Tensor, axes: Axes, frame: Frame) -> torch.Tensor:
     for axis, (before, after) in zip(axes, frame, strict=True):
         if before or after:
             crop = crop.narrow(axis, before, crop.shape[axis] - before - after)
     return crop
 
 
-def _framed(crop: torch.Tensor, axes: Axes, frame: Frame, value: float) -> torch.Tensor:
+def _padded(crop: torch.Tensor, axes: Axes, frame: Frame, value: float) -> torch.Tensor:
     shape = list(crop.shape)
     for axis, (before, after) in zip(axes, frame, strict=True):
         shape[axis] += before + after

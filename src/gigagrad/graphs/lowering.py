@@ -11,9 +11,9 @@ from typing import Any
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref, references
+from gigagrad.graphs.op_rules import NoPixels, NotTileable, lookup
 from gigagrad.graphs.rewrites import ON_FIELDS, STRUCTURE
 from gigagrad.graphs.rewrites.common import whole_field
-from gigagrad.graphs.table import NoPixels, Refused, lookup
 
 
 def lower(builder: Builder, op: str, arguments: dict[str, Any], *, whole: bool = False) -> Any:
@@ -29,7 +29,7 @@ def lower(builder: Builder, op: str, arguments: dict[str, Any], *, whole: bool =
         return builder.call(op, arguments) if rewrite is None else rewrite(builder, op, arguments)
     except NoPixels:
         raise
-    except Refused:
+    except NotTileable:
         if not reads_field:
             raise
         return whole_field(builder, op, arguments)

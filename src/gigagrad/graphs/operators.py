@@ -225,6 +225,14 @@ def signature(op: str) -> Mapping[str, Any]:
 
 
 @cache
+def positional(op: str) -> tuple[str, ...]:
+    """Return the names of the arguments that need not be given by name."""
+    if op in _OWN:
+        return tuple(signature(op))
+    return tuple(a.name for a in function(op)._schema.arguments if not a.kwarg_only)  # type: ignore[attr-defined]
+
+
+@cache
 def is_view(op: str) -> bool:
     """Whether an operator's output shares its input's memory, as its schema declares it."""
     if op in _OWN or not op.startswith("aten."):

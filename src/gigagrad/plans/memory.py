@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from gigagrad.graphs import GATHER, MOMENTS, SCATTER, Call, Graph, Layout, Node, lookup
-from gigagrad.graphs.table import Saved, registered
+from gigagrad.graphs.op_rules import Saved, registered
 from gigagrad.plans.geometry import AxisGeometry, Grid, TileGeometry
 from gigagrad.plans.stages import Stage, summed_globals
 

@@ -15,7 +15,7 @@ from gigagrad.boxes import Box, Span
 from gigagrad.devices import Machine
 from gigagrad.devices.spare import SpareBlocks
 from gigagrad.files import HOST
-from gigagrad.graphs.crops import part
+from gigagrad.graphs.crops import crop_view
 from gigagrad.stores.store import Store
 from gigagrad.stores.tier import FieldSpec, OpenTier, Size, Tier
 
@@ -78,7 +78,7 @@ class HostStore(Store):
                 if y.empty:
                     continue
                 share = Box.of(y, x)
-                found = part(crop, self.axes, (y.start - box.y0, x.start - box.x0), share.shape)
+                found = crop_view(crop, self.axes, (y.start - box.y0, x.start - box.x0), share.shape)
                 if adds:
                     self._view(share).add_(found.to(self._tensor.device))
                 else:

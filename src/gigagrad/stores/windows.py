@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gigagrad.boxes import Box
-from gigagrad.graphs.crops import part
+from gigagrad.graphs.crops import crop_view
 from gigagrad.stores.store import Store
 from gigagrad.stores.tier import FieldSpec
 
@@ -37,11 +37,11 @@ class Windows(Store):
 
     def write(self, box: Box, crop: torch.Tensor) -> None:
         for share, own, store in self._met(box):
-            store.write(own, part(crop, self.axes, (share.y0 - box.y0, share.x0 - box.x0), share.shape))
+            store.write(own, crop_view(crop, self.axes, (share.y0 - box.y0, share.x0 - box.x0), share.shape))
 
     def add(self, box: Box, crop: torch.Tensor) -> None:
         for share, own, store in self._met(box):
-            store.add(own, part(crop, self.axes, (share.y0 - box.y0, share.x0 - box.x0), share.shape))
+            store.add(own, crop_view(crop, self.axes, (share.y0 - box.y0, share.x0 - box.x0), share.shape))
 
     def flush(self) -> None:
         for _, store in self._windows:

@@ -9,7 +9,7 @@ import torch
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import IMAGE_AXES, Ref, references, substitute
-from gigagrad.graphs.table import Refused
+from gigagrad.graphs.op_rules import NotTileable
 
 Rewrite = Callable[[Builder, str, dict[str, Any]], Any]
 _Rewrite = TypeVar("_Rewrite", bound=Rewrite)
@@ -40,10 +40,10 @@ def spatial_dims(builder: Builder, field: Ref, dims: Sequence[int] | int | None)
 
 
 def require_nchw(builder: Builder, field: Ref) -> tuple[int, ...]:
-    """The field's shape. Raises `Refused` for any other layout."""
+    """The field's shape. Raises `NotTileable` for any other layout."""
     node = builder.node(field)
     if node.axes != IMAGE_AXES or len(node.shape) != 4:
-        raise Refused("its input is not laid out as (N, C, H, W)")
+        raise NotTileable("its input is not laid out as (N, C, H, W)")
     return node.shape
 
 

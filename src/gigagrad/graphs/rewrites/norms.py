@@ -13,8 +13,8 @@ import torch
 from gigagrad.graphs import operators
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import MOMENTS, Ref
+from gigagrad.graphs.op_rules import NotTileable, Whole, aten, register
 from gigagrad.graphs.rewrites.common import ON_FIELDS, mean_and_variance, require_nchw, rewrites, to_dtype
-from gigagrad.graphs.table import Refused, Whole, aten, register
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -46,7 +46,7 @@ def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
         return builder.call("aten.batch_norm.default", {name: plain[name] for name in names})
     images, _, height, width = require_nchw(builder, field)
     if images * height * width == 1:
-        raise Refused("training-mode batch normalisation of a single value per channel")
+        raise NotTileable("training-mode batch normalisation of a single value per channel")
     moments = builder.reduction(MOMENTS, field, [0, 2, 3])
     mean, variance = mean_and_variance(builder, moments)
     output = _normalised(builder, field, mean, variance, arguments["eps"], arguments["weight"], arguments["bias"])

@@ -14,8 +14,8 @@ import torch
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import Ref
+from gigagrad.graphs.op_rules import NotTileable, aten
 from gigagrad.graphs.rewrites.common import ON_FIELDS, STRUCTURE, rewrites, to_dtype, whole_field
-from gigagrad.graphs.table import Refused, aten
 
 _NOT_SETTINGS = ("dtype", "layout", "device", "pin_memory", "memory_format", "generator")
 
@@ -124,7 +124,7 @@ def _integers(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
 
     def drawn(field: Ref, **_: Any) -> Ref:
         if high is None or high - low > 2**53:
-            raise Refused("it draws from more numbers than a float64 tells apart")
+            raise NotTileable("it draws from more numbers than a float64 tells apart")
         wide = builder.aten("zeros_like.default", field, dtype=torch.float64)
         scaled = builder.aten("mul.Scalar", _uniform(builder, wide), float(high - low))
         return builder.aten("add.Scalar", builder.aten("floor.default", scaled), float(low))
@@ -148,7 +148,7 @@ def _drawn(builder: Builder, op: str, arguments: dict[str, Any], drawn: Callable
         settings["field"] = settings.pop("self")
     try:
         return to_dtype(builder, drawn(**settings), arguments.get("dtype") or builder.node(field).dtype)
-    except Refused:
+    except NotTileable:
         return whole_field(builder, op, arguments)
 
 

@@ -12,9 +12,9 @@ import torch
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, MOMENTS, Ref
+from gigagrad.graphs.op_rules import NotTileable, Whole, aten, register
+from gigagrad.graphs.ops.pointwise import PIXEL_LOSSES
 from gigagrad.graphs.rewrites.common import ON_FIELDS, mean_and_variance, require_nchw, rewrites, spatial_dims, to_dtype
-from gigagrad.graphs.rows.pointwise import PIXEL_LOSSES
-from gigagrad.graphs.table import Refused, Whole, aten, register
 
 _NONE, _MEAN = 0, 1  # ATen's codes for a loss's reduction; 2 is the sum
 
@@ -150,7 +150,7 @@ def _adaptive_maximum(builder: Builder, op: str, arguments: dict[str, Any]) -> A
     field: Ref = arguments["self"]
     require_nchw(builder, field)
     if list(arguments["output_size"]) != [1, 1]:
-        raise Refused(f"adaptive max pooling to {tuple(arguments['output_size'])}")
+        raise NotTileable(f"adaptive max pooling to {tuple(arguments['output_size'])}")
     detached, dims = builder.aten("detach.default", field), [2, 3]
     top = builder.reduction(FIELD_MAX, detached, dims, keepdim=True)
     position = builder.one("gigagrad.positions", {"like": detached})

@@ -9,9 +9,9 @@ import torch
 
 from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.graph import Ref
+from gigagrad.graphs.op_rules import Whole, aten, register
+from gigagrad.graphs.ops.resampling import RESIZING
 from gigagrad.graphs.rewrites.common import STRUCTURE, rewrites, to_dtype
-from gigagrad.graphs.rows.resampling import RESIZING
-from gigagrad.graphs.table import Whole, aten, register
 
 
 @rewrites(STRUCTURE, aten("chunk split.Tensor split_with_sizes unbind.int"))

@@ -1,11 +1,11 @@
-"""An operator from outside states all that rows of ours state, through public imports, and planning believes it."""
+"""An operator from outside states all that rules of ours state, through public imports, and planning believes it."""
 
 import torch
 from torch import nn
 
 import gigagrad as gg
 from gigagrad.execution.rounding_error import error_gains
-from gigagrad.graphs import Affine, InputSpec, Row, Saved, capture, lookup, register, scaled_gains
+from gigagrad.graphs import Affine, InputSpec, OpRule, Saved, capture, lookup, register, scaled_gains
 from gigagrad.plans import split_stages
 from tests.exactness.comparison import compare
 
@@ -21,7 +21,7 @@ doubled.register_fake(torch.empty_like)
 doubled.register_autograd(lambda ctx, cotangent: doubled(cotangent))
 
 
-class Doubled(Row):
+class Doubled(OpRule):
     saved = Saved.NOTHING
     pixelwise = True
     affine = Affine.JOINTLY

@@ -1,4 +1,5 @@
-"""Operators that work position by position: arithmetic with broadcasting, activations, casts, channel-wise layers.
+"""Rules of operators that work position by position: arithmetic with broadcasting, activations, casts, layers of
+channels.
 
 Output box = input box. Operands of length 1 along an axis broadcast, globals with a spatial extent (a bias per pixel,
 say) are narrowed to the crop.
@@ -6,65 +7,77 @@ say) are narrowed to the crop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.graph import Axes, Ref
-from gigagrad.graphs.statistics import normalise
-from gigagrad.graphs.table import (
+from gigagrad.graphs.graph import Axes, Node, Ref
+from gigagrad.graphs.op_rules import (
     Affine,
+    Bound,
     Call,
     Gains,
     Layout,
-    Refused,
-    Row,
+    NotTileable,
+    OpRule,
+    Pointwise,
     Saved,
     Site,
-    Unmoved,
     Whole,
     aten,
     axes_without,
     common_axes,
     per_operand,
+    plain,
     register,
     require_nchw,
     scaled_gains,
     single_field,
     sum_of_gains,
 )
+from gigagrad.graphs.statistics import normalise
 
 
-class Broadcasting(Unmoved):
+class Broadcasting(Pointwise):
     """Elementwise operators whose tensor operands broadcast against each other."""
 
     def axes(self, call: Call, rank: int) -> Axes:
         axes = common_axes(call)
         for operand in call.operands:
             if not operand.is_field and len(operand.shape) > rank:
-                raise Refused("a global operand has more axes than the field")
+                raise NotTileable("a global operand has more axes than the field")
         return axes
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
         size = call.node.size(axis)
         return per_operand(call, lambda operand: out if operand.size(axis) == size else Span(0, 1))
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        globals_ = {operand.id for operand in call.operands if not operand.is_field}
-        if globals_:
-            arguments = {
-                name: self._narrow(call, arguments[name], site)
-                if isinstance(value, Ref) and value.id in globals_
-                else arguments[name]
-                for name, value in call.node.arguments.items()
-            }
-        return super().run(call, arguments, site)
+    def bind(self, call: Call, site: Site) -> Bound:
+        run = plain(call)
+        varying = [any(self._varies(call, operand, axis) for axis in (0, 1)) for operand in call.operands]
+        if not any(varying):
+            return run
+
+        def run_narrowed(operands: Sequence[Any]) -> torch.Tensor:
+            pairs = zip(operands, varying, strict=True)
+            return run([self._narrow(call, operand, site) if varies else operand for operand, varies in pairs])
+
+        return run_narrowed
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        return None if any(self._varies(call, operand, axis) for operand in call.operands) else ()
+
+    @staticmethod
+    def _varies(call: Call, operand: Node, axis: int) -> bool:
+        """Tell whether a global operand varies along an axis of the image."""
+        place = call.node.spatial[axis]
+        return not operand.is_field and -place <= len(operand.shape) and operand.shape[place] > 1
 
     @staticmethod
     def _narrow(call: Call, tensor: torch.Tensor, site: Site) -> torch.Tensor:
-        """A global operand on the crop: narrowed along the spatial axes that it varies along."""
+        """Narrow a global operand to the crop, along the spatial axes that it varies along."""
         for axis, span in zip(call.node.spatial, site.out, strict=True):
             if -axis <= tensor.ndim and tensor.shape[axis] > 1:
                 tensor = tensor.narrow(axis, span.start, span.length)
@@ -72,7 +85,7 @@ class Broadcasting(Unmoved):
 
 
 class Copy(Broadcasting):
-    """The same values, at most in another dtype."""
+    """Copies of the values, at most in another dtype."""
 
     copies = True
     saved = Saved.NOTHING
@@ -102,7 +115,7 @@ class Product(Broadcasting):
 
     temporaries = 2
     gradients_read: tuple[tuple[int, ...], tuple[int, ...]] = (1,), (0,)
-    """Which operands the gradient of the first one needs, and that of the second."""
+    """Operands that the gradient of the first one needs, and those for the second."""
 
     def saves(self, call: Call) -> set[int]:
         if len(call.operands) != 2:
@@ -112,21 +125,21 @@ class Product(Broadcasting):
         return {operand.id for operand in kept if operand.is_field}
 
 
-class PerPosition(Unmoved):
+class PerPosition(Pointwise):
     """Operators that mix channels of one position only: the axes they name must not be spatial."""
 
     dims: str = "dim"
     """The argument that names them."""
     removes: bool = False
-    """Whether the output lacks these axes unless it is asked to keep them (`keepdim`)."""
+    """True where the output lacks these axes unless it is asked to keep them (`keepdim`)."""
 
     def axes(self, call: Call, rank: int) -> Axes:
         axes, in_rank, value = common_axes(call), len(call.fields[0].shape), call[self.dims]
         if value is None or value == []:
-            raise Refused("it works along all axes of the image")
+            raise NotTileable("it works along all axes of the image")
         dims = [dim % in_rank - in_rank for dim in ([value] if isinstance(value, int) else value)]
         if not set(axes).isdisjoint(dims):
-            raise Refused("it works along an axis of the image")
+            raise NotTileable("it works along an axis of the image")
         return axes_without(dims if self.removes and not call["keepdim"] else [], axes)
 
 
@@ -137,7 +150,7 @@ class Folding(PerPosition):
         return 3 * call.operands[0].bytes_per_pixel * out_pixels
 
 
-class ChannelLayer(Unmoved):
+class ChannelLayer(Pointwise):
     """Layers with per-channel parameters."""
 
     channel: int = 1
@@ -146,7 +159,7 @@ class ChannelLayer(Unmoved):
     def axes(self, call: Call, rank: int) -> Axes:
         axes = single_field(call).spatial
         if self.channel % rank - rank in axes:
-            raise Refused("its channel axis is an axis of the image")
+            raise NotTileable("its channel axis is an axis of the image")
         return axes
 
 
@@ -157,7 +170,7 @@ class Linear(ChannelLayer):
     pixelwise = False
 
     def flops(self, call: Call) -> float:
-        return Row.flops(self, call)
+        return OpRule.flops(self, call)
 
 
 class BatchNormEval(ChannelLayer):
@@ -165,19 +178,27 @@ class BatchNormEval(ChannelLayer):
 
     on_images = True
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        mean, scale = arguments["running_mean"], torch.rsqrt(arguments["running_var"] + arguments["eps"])
-        if arguments["weight"] is not None:
-            scale = scale * arguments["weight"]
-        shift = torch.zeros_like(mean) if arguments["bias"] is None else arguments["bias"]
-        return normalise(arguments["input"], mean, scale, shift)
+    def bind(self, call: Call, site: Site) -> Bound:
+        eps, names = call["eps"], ("input", "running_mean", "running_var", "weight", "bias")
+        order = [name for name in call.node.arguments if isinstance(call[name], Ref)]
+        field, mean_at, variance_at, weight_at, bias_at = (order.index(n) if n in order else None for n in names)
+        assert field is not None and mean_at is not None and variance_at is not None  # noqa: PT018
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            mean, scale = operands[mean_at], torch.rsqrt(operands[variance_at] + eps)
+            if weight_at is not None:
+                scale = scale * operands[weight_at]
+            shift = torch.zeros_like(mean) if bias_at is None else operands[bias_at]
+            return normalise(operands[field], mean, scale, shift)
+
+        return run
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
         scale = (value(call["running_var"]) + call["eps"]).rsqrt()
         return scaled_gains(read[0], scale if call["weight"] is None else (scale * value(call["weight"])).abs())
 
 
-class Normalise(Unmoved):
+class Normalise(Pointwise):
     """Pixels normalised by given statistics of their channel, which are global values."""
 
     def axes(self, call: Call, rank: int) -> Axes:
@@ -187,7 +208,7 @@ class Normalise(Unmoved):
         return scaled_gains(read[0], value(call["scale"]).abs())
 
 
-class Counted(Unmoved):
+class Counted(Pointwise):
     """Fields that are made of places alone: random numbers and pixel numbers. They read no value of their operand."""
 
     saved = Saved.NOTHING
@@ -196,20 +217,23 @@ class Counted(Unmoved):
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
         return 3 * 8 * out_pixels * (call.node.bytes_per_pixel // call.node.dtype.itemsize)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+    def bind(self, call: Call, site: Site) -> Bound:
         starts = [0] * len(call.node.shape)
         for axis, span in zip(call.node.spatial, site.out, strict=True):
             starts[axis] = span.start
-        return super().run(call, {**arguments, "starts": starts, "shape": call.node.shape}, site)
+        return plain(call, starts=starts, shape=call.node.shape)
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        return None
 
 
-class LayerNorm(Unmoved):
+class LayerNorm(Pointwise):
     """Layer normalisation over trailing axes none of which is spatial."""
 
     def axes(self, call: Call, rank: int) -> Axes:
         axes = single_field(call).spatial
         if any(-axis <= len(call["normalized_shape"]) for axis in axes):
-            raise Refused("it normalises over the axes of the image, which is a reduction")
+            raise NotTileable("it normalises over the axes of the image, which is a reduction")
         return axes
 
 
@@ -219,10 +243,10 @@ class CrossEntropy(Folding):
     def axes(self, call: Call, rank: int) -> Axes:
         scores = call.operands[0]
         if scores.axes != (-2, -1) or len(scores.shape) != 4:
-            raise Refused("its scores are not laid out as (N, classes, H, W)")
+            raise NotTileable("its scores are not laid out as (N, classes, H, W)")
         target = call.operands[1]
         if target.axes != (-2, -1):
-            raise Refused("its target is not a field of the image's size")
+            raise NotTileable("its target is not a field of the image's size")
         return -2, -1
 
 
@@ -278,7 +302,7 @@ register(PerPosition(removes=True), aten("amax amin argmax var.dim var.correctio
 register(Whole(affine=Affine.JOINTLY), aten("mean sum"))
 register(Folding(saved=Saved.OUTPUT, removes=True), aten("logsumexp linalg_vector_norm"))
 register(CrossEntropy(), aten("cross_entropy_loss nll_loss_nd"))
-register(Unmoved(saved=Saved.NOTHING, temporaries=2, differentiable=False), ["gigagrad.class_weights"])
+register(Pointwise(saved=Saved.NOTHING, temporaries=2, differentiable=False), ["gigagrad.class_weights"])
 register(Linear(), aten("linear"))
 register(ChannelLayer(), aten("prelu"))
 register(BatchNormEval(), aten("batch_norm _native_batch_norm_legit_no_training"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -11,16 +11,16 @@ import torch.nn.functional as F
 
 from gigagrad.boxes import Span
 from gigagrad.graphs.graph import Axes, Ref
-from gigagrad.graphs.rows.windows import trim
-from gigagrad.graphs.table import (
+from gigagrad.graphs.op_rules import (
     Affine,
+    Bound,
     Call,
     Gains,
     Layout,
-    Refused,
+    NotTileable,
+    Pointwise,
     Saved,
     Site,
-    Unmoved,
     aten,
     axes_without,
     common_axes,
@@ -29,17 +29,18 @@ from gigagrad.graphs.table import (
     single_field,
     sum_of_gains,
 )
+from gigagrad.graphs.ops.windows import trim
 
 
-class Moving(Unmoved):
-    """Base of the rows that keep every value as it is."""
+class Moving(Pointwise):
+    """Base of the rules that keep every value as it is."""
 
     saved = Saved.NOTHING
     affine = Affine.JOINTLY
 
 
 def _spatial_dim(call: Call) -> int | None:
-    """0 or 1 if what an operator's `dim` names is y or x."""
+    """Return 0 or 1 if an operator's `dim` names y or x."""
     rank, axes = len(call.operands[0].shape), call.operands[0].spatial
     dim = call["dim"] % rank - rank
     return axes.index(dim) if dim in axes else None
@@ -50,7 +51,7 @@ class Concatenation(Moving):
 
     def axes(self, call: Call, rank: int) -> Axes:
         if len(call.fields) != len(call.operands):
-            raise Refused("it joins a field with a value that has no spatial axes")
+            raise NotTileable("it joins a field with a value that has no spatial axes")
         return common_axes(call)
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
@@ -65,11 +66,14 @@ class Concatenation(Moving):
             offset += size
         return tuple(spans)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crops: list[torch.Tensor] = [crop for crop in arguments["tensors"] if crop is not None]
-        if len(crops) == 1:  # of another dtype, perhaps, than operands that this tile does not see
-            return crops[0].to(call.node.dtype)
-        return torch.cat([crop.to(call.node.dtype) for crop in crops], call["dim"])
+    def bind(self, call: Call, site: Site) -> Bound:
+        dtype, dim = call.node.dtype, call["dim"]
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            crops: list[torch.Tensor] = [crop.to(dtype) for crop in operands if crop is not None]
+            return torch.cat(crops, dim) if len(crops) > 1 else crops[0]
+
+        return run
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
         rank, channels = len(call.node.shape), [field.shape[1] for field in call.fields]
@@ -92,16 +96,19 @@ class Slicing(Moving):
         first = start + out.start * step
         return (Span(first, first + (out.length - 1) * step + 1),)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crop: torch.Tensor = arguments["self"]
-        axis = _spatial_dim(call)
-        if axis is None:
-            return super().run(call, arguments, site)
+    def bind(self, call: Call, site: Site) -> Bound:
+        if _spatial_dim(call) is None:
+            return super().bind(call, site)
         step, dim = call["step"], call["dim"]
-        return crop if step == 1 else torch.ops.aten.slice.Tensor(crop, dim, 0, crop.shape[dim], step)
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            crop: torch.Tensor = operands[0]
+            return crop if step == 1 else torch.ops.aten.slice.Tensor(crop, dim, 0, crop.shape[dim], step)
+
+        return run
 
 
-class Turn(Moving):
+class AxisPermutation(Moving):
     """permute, transpose: the spatial axes travel along."""
 
     lies = Layout.TURNED
@@ -115,7 +122,7 @@ class Turn(Moving):
             order[one], order[other] = order[other], order[one]
         y, x = (order.index(axis) - rank for axis in single_field(call).spatial)
         if y > x:
-            raise Refused("it swaps the image's two axes")
+            raise NotTileable("it swaps the image's two axes")
         return y, x
 
 
@@ -137,7 +144,7 @@ class Removal(Moving):
         gone = {dim % in_rank - in_rank for dim in ([dims] if isinstance(dims, int) else dims)}
         selects = "select" in call.node.op
         if not gone.isdisjoint(field.spatial):
-            raise Refused(f"it {'picks one row or column' if selects else 'squeezes an axis'} of the image")
+            raise NotTileable(f"it {'picks one row or column' if selects else 'squeezes an axis'} of the image")
         return axes_without({dim for dim in gone if selects or field.shape[dim] == 1}, field.spatial)
 
 
@@ -147,9 +154,9 @@ class Scatter(Moving):
     def axes(self, call: Call, rank: int) -> Axes:
         field = call.operands[0]
         if not field.is_field or call["dim"] % rank - rank in field.spatial:
-            raise Refused("it writes along an axis of the image")
+            raise NotTileable("it writes along an axis of the image")
         if not call.operands[1].is_field:
-            raise Refused("it writes a value without spatial axes into a field")
+            raise NotTileable("it writes a value without spatial axes into a field")
         return field.spatial
 
 
@@ -161,12 +168,17 @@ class Regroup(Moving):
     def axes(self, call: Call, rank: int) -> Axes:
         field = single_field(call)
         if field.axes != (-2, -1) or rank < 2 or call.node.shape[-2:] != field.shape[-2:]:
-            raise Refused("it folds an axis of the image into another axis")
+            raise NotTileable("it folds an axis of the image into another axis")
         return -2, -1
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crop: torch.Tensor = arguments["self"]
-        return crop.reshape([*call.node.shape[:-2], *crop.shape[-2:]])
+    def bind(self, call: Call, site: Site) -> Bound:
+        shape = [*call.node.shape[:-2], *(span.length for span in site.out)]
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            crop: torch.Tensor = operands[0]
+            return crop.reshape(shape)
+
+        return run
 
 
 class Expansion(Regroup):
@@ -174,9 +186,14 @@ class Expansion(Regroup):
 
     lies = Layout.VIEW
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        crop: torch.Tensor = arguments["self"]
-        return crop.expand([*call.node.shape[:-2], *crop.shape[-2:]])
+    def bind(self, call: Call, site: Site) -> Bound:
+        shape = [*call.node.shape[:-2], *(span.length for span in site.out)]
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            crop: torch.Tensor = operands[0]
+            return crop.expand(shape)
+
+        return run
 
 
 class PixelShuffle(Moving):
@@ -192,10 +209,15 @@ class PixelShuffle(Moving):
         factor = call["upscale_factor"]
         return (Span(out.start // factor, -(-out.stop // factor)),)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+    def bind(self, call: Call, site: Site) -> Bound:
         factor = call["upscale_factor"]
         starts = [out.start - inside.start * factor for out, inside in zip(site.out, site.inside, strict=True)]
-        return trim(torch.pixel_shuffle(arguments["self"], factor), starts, site.out)
+        return lambda operands: trim(torch.pixel_shuffle(operands[0], factor), starts, site.out)
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        assert operands[0] is not None
+        factor: int = call["upscale_factor"]
+        return out.start - operands[0].start * factor
 
 
 class PixelUnshuffle(Moving):
@@ -214,7 +236,7 @@ class PixelUnshuffle(Moving):
 
 register(Concatenation(), aten("cat"))
 register(Slicing(), aten("slice.Tensor"))
-register(Turn(), aten("permute transpose.int"))
+register(AxisPermutation(), aten("permute transpose.int"))
 register(Unsqueeze(), aten("unsqueeze"))
 register(Removal(), aten("squeeze.dim squeeze.dims select.int"))
 register(Scatter(), aten("select_scatter slice_scatter"))

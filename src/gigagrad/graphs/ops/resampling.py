@@ -1,4 +1,4 @@
-"""Nearest, bilinear and bicubic resizing.
+"""Rules of nearest, bilinear and bicubic resizing.
 
 Along one axis every output is a weighted sum of a few input pixels. Which pixels and which weights depends on the whole
 field's size and on the rounding inside PyTorch, so nearest neighbours are read off PyTorch itself (it resizes a ramp of
@@ -9,20 +9,31 @@ times: the same numbers, and faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
+from gigagrad.graphs.crops import View
 from gigagrad.graphs.graph import Axes, Ref
-from gigagrad.graphs.operators import call as call_operator
-from gigagrad.graphs.rows.windows import select, trim
-from gigagrad.graphs.table import Call, Gains, Refused, Row, Saved, Site, register, require_nchw, scaled_gains
+from gigagrad.graphs.op_rules import (
+    Bound,
+    Call,
+    Gains,
+    NotTileable,
+    OpRule,
+    Saved,
+    Site,
+    plain,
+    register,
+    require_nchw,
+    scaled_gains,
+)
+from gigagrad.graphs.ops.windows import select, trim
 
 RESIZING = {
     "aten.upsample_nearest2d.vec": "nearest",
@@ -49,13 +60,14 @@ class Resize:
     factor: float | None
     align_corners: bool
     small: bool
-    """Whether PyTorch resizes the whole field by the kernel for small ones, in which nearest neighbours of an axis that
-    comes out once or twice as long are counted, whatever the factor."""
+    """True where PyTorch resizes the whole field by the kernel for small ones, in which nearest neighbours of an axis
+    that comes out once or twice as long are counted, whatever the factor."""
 
     @property
     def scale(self) -> float:
-        """Input pixels per output pixel, as PyTorch computes it: of equal sizes its linear kernel copies, whatever the
-        factor that led to them."""
+        """Return input pixels per output pixel, as PyTorch computes it: of equal sizes its linear kernel copies,
+        whatever the factor that led to them.
+        """
         if self.mode == "bilinear" and self.size == self.out_size:
             return 1.0
         if self.align_corners:
@@ -64,7 +76,7 @@ class Resize:
 
     @property
     def whole_factor(self) -> int:
-        """n if the field grows exactly n times (and PyTorch computes with 1 / n), else 0."""
+        """Return n if the field grows exactly n times (and PyTorch computes with 1 / n), else 0."""
         factor = self.out_size // self.size
         exact = factor * self.size == self.out_size and self.scale == 1 / factor
         return factor if exact and not self.align_corners and factor & (factor - 1) == 0 else 0
@@ -72,7 +84,7 @@ class Resize:
 
 @lru_cache(maxsize=64)
 def _nearest(resize: Resize) -> torch.Tensor:
-    """Index of the input pixel each output pixel copies.
+    """Return the index of the input pixel that each output pixel copies.
 
     The ramp is resized as an image, because PyTorch's 1-d kernel rounds differently from its 2-d one.
     """
@@ -88,7 +100,7 @@ def _nearest(resize: Resize) -> torch.Tensor:
 
 
 def _taps(resize: Resize, out: Span) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input indices (clamped to the field) and weights, each of shape (taps, outputs)."""
+    """Return input indices (clamped to the field) and weights, each of shape (taps, outputs)."""
     if resize.mode.startswith("nearest"):
         index = _nearest(resize)[out.start : out.stop][None]
         return index, torch.ones(index.shape, dtype=resize.dtype)
@@ -113,7 +125,7 @@ def _taps(resize: Resize, out: Span) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _cubic(distance: torch.Tensor) -> torch.Tensor:
-    """Keys' cubic convolution kernel."""
+    """Compute Keys' cubic convolution kernel."""
     d, a = distance.abs(), _CUBIC_A
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
@@ -121,17 +133,17 @@ def _cubic(distance: torch.Tensor) -> torch.Tensor:
 
 
 def _copies(resizes: tuple[Resize, Resize]) -> bool:
-    """Whether every pixel is copied, the same number of times along each axis."""
+    """Tell whether every pixel is copied, the same number of times along each axis."""
     return resizes[0].mode.startswith("nearest") and all(resize.whole_factor for resize in resizes)
 
 
-class Resampling(Row):
+class Resampling(OpRule):
     saved = Saved.NOTHING
     on_images = True
 
     def axes(self, call: Call, rank: int) -> Axes:
         if not call.node.dtype.is_floating_point and not RESIZING[call.node.op].startswith("nearest"):
-            raise Refused(
+            raise NotTileable(
                 f"it interpolates {call.node.dtype} pixels, with rounding of its own; convert to float before"
             )
         return require_nchw(call)
@@ -160,7 +172,9 @@ class Resampling(Row):
         return (Span(int(index.min()), int(index.max()) + 1),)
 
     def workspace_bytes(self, call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
-        """With explicit weights: a copy for each tap and sums, of one axis, then of the other; in float32 at least."""
+        """Count, with explicit weights, a copy for each tap and sums, of one axis, then of the other; in float32 at
+        least.
+        """
         resizes = self._resizes(call)
         bilinear = resizes[0].mode == "bilinear"
         whole = bilinear and out_pixels == call.node.size(0) * call.node.size(1)
@@ -173,24 +187,28 @@ class Resampling(Row):
         wider = max(1, 4 // call.node.dtype.itemsize) if taps > 1 else 1
         return (taps + 3) * wider * call.node.bytes_per_pixel * pixels
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
+    def bind(self, call: Call, site: Site) -> Bound:
         resizes, inside = self._resizes(call), site.inside
-        crop_NCHW: torch.Tensor = arguments["input"]
         if _copies(resizes):
-            return self._by_whole_factor(crop_NCHW, resizes, inside, site.out)
+            return self._by_whole_factor(resizes, inside, site.out)
         sizes = [Span(0, resize.size) for resize in resizes], [Span(0, resize.out_size) for resize in resizes]
         if resizes[0].mode == "bilinear" and (list(inside), list(site.out)) == sizes:
-            resized: torch.Tensor = call_operator(call.node.op, arguments)
-            return resized
+            return plain(call)
         # Shorter types are interpolated in float32, as PyTorch does, and rounded once at the end.
-        if not resizes[0].mode.startswith("nearest"):
-            crop_NCHW = crop_NCHW.to(resizes[0].dtype)
-        for axis in (0, 1):
-            crop_NCHW = self._by_weights(crop_NCHW, axis, resizes[axis], inside[axis], site.out[axis])
-        return crop_NCHW.to(call.node.dtype)
+        wide = call.node.dtype if resizes[0].mode.startswith("nearest") else resizes[0].dtype
+        y, x = (self._by_weights(axis, resizes[axis], inside[axis], site.out[axis]) for axis in (0, 1))
+        return lambda operands: x(y(operands[0].to(wide))).to(call.node.dtype)
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        """Return None but for whole copies: the numbers of other pixels, and the rounding of their weights, depend on
+        the place.
+        """
+        resizes, inside = self._resizes(call), operands[0]
+        assert inside is not None
+        return out.start - inside.start * resizes[axis].whole_factor if _copies(resizes) else None
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
-        """A value appears in several at most so often: `(sum over copies)^2 <= copies * sum of squares`."""
+        """Scale the errors by how often a value appears at most: `(sum over copies)^2 <= copies * sum of squares`."""
         resizes = self._resizes(call)
         if resizes[0].mode == "bicubic":
             return None
@@ -201,28 +219,31 @@ class Resampling(Row):
         return cls.resize(call, 0), cls.resize(call, 1)
 
     @staticmethod
-    def _by_weights(crop_NCHW: torch.Tensor, axis: int, resize: Resize, inside: Span, out: Span) -> torch.Tensor:
+    def _by_weights(axis: int, resize: Resize, inside: Span, out: Span) -> View:
+        """Bind the sum of a few pixels along one axis."""
         index, weights = _taps(resize, out)
-        index = (index - inside.start).to(crop_NCHW.device)
-        weights = weights.to(crop_NCHW.device).reshape(len(index), *((-1, 1) if axis == 0 else (-1,)))
-        parts = [select(crop_NCHW, axis - 2, tap) for tap in index]
-        if len(parts) == 1:
-            return parts[0]
-        # Not as a step from one to the next: infinite minus infinite would be NaN where PyTorch adds their shares.
-        total = parts[0] * weights[0]
-        for part, weight in zip(parts[1:], weights[1:], strict=True):
-            total = torch.addcmul(total, part, weight)
-        return total
+        index, weights = index - inside.start, weights.reshape(len(index), *((-1, 1) if axis == 0 else (-1,)))
+
+        def resized(crop_NCHW: torch.Tensor) -> torch.Tensor:
+            taps, factors = index.to(crop_NCHW.device), weights.to(crop_NCHW.device)
+            parts = [select(crop_NCHW, axis - 2, tap) for tap in taps]
+            if len(parts) == 1:
+                return parts[0]
+            # Not as a step from one to the next: infinite minus infinite would be NaN where PyTorch adds their shares.
+            total = parts[0] * factors[0]
+            for part, weight in zip(parts[1:], factors[1:], strict=True):
+                total = torch.addcmul(total, part, weight)
+            return total
+
+        return resized
 
     @staticmethod
-    def _by_whole_factor(
-        crop_NCHW: torch.Tensor, resizes: tuple[Resize, Resize], inside: tuple[Span, Span], out: tuple[Span, Span]
-    ) -> torch.Tensor:
-        factors = [resize.whole_factor for resize in resizes]
-        size = [factor * length for factor, length in zip(factors, crop_NCHW.shape[-2:], strict=True)]
-        resized = F.interpolate(crop_NCHW, size=size, mode=resizes[0].mode)
+    def _by_whole_factor(resizes: tuple[Resize, Resize], inside: tuple[Span, Span], out: tuple[Span, Span]) -> Bound:
+        """Bind copies of every pixel."""
+        factors, mode = [resize.whole_factor for resize in resizes], resizes[0].mode
+        size = [factor * span.length for factor, span in zip(factors, inside, strict=True)]
         starts = [out[axis].start - inside[axis].start * factors[axis] for axis in (0, 1)]
-        return trim(resized, starts, out)
+        return lambda operands: trim(F.interpolate(operands[0], size=size, mode=mode), starts, out)
 
 
 register(Resampling(), list(RESIZING))

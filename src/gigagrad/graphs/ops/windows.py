@@ -1,4 +1,4 @@
-"""Sliding windows: their arithmetic, which convolutions share, and max and average pooling.
+"""Rules of sliding windows: their arithmetic, which convolutions share, and max and average pooling.
 
 Along one axis a window operator with kernel k, stride s, padding p and dilation d reads for output o the inputs
 `o s - p + j d, 0 <= j < k` (Dumoulin and Visin, A guide to convolution arithmetic for deep learning, 2016). The span it
@@ -7,7 +7,7 @@ needs is cut at the image's border; what was cut is padded back when the crop ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import Frame, fit, part
+from gigagrad.graphs.crops import Frame, bound_pad, crop_view, pad
 from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref
-from gigagrad.graphs.table import (
+from gigagrad.graphs.op_rules import (
+    Bound,
     Call,
     Gains,
-    Row,
+    OpRule,
     Site,
     aten,
     per_operand,
@@ -33,7 +34,7 @@ from gigagrad.graphs.table import (
 LANES = 16
 """Channels that a vector register holds; kernels pad to them."""
 GROUPED = (torch.float32, torch.bfloat16)
-"""In which few channels are put together to fill it (docs/decisions/0023-few-channels.md)."""
+"""Types in which few channels are put together to fill it (docs/decisions/0023-few-channels.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +48,22 @@ class Window:
 
     @property
     def reach(self) -> int:
-        """Pixels from the first to one past the last tap."""
+        """Count the pixels from the first to one past the last tap."""
         return self.dilation * (self.kernel - 1) + 1
 
     def reads(self, out: Span) -> Span:
-        """Input span that output span `out` reads, before the border cuts it."""
+        """Return the input span that output span `out` reads, before the border cuts it."""
         first = out.start * self.stride - self.padding
         return Span(first, first + (out.length - 1) * self.stride + self.reach)
 
     def writers(self, out: Span) -> Span:
-        """For the transposed operator: the input span that contributes to output span `out`, before cutting."""
+        """Return the input span that contributes to output span `out` of the transposed operator, before cutting."""
         first = -((self.reach - 1 - out.start - self.padding) // self.stride)
         return Span(first, (out.stop - 1 + self.padding) // self.stride + 1)
 
 
 def inside_or_nearest(span: Span, size: int) -> Span:
-    """The part of a span inside `[0, size)`, or the pixel nearest to it where there is none.
+    """Return the part of a span inside `[0, size)`, or the pixel nearest to it where there is none.
 
     An output that sees only padding, or that no input reaches, still needs one pixel: the operator's shape stays legal.
     """
@@ -74,12 +75,12 @@ def inside_or_nearest(span: Span, size: int) -> Span:
 
 
 def trim(x_NCHW: torch.Tensor, starts: Sequence[int], out: tuple[Span, Span]) -> torch.Tensor:
-    """As many pixels as `out` has, from `starts` on: the tensor itself where those are all."""
-    return part(x_NCHW, IMAGE_AXES, starts, [span.length for span in out])
+    """Take as many pixels as `out` has, from `starts` on: the tensor itself where those are all."""
+    return crop_view(x_NCHW, IMAGE_AXES, starts, [span.length for span in out])
 
 
 def select(crop: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """Rows or columns by their indices: `crop.index_select(dim, index)` for `dim` -1 or -2 of NCHW, -2 or -3 of NHWC.
+    """Take rows or columns by index: `crop.index_select(dim, index)` for `dim` -1 or -2 of NCHW, -2 or -3 of NHWC.
 
     Along the middle of three axes, as they lie in memory, PyTorch is up to five times as fast as along one of four.
     """
@@ -92,13 +93,13 @@ def select(crop: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 
 
 def pair(value: Any) -> tuple[int, int]:
-    """An operator's per-axis argument as `(y, x)`; ATen allows one number for both."""
+    """Return an operator's per-axis argument as `(y, x)`; ATen allows one number for both."""
     values = [value] if isinstance(value, int) else list(value)
     return values[0], values[-1]
 
 
-class WindowRow(Row):
-    """A row whose geometry is one `Window` per axis."""
+class WindowRule(OpRule):
+    """Rule whose geometry is one `Window` per axis."""
 
     on_images = True
 
@@ -106,7 +107,9 @@ class WindowRow(Row):
         return require_nchw(call)
 
     def window(self, call: Call, axis: int) -> Window:
-        """Pools name their kernel's size, and without a stride it is that; a convolution's is its weight's."""
+        """Return the window of a use. Pools name their kernel's size, and without a stride it is that; a convolution's
+        is its weight's.
+        """
         given = call.node.arguments
         kernel = pair(given["kernel_size"])[axis] if "kernel_size" in given else call.operands[1].shape[2 + axis]
         dilation, padding = pair(given.get("dilation", 1))[axis], given["padding"]
@@ -119,21 +122,26 @@ class WindowRow(Row):
         return per_operand(call, lambda field: inside_or_nearest(window.reads(out), field.size(axis)))
 
     def missing(self, call: Call, site: Site) -> Frame:
-        """Pixels the border cut off, before and after, along y and x; negative: read beyond the need."""
-        y, x = (
-            (inside.start - reads.start, reads.stop - inside.stop)
-            for reads, inside in ((self.window(call, axis).reads(site.out[axis]), site.inside[axis]) for axis in (0, 1))
-        )
-        return y, x
+        """Count the pixels that the border cut off, along y and x."""
+        return self._missing(call, 0, site.out[0], site.inside[0]), self._missing(call, 1, site.out[1], site.inside[1])
+
+    def _missing(self, call: Call, axis: int, out: Span, inside: Span | None) -> tuple[int, int]:
+        """Count them before and after, along an axis; negative: read beyond the need."""
+        assert inside is not None
+        reads = self.window(call, axis).reads(out)
+        return inside.start - reads.start, reads.stop - inside.stop
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        return self._missing(call, axis, out, operands[0])
 
 
 def filled(channels: int) -> int:
-    """Channels as kernels compute them: in vectors, the last one filled up."""
+    """Count channels as kernels compute them: in vectors, the last one filled up."""
     return -(-channels // LANES) * LANES
 
 
 def reordered_bytes(call: Call, out_pixels: int, operands: tuple[tuple[Span, Span] | None, ...]) -> int:
-    """What a convolution allocates on the side.
+    """Count the bytes that a convolution allocates on the side.
 
     In float32 and shorter types the library may reorder its input and its output into its own layout. Double precision
     runs as a matrix product over unfolded windows.
@@ -150,7 +158,7 @@ def reordered_bytes(call: Call, out_pixels: int, operands: tuple[tuple[Span, Spa
 
 
 def padded_groups_bytes(call: Call, out_pixels: int, in_pixels: int) -> int:
-    """What the backward pass of a depthwise convolution allocates where the library has no kernel of its own for it.
+    """Count what the backward of a depthwise convolution allocates where the library has no kernel of its own for it.
 
     For large or dilated kernels it runs as a grouped one, whose groups are padded to vectors: weights to blocks of 16 x
     16 and, in half precisions, both fields to 16 channels a group (oneDNN; docs/decisions/0013-whole-process-
@@ -167,53 +175,59 @@ def padded_groups_bytes(call: Call, out_pixels: int, in_pixels: int) -> int:
     return (2 + 4) * blocks + 2 * LANES * (channels_in * in_pixels + channels_out * out_pixels)
 
 
-class MaxPooling(WindowRow):
+class MaxPooling(WindowRule):
     """2-D max pooling, ceil_mode included: whatever the border cuts can never be the maximum.
 
     Of equal values the first counts. So a window of -inf (of integers, of their lowest) must not begin with padding of
     ours: before the image the operator pads by itself, and what it then pools beyond the tile is cut off.
     """
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        x_NCHW = arguments["self"]
+    def bind(self, call: Call, site: Site) -> Bound:
         (top, bottom), (left, right) = self.missing(call, site)
-        after = (0, max(0, bottom - top)), (0, max(0, right - left))
-        lowest = -torch.inf if x_NCHW.is_floating_point() else torch.iinfo(x_NCHW.dtype).min
-        x_NCHW = fit(x_NCHW, IMAGE_AXES, after, value=lowest)
+        dtype = call.operands[0].dtype
+        lowest = -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+        filled = bound_pad(IMAGE_AXES, ((0, max(0, bottom - top)), (0, max(0, right - left))), value=lowest)
         windows = [self.window(call, axis) for axis in (0, 1)]
-        pooled = F.max_pool2d(
-            x_NCHW,
-            [w.kernel for w in windows],
-            [w.stride for w in windows],
-            padding=(top, left),
-            dilation=[w.dilation for w in windows],
-        )
-        return trim(pooled, (0, 0), site.out)
+        kernel, stride, dilation = ([getattr(w, name) for w in windows] for name in ("kernel", "stride", "dilation"))
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            x_NCHW = operands[0] if filled is None else filled(operands[0])
+            return trim(torch.max_pool2d(x_NCHW, kernel, stride, (top, left), dilation), (0, 0), site.out)
+
+        return run
 
     def error_gains(self, call: Call, read: Sequence[Gains], value: Callable[[Ref], torch.Tensor]) -> Gains | None:
         windows = [self.window(call, axis) for axis in (0, 1)]
         return scaled_gains(read[0], prod(ceil(window.kernel / window.stride) for window in windows) ** 0.5)
 
 
-class AveragePooling(WindowRow):
+class AveragePooling(WindowRule):
     """2-D average pooling with ceil_mode, count_include_pad and divisor_override."""
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        x_NCHW: torch.Tensor = arguments["self"]
+    def bind(self, call: Call, site: Site) -> Bound:
         divisor: int | None = call["divisor_override"]
         windows = [self.window(call, axis) for axis in (0, 1)]
         kernel, stride = [w.kernel for w in windows], [w.stride for w in windows]
         missing = self.missing(call, site)
         if not any(map(any, missing)):
-            return F.avg_pool2d(x_NCHW, kernel, stride, divisor_override=divisor)
-        total = F.avg_pool2d(fit(x_NCHW, IMAGE_AXES, missing), kernel, stride, divisor_override=1)
-        if divisor:
-            return total / divisor
-        y, x = (self._counts(call, axis, site.out[axis], total) for axis in (0, 1))
-        return total / (y[:, None] * x[None, :])
+            return lambda operands: F.avg_pool2d(operands[0], kernel, stride, divisor_override=divisor)
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            total = F.avg_pool2d(pad(operands[0], IMAGE_AXES, missing), kernel, stride, divisor_override=1)
+            if divisor:
+                return total / divisor
+            y, x = (self._counts(call, axis, site.out[axis], total) for axis in (0, 1))
+            return total / (y[:, None] * x[None, :])
+
+        return run
+
+    def form(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> Hashable | None:
+        """Return what is missing, and at the border the place: it says how many pixels are averaged over."""
+        missing = self._missing(call, axis, out, operands[0])
+        return (missing, out) if any(missing) else missing
 
     def _counts(self, call: Call, axis: int, out: Span, like: torch.Tensor) -> torch.Tensor:
-        """How many pixels each output averages over along one axis."""
+        """Count the pixels that each output averages over along one axis."""
         window, size = self.window(call, axis), call.operands[0].size(axis)
         margin = window.padding if call["count_include_pad"] else 0
         first = torch.arange(out.start, out.stop, device=like.device) * window.stride - window.padding

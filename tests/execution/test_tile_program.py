@@ -13,7 +13,7 @@ from torch import nn
 
 from gigagrad.boxes import Box
 from gigagrad.errors import OperatorError
-from gigagrad.execution.tile import StageProgram
+from gigagrad.execution.tile_program import PassContext, TilePrograms
 from gigagrad.graphs import InputSpec, capture
 from gigagrad.plans import Grid, split_stages
 from gigagrad.plans.memory import workspace_bytes
@@ -50,9 +50,9 @@ def test_a_tile_is_the_crop_of_the_whole(case, tile, data):
     source = graph.source("image").id
     box = geometry.box(source)
     crops = {source: image[..., box.y0 : box.y1, box.x0 : box.x1]}
-    program = StageProgram(graph, stage, torch.device("cpu"))
+    programs = TilePrograms(graph, torch.device("cpu")).of(stage)
     with torch.no_grad():
-        shares = program.run(geometry, crops, values)
+        shares = programs.at(geometry).run(geometry, crops, values)
     assert crops == {}, "the images' crops are handed over, so that they can be freed"
     own = geometry.wanted(graph.output)
     torch.testing.assert_close(
@@ -74,11 +74,12 @@ def test_a_target_coarser_than_the_grid_is_shared_out_once():
     )
     (stage,) = split_stages(graph)
     grid = Grid(graph, stage, (5, 5))
-    program = StageProgram(graph, stage, torch.device("cpu"))
+    programs = TilePrograms(graph, torch.device("cpu")).of(stage)
     source, totals, empty = graph.source("image").id, dict.fromkeys(stage.reductions, 0.0), 0
     for tile_id in range(len(grid)):
         geometry = grid[tile_id]
         box = geometry.box(source)
+        program = programs.at(geometry)
         shares = program.run(geometry, {source: image[..., box.y0 : box.y1, box.x0 : box.x1]}, {})
         empty += len(shares) < len(grid.targets)
         for reduction, value in program.partial_sums(geometry, shares).items():
@@ -95,9 +96,21 @@ def test_a_tile_reads_no_more_than_it_says(case):
     source = graph.source("image").id
     box = geometry.box(source)
     assert box != Box.whole(*SIZE)
-    program = StageProgram(graph, stage, torch.device("cpu"))
+    programs = TilePrograms(graph, torch.device("cpu")).of(stage)
     with torch.no_grad(), pytest.raises((OperatorError, AssertionError)):
-        program.run(geometry, {source: image[..., box.y0 : box.y1 - 1, box.x0 : box.x1]}, values)
+        programs.at(geometry).run(geometry, {source: image[..., box.y0 : box.y1 - 1, box.x0 : box.x1]}, values)
+
+
+def test_tiles_that_are_alike_share_a_program():
+    """Off the border all are: three of them along each axis are enough, whatever the number of tiles."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Upsample(scale_factor=2))
+    graph = capture(net, None, InputSpec((1, 1, 96, 128), torch.float32, field=True), None)
+    (stage,) = split_stages(graph)
+    grid = Grid(graph, stage, (8, 8))
+    programs = TilePrograms(graph, torch.device("cpu")).of(stage)
+    found = {programs.at(grid[index]) for index in range(len(grid))}
+    assert (len(grid), len(found)) == (12 * 16, 9)
+    assert programs.at(Grid(graph, stage, (8, 8))[40]) in found, "another grid of the same tiles"
 
 
 def test_large_blocks_are_announced_before_they_are_taken():
@@ -119,7 +132,8 @@ def test_large_blocks_are_announced_before_they_are_taken():
     (stage,) = split_stages(graph)
     geometry = Grid(graph, stage, size)[0]
     told: list[Any] = []
-    program = StageProgram(graph, stage, torch.device("cpu"), make_room=told.append)
+    program = TilePrograms(graph, torch.device("cpu")).of(stage).at(geometry)
+    context = PassContext(make_room=told.append)
     values = {i: torch.rand(graph[i].shape).requires_grad_() for i in stage.globals}
     crops = {i: torch.rand(graph[i].shape) for i in stage.reads}
     large = 4 * 16 * 384 * 384
@@ -127,10 +141,10 @@ def test_large_blocks_are_announced_before_they_are_taken():
     first, sigmoid = taken
     assert first > large == sigmoid
     with torch.no_grad():
-        program.run(geometry, dict(crops), values)
+        program.run(geometry, dict(crops), values, context)
     assert told == taken
     told.clear()
-    shares = program.run(geometry, crops, values)
+    shares = program.run(geometry, crops, values, context)
     assert told == taken
     torch.autograd.grad(shares[stage.targets(graph)[0]].sum(), list(values.values()), allow_unused=True)
     last = max(i for i in stage.fields if graph[i].op.startswith("aten.conv"))

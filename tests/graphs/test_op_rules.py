@@ -1,34 +1,34 @@
-"""The table as a whole: names that exist, arguments that bind, one row each."""
+"""The table as a whole: names that exist, arguments that bind, one rule each."""
 
 import pytest
 import torch
 
-from gigagrad.graphs import Affine, Call, Ref, Refused, Row, Whole, lookup, operators
+from gigagrad.graphs import Affine, Call, NotTileable, OpRule, Ref, Whole, lookup, operators
 from gigagrad.graphs.builder import Builder
-from gigagrad.graphs.rows.pointwise import PerPosition
-from gigagrad.graphs.table import register
-from gigagrad.graphs.table import registered as with_rows
+from gigagrad.graphs.op_rules import register
+from gigagrad.graphs.op_rules import registered as with_rules
+from gigagrad.graphs.ops.pointwise import PerPosition
 
 
-@pytest.mark.parametrize("op", with_rows())
-def test_every_row_belongs_to_an_operator_that_exists(op):
+@pytest.mark.parametrize("op", with_rules())
+def test_every_rule_belongs_to_an_operator_that_exists(op):
     assert callable(operators.function(op))
     assert operators.signature(op)
-    assert isinstance(lookup(op), Row)
+    assert isinstance(lookup(op), OpRule)
 
 
-@pytest.mark.parametrize("op", with_rows())
-def test_arguments_that_rows_name_exist(op):
-    """A row registered for an operator whose schema calls the argument otherwise would fail with a KeyError."""
+@pytest.mark.parametrize("op", with_rules())
+def test_arguments_that_rules_name_exist(op):
+    """A rule registered for an operator whose schema calls the argument otherwise would fail with a KeyError."""
     names = operators.signature(op)
-    row = lookup(op)
-    if isinstance(row, PerPosition) and type(row).axes is PerPosition.axes:
-        assert row.dims in names
-        assert not row.removes or "keepdim" in names
+    rule = lookup(op)
+    if isinstance(rule, PerPosition) and type(rule).axes is PerPosition.axes:
+        assert rule.dims in names
+        assert not rule.removes or "keepdim" in names
 
 
-def test_one_row_per_operator():
-    with pytest.raises(AssertionError, match="two rows"):
+def test_one_rule_per_operator():
+    with pytest.raises(AssertionError, match="two rules"):
         register(lookup("aten.cat.default"), ["aten.cat.default"])
 
 
@@ -139,8 +139,8 @@ def test_flops_are_pytorchs_or_those_of_filled_vectors():
 
 
 def test_what_nobody_registered_runs_whole():
-    row = lookup("somebody.elses.default")
-    assert isinstance(row, Whole)
-    assert (row.affine, row.copies, row.pixelwise, row.compiled) == (Affine.NO, False, False, False)
-    with pytest.raises(Refused, match="no row"):
-        row.axes(call_of("aten.relu.default", field()), 4)
+    rule = lookup("somebody.elses.default")
+    assert isinstance(rule, Whole)
+    assert (rule.affine, rule.copies, rule.pixelwise, rule.compiled) == (Affine.NO, False, False, False)
+    with pytest.raises(NotTileable, match="no op rule"):
+        rule.axes(call_of("aten.relu.default", field()), 4)

@@ -1,4 +1,4 @@
-"""Convolution: by PyTorch's operator on crops; of few channels with several pixels of a row as one.
+"""Rule of convolution: by PyTorch's operator on crops; of few channels with several pixels of a row as one.
 
 oneDNN fills a vector register with the channels of one pixel, so of few channels most of it is padding. In channels
 last g s pixels of a row that lie side by side are one of g s times the channels, which is a view, and make g outputs at
@@ -7,7 +7,7 @@ stride s; the weights are spread over them, with some zeros more (docs/decisions
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.boxes import Span
-from gigagrad.graphs.crops import fit
+from gigagrad.graphs.crops import bound_pad
 from gigagrad.graphs.graph import IMAGE_AXES, Axes
-from gigagrad.graphs.rows.windows import (
+from gigagrad.graphs.op_rules import Bound, Call, NotTileable, Site, Whole, aten, per_operand, register, require_nchw
+from gigagrad.graphs.ops.windows import (
     GROUPED,
     LANES,
-    WindowRow,
+    WindowRule,
     filled,
     inside_or_nearest,
     padded_groups_bytes,
@@ -28,7 +29,6 @@ from gigagrad.graphs.rows.windows import (
     reordered_bytes,
     trim,
 )
-from gigagrad.graphs.table import Call, Refused, Site, Whole, aten, per_operand, register, require_nchw
 
 _ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 _SMALL_CROP = 20480
@@ -48,8 +48,8 @@ def by_groups(
     outputs: int,
     convolved: Convolved,
 ) -> torch.Tensor:
-    """The convolution with nothing padded, `outputs` of a row as one, of a crop in channels last whose width is a
-    multiple of what these step over. Values that are not finite reach some pixels further: weights between are zeros.
+    """Convolve a crop in channels last with nothing padded, `outputs` of a row as one; its width is a multiple of what
+    these step over. Values that are not finite reach some pixels further: weights between are zeros.
     """
     (channels_out, channels_in, height, width), (_, _, rows, columns) = weight.shape, x_NCHW.shape
     pixels = outputs * stride[1]
@@ -65,7 +65,7 @@ def by_groups(
 
 
 def _outputs_as_one(call: Call) -> int:
-    """How many outputs of a row are computed as one; 0 where one by one is faster."""
+    """Count the outputs of a row that are computed as one; 0 where one by one is faster."""
     weight, stride = call.operands[1], pair(call["stride"])[1]
     plain = (*pair(call["dilation"]), call["groups"], call.node.shape[0]) == (1, 1, 1, 1)
     if not plain or weight.dtype not in GROUPED or weight.shape[1] > LANES // 2:
@@ -76,7 +76,7 @@ def _outputs_as_one(call: Call) -> int:
 
 
 def _lies_in_rows(x_NCHW: torch.Tensor) -> bool:
-    """Whether pixels side by side in a row lie as one, and oneDNN computes with them."""
+    """Tell whether pixels side by side in a row lie as one, and oneDNN computes with them."""
     return x_NCHW.permute(0, 2, 3, 1).is_contiguous() and _ONEDNN and x_NCHW.device.type == "cpu"
 
 
@@ -91,7 +91,7 @@ def _convolved(
     *,
     values: bool,
 ) -> torch.Tensor:
-    """By PyTorch's operator; without `values` zeros that have its gradient."""
+    """Run PyTorch's operator; without `values` make zeros that have its gradient."""
     if values:
         return torch.conv2d(x_NCHW, weight, bias, stride, padding, dilation, groups)
     size = (
@@ -133,7 +133,7 @@ class _BackwardOnly(torch.autograd.Function):
         return (*found, None, None)
 
 
-class Convolution(WindowRow):
+class Convolution(WindowRule):
     """2-D convolution: stride, dilation, groups, asymmetric padding and the `'same'` / `'valid'` forms."""
 
     backward_without_output = True
@@ -142,18 +142,18 @@ class Convolution(WindowRow):
 
     def axes(self, call: Call, rank: int) -> Axes:
         if call["padding"] == "same" and pair(call["stride"]) != (1, 1):
-            raise Refused("padding='same' with a stride")
+            raise NotTileable("padding='same' with a stride")
         return require_nchw(call)
 
     def needs(self, call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-        """Along x a multiple of the pixels that are one, as far as there are so many."""
+        """Return the window's span, along x a multiple of the pixels that are one, as far as there are so many."""
         reads = self.window(call, axis).reads(out)
         more = self._columns(call, out) - reads.length if axis == 1 else 0
         wanted = Span(reads.start, reads.stop + more)
         return per_operand(call, lambda field: inside_or_nearest(wanted, field.size(axis)))
 
     def _columns(self, call: Call, out: Span) -> int:
-        """Of a crop that `out` is computed from, with outputs and pixels in whole groups where these are one."""
+        """Count the columns that `out` is computed from; whole groups of outputs and of pixels where these are one."""
         window, outputs = self.window(call, 1), _outputs_as_one(call)
         if not outputs:
             return window.reads(out).length
@@ -161,7 +161,7 @@ class Convolution(WindowRow):
         return -(-((groups * outputs - 1) * window.stride + window.kernel) // pixels) * pixels
 
     def flops(self, call: Call) -> float:
-        """Channels count as the vectors that they fill."""
+        """Count channels as the vectors that they fill."""
         weight, groups, outputs = call.operands[1].shape, call["groups"], _outputs_as_one(call)
         pixels = prod(call.node.shape) // call.node.shape[1]
         if outputs:
@@ -173,8 +173,8 @@ class Convolution(WindowRow):
         return float(2 * pixels * groups * prod(weight[1:]) * filled(weight[0] // groups))
 
     def contiguous_only(self, call: Call) -> bool:
-        """In double precision; and in bfloat16 with dilation, where oneDNN's gradient can end the process (24 channels
-        in, PyTorch 2.13: a segmentation fault).
+        """Return True in double precision; and in bfloat16 with dilation, where oneDNN's gradient can end the process
+        (24 channels in, PyTorch 2.13: a segmentation fault).
         """
         dilated = max(pair(call["dilation"])) > 1
         return call.node.dtype == torch.float64 or (call.node.dtype == torch.bfloat16 and dilated)
@@ -186,41 +186,59 @@ class Convolution(WindowRow):
         return reordered_bytes(call, out_pixels, operands) + padded
 
     def compiled_for(self, call: Call, axis: int, out: Span, operands: tuple[Span | None, ...]) -> tuple[int, ...]:
-        """At the image's border crops are padded to the shape they have elsewhere."""
+        """Return the output's length: at the image's border crops are padded to the shape they have elsewhere."""
         return (out.length,)
 
-    def run(self, call: Call, arguments: dict[str, Any], site: Site) -> torch.Tensor:
-        x_NCHW, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
-        (top, bottom), (left, right) = self.missing(call, site)
-        stride, outputs = pair(call["stride"]), _outputs_as_one(call)
+    def bind(self, call: Call, site: Site) -> Bound:
+        one_by_one, in_groups = self._one_by_one(call, site), self._in_groups(call, site)
+        if in_groups is None:
+            return one_by_one
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            return (in_groups if _lies_in_rows(operands[0]) else one_by_one)(operands)
+
+        return run
+
+    def _in_groups(self, call: Call, site: Site) -> Bound | None:
+        """Bind it with several outputs of a row as one, for crops that lie in rows; None where that is not faster."""
+        outputs, stride = _outputs_as_one(call), pair(call["stride"])
+        (top, bottom), (left, _) = self.missing(call, site)
         # With what is missing, so that crops of one shape get one kernel in the middle and at the border.
-        rows, columns = x_NCHW.shape[2] + top + bottom, self._columns(call, site.out[1])
-        if outputs and x_NCHW.shape[1] * rows * columns > _SMALL_CROP and _lies_in_rows(x_NCHW):
-            more = columns - (x_NCHW.shape[3] + left + right)
-            x_NCHW = fit(x_NCHW, IMAGE_AXES, ((top, bottom), (left, right + more)))
+        (height, width), columns = (span.length for span in site.inside), self._columns(call, site.out[1])
+        if not outputs or call.operands[0].shape[1] * (height + top + bottom) * columns <= _SMALL_CROP:
+            return None
+        filled = bound_pad(IMAGE_AXES, ((top, bottom), (left, columns - width - left)))
 
-            def convolved(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, s: tuple[int, int]) -> torch.Tensor:
-                return _convolved(x, w, b, s, (0, 0), (1, 1), 1, values=site.values)
+        def convolved(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, s: tuple[int, int]) -> torch.Tensor:
+            return _convolved(x, w, b, s, (0, 0), (1, 1), 1, values=site.values)
 
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            x_NCHW, weight, bias = operands if len(operands) == 3 else (*operands, None)
+            x_NCHW = x_NCHW if filled is None else filled(x_NCHW)
             return trim(by_groups(x_NCHW, weight, bias, stride, outputs, convolved), (0, 0), site.out)
-        # Along an axis where both borders cut alike the operator pads by itself.
-        y, x = (before if before == after and before > 0 else 0 for before, after in ((top, bottom), (left, right)))
-        x_NCHW = fit(x_NCHW, IMAGE_AXES, ((top - y, bottom - y), (left - x, right - x)))
-        dilation = self._dilation(call, x_NCHW)
-        return _convolved(x_NCHW, weight, bias, stride, (y, x), dilation, call["groups"], values=site.values)
 
-    @staticmethod
-    def _dilation(call: Call, x_NCHW: torch.Tensor) -> tuple[int, int]:
-        """The call's own; for a kernel of one pixel, to which it makes no difference, one that is always fast.
+        return run
 
-        With one thread PyTorch gives such convolutions to oneDNN only if they are strided or dilated, and else takes a
-        kernel of half the speed (docs/decisions/0016-one-pixel-kernels.md).
-        """
-        dense = call.operands[1].shape[2:] == (1, 1) and call["groups"] == 1
-        fast = _ONEDNN and x_NCHW.device.type == "cpu" and x_NCHW.dtype == torch.float32
-        if dense and fast and x_NCHW.numel() > _SMALL_CROP:
-            return 2, 2
-        return pair(call["dilation"])
+    def _one_by_one(self, call: Call, site: Site) -> Bound:
+        """Bind it as PyTorch computes it. Along an axis where both borders cut alike the operator pads by itself."""
+        stride, dilation, groups, values = pair(call["stride"]), pair(call["dilation"]), call["groups"], site.values
+        missing = self.missing(call, site)
+        y, x = (before if before == after and before > 0 else 0 for before, after in missing)
+        (top, bottom), (left, right) = missing
+        filled = bound_pad(IMAGE_AXES, ((top - y, bottom - y), (left - x, right - x)))
+        dense = call.operands[1].shape[2:] == (1, 1) and groups == 1 and _ONEDNN
+
+        def run(operands: Sequence[Any]) -> torch.Tensor:
+            x_NCHW, weight, bias = operands if len(operands) == 3 else (*operands, None)
+            x_NCHW = x_NCHW if filled is None else filled(x_NCHW)
+            # To a kernel of one pixel dilation makes no difference, but with one thread PyTorch gives it to oneDNN only
+            # if it is strided or dilated, and else takes a kernel of half the speed
+            # (docs/decisions/0016-one-pixel-kernels.md).
+            fast = dense and x_NCHW.dtype == torch.float32 and x_NCHW.numel() > _SMALL_CROP
+            apart = (2, 2) if fast and x_NCHW.device.type == "cpu" else dilation
+            return _convolved(x_NCHW, weight, bias, stride, (y, x), apart, groups, values=values)
+
+        return run
 
 
 register(Convolution(), aten("conv2d conv2d.padding"))
