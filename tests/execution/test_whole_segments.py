@@ -173,6 +173,8 @@ def test_the_choice_is_part_of_an_engine_s_state():
     second.backward(image, target)
     assert second.plan(image, target).whole_pixels == 24 * 20
     for own, other in zip(model.parameters(), second.model.parameters(), strict=True):
+        assert own.grad is not None
+        assert other.grad is not None
         assert torch.equal(own.grad, other.grad)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -460,7 +461,7 @@ def several(request, normed, sound):
 def test_steps_of_ranks_that_are_changed_are_found(normed, several):
     damages = 0
     for index, step in enumerate(several.steps):
-        changed = []
+        changed = list[dict[str, Any]]()
         if isinstance(step, Exchange) and step.transfers:
             one, *others = step.transfers
             changed += [{"transfers": tuple(others)}, {"transfers": (one, *step.transfers)}]

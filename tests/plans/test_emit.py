@@ -1,3 +1,5 @@
+from typing import Any
+
 """Steps for several ranks: what they send each other, against a count of all pairs of them, and what that takes."""
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ boxes_st = st.lists(
 
 def exchanged(plan):
     """Each pass with what ends it: the bytes of fields and of sums by pairs of ranks."""
-    found, ranks = [], plan.ranks.count
+    found: list[tuple[Tiles, list[Any]]] = []
+    ranks = plan.ranks.count
     for step in plan.steps:
         if isinstance(step, Tiles):
             found.append((step, []))
@@ -136,7 +139,7 @@ def test_what_one_rank_does_alone_is_not_sent(ladder):
 def test_the_largest_share_is_that_of_any_pass(ladder):
     """Counted again, buffer by buffer."""
     shared = shared_by(ladder.problem, ladder.plan(), 3)
-    largest, there = 0.0, {}
+    largest, there = 0.0, dict[Any, Any]()
     for step in shared.steps:
         there |= {buffer.key: buffer for buffer in getattr(step, "buffers", ())}
         for key in getattr(step, "keys", ()):

@@ -6,6 +6,8 @@ a crop comes from, a whole field, a window of it or a file, must not show in the
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 _ALIGNED_BYTES = 64
@@ -17,7 +19,14 @@ def laid_out(value: torch.Tensor, layout: torch.memory_format = torch.contiguous
     if value.ndim != 4 or (value.shape[1] == 1 and value.stride(1) != 1):  # one channel lies in either layout
         layout = torch.contiguous_format
     value = aligned(value.contiguous(memory_format=layout))
-    return value.as_strided(value.shape, torch.empty(value.shape, device="meta", memory_format=layout).stride())
+    strides = _strides(tuple(value.shape), layout)
+    return value if value.stride() == strides else value.as_strided(value.shape, strides)
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...], layout: torch.memory_format) -> tuple[int, ...]:
+    """Return the strides of a new tensor of this shape."""
+    return torch.empty(shape, device="meta", memory_format=layout).stride()
 
 
 def aligned(value: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,8 @@ class Progress(Observer):
 
     def __init__(self, prepared: Prepared, events: Events) -> None:
         self._plan, self._events = prepared.plan, events
-        planned = [share * self._plan.predicted_seconds for share in self._plan.pass_shares]
+        seconds = self._plan.predicted_seconds
+        planned = [share * seconds for share in self._plan.pass_shares]
         self._foretold = planned if prepared.taken is None else prepared.taken
         self._foretold_seconds, self._tile_count = sum(self._foretold), self._plan.tile_count
         self._done = 0

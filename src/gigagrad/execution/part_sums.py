@@ -60,14 +60,16 @@ class PartSums:
         self._join(self._order.join_before(following))
         found, self._sums = list(zip(self._order.parts, self._sums, strict=True)), []
         for _, values in found:
-            self._convert(values)
+            for key, value in values.items():
+                if key not in self._merges:
+                    values[key] = value.to(self._dtype)
         return found
 
     def total(self) -> Values:
-        """Of all parts; nothing is added any more."""
+        """Return the sums of all parts, those of one value as it is; nothing is added any more."""
         self._end()
         self._join(len(self._sums) - 1)
-        return self._convert(self._sums.pop()) if self._sums else {}
+        return self._sums.pop() if self._sums else {}
 
     def _end(self) -> None:
         """The chain becomes a leaf."""
@@ -98,9 +100,3 @@ class PartSums:
             if known is not None and known.dtype != self._dtype:
                 sums[key] = known.to(self._dtype)
             add(sums, key, value, self._dtype)
-
-    def _convert(self, sums: Values) -> Values:
-        for key, value in sums.items():
-            if key not in self._merges:
-                sums[key] = value.to(self._dtype)
-        return sums

@@ -33,7 +33,7 @@ class Prepared:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return tuple(stage.computes for stage in self.plan.stages)
+        return self.plan.computed
 
     def parts(self, stage: int) -> Parts:
         """The parts of a stage's tiles: worked out once, whatever runs."""

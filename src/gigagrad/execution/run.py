@@ -259,8 +259,8 @@ class Run:
 
     def _scale(self, stage: Stage, totals: Values, times: float) -> None:
         """The cotangents turned out to be so many times as large."""
-        for total in totals.values():
-            total.mul_(times)
+        for node_id, total in totals.items():
+            totals[node_id] = total.to(self._prepared.device.sum_dtype) * times
         self._sweeps.errors.scale(stage.fields, times)
 
     def _pull_rest(self) -> None:

@@ -95,6 +95,10 @@ class Tape:
         self._uses = {operand: len(readers) for operand, readers in self._readers.items()}
         """How often each value is yet to be read here."""
         self._passing = passing_values(graph)
+        results = {*graph.outputs, *graph.updates.values()}
+        whole = (node.id for node in graph.nodes if node.whole and node.id not in results)
+        self._whole = sorted(whole, key=self._level.__getitem__)
+        """Whole fields that are not given back yet, the first known first."""
         self._ready = [node_id for node_id, count in self._missing.items() if not count]
         self._late = {i for i in graph.ancestors(tuple(graph.read_late())) if graph[i].op == "parameter"}
         self._leaves: dict[int, None] = {}
@@ -159,9 +163,9 @@ class Tape:
         that are whole fields: nothing reads them any more.
         """
         self._pull([i for i in self._pending if self._level[i] >= level])
-        results = {*self.graph.outputs, *self.graph.updates.values()}
-        for i in [i for i in self.values if self.graph[i].whole and self._level[i] >= level and i not in results]:
-            del self.values[i]
+        while self._whole and self._level[self._whole[-1]] >= level:
+            i = self._whole.pop()
+            self.values.pop(i, None)
             self._leaves.pop(i, None)
 
     def pull_parameters(self) -> None:

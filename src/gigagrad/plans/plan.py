@@ -170,6 +170,11 @@ class Plan:
         """The steps that compute tiles, in order."""
         return tuple(step for step in self.steps if isinstance(step, Tiles))
 
+    @cached_property
+    def computed(self) -> tuple[Stage, ...]:
+        """What each stage computes."""
+        return tuple(stage.computes for stage in self.stages)
+
     @property
     def whole(self) -> str | None:
         """What PyTorch runs of the model and the loss by itself on the whole image, `forward` or `forward and
