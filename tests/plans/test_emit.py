@@ -1,10 +1,9 @@
-from typing import Any
-
 """Steps for several ranks: what they send each other, against a count of all pairs of them, and what that takes."""
 
 from __future__ import annotations
 
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
