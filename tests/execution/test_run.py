@@ -13,8 +13,8 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.allowances import HEAP_TOP_BYTES
-from gigagrad.devices import MemoryWatch, device_for, heap
-from gigagrad.devices.cpu import Cpu, HeapWatch
+from gigagrad.devices import MemoryGuard, device_for, heap
+from gigagrad.devices.cpu import Cpu, HeapGuard
 from gigagrad.events import Preparing, StepMeasured, TileDone
 from gigagrad.execution import observers
 from gigagrad.execution.observers import Progress
@@ -222,7 +222,7 @@ def test_tiles_of_large_blocks_take_them_from_the_heap_and_look_before_each(monk
             kept.append(options[heap._M_TRIM_THRESHOLD])
 
     monkeypatch.setattr(heap, "_set_options", set_options)
-    monkeypatch.setattr(HeapWatch, "block_coming", lambda self, nbytes: looks.append(nbytes))
+    monkeypatch.setattr(HeapGuard, "block_coming", lambda self, nbytes: looks.append(nbytes))
     model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.Sigmoid(), nn.Conv2d(16, 1, 1))
     for side in (288, 384):
         image = torch.rand(1, 400, 400)
@@ -243,7 +243,7 @@ def test_memory_is_given_back_for_what_each_pass_will_take():
     """Its tiles, large blocks beside them, and the sums of its gradients, which are new."""
     told, done_by = [], set()
 
-    class Recorder(MemoryWatch):
+    class Recorder(MemoryGuard):
         def begin_pass(self, tile_bytes, beside_bytes, largest_bytes):  # type: ignore[override]
             told.append([(tile_bytes, beside_bytes, largest_bytes)])
 

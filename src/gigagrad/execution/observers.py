@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
-from gigagrad.devices import MemoryWatch
+from gigagrad.devices import MemoryGuard
 from gigagrad.events import Events, Notice, TileDone
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.prepared import Prepared
@@ -65,7 +65,7 @@ class Progress(Observer):
 class Memory(Observer):
     """Makes room for what a pass takes, and computes fewer tiles at a time where another one might not fit."""
 
-    def __init__(self, prepared: Prepared, watch: MemoryWatch, executor: Executor, events: Events) -> None:
+    def __init__(self, prepared: Prepared, watch: MemoryGuard, executor: Executor, events: Events) -> None:
         self._prepared, self._watch, self._executor, self._events = prepared, watch, executor, events
         self._tile_bytes = 0
 

@@ -36,7 +36,7 @@ from gigagrad.graphs import FIELD_BINS, GATHER
 from gigagrad.plans import Stage, Tiles
 from gigagrad.plans.program import Allocate, Buffer, Exchange, Gather, Release, Scalars
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
-from gigagrad.ranks import Alone, Ranks
+from gigagrad.ranks import Ranks, SingleRank
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads, uninterrupted
 
@@ -65,7 +65,7 @@ class Run:
         itself unless others are named. `journal`: a folder where finished parts are written down, until the run is
         over.
         """
-        ranks = ranks or Alone()
+        ranks = ranks or SingleRank()
         plan, device = prepared.plan, prepared.device
         self._prepared, self._graph = prepared, prepared.graph
         self._closing = threading.Lock()

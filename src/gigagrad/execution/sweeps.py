@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from gigagrad.boxes import Box
-from gigagrad.devices import MemoryWatch
+from gigagrad.devices import MemoryGuard
 from gigagrad.execution.cotangent_unit import multiplied
 from gigagrad.execution.exchange import Comm, Swept
 from gigagrad.execution.executor import Executor
@@ -51,7 +51,7 @@ class Sweeps:
         comm: Comm,
         executor: Executor,
         readers: SideThreads,
-        watch: MemoryWatch,
+        watch: MemoryGuard,
         observers: tuple[Observer, ...],
         journal: Journal,
     ) -> None:

@@ -1,8 +1,8 @@
-"""Images: open, read and write them; tissue labels; synthetic slides."""
+"""Open, read and write images; label tissue; make synthetic slides."""
 
 from gigagrad.images.image import Image, Level
+from gigagrad.images.input_view import InputView
 from gigagrad.images.layout import MaskClass
-from gigagrad.images.look import Look
 from gigagrad.images.opening import open_image
 from gigagrad.images.resolution import GuessedResolutionWarning, require_mpp
 from gigagrad.images.synthetic import make_cohort, make_slide
@@ -14,8 +14,8 @@ __all__ = [
     "PAPER_RECIPE",
     "GuessedResolutionWarning",
     "Image",
+    "InputView",
     "Level",
-    "Look",
     "MaskClass",
     "Recipe",
     "label_image",

@@ -1,4 +1,5 @@
-"""NumPy arrays and tensors as images: `(C, H, W)` or `(H, W)`, as everywhere in PyTorch, which need not be there."""
+"""Read NumPy arrays and tensors as images: `(C, H, W)` or `(H, W)`, as everywhere in PyTorch, which need not be
+there."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class TensorImage(Image):
 
 
 def channels_first(shape: tuple[int, ...], of_bytes: bool, name: str) -> tuple[int, int, int]:
-    """An array's shape as `(C, H, W)`. Raises `ImageError` for other axes, or an obvious `(H, W, C)`."""
+    """Return an array's shape as `(C, H, W)`. Raises `ImageError` for other axes, or an obvious `(H, W, C)`."""
     if len(shape) == 2:
         return 1, shape[0], shape[1]
     if len(shape) != 3:

@@ -1,5 +1,5 @@
-"""Cloud-optimised GeoTIFF: the file's tables at its head and small levels before large ones, so that a map server reads
-what it shows by a few requests. GDAL's own driver does that; it wants the whole file to be there first.
+"""Write cloud-optimised GeoTIFF: the file's tables at its head and small levels before large ones, so that a map server
+reads what it shows by a few requests. GDAL's own driver does that; it wants the whole file to be there first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gigagrad.extras import extra
 from gigagrad.files import replacing
 
 _CACHE_MIB = 64
-"""Of GDAL's blocks; by default it takes a twentieth of the machine's memory."""
+"""The cache of GDAL's blocks; by default it takes a twentieth of the machine's memory."""
 _TILE = 512
 _OPTIONS = {"compress": "DEFLATE", "bigtiff": "IF_SAFER"}
 _RGB = 2
@@ -22,7 +22,7 @@ _RGB = 2
 
 
 def require_gdal() -> None:
-    """Raises `ConfigError` where rasterio, which brings GDAL, is not installed."""
+    """Raise `ConfigError` where rasterio, which brings GDAL, is not installed."""
     with extra("geo"):
         import rasterio.shutil  # noqa: F401
 
@@ -57,8 +57,9 @@ def write_cog(source: Path, path: Path, *, nearest: bool) -> Path:
 
 
 def _calls_channels_colours(path: Path) -> bool:
-    """Whether three or four channels of bytes are red, green, blue and alpha by the TIFF's tags, and not to GDAL, whose
-    driver has no option for it: to all who read the tags, a class' probability would be how opaque the others are."""
+    """Return whether three or four channels of bytes are red, green, blue and alpha by the TIFF's tags, and not to
+    GDAL, whose driver has no option for it: to all who read the tags, a class' probability would be how opaque the
+    others are."""
     import rasterio
     import tifffile
     from rasterio.enums import ColorInterp
@@ -68,7 +69,7 @@ def _calls_channels_colours(path: Path) -> bool:
 
 
 def _without_colours(path: Path) -> Path:
-    """A copy of a cloud-optimised GeoTIFF, laid out alike, whose channels are but numbers; the file itself is gone."""
+    """Replace a cloud-optimised GeoTIFF by a copy, laid out alike, whose channels are but numbers."""
     import rasterio.shutil
 
     plain = path.with_name("plain.tif")

@@ -1,4 +1,4 @@
-"""What every image is to the rest of the library: a shape, a dtype and `read(box)`.
+"""Define what every image is to the rest of the library: a shape, a dtype and `read(box)`.
 
 A reader derives from `Image`, calls `Image.__init__` and implements `_read_inside`, which is only ever asked for
 non-empty boxes inside the image. Everything a caller may rely on is enforced here, once: the exact box comes back
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from gigagrad.images.georeference import Georeference
 
 LUMA_BT601 = (0.299, 0.587, 0.114)
-"""Of red, green and blue in grey: ITU-R BT.601, which JPEG's luma follows, too."""
+"""The weights of red, green and blue in grey: ITU-R BT.601, which JPEG's luma follows, too."""
 _LUMA_ROWS = 64
-"""Converted at a time, so that next to no floats are held beside the pixels."""
+"""Rows that are converted at a time, so that next to no floats are held beside the pixels."""
 _LONGEST_AXIS = 2**31 - 1
 _LONGEST_QUOTATION = 300
 _MOST_CHANNELS = 2**16 - 1
@@ -40,7 +40,7 @@ Pixels: TypeAlias = "Array | torch.Tensor"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One resolution of an image: `shape` is `(height, width)` in pixels, `downsample` is relative to level 0."""
+    """A resolution of an image: `shape` is `(height, width)` in pixels, `downsample` is relative to level 0."""
 
     shape: tuple[int, int]
     downsample: float
@@ -87,8 +87,8 @@ class Image(ABC):
         thread_bytes: int = 0,
         decode_seconds: float = 0.0,
     ) -> None:
-        """`mpp` and `georeference` are of level 0, `level` is the chosen one; `open_level(level=...)` opens a file
-        again, at any level."""
+        """Describe an image: `mpp` and `georeference` are of level 0, `level` is the chosen one;
+        `open_level(level=...)` opens a file again, at any level."""
         if min(shape) < 1:
             raise ImageError(f"{name} has no pixels: its shape (C, H, W) is {shape}; every axis must be at least 1")
         self.shape: Final = shape
@@ -113,17 +113,17 @@ class Image(ABC):
 
     @property
     def height(self) -> int:
-        """Rows of the chosen level, in pixels."""
+        """Return the rows of the chosen level, in pixels."""
         return self.shape[1]
 
     @property
     def width(self) -> int:
-        """Columns of the chosen level, in pixels."""
+        """Return the columns of the chosen level, in pixels."""
         return self.shape[2]
 
     @final
     def read(self, box: Box) -> Pixels:
-        """The pixels of exactly `box`, shape `(C, box.height, box.width)`, with `fill` outside the image.
+        """Read the pixels of exactly `box`, shape `(C, box.height, box.width)`, with `fill` outside the image.
 
         The result is the caller's own (writing to it changes nothing else) and may be a transposed view, so do not
         assume it contiguous. Safe to call from several threads at once.
@@ -149,16 +149,17 @@ class Image(ABC):
 
     @abstractmethod
     def _read_inside(self, box: Box) -> Pixels:
-        """Fresh pixels `(C, box.height, box.width)` of a non-empty box that lies inside the image; thread-safe."""
+        """Read fresh pixels `(C, box.height, box.width)` of a non-empty box that lies inside the image; thread-safe."""
 
     def _blank(self, height: int, width: int) -> Pixels:
-        """`(C, height, width)` pixels of fill, channels last in memory as files have them."""
+        """Make `(C, height, width)` pixels of fill, channels last in memory as files have them."""
         assert isinstance(self.dtype, np.dtype)
         return np.full((height, width, self.channels), self.fill, self.dtype).transpose(2, 0, 1)
 
     @final
     def at_level(self, level: int) -> Image:
-        """Another level of the same source, as a new image to close. Raises `ImageError` if there is no such level."""
+        """Open another level of the same source, as a new image to close. Raises `ImageError` if there is no such
+        level."""
         choose_level(self.levels, level, self.name)
         if self._open_level is None:
             raise ImageError(f"{self.name} has but one level; open its source with open_image(level=...)")
@@ -166,7 +167,8 @@ class Image(ABC):
 
     @final
     def grey(self) -> Image:
-        """This image in one channel: the luma of ITU-R BT.601 in this dtype, integers rounded; itself if it has one.
+        """View this image in one channel: the luma of ITU-R BT.601 in this dtype, integers rounded; itself if it has
+        one.
 
         For networks that grey their input anyway. JPEG tiles of a TIFF are decoded to the luma that they store, in half
         the time: within 2 of 255 that of their colours, except where these had to be cut to what RGB can show.
@@ -180,7 +182,7 @@ class Image(ABC):
 
     @final
     def bands(self, chosen: Sequence[int | str]) -> Image:
-        """These channels in this order: numbers, counted from 1 as GDAL counts bands, or names in any case.
+        """View these channels in this order: numbers, counted from 1 as GDAL counts bands, or names in any case.
 
         Closing it leaves this image open. Raises `ImageError` for a channel that there is not, or not only once.
         """
@@ -191,7 +193,7 @@ class Image(ABC):
 
     @final
     def filled(self) -> Image:
-        """This image with 0 in the place of samples that hold no data, as networks want it; itself if all do.
+        """View this image with 0 in the place of samples that hold no data, as networks want it; itself if all do.
 
         `missing` still tells them. Closing it leaves this image open.
         """
@@ -200,7 +202,7 @@ class Image(ABC):
         return self if self.nodata is None else FilledImage(self)
 
     def missing(self, box: Box) -> NDArray[np.bool_] | None:
-        """Where no channel holds data, `(box.height, box.width)`; None if that is nowhere in `box`.
+        """Tell where no channel holds data, `(box.height, box.width)`; None if that is nowhere in `box`.
 
         Holds `missing_bytes` at most beside it.
         """
@@ -210,22 +212,24 @@ class Image(ABC):
 
     @property
     def missing_bytes(self) -> int:
-        """What `missing` holds while it looks."""
+        """Return the bytes that `missing` holds while it looks."""
         from gigagrad.images.nodata import held_bytes
 
         return 0 if self.nodata is None else held_bytes(self)
 
     def _read_channels(self, box: Box, channels: Sequence[int]) -> Pixels:
-        """Fresh pixels of channels, counted from 0, of a non-empty box that lies inside this image; thread-safe."""
+        """Read fresh pixels of channels, counted from 0, of a non-empty box that lies inside this image;
+        thread-safe."""
         return self._read_inside(box)[list(channels)]
 
     @property
     def _grey_seconds(self) -> float:
-        """About what one thread takes to decode all of it in grey."""
+        """Estimate the time that one thread takes to decode all of it in grey."""
         return self.decode_seconds
 
     def _read_grey(self, box: Box) -> Pixels:
-        """Fresh luma `(1, box.height, box.width)` of a non-empty box that lies inside this RGB image; thread-safe."""
+        """Read fresh luma `(1, box.height, box.width)` of a non-empty box that lies inside this RGB image;
+        thread-safe."""
         colours = self._read_inside(box)
         grey = self._blank(*box.shape)[:1]
         for row in range(0, box.height, _LUMA_ROWS):
@@ -251,7 +255,7 @@ class Image(ABC):
         self.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copies and pickles of an image of a file open it again; others are copied with their pixels."""
+        """Reopen the file in copies and pickles of its image; others are copied with their pixels."""
         if self._open_level is None:
             return super().__reduce_ex__(protocol)
         self._require_open()
@@ -270,7 +274,7 @@ class Image(ABC):
 
 
 class View(Image):
-    """Another image as it is, but for what a subclass makes of its pixels. Closing it leaves `image` open."""
+    """A view of another image, but for what a subclass makes of its pixels. Closing it leaves `image` open."""
 
     def __init__(
         self,
@@ -307,12 +311,12 @@ def _opened(open_level: Callable[..., Image | None], level: int) -> Image:
 
 
 def is_floating(dtype: np.dtype[Any] | torch.dtype) -> bool:
-    """Whether an image of this dtype holds floats."""
+    """Return whether an image of this dtype holds floats."""
     return dtype.kind == "f" if isinstance(dtype, np.dtype) else dtype.is_floating_point
 
 
 def as_slice(numbers: Sequence[int]) -> slice | list[int]:
-    """Numbers at equal distances as a slice, by which NumPy copies at once; others as they are."""
+    """Return numbers at equal distances as a slice, by which NumPy copies at once; others as they are."""
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     if not step or any(after - before != step for before, after in pairwise(numbers)):
         return list(numbers)
@@ -321,7 +325,7 @@ def as_slice(numbers: Sequence[int]) -> slice | list[int]:
 
 
 def check_size(shape: Sequence[int], name: str) -> None:
-    """Raises `ImageError` for a `(C, H, W)` that no file holds; what a file declares has not been paid for."""
+    """Raise `ImageError` for a `(C, H, W)` that no file holds; what a file declares has not been paid for."""
     if min(shape) < 1 or shape[0] > _MOST_CHANNELS or max(shape) > _LONGEST_AXIS:
         raise ImageError(
             f"{name} declares {' x '.join(map(str, shape))} (C x H x W); expected 1 to {_MOST_CHANNELS} channels and "
@@ -330,7 +334,7 @@ def check_size(shape: Sequence[int], name: str) -> None:
 
 
 def fill_of(dtype: np.dtype[Any], channels: int, *, says_colour: bool = False) -> int:
-    """What lies outside: white (the dtype's largest value) for a colour slide, 0 for a mask or anything else.
+    """Return what lies outside: white (the dtype's largest value) for a colour slide, 0 for a mask or anything else.
 
     A colour slide has unsigned integers and either three channels of uint8 or a file that calls itself colour.
     """
@@ -340,7 +344,7 @@ def fill_of(dtype: np.dtype[Any], channels: int, *, says_colour: bool = False) -
 
 @contextmanager
 def in_our_words(problem: str, remedy: str = "the file is truncated or corrupt") -> Iterator[None]:
-    """What a library raises at a damaged file, whatever its class, as an `ImageError` of one line."""
+    """Raise what a library raises at a damaged file, whatever its class, as an `ImageError` of one line."""
     try:
         yield
     except ImageError:
@@ -351,7 +355,7 @@ def in_our_words(problem: str, remedy: str = "the file is truncated or corrupt")
 
 
 def choose_level(levels: tuple[Level, ...], level: int, name: str) -> Level:
-    """The level a caller asked for. Raises `ImageError` with the list of levels there are."""
+    """Return the level that a caller asked for. Raises `ImageError` with the list of levels there are."""
     if 0 <= level < len(levels):
         return levels[level]
     have = ", ".join(f"{index} ({entry.shape[0]} x {entry.shape[1]})" for index, entry in enumerate(levels))
@@ -359,6 +363,6 @@ def choose_level(levels: tuple[Level, ...], level: int, name: str) -> Level:
 
 
 def levels_of(shapes: list[tuple[int, int]]) -> tuple[Level, ...]:
-    """Levels from their `(height, width)`, level 0 first; downsample is the mean of both axes, as in OpenSlide."""
+    """Make levels from their `(height, width)`, level 0 first; downsample is the mean of both axes, as in OpenSlide."""
     height, width = shapes[0]
     return tuple(Level((h, w), (height / h + width / w) / 2) for h, w in shapes)

@@ -1,4 +1,5 @@
-"""Pixels that hold no data: satellites see strips, mosaics have corners, and files mark what is missing by a value."""
+"""Find pixels that hold no data: satellites see strips, mosaics have corners, and files mark what is missing by a
+value."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _BLOCK_PX = 512
 
 
 def parse_nodata(text: str | None, dtype: np.dtype[Any]) -> int | float | None:
-    """The value that GDAL's tag names, as samples of `dtype` hold it; None where none of them can."""
+    """Read the value that GDAL's tag names, as samples of `dtype` hold it; None where none of them can."""
     text = (text or "").strip()
     try:
         value = float(text)
@@ -39,7 +40,8 @@ def parse_nodata(text: str | None, dtype: np.dtype[Any]) -> int | float | None:
 
 
 def value_of_gaps(text: str | None, dtype: np.dtype[Any]) -> int | float:
-    """What GDAL reads in blocks that a file leaves out: the value of no data as near as samples come to it, or 0."""
+    """Return what GDAL reads in blocks that a file leaves out: the value of no data as near as samples come to it, or
+    0."""
     if (exact := parse_nodata(text, dtype)) is not None:
         return exact
     try:
@@ -57,13 +59,13 @@ def _range(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def is_nodata(pixels: Array, nodata: int | float) -> NDArray[np.bool_]:
-    """Which samples hold no data; NaN does in no case."""
+    """Tell which samples hold no data; NaN does in no case."""
     empty: NDArray[np.bool_] = pixels == nodata
     return empty | np.isnan(pixels) if pixels.dtype.kind == "f" else empty
 
 
 def missing_in(image: Image, nodata: int | float, box: Box) -> NDArray[np.bool_] | None:
-    """What `Image.missing` tells of an image in which `nodata` says so."""
+    """Find what `Image.missing` tells of an image in which `nodata` says so."""
     empty = np.zeros(box.shape, bool)
     for cell, to, _ in grid_parts(box, _BLOCK_PX, _BLOCK_PX):
         pixels = np.asarray(image.read(box.intersect(cell)))
@@ -72,6 +74,6 @@ def missing_in(image: Image, nodata: int | float, box: Box) -> NDArray[np.bool_]
 
 
 def held_bytes(image: Image) -> int:
-    """Of `missing_in`: a block, and what is known of its samples while it is found out."""
+    """Return the bytes that `missing_in` holds: a block, and what is known of its samples while it is found out."""
     assert isinstance(image.dtype, np.dtype), "tensors have data everywhere"
     return image.channels * _BLOCK_PX**2 * (image.dtype.itemsize + 3)

@@ -1,4 +1,4 @@
-"""What a notebook shows of an image: what it is, and a small picture where that costs little."""
+"""Show an image in a notebook: what it is, and a small picture where that costs little."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gigagrad.images.thumbnails import thumbnail
 
 _SIDE_PX = 320
 _MOST_PIXELS = 2**24
-"""Of the level that a picture is made from; a larger one would be read for seconds."""
+"""The most pixels of the level that a picture is made from; a larger one would be read for seconds."""
 
 
 def image_html(image: Image) -> str:
-    """The image's text, under it a thumbnail; only the text where the image is closed or unreadable, or no level of it
-    is small enough."""
+    """Return the image's text, under it a thumbnail; only the text where the image is closed or unreadable, or no level
+    of it is small enough."""
     text = f"<div><code>{html.escape(repr(image))}</code></div>"
     smallest = min((height * width for height, width in (level.shape for level in image.levels)), default=0)
     if min(smallest, image.height * image.width) > _MOST_PIXELS:
@@ -32,7 +32,8 @@ def image_html(image: Image) -> str:
 
 
 def _png(pixels_HWC: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bytes:
-    """Colours of the first three channels, else grey of the first; a mask of few values is stretched to be seen."""
+    """Encode colours of the first three channels, else grey of the first; a mask of few values is stretched to be
+    seen."""
     from PIL import Image as Pictures
 
     shown = pixels_HWC[..., :3] if pixels_HWC.shape[2] >= 3 else pixels_HWC[..., 0]

@@ -1,4 +1,4 @@
-"""Does a PNG hold all the pixels that it declares? Pillow leaves rows black where the stream ends early.
+"""Check that a PNG holds all the pixels that it declares. Pillow leaves rows black where the stream ends early.
 
 A walk over the chunks (W3C PNG, sections 5 and 10) with their checksums, and one pass of inflation that keeps nothing.
 Unlike JPEG, PNG has a checksum for every byte: what passes here is as it was written.
@@ -22,12 +22,12 @@ _INFLATED_AT_ONCE = 2**20
 
 
 def png_size(data: bytes) -> tuple[int, int]:
-    """`(height, width)` as the header says."""
+    """Return `(height, width)` as the header says."""
     return int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big")
 
 
 def check_png(data: bytes) -> None:
-    """Raises `ValueError` for a PNG with a damaged chunk, and for one that ends before its pixels: with the row."""
+    """Raise `ValueError` for a PNG with a damaged chunk, and for one that ends before its pixels: with the row."""
     chunks = list(_chunks(data))
     if not chunks or chunks[0][0] != b"IHDR" or len(chunks[0][1]) != 13:
         raise ValueError("it does not begin with a header")
@@ -46,13 +46,13 @@ def check_png(data: bytes) -> None:
 
 
 def _pass_bytes(height: int, width: int, step: tuple[int, int], pixel_bits: int) -> int:
-    """Of every `step`th row and column, each row with a byte that says how it was filtered."""
+    """Count the bytes of every `step`th row and column, each row with a byte that says how it was filtered."""
     rows, columns = (max(0, -(-size // every)) for size, every in zip((height, width), step, strict=True))
     return rows * (1 + -(-columns * pixel_bits // 8)) if columns else 0
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
-    """Kind and content of every chunk up to the end of the picture."""
+    """Yield kind and content of every chunk up to the end of the picture."""
     view, at = memoryview(data), _SIGNATURE_BYTES
     while at + 12 <= len(data):
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
@@ -69,7 +69,7 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def _inflated_bytes(parts: list[bytes], enough: int) -> int:
-    """How many bytes a zlib stream holds; no more than about `enough` are counted, and none is kept."""
+    """Count the bytes that a zlib stream holds; no more than about `enough` are counted, and none is kept."""
     stream, got = zlib.decompressobj(), 0
     try:
         for part in parts:

@@ -1,4 +1,4 @@
-"""An image at another size by its nearest pixels, as class ids need it, which must never be averaged."""
+"""Resample an image to another size by its nearest pixels, as class ids need it, which must never be averaged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Resampled(Image):
 
 
 def _nearest(span: Span, source: int, size: int, part: Span, full: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Pixels of an axis of `source` pixels, which are those of `part` of `full` ones, at the centres of `span` of the
-    same axis in `size` pixels."""
+    """Find the pixels of an axis of `source` pixels, which are those of `part` of `full` ones, at the centres of `span`
+    of the same axis in `size` pixels."""
     twice = 2 * np.arange(span.start, span.stop, dtype=np.int64) + 1
     return (twice * full - 2 * part.start * size) * source // (2 * size * part.length)

@@ -1,4 +1,4 @@
-"""Several images of one place as one: stains of a section, bands in files of their own."""
+"""Stack several images of one place to one: stains of a section, bands in files of their own."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _size(image: Image) -> str:
 
 
 def _at(image: Image, shape: tuple[int, int]) -> int | None:
-    """The level of this `(height, width)`."""
+    """Return the level of this `(height, width)`."""
     return next((index for index, level in enumerate(image.levels) if level.shape == shape), None)
 
 

@@ -1,4 +1,4 @@
-"""Is a compressed tile whole? Decoders of JPEG and JPEG 2000 answer "yes" too easily.
+"""Check that a compressed tile is whole: decoders of JPEG and JPEG 2000 say so too easily.
 
 They paint over what they cannot decode, and their warnings do not reach Python. These checks walk a stream's markers
 (ITU-T T.81 annex B, T.800 annex A) and look for byte pairs that its entropy coding cannot produce. A tile that was cut
@@ -26,7 +26,8 @@ _WEBP_COMPRESSIONS = frozenset({34927, 50001})
 
 
 def check_stream(data: bytes, compression: int, *, whole: tuple[int, int], inside: tuple[int, int]) -> Jpeg | None:
-    """The stream, if it is a JPEG. Raises `ValueError` for one that is not sound or of another size than its tile.
+    """Return the stream, if it is a JPEG. Raises `ValueError` for one that is not sound or of another size than its
+    tile.
 
     `compression` is the TIFF tag's value. A tile is `whole` in `(height, width)`, and `inside` of it lies in the image;
     streams have the one or the other. Decoders take as much memory as a stream asks for, so this comes first.
@@ -45,7 +46,8 @@ def check_stream(data: bytes, compression: int, *, whole: tuple[int, int], insid
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """`(height, width)` of the canvas (VP8X), a lossless stream (VP8L) or a lossy one; (0, 0) of anything else."""
+    """Return `(height, width)` of the canvas (VP8X), a lossless stream (VP8L) or a lossy one; (0, 0) of anything
+    else."""
     kind, body = data[12:16], data[20:30]
     if kind == b"VP8X":
         return int.from_bytes(body[7:10], "little") + 1, int.from_bytes(body[4:7], "little") + 1
@@ -112,7 +114,7 @@ class Jpeg:
         return cls(data, data[at + 4], height, width, ends, restarts)
 
     def check_ends(self, pixels_HWC: Array, decode: Callable[[bytes], Array]) -> None:
-        """Raises `ValueError` with the row where the stream has no more data for its pixels.
+        """Raise `ValueError` with the row where the stream has no more data for its pixels.
 
         A decoder fills what is missing with mid-grey and says nothing. So where the last pixel is mid-grey (or there
         are several scans, of which the last may refine what is there), the stream is decoded once more with a few bytes
@@ -139,7 +141,7 @@ class Jpeg:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What there is before the scans of a JPEG: the same in all tiles of a file."""
+    """The part before the scans of a JPEG: the same in all tiles of a file."""
 
     frames: tuple[tuple[int, int], ...] = ()
     restarts: bool = False
@@ -148,7 +150,7 @@ class _Head:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(head: bytes) -> _Head:
-        """The markers in `head`; none where they do not lead to its end."""
+        """Find the markers in `head`; none where they do not lead to its end."""
         found = list[tuple[int, int]]()
         with suppress(ValueError):
             found.extend(_jpeg_segments(head, len(_JPEG_START)))
@@ -164,7 +166,7 @@ def _end_of_segment(data: bytes, at: int) -> int:
 
 
 def _jpeg_segments(data: bytes, at: int) -> Iterator[tuple[int, int]]:
-    """Every marker from there on and where it stands, up to the end of the image."""
+    """Yield every marker from there on and where it stands, up to the end of the image."""
     while at + 2 <= len(data):
         marker = data[at + 1]
         if data[at] != 0xFF or (marker not in _JPEG_WITH_LENGTH and marker not in (0xFF, _JPEG_END)):
@@ -189,7 +191,8 @@ _J2K_STRAY = re.compile(rb"\xff[\x90\x93-\xff]")
 
 
 def check_jpeg_2000(data: bytes) -> tuple[int, int]:
-    """`(height, width)` of a codestream, bare or inside a JP2 file. Raises `ValueError` for one that is not sound."""
+    """Return `(height, width)` of a codestream, bare or inside a JP2 file. Raises `ValueError` for one that is not
+    sound."""
     start = data.find(_J2K_START) if data.startswith(_J2K_FILE) else 0
     if start < 0 or not data.startswith(_J2K_START, start):
         raise ValueError("it does not begin like a JPEG 2000")

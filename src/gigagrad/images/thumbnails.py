@@ -1,4 +1,4 @@
-"""Small pictures of large images, without ever holding the large one."""
+"""Make small pictures of large images, without ever holding the large one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAMPLES, _SAMPLE_PX = 8, 32
 
 
 def thumbnail(image: Image, max_side: int) -> Array:
-    """The image at most `max_side` px high and wide, by averaging areas: `(h, w, C)` uint8; never enlarged.
+    """Shrink the image to at most `max_side` px high and wide, by averaging areas: `(h, w, C)` uint8; never enlarged.
 
     Takes the smallest level that is still large enough (but none above the image's own), and reads it in blocks of
     about 1024 x 1024 px. Integers other than uint8 are scaled from their dtype's range, floats are taken to be 0 to 1;
@@ -35,7 +35,7 @@ def thumbnail(image: Image, max_side: int) -> Array:
 
 @contextmanager
 def _coarse(image: Image, side: int) -> Iterator[Image]:
-    """The smallest level, `image` or below it, that is still `side` px high or wide."""
+    """Open the smallest level, `image` or below it, that is still `side` px high or wide."""
     here = next(index for index, level in enumerate(image.levels) if level.shape == image.shape[1:])
     enough = [index for index, level in enumerate(image.levels) if index >= here and max(level.shape) >= side]
     if enough and enough[-1] != here:
@@ -68,7 +68,8 @@ def _averaged(image: Image, max_side: int) -> Array:
 
 
 def samples(image: Image) -> list[Array]:
-    """Of each channel some 65,000 values, from all over the smallest level of 256 px or more; none of no data."""
+    """Sample some 65,000 values of each channel, from all over the smallest level of 256 px or more; none of no
+    data."""
     with _coarse(image, _SAMPLES * _SAMPLE_PX) as coarse:
         read = []
         for box in spread(coarse.height, coarse.width, _SAMPLES, _SAMPLE_PX):
@@ -80,13 +81,13 @@ def samples(image: Image) -> list[Array]:
 
 
 def full_range(dtype: np.dtype[Any]) -> tuple[float, float]:
-    """Intensities 0 and 1 where nothing else is known: 0 and the largest integer, or 1 for floats."""
+    """Return intensities 0 and 1 where nothing else is known: 0 and the largest integer, or 1 for floats."""
     return 0.0, float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0
 
 
 def range_shown(values: Array, dtype: np.dtype[Any]) -> tuple[float, float]:
-    """`full_range` for an image of such values; where they vary within a quarter of it or beyond it, from their 2nd
-    percentile to their 98th."""
+    """Return `full_range` for an image of such values; where they vary within a quarter of it or beyond it, from their
+    2nd percentile to their 98th."""
     low, high = full_range(dtype)
     darkest, brightest = (float(value) for value in np.percentile(values, (2, 98))) if values.size else (low, high)
     if darkest < brightest and (darkest < low or not high / 4 < brightest <= high):

@@ -1,4 +1,4 @@
-"""The fast path for TIFF and SVS: raw tiles by position, decoded by imagecodecs, several times OpenSlide's speed.
+"""Read TIFF and SVS by a fast path: raw tiles by position, decoded by imagecodecs, several times OpenSlide's speed.
 
 Reads tiled and striped files, pyramids as further pages or as SubIFDs, OME-TIFF, RGB, YCbCr (as JPEG) and greyscale,
 any integer or float dtype. Tiles are read by position, so any number of threads may read at once.
@@ -44,12 +44,12 @@ from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, Walk, grid_parts
 from gigagrad.threads import side_by_side
 
 _ROWS = 64
-"""That are emptied at a time, so that next to nothing is held beside the pixels."""
+"""Rows that are emptied at a time, so that next to nothing is held beside the pixels."""
 _DTYPES_OF_ALPHA = (np.uint8, np.uint16)
 
 
 class TiffImage(Image):
-    """One level of a TIFF. Use `open_tiff`."""
+    """A level of a TIFF. Use `open_tiff`."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class TiffImage(Image):
         ids: bool = False,
         **described: Any,
     ) -> None:
-        """`mask` opens what says where pixels of a level of a shape hold data, None where there is no such mask; if
-        `alpha`, the last sample does (of a dtype in which it does for GDAL). `gaps` is what is in segments that the
-        file leaves out; None says that this is a slide, in which they are as outside. `described` is what `Image` is
-        told beside, as the directory has it."""
+        """Read a level: `mask` opens what says where pixels of a level of a shape hold data, None where there is no
+        such mask; if `alpha`, the last sample does (of a dtype in which it does for GDAL). `gaps` is what is in
+        segments that the file leaves out; None says that this is a slide, in which they are as outside. `described` is
+        what `Image` is told beside, as the directory has it."""
         levels = levels_of([table.shape for table in tables])
         choose_level(levels, level, path.name)
         segments = tables[level]
@@ -153,11 +153,12 @@ class TiffImage(Image):
 
     @property
     def _validity(self) -> Image | None:
-        """What alone is looked at for 0, or the value of no data: the mask, or alpha; None where all channels are."""
+        """Return what alone is looked at for 0, or the value of no data: the mask, or alpha; None where all channels
+        are."""
         return self._valid if self._alpha is None else _Alpha(self)
 
     def _emptied(self, box: Box, pixels_HWC: Array) -> Array:
-        """The pixels, 0 where the mask says that there are none: what compression has left there means nothing."""
+        """Set pixels to 0 where the mask says that there are none: what compression has left there means nothing."""
         for rows in tiles(*box.shape, _ROWS, box.width) if self._valid is not None else ():
             if (missing := self.missing(rows.shift(box.y0, box.x0))) is not None:
                 pixels_HWC[rows.y0 : rows.y1][missing] = 0
@@ -227,7 +228,8 @@ class _Alpha(View):
 
 
 def _valid(path: Path, tables: list[Segments], shape: tuple[int, int]) -> Image:
-    """The mask of a level of this shape, above 0 where there is data: its own, or the nearest pixels of the largest."""
+    """Open the mask of a level of this shape, above 0 where there is data: its own, or the nearest pixels of the
+    largest."""
     shapes = [table.shape for table in tables]
     level = shapes.index(shape) if shape in shapes else 0
     mask = TiffImage(path, tables, None, colour=False, alpha=False, gaps=0, level=level, mpp=None, channel_names=())
@@ -238,7 +240,7 @@ def _valid(path: Path, tables: list[Segments], shape: tuple[int, int]) -> Image:
 
 
 def _tables(path: Path) -> list[Segments]:
-    """The levels of a mask in a file of its own."""
+    """Read the levels of a mask in a file of its own."""
     import tifffile
 
     found = walk_tiff(path)
@@ -251,8 +253,8 @@ def _tables(path: Path) -> list[Segments]:
 
 
 def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool = False) -> TiffImage | None:
-    """One level of a TIFF file; None where the file is a TIFF that had better be read by OpenSlide. Of `ids`, one with
-    a palette is its indices.
+    """Open one level of a TIFF file; None where the file is a TIFF that had better be read by OpenSlide. Of `ids`, one
+    with a palette is its indices.
 
     Raises `ImageError` for a file that is corrupt, truncated (every tile of every level is checked against the file's
     length) or laid out unusably.

@@ -1,4 +1,5 @@
-"""What a TIFF's directory says of the slide: can we read this layout, is it colour, how large is a pixel, and where."""
+"""Read what a TIFF's directory says of the slide: can we read this layout, is it colour, how large is a pixel, and
+where."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _OPENSLIDE_CODECS = frozenset({1, 5, 8, 32773, 32946, 33005, 50000, *JPEG_COMPRE
 _GDAL_TAGS = (*TAGS, GDAL_NODATA, _GDAL_METADATA)
 _MOST_NAMES, _LONGEST_NAME = 8, 100
 _MOST_VALUES = 2**20
-"""Of a tag that is no table of tiles: a file's word for how many there are costs nothing before they are read."""
+"""The most values of a tag that is no table of tiles: a file's word for how many there are costs nothing before they
+are read."""
 
 # Scans whose tiles overlap, are missing or do not form one plain grid; their vendors' rules are OpenSlide's knowledge.
 _VENDORS_FOR_OPENSLIDE = ("is_ndpi", "is_bif", "is_scn", "is_philips")
@@ -60,7 +62,7 @@ _CHANNEL_AXES = ("", "C", "S", "Q")
 
 
 def better_by_openslide(tif: Any) -> bool:
-    """Whether this tifffile.TiffFile is of a kind whose pixels only OpenSlide puts together rightly."""
+    """Return whether this tifffile.TiffFile is of a kind whose pixels only OpenSlide puts together rightly."""
     page = tif.pages[0]
     return (
         any(getattr(tif, vendor) for vendor in _VENDORS_FOR_OPENSLIDE)
@@ -75,15 +77,15 @@ def better_by_openslide(tif: Any) -> bool:
 
 
 def _unlike_aperio(tif: Any) -> bool:
-    """Whether smaller levels leave out tiles, which are made of the larger one's, or are elsewhere than Aperio has
-    them: OpenSlide takes every page that is in tiles."""
+    """Return whether smaller levels leave out tiles, which are made of the larger one's, or are elsewhere than Aperio
+    has them: OpenSlide takes every page that is in tiles."""
     tiled = [page for page in tif.pages if page.is_tiled]
     levels = {level.shape[-3:] for level in tif.series[0].levels}
     return any(0 in page.databytecounts for page in tiled[1:]) or {page.shape for page in tiled} != levels
 
 
 def check_kind(tif: Any, name: str) -> None:
-    """Raises `ImageError` for the stacks of microscopes, before their tables are read."""
+    """Raise `ImageError` for the stacks of microscopes, before their tables are read."""
     if kinds := [flag.removeprefix("is_") for flag in _STACKS if getattr(tif, flag)]:
         raise ImageError(
             f"{name} is a microscope's stack ({kinds[0].upper()}), not one image; extract the plane you mean into a "
@@ -92,7 +94,7 @@ def check_kind(tif: Any, name: str) -> None:
 
 
 def check_whole(tif: Any, path: Path) -> None:
-    """Raises `ImageError` for one file of an OME-TIFF of several, whose channels and pixel size are those of all.
+    """Raise `ImageError` for one file of an OME-TIFF of several, whose channels and pixel size are those of all.
 
     As for Bio-Formats, a plane is in this file if it has its UUID or its name, or if there is but one file, renamed.
     """
@@ -117,7 +119,7 @@ def check_whole(tif: Any, path: Path) -> None:
 
 
 def check_layout(series: Any, name: str, *, palette: bool = False) -> None:
-    """Raises `ImageError` unless the tifffile series is a 2-D image of channels that can be decoded, or of a palette's
+    """Raise `ImageError` unless the tifffile series is a 2-D image of channels that can be decoded, or of a palette's
     indices where that will do."""
     if not series.shape or 0 in series.shape:
         raise ImageError(f"{name} describes no image in its directory; the file is truncated or corrupt")
@@ -146,7 +148,7 @@ def check_layout(series: Any, name: str, *, palette: bool = False) -> None:
 
 
 def check_codec(page: Any, name: str) -> None:
-    """Raises `ImageError` for a compression that cannot be decoded, or not safely."""
+    """Raise `ImageError` for a compression that cannot be decoded, or not safely."""
     if int(page.compression) not in _CODECS:
         label = getattr(page.compression, "name", int(page.compression))
         raise ImageError(
@@ -170,16 +172,16 @@ def is_colour(page: Any) -> bool:
 
 
 def has_alpha(page: Any) -> bool:
-    """Whether the last of two or four samples is alpha; one that is not said to be is a band as others, near infrared
-    for one. GDAL's metadata may say otherwise than the tag."""
+    """Return whether the last of two or four samples is alpha; one that is not said to be is a band as others, near
+    infrared for one. GDAL's metadata may say otherwise than the tag."""
     kinds, samples = page.extrasamples, page.samplesperpixel
     said = _of_samples(page, "colorinterp").get(samples - 1, "alpha").casefold()
     return samples in (2, 4) and bool(kinds) and int(kinds[-1]) in _ALPHA and said == "alpha"
 
 
 def base_mpp(tif: Any, page: Any, given: float | None, name: str, georeference: Georeference | None) -> float | None:
-    """Level 0's micrometres per pixel, from its georeference, or from OME-XML, an Aperio description or the resolution
-    tags."""
+    """Find level 0's micrometres per pixel, from its georeference, or from OME-XML, an Aperio description or the
+    resolution tags."""
     # The resolution is asked for before the guess, so an Aperio file's objective counts only where nothing else does.
     description = str(page.description or "")
     claims = [_aperio(description, "MPP"), _ome(tif.ome_metadata), _resolution_tags(page)]
@@ -187,7 +189,8 @@ def base_mpp(tif: Any, page: Any, given: float | None, name: str, georeference: 
 
 
 def mask_levels(tif: Any, name: str) -> list[Any]:
-    """The levels of the mask inside a file that says where its pixels hold data, as GDAL keeps it; the largest first.
+    """Return the levels of the mask inside a file that says where its pixels hold data, as GDAL keeps it; the largest
+    first.
 
     Raises `ImageError` for one that cannot be decoded.
     """
@@ -198,7 +201,8 @@ def mask_levels(tif: Any, name: str) -> list[Any]:
 
 
 def georeference_of(page: Any, path: Path) -> Georeference | None:
-    """By the tags, or where these place no pixel by the world file. Raises `ImageError` for a damaged one."""
+    """Read the place by the tags, or where these place no pixel by the world file. Raises `ImageError` for a damaged
+    one."""
     return world_file(path) if (found := _of_tags(page)) is None else found
 
 
@@ -207,18 +211,19 @@ def _of_tags(page: Any) -> Georeference | None:
 
 
 def nodata_of(page: Any) -> int | float | None:
-    """The value of samples without data, None where the file names none that a sample could have."""
+    """Return the value of samples without data, None where the file names none that a sample could have."""
     return parse_nodata(_nodata_text(page), np.dtype(page.dtype))
 
 
 def gaps_of(page: Any) -> int | float:
-    """What is in the tiles and strips that a file leaves out which is no slide."""
+    """Return what is in the tiles and strips that a file leaves out which is no slide."""
     return value_of_gaps(_nodata_text(page), np.dtype(page.dtype))
 
 
 def is_slide(page: Any) -> bool:
-    """Whether OpenSlide's word counts, for which what is not there is transparent, and not GDAL's: colours in tiles,
-    none of GDAL's tags, but one that says how large a pixel is or what this is, which GDAL does not write unasked."""
+    """Return whether OpenSlide's word counts, for which what is not there is transparent, and not GDAL's: colours in
+    tiles, none of GDAL's tags, but one that says how large a pixel is or what this is, which GDAL does not write
+    unasked."""
     colours = is_colour(page) and (page.samplesperpixel == 3 or has_alpha(page)) and page.dtype in ("u1", "u2")
     opened = page.is_tiled and int(page.compression) in _OPENSLIDE_CODECS
     opened = opened and (page.parent.byteorder == "<" or page.parent.is_bigtiff)
@@ -232,7 +237,7 @@ def _nodata_text(page: Any) -> str | None:
 
 
 def channel_names(tif: Any, page: Any, channels: int) -> tuple[str, ...]:
-    """By OME-XML or GDAL's metadata, "" for a channel without a name; empty where none has one."""
+    """Read the names by OME-XML or GDAL's metadata, "" for a channel without a name; empty where none has one."""
     names: dict[int, str] = {}
     if tif.ome_metadata:
         pixels = re.search(r"<(?:\w+:)?Pixels\b.*?</(?:\w+:)?Pixels>", tif.ome_metadata, re.DOTALL)
@@ -246,7 +251,7 @@ def channel_names(tif: Any, page: Any, channels: int) -> tuple[str, ...]:
 
 
 def _of_samples(page: Any, role: str) -> dict[int, str]:
-    """What GDAL's metadata say of single samples, counted from 0."""
+    """Read what GDAL's metadata say of single samples, counted from 0."""
     said = {}
     for element, text in re.findall(r"<Item\b([^>]*)>([^<]*)</Item>", str(_value(page, _GDAL_METADATA) or "")):
         item = _attributes(element)
@@ -256,7 +261,7 @@ def _of_samples(page: Any, role: str) -> dict[int, str]:
 
 
 def _value(page: Any, tag: int) -> Any:
-    """What stands under a tag; None where it is missing or longer than anything honest."""
+    """Return what stands under a tag; None where it is missing or longer than anything honest."""
     entry = page.tags.get(tag)
     return None if entry is None or entry.count > _MOST_VALUES else entry.value
 
@@ -274,12 +279,13 @@ def _ome(xml: str | None) -> float | None:
 
 
 def _file_name(text: str) -> str:
-    """The last part of a path of any system, fit for a message."""
+    """Return the last part of a path of any system, fit for a message."""
     return " ".join(re.split(r"[\\/]", text)[-1].replace("\0", " ").split())[:_LONGEST_NAME]
 
 
 def _elements(xml: str, name: str) -> list[tuple[dict[str, str], str]]:
-    """Attributes of all elements of this name in XML that nobody has checked, each with the text behind its tag."""
+    """Find attributes of all elements of this name in XML that nobody has checked, each with the text behind its
+    tag."""
     first, *commented = xml.split("<!--")
     said = first + "".join(text.partition("-->")[2] for text in commented)
     found = re.findall(rf"<(?:\w+:)?{name}\b([^<>]*)>([^<]*)", said)

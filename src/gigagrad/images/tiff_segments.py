@@ -1,4 +1,4 @@
-"""Where the tiles and strips of one TIFF level lie in the file, and how each becomes pixels.
+"""Find the tiles and strips of one TIFF level in the file, and decode them to pixels.
 
 tifffile parses the directories and supplies the decoders; what is kept of it is only the tables below, so reading
 needs no shared file position and no Python object per tile.
@@ -24,9 +24,9 @@ from gigagrad.units import format_bytes
 _RAW_STRIP_BYTES = 2**20
 _HEADER_BYTES = 8
 _COPIES = 3
-"""Of a segment's pixels while they are decoded."""
+"""Copies of a segment's pixels while they are decoded."""
 _BYTES_PER_SECOND = {1: 2e9, 5: 200e6, 8: 400e6, 32946: 400e6, 50000: 1e9} | dict.fromkeys(JPEG_COMPRESSIONS, 600e6)
-"""Of pixels, about what one thread decodes, by the number of the compression."""
+"""The rate at which one thread decodes pixels, about, by the number of the compression."""
 _OTHERS_PER_SECOND = 100e6
 
 Decode: TypeAlias = Callable[[bytes, int, int], Array]
@@ -65,12 +65,13 @@ class Segments:
 
     @property
     def thread_bytes(self) -> int:
-        """What decoding one segment holds at most: its bytes, its pixels, and twice as much on the way to these."""
+        """Return what decoding one segment holds at most: its bytes, its pixels, and twice as much on the way to
+        these."""
         height, width = self.segment
         return int(self.counts.max()) + _COPIES * height * width * self.samples * self.dtype.itemsize
 
     def check_within(self, file_bytes: int, name: str) -> None:
-        """Raises `ImageError` if any segment lies (partly) beyond the end of the file."""
+        """Raise `ImageError` if any segment lies (partly) beyond the end of the file."""
         beyond = (self.counts < 0) | (self.offsets < 0) | (self.counts > file_bytes)
         if ((self.counts > 0) & (self.offsets >= 0) & (self.offsets < _HEADER_BYTES)).any():
             raise ImageError(f"{name} is corrupt: a tile lies in the file's header; copy or download it again")
@@ -89,7 +90,8 @@ class Segments:
 
 
 def segments_of(series: Any, name: str, found: Directories) -> Segments:
-    """The segments of one tifffile series level. Raises `ImageError` for a layout or compression we cannot read."""
+    """Find the segments of one tifffile series level. Raises `ImageError` for a layout or compression we cannot
+    read."""
     page = series.keyframe
     if page.imagedepth != 1 or page.tiledepth != 1:
         raise ImageError(f"{name} has pixels in depth; expected a 2-D image; extract the plane you mean")
@@ -99,7 +101,7 @@ def segments_of(series: Any, name: str, found: Directories) -> Segments:
 
 
 def _raw_strips(series: Any, page: Any, offset: int, name: str, found: Directories) -> Segments:
-    """Contiguous uncompressed pixels, cut into strips of our own choosing."""
+    """Cut contiguous uncompressed pixels into strips of our own choosing."""
     height, width, samples = page.imagelength, page.imagewidth, page.shaped[-1]
     stored = np.dtype(page.parent.byteorder + page.dtype.char)
     native, row_bytes = stored.newbyteorder("="), width * samples * stored.itemsize
@@ -123,7 +125,7 @@ def _raw_strips(series: Any, page: Any, offset: int, name: str, found: Directori
 
 
 def _file_segments(series: Any, page: Any, name: str, found: Directories) -> Segments:
-    """The tiles or strips as they stand in the file, decoded by tifffile's decoder for this page."""
+    """Find the tiles or strips as they stand in the file, decoded by tifffile's decoder for this page."""
     height, width = page.imagelength, page.imagewidth
     segment = (page.tilelength, page.tilewidth) if page.is_tiled else (min(page.rowsperstrip, height), width)
     grid = (-(-height // segment[0]), -(-width // segment[1]))
@@ -164,7 +166,8 @@ def _checked(
     dtype: np.dtype[Any],
     unpack: Callable[[bytes, int], Array],
 ) -> Decode:
-    """`unpack`, which takes the number of a segment in its plane, with every claim of the stream looked at."""
+    """Wrap `unpack`, which takes the number of a segment in its plane, so that every claim of the stream is looked
+    at."""
     columns = -(-shape[1] // segment[1])
 
     def pixels_of(data: bytes, index: int) -> Array:
@@ -192,7 +195,8 @@ def _page_decoder(page: Any) -> Callable[[bytes, int], Array]:
 
 
 def _jpeg_decoder(page: Any, samples: int, *, luma: bool = False) -> Callable[[bytes, int], Array]:
-    """imagecodecs' libjpeg-turbo itself: tifffile hands what that refuses to a decoder that believes every number."""
+    """Decode by imagecodecs' libjpeg-turbo itself: tifffile hands what that refuses to a decoder that believes every
+    number."""
     import imagecodecs
     from tifffile.tifffile import jpeg_decode_colorspace
 

@@ -1,4 +1,4 @@
-"""A walk over a TIFF's directories before any library sees them: are its numbers those of a file of this size?
+"""Walk over a TIFF's directories before any library sees them: are its numbers those of a file of this size?
 
 Libraries believe a directory. A count of 2**32 - 1 keeps them in a loop for minutes, a description that declares 10**8
 planes costs gigabytes, and a chain of directories that bites its tail never ends. Here nothing is believed: every value
@@ -46,7 +46,7 @@ _PADDING: Final = b"\0 \t\r\n"
 
 
 class _Entry(NamedTuple):
-    """One value of a directory: its TIFF type, how many, and where in the file they stand."""
+    """A value of a directory: its TIFF type, how many, and where in the file they stand."""
 
     kind: int
     values: int
@@ -54,12 +54,12 @@ class _Entry(NamedTuple):
 
 
 class _Broken(Exception):
-    """What is wrong, without the file's name."""
+    """The complaint about a file, without its name."""
 
 
 @dataclass(slots=True)
 class Directories:
-    """What a sound walk found: the file's length, how many directories, the most samples and the largest image."""
+    """The findings of a sound walk: the file's length, how many directories, the most samples and the largest image."""
 
     file_bytes: int
     count: int = 0
@@ -68,7 +68,7 @@ class Directories:
 
     @property
     def most_planes(self) -> int:
-        """More planes than this are not in the file, whatever a description says."""
+        """Return the most planes that may be in the file, whatever a description says."""
         return max(_PLANES_ANYBODY_MAY_DECLARE, self.count * self.samples)
 
 
@@ -128,7 +128,7 @@ class _Walk:
         return struct.unpack(form, self._bytes(at, struct.calcsize(form)))
 
     def _directory(self, at: int, name: str) -> tuple[dict[int, _Entry], int]:
-        """The entries of the directory at byte `at`, each inside the file, and where the next directory stands."""
+        """Read the entries of the directory at byte `at`, each inside the file, and where the next directory stands."""
         if at in self._seen:
             raise _Broken(f"{name} comes twice")
         self._seen.add(at)
@@ -158,7 +158,7 @@ class _Walk:
         return entries, following
 
     def _descend(self, entries: dict[int, _Entry], name: str) -> None:
-        """The directories below one: smaller levels, which are images, and others, which only have entries."""
+        """Check the directories below one: smaller levels, which are images, and others, which only have entries."""
         below = entries.get(_SUBDIRECTORIES)
         if name.count(".") > _DEEPEST:
             raise _Broken(f"{name} lies too deep below the first")
@@ -175,14 +175,14 @@ class _Walk:
                 self._descend({tag: entry for tag, entry in inner.items() if tag in _WITHOUT_PIXELS}, f"{name}.{tag}")
 
     def _values(self, entries: dict[int, _Entry], tag: int, most: int | None = None) -> tuple[int, ...]:
-        """The whole numbers under a tag, `most` of them at most; none where there are none."""
+        """Read the whole numbers under a tag, `most` of them at most; none where there are none."""
         entry = entries.get(tag)
         if entry is None or entry.kind not in _WHOLE_NUMBERS:
             return ()
         return self._numbers(_WHOLE_NUMBERS[entry.kind], entry.at, min(entry.values, most or entry.values))
 
     def _check_image(self, entries: dict[int, _Entry], name: str) -> None:
-        """Raises if the image is no possible one, or has not as many tiles or strips as its size asks for."""
+        """Raise if the image is no possible one, or has not as many tiles or strips as its size asks for."""
 
         def one(tag: int, default: int) -> int:
             return (*self._values(entries, tag, 1), default)[0]
@@ -218,7 +218,7 @@ class _Walk:
 
 
 def _check_description(text: bytes, found: Directories) -> None:
-    """Raises if OME-XML declares more planes than a file can have, or lists them without end."""
+    """Raise if OME-XML declares more planes than a file can have, or lists them without end."""
     if b"<!DOCTYPE" in text:
         raise _Broken("its description is XML with definitions of its own (DOCTYPE), which may grow without bound")
     try:
@@ -243,7 +243,7 @@ def _check_description(text: bytes, found: Directories) -> None:
 
 
 def _planes_declared(element: ElementTree.Element, found: Directories) -> int:
-    """By an element of OME-XML, in planes of the largest image of the file."""
+    """Count the planes that an element of OME-XML declares, in those of the largest image of the file."""
     if element.tag.endswith("Pixels"):
         px = math.prod(int(element.attrib.get(f"Size{axis}", 1)) for axis in "XYCZT")
         return -(-px // found.largest_px)

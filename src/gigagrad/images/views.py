@@ -1,4 +1,4 @@
-"""Images that are made of others as they are read: some channels, grey, without gaps."""
+"""Make images of others as they are read: some channels, grey, without gaps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gigagrad.images.image import Image, Pixels, View
 from gigagrad.images.nodata import is_nodata
 
 _ROWS = 64
-"""Looked at at a time, so that next to nothing is held beside the pixels."""
+"""Rows that are looked at at a time, so that next to nothing is held beside the pixels."""
 
 
 class BandsImage(View):
@@ -84,7 +84,8 @@ class FilledImage(_Valued):
 
 
 def band_number(image: Image, band: int | str) -> int:
-    """The number of a channel, counted from 1, that is given by it or by name (488 may be one). Raises `ImageError`."""
+    """Return the number of a channel, counted from 1, that is given by it or by name (488 may be one). Raises
+    `ImageError`."""
     names = image.channel_names
     if isinstance(band, int) and 1 <= band <= image.channels:
         return band

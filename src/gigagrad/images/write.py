@@ -100,8 +100,8 @@ def _write_tiff(path: Path, job: TiffPyramid, rows: Iterable[Array]) -> Path:
 
 
 def pyramid_bytes(path: Path, shape: tuple[int, int, int], dtype: np.dtype[Any], tile: int = TILE) -> int:
-    """What writing rows of shape `(H, W, C)` holds beside the rows themselves: a band of tiles of each level with the
-    one that is made of it, and tiles on their way through the encoder.
+    """Return what writing rows of shape `(H, W, C)` holds beside the rows themselves: a band of tiles of each level
+    with the one that is made of it, and tiles on their way through the encoder.
     """
     if _is_zarr(path):
         from gigagrad.images import write_zarr  # noqa: F401  # now: a plan is to find zarr in what the process holds

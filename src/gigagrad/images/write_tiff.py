@@ -1,4 +1,4 @@
-"""TIFF pyramids: level 0 goes straight into the file, plane by plane and level by level as TIFF wants it.
+"""Write TIFF pyramids: level 0 goes straight into the file, plane by plane and level by level as TIFF wants it.
 
 What comes too early - lower levels, planes after the first - waits, already compressed, in an unnamed temporary file
 beside the output.
@@ -23,7 +23,7 @@ from gigagrad.threads import SideThreads, Task
 
 
 class TiffPyramid:
-    """One BigTIFF being written: plain, or an OME-TIFF with the levels as SubIFDs where its name says so.
+    """A BigTIFF being written: plain, or an OME-TIFF with the levels as SubIFDs where its name says so.
 
     Raises `WriteError` for a compression that cannot hold the pixels.
     """
@@ -41,7 +41,8 @@ class TiffPyramid:
 
     @property
     def estimated_bytes(self) -> int:
-        """What the whole job needs on disk, judged by the part that is done: the file and what waits beside it."""
+        """Estimate what the whole job needs on disk, judged by the part that is done: the file and what waits beside
+        it."""
         waiting = sum(sum(tiles.sizes) for level in self._waiting for tiles in level)
         return (self._written_bytes + 2 * waiting) * self._layout.shape[0] // max(self._done_rows, 1)
 
@@ -62,7 +63,7 @@ class TiffPyramid:
                     raise AssertionError(f"tifffile left tiles of level {level} unwritten")
 
     def _first_plane(self, rows: Iterable[Array], spool: IO[bytes], pool: SideThreads) -> Iterator[bytes]:
-        """The compressed tiles of level 0's first plane in file order; all others are spooled on the way."""
+        """Yield the compressed tiles of level 0's first plane in file order; all others are spooled on the way."""
         layout = self._layout
         for level, band in layout.bands(rows):
             for plane in range(layout.planes):
@@ -76,7 +77,7 @@ class TiffPyramid:
                     yield data
 
     def _encoded(self, pixels: Array, pool: SideThreads) -> Iterator[bytes]:
-        """The tiles of a band of one plane."""
+        """Encode the tiles of a band of one plane."""
         waiting: deque[Task[bytes]] = deque()
         for x in range(0, pixels.shape[1], self._layout.tile):
             if len(waiting) == IN_FLIGHT:
@@ -86,8 +87,8 @@ class TiffPyramid:
             yield waiting.popleft().result()
 
     def _encode(self, pixels: Array) -> bytes:
-        """One tile `(h, w)` or `(h, w, 3)`, padded to the full tile by repeating its border (which keeps JPEG free of
-        ringing)."""
+        """Encode one tile `(h, w)` or `(h, w, 3)`, padded to the full tile by repeating its border (which keeps JPEG
+        free of ringing)."""
         import imagecodecs
 
         tile, (height, width) = self._layout.tile, pixels.shape[:2]
@@ -100,7 +101,7 @@ class TiffPyramid:
         return bytes(imagecodecs.jpeg8_encode(pixels, level=self._quality, **(colours if self._layout.colour else {})))
 
     def _page(self, level: int) -> dict[str, Any]:
-        """tifffile's arguments for the pages of one level."""
+        """Return tifffile's arguments for the pages of one level."""
         layout, (height, width) = self._layout, self._layout.levels[level]
         axes = "YXS" if layout.colour else "CYX" if layout.planes > 1 else "YX"
         sides = {"Y": height, "X": width, "C": layout.planes, "S": 3}
@@ -148,7 +149,8 @@ class _Tiles:
 
 
 def _ome(layout: Layout) -> dict[str, Any]:
-    """What OME-XML says of the image. A channel's colour is a signed number of the bytes red, green, blue, alpha."""
+    """Return what OME-XML says of the image. A channel's colour is a signed number of the bytes red, green, blue,
+    alpha."""
     said: dict[str, Any] = {"Name": layout.path.name}
     if layout.description is not None:
         said["Description"] = layout.description

@@ -1,4 +1,4 @@
-"""Where kept fields live: one abstract store, in memory or in files under a scratch folder."""
+"""Store kept fields: one abstract store, in memory or in files under a scratch folder."""
 
 from gigagrad.stores.codecs import Blosc, Codec, faster_codec
 from gigagrad.stores.disk import DiskStore, DiskTier, PlannedDiskTier

@@ -1,4 +1,4 @@
-"""Dither: a number for every value of a field, a function of a seed and of the value's place in the whole field.
+"""Draw dither: a number for every value of a field, a function of a seed and of the value's place in the whole field.
 
 So any tiling, any recomputation and any number of workers see the same numbers, as for random operators.
 """
@@ -18,7 +18,7 @@ _X_BITS = 24
 
 
 def dither(shape: torch.Size, box: Box, axes: tuple[int, int], seed: int, like: torch.Tensor) -> torch.Tensor:
-    """Uniform numbers in (-1/2, 1/2) for a crop of this `shape` on `box`, with the dtype and device of `like`.
+    """Return uniform numbers in (-1/2, 1/2) for a crop of this `shape` on `box`, with the dtype and device of `like`.
 
     They are odd multiples of 2^-17: one hash of 64 bits serves four neighbouring values of a pixel, which makes it
     cheap. The axes other than y and x are whole in every crop; at most 2^18 values a pixel, x below 2^24 px.

@@ -1,4 +1,4 @@
-"""Roundings of kept fields: fewer bits a value, as a declared choice.
+"""Round kept fields to fewer bits a value, as a declared choice.
 
 A rounding is elementwise, idempotent, and the same however the field is cut into boxes. So the forward pass can go on
 from `round(values)` in any tile, with any halo, and every later sweep reads exactly the same field from the store.
@@ -30,26 +30,26 @@ _STRIP_VALUES = 1 << 17  # so many values at a time stay in the processor's cach
 
 
 class Rounding(ABC):
-    """How values are packed. `values` and `packed` are crops on `box`; `axes` are the positions of y and x, below 0."""
+    """A way to pack values. `values` and `packed` are crops on `box`; `axes` are the positions of y and x, below 0."""
 
     @abstractmethod
     def packed_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What values of the floating-point `dtype` are packed as."""
+        """Return what values of the floating-point `dtype` are packed as."""
 
     @abstractmethod
     def pack(self, values: Tensor, box: Box, axes: tuple[int, int]) -> Tensor:
-        """The packed crop, of the same shape; 0 stands for 0. Raises `StoreError` for values it cannot hold."""
+        """Pack a crop, to the same shape; 0 stands for 0. Raises `StoreError` for values it cannot hold."""
 
     @abstractmethod
     def unpack(self, packed: Tensor, box: Box, axes: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """The values that a packed crop stands for; `dtype` is what was packed."""
+        """Return the values that a packed crop stands for; `dtype` is what was packed."""
 
     @abstractmethod
     def keyed(self, key: int) -> Rounding:
-        """The same rounding with errors of its own: give every field of every step another key."""
+        """Return this rounding with errors of its own: give every field of every step another key."""
 
     def round(self, values: Tensor, box: Box, axes: tuple[int, int]) -> Tensor:
-        """What comes back of `values` after packing."""
+        """Return what comes back of `values` after packing."""
         return self.unpack(self.pack(values, box, axes), box, axes, values.dtype)
 
 
@@ -119,7 +119,7 @@ class Quantised(Rounding):
         return dataclasses.replace(self, seed=key)
 
     def step(self, dtype: torch.dtype) -> float:
-        """The distance of two multiples for values of `dtype`; errors are uniform in +-step / 2."""
+        """Return the distance of two multiples for values of `dtype`; errors are uniform in +-step / 2."""
         return _grid(self.error_bound, dtype).step
 
     def pack(self, values: Tensor, box: Box, axes: tuple[int, int]) -> Tensor:
@@ -144,7 +144,8 @@ class Quantised(Rounding):
 
 @dataclass(frozen=True)
 class _Grid:
-    """One error bound for one dtype. From `limit` on a value is kept as it is; the other codes end at `codes`."""
+    """The grid of one error bound for one dtype. From `limit` on a value is kept as it is; the other codes end at
+    `codes`."""
 
     working: torch.dtype
     step: float
@@ -173,7 +174,7 @@ def _grid(error_bound: float, dtype: torch.dtype) -> _Grid:
 
 
 def _strips(crop: Tensor, box: Box, axes: tuple[int, int]) -> Iterator[tuple[Box, int]]:
-    """Boxes of a few rows, with their first row inside the crop."""
+    """Yield boxes of a few rows, with their first row inside the crop."""
     assert (crop.shape[axes[0]], crop.shape[axes[1]]) == box.shape
     rows = max(1, _STRIP_VALUES * box.height // max(1, crop.numel()))
     for y in split(box.height, rows):
@@ -194,7 +195,7 @@ def _codes(values: Tensor, noise: Tensor, grid: _Grid, dtype: torch.dtype) -> Te
 
 
 def _multiples(values: Tensor, noise: Tensor, grid: _Grid, dtype: torch.dtype) -> Tensor:
-    """0 for 0, else 2 |q + 1/4| + 3/2: 2 q + 2 for the multiples q = 0, 1, ..., and 1 - 2 q for -1, -2, ..."""
+    """Code 0 as 0, else as 2 |q + 1/4| + 3/2: 2 q + 2 for the multiples q = 0, 1, ..., and 1 - 2 q for -1, -2, ..."""
     codes = (values * (1 / grid.step)).add_(noise).round_()
     return codes.add_(0.25).abs_().mul_(2).add_(1.5).mul_(values.sign().abs_()).to(dtype)
 
@@ -246,7 +247,8 @@ class RoundedStore(Store):
 
 
 def parse_storage(text: str | None) -> Rounding | None:
-    """`"float16"`, `"bfloat16"` or `"error 0.01"` as a rounding; None and `"exact"` mean that fields stay as they are.
+    """Read `"float16"`, `"bfloat16"` or `"error 0.01"` as a rounding; None and `"exact"` mean that fields stay as they
+    are.
 
     Raises `ConfigError` for anything else, naming the accepted forms.
     """

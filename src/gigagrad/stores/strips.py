@@ -1,4 +1,4 @@
-"""A field that is added to from the top to the bottom, and given away as it is finished."""
+"""Store a field that is added to from the top to the bottom, and given away as it is finished."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gigagrad.stores.tier import FieldSpec
 
 
 class Strips(Store):
-    """Of a field only the rows in use: from the first that was not taken to the last that was touched. `whole`: all of
-    them from the beginning, for whoever adds in any order before anything is taken. For one thread.
+    """The rows in use of a field: from the first that was not taken to the last that was touched. `whole`: all of them
+    from the beginning, for whoever adds in any order before anything is taken. For one thread.
     """
 
     def __init__(self, field: FieldSpec, device: torch.device, *, whole: bool) -> None:
@@ -31,7 +31,7 @@ class Strips(Store):
         self.read(box).add_(crop.to(self._device))
 
     def take(self, y1: int) -> tuple[Box, torch.Tensor] | None:
-        """The rows down to `y1` that were not taken before, not to be touched again; None where there are none."""
+        """Take the rows down to `y1` that were not taken before, not to be touched again; None where there are none."""
         box = Box(self._first, 0, y1, self.shape[self.axes[1]])
         if box.empty:
             return None
@@ -40,7 +40,7 @@ class Strips(Store):
         return box, strip
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: nothing waits."""
 
     def close(self) -> None:
         self._rows = self._zeros(0)

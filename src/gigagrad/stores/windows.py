@@ -1,4 +1,4 @@
-"""The part of a field that one rank holds, in disjoint windows with a store for each."""
+"""Store the part of a field that one rank holds, in disjoint windows with a store for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Window = tuple[Box, Store]
 
 
 class Windows(Store):
-    """Boxes are those of the whole field. What is written or added outside of all windows is somebody else's."""
+    """A field of which some windows are held; boxes are those of the whole field. What is written or added outside of
+    all windows is somebody else's."""
 
     def __init__(self, field: FieldSpec, windows: Sequence[Window]) -> None:
         super().__init__(field.shape, field.dtype, field.axes)
@@ -23,7 +24,7 @@ class Windows(Store):
         self._layout = field.layout if len(field.shape) == 4 else torch.contiguous_format
 
     def read(self, box: Box) -> torch.Tensor:
-        """Raises as `Store.read`; the windows hold all of the box."""
+        """Read a box that the windows hold all of. Raises as `Store.read`."""
         found = [(share, store.read(own)) for share, own, store in self._met(box)]
         assert sum(share.area for share, _ in found) == box.area, f"{box} is not all held here"
         if len(found) == 1:
@@ -61,7 +62,8 @@ class Windows(Store):
         return super().whole()
 
     def _met(self, box: Box) -> Iterator[tuple[Box, Box, Store]]:
-        """What every window has of a box: as the whole field has it, as its store has it, and that."""
+        """Yield the part that every window has of a box: as the whole field has it, as its store has it, and that
+        store."""
         for window, store in self._windows:
             share = box.intersect(window)
             if not share.empty:

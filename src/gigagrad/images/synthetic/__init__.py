@@ -1,4 +1,4 @@
-"""Made-up H&E slides of any size with exact tissue masks, for demos, tests and benchmarks without patients' data."""
+"""Make up H&E slides of any size with exact tissue masks, for demos, tests and benchmarks without patients' data."""
 
 from gigagrad.images.synthetic.make import make_cohort, make_slide
 from gigagrad.images.synthetic.textures import Textures, make_textures

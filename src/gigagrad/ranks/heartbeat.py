@@ -1,5 +1,5 @@
-"""Signs of life of processes that work together, in the store that all of them have, and waiting no longer than there
-are any.
+"""Keep heartbeats of processes that work together in the store that all of them have, and wait no longer than there are
+any.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 5.0
-"""How long one that failed stays until the others know."""
+"""The time that a process which failed stays until the others know."""
 
 Found = TypeVar("Found")
 _CALLS: set[Future[Any]] = set()
-"""Those that `begun` has begun and that are not over."""
+"""The calls that `start_call` has begun and that are not over."""
 
 
-def begun(call: Callable[[], Found]) -> Future[Found]:
-    """What `call` finds, or raises, in a thread that the process does not wait for at its end: PyTorch's store waits
-    forever for the process that keeps it, where that one was stopped.
+def start_call(call: Callable[[], Found]) -> Future[Found]:
+    """Make `call` in a thread that the process does not wait for at its end: PyTorch's store waits forever for the
+    process that keeps it, where that one was stopped.
     """
     future: Future[Found] = Future()
     _CALLS.add(future)
@@ -49,34 +49,35 @@ def begun(call: Callable[[], Found]) -> Future[Found]:
     return future
 
 
-def asked(call: Callable[[], Found], seconds: float) -> Found:
-    """What the store answers. Raises RuntimeError where whoever keeps it is gone, or does not answer in time."""
+def ask(call: Callable[[], Found], seconds: float) -> Found:
+    """Return what the store answers. Raises RuntimeError where whoever keeps it is gone, or does not answer in time."""
     try:
-        return begun(call).result(seconds)
+        return start_call(call).result(seconds)
     except TimeoutError as error:
         raise RuntimeError("the store does not answer") from error
 
 
-def lost(missing: Sequence[int], error: Exception) -> RankError:
-    """To be raised where these ranks are, or nobody knows who is."""
+def lost_error(missing: Sequence[int], error: Exception) -> RankError:
+    """Return the error to raise where these ranks are silent, or nobody knows who is."""
     if not missing:
         return RankError(f"the ranks lost each other: {error}")
     verb = "is" if len(missing) == 1 else "are"
     return RankError(f"{named(missing)} {verb} silent: stopped, killed, or out of reach")
 
 
-def keeps_store() -> bool:
-    """Whether the first rank keeps the store, as where no torchrun does."""
+def first_rank_keeps_store() -> bool:
+    """Return whether the first rank keeps the store, as where no torchrun does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def keeper(own: int) -> list[int]:
-    """The rank that is gone or stopped where this one, `own`, gets no answer of the store; none where nobody knows."""
-    return [0] if own and keeps_store() else []
+def store_keeper(own: int) -> list[int]:
+    """Return the rank that is gone or stopped where this one, `own`, gets no answer of the store; none where nobody
+    knows."""
+    return [0] if own and first_rank_keeps_store() else []
 
 
-class Pulse:
-    """This process's sign of life in a store, every second, and everybody's; one for all groups of ranks.
+class Heartbeat:
+    """The heartbeat of this process in a store, every second, and those of all others; one for all groups of ranks.
 
     `seconds`: after which whoever keeps the store and does not answer is taken for silent. Raises RankError.
     """
@@ -85,22 +86,22 @@ class Pulse:
         self._own, self.seconds, self._over = own, seconds, threading.Event()
         self._failed, self._kept = False, True
         self._look, self._noticed = 0.0, dict[int, tuple[int, float]]()
-        """When to look again, and by rank how many signs of life there were and since when."""
+        """The time to look again, and by rank how many heartbeats there were and since when."""
         self.collective: dist.Work | None = None
-        """The last one that this process has waited for."""
+        """The last collective that this process has waited for."""
         clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]  # their stubs have forgotten it
         try:  # a connection of its own: while a thread waits for a key, no other one gets through on the same
-            self._store = dist.distributed_c10d.PrefixStore("gigagrad-pulse", self._asked(clone))
+            self._store = dist.distributed_c10d.PrefixStore("gigagrad-heartbeat", self._asked(clone))
         except RuntimeError as error:
-            raise lost(keeper(self._own), error) from None
-        self._thread = threading.Thread(target=self._beat, name="gigagrad-pulse", daemon=True)
+            raise lost_error(store_keeper(self._own), error) from None
+        self._thread = threading.Thread(target=self._beat, name="gigagrad-heartbeat", daemon=True)
         self._thread.start()
 
-    def watched(
+    def wait_while_alive(
         self, wait: Callable[[float], Found], over: Callable[[], bool], peers: Sequence[int], seconds: float
     ) -> Found:
-        """What `wait` returns, which is told how long to wait, and called again while nobody failed and none of the
-        ranks was silent for so many seconds. `over`: whether there is nothing to wait for. Raises RankError.
+        """Return what `wait` returns, which is told how long to wait, and called again while nobody failed and none of
+        the ranks was silent for so many seconds. `over`: whether there is nothing to wait for. Raises RankError.
         """
         while True:
             ended = over()  # before it is waited for: what it raises then is no lack of time
@@ -113,15 +114,14 @@ class Pulse:
                     raise self.lost(error, peers, silent) from None
 
     def lost(self, error: Exception, peers: Sequence[int], silent: Sequence[int] = ()) -> RankError:
-        """Who it is, as far as anybody knows; to be raised. Raises what one that failed has said of itself."""
+        """Return the error that names who is lost, as far as anybody knows. Raises what one that failed has said of
+        itself."""
         missing = silent or self._missing(peers)
         self.listen()  # it may have said why it went
-        return lost(missing, error)
+        return lost_error(missing, error)
 
     def _silent(self, peers: Sequence[int], seconds: float) -> list[int]:
-        """Those of the ranks of which no sign of life was noticed here for so long, in which they are looked for ten
-        times.
-        """
+        """Return the ranks of which no heartbeat was noticed here for so long, in which ten looks are taken."""
         now = time.monotonic()
         if now < self._look:
             return []
@@ -129,30 +129,30 @@ class Pulse:
         try:
             found = self._beats(peers)
         except RuntimeError:
-            return keeper(self._own)
+            return store_keeper(self._own)
         for peer, beats in found.items():
             if self._noticed.get(peer, (-1, now))[0] != beats:
                 self._noticed[peer] = beats, now
         return [peer for peer in peers if now - self._noticed[peer][1] > seconds]
 
     def _missing(self, peers: Sequence[int]) -> list[int]:
-        """Those of the ranks without a sign of life for three seconds."""
+        """Return the ranks without a heartbeat for three seconds."""
         try:
             before = self._beats(peers)
             time.sleep(3 * BEAT_SECONDS)
             return [peer for peer, beats in self._beats(peers).items() if before[peer] == beats]
         except RuntimeError:
-            return keeper(self._own)
+            return store_keeper(self._own)
 
     def _beats(self, peers: Sequence[int]) -> dict[int, int]:
         return self._asked(lambda: {peer: self._store.add(str(peer), 0) for peer in peers})
 
     def _asked(self, call: Callable[[], Found]) -> Found:
-        """As `asked`; it is not asked again when it has not answered."""
+        """Ask the store, unless it has failed to answer before."""
         if not self._kept:
             raise RuntimeError("the store is out of reach")
         try:
-            return asked(call, self.seconds)
+            return ask(call, self.seconds)
         except RuntimeError:
             self._kept = False
             raise
@@ -168,7 +168,7 @@ class Pulse:
         try:
             first = self._asked(lambda: self._store.compare_set("failed", "", own)).decode()
             if first != own:
-                return self._heard(first)
+                return self._reported_error(first)
             end = time.monotonic() + _LAST_WORDS_SECONDS
             while self._asked(lambda: self._store.add("heard", 0)) < count - 1 and time.monotonic() < end:
                 time.sleep(0.01)
@@ -177,27 +177,27 @@ class Pulse:
         return None
 
     def check(self) -> None:
-        """Raises RankError where a process has failed before: they wait for different things of each other since."""
+        """Raise RankError where a process has failed before: ranks wait for different things of each other since."""
         try:
             self.listen()
         except RankError as error:
-            raise RankError(f"the ranks are out of step: {error}; start them anew", told=True) from error
+            raise RankError(f"the ranks are out of step: {error}; start them anew", reported=True) from error
 
     def listen(self) -> None:
-        """Raises RankError where a process has failed."""
+        """Raise RankError where a process has failed."""
         try:
             if self._asked(lambda: self._store.check(["failed"])):
-                raise self._heard(self._asked(lambda: self._store.get("failed")).decode())
+                raise self._reported_error(self._asked(lambda: self._store.get("failed")).decode())
         except RuntimeError:
             return
 
-    def _heard(self, told: str) -> RankError:
+    def _reported_error(self, told: str) -> RankError:
         self._asked(lambda: self._store.add("heard", 1))
         rank, mendable, text = json.loads(told)
-        return RankError(f"rank {rank} failed: {text}", told=True, mendable=mendable)
+        return RankError(f"rank {rank} failed: {text}", reported=True, mendable=mendable)
 
     def end(self) -> None:
-        """A call of the store must not outlive it."""
+        """Stop the thread: a call of the store must not outlive it."""
         self._over.set()
         self._thread.join(BEAT_SECONDS)
 
@@ -211,24 +211,26 @@ class Pulse:
                 return
 
 
-_PULSES: dict[int, Pulse] = {}
+_HEARTBEATS: dict[int, Heartbeat] = {}
 
 
-def pulse_of(own: int, store: Store, seconds: float) -> Pulse:
-    """That of this process, which begins with the first call. `own`: its rank; the last one's `seconds` count."""
-    if own not in _PULSES:
-        _PULSES[own] = Pulse(own, store, seconds)
-    _PULSES[own].seconds = seconds
-    return _PULSES[own]
+def heartbeat_of(own: int, store: Store, seconds: float) -> Heartbeat:
+    """Return the heartbeat of this process, which begins with the first call. `own`: its rank; the last one's `seconds`
+    count."""
+    if own not in _HEARTBEATS:
+        _HEARTBEATS[own] = Heartbeat(own, store, seconds)
+    _HEARTBEATS[own].seconds = seconds
+    return _HEARTBEATS[own]
 
 
 @atexit.register
 def _end() -> None:
-    """With a call that never comes back the process would not end, or be aborted; nor can gloo give up a collective."""
+    """End the process even where a call never comes back: it would not end, or be aborted; nor can gloo give up a
+    collective."""
     end = time.monotonic() + _LAST_WORDS_SECONDS
-    collectives = [pulse.collective for pulse in _PULSES.values() if pulse.collective is not None]
-    for pulse in _PULSES.values():
-        pulse.end()
+    collectives = [heartbeat.collective for heartbeat in _HEARTBEATS.values() if heartbeat.collective is not None]
+    for heartbeat in _HEARTBEATS.values():
+        heartbeat.end()
     while _CALLS or not all(collective.is_completed() for collective in collectives):
         if time.monotonic() > end:
             sys.stdout.flush()

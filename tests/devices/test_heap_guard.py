@@ -11,7 +11,7 @@ import torch
 
 from gigagrad.allowances import UNNOTICED_BYTES
 from gigagrad.devices import heap
-from gigagrad.devices.cpu import HeapWatch
+from gigagrad.devices.cpu import HeapGuard
 from gigagrad.devices.heap import return_freed_memory, settle_allocator, used_bytes
 from tests.devices.fake import FakeCpu
 
@@ -49,7 +49,7 @@ def heap_flags() -> set[str]:
 def watch_at(device, limit, tiles=30, budget=None):
     """Whose limit, beside tiles of so many MiB, is this."""
     peak = (limit + tiles) * MIB + UNNOTICED_BYTES
-    watch = HeapWatch(device, peak, budget * MIB if budget else None)
+    watch = HeapGuard(device, peak, budget * MIB if budget else None)
     watch.begin_pass(tiles * MIB, 0)
     return watch
 
@@ -153,14 +153,14 @@ class TestLargeBlocks:
 
     @pytest.fixture
     def watch(self, held):
-        watch = HeapWatch(held.device, 113 * MIB + UNNOTICED_BYTES, 200 * MIB)
+        watch = HeapGuard(held.device, 113 * MIB + UNNOTICED_BYTES, 200 * MIB)
         watch.begin_pass(38 * MIB, 5 * MIB, 8 * MIB)
         with watch.tiles_at_work():
             yield watch
         watch.close()
 
     def test_small_ones_change_nothing(self, held):
-        watch = HeapWatch(held.device, 100 * MIB, None)
+        watch = HeapGuard(held.device, 100 * MIB, None)
         watch.begin_pass(30 * MIB, 0, 8 * MIB - 1)
         with watch.tiles_at_work():
             assert "mapped" not in held
@@ -169,7 +169,7 @@ class TestLargeBlocks:
         assert held["given_back"] == 0
 
     def test_come_from_the_heap_while_tiles_are_at_work(self, held):
-        watch = HeapWatch(held.device, 200 * MIB, None)
+        watch = HeapGuard(held.device, 200 * MIB, None)
         watch.begin_pass(30 * MIB, 0, 8 * MIB)
         assert (held["mapped"], held["kept"]) == (65536, -1)
         with watch.tiles_at_work():
@@ -231,7 +231,7 @@ class TestLargeBlocks:
             assert held["given_back"] == times
 
     def test_before_smaller_ones_it_looks_once_they_might_exceed_the_roof(self, held):
-        watch = HeapWatch(held.device, 100 * MIB + UNNOTICED_BYTES, None)
+        watch = HeapGuard(held.device, 100 * MIB + UNNOTICED_BYTES, None)
         watch.begin_pass(30 * MIB, 0, 4 * MIB)
         held["now"] = held["left"] = 60
         watch.block_coming(4 * MIB)  # room for 32 MiB more, below the roof of 96
@@ -250,12 +250,12 @@ class TestLargeBlocks:
 
 _TAKE_LARGE_BLOCKS = """
 import torch
-from gigagrad.devices.cpu import Cpu, HeapWatch
+from gigagrad.devices.cpu import Cpu, HeapGuard
 from gigagrad.devices.heap import resident_bytes, settle_allocator
 
 settle_allocator()
 taken, below = torch.ones(2**20), resident_bytes()
-watch = HeapWatch(Cpu('cpu'), below + 200 * 2**20, None)
+watch = HeapGuard(Cpu('cpu'), below + 200 * 2**20, None)
 watch.begin_pass(180 * 2**20, 0, 24 * 2**20)
 
 def step(mebibytes):

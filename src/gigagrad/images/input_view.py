@@ -1,4 +1,4 @@
-"""How slides are looked at: the same for every slide of a run, in training, prediction and evaluation."""
+"""View slides alike for a whole run, in training, prediction and evaluation."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from gigagrad.images.image import Image
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Which bands are read, by name or counted from 1 as GDAL counts them, none given: all; and whether in grey."""
+class InputView:
+    """The bands that are read, by name or counted from 1 as GDAL counts them, none given: all; and whether in grey."""
 
     grey: bool = False
     bands: tuple[int | str, ...] = ()
 
     def of(self, slide: Image) -> Image:
-        """`slide` as the network gets to see it, 0 where it has no data. Closing it leaves `slide` open.
+        """View `slide` as the network gets to see it, 0 where it has no data. Closing it leaves `slide` open.
 
         What is missing is missing in all the bands that are read. Raises `ImageError`.
         """
@@ -27,4 +27,4 @@ class Look:
         return ", ".join(filter(None, (bands, "grey, one channel" if self.grey else ""))) or "as stored"
 
 
-AS_STORED = Look()
+AS_STORED = InputView()
