@@ -15,7 +15,7 @@ from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, rea
 from gigagrad.errors import ConfigError, GigagradError, ImageError, TargetError
 from gigagrad.files import content_digest
 from gigagrad.images import InputView
-from gigagrad.images.input_view import AS_STORED
+from gigagrad.images.views import AS_STORED
 from gigagrad.masks import ClassTable, is_annotation_file, open_mask, read_annotations
 
 

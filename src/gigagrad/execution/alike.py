@@ -20,7 +20,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.execution.sources import Source
 from gigagrad.graphs import Composite, Graph
 from gigagrad.images import Image
-from gigagrad.images.arrays import ArrayImage, TensorImage
+from gigagrad.images.views import ArrayImage, TensorImage
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.messages import as_bytes
 from gigagrad.ranks.ranks import named

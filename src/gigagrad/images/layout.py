@@ -15,8 +15,7 @@ import numpy as np
 
 from gigagrad.errors import WriteError
 from gigagrad.images.georeference import GDAL_NODATA
-from gigagrad.images.image import Array
-from gigagrad.images.nodata import is_nodata, parse_nodata
+from gigagrad.images.pixels import Array, is_nodata, parse_nodata
 
 TILE: Final = 512
 ENCODERS: Final = 2  # threads; zlib, JPEG and Blosc release the GIL

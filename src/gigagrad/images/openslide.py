@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from gigagrad.boxes import Box
-from gigagrad.images.image import Array, Image, Level, check_size, choose_level, in_our_words
+from gigagrad.images.image import Image
+from gigagrad.images.pixels import Array, Level, check_size, choose_level, grid_parts, in_our_words
 from gigagrad.images.resolution import choose_mpp, number
-from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, grid_parts
+from gigagrad.images.tile_cache import CACHE_BYTES, TileCache
 from gigagrad.threads import side_by_side
 
 _WHITE = 255

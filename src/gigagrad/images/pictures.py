@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gigagrad.errors import ImageError
-from gigagrad.images.arrays import ArrayImage
 from gigagrad.images.georeference import world_file
-from gigagrad.images.image import Array, in_our_words
-from gigagrad.images.png_check import check_png, png_size
+from gigagrad.images.pixels import Array, in_our_words
 from gigagrad.images.resolution import choose_mpp
-from gigagrad.images.stream_check import Jpeg
+from gigagrad.images.stream_check import Jpeg, check_png, png_size
+from gigagrad.images.views import ArrayImage
 from gigagrad.units import format_bytes
 
 if TYPE_CHECKING:

@@ -1,21 +1,29 @@
-"""Make small pictures of large images, without ever holding the large one."""
+"""Make small pictures of large images, without ever holding the large one, and show them in notebooks."""
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gigagrad.boxes import Box, spread, tiles
 from gigagrad.errors import ImageError
-from gigagrad.images.image import Array, Image
-from gigagrad.images.nodata import is_nodata
+from gigagrad.images.pixels import Array, is_nodata
+
+if TYPE_CHECKING:
+    from gigagrad.images.image import Image
 
 _BLOCK = 1024
 _SAMPLES, _SAMPLE_PX = 8, 32
 """Boxes of samples along each axis, and their sides."""
+_NOTEBOOK_SIDE_PX = 320
+_MOST_PIXELS = 2**24
+"""The most pixels of the level that a notebook's picture is made from; a larger one would be read for seconds."""
 
 
 def thumbnail(image: Image, max_side: int) -> Array:
@@ -99,3 +107,30 @@ def _as_bytes(means_HWC: Array, dtype: np.dtype[Any]) -> Array:
     means_HWC = np.nan_to_num(means_HWC, copy=False)
     low, high = range_shown(means_HWC, dtype)
     return np.clip(np.rint((means_HWC - low) * (255 / (high - low))), 0, 255).astype(np.uint8)
+
+
+def image_html(image: Image) -> str:
+    """Return the image's text, under it a thumbnail; only the text where the image is closed or unreadable, or no level
+    of it is small enough."""
+    text = f"<div><code>{html.escape(repr(image))}</code></div>"
+    smallest = min((height * width for height, width in (level.shape for level in image.levels)), default=0)
+    if min(smallest, image.height * image.width) > _MOST_PIXELS:
+        return text
+    try:
+        data = base64.b64encode(_png(thumbnail(image, _NOTEBOOK_SIDE_PX))).decode()
+    except ImageError:
+        return text
+    return f'{text}<img alt="{html.escape(image.name)}" src="data:image/png;base64,{data}">'
+
+
+def _png(pixels_HWC: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bytes:
+    """Encode colours of the first three channels, else grey of the first; a mask of few values is stretched to be
+    seen."""
+    from PIL import Image as Pictures
+
+    shown = pixels_HWC[..., :3] if pixels_HWC.shape[2] >= 3 else pixels_HWC[..., 0]
+    if shown.ndim == 2 and 0 < int(shown.max()) < 32:
+        shown = (shown.astype(np.uint16) * 255 // int(shown.max())).astype(np.uint8)
+    out = io.BytesIO()
+    Pictures.fromarray(np.ascontiguousarray(shown)).save(out, "PNG")
+    return out.getvalue()

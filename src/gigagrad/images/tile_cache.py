@@ -7,14 +7,14 @@ file tiles are wanted two to four times in short succession.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
 from threading import Lock, current_thread, main_thread
 from typing import TypeVar
 
 from gigagrad.boxes import Box
-from gigagrad.images.image import Array
+from gigagrad.images.pixels import Array
 from gigagrad.threads import Task
 
 Key = TypeVar("Key", bound=Hashable)
@@ -23,16 +23,6 @@ Key = TypeVar("Key", bound=Hashable)
 # 16000 x 256 px x RGB is 24 MiB), which a walk in strips along that side needs to decode every file tile once.
 CACHE_BYTES = 32 * 2**20
 _NEVER = 2**63
-
-
-def grid_parts(box: Box, height: int, width: int) -> Iterator[tuple[Box, Box, Box]]:
-    """Yield the tiles of a `height x width` px grid that meet `box`, each with the common part as seen from `box` and
-    from it."""
-    for row in range(box.y0 // height, -(-box.y1 // height)):
-        for column in range(box.x0 // width, -(-box.x1 // width)):
-            tile = Box.whole(height, width).shift(row * height, column * width)
-            part = box.intersect(tile)
-            yield tile, part.shift(-box.y0, -box.x0), part.shift(-tile.y0, -tile.x0)
 
 
 class TileCache:

@@ -29,7 +29,8 @@ import numpy as np
 from gigagrad.boxes import Box, tiles
 from gigagrad.errors import ConfigError, ImageError
 from gigagrad.images.georeference import geotiff_tags
-from gigagrad.images.image import LUMA_BT601, Array, Image
+from gigagrad.images.image import Image
+from gigagrad.images.pixels import LUMA_BT601, Array
 from gigagrad.images.write import write_pyramid
 
 if TYPE_CHECKING:

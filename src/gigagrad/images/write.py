@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gigagrad.files import check_destination, replacing, replacing_folder
-from gigagrad.images.cog import require_gdal, write_cog
 from gigagrad.images.layout import ENCODERS, IN_FLIGHT, TILE, Layout, MaskClass, SourceError, level_shapes
-from gigagrad.images.write_tiff import TiffPyramid
+from gigagrad.images.write_tiff import TiffPyramid, require_gdal, write_cog
 
 if TYPE_CHECKING:
-    from gigagrad.images.image import Array
+    from gigagrad.images.pixels import Array
 
 
 def write_pyramid(

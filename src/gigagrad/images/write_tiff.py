@@ -1,24 +1,30 @@
 """Write TIFF pyramids: level 0 goes straight into the file, plane by plane and level by level as TIFF wants it.
 
 What comes too early - lower levels, planes after the first - waits, already compressed, in an unnamed temporary file
-beside the output.
+beside the output. A cloud-optimised GeoTIFF has its tables at its head and small levels before large ones, so that a
+map server reads what it shows by a few requests: GDAL's own driver makes it of a whole file.
 """
 
 from __future__ import annotations
 
-import tempfile
+import shutil
+import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any, Literal
 
 import numpy as np
 
 from gigagrad.errors import WriteError
-from gigagrad.images.image import Array
-from gigagrad.images.layout import ENCODERS, IN_FLIGHT, Layout
+from gigagrad.extras import extra
+from gigagrad.files import replacing
+from gigagrad.images.layout import ENCODERS, IN_FLIGHT, TILE, Layout
+from gigagrad.images.pixels import Array
 from gigagrad.threads import SideThreads, Task
 
 
@@ -51,7 +57,7 @@ class TiffPyramid:
 
         with ExitStack() as stack:
             pool = stack.enter_context(SideThreads(ENCODERS, "gigagrad-encode"))
-            spool = stack.enter_context(tempfile.TemporaryFile(dir=self._layout.path.parent))
+            spool = stack.enter_context(TemporaryFile(dir=self._layout.path.parent))
             first = self._first_plane(rows, spool, pool)
             # BigTIFF always: how large a compressed file becomes is known too late, and every reader knows the format.
             tiff = stack.enter_context(tifffile.TiffWriter(file, bigtiff=True, ome=self._ome, shaped=False))
@@ -161,3 +167,66 @@ def _ome(layout: Layout) -> dict[str, Any]:
         colours = [int.from_bytes(bytes((*kind.color, 255)), "big", signed=True) for kind in layout.channels]
         said["Channel"] = {"Name": [kind.name for kind in layout.channels], "Color": colours}
     return said
+
+
+_CACHE_MIB = 64
+"""The cache of GDAL's blocks; by default it takes a twentieth of the machine's memory."""
+_OPTIONS = {"compress": "DEFLATE", "bigtiff": "IF_SAFER"}
+
+
+def require_gdal() -> None:
+    """Raise `ConfigError` where rasterio, which brings GDAL, is not installed."""
+    with extra("geo"):
+        import rasterio.shutil  # noqa: F401
+
+
+def write_cog(source: Path, path: Path, *, nearest: bool) -> Path:
+    """Write the TIFF `source` as cloud-optimised GeoTIFF to `path`, which it may be itself, and return that.
+
+    Reference system, transform, nodata and pixels are the same, and channels that are no colours stay none; levels are
+    made anew, by every second pixel where `nearest`, else by means. For a while, two more copies are on the disk.
+    Raises `WriteError`.
+    """
+    require_gdal()
+    import rasterio
+    import rasterio.shutil
+
+    resampling = "NEAREST" if nearest else "AVERAGE"
+    options = {"blocksize": TILE, "overviews": "IGNORE_EXISTING", **_OPTIONS}
+    with replacing(path) as file, TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+        made = Path(folder) / "cog.tif"
+        try:
+            with rasterio.Env(GDAL_CACHEMAX=_CACHE_MIB), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of images that lie nowhere on earth
+                rasterio.shutil.copy(source, made, driver="COG", overview_resampling=resampling, **options)
+                if _calls_channels_colours(made):
+                    made = _without_colours(made)
+        except Exception as error:  # GDAL's errors have many classes, none of them the system's
+            reason = " ".join(str(error).split())[:200]
+            raise WriteError(f"cannot write {path} as a cloud-optimised GeoTIFF: {reason}") from error
+        with made.open("rb") as whole:
+            shutil.copyfileobj(whole, file)
+    return path
+
+
+def _calls_channels_colours(path: Path) -> bool:
+    """Return whether three or four channels of bytes are red, green, blue and alpha by the TIFF's tags, and not to
+    GDAL, whose driver has no option for it: to all who read the tags, a class' probability would be how opaque the
+    others are."""
+    import rasterio
+    import tifffile
+    from rasterio.enums import ColorInterp
+
+    with rasterio.open(path) as file, tifffile.TiffFile(path) as tiff:
+        return int(tiff.pages[0].photometric) == 2 and file.colorinterp[0] != ColorInterp.red
+
+
+def _without_colours(path: Path) -> Path:
+    """Replace a cloud-optimised GeoTIFF by a copy, laid out alike, whose channels are but numbers."""
+    import rasterio.shutil
+
+    plain = path.with_name("plain.tif")
+    layout = {"tiled": True, "blockxsize": TILE, "blockysize": TILE, "copy_src_overviews": True}
+    rasterio.shutil.copy(path, plain, driver="GTiff", photometric="MINISBLACK", **layout, **_OPTIONS)
+    path.unlink()
+    return plain

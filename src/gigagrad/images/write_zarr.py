@@ -16,9 +16,8 @@ import numpy as np
 import zarr
 from numcodecs import Blosc
 
-from gigagrad.images.image import Array
 from gigagrad.images.layout import ENCODERS, Layout, MaskClass
-from gigagrad.images.nodata import ZARR_NODATA
+from gigagrad.images.pixels import ZARR_NODATA, Array
 from gigagrad.threads import SideThreads
 
 _VERSION: Final = "0.4"

@@ -16,10 +16,19 @@ import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
-from gigagrad.images.arrays import channels_first
-from gigagrad.images.image import Array, Image, check_size, choose_level, fill_of, in_our_words, levels_of
-from gigagrad.images.nodata import ZARR_NODATA, parse_nodata
+from gigagrad.images.image import Image
+from gigagrad.images.pixels import (
+    ZARR_NODATA,
+    Array,
+    check_size,
+    choose_level,
+    fill_of,
+    in_our_words,
+    levels_of,
+    parse_nodata,
+)
 from gigagrad.images.resolution import choose_mpp, micrometres
+from gigagrad.images.views import channels_first
 from gigagrad.units import format_bytes
 
 _MARKERS = ("zarr.json", ".zarray", ".zgroup")

@@ -13,7 +13,8 @@ import numpy as np
 from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
 from gigagrad.images import Image
-from gigagrad.images.image import Array, Pixels, View
+from gigagrad.images.image import View
+from gigagrad.images.pixels import Array, Pixels
 from gigagrad.masks.classes import IGNORED
 
 _SIGNED: Final = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
-from gigagrad.images.image import Array
+from gigagrad.images.pixels import Array
 from gigagrad.images.synthetic.textures import Bytes, Plane, as_bytes
 
 STEP: Final = 16  # px per cell; a power of two keeps interpolated positions exact

@@ -20,10 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box, Span, split
-from gigagrad.images.image import Array
+from gigagrad.images.pixels import Array, grid_parts
 from gigagrad.images.synthetic.layout import FAR, Layout, cells, make_layout, pen_half_width, upsample
 from gigagrad.images.synthetic.textures import GRAIN_MEAN, PERIOD, Bytes, Textures
-from gigagrad.images.tile_cache import grid_parts
 from gigagrad.threads import SideThreads
 
 BLOCK_HEIGHT: Final = 256

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.extras import extra
-from gigagrad.images.image import Array
+from gigagrad.images.pixels import Array
 
 Plane = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
