@@ -4,7 +4,7 @@
         [--scratch DIR] [--link 10Gbit/s,50us | --wall] [--in-turn] [--steps 2] [--plot FILE]
 
 A step in float32 on random bytes, norms in training mode, by so many gloo processes of one thread, and by one process
-with the plan of the first ones. Each rank has a virtual clock (gigagrad.ranks.SimulatedRanks) that goes with its
+with the plan of the first ones. Each rank has a virtual clock (bench/simulated_ranks.py) that goes with its
 processor time, and messages take what they would on `--link`; ranks compute one at a time, as each would have its
 caches and memory to itself. So it does not matter how many cores are here, but leave the machine alone meanwhile.
 
@@ -43,11 +43,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gigagrad as gg
 from bench.deep_step import FromBytes, loss
 from bench.scale_turns import InTurn, clocks
+from bench.simulated_ranks import SimulatedRanks
 from gigagrad.events import Event, TileDone
 from gigagrad.plans import Plan
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.process_group import ProcessGroup
-from gigagrad.ranks.simulated import SimulatedRanks
 from gigagrad.scaling import Link, parse_link, tile_step
 from tests.ranks.started import started
 

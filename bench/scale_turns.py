@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from bench.simulated_ranks import SimulatedRanks
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.ranks import Message
-from gigagrad.ranks.simulated import SimulatedRanks
 from gigagrad.ranks.threaded import run_threaded
 
 Met = tuple[float, bool | None, dict[int, int], dict[int, int]]

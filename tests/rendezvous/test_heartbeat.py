@@ -40,7 +40,7 @@ def test_who_is_silent_is_named(heartbeats):
     never = start_call(lambda: threading.Event().wait(5))
     heartbeats[1].end()
     with pytest.raises(RankError, match=r"^rank 1 is silent"):
-        heartbeats[0].wait_while_alive(never.result, never.done, range(3), 2.0)
+        heartbeats[0].wait_while_alive(never, range(3), 2.0)
 
 
 def test_an_error_of_what_is_waited_for_is_not_that_of_a_lack_of_time(heartbeats):
@@ -49,7 +49,7 @@ def test_an_error_of_what_is_waited_for_is_not_that_of_a_lack_of_time(heartbeats
 
     call = start_call(fail)
     with pytest.raises(RankError, match=r"^the ranks lost each other: connection reset"):
-        heartbeats[0].wait_while_alive(call.result, call.done, range(3), 9.0)
+        heartbeats[0].wait_while_alive(call, range(3), 9.0)
 
 
 def test_ranks_that_are_out_of_step_begin_nothing_new(heartbeats):

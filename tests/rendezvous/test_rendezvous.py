@@ -12,7 +12,8 @@ from gigagrad.cli.interrupts import is_first
 from gigagrad.errors import ConfigError, RankError
 from gigagrad.files import HOST
 from gigagrad.ranks import SingleRank, from_environment, launch, rendezvous
-from gigagrad.ranks.rendezvous import _Rendezvous
+from gigagrad.ranks.heartbeat import WatchedStore
+from gigagrad.ranks.rendezvous import find_members
 from tests.ranks.started import variables_of
 
 TORCHRUN = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"
@@ -28,7 +29,7 @@ def met(store, ranks, count, seconds=5.0):
     found = {}
 
     def find(rank):
-        found[rank] = _Rendezvous(store.clone(), rank, count, seconds, 5.0).find()
+        found[rank] = find_members(WatchedStore(store.clone(), 5.0), rank, count, seconds)
 
     threads = [threading.Thread(target=find, args=(rank,)) for rank in ranks]
     for thread in threads:

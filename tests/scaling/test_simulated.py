@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from bench.simulated_ranks import SimulatedRanks
 from gigagrad.ranks import SingleRank, run_threaded
-from gigagrad.ranks.simulated import SimulatedRanks
 from gigagrad.scaling import Link
 from gigagrad.scaling.tiles import clock
 from tests.execution.by_ranks import outcome, prepared_for

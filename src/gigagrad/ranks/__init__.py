@@ -1,8 +1,7 @@
 """Talk to the ranks that compute one image together: this process alone, processes, or threads."""
 
 from gigagrad.errors import RankError
-from gigagrad.ranks.mesh import TIMEOUT_SECONDS, Mesh, from_environment
-from gigagrad.ranks.meshes import ranks_of
+from gigagrad.ranks.mesh import TIMEOUT_SECONDS, Mesh, from_environment, ranks_of
 from gigagrad.ranks.numerics import mismatched_numerics
 from gigagrad.ranks.ranks import Message, Ranks, SingleRank
 from gigagrad.ranks.rendezvous import launch

@@ -1,6 +1,4 @@
-"""Keep heartbeats of processes that work together in the store that all of them have, and wait no longer than there are
-any.
-"""
+"""Keep heartbeats of processes in a store that all of them have, and wait no longer than there are any."""
 
 from __future__ import annotations
 
@@ -49,12 +47,26 @@ def start_call(call: Callable[[], Found]) -> Future[Found]:
     return future
 
 
-def ask(call: Callable[[], Found], seconds: float) -> Found:
-    """Return what the store answers. Raises RuntimeError where whoever keeps it is gone, or does not answer in time."""
-    try:
-        return start_call(call).result(seconds)
-    except TimeoutError as error:
-        raise RuntimeError("the store does not answer") from error
+class WatchedStore:
+    """A store whose methods raise RuntimeError where whoever keeps it is gone, or does not answer in so many `seconds`;
+    it is not asked again then.
+    """
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        self._store, self.seconds, self._answers = store, seconds, True
+
+    def ask(self, call: Callable[[Store], Found]) -> Found:
+        """Return what a call of the store returns."""
+        if not self._answers:
+            raise RuntimeError("the store is out of reach")
+        try:
+            return start_call(lambda: call(self._store)).result(self.seconds)
+        except (RuntimeError, TimeoutError) as error:
+            self._answers = False
+            raise RuntimeError(str(error) or "the store does not answer") from error
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *given: self.ask(lambda store: getattr(store, name)(*given))
 
 
 def lost_error(missing: Sequence[int], error: Exception) -> RankError:
@@ -71,8 +83,7 @@ def first_rank_keeps_store() -> bool:
 
 
 def store_keeper(own: int) -> list[int]:
-    """Return the rank that is gone or stopped where this one, `own`, gets no answer of the store; none where nobody
-    knows."""
+    """Return the rank that is gone where this one, `own`, gets no answer of the store; none if unknown."""
     return [0] if own and first_rank_keeps_store() else []
 
 
@@ -83,49 +94,40 @@ class Heartbeat:
     """
 
     def __init__(self, own: int, store: Store, seconds: float) -> None:
-        self._own, self.seconds, self._over = own, seconds, threading.Event()
-        self._failed, self._kept = False, True
-        self._look, self._noticed = 0.0, dict[int, tuple[int, float]]()
+        self._own, self._over, self._failed = own, threading.Event(), False
+        self._next_look, self._noticed = 0.0, dict[int, tuple[int, float]]()
         """The time to look again, and by rank how many heartbeats there were and since when."""
-        self.collective: dist.Work | None = None
-        """The last collective that this process has waited for."""
-        clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]  # their stubs have forgotten it
         try:  # a connection of its own: while a thread waits for a key, no other one gets through on the same
-            self._store = dist.distributed_c10d.PrefixStore("gigagrad-heartbeat", self._asked(clone))
+            clone: Store = WatchedStore(store, seconds).clone()
         except RuntimeError as error:
             raise lost_error(store_keeper(self._own), error) from None
+        self._beating: Store = dist.PrefixStore("gigagrad-heartbeat", clone)  # type: ignore[attr-defined]
+        self._store = WatchedStore(self._beating, seconds)
         self._thread = threading.Thread(target=self._beat, name="gigagrad-heartbeat", daemon=True)
         self._thread.start()
 
-    def wait_while_alive(
-        self, wait: Callable[[float], Found], over: Callable[[], bool], peers: Sequence[int], seconds: float
-    ) -> Found:
-        """Return what `wait` returns, which is told how long to wait, and called again while nobody failed and none of
-        the ranks was silent for so many seconds. `over`: whether there is nothing to wait for. Raises RankError.
+    def wait_while_alive(self, call: Future[Found], peers: Sequence[int], seconds: float) -> Found:
+        """Return what a call returns, waiting for it while nobody failed and none of the ranks was silent for so many
+        seconds. Raises RankError.
         """
         while True:
-            ended = over()  # before it is waited for: what it raises then is no lack of time
+            ended = call.done()  # before it is waited for: what it raises then is no lack of time
             try:
-                return wait(BEAT_SECONDS)
+                return call.result(BEAT_SECONDS)
             except (RuntimeError, TimeoutError) as error:
                 self.listen()
                 silent = self._silent(peers, seconds)
                 if ended or silent:
-                    raise self.lost(error, peers, silent) from None
-
-    def lost(self, error: Exception, peers: Sequence[int], silent: Sequence[int] = ()) -> RankError:
-        """Return the error that names who is lost, as far as anybody knows. Raises what one that failed has said of
-        itself."""
-        missing = silent or self._missing(peers)
-        self.listen()  # it may have said why it went
-        return lost_error(missing, error)
+                    silent = silent or self._missing(peers)
+                    self.listen()  # one of them may have said why it went
+                    raise lost_error(silent, error) from None
 
     def _silent(self, peers: Sequence[int], seconds: float) -> list[int]:
         """Return the ranks of which no heartbeat was noticed here for so long, in which ten looks are taken."""
         now = time.monotonic()
-        if now < self._look:
+        if now < self._next_look:
             return []
-        self._look = now + seconds / 10
+        self._next_look = now + seconds / 10
         try:
             found = self._beats(peers)
         except RuntimeError:
@@ -145,17 +147,7 @@ class Heartbeat:
             return store_keeper(self._own)
 
     def _beats(self, peers: Sequence[int]) -> dict[int, int]:
-        return self._asked(lambda: {peer: self._store.add(str(peer), 0) for peer in peers})
-
-    def _asked(self, call: Callable[[], Found]) -> Found:
-        """Ask the store, unless it has failed to answer before."""
-        if not self._kept:
-            raise RuntimeError("the store is out of reach")
-        try:
-            return ask(call, self.seconds)
-        except RuntimeError:
-            self._kept = False
-            raise
+        return self._store.ask(lambda store: {peer: store.add(str(peer), 0) for peer in peers})
 
     def fail(self, error: Exception, count: int) -> RankError | None:
         """Tell all `count` processes of an error, and wait a little until they know. Returns what to raise instead
@@ -166,11 +158,11 @@ class Heartbeat:
         self._failed = True
         own = json.dumps([self._own, is_mendable(error), str(error) or type(error).__name__])
         try:
-            first = self._asked(lambda: self._store.compare_set("failed", "", own)).decode()
+            first = self._store.compare_set("failed", "", own).decode()
             if first != own:
                 return self._reported_error(first)
             end = time.monotonic() + _LAST_WORDS_SECONDS
-            while self._asked(lambda: self._store.add("heard", 0)) < count - 1 and time.monotonic() < end:
+            while self._store.add("heard", 0) < count - 1 and time.monotonic() < end:
                 time.sleep(0.01)
         except RuntimeError:
             pass
@@ -186,15 +178,19 @@ class Heartbeat:
     def listen(self) -> None:
         """Raise RankError where a process has failed."""
         try:
-            if self._asked(lambda: self._store.check(["failed"])):
-                raise self._reported_error(self._asked(lambda: self._store.get("failed")).decode())
+            if self._store.check(["failed"]):
+                raise self._reported_error(self._store.get("failed").decode())
         except RuntimeError:
             return
 
-    def _reported_error(self, told: str) -> RankError:
-        self._asked(lambda: self._store.add("heard", 1))
-        rank, mendable, text = json.loads(told)
+    def _reported_error(self, report: str) -> RankError:
+        self._store.add("heard", 1)
+        rank, mendable, text = json.loads(report)
         return RankError(f"rank {rank} failed: {text}", reported=True, mendable=mendable)
+
+    def answer_within(self, seconds: float) -> None:
+        """Take whoever keeps the store for silent after so many seconds from now on."""
+        self._store.seconds = seconds
 
     def end(self) -> None:
         """Stop the thread: a call of the store must not outlive it."""
@@ -204,7 +200,7 @@ class Heartbeat:
     def _beat(self) -> None:
         while True:
             try:
-                self._store.add(str(self._own), 1)
+                self._beating.add(str(self._own), 1)
             except RuntimeError:
                 return
             if self._over.wait(BEAT_SECONDS):
@@ -215,23 +211,20 @@ _HEARTBEATS: dict[int, Heartbeat] = {}
 
 
 def heartbeat_of(own: int, store: Store, seconds: float) -> Heartbeat:
-    """Return the heartbeat of this process, which begins with the first call. `own`: its rank; the last one's `seconds`
-    count."""
+    """Return the heartbeat of this process, of rank `own`, begun by the first call; the last one's `seconds` count."""
     if own not in _HEARTBEATS:
         _HEARTBEATS[own] = Heartbeat(own, store, seconds)
-    _HEARTBEATS[own].seconds = seconds
+    _HEARTBEATS[own].answer_within(seconds)
     return _HEARTBEATS[own]
 
 
 @atexit.register
 def _end() -> None:
-    """End the process even where a call never comes back: it would not end, or be aborted; nor can gloo give up a
-    collective."""
+    """End the process even where a call never comes back, as gloo cannot give up a collective."""
     end = time.monotonic() + _LAST_WORDS_SECONDS
-    collectives = [heartbeat.collective for heartbeat in _HEARTBEATS.values() if heartbeat.collective is not None]
     for heartbeat in _HEARTBEATS.values():
         heartbeat.end()
-    while _CALLS or not all(collective.is_completed() for collective in collectives):
+    while _CALLS:
         if time.monotonic() > end:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -7,12 +7,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from gigagrad.errors import ConfigError
 from gigagrad.ranks.ranks import Ranks, SingleRank
-from gigagrad.ranks.rendezvous import JOINING_SECONDS, is_several, join
+from gigagrad.ranks.rendezvous import NO_LIMIT, is_several, join
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT_SECONDS = 600.0
 _LONGEST_SECONDS = 1e6
@@ -32,13 +34,12 @@ def from_environment(timeout: float = TIMEOUT_SECONDS) -> Ranks:
         return SingleRank()
     import torch
 
-    from gigagrad.ranks.process_group import ProcessGroup, wait_without_limit
+    from gigagrad.ranks.process_group import ProcessGroup
 
     if not torch.distributed.is_initialized():
         neighbours = join(timeout)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // neighbours))
-        wait_without_limit()
     return ProcessGroup(timeout=timeout)
 
 
@@ -79,11 +80,22 @@ def _own(partition: Sequence[range], world: Ranks, timeout: float) -> Ranks:
     """Make all of these groups, and return the one that this rank is in."""
     from torch.distributed import new_group
 
-    from gigagrad.ranks.process_group import ProcessGroup, wait_without_limit
+    from gigagrad.ranks.process_group import ProcessGroup
 
     assert isinstance(world, ProcessGroup)
-    joining = timedelta(seconds=max(timeout, JOINING_SECONDS))
-    made = world.all_at(lambda: [new_group(list(ranks), timeout=joining) for ranks in partition])
+    made = world.collective(lambda: [new_group(list(ranks), timeout=NO_LIMIT) for ranks in partition])
     mine = next(group for group, ranks in zip(made, partition, strict=True) if world.index in ranks)
-    wait_without_limit(mine)
     return ProcessGroup(mine, timeout)
+
+
+def ranks_of(mesh: DeviceMesh | Ranks) -> Ranks:
+    """Return the ranks of a mesh's only dimension, or of "tile". Raises ConfigError for a mesh with neither."""
+    if isinstance(mesh, Ranks):
+        return mesh
+    from gigagrad.ranks.process_group import ProcessGroup
+
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and "tile" not in names:
+        raise ConfigError(f'a mesh of {mesh.ndim} dimensions needs one that is named "tile", got {names or "no names"}')
+    group = mesh.get_group("tile" if "tile" in names else 0)
+    return ProcessGroup(group) if group.size() > 1 else SingleRank()

@@ -1,7 +1,7 @@
 """Define what ranks are to each other: processes, or threads, that compute the parts of one image together.
 
 They do the same things in the same order, and meet in `exchange`: bytes travel, and whoever gets them adds. Every
-meeting begins with a word from each, so that an error of one of them ends all.
+collective begins with a few bytes from each, none where all is well, so that an error of one of them ends all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = "torch.Tensor"
 """Bytes: a 1-d tensor of uint8 on the CPU."""
-
+_OBJECT, _ERROR, _MENDABLE = b"\0", b"\1", b"\2"
+"""The first byte of what is gathered: the rest is an object, or the text of an error, gigagrad's own or not."""
 
 Item = TypeVar("Item")
 
@@ -35,7 +36,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 class Ranks(ABC):
-    """All ranks as one of them sees them. Every method but `fail` is called by all of them, in the same order."""
+    """All ranks as one of them sees them. Every method is called by all of them, in the same order."""
 
     index: int
     """The number of this rank, from 0 on."""
@@ -53,7 +54,7 @@ class Ranks(ABC):
         """Give these messages to other ranks and get theirs, of so many bytes. Raises RankError."""
 
     @abstractmethod
-    def _gather(self, word: bytes) -> Sequence[bytes]:
+    def _gather(self, payload: bytes) -> Sequence[bytes]:
         """Gather short bytes from every rank. Raises RankError where one is silent."""
 
     def exchange(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
@@ -69,25 +70,26 @@ class Ranks(ABC):
     def all_to_all(self, sent: Mapping[int, Message]) -> dict[int, Message]:
         """Exchange messages where receivers do not know what comes."""
         lengths = self.all_gather_object([len(sent.get(rank, ())) for rank in range(self.count)])
-        return self.exchange(sent, {rank: told[self.index] for rank, told in enumerate(lengths) if told[self.index]})
+        return self.exchange(
+            sent, {rank: theirs[self.index] for rank, theirs in enumerate(lengths) if theirs[self.index]}
+        )
 
     def barrier(self) -> None:
         """Wait for all. Raises RankError if another one failed, or is silent."""
         self._raise_reported(self._gather(b""))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Gather an object from each rank, by rank: anything that JSON can hold. Raises RankError if one failed, or is
-        silent."""
-        words = self._gather(b"\0" + json.dumps(value).encode())
-        self._raise_reported([b"" if said[:1] == b"\0" else said for said in words])
-        return [json.loads(said[1:]) for said in words]
+        """Gather an object of JSON from each rank, by rank. Raises RankError if one failed, or is silent."""
+        payloads = self._gather(_OBJECT + json.dumps(value).encode())
+        self._raise_reported([b"" if payload.startswith(_OBJECT) else payload for payload in payloads])
+        return [json.loads(payload[1:]) for payload in payloads]
 
     def map(
         self, items: Sequence[Item], work: Callable[[Item], Any], done: Callable[[int, Any], None] = lambda *_: None
     ) -> list[Any]:
         """Map `work` over items, shared among ranks, and return its results in their order: anything that JSON can
         hold. Item i is that of rank i modulo their count; `done` is told how many are done, and the last of these
-        answers. Raises as `said`.
+        answers. Raises as `all_gather_object`.
         """
         found: list[Any] = []
         for start in range(0, len(items), self.count):
@@ -117,18 +119,17 @@ class Ranks(ABC):
             raise
 
     def _report(self, error: Exception) -> None:
+        kind, text = _MENDABLE if is_mendable(error) else _ERROR, str(error) or type(error).__name__
         try:
-            self._gather(
-                bytes([1 + is_mendable(error)]) + (str(error) or type(error).__name__).encode(errors="replace")
-            )
+            self._gather(kind + text.encode(errors="replace"))
         except RankError:
-            return  # somebody else failed, too: one's own error is told
+            return  # somebody else failed, too: one's own error is raised
 
-    def _raise_reported(self, words: Sequence[bytes]) -> None:
-        for rank, said in enumerate(words):
-            if said and rank != self.index:
-                text = said[1:].decode(errors="replace")
-                raise RankError(f"rank {rank} failed: {text}", reported=True, mendable=said[0] > 1)
+    def _raise_reported(self, payloads: Sequence[bytes]) -> None:
+        for rank, payload in enumerate(payloads):
+            if payload and rank != self.index:
+                text, mendable = payload[1:].decode(errors="replace"), payload.startswith(_MENDABLE)
+                raise RankError(f"rank {rank} failed: {text}", reported=True, mendable=mendable)
 
 
 class SingleRank(Ranks):
@@ -141,5 +142,5 @@ class SingleRank(Ranks):
         assert not received
         return {}
 
-    def _gather(self, word: bytes) -> Sequence[bytes]:
-        return [word]
+    def _gather(self, payload: bytes) -> Sequence[bytes]:
+        return [payload]

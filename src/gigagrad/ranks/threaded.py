@@ -30,9 +30,9 @@ class ThreadedRank(Ranks):
             found[rank] = came
         return found
 
-    def _gather(self, word: bytes) -> Sequence[bytes]:
+    def _gather(self, payload: bytes) -> Sequence[bytes]:
         for rank in range(self.count):
-            self._inboxes[rank][self.index].put(word)
+            self._inboxes[rank][self.index].put(payload)
         found = []
         for rank in range(self.count):
             said = self._from(rank)
