@@ -13,15 +13,13 @@ MIB: Final = 2**20
 
 # The process
 RUNTIME_BYTES: Final = 64 * MIB
-"""The growth in the first step of a process: code of kernels that is paged in (16 to 18 MiB, ten networks), stacks,
-readers."""
+"""The growth in a process's first step: code that is paged in (16 to 18 MiB, ten networks), stacks, readers."""
 LATER_RUNTIME_BYTES: Final = 24 * MIB
 """The growth in a later step: kernels for shapes that have not been seen."""
 UNNOTICED_BYTES: Final = 16 * MIB
 """The growth of a process before the planner looks at it again, and what other threads take while one looks."""
 KERNEL_BYTES: Final = 72 * 2**10
-"""The size of one compiled convolution in oneDNN's cache, forward or one of two backward, in one shape (13 to 80 KiB).
-"""
+"""The size of a compiled convolution in oneDNN's cache, forward or one of two backward (13 to 80 KiB)."""
 AMX_KERNEL_BYTES: Final = 320 * 2**10
 """The size on a processor with matrix tiles for its dtype (270 KiB on average)."""
 MOST_COMPILED: Final = 1024

@@ -153,8 +153,7 @@ def tiles(height: int, width: int, tile_height: int, tile_width: int) -> Iterato
 
 
 def spread(height: int, width: int, per_side: int = 4, side: int = 256) -> Iterator[Box]:
-    """Yield `per_side` squared boxes of up to `side` pixels a side, evenly spread over an image: samples of what is in
-    it."""
+    """Yield `per_side` squared boxes of up to `side` px a side, evenly spread over an image, to sample it."""
     for row in range(per_side):
         for column in range(per_side):
             y = (height * (2 * row + 1)) // (2 * per_side) - side // 2

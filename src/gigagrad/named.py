@@ -14,8 +14,7 @@ Literal = int | float | bool | str | None | tuple["Literal", ...]
 
 
 def parse_named(text: str) -> tuple[str, dict[str, Literal]]:
-    """Split `text` into the name and the settings. Raises `ConfigError` for a setting that is none, or is given
-    twice."""
+    """Split `text` into name and settings. Raises `ConfigError` for a setting that is none, or is given twice."""
     name, _, query = text.partition("?")
     settings: dict[str, Literal] = {}
     for item in filter(None, query.split("&")):

@@ -129,8 +129,7 @@ class SideThreads:
         self._dropped.atexit = False
 
     def submit(self, work: Callable[..., Result], *given: Any) -> Task[Result]:
-        """Call `work(*given)` in one of the threads. Raises RuntimeError where none can be started or all have
-        ended."""
+        """Call `work(*given)` in one of the threads. Raises RuntimeError where none can start or all have ended."""
         task = Task(partial(work, *given))
         with self._guard:
             if self._closed:
@@ -266,8 +265,7 @@ def living(registry: WeakValueDictionary[int, Item]) -> list[Item]:
 
 
 def may_wait() -> bool:
-    """Return whether this thread may wait for others: not if it is one of `SideThreads`, nor while it collects
-    garbage."""
+    """Return whether this thread may wait for others: not one of `SideThreads`, nor while it collects garbage."""
     return not (getattr(_here, "beside", False) or _is_collecting())
 
 

@@ -107,13 +107,13 @@ def test_spare_blocks_go_before_the_heap_is_trimmed():
 
     for _ in range(3):
         spare.give(Block())  # type: ignore[arg-type]
-    watch.make_room(0)
+    watch.reserve(0)
     assert (device.held, device.trimmed) == (880 * MAPPED_BYTES, 0)
     watch.tile_done()
     assert (device.held, device.trimmed) == (880 * MAPPED_BYTES, 0)
-    watch.make_room(50 * MAPPED_BYTES)
+    watch.reserve(50 * MAPPED_BYTES)
     assert (device.held, device.trimmed) == (820 * MAPPED_BYTES, 0)
-    watch.make_room(100 * MAPPED_BYTES)  # nothing is spare any more
+    watch.reserve(100 * MAPPED_BYTES)  # nothing is spare any more
     assert device.trimmed == 1
 
 

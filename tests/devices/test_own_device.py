@@ -38,11 +38,11 @@ class Counter(Device):
     def machine(self, say: object = None) -> Machine:
         return Machine(flops_per_second=1e12)
 
-    def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
-        return Watch(self)
+    def memory_guard(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
+        return Guard(self)
 
 
-class Watch(MemoryGuard):
+class Guard(MemoryGuard):
     def __init__(self, device: Counter) -> None:
         self._device = device
 

@@ -222,7 +222,7 @@ def test_tiles_of_large_blocks_take_them_from_the_heap_and_look_before_each(monk
             kept.append(options[heap._M_TRIM_THRESHOLD])
 
     monkeypatch.setattr(heap, "_set_options", set_options)
-    monkeypatch.setattr(HeapGuard, "block_coming", lambda self, nbytes: looks.append(nbytes))
+    monkeypatch.setattr(HeapGuard, "reserve", lambda self, nbytes, for_tile=False: looks.extend([nbytes] * for_tile))
     model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.Sigmoid(), nn.Conv2d(16, 1, 1))
     for side in (288, 384):
         image = torch.rand(1, 400, 400)
@@ -247,14 +247,14 @@ def test_memory_is_given_back_for_what_each_pass_will_take():
         def begin_pass(self, tile_bytes, beside_bytes, largest_bytes):  # type: ignore[override]
             told.append([(tile_bytes, beside_bytes, largest_bytes)])
 
-        def make_room(self, nbytes):
-            told[-1].append(nbytes)
+        def reserve(self, nbytes, *, for_tile=False):
+            told[-1].extend([] if for_tile else [nbytes])
 
         def tile_done(self):
             done_by.add(threading.current_thread().name)
 
     class Recorded(Cpu):
-        def watch(self, peak_bytes, budget_bytes):
+        def memory_guard(self, peak_bytes, budget_bytes):
             told.clear()
             return Recorder()
 

@@ -54,8 +54,7 @@ class BufferPool:
 
     @classmethod
     def give_back(cls, enough: int | None = None) -> int:
-        """Give back blocks to the system, from anywhere in this process, until that was enough; or all. Returns how
-        many bytes."""
+        """Give blocks of this process back to the system, until that was enough; or all. Returns the bytes."""
         given = 0
         for one in living(cls._all):
             for nbytes in sorted(one._blocks, reverse=True):

@@ -98,7 +98,7 @@ class Cpu(Device):
     def tried(self, nbytes: int) -> None:
         self.residue.tried_bytes += nbytes
 
-    def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
+    def memory_guard(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
         return HeapGuard(self, peak_bytes, budget_bytes)
 
     def machine(self, say: Say = lambda text: None) -> Machine:
@@ -141,7 +141,7 @@ class HeapGuard(MemoryGuard):
         self._serve(in_heap=largest_bytes >= MAPPED_BYTES)
 
     @contextmanager
-    def tiles_at_work(self) -> Iterator[None]:
+    def computing_tiles(self) -> Iterator[None]:
         """Let tiles take large blocks from the heap; what is taken at other times lives long, and stays out of it."""
         self._at_work = True
         self._serve(in_heap=self._in_heap)
@@ -155,16 +155,16 @@ class HeapGuard(MemoryGuard):
         """End the run: no more of what it freed stays than between two tiles of blocks that are mapped."""
         self._in_heap = False
         self._blocks.close()
-        self.make_room(0)
+        self.reserve(0)
 
-    def make_room(self, nbytes: int) -> None:
-        """Make room for so many bytes that are taken from the system at once, and not from what tiles freed."""
-        self._held_within(self._now_bytes - nbytes)
-
-    def block_coming(self, nbytes: int) -> None:
-        """Reserve a block for a tile, in whatever thread. There is a look before every large one, and of others before
-        so many bytes of them that they might exceed the plan since the last look.
+    def reserve(self, nbytes: int, *, for_tile: bool = False) -> None:
+        """Give back memory before so many bytes are taken: at once from the system, or as a block of a tile. There is a
+        look before every large block, and of others before so many bytes of them that they might exceed the plan since
+        the last look.
         """
+        if not for_tile:
+            self._held_within(self._now_bytes - nbytes)
+            return
         with self._lock:
             self._unseen_bytes += nbytes
             if nbytes < MAPPED_BYTES and self._unseen_bytes < self._room_bytes:
@@ -180,8 +180,7 @@ class HeapGuard(MemoryGuard):
             self._unseen_bytes, self._room_bytes = 0, max(self._roof_bytes - held - nbytes, MAPPED_BYTES)
 
     def tile_done(self) -> None:
-        """Note that a tile is computed, in whatever thread: others go on meanwhile, and need not wait for its
-        result."""
+        """Note that a tile is computed, in whatever thread; others go on meanwhile."""
         with self._lock:
             if self._mapped_tiles:
                 self._mapped_tiles -= 1
@@ -220,8 +219,7 @@ class HeapGuard(MemoryGuard):
 
     @property
     def _now_bytes(self) -> int:
-        """Return what may be held now: freed blocks in the heap serve the next tile, and before each one there is a
-        look."""
+        """Return what may be held now: freed blocks in the heap serve the next tile."""
         return self._roof_bytes if self._in_heap else self._limit_bytes
 
     def _serve(self, *, in_heap: bool) -> None:

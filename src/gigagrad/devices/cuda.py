@@ -1,5 +1,4 @@
-"""Count and bound the memory of a GPU through CUDA (or ROCm under the same name): what PyTorch's caching allocator has
-reserved."""
+"""Count and bound the memory of a GPU through CUDA (or ROCm): what PyTorch's caching allocator has reserved."""
 
 from __future__ import annotations
 
@@ -36,9 +35,7 @@ class Cuda(Device):
         return self._current("allocated_bytes")
 
     def _current(self, amount: str) -> int:
-        """Read one amount: `memory_reserved` and `memory_allocated` write all statistics into a flat list first, which
-        takes 0.3 ms.
-        """
+        """Read one amount: `memory_reserved` writes all statistics into a flat list first, which takes 0.3 ms."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         current: int = stats[amount]["all"]["current"] if stats else 0
         return current
@@ -56,7 +53,7 @@ class Cuda(Device):
     def step_bytes(self) -> int:
         return _STEP_BYTES
 
-    def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
+    def memory_guard(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
         return _CacheGuard(self, peak_bytes)
 
     @contextmanager
@@ -117,13 +114,15 @@ class _CacheGuard(MemoryGuard):
 
     def begin_pass(self, tile_bytes: int, beside_bytes: int, largest_bytes: int = 0) -> None:
         self._tile_bytes = tile_bytes
-        self.make_room(0)
+        self.reserve(0)
 
-    def make_room(self, nbytes: int) -> None:
-        """Empty the cache where what is free in it does not serve."""
+    def reserve(self, nbytes: int, *, for_tile: bool = False) -> None:
+        """Empty the cache where what is free in it does not serve; blocks of tiles are the allocator's own business."""
+        if for_tile:
+            return
         used, held = self._device.used_bytes() or 0, self._device.held_bytes()
         if max(held, used + nbytes) > self._peak_bytes - self._tile_bytes and held > used:
             self._device.trim()
 
     def tile_done(self) -> None:
-        self.make_room(0)
+        self.reserve(0)

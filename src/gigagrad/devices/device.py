@@ -26,15 +26,12 @@ class MemoryGuard:
         """
 
     @contextmanager
-    def tiles_at_work(self) -> Iterator[None]:
+    def computing_tiles(self) -> Iterator[None]:
         """Expect blocks of tiles in the block; what is taken at other times lives long."""
         yield
 
-    def make_room(self, nbytes: int) -> None:
-        """Make room for so many bytes that are taken at once."""
-
-    def block_coming(self, nbytes: int) -> None:
-        """Reserve a block for a tile, in whatever thread."""
+    def reserve(self, nbytes: int, *, for_tile: bool = False) -> None:
+        """Give back memory, if need be, before so many bytes are taken at once, or by a tile in whatever thread."""
 
     def tile_done(self) -> None:
         """Note that a tile is computed, in whatever thread."""
@@ -86,9 +83,7 @@ class Device(ABC):
         return None
 
     def used_bytes(self, enough: int = 0) -> int | None:
-        """Return the bytes held less those freed, or None where nobody tells. May be what is held where that is not
-        more than `enough`.
-        """
+        """Return the bytes held less those freed, None if unknown; what is held where that is at most `enough`."""
         return None
 
     def free_bytes(self) -> int | None:
@@ -100,26 +95,22 @@ class Device(ABC):
         return 0
 
     def compiled_bytes(self, count: int, dtypes: Collection[torch.dtype]) -> int:
-        """Estimate the bytes that so many convolutions in these dtypes, forward and backward in all their shapes, add
-        when compiled."""
+        """Estimate the bytes that so many convolutions in these dtypes add when all their shapes are compiled."""
         return 0
 
     def ran(self, compiled: int) -> None:
-        """Note that a plan has run for the first time: so many convolutions are compiled, and no step adds that
-        again."""
+        """Note that a plan ran for the first time: so many convolutions are compiled, and no step adds that again."""
 
     def tried(self, nbytes: int) -> None:
         """Note that a trial has left so many bytes of what a first step would add."""
 
-    def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
+    def memory_guard(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
         """Make the guard of one run of a plan with this peak."""
         return MemoryGuard()
 
     @contextmanager
     def bounded(self, peak_bytes: int) -> Iterator[None]:
-        """Hold the device's allocator to so many bytes in the block, where it can be: what needs more raises
-        `torch.OutOfMemoryError`.
-        """
+        """Hold the allocator to so many bytes in the block, where it can be: more raises `torch.OutOfMemoryError`."""
         yield
 
     @contextmanager
@@ -147,8 +138,7 @@ def register_device(kind: type[Device]) -> type[Device]:
 
 
 def device_for(device: str | torch.device | Device) -> Device:
-    """Return the device by PyTorch's name for it, or by a registered kind's. Raises ConfigError for one that is not
-    there."""
+    """Return the device of PyTorch's name for it, or a registered kind's. Raises ConfigError for an unknown one."""
     if isinstance(device, Device):
         return device
     kind, _, index = str(device).partition(":")

@@ -57,8 +57,7 @@ class LargeBlocks:
     _changed: ClassVar[bool] = False
 
     def choose(self, *, in_heap: bool, holding: bool) -> None:
-        """Choose the source; `holding`: what is freed in the heap stays there, whether or not large blocks are taken
-        from it just now."""
+        """Choose the source; `holding`: what is freed in the heap stays, whether large blocks come from it or not."""
         self._wanted = in_heap, holding
         self._wanting[id(self)] = self
         self._set()

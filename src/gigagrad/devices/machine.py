@@ -59,8 +59,7 @@ class Machine:
     seconds_per_operator: float = 60e-6
     """The cost of a call of an operator on a tile beside its work."""
     shared_efficiency: float = 0.9
-    """The gain of each further thread when threads share the work of a tile's operators, where it is enough for them.
-    """
+    """The gain of each further thread when threads share the work of a tile's operators, if it is enough."""
     side_by_side_efficiency: float = 1.0
     """The gain of each further thread when every thread computes a tile of its own."""
     copy_bytes_per_second: float = 10e9
@@ -71,8 +70,7 @@ class Machine:
     """The rate of one thread's work for fields in files: copies between tiles and files, checksums and the system's
     part, in bytes of as much reading as writing."""
     codec_bytes_per_second: float = 0.0
-    """The rate of the lossless codec, in bytes of the field, the slower of both directions; 0 where it was not
-    measured."""
+    """The rate of the lossless codec, in bytes of the field, the slower direction; 0 where it was not measured."""
     codec_ratio: float = 1.0
     """Bytes of a field before a norm per byte that the lossless codec leaves of it."""
 
@@ -213,8 +211,7 @@ def read_profile(path: Path) -> dict[str, float]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a profile of any machine, with rates that can be used. Raises `ProfileError` with the reason if it is
-    none."""
+    """Read a profile of any machine, with usable rates. Raises `ProfileError` with the reason if it is none."""
     try:
         content = read_record(path, _FORMAT)
     except ValueError as error:

@@ -79,7 +79,7 @@ class Memory(Observer):
         forward = step.phase == "forward"
         sums = 0 if forward else gradient_sum_bytes(prepared.graph, planned.computes, prepared.device.sum_dtype)
         sums *= 1 + waiting_sums(planned.parts, planned.tile_count)
-        self._watch.make_room(sums + fresh_bytes)
+        self._watch.reserve(sums + fresh_bytes)
 
     def tile_done(self, phase: str) -> None:
         executor = self._executor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -191,7 +192,7 @@ class Sweeps:
     def _program(self, stage: Stage) -> StageProgram:
         roundings = {i: self._fields.roundings[i] for i in stage.kept if i in self._fields.roundings}
         device = self._prepared.device.torch_device
-        return StageProgram(self._graph, stage, device, roundings, self._watch.block_coming)
+        return StageProgram(self._graph, stage, device, roundings, partial(self._watch.reserve, for_tile=True))
 
     def _boundary(self, stage: Stage) -> Values:
         """The globals a stage reads, cut off the tape, as kernels read them."""
@@ -261,7 +262,7 @@ class Sweeps:
             watch.tile_done()
             return swept
 
-        with watch.tiles_at_work():
+        with watch.computing_tiles():
             yield from self._executor.in_order(read, work_and_look)
 
     def _tell(self, phase: str, tiles: int = 1) -> None:

@@ -94,8 +94,7 @@ class Georeference:
 
     @property
     def mpp(self) -> float | None:
-        """Return the micrometres of the reference system that a pixel is wide; None for degrees and units that are not
-        named."""
+        """Return how many micrometres a pixel is wide there; None for degrees and units that are not named."""
         if self._key(_MODEL_TYPE) != _PROJECTED:
             return None
         metres = _METRES_PER_UNIT.get(self._key(_LINEAR_UNITS) or 0)

@@ -149,8 +149,7 @@ class Image(ABC):
 
     @final
     def at_level(self, level: int) -> Image:
-        """Open another level of the same source, as a new image to close. Raises `ImageError` if there is no such
-        level."""
+        """Open another level of the source, as a new image to close. Raises `ImageError` where there is none."""
         choose_level(self.levels, level, self.name)
         if self._open_level is None:
             raise ImageError(f"{self.name} has but one level; open its source with open_image(level=...)")
@@ -213,8 +212,7 @@ class Image(ABC):
         return self.channels * _NODATA_BLOCK_PX**2 * (self.dtype.itemsize + 3)
 
     def _read_channels(self, box: Box, channels: Sequence[int]) -> Pixels:
-        """Read fresh pixels of channels, counted from 0, of a non-empty box that lies inside this image;
-        thread-safe."""
+        """Read fresh pixels of channels, counted from 0, of a non-empty box inside this image; thread-safe."""
         return self._read_inside(box)[list(channels)]
 
     @property
@@ -223,8 +221,7 @@ class Image(ABC):
         return self.decode_seconds
 
     def _read_grey(self, box: Box) -> Pixels:
-        """Read fresh luma `(1, box.height, box.width)` of a non-empty box that lies inside this RGB image;
-        thread-safe."""
+        """Read fresh luma `(1, box.height, box.width)` of a non-empty box inside this RGB image; thread-safe."""
         colours = self._read_inside(box)
         grey = self._blank(*box.shape)[:1]
         for row in range(0, box.height, ROWS_AT_ONCE):
@@ -295,8 +292,9 @@ class View(Image):
         super().__init__(shape=shape or image.shape, levels=levels or image.levels, **kept | changed)
 
     def _blank(self, height: int, width: int) -> Pixels:
-        # An array or a tensor, whichever the image gives.
-        return self._image._blank(height, width)
+        if self.dtype != self._image.dtype:
+            return super()._blank(height, width)
+        return self._image._blank(height, width)[: self.channels]  # an array or a tensor, as the image gives
 
 
 def _opened(open_level: Callable[..., Image | None], level: int) -> Image:
@@ -329,7 +327,7 @@ class BandsImage(_AskingView):
         return self._image._read_channels(box, self._channels)
 
     def _blank(self, height: int, width: int) -> Pixels:
-        return super()._blank(height, width)[self._channels]
+        return self._image._blank(height, width)[self._channels]
 
 
 class GreyImage(_AskingView):
@@ -342,9 +340,6 @@ class GreyImage(_AskingView):
     def _read_inside(self, box: Box) -> Pixels:
         self._image._require_open()
         return self._image._read_grey(box)
-
-    def _blank(self, height: int, width: int) -> Pixels:
-        return super()._blank(height, width)[:1]
 
 
 class FilledImage(_AskingView):
@@ -363,8 +358,7 @@ class FilledImage(_AskingView):
 
 
 def band_number(image: Image, band: int | str) -> int:
-    """Return the number of a channel, counted from 1, that is given by it or by name (488 may be one). Raises
-    `ImageError`."""
+    """Find the number, from 1, of a channel that is given by it or by name (488 may be one). Raises `ImageError`."""
     names = image.channel_names
     if isinstance(band, int) and 1 <= band <= image.channels:
         return band

@@ -29,8 +29,7 @@ def plain_stem(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MaskClass:
-    """A class of a mask, or the channel of its probability: its id (0 is the background), its name, and its colour as
-    8-bit red, green, blue."""
+    """A class of a mask, or a channel of probabilities: id (0: background), name, and 8-bit red, green and blue."""
 
     id: int
     name: str
@@ -39,8 +38,7 @@ class MaskClass:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout that `write_pyramid` was asked for, see there. `levels` are `(height, width)` of each, level 0
-    first."""
+    """The layout that `write_pyramid` was asked for. `levels` are `(height, width)` of each, level 0 first."""
 
     path: Path
     shape: tuple[int, int, int]
@@ -121,8 +119,7 @@ class Layout:
         return np.ascontiguousarray(strip)
 
     def _halved(self, pixels: Array) -> Array:
-        """Return the next lower level of `(h, w, C)` pixels, `(h // 2, w // 2, C)`; an odd last row or column is left
-        out."""
+        """Halve `(h, w, C)` pixels to the next lower level; an odd last row or column is left out."""
         height, width = pixels.shape[0] // 2, pixels.shape[1] // 2
         pixels = pixels[: 2 * height, : 2 * width]
         if self.nearest or not pixels.size:

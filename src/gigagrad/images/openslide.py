@@ -1,5 +1,4 @@
-"""Read every format OpenSlide knows and no fast path covers: MIRAX, Hamamatsu, Leica, Ventana, Philips, Zeiss,
-DICOM."""
+"""Read what OpenSlide knows and no fast path covers: MIRAX, Hamamatsu, Leica, Ventana, Philips, Zeiss, DICOM."""
 
 from __future__ import annotations
 

@@ -101,8 +101,7 @@ def levels_of(shapes: list[tuple[int, int]]) -> tuple[Level, ...]:
 
 
 def grid_parts(box: Box, height: int, width: int) -> Iterator[tuple[Box, Box, Box]]:
-    """Yield the tiles of a `height x width` px grid that meet `box`, each with the common part as seen from `box` and
-    from it."""
+    """Yield the tiles of a grid that meet `box`, each with the common part as seen from `box` and from it."""
     for row in range(box.y0 // height, -(-box.y1 // height)):
         for column in range(box.x0 // width, -(-box.x1 // width)):
             tile = Box.whole(height, width).shift(row * height, column * width)
@@ -129,8 +128,7 @@ def parse_nodata(text: str | None, dtype: np.dtype[Any]) -> int | float | None:
 
 
 def value_of_gaps(text: str | None, dtype: np.dtype[Any]) -> int | float:
-    """Return what GDAL reads in blocks that a file leaves out: the value of no data as near as samples come to it, or
-    0."""
+    """Return what GDAL reads in blocks that a file leaves out: no data, as near as samples come to it, or 0."""
     if (exact := parse_nodata(text, dtype)) is not None:
         return exact
     try:

@@ -48,8 +48,7 @@ def plausible(mpp: float | None) -> bool:
 
 
 def micrometres(value: float | None, unit: str) -> float | None:
-    """Convert a length in `unit` to micrometres; None for a missing value or a unit that is no length (`pixel`,
-    say)."""
+    """Convert a length to micrometres; None for a missing value or a unit that is no length (`pixel`, say)."""
     unit = unit.strip()
     factor = None if unit == "Mm" else _UM_PER_UNIT.get(unit.lower())  # megametres, in OME-XML
     return None if value is None or factor is None else value * factor

@@ -46,8 +46,7 @@ def check_stream(data: bytes, compression: int, *, whole: tuple[int, int], insid
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Return `(height, width)` of the canvas (VP8X), a lossless stream (VP8L) or a lossy one; (0, 0) of anything
-    else."""
+    """Return `(height, width)` of a canvas (VP8X), a lossless stream (VP8L) or a lossy one; else (0, 0)."""
     kind, body = data[12:16], data[20:30]
     if kind == b"VP8X":
         return int.from_bytes(body[7:10], "little") + 1, int.from_bytes(body[4:7], "little") + 1
@@ -191,8 +190,7 @@ _J2K_STRAY = re.compile(rb"\xff[\x90\x93-\xff]")
 
 
 def check_jpeg_2000(data: bytes) -> tuple[int, int]:
-    """Return `(height, width)` of a codestream, bare or inside a JP2 file. Raises `ValueError` for one that is not
-    sound."""
+    """Return `(height, width)` of a codestream, bare or in a JP2 file. Raises `ValueError` for an unsound one."""
     start = data.find(_J2K_START) if data.startswith(_J2K_FILE) else 0
     if start < 0 or not data.startswith(_J2K_START, start):
         raise ValueError("it does not begin like a JPEG 2000")

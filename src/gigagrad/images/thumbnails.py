@@ -76,8 +76,7 @@ def _averaged(image: Image, max_side: int) -> Array:
 
 
 def samples(image: Image) -> list[Array]:
-    """Sample some 65,000 values of each channel, from all over the smallest level of 256 px or more; none of no
-    data."""
+    """Sample some 65,000 values of each channel, all over the smallest level of 256 px or more; none of no data."""
     with _coarse(image, _SAMPLES * _SAMPLE_PX) as coarse:
         read = []
         for box in spread(coarse.height, coarse.width, _SAMPLES, _SAMPLE_PX):
@@ -94,8 +93,7 @@ def full_range(dtype: np.dtype[Any]) -> tuple[float, float]:
 
 
 def range_shown(values: Array, dtype: np.dtype[Any]) -> tuple[float, float]:
-    """Return `full_range` for an image of such values; where they vary within a quarter of it or beyond it, from their
-    2nd percentile to their 98th."""
+    """Return `full_range`; where values vary within a quarter of it or beyond it, their 2nd and 98th percentile."""
     low, high = full_range(dtype)
     darkest, brightest = (float(value) for value in np.percentile(values, (2, 98))) if values.size else (low, high)
     if darkest < brightest and (darkest < low or not high / 4 < brightest <= high):
@@ -110,8 +108,7 @@ def _as_bytes(means_HWC: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def image_html(image: Image) -> str:
-    """Return the image's text, under it a thumbnail; only the text where the image is closed or unreadable, or no level
-    of it is small enough."""
+    """Return the image's text, and a thumbnail unless it is closed, unreadable or without a small level."""
     text = f"<div><code>{html.escape(repr(image))}</code></div>"
     smallest = min((height * width for height, width in (level.shape for level in image.levels)), default=0)
     if min(smallest, image.height * image.width) > _MOST_PIXELS:
@@ -124,8 +121,7 @@ def image_html(image: Image) -> str:
 
 
 def _png(pixels_HWC: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bytes:
-    """Encode colours of the first three channels, else grey of the first; a mask of few values is stretched to be
-    seen."""
+    """Encode the first three channels, else the first in grey; a mask of few values is stretched to be seen."""
     from PIL import Image as Pictures
 
     shown = pixels_HWC[..., :3] if pixels_HWC.shape[2] >= 3 else pixels_HWC[..., 0]

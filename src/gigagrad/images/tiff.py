@@ -105,8 +105,7 @@ class Segments:
 
     @property
     def thread_bytes(self) -> int:
-        """Return what decoding one segment holds at most: its bytes, its pixels, and twice as much on the way to
-        these."""
+        """Return what decoding one segment holds: its bytes, its pixels, and twice as much on the way to these."""
         height, width = self.segment
         return int(self.counts.max()) + _COPIES * height * width * self.samples * self.dtype.itemsize
 
@@ -130,8 +129,7 @@ class Segments:
 
 
 def segments_of(series: Any, name: str, found: Directories) -> Segments:
-    """Find the segments of one tifffile series level. Raises `ImageError` for a layout or compression we cannot
-    read."""
+    """Find the segments of one tifffile series level. Raises `ImageError` for a layout that we cannot read."""
     page = series.keyframe
     if page.imagedepth != 1 or page.tiledepth != 1:
         raise ImageError(f"{name} has pixels in depth; expected a 2-D image; extract the plane you mean")
@@ -206,8 +204,7 @@ def _checked(
     dtype: np.dtype[Any],
     unpack: Callable[[bytes, int], Array],
 ) -> Decode:
-    """Wrap `unpack`, which takes the number of a segment in its plane, so that every claim of the stream is looked
-    at."""
+    """Wrap `unpack`, which takes a segment's number in its plane, so that every claim of the stream is checked."""
     columns = -(-shape[1] // segment[1])
 
     def pixels_of(data: bytes, index: int) -> Array:
@@ -235,8 +232,7 @@ def _page_decoder(page: Any) -> Callable[[bytes, int], Array]:
 
 
 def _jpeg_decoder(page: Any, samples: int, *, luma: bool = False) -> Callable[[bytes, int], Array]:
-    """Decode by imagecodecs' libjpeg-turbo itself: tifffile hands what that refuses to a decoder that believes every
-    number."""
+    """Decode by libjpeg-turbo itself: tifffile hands what that refuses to a decoder that believes all numbers."""
     import imagecodecs
     from tifffile.tifffile import jpeg_decode_colorspace
 
@@ -358,8 +354,7 @@ class TiffImage(Image):
 
     @property
     def _validity(self) -> Image | None:
-        """Return what alone is looked at for 0, or the value of no data: the mask, or alpha; None where all channels
-        are."""
+        """Return what alone says where there is data: the mask, or alpha; None where all channels do."""
         return self._valid if self._alpha is None else _Alpha(self)
 
     def _emptied(self, box: Box, pixels_HWC: Array) -> Array:
@@ -428,13 +423,9 @@ class _Alpha(View):
         self._image._require_open()
         return self._image._read_alpha(box)
 
-    def _blank(self, height: int, width: int) -> Pixels:
-        return super()._blank(height, width)[:1]
-
 
 def _valid(path: Path, tables: list[Segments], shape: tuple[int, int]) -> Image:
-    """Open the mask of a level of this shape, above 0 where there is data: its own, or the nearest pixels of the
-    largest."""
+    """Open the mask of a level of this shape, above 0 where there is data: its own, or the largest resampled."""
     shapes = [table.shape for table in tables]
     level = shapes.index(shape) if shape in shapes else 0
     mask = TiffImage(path, tables, None, colour=False, alpha=False, gaps=0, level=level, mpp=None, channel_names=())

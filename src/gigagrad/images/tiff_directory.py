@@ -63,8 +63,7 @@ _OPENSLIDE_CODECS = frozenset({1, 5, 8, 32773, 32946, 33005, 50000, *JPEG_COMPRE
 _GDAL_TAGS = (*TAGS, GDAL_NODATA, _GDAL_METADATA)
 _MOST_NAMES, _LONGEST_NAME = 8, 100
 _MOST_VALUES = 2**20
-"""The most values of a tag that is no table of tiles: a file's word for how many there are costs nothing before they
-are read."""
+"""The most values of a tag that is no table of tiles: what a file claims costs nothing before it is read."""
 
 # Scans whose tiles overlap, are missing or do not form one plain grid; their vendors' rules are OpenSlide's knowledge.
 _VENDORS_FOR_OPENSLIDE = ("is_ndpi", "is_bif", "is_scn", "is_philips")
@@ -361,8 +360,7 @@ def check_whole(tif: Any, path: Path) -> None:
 
 
 def check_layout(series: Any, name: str, *, palette: bool = False) -> None:
-    """Raise `ImageError` unless the tifffile series is a 2-D image of channels that can be decoded, or of a palette's
-    indices where that will do."""
+    """Raise `ImageError` unless the series is a 2-D image of channels, or of indices of a `palette`."""
     if not series.shape or 0 in series.shape:
         raise ImageError(f"{name} describes no image in its directory; the file is truncated or corrupt")
     axes = str(series.axes)
@@ -422,8 +420,7 @@ def has_alpha(page: Any) -> bool:
 
 
 def base_mpp(tif: Any, page: Any, given: float | None, name: str, georeference: Georeference | None) -> float | None:
-    """Find level 0's micrometres per pixel, from its georeference, or from OME-XML, an Aperio description or the
-    resolution tags."""
+    """Find level 0's micrometres per pixel in georeference, OME-XML, Aperio description or resolution tags."""
     # The resolution is asked for before the guess, so an Aperio file's objective counts only where nothing else does.
     description = str(page.description or "")
     claims = [_aperio(description, "MPP"), _ome(tif.ome_metadata), _resolution_tags(page)]
@@ -443,8 +440,7 @@ def mask_levels(tif: Any, name: str) -> list[Any]:
 
 
 def georeference_of(page: Any, path: Path) -> Georeference | None:
-    """Read the place by the tags, or where these place no pixel by the world file. Raises `ImageError` for a damaged
-    one."""
+    """Read the place from the tags, or else from the world file. Raises `ImageError` for a damaged one."""
     return world_file(path) if (found := _of_tags(page)) is None else found
 
 
@@ -526,8 +522,7 @@ def _file_name(text: str) -> str:
 
 
 def _elements(xml: str, name: str) -> list[tuple[dict[str, str], str]]:
-    """Find attributes of all elements of this name in XML that nobody has checked, each with the text behind its
-    tag."""
+    """Find the attributes of all elements of this name in unchecked XML, each with the text behind its tag."""
     first, *commented = xml.split("<!--")
     said = first + "".join(text.partition("-->")[2] for text in commented)
     found = re.findall(rf"<(?:\w+:)?{name}\b([^<>]*)>([^<]*)", said)

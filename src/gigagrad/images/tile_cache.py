@@ -47,8 +47,7 @@ class TileCache:
         return self._held_bytes
 
     def get(self, key: Key, decode: Callable[[Key], Array]) -> Array:
-        """Return the tile under `key`, decoded now if it is not held. Treat it as read-only: other readers see it
-        too."""
+        """Return the tile under `key`, decoded now if it is not held. It is read-only: other readers see it too."""
         with self._lock:
             tile = self._tiles.get(key)
             if tile is not None:
@@ -97,8 +96,7 @@ class TileCache:
 
 
 class Walk:
-    """A tracker that tells which pixels no later box wants, of an image that is read box by box from the top left
-    on."""
+    """A tracker of which pixels no later box wants, in an image that is read box by box from the top left."""
 
     def __init__(self, height: int, width: int) -> None:
         self._size = height, width

@@ -119,8 +119,7 @@ def clean(plane: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:
 
 
 def _counts(inside: NDArray[np.bool_], side: int, beyond: bool | None) -> NDArray[np.uint32]:
-    """Count the pixels of the `side x side` square around each that are inside; beyond the border all are, or none, or
-    (None) the border is repeated."""
+    """Count those inside of the square around each pixel; `beyond` the border, None repeats it."""
     half = side // 2
     padded = np.pad(inside, half, "edge") if beyond is None else np.pad(inside, half, constant_values=beyond)
     height, width = inside.shape
@@ -134,8 +133,7 @@ def _counts(inside: NDArray[np.bool_], side: int, beyond: bool | None) -> NDArra
 
 
 def _reached_from_border(tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Find the background that steps up, down, left or right lead to: down the rows and up again, until nothing is
-    added."""
+    """Find the background that steps in four directions lead to: down and up the rows, until none is added."""
     tissue = np.pad(tissue, 1)
     height, width = tissue.shape
     reached = np.zeros(tissue.shape, bool)

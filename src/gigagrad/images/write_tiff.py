@@ -47,8 +47,7 @@ class TiffPyramid:
 
     @property
     def estimated_bytes(self) -> int:
-        """Estimate what the whole job needs on disk, judged by the part that is done: the file and what waits beside
-        it."""
+        """Estimate what the whole job needs on disk by the part that is done: the file and what waits beside it."""
         waiting = sum(sum(tiles.sizes) for level in self._waiting for tiles in level)
         return (self._written_bytes + 2 * waiting) * self._layout.shape[0] // max(self._done_rows, 1)
 
@@ -93,8 +92,7 @@ class TiffPyramid:
             yield waiting.popleft().result()
 
     def _encode(self, pixels: Array) -> bytes:
-        """Encode one tile `(h, w)` or `(h, w, 3)`, padded to the full tile by repeating its border (which keeps JPEG
-        free of ringing)."""
+        """Encode a tile `(h, w)` or `(h, w, 3)`, its border repeated to the full tile (to keep JPEG from ringing)."""
         import imagecodecs
 
         tile, (height, width) = self._layout.tile, pixels.shape[:2]
@@ -155,8 +153,7 @@ class _Tiles:
 
 
 def _ome(layout: Layout) -> dict[str, Any]:
-    """Return what OME-XML says of the image. A channel's colour is a signed number of the bytes red, green, blue,
-    alpha."""
+    """Return what OME-XML says of the image. A colour is a signed number of the bytes red, green, blue, alpha."""
     said: dict[str, Any] = {"Name": layout.path.name}
     if layout.description is not None:
         said["Description"] = layout.description

@@ -73,8 +73,7 @@ def _create(folder: Path, layout: Layout) -> list[Any]:
 
 
 def _multiscales(layout: Layout, name: str, inside: str = "") -> list[dict[str, Any]]:
-    """Describe the levels, with the size of a pixel in micrometres or, where that is not known, in pixels of level
-    0."""
+    """Describe the levels, with the size of a pixel in micrometres or, where unknown, in pixels of level 0."""
     unit = {} if layout.mpp is None else {"unit": "micrometer"}
     axes: list[dict[str, str]] = [{"name": "c", "type": "channel"}] if layout.shape[2] > 1 else []
     axes += [{"name": axis, "type": "space", **unit} for axis in "yx"]

@@ -15,7 +15,7 @@ from gigagrad.errors import TargetError
 from gigagrad.images import Image
 from gigagrad.images.image import View
 from gigagrad.images.opening import open_ids
-from gigagrad.images.pixels import Array, Pixels
+from gigagrad.images.pixels import Array
 from gigagrad.images.views import Resampled, Stacked
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
 from gigagrad.masks.classes import IGNORED, ClassTable, is_ignored
@@ -113,9 +113,6 @@ class Relabelled(View):
         for value, number in self._ids.items():
             renamed[np.isnan(pixels) if math.isnan(value) else pixels == value] = number
         return renamed
-
-    def _blank(self, height: int, width: int) -> Pixels:
-        return Image._blank(self, height, width)
 
     def _release(self) -> None:
         self._image.close()

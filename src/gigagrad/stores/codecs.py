@@ -22,8 +22,7 @@ _imagecodecs: Any = imagecodecs  # takes any buffer; its type stubs name only th
 
 
 class Codec(ABC):
-    """A codec from the bytes of a field to fewer bytes, and back to the same ones. Any number of threads may share
-    one."""
+    """A codec from bytes of a field to fewer, and back to the same ones. Any number of threads may share one."""
 
     @abstractmethod
     def encode(self, data: Bytes, itemsize: int) -> bytes:

@@ -131,8 +131,7 @@ class DiskStore(Store):
     def _matching(
         self, row: int, box: Box, bricks: Rows, pixels: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield views of the same pixels: in a crop on `box`, and in the bricks of one row. Whole bricks come at
-        once."""
+        """Yield views of the same pixels in a crop on `box` and in the bricks of one row; whole bricks at once."""
         side, columns = self._layout.side, self._layout.columns(box)
         top, left = row * side, columns.start * side
         y0, y1 = max(box.y0, top), min(box.y1, top + side)
@@ -216,8 +215,7 @@ class DiskTier(Tier):
         return self._disk()
 
     def _disk(self) -> tuple[str, int]:
-        """Return the disk's name, by this machine's number for it, and the bytes that are free there. Raises
-        StoreError."""
+        """Return the disk's name, by this machine's number, and the bytes free there. Raises StoreError."""
         try:
             free = int(shutil.disk_usage(self._folder).free * FREE_SHARE)
             disk = self._folder.stat().st_dev

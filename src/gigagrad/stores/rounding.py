@@ -22,10 +22,13 @@ from torch import Tensor
 
 from gigagrad.boxes import Box, split
 from gigagrad.errors import ConfigError, StoreError
-from gigagrad.stores.dither import dither
+from gigagrad.graphs.operators import scrambled
 from gigagrad.stores.store import Store
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_PER_WORD = 4
+_GROUP_BITS = 16
+_X_BITS = 24
 _STRIP_VALUES = 1 << 17  # so many values at a time stay in the processor's cache through some twenty operations
 
 
@@ -144,8 +147,7 @@ class Quantised(Rounding):
 
 @dataclass(frozen=True)
 class _Grid:
-    """The grid of one error bound for one dtype. From `limit` on a value is kept as it is; the other codes end at
-    `codes`."""
+    """The grid of an error bound for a dtype. From `limit` on a value is kept as it is; other codes end at `codes`."""
 
     working: torch.dtype
     step: float
@@ -211,6 +213,29 @@ def _values(codes: Tensor, noise: Tensor, grid: _Grid) -> Tensor:
         return values
     exact = (codes < 0) | (codes > grid.codes)
     return torch.where(exact, codes.view(grid.working), values)
+
+
+def dither(shape: torch.Size, box: Box, axes: tuple[int, int], seed: int, like: torch.Tensor) -> torch.Tensor:
+    """Return uniform numbers in (-1/2, 1/2) for a crop of this `shape` on `box`, with the dtype and device of `like`.
+
+    They are a function of the seed and of a value's place in the whole field, so any tiling, any recomputation and any
+    number of workers see the same, as for random operators; and odd multiples of 2^-17: one hash of 64 bits serves four
+    neighbouring values of a pixel, which makes it cheap. The axes other than y and x are whole in every crop; at most
+    2^18 values a pixel, x below 2^24 px.
+    """
+    spatial = {axis % len(shape) for axis in axes}
+    rest = [size for axis, size in enumerate(shape) if axis not in spatial]
+    values = math.prod(rest)
+    words = -(-values // _PER_WORD)
+    assert max(words >> _GROUP_BITS, box.x1 - 1 >> _X_BITS) == 0, (shape, box)
+    device = like.device
+    y = torch.arange(box.y0, box.y1, device=device)[:, None, None] << (_X_BITS + _GROUP_BITS)
+    x = torch.arange(box.x0, box.x1, device=device)[:, None] << _GROUP_BITS
+    key = scrambled(torch.tensor(seed, device=device), 0)  # seeds 0, 1, 2, ... must not be neighbours
+    bits = scrambled(y + x + torch.arange(words, device=device), key)
+    numbers = bits.view(torch.int16)[..., :values].to(like.dtype)
+    numbers.add_(0.5).mul_(2.0**-16)
+    return torch.unflatten(numbers, -1, rest).movedim((0, 1), axes)
 
 
 class RoundedStore(Store):

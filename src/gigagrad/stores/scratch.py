@@ -31,9 +31,7 @@ from gigagrad.threads import SideThreads, Task, uninterrupted, wait_for
 from gigagrad.units import format_bytes
 
 _OURS = re.compile(rf"(gigagrad-{HOST}-\d+-[0-9a-f]{{8}})(\.lock)?")
-"""Folders of this machine's runs, by process and a number of their own, and the locks beside them; nothing else is ever
-removed.
-"""
+"""Folders of this machine's runs, by process and number, and locks beside them; nothing else is ever removed."""
 
 
 class Scratch:

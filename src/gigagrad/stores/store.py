@@ -34,8 +34,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, box: Box) -> torch.Tensor:
-        """Return the crop; it may share the store's memory, so it must not be written to. Raises what earlier writing
-        raised."""
+        """Return a crop, not to be written to: it may share the store's memory. Raises what earlier writing raised."""
 
     @abstractmethod
     def write(self, box: Box, crop: torch.Tensor) -> None:

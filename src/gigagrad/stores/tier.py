@@ -72,8 +72,8 @@ class Tier(ABC):
 
     @abstractmethod
     def room_bytes(self) -> int | None:
-        """Return the bytes that fields may take now; None where only the budget bounds it. Raises StoreError where it
-        is not there."""
+        """Return the bytes that fields may take; None: only the budget bounds it. Raises StoreError where it is not
+        there."""
 
     def shared_room(self) -> tuple[str, int] | None:
         """Return what the room is part of, where ranks may share that: a name for it, the same on all that do, and the
@@ -111,8 +111,7 @@ class Tier(ABC):
 
 
 def least_room(rooms: Sequence[tuple[int, tuple[str, int] | None]]) -> int:
-    """Return the bytes that each of several ranks may take in a tier, by its `room_bytes` and `shared_room` on all of
-    them."""
+    """Return the bytes that each rank may take in a tier, by its `room_bytes` and `shared_room` on all."""
     takers = Counter(shared[0] for _, shared in rooms if shared is not None)
 
     def own(room: int, shared: tuple[str, int] | None) -> int:

@@ -117,8 +117,7 @@ def _noise(shape: tuple[int, int], wavelengths_px: tuple[float, ...], rng: np.ra
 
 
 def _outline(shape: tuple[int, int], height: int, width: int, rng: np.random.Generator) -> Plane:
-    """Draw the signed distance in pixels to the border of a few lobed pieces of tissue in a row, with fragments around
-    them."""
+    """Draw the signed distance in pixels to the border of a few lobed pieces of tissue, with fragments."""
     short, long = min(height, width), max(height, width)
     count = min(6, max(1, round(long / short)))
     pitch = long / count

@@ -36,8 +36,7 @@ _INKS: Final = ((0.955, 1.0, 1.0), (0.97, 1.0, 0.985), (0.975, 0.98, 1.0))  # cy
 
 @dataclass(frozen=True, slots=True)
 class Painter:
-    """A painter of one slide: everything that decides its pixels. Blocks may be painted in any order and by several
-    threads."""
+    """Everything that decides the pixels of one slide. Blocks may be painted in any order, by several threads."""
 
     layout: Layout
     textures: Textures
@@ -84,8 +83,7 @@ class Painter:
         return pixels
 
     def _depth(self, box: Box) -> NDArray[np.float32] | float:
-        """Return the signed distance to the ragged border in px; a single number where a block is all tissue or all
-        glass."""
+        """Measure the distance to the ragged border in px; one number where a block is all tissue or glass."""
         near = cells(self.layout.outline, box)
         margin = 6 * float(_ROUGH_PX)
         if near.min() > margin or near.max() < -margin:

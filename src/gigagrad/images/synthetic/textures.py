@@ -155,8 +155,7 @@ def _scatter(rng: np.random.Generator, pitch_px: float) -> Array:
 
 
 def _draw(ellipses: Iterable[tuple[Any, ...]]) -> Plane:
-    """Draw filled, smooth-edged ellipses `(x, y, half length, half width, degrees, value)` on a torus, the largest
-    wins."""
+    """Draw smooth ellipses `(x, y, half length, half width, degrees, value)` on a torus, the largest wins."""
     import cv2
 
     side = PERIOD + 2 * _REACH
