@@ -273,7 +273,7 @@ def test_ranks_that_are_given_different_things_are_refused(job, differs, tmp_pat
 def test_ranks_meet_once_before_a_step_and_four_times_where_they_plan(job):
     def work(ranks: Ranks) -> list[int]:
         words, met, counts = ranks._gather, list[bytes](), list[int]()
-        ranks._gather = lambda word: met.append(word) or words(word)  # type: ignore[func-returns-value,method-assign]
+        ranks._gather = lambda payload: met.append(payload) or words(payload)  # type: ignore[func-returns-value,method-assign]
         engine = job.engine(ranks)
         for _ in range(2):
             with opened_sources(engine._composite, job.image, job.mask) as sources:
