@@ -186,10 +186,10 @@ def without(boxes: Iterable[Box], holes: Sequence[Box]) -> list[Box]:
 
 def apart(boxes: Iterable[Box]) -> list[Box]:
     """Return the same pixels in boxes that do not overlap; the largest stay whole."""
-    found: list[Box] = []
+    disjoint: list[Box] = []
     for box in sorted(boxes, key=lambda box: (-box.area, box)):
-        found += without([box], found)
-    return found
+        disjoint += without([box], disjoint)
+    return disjoint
 
 
 def shared(boxes: Iterable[Box], others: Sequence[Box]) -> list[Box]:

@@ -193,7 +193,7 @@ def used_bytes(enough: int = 0) -> int | None:
 
 def _resident_heap_bytes() -> int:
     """Count the resident bytes of the C library's heap, which may be several mappings in a row."""
-    found, inside = 0, False
+    nbytes, inside = 0, False
     try:
         with open("/proc/self/smaps") as smaps:
             for line in smaps:
@@ -202,7 +202,7 @@ def _resident_heap_bytes() -> int:
                         break
                     inside = line.endswith("[heap]\n")
                 elif inside and line.startswith("Rss:"):
-                    found += int(line.split()[1]) * 1024
+                    nbytes += int(line.split()[1]) * 1024
     except OSError:
         return 0
-    return found
+    return nbytes

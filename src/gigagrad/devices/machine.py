@@ -234,10 +234,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    found = dict[str, str]()
+    fields = dict[str, str]()
     for line in lines:  # the first core speaks for all
         name, _, value = line.partition(":")
-        found.setdefault(name.strip(), value.strip())
+        fields.setdefault(name.strip(), value.strip())
     words = ("model name", "cpu family", "model", "CPU implementer", "CPU part")
-    told = " ".join(found[word] for word in words if word in found)
+    told = " ".join(fields[word] for word in words if word in fields)
     return told or platform.processor() or platform.machine()

@@ -59,12 +59,12 @@ class Georeference:
             return None
         text = tags.get(ASCII_PARAMS, b"")
         text = text.encode("ascii", "replace") if isinstance(text, str) else bytes(text)
-        found = cls(transform, keys, _numbers(tags.get(DOUBLE_PARAMS)), text)
-        if found._key(_RASTER_TYPE) == _PIXEL_IS_POINT:
+        place = cls(transform, keys, _numbers(tags.get(DOUBLE_PARAMS)), text)
+        if place._key(_RASTER_TYPE) == _PIXEL_IS_POINT:
             entries = np.array(keys).reshape(-1, 4)
             entries[entries[:, 0] == _RASTER_TYPE, 3] = _PIXEL_IS_AREA
-            found = replace(found.of_pixels((1, 0, -0.5, 0, 1, -0.5)), keys=tuple(entries.ravel().tolist()))
-        return found
+            place = replace(place.of_pixels((1, 0, -0.5, 0, 1, -0.5)), keys=tuple(entries.ravel().tolist()))
+        return place
 
     def to_tags(self) -> Tags:
         """Return the tags that `of_tags` makes this of."""

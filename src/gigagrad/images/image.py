@@ -363,11 +363,11 @@ def band_number(image: Image, band: int | str) -> int:
     if isinstance(band, int) and 1 <= band <= image.channels:
         return band
     exact = [number for number, name in enumerate(names, 1) if name == str(band)]
-    found = exact or [number for number, name in enumerate(names, 1) if name.casefold() == str(band).casefold()]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ImageError(f"{image.name} has {len(found)} bands {band}; choose one by its number: {found}")
+    numbers = exact or [number for number, name in enumerate(names, 1) if name.casefold() == str(band).casefold()]
+    if len(numbers) == 1:
+        return numbers[0]
+    if numbers:
+        raise ImageError(f"{image.name} has {len(numbers)} bands {band}; choose one by its number: {numbers}")
     if isinstance(band, int):
         raise ImageError(f"{image.name} has no band {band}; choose from 1 to {image.channels}")
     named = list(filter(None, names))

@@ -101,10 +101,10 @@ def _bounds(slide: Any, level: Level) -> Box | None:
 
     names = (openslide.PROPERTY_NAME_BOUNDS_Y, openslide.PROPERTY_NAME_BOUNDS_X)
     sizes = (openslide.PROPERTY_NAME_BOUNDS_HEIGHT, openslide.PROPERTY_NAME_BOUNDS_WIDTH)
-    found = [slide.properties.get(name, "") for name in (*names, *sizes)]
-    if not all(text.isdecimal() for text in found):
+    edges = [slide.properties.get(name, "") for name in (*names, *sizes)]
+    if not all(text.isdecimal() for text in edges):
         return None
-    y, x, height, width = map(int, found)
+    y, x, height, width = map(int, edges)
     box = Box(y, x, y + height, x + width).clamp(*level.shape)
     return None if box.empty or box == Box.whole(*level.shape) else box
 

@@ -82,8 +82,8 @@ def in_our_words(problem: str, remedy: str = "the file is truncated or corrupt")
     except ImageError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:_LONGEST_QUOTATION] or type(error).__name__
-        raise ImageError(f"{problem}: {said}; {remedy}") from error
+        complaint = " ".join(str(error).split())[:_LONGEST_QUOTATION] or type(error).__name__
+        raise ImageError(f"{problem}: {complaint}; {remedy}") from error
 
 
 def choose_level(levels: tuple[Level, ...], level: int, name: str) -> Level:

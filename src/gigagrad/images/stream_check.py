@@ -150,14 +150,14 @@ class _Head:
     @lru_cache(maxsize=64)
     def of(head: bytes) -> _Head:
         """Find the markers in `head`; none where they do not lead to its end."""
-        found = list[tuple[int, int]]()
+        markers = list[tuple[int, int]]()
         with suppress(ValueError):
-            found.extend(_jpeg_segments(head, len(_JPEG_START)))
-        marker, at = found[-1] if found else (_JPEG_END, 0)
+            markers.extend(_jpeg_segments(head, len(_JPEG_START)))
+        marker, at = markers[-1] if markers else (_JPEG_END, 0)
         if marker == _JPEG_END or _end_of_segment(head, at) != len(head):
             return _Head()
-        frames = tuple((marker, at) for marker, at in found if marker in _JPEG_FRAMES)
-        return _Head(frames, any(marker == _JPEG_RESTARTS for marker, _ in found), len(head))
+        frames = tuple((marker, at) for marker, at in markers if marker in _JPEG_FRAMES)
+        return _Head(frames, any(marker == _JPEG_RESTARTS for marker, _ in markers), len(head))
 
 
 def _end_of_segment(data: bytes, at: int) -> int:
@@ -178,8 +178,8 @@ def _jpeg_segments(data: bytes, at: int) -> Iterator[tuple[int, int]]:
             return
         at = _end_of_segment(data, at)
         if marker == _JPEG_SCAN:
-            found = _JPEG_NEXT_MARKER.search(data, at)
-            at = found.start() if found else len(data)
+            following = _JPEG_NEXT_MARKER.search(data, at)
+            at = following.start() if following else len(data)
     raise ValueError(_CUT_OFF)
 
 

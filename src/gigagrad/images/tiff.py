@@ -128,26 +128,26 @@ class Segments:
             )
 
 
-def segments_of(series: Any, name: str, found: Directories) -> Segments:
+def segments_of(series: Any, name: str, directories: Directories) -> Segments:
     """Find the segments of one tifffile series level. Raises `ImageError` for a layout that we cannot read."""
     page = series.keyframe
     if page.imagedepth != 1 or page.tiledepth != 1:
         raise ImageError(f"{name} has pixels in depth; expected a 2-D image; extract the plane you mean")
     if offset := series.dataoffset:  # 0 is the place of a strip that the file leaves out
-        return _raw_strips(series, page, int(offset), name, found)
-    return _file_segments(series, page, name, found)
+        return _raw_strips(series, page, int(offset), name, directories)
+    return _file_segments(series, page, name, directories)
 
 
-def _raw_strips(series: Any, page: Any, offset: int, name: str, found: Directories) -> Segments:
+def _raw_strips(series: Any, page: Any, offset: int, name: str, directories: Directories) -> Segments:
     """Cut contiguous uncompressed pixels into strips of our own choosing."""
     height, width, samples = page.imagelength, page.imagewidth, page.shaped[-1]
     stored = np.dtype(page.parent.byteorder + page.dtype.char)
     native, row_bytes = stored.newbyteorder("="), width * samples * stored.itemsize
     planes = math.prod(series.shape) // (height * width * samples)
-    if not 0 <= offset <= found.file_bytes - planes * height * row_bytes:
+    if not 0 <= offset <= directories.file_bytes - planes * height * row_bytes:
         raise ImageError(
-            f"{name} is truncated: it has {found.file_bytes} bytes, but its {planes} planes of {height} x {width} px "
-            f"take {planes * height * row_bytes} from byte {offset} on; copy or download it again"
+            f"{name} is truncated: it has {directories.file_bytes} bytes, but its {planes} planes of {height} x "
+            f"{width} px take {planes * height * row_bytes} from byte {offset} on; copy or download it again"
         )
     rows = min(height, max(1, _RAW_STRIP_BYTES // row_bytes))
     starts = np.arange(0, height, rows, dtype=np.int64)
@@ -162,7 +162,7 @@ def _raw_strips(series: Any, page: Any, offset: int, name: str, found: Directori
     return Segments((height, width), (rows, width), samples, native, *tables, decode, _BYTES_PER_SECOND[1])
 
 
-def _file_segments(series: Any, page: Any, name: str, found: Directories) -> Segments:
+def _file_segments(series: Any, page: Any, name: str, directories: Directories) -> Segments:
     """Find the tiles or strips as they stand in the file, decoded by tifffile's decoder for this page."""
     height, width = page.imagelength, page.imagewidth
     segment = (page.tilelength, page.tilewidth) if page.is_tiled else (min(page.rowsperstrip, height), width)
@@ -174,9 +174,9 @@ def _file_segments(series: Any, page: Any, name: str, found: Directories) -> Seg
             f"{name} is stored in pieces of {segment[0]} x {segment[1]} px that decode to {format_bytes(size)} each; "
             f"expected at most {format_bytes(LARGEST_SEGMENT_BYTES)}; write it again as a tiled TIFF"
         )
-    if len(series) > found.count:
+    if len(series) > directories.count:
         raise ImageError(
-            f"{name} declares {len(series)} planes, but has {found.count} directories; the file is corrupt"
+            f"{name} declares {len(series)} planes, but has {directories.count} directories; the file is corrupt"
         )
     pages = list(series.pages)
     if any(entry is None or entry.parent is not page.parent for entry in pages):
@@ -439,12 +439,12 @@ def _tables(path: Path) -> list[Segments]:
     """Read the levels of a mask in a file of its own."""
     import tifffile
 
-    found = walk_tiff(path)
+    directories = walk_tiff(path)
     with in_our_words(f"cannot read {path} as a TIFF"), path.open("rb") as file, tifffile.TiffFile(file) as tif:
         check_layout(tif.series[0], path.name)
-        tables = [segments_of(entry, path.name, found) for entry in tif.series[0].levels]
+        tables = [segments_of(entry, path.name, directories) for entry in tif.series[0].levels]
     for table in tables:
-        table.check_within(found.file_bytes, path.name)
+        table.check_within(directories.file_bytes, path.name)
     return tables
 
 
@@ -457,7 +457,7 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool
     """
     import tifffile
 
-    found = walk_tiff(path)
+    directories = walk_tiff(path)
     # A file's oddities are told in our own errors; as a library, leave tifffile's log to those who configure one.
     logging.getLogger("tifffile").addHandler(logging.NullHandler())
     # What the walk does not look at can still make the parser fail anywhere, with any exception.
@@ -473,8 +473,8 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool
         check_whole(tif, path)
         series = tif.series[0]
         check_layout(series, path.name, palette=ids)
-        tables = [segments_of(entry, path.name, found) for entry in series.levels]
-        mask_tables = [segments_of(entry, path.name, found) for entry in mask_levels(tif, path.name)]
+        tables = [segments_of(entry, path.name, directories) for entry in series.levels]
+        mask_tables = [segments_of(entry, path.name, directories) for entry in mask_levels(tif, path.name)]
         mask = partial(_valid, path, mask_tables) if mask_tables else None
         # As for GDAL, one in a file of its own comes first.
         if (beside := path.with_name(f"{path.name}.msk")).is_file():
@@ -488,7 +488,7 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool
         base = base_mpp(tif, series.keyframe, mpp, path.name, place)
         names = channel_names(tif, series.keyframe, tables[0].planes * tables[0].samples)
     for table in (*tables, *mask_tables):
-        table.check_within(found.file_bytes, path.name)
+        table.check_within(directories.file_bytes, path.name)
     return TiffImage(
         path,
         tables,

@@ -132,9 +132,10 @@ def walk_tiff(path: Path) -> Directories:
     except ImageError as error:
         raise ImageError(f"{path.name} cannot be read as a TIFF: {error}") from None
     except (_Broken, struct.error) as error:
-        said = "it ends in its header" if isinstance(error, struct.error) else error
+        complaint = "it ends in its header" if isinstance(error, struct.error) else error
         raise ImageError(
-            f"{path.name} cannot be read as a TIFF: {said}; the file is truncated or corrupt, copy or download it again"
+            f"{path.name} cannot be read as a TIFF: {complaint}; the file is truncated or corrupt, copy or download it "
+            "again"
         ) from None
 
 
@@ -267,7 +268,7 @@ class _Walk:
             raise _Broken(f"{name} is {height} x {width} px, {expected} tiles or strips, but lists {listed}")
 
 
-def _check_description(text: bytes, found: Directories) -> None:
+def _check_description(text: bytes, directories: Directories) -> None:
     """Raise if OME-XML declares more planes than a file can have, or lists them without end."""
     if b"<!DOCTYPE" in text:
         raise _Broken("its description is XML with definitions of its own (DOCTYPE), which may grow without bound")
@@ -279,24 +280,24 @@ def _check_description(text: bytes, found: Directories) -> None:
     every = 0
     for element in root.iter():
         try:
-            declared = _planes_declared(element, found)
+            declared = _planes_declared(element, directories)
         except ValueError as error:
             raise _Broken(f"its description has no number where one should be ({error})") from None
-        if declared > found.most_planes:
-            raise _Broken(f"its description declares {declared} planes, its directories are {found.count}")
+        if declared > directories.most_planes:
+            raise _Broken(f"its description declares {declared} planes, its directories are {directories.count}")
         if element.tag.endswith("Along"):
             raise _Broken("its OME-XML splits an axis (ModuloAlong), so that it is no single image")
         # A share without a count of its own stands for every plane of the file.
         every += element.tag.endswith("TiffData") and not {"IFD", *_OME_COUNTS} & set(element.attrib)
-    if every * found.count > max(_MOST_PLANES_LISTED, 4 * found.count):
-        raise _Broken(f"its description lists the {found.count} planes of the file {every} times")
+    if every * directories.count > max(_MOST_PLANES_LISTED, 4 * directories.count):
+        raise _Broken(f"its description lists the {directories.count} planes of the file {every} times")
 
 
-def _planes_declared(element: ElementTree.Element, found: Directories) -> int:
+def _planes_declared(element: ElementTree.Element, directories: Directories) -> int:
     """Count the planes that an element of OME-XML declares, in those of the largest image of the file."""
     if element.tag.endswith("Pixels"):
         px = math.prod(int(element.attrib.get(f"Size{axis}", 1)) for axis in "XYCZT")
-        return -(-px // found.largest_px)
+        return -(-px // directories.largest_px)
     if element.tag.endswith("TiffData"):
         return max(int(element.attrib.get(count, 0)) for count in _OME_COUNTS)
     return 0
@@ -352,9 +353,9 @@ def check_whole(tif: Any, path: Path) -> None:
         others = set()
     if others or described_by:
         listed = ", ".join(sorted(others)[:_MOST_NAMES]) + (" ..." if len(others) > _MOST_NAMES else "")
-        told = " and ".join(filter(None, [listed, described_by and f"{described_by}, which describes them"]))
+        rest = " and ".join(filter(None, [listed, described_by and f"{described_by}, which describes them"]))
         raise ImageError(
-            f"{path.name} is one file of an OME-TIFF of several, beside {told}; join them into one, for instance by "
+            f"{path.name} is one file of an OME-TIFF of several, beside {rest}; join them into one, for instance by "
             f"`bfconvert {path.name} joined.ome.tif` of Bio-Formats"
         )
 
@@ -415,8 +416,8 @@ def has_alpha(page: Any) -> bool:
     """Return whether the last of two or four samples is alpha; one that is not said to be is a band as others, near
     infrared for one. GDAL's metadata may say otherwise than the tag."""
     kinds, samples = page.extrasamples, page.samplesperpixel
-    said = _of_samples(page, "colorinterp").get(samples - 1, "alpha").casefold()
-    return samples in (2, 4) and bool(kinds) and int(kinds[-1]) in _ALPHA and said == "alpha"
+    role = _of_samples(page, "colorinterp").get(samples - 1, "alpha").casefold()
+    return samples in (2, 4) and bool(kinds) and int(kinds[-1]) in _ALPHA and role == "alpha"
 
 
 def base_mpp(tif: Any, page: Any, given: float | None, name: str, georeference: Georeference | None) -> float | None:
@@ -441,7 +442,7 @@ def mask_levels(tif: Any, name: str) -> list[Any]:
 
 def georeference_of(page: Any, path: Path) -> Georeference | None:
     """Read the place from the tags, or else from the world file. Raises `ImageError` for a damaged one."""
-    return world_file(path) if (found := _of_tags(page)) is None else found
+    return world_file(path) if (place := _of_tags(page)) is None else place
 
 
 def _of_tags(page: Any) -> Georeference | None:
@@ -465,8 +466,8 @@ def is_slide(page: Any) -> bool:
     colours = is_colour(page) and (page.samplesperpixel == 3 or has_alpha(page)) and page.dtype in ("u1", "u2")
     opened = page.is_tiled and int(page.compression) in _OPENSLIDE_CODECS
     opened = opened and (page.parent.byteorder == "<" or page.parent.is_bigtiff)
-    said = any(tag in page.tags for tag in _SLIDE_TAGS) and not any(tag in page.tags for tag in _GDAL_TAGS)
-    return bool(colours and opened and said)
+    described = any(tag in page.tags for tag in _SLIDE_TAGS) and not any(tag in page.tags for tag in _GDAL_TAGS)
+    return bool(colours and opened and described)
 
 
 def _nodata_text(page: Any) -> str | None:
@@ -490,12 +491,12 @@ def channel_names(tif: Any, page: Any, channels: int) -> tuple[str, ...]:
 
 def _of_samples(page: Any, role: str) -> dict[int, str]:
     """Read what GDAL's metadata say of single samples, counted from 0."""
-    said = {}
+    texts = {}
     for element, text in re.findall(r"<Item\b([^>]*)>([^<]*)</Item>", str(_value(page, _GDAL_METADATA) or "")):
         item = _attributes(element)
         if item.get("role") == role and item.get("sample", "").isdecimal():
-            said[int(item["sample"])] = html.unescape(html.unescape(text))  # GDAL escapes twice
-    return said
+            texts[int(item["sample"])] = html.unescape(html.unescape(text))  # GDAL escapes twice
+    return texts
 
 
 def _value(page: Any, tag: int) -> Any:
@@ -524,14 +525,14 @@ def _file_name(text: str) -> str:
 def _elements(xml: str, name: str) -> list[tuple[dict[str, str], str]]:
     """Find the attributes of all elements of this name in unchecked XML, each with the text behind its tag."""
     first, *commented = xml.split("<!--")
-    said = first + "".join(text.partition("-->")[2] for text in commented)
-    found = re.findall(rf"<(?:\w+:)?{name}\b([^<>]*)>([^<]*)", said)
-    return [(_attributes(attributes), html.unescape(text)) for attributes, text in found]
+    plain = first + "".join(text.partition("-->")[2] for text in commented)
+    elements = re.findall(rf"<(?:\w+:)?{name}\b([^<>]*)>([^<]*)", plain)
+    return [(_attributes(attributes), html.unescape(text)) for attributes, text in elements]
 
 
 def _attributes(element: str) -> dict[str, str]:
-    found = re.findall(r"""(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)')""", element)
-    return {name: html.unescape(double or single) for name, double, single in found}
+    attributes = re.findall(r"""(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)')""", element)
+    return {name: html.unescape(double or single) for name, double, single in attributes}
 
 
 def _resolution_tags(page: Any) -> float | None:

@@ -138,9 +138,9 @@ def _reached_from_border(tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
     height, width = tissue.shape
     reached = np.zeros(tissue.shape, bool)
     reached[0] = True
-    found = 0
-    while (count := int(np.count_nonzero(reached))) > found:
-        found = count
+    before = 0
+    while (count := int(np.count_nonzero(reached))) > before:
+        before = count
         for rows, back in ((range(1, height), -1), (range(height - 2, -1, -1), 1)):
             for y in rows:
                 free = ~tissue[y]

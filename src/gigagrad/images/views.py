@@ -130,9 +130,9 @@ class Stacked(Image):
         return _joined([image._blank(height, width) for image in self._images])
 
     def missing(self, box: Box) -> NDArray[np.bool_] | None:
-        found = [image.missing(box) for image in self._images]
-        gaps = [gap for gap in found if gap is not None]
-        return np.logical_and.reduce(gaps) if len(gaps) == len(found) else None
+        masks = [image.missing(box) for image in self._images]
+        gaps = [gap for gap in masks if gap is not None]
+        return np.logical_and.reduce(gaps) if len(gaps) == len(masks) else None
 
     @property
     def missing_bytes(self) -> int:

@@ -154,16 +154,16 @@ class _Tiles:
 
 def _ome(layout: Layout) -> dict[str, Any]:
     """Return what OME-XML says of the image. A colour is a signed number of the bytes red, green, blue, alpha."""
-    said: dict[str, Any] = {"Name": layout.path.name}
+    metadata: dict[str, Any] = {"Name": layout.path.name}
     if layout.description is not None:
-        said["Description"] = layout.description
+        metadata["Description"] = layout.description
     if layout.mpp is not None:
-        said |= {f"PhysicalSize{axis}": layout.mpp for axis in "XY"}
-        said |= {f"PhysicalSize{axis}Unit": "\u00b5m" for axis in "XY"}
+        metadata |= {f"PhysicalSize{axis}": layout.mpp for axis in "XY"}
+        metadata |= {f"PhysicalSize{axis}Unit": "\u00b5m" for axis in "XY"}
     if layout.channels:
         colours = [int.from_bytes(bytes((*kind.color, 255)), "big", signed=True) for kind in layout.channels]
-        said["Channel"] = {"Name": [kind.name for kind in layout.channels], "Color": colours}
-    return said
+        metadata["Channel"] = {"Name": [kind.name for kind in layout.channels], "Color": colours}
+    return metadata
 
 
 _CACHE_MIB = 64
@@ -191,17 +191,17 @@ def write_cog(source: Path, path: Path, *, nearest: bool) -> Path:
     resampling = "NEAREST" if nearest else "AVERAGE"
     options = {"blocksize": TILE, "overviews": "IGNORE_EXISTING", **_OPTIONS}
     with replacing(path) as file, TemporaryDirectory(dir=path.parent, prefix=".") as folder:
-        made = Path(folder) / "cog.tif"
+        optimised = Path(folder) / "cog.tif"
         try:
             with rasterio.Env(GDAL_CACHEMAX=_CACHE_MIB), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of images that lie nowhere on earth
-                rasterio.shutil.copy(source, made, driver="COG", overview_resampling=resampling, **options)
-                if _calls_channels_colours(made):
-                    made = _without_colours(made)
+                rasterio.shutil.copy(source, optimised, driver="COG", overview_resampling=resampling, **options)
+                if _calls_channels_colours(optimised):
+                    optimised = _without_colours(optimised)
         except Exception as error:  # GDAL's errors have many classes, none of them the system's
             reason = " ".join(str(error).split())[:200]
             raise WriteError(f"cannot write {path} as a cloud-optimised GeoTIFF: {reason}") from error
-        with made.open("rb") as whole:
+        with optimised.open("rb") as whole:
             shutil.copyfileobj(whole, file)
     return path
 

@@ -55,8 +55,8 @@ def _create(folder: Path, layout: Layout) -> list[Any]:
     if layout.classes:
         name = _LABELS.rpartition("/")[2]
         root.create_group("labels", attributes={"labels": [name]})
-        said = {"multiscales": _multiscales(layout, name), "image-label": _image_label(layout)}
-        root.create_group(_LABELS, attributes=said)
+        attributes = {"multiscales": _multiscales(layout, name), "image-label": _image_label(layout)}
+        root.create_group(_LABELS, attributes=attributes)
     return [
         root.create_array(
             f"{inside}{level}",
@@ -94,11 +94,11 @@ def _omero(layout: Layout) -> dict[str, Any]:
     channels = _RGB if layout.colour else layout.channels
     most = 1.0 if layout.dtype.kind == "f" else float(np.iinfo(layout.dtype).max)
     window = {"min": 0.0, "start": 0.0, "max": most, "end": most}
-    said = [
+    described = [
         {"label": kind.name, "color": bytes(kind.color).hex().upper(), "window": window, "active": True}
         for kind in channels
     ]
-    return {"omero": {"version": _VERSION, "channels": said}} if said else {}
+    return {"omero": {"version": _VERSION, "channels": described}} if described else {}
 
 
 def _image_label(layout: Layout) -> dict[str, Any]:

@@ -183,13 +183,13 @@ def _axes(entry: Mapping[str, Any], ndim: int) -> tuple[list[str], list[str]]:
 
 def _scale(dataset: Mapping[str, Any], entry: Mapping[str, Any]) -> list[float] | None:
     """Return level 0's pixel size along each axis: the dataset's scale times the image's, if any."""
-    found: list[float] | None = None
+    scale: list[float] | None = None
     for holder in (dataset, entry):
         for transformation in holder.get("coordinateTransformations", ()):
             if transformation.get("type") == "scale":
                 factors = [float(factor) for factor in transformation["scale"]]
-                found = factors if found is None else [a * b for a, b in zip(found, factors, strict=True)]
-    return found
+                scale = factors if scale is None else [a * b for a, b in zip(scale, factors, strict=True)]
+    return scale
 
 
 def _shape_of(array: Any, axes: Sequence[str]) -> tuple[int, int, int]:

@@ -129,10 +129,10 @@ class Heartbeat:
             return []
         self._next_look = now + seconds / 10
         try:
-            found = self._beats(peers)
+            beats_of = self._beats(peers)
         except RuntimeError:
             return store_keeper(self._own)
-        for peer, beats in found.items():
+        for peer, beats in beats_of.items():
             if self._noticed.get(peer, (-1, now))[0] != beats:
                 self._noticed[peer] = beats, now
         return [peer for peer in peers if now - self._noticed[peer][1] > seconds]

@@ -83,8 +83,8 @@ def _own(partition: Sequence[range], world: Ranks, timeout: float) -> Ranks:
     from gigagrad.ranks.process_group import ProcessGroup
 
     assert isinstance(world, ProcessGroup)
-    made = world.collective(lambda: [new_group(list(ranks), timeout=NO_LIMIT) for ranks in partition])
-    mine = next(group for group, ranks in zip(made, partition, strict=True) if world.index in ranks)
+    groups = world.collective(lambda: [new_group(list(ranks), timeout=NO_LIMIT) for ranks in partition])
+    mine = next(group for group, ranks in zip(groups, partition, strict=True) if world.index in ranks)
     return ProcessGroup(mine, timeout)
 
 

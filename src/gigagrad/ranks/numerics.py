@@ -15,7 +15,7 @@ def mismatched_numerics(ranks: Ranks) -> list[int]:
     import torch
 
     first, *others = ranks.all_gather_object([torch.backends.cpu.get_cpu_capability(), _probe()])
-    return [rank for rank, said in enumerate(others, 1) if said != first]
+    return [rank for rank, probe in enumerate(others, 1) if probe != first]
 
 
 def _probe() -> str:

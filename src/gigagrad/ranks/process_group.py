@@ -30,17 +30,17 @@ class ProcessGroup(Ranks):
         self._heartbeat = heartbeat_of(dist.get_rank(), dist.distributed_c10d._get_default_store(), timeout)
 
     def _exchange(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
-        found = {rank: torch.empty(nbytes, dtype=torch.uint8) for rank, nbytes in received.items()}
+        buffers = {rank: torch.empty(nbytes, dtype=torch.uint8) for rank, nbytes in received.items()}
 
         def travel() -> None:
-            works = [dist.irecv(found[rank], self._peers[rank], self._group) for rank in sorted(found)]
+            works = [dist.irecv(buffers[rank], self._peers[rank], self._group) for rank in sorted(buffers)]
             works += [dist.isend(sent[rank], self._peers[rank], self._group) for rank in sorted(sent)]
             for work in works:
                 if work is not None:
                     work.wait()  # without a time: one that is over would close the connection behind it
 
         self.collective(travel)
-        return found
+        return buffers
 
     def _gather(self, payload: bytes) -> Sequence[bytes]:
         """Gather lengths first, then the bytes where there are any."""
@@ -48,8 +48,8 @@ class ProcessGroup(Ranks):
         if not any(lengths):
             return [b""] * self.count
         padded = torch.frombuffer(bytearray(payload.ljust(int(max(lengths)), b"\0")), dtype=torch.uint8)
-        found = zip(self._all_gather(padded), lengths, strict=True)
-        return [theirs.numpy().tobytes()[: int(length)] for theirs, length in found]
+        gathered = zip(self._all_gather(padded), lengths, strict=True)
+        return [theirs.numpy().tobytes()[: int(length)] for theirs, length in gathered]
 
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         everybody = [torch.empty_like(own) for _ in range(self.count)]

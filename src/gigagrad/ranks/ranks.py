@@ -91,14 +91,14 @@ class Ranks(ABC):
         hold. Item i is that of rank i modulo their count; `done` is told how many are done, and the last of these
         answers. Raises as `all_gather_object`.
         """
-        found: list[Any] = []
+        results: list[Any] = []
         for start in range(0, len(items), self.count):
             mine = start + self.index
             answers = self.all_gather_object(work(items[mine]) if mine < len(items) else None)
             for answer in answers[: len(items) - start]:
-                found.append(answer)
-                done(len(found), answer)
-        return found
+                results.append(answer)
+                done(len(results), answer)
+        return results
 
     def job_error_scope(self) -> AbstractContextManager[None]:
         """Report an error of a whole program to all ranks, wherever they wait for whom."""

@@ -44,8 +44,8 @@ def is_several() -> bool:
 
 def launch() -> str:
     """Name the torchrun that has started this process, or will start another one in its place; "" without one."""
-    told = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # FOLDER/attempt_0/0/error.json, of a folder of its own
-    return f"{HOST}:{Path(told).parents[2]}" if told.count("/") > 2 else ""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # FOLDER/attempt_0/0/error.json, of a folder of its own
+    return f"{HOST}:{Path(error_file).parents[2]}" if error_file.count("/") > 2 else ""
 
 
 def join(timeout: float) -> int:
@@ -142,10 +142,10 @@ def _follow(store: WatchedStore, rank: int, seconds: float) -> Members:
         return Members(0, [], [0])
     start = int(answer)
     store.set(f"{start}-{rank}", HOST)
-    if (found := _awaited(store, f"found-{start}", seconds)) is None:
+    if (members := _awaited(store, f"found-{start}", seconds)) is None:
         return Members(start, [], [0])
     store.add(f"heard-{start}", 1)
-    return Members(**json.loads(found))
+    return Members(**json.loads(members))
 
 
 def _awaited(store: WatchedStore, key: str, seconds: float) -> str | None:

@@ -23,31 +23,31 @@ class ThreadedRank(Ranks):
     def _exchange(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
         for rank, message in sent.items():
             self._inboxes[rank][self.index].put(message.clone())
-        found = {}
+        messages = {}
         for rank, nbytes in received.items():
             came = cast(Message, self._from(rank))
             assert len(came) == nbytes, f"{len(came)} bytes came from rank {rank}, {nbytes} were expected"
-            found[rank] = came
-        return found
+            messages[rank] = came
+        return messages
 
     def _gather(self, payload: bytes) -> Sequence[bytes]:
         for rank in range(self.count):
             self._inboxes[rank][self.index].put(payload)
-        found = []
+        payloads = []
         for rank in range(self.count):
-            said = self._from(rank)
-            assert isinstance(said, bytes), "a rank sends a message where others meet"
-            found.append(said)
-        return found
+            theirs = self._from(rank)
+            assert isinstance(theirs, bytes), "a rank sends a message where others meet"
+            payloads.append(theirs)
+        return payloads
 
     def _from(self, rank: int) -> object:
         try:
-            found = self._inboxes[self.index][rank].get(timeout=self._timeout)
+            item = self._inboxes[self.index][rank].get(timeout=self._timeout)
         except Empty:
             raise RankError(f"rank {rank} has been silent for {self._timeout:g} s") from None
-        if isinstance(found, BaseException):
-            raise RankError(f"rank {rank} failed: {found}", reported=True)
-        return found
+        if isinstance(item, BaseException):
+            raise RankError(f"rank {rank} failed: {item}", reported=True)
+        return item
 
 
 def run_threaded(count: int, work: Callable[[Ranks], Result], timeout: float = 600.0) -> list[Result]:

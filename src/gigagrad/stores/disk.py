@@ -162,12 +162,12 @@ class DiskStore(Store):
         there = lengths > 0
         wanted = np.ones_like(there) if wanted is None else wanted
         bricks[wanted & ~there] = 0
-        found = np.flatnonzero(wanted & there)
-        if self._codec is None and len(found):
-            for run in np.split(found, np.flatnonzero(np.diff(found) > 1) + 1):
+        stored_at = np.flatnonzero(wanted & there)
+        if self._codec is None and len(stored_at):
+            for run in np.split(stored_at, np.flatnonzero(np.diff(stored_at) > 1) + 1):
                 first, last = int(run[0]), int(run[-1])
                 self._file.read_into(bricks[first : last + 1], self._layout.offset(row, columns.start + first))
-        for i in found.tolist():
+        for i in stored_at.tolist():
             column, length = columns.start + i, int(lengths[i])
             stored = bricks[i, :length]
             if self._codec is not None:

@@ -78,11 +78,11 @@ class HostStore(Store):
                 if y.empty:
                     continue
                 share = Box.of(y, x)
-                found = part(crop, self.axes, (y.start - box.y0, x.start - box.x0), share.shape)
+                own = part(crop, self.axes, (y.start - box.y0, x.start - box.x0), share.shape)
                 if adds:
-                    self._view(share).add_(found.to(self._tensor.device))
+                    self._view(share).add_(own.to(self._tensor.device))
                 else:
-                    self._view(share).copy_(found)
+                    self._view(share).copy_(own)
 
     def flush(self) -> None:
         """Do nothing: nothing waits."""

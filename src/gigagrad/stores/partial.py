@@ -25,14 +25,14 @@ class Windows(Store):
 
     def read(self, box: Box) -> torch.Tensor:
         """Read a box that the windows hold all of. Raises as `Store.read`."""
-        found = [(share, store.read(own)) for share, own, store in self._met(box)]
-        assert sum(share.area for share, _ in found) == box.area, f"{box} is not all held here"
-        if len(found) == 1:
-            return found[0][1]
+        crops = [(share, store.read(own)) for share, own, store in self._met(box)]
+        assert sum(share.area for share, _ in crops) == box.area, f"{box} is not all held here"
+        if len(crops) == 1:
+            return crops[0][1]
         (y, x), shape = self.axes, self.crop_shape(box)
-        first = found[0][1] if found else torch.empty(0, dtype=self.dtype)
+        first = crops[0][1] if crops else torch.empty(0, dtype=self.dtype)
         whole = torch.empty(shape, dtype=first.dtype, device=first.device, memory_format=self._layout)
-        for share, crop in found:
+        for share, crop in crops:
             whole.narrow(y, share.y0 - box.y0, share.height).narrow(x, share.x0 - box.x0, share.width).copy_(crop)
         return whole
 

@@ -72,9 +72,9 @@ class Scratch:
 
     def create(self, name: str, nbytes: int) -> ScratchFile:
         """Create a file of this size, all of it reserved. Raises StoreError if there is no room."""
-        made: list[ScratchFile] = []
-        uninterrupted(lambda: made.append(self._place.create(name, nbytes, past_cache=self._beside is not None)))
-        return made[0]
+        created: list[ScratchFile] = []
+        uninterrupted(lambda: created.append(self._place.create(name, nbytes, past_cache=self._beside is not None)))
+        return created[0]
 
     def each(self, work: Callable[[int], None], rows: Iterable[int]) -> None:
         """Do `work` for each of these: several at a time where every one of them waits for the disk."""
@@ -175,8 +175,8 @@ def _give_up(lock: FileLock) -> None:
 
 def _remove_abandoned(scratch: Path) -> None:
     """Remove what runs of this machine left whose process is gone: folders and locks that nobody holds."""
-    found = [match for path in scratch.iterdir() if (match := _OURS.fullmatch(path.name))]
-    for name in dict.fromkeys(match[1] for match in found):
+    matches = [match for path in scratch.iterdir() if (match := _OURS.fullmatch(path.name))]
+    for name in dict.fromkeys(match[1] for match in matches):
         folder = scratch / name
         lock = _lock_of(folder)
         try:

@@ -11,9 +11,9 @@ from gigagrad.boxes import Box
 
 def crop_shape(shape: tuple[int, ...], axes: tuple[int, int], box: Box) -> tuple[int, ...]:
     """Return the shape of a field's crop on a box."""
-    found = list(shape)
-    found[axes[0]], found[axes[1]] = box.shape
-    return tuple(found)
+    crop = list(shape)
+    crop[axes[0]], crop[axes[1]] = box.shape
+    return tuple(crop)
 
 
 class Store(ABC):
