@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -25,8 +25,18 @@ _LAST_WORDS_SECONDS = 5.0
 """The time that a process which failed stays until the others know."""
 
 Found = TypeVar("Found")
+Result = TypeVar("Result", covariant=True)
 _CALLS: set[Future[Any]] = set()
 """The calls that `start_call` has begun and that are not over."""
+
+
+class Call(Protocol[Result]):
+    """A call or a collective that is under way: a future, or what is waited for as one."""
+
+    def done(self) -> bool: ...
+
+    def result(self, timeout: float | None = None, /) -> Result:
+        """Wait for its end so many seconds. Raises RuntimeError or TimeoutError where it has not come."""
 
 
 def start_call(call: Callable[[], Found]) -> Future[Found]:
@@ -97,6 +107,8 @@ class Heartbeat:
         self._own, self._over, self._failed = own, threading.Event(), False
         self._next_look, self._noticed = 0.0, dict[int, tuple[int, float]]()
         """The time to look again, and by rank how many heartbeats there were and since when."""
+        self.last_call: Call[Any] | None = None
+        """The last call that this process has waited for."""
         try:  # a connection of its own: while a thread waits for a key, no other one gets through on the same
             clone: Store = WatchedStore(store, seconds).clone()
         except RuntimeError as error:
@@ -106,10 +118,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="gigagrad-heartbeat", daemon=True)
         self._thread.start()
 
-    def wait_while_alive(self, call: Future[Found], peers: Sequence[int], seconds: float) -> Found:
+    def wait_while_alive(self, call: Call[Found], peers: Sequence[int], seconds: float) -> Found:
         """Return what a call returns, waiting for it while nobody failed and none of the ranks was silent for so many
         seconds. Raises RankError.
         """
+        self.last_call = call
         while True:
             ended = call.done()  # before it is waited for: what it raises then is no lack of time
             try:
@@ -118,9 +131,13 @@ class Heartbeat:
                 self.listen()
                 silent = self._silent(peers, seconds)
                 if ended or silent:
-                    silent = silent or self._missing(peers)
-                    self.listen()  # one of them may have said why it went
-                    raise lost_error(silent, error) from None
+                    raise self.lost(error, peers, silent) from None
+
+    def lost(self, error: Exception, peers: Sequence[int], silent: Sequence[int] = ()) -> RankError:
+        """Return the error that names who is lost, as far as anybody knows. Raises what one that failed said itself."""
+        missing = silent or self._missing(peers)
+        self.listen()  # it may have said why it went
+        return lost_error(missing, error)
 
     def _silent(self, peers: Sequence[int], seconds: float) -> list[int]:
         """Return the ranks of which no heartbeat was noticed here for so long, in which ten looks are taken."""
@@ -224,7 +241,8 @@ def _end() -> None:
     end = time.monotonic() + _LAST_WORDS_SECONDS
     for heartbeat in _HEARTBEATS.values():
         heartbeat.end()
-    while _CALLS:
+    last = [heartbeat.last_call for heartbeat in _HEARTBEATS.values()]
+    while _CALLS or not all(call is None or call.done() for call in last):
         if time.monotonic() > end:
             sys.stdout.flush()
             sys.stderr.flush()

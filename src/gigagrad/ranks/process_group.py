@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,19 @@ from gigagrad.ranks.heartbeat import heartbeat_of, start_call
 from gigagrad.ranks.ranks import Message, Ranks
 
 Found = TypeVar("Found")
+
+
+class _Collective:
+    """A collective under way, waited for as a future is: a thread for each would take longer than it."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def result(self, timeout: float | None = None, /) -> None:
+        self._work.wait(timedelta(seconds=timeout or 0))
 
 
 class ProcessGroup(Ranks):
@@ -53,7 +67,12 @@ class ProcessGroup(Ranks):
 
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         everybody = [torch.empty_like(own) for _ in range(self.count)]
-        self.collective(lambda: dist.all_gather(everybody, own, self._group))
+        try:
+            work = dist.all_gather(everybody, own, self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._heartbeat.lost(error, self._peers) from None
+        if work is not None:
+            self._heartbeat.wait_while_alive(_Collective(work), self._peers, self._timeout)
         return everybody
 
     def collective(self, call: Callable[[], Found]) -> Found:
