@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -25,18 +25,8 @@ _LAST_WORDS_SECONDS = 5.0
 """The time that a process which failed stays until the others know."""
 
 Found = TypeVar("Found")
-Result = TypeVar("Result", covariant=True)
 _CALLS: set[Future[Any]] = set()
 """The calls that `start_call` has begun and that are not over."""
-
-
-class Call(Protocol[Result]):
-    """A call or a collective that is under way: a future, or what is waited for as one."""
-
-    def done(self) -> bool: ...
-
-    def result(self, timeout: float | None = None, /) -> Result:
-        """Wait for its end so many seconds. Raises RuntimeError or TimeoutError where it has not come."""
 
 
 def start_call(call: Callable[[], Found]) -> Future[Found]:
@@ -107,8 +97,8 @@ class Heartbeat:
         self._own, self._over, self._failed = own, threading.Event(), False
         self._next_look, self._noticed = 0.0, dict[int, tuple[int, float]]()
         """The time to look again, and by rank how many heartbeats there were and since when."""
-        self.last_call: Call[Any] | None = None
-        """The last call that this process has waited for."""
+        self.collective: Future[None] | None = None
+        """The last collective that this process has waited for, where no call of `start_call` did."""
         try:  # a connection of its own: while a thread waits for a key, no other one gets through on the same
             clone: Store = WatchedStore(store, seconds).clone()
         except RuntimeError as error:
@@ -118,11 +108,10 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="gigagrad-heartbeat", daemon=True)
         self._thread.start()
 
-    def wait_while_alive(self, call: Call[Found], peers: Sequence[int], seconds: float) -> Found:
+    def wait_while_alive(self, call: Future[Found], peers: Sequence[int], seconds: float) -> Found:
         """Return what a call returns, waiting for it while nobody failed and none of the ranks was silent for so many
         seconds. Raises RankError.
         """
-        self.last_call = call
         while True:
             ended = call.done()  # before it is waited for: what it raises then is no lack of time
             try:
@@ -241,8 +230,8 @@ def _end() -> None:
     end = time.monotonic() + _LAST_WORDS_SECONDS
     for heartbeat in _HEARTBEATS.values():
         heartbeat.end()
-    last = [heartbeat.last_call for heartbeat in _HEARTBEATS.values()]
-    while _CALLS or not all(call is None or call.done() for call in last):
+    collectives = [heartbeat.collective for heartbeat in _HEARTBEATS.values() if heartbeat.collective is not None]
+    while _CALLS or not all(collective.done() for collective in collectives):
         if time.monotonic() > end:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -17,16 +18,17 @@ from gigagrad.ranks.ranks import Message, Ranks
 Found = TypeVar("Found")
 
 
-class _Collective:
-    """A collective under way, waited for as a future is: a thread for each would take longer than it."""
+class _Collective(Future[None]):
+    """A collective under way as a future, without a thread, which would take longer than it."""
 
     def __init__(self, work: dist.Work) -> None:
+        super().__init__()
         self._work = work
 
     def done(self) -> bool:
         return self._work.is_completed()
 
-    def result(self, timeout: float | None = None, /) -> None:
+    def result(self, timeout: float | None = None) -> None:
         self._work.wait(timedelta(seconds=timeout or 0))
 
 
@@ -72,7 +74,8 @@ class ProcessGroup(Ranks):
         except RuntimeError as error:
             raise self._heartbeat.lost(error, self._peers) from None
         if work is not None:
-            self._heartbeat.wait_while_alive(_Collective(work), self._peers, self._timeout)
+            pending = self._heartbeat.collective = _Collective(work)
+            self._heartbeat.wait_while_alive(pending, self._peers, self._timeout)
         return everybody
 
     def collective(self, call: Callable[[], Found]) -> Found:
