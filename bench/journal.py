@@ -103,7 +103,7 @@ def step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         told = event.text if isinstance(event, Notice) else told
 
     print("begins", flush=True)
-    with engine.events.heard_by(listen):
+    with engine.events.listening(listen):
         start = time.perf_counter()
         value = engine.backward(image, target)
         seconds = time.perf_counter() - start

@@ -4,9 +4,9 @@
         [--scratch DIR] [--link 10Gbit/s,50us | --wall] [--in-turn] [--steps 2] [--plot FILE]
 
 A step in float32 on random bytes, norms in training mode, by so many gloo processes of one thread, and by one process
-with the plan of the first ones. Each rank has a virtual clock (gigagrad.ranks.Clocked) that goes with its processor
-time, and messages take what they would on `--link`; ranks compute one at a time, as each would have its caches and
-memory to itself. So it does not matter how many cores are here, but leave the machine alone meanwhile.
+with the plan of the first ones. Each rank has a virtual clock (bench/simulated_ranks.py) that goes with its
+processor time, and messages take what they would on `--link`; ranks compute one at a time, as each would have its
+caches and memory to itself. So it does not matter how many cores are here, but leave the machine alone meanwhile.
 
 Where fields go to files, such ranks still share a disk and the memory that keeps its files. With `--in-turn` each rank
 does its whole work before the next one starts, on zeros in place of what others would send, and the clocks are put
@@ -43,10 +43,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gigagrad as gg
 from bench.deep_step import FromBytes, loss
 from bench.scale_turns import InTurn, clocks
+from bench.simulated_ranks import SimulatedRanks
 from gigagrad.events import Event, TileDone
 from gigagrad.plans import Plan
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.clocked import Clocked
 from gigagrad.ranks.process_group import ProcessGroup
 from gigagrad.scaling import Link, parse_link, tile_step
 from tests.ranks.started import started
@@ -145,7 +145,7 @@ def together(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ranks: Ranks = ProcessGroup()
     link = measured(ranks) if args.wall else parse_link(args.link)
     turn = Turn(folder / "turn")
-    clocked = Clocked(ranks, link.seconds, turn=turn)
+    clocked = SimulatedRanks(ranks, link.seconds, turn=turn)
     clock = time.perf_counter if args.wall else lambda: clocked.clock
     engine, image, target, leave_plan = planned(args, folder, ranks if args.wall else clocked)
     for _ in range(args.steps):
@@ -240,7 +240,7 @@ def alone(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if isinstance(event, TileDone):
                 ticks.append(clock())
 
-        with engine.events.heard_by(tick):
+        with engine.events.listening(tick):
             start = clock()
             value = engine.backward(image, target)
             end, processor = clock(), time.process_time() - processor
@@ -294,9 +294,9 @@ def measured(ranks: Ranks, rounds: int = 20, nbytes: int = 1 << 25) -> Link:
             work()
         return (time.perf_counter() - start) / rounds
 
-    word = seconds(ranks.meet)
+    word = seconds(ranks.barrier)
     swap = seconds(lambda: ranks.exchange({right: message}, {left: nbytes}))
-    latency, rate = ranks.said([word / (ranks.count - 1), nbytes / max(swap - 2 * word, 1e-9)])[0]
+    latency, rate = ranks.all_gather_object([word / (ranks.count - 1), nbytes / max(swap - 2 * word, 1e-9)])[0]
     return Link(rate, latency)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from bench.simulated_ranks import SimulatedRanks
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.clocked import Clocked
 from gigagrad.ranks.ranks import Message
-from gigagrad.ranks.virtual import run_virtual
+from gigagrad.ranks.threaded import run_threaded
 
 Met = tuple[float, bool | None, dict[int, int], dict[int, int]]
 """Processor seconds since the meeting before, whether anybody said anything, and bytes sent and received by rank; where
@@ -47,13 +47,13 @@ class InTurn(Ranks):
         """Processor seconds."""
         return time.process_time() - self._since
 
-    def _swap(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
+    def _exchange(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
         self.met.append((self.since_meeting(), None, {rank: len(gone) for rank, gone in sent.items()}, {**received}))
         found = {rank: torch.zeros(nbytes, dtype=torch.uint8) for rank, nbytes in received.items()}
         self._since = time.process_time()
         return found
 
-    def _words(self, word: bytes) -> Sequence[bytes]:
+    def _gather(self, word: bytes) -> Sequence[bytes]:
         if self.index == 0:
             self._first.append(word.hex())
         first = bytes.fromhex(self._first[self._heard])
@@ -68,15 +68,15 @@ def clocks(found: Sequence[dict[str, Any]], seconds: Callable[[float], float]) -
 
     def replayed(ranks: Ranks) -> float:
         computed = 0.0
-        clocked = Clocked(ranks, seconds, lambda: computed)
+        clocked = SimulatedRanks(ranks, seconds, lambda: computed)
         for taken, words, sent, received in found[ranks.index]["met"]:
             computed += taken
             if words is None:
                 messages = {int(rank): torch.empty(nbytes, dtype=torch.uint8) for rank, nbytes in sent.items()}
-                clocked._swap(messages, {int(rank): nbytes for rank, nbytes in received.items()})
+                clocked._exchange(messages, {int(rank): nbytes for rank, nbytes in received.items()})
             else:
-                clocked._words(b"\0" if words else b"")
+                clocked._gather(b"\0" if words else b"")
         computed += found[ranks.index]["rest"]
         return clocked.clock
 
-    return run_virtual(len(found), replayed)
+    return run_threaded(len(found), replayed)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.scale import prepared
-from gigagrad.ranks import Alone, Ranks
+from gigagrad.ranks import Ranks, SingleRank
 from gigagrad.ranks.process_group import ProcessGroup
 from gigagrad.units import parse_bytes
 from tests.ranks.started import started
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def steps(args: argparse.Namespace) -> list[float]:
-    ranks: Ranks = Alone()
+    ranks: Ranks = SingleRank()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         ranks = ProcessGroup()

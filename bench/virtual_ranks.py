@@ -3,7 +3,7 @@
     python bench/virtual_ranks.py [--cases 1000] [--first 0] [--most 64]
 
 The cases are those of tests/exactness/generated.py, each by one rank and by three random numbers of ranks up to
-`--most`, in threads (gigagrad.ranks.run_virtual). Compared are losses, gradients and buffers, bit for bit on every
+`--most`, in threads (gigagrad.ranks.run_threaded). Compared are losses, gradients and buffers, bit for bit on every
 rank, and the bytes that were sent with what the plan says. Prints every case that differs, now and then how far it is,
 and one JSON line last.
 """
@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gigagrad.plans.emit import shared_by
-from gigagrad.ranks import Alone, run_virtual
+from gigagrad.ranks import SingleRank, run_threaded
 from tests.exactness.generated import make_case
 from tests.execution.by_ranks import outcome, prepared_for
 
@@ -43,11 +43,11 @@ def main() -> None:
     for seed in range(args.first, args.first + args.cases):
         case = make_case(seed)
         run = prepared_for(case.model, case.loss, case.image, case.target, tile=case.tile)
-        alone, _ = outcome(run, Alone())
+        alone, _ = outcome(run, SingleRank())
         stages += len(run.prepared.stages)
         draw = random.Random(seed)
         for count in draw.sample(range(2, args.most + 1), 3):
-            found = run_virtual(count, partial(outcome, run))
+            found = run_threaded(count, partial(outcome, run))
             runs, largest = runs + 1, max(largest, count)
             sent += sum(nbytes for _, nbytes in found)
             if any(bits != alone for bits, _ in found):

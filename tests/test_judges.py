@@ -29,7 +29,7 @@ PUBLIC: dict[str, set[str] | None] = {
     "gigagrad.masks": None,
     "gigagrad.models": None,
     "gigagrad.models.torchvision_operators": set(),
-    "gigagrad.ranks": {"Alone", "Fleet", "Ranks", "from_environment", "launch", "run_virtual"},
+    "gigagrad.ranks": {"Mesh", "Ranks", "SingleRank", "from_environment", "launch", "run_threaded"},
     "gigagrad.threads": {"settle"},
     "gigagrad.training": None,
     "gigagrad.units": None,

@@ -11,7 +11,8 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "gigagrad"
 DONE = (
     *("graphs/crops.py", "graphs/op_rules.py", "graphs/ops", "execution/tile_program.py", "execution/trial.py"),
     *("shares.py", "cli", "cohorts", "config", "demo", "integrations", "masks", "prediction", "reports"),
-    *("scaling", "training"),
+    *("scaling", "training", "devices", "images", "ranks", "stores", "allowances.py", "boxes.py", "errors.py"),
+    *("events.py", "extras.py", "files.py", "named.py", "terminal.py", "threads.py", "units.py"),
 )
 """Rooms and files whose words have been gone through; the others follow."""
 BEGINNINGS = re.compile(r"(Of|As|The same|What|Where|Whether|How|By)\b")

@@ -1,4 +1,4 @@
-"""The exact loss and gradients of any PyTorch module on a gigapixel image, in the memory you name.
+"""Compute the exact loss and gradients of any PyTorch module on a gigapixel image, in the memory you name.
 
 engine = gigagrad.compile(model, loss, memory="2 GiB")
 value = engine.backward(gigagrad.open_image("slide.svs"), gigagrad.open_image("mask.tif"))
@@ -53,7 +53,7 @@ _HOMES = {
 
 
 def __dir__() -> list[str]:
-    """What one may use, rooms that nobody has entered yet included."""
+    """List what one may use, rooms that nobody has entered yet included."""
     import pkgutil
 
     rooms = (room.name for room in pkgutil.iter_modules(__path__) if not room.name.startswith("_"))
@@ -61,7 +61,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Rooms are entered when their names are used: reading a slide's size need not load PyTorch."""
+    """Import rooms when their names are used: reading a slide's size need not load PyTorch."""
     import importlib.util
 
     if name in _HOMES:

@@ -1,4 +1,4 @@
-"""`python -m gigagrad COMMAND ...` is `gigagrad COMMAND ...`, for where only the interpreter is at hand."""
+"""Run `python -m gigagrad COMMAND ...` as `gigagrad COMMAND ...`, for where only the interpreter is at hand."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""What memory takes beside the tensors that can be counted: every allowance of a plan, with what it was measured from.
+"""Allow for the memory beside the tensors that can be counted: every allowance of a plan, with what it was measured
+from.
 
 Bytes unless said otherwise. docs/decisions/0013-whole-process-accounting.md has the measurements; `bench/budgets.py`
 repeats them.
@@ -12,15 +13,15 @@ MIB: Final = 2**20
 
 # The process
 RUNTIME_BYTES: Final = 64 * MIB
-"""Of the first step of a process: code of kernels that is paged in (16 to 18 MiB, ten networks), stacks, readers."""
+"""The growth in a process's first step: code that is paged in (16 to 18 MiB, ten networks), stacks, readers."""
 LATER_RUNTIME_BYTES: Final = 24 * MIB
-"""Of a later step: kernels for shapes that have not been seen."""
+"""The growth in a later step: kernels for shapes that have not been seen."""
 UNNOTICED_BYTES: Final = 16 * MIB
-"""What a process may grow by before the planner looks at it again, and what other threads take while one looks."""
+"""The growth of a process before the planner looks at it again, and what other threads take while one looks."""
 KERNEL_BYTES: Final = 72 * 2**10
-"""Of one compiled convolution in oneDNN's cache, forward or one of two backward, in one shape (13 to 80 KiB)."""
+"""The size of a compiled convolution in oneDNN's cache, forward or one of two backward (13 to 80 KiB)."""
 AMX_KERNEL_BYTES: Final = 320 * 2**10
-"""The same on a processor with matrix tiles for its dtype (270 KiB on average)."""
+"""The size on a processor with matrix tiles for its dtype (270 KiB on average)."""
 MOST_COMPILED: Final = 1024
 """Compiled kernels that oneDNN's cache holds."""
 
@@ -33,14 +34,15 @@ MOST_FURTHER_SLACK: Final = 0.25
 """Tiles side by side free blocks in ever another order, and the worst of many orders is worse: beyond a few tiles each
 doubling adds some slack (1,600 tiles took up to 660 of 632 MiB without it)."""
 TAPE_SLACK: Final = 0.25
-"""The same beside whole fields and gradients, while which nothing is given back (ViT-Base, Swin-Tiny)."""
+"""The slack beside whole fields and gradients, while nothing is given back (ViT-Base, Swin-Tiny)."""
 LEAST_HOARD_BYTES: Final = 64 * MIB
 MOST_HOARD_BYTES: Final = 160 * MIB
 HOARD_PER_TILE: Final = 2.0
-"""What the allocator may hold between tiles beside that, where the budget has room: twice what tiles allocate, within
-these bounds. New pages cost time, with 64 MiB a tenth of the paper's step (docs/decisions/0018-large-blocks.md)."""
+"""The bytes that the allocator may hold between tiles beside that, where the budget has room: twice what tiles
+allocate, within these bounds. New pages cost time, with 64 MiB a tenth of the paper's step
+(docs/decisions/0018-large-blocks.md)."""
 HEAP_TOP_BYTES: Final = 64 * MIB
-"""What the top of the C library's heap may hold of small freed blocks."""
+"""The most that the top of the C library's heap holds of small freed blocks."""
 MAPPED_BYTES: Final = 8 * MIB
 """Blocks as large as this are taken from the system one by one, but for those of tiles where the plan has room."""
 HUGE_PAGE_BYTES: Final = 2 * MIB
@@ -58,11 +60,11 @@ ROWS_AT_ONCE: Final = 4
 
 # Budgets
 ROOM_BYTES: Final = 40 * MIB
-"""By how much a process differs from the one that was refused: its first allocations, its garbage."""
+"""The difference of a process from the one that was refused: its first allocations, its garbage."""
 FREE_SHARE: Final = 0.95
-"""Of what is free now, the share that a run counts on where no budget is named: others use the machine, too."""
+"""The share of what is free now that a run counts on where no budget is named: others use the machine, too."""
 
 
 def whole_pages(nbytes: int) -> int:
-    """What a block takes in memory: a large one is made of huge pages."""
+    """Return the bytes that a block takes in memory: a large one is made of huge pages."""
     return -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else nbytes

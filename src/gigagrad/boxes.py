@@ -1,4 +1,4 @@
-"""Integer rectangles: the one piece of geometry that every room of the house shares.
+"""Compute with integer rectangles: the one piece of geometry that every room of the house shares.
 
 A box is half-open, `[y0, y1) x [x0, x1)`, and y always comes before x. All arithmetic is on integers, so a tile
 boundary is never a matter of rounding.
@@ -29,11 +29,11 @@ class Span(NamedTuple):
         return self.stop <= self.start
 
     def clamp(self, size: int) -> Span:
-        """The part of this span inside `[0, size)`."""
+        """Return the part of this span inside `[0, size)`."""
         return Span(min(max(self.start, 0), size), max(min(self.stop, size), 0))
 
     def hull(self, other: Span | None) -> Span:
-        """The smallest span that holds both; an empty or missing one adds nothing."""
+        """Return the smallest span that holds both; an empty or missing one adds nothing."""
         if other is None or other.empty:
             return self
         if self.empty:
@@ -82,7 +82,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(height, width)` in pixels."""
+        """Return `(height, width)` in pixels."""
         return self.height, self.width
 
     @property
@@ -94,14 +94,14 @@ class Box:
         return self.y1 <= self.y0 or self.x1 <= self.x0
 
     def clamp(self, height: int, width: int) -> Box:
-        """The part of this box inside an image of `height x width` pixels (empty if they do not meet)."""
+        """Return the part of this box inside an image of `height x width` pixels (empty if they do not meet)."""
         return Box.of(self.y.clamp(height), self.x.clamp(width))
 
     def intersect(self, other: Box) -> Box:
         return Box(max(self.y0, other.y0), max(self.x0, other.x0), min(self.y1, other.y1), min(self.x1, other.x1))
 
     def hull(self, other: Box) -> Box:
-        """The smallest box that holds both, of which none is empty."""
+        """Return the smallest box that holds both, of which none is empty."""
         return Box(min(self.y0, other.y0), min(self.x0, other.x0), max(self.y1, other.y1), max(self.x1, other.x1))
 
     def shift(self, dy: int, dx: int) -> Box:
@@ -139,21 +139,21 @@ class Cuts(Sequence[Span]):
 
 
 def split(size: int, step: int) -> Cuts:
-    """The axis `[0, size)` cut every `step` pixels."""
+    """Cut the axis `[0, size)` every `step` pixels."""
     if step < 1:
         raise ValueError(f"a tile must be at least 1 px long, got {step}")
     return Cuts(size, step)
 
 
 def tiles(height: int, width: int, tile_height: int, tile_width: int) -> Iterator[Box]:
-    """The disjoint boxes of a `tile_height x tile_width` grid over an image, row by row."""
+    """Yield the disjoint boxes of a `tile_height x tile_width` grid over an image, row by row."""
     for y in split(height, tile_height):
         for x in split(width, tile_width):
             yield Box.of(y, x)
 
 
 def spread(height: int, width: int, per_side: int = 4, side: int = 256) -> Iterator[Box]:
-    """`per_side` squared boxes of up to `side` pixels a side, evenly spread over an image: samples of what is in it."""
+    """Yield `per_side` squared boxes of up to `side` px a side, evenly spread over an image, to sample it."""
     for row in range(per_side):
         for column in range(per_side):
             y = (height * (2 * row + 1)) // (2 * per_side) - side // 2
@@ -164,7 +164,7 @@ def spread(height: int, width: int, per_side: int = 4, side: int = 256) -> Itera
 
 
 def without(boxes: Iterable[Box], holes: Sequence[Box]) -> list[Box]:
-    """The pixels of boxes that lie in none of the holes, in boxes."""
+    """Return the pixels of boxes that lie in none of the holes, in boxes."""
     left = [box for box in boxes if not box.empty]
     for hole in holes:
         cut = []
@@ -185,14 +185,14 @@ def without(boxes: Iterable[Box], holes: Sequence[Box]) -> list[Box]:
 
 
 def apart(boxes: Iterable[Box]) -> list[Box]:
-    """The same pixels in boxes that do not overlap; the largest stay whole."""
-    found: list[Box] = []
+    """Return the same pixels in boxes that do not overlap; the largest stay whole."""
+    disjoint: list[Box] = []
     for box in sorted(boxes, key=lambda box: (-box.area, box)):
-        found += without([box], found)
-    return found
+        disjoint += without([box], disjoint)
+    return disjoint
 
 
 def shared(boxes: Iterable[Box], others: Sequence[Box]) -> list[Box]:
-    """What each box has in common with each of the others."""
+    """Intersect each box with each of the others."""
     met = (box.intersect(other) for box in boxes for other in others)
     return [box for box in met if not box.empty]

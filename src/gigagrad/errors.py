@@ -1,4 +1,5 @@
-"""What can go wrong on a user's side. Every class is a `ValueError`, and every message says got, expected and remedy.
+"""Say what can go wrong on a user's side. Every class is a `ValueError`, and every message says got, expected and
+remedy.
 
 Broken invariants of our own are `assert`s instead; they are never dressed up as one of these.
 """
@@ -45,10 +46,10 @@ class TargetError(GigagradError):
 
 
 class RankError(GigagradError):
-    """Another rank failed, or is silent. `told`: somebody else says so; `mendable`: the user can do something."""
+    """Another rank failed, or is silent. `reported`: somebody else says so; `mendable`: the user can do something."""
 
-    def __init__(self, message: str, *, told: bool = False, mendable: bool = True) -> None:
-        self.told, self.mendable = told, mendable
+    def __init__(self, message: str, *, reported: bool = False, mendable: bool = True) -> None:
+        self.reported, self.mendable = reported, mendable
         super().__init__(message)
 
 
@@ -62,7 +63,7 @@ class OperatorError(GigagradError):
     complaint = "refuses what it is given"
 
     def __init__(self, operator: str, module_path: str, source: str, reason: str, elsewhere: str = "the loss") -> None:
-        """`elsewhere`: where the operator stands if no module is named."""
+        """Name the operator; `elsewhere`: where it stands if no module is named."""
         self.operator = operator
         self.module_path = module_path
         self.source = source
@@ -100,7 +101,7 @@ class BudgetError(GigagradError):
         super().__init__(f"{message}; {remedy}" if remedy else message + budgets)
 
     def with_smallest(self, smallest_bytes: int) -> BudgetError:
-        """The same, of which more is known."""
+        """Return this error with a smallest budget that is known better."""
         return BudgetError(
             self._message,
             budget_bytes=self.budget_bytes,
@@ -121,11 +122,11 @@ _ELSEWHERE: Final = {
     "lr": "learning_rate",
     "output": "out",
 }
-"""What other programs call our flags, settings and losses, in lower case and without dashes."""
+"""Our flags, settings and losses by what other programs call them, in lower case and without dashes."""
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: `, did you mean 'this'?`, or nothing.
+    """Write the end of a message about an unknown name: `, did you mean 'this'?`, or nothing.
 
     The known name that other programs call so, or else the one that is spelt most like it.
     """

@@ -1,4 +1,4 @@
-"""What a long job tells whoever listens: frozen records, passed to plain callables. Nobody has to listen.
+"""Tell whoever listens what a long job does: frozen records, passed to plain callables. Nobody has to listen.
 
 Execution, training and prediction emit; reports (and a user's own code) subscribe. An emitter never knows its
 listeners, so a progress bar, a metrics file and a test are the same thing to it.
@@ -51,7 +51,7 @@ class JobFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class Preparing(Event):
-    """What has to be done before a step of this size can run, once: its parts are not known beforehand.
+    """The work that has to be done before a step of this size can run, once: its parts are not known beforehand.
 
     `doing` is one short phrase for a person, the same until it is `over`, be it by an error. Of plans, `tried` counts
     those looked at, and the fastest that fits takes `best_seconds` a step, None while there is none.
@@ -91,7 +91,7 @@ class StepMeasured(Event):
     predicted_peak_bytes: int
     budget_bytes: int
     earlier_peak_bytes: int = 0
-    """What the process had held at some time before: `peak_bytes` is the process's own, whoever set it."""
+    """The bytes that the process had held at some time before: `peak_bytes` is the process's own, whoever set it."""
     gradient_error: float = 0.0
 
 
@@ -130,13 +130,13 @@ class Events:
         self._listeners.append(listener)
 
     @property
-    def heard(self) -> bool:
-        """Whether anybody listens."""
+    def has_listeners(self) -> bool:
+        """Return whether anybody listens."""
         return bool(self._listeners)
 
     @contextmanager
-    def heard_by(self, listener: Listener) -> Iterator[None]:
-        """One more listener, in the block."""
+    def listening(self, listener: Listener) -> Iterator[None]:
+        """Add a listener in the block."""
         self._listeners.append(listener)
         try:
             yield
@@ -148,7 +148,7 @@ class Events:
             listener(event)
 
     def emit_once(self, notice: Notice) -> None:
-        """`emit`, unless the same was said so before: what would be repeated in every step."""
+        """Emit a notice, unless the same was said before: what would be repeated in every step."""
         if notice not in self._told:
             self._told.add(notice)
             self.emit(notice)

@@ -1,4 +1,4 @@
-"""Libraries that not everybody needs: an installation has those of the extras that it was asked for."""
+"""Import libraries that not everybody needs: an installation has those of the extras that it was asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gigagrad.errors import ConfigError
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Around imports of what `pip install 'gigagrad[NAME]'` brings. Raises `ConfigError` with that command."""
+    """Guard imports of what `pip install 'gigagrad[NAME]'` brings. Raises `ConfigError` with that command."""
     try:
         yield
     except ModuleNotFoundError as error:

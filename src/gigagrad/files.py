@@ -1,4 +1,4 @@
-"""Output files that are either whole or not there: written under a hidden name, renamed once the disk has them.
+"""Write files that are either whole or not there: under a hidden name, renamed once the disk has them.
 
 Tensors are read back without running anything that a file holds. Bytes at positions are read and written by any number
 of threads, also where a system has no call for that.
@@ -33,7 +33,7 @@ DISK_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 HOST: Final = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 """This machine, in names of files that it alone may judge: in a shared folder locks may not reach the others."""
 _PARTIAL: Final = f".{HOST}.gigagrad-partial"
-"""How the hidden name of a file ends that is being written; it is locked for as long. Nobody else names files so."""
+"""The end of the hidden name of a file that is being written; it is locked for as long. Nobody else names files so."""
 
 
 class _RivalError(WriteError):
@@ -41,12 +41,12 @@ class _RivalError(WriteError):
 
 
 _MOVING: Final = threading.Lock()
-"""Where a system moves a file's position to read or write there, one thread at a time does."""
+"""The lock of a file's position, where a system moves it to read or write there."""
 
 
 def read_at(file: io.FileIO, target: memoryview, position: int) -> int:
-    """Fill `target` with bytes from a position on; how many came, which may be fewer than are there, but 0 only at the
-    end of the file.
+    """Fill `target` with bytes from a position on, and return how many came, which may be fewer than are there, but 0
+    only at the end of the file.
     """
     if hasattr(os, "preadv"):
         return os.preadv(file.fileno(), [target], position)
@@ -56,7 +56,7 @@ def read_at(file: io.FileIO, target: memoryview, position: int) -> int:
 
 
 def bytes_at(file: io.FileIO, count: int, position: int) -> bytes:
-    """So many bytes from a position on; fewer only where the file ends."""
+    """Read so many bytes from a position on; fewer only where the file ends."""
     data, there = memoryview(bytearray(count)), 0
     while there < count and (more := read_at(file, data[there:], position + there)):
         there += more
@@ -64,7 +64,7 @@ def bytes_at(file: io.FileIO, count: int, position: int) -> bytes:
 
 
 def write_at(file: io.FileIO, data: memoryview, position: int) -> int:
-    """Write `data` from a position on; how many bytes were taken, which may be fewer."""
+    """Write `data` from a position on, and return how many bytes were taken, which may be fewer."""
     if hasattr(os, "pwrite"):
         return os.pwrite(file.fileno(), data, position)
     with _MOVING:
@@ -101,7 +101,7 @@ def check_destination(path: Path, *, overwrite: bool, expected_bytes: int, folde
 
 @contextmanager
 def replacing(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iterator[IO[bytes]]:
-    """A new file that becomes `path` when the block ends well; when it does not, `path` stays as it was.
+    """Open a new file that becomes `path` when the block ends well; when it does not, `path` stays as it was.
 
     The folder is made if it is missing. `needed_bytes` tells a message about a full disk how much the whole job would
     have taken. What a killed process left behind goes when the next file is written in the same folder.
@@ -143,7 +143,7 @@ def replacing(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iter
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """The same of a folder: a new one, empty, that takes the place of `path` when the block ends well."""
+    """Make an empty folder that takes the place of `path` when the block ends well."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
     old = partial.with_name(f"{partial.name}.old")
     held: int | None = None
@@ -169,7 +169,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def _locked_folder(path: Path) -> int | None:
-    """A new folder, which nobody takes for abandoned while what is returned is open."""
+    """Make a folder, which nobody takes for abandoned while what is returned is open."""
     while True:
         path.mkdir()
         if os.name == "nt":  # which opens no folders: there, what a killed process left stays
@@ -183,7 +183,8 @@ def _locked_folder(path: Path) -> int | None:
 
 
 def _lock(file: IO[bytes] | int, *, wait: bool) -> bool:
-    """Whether it is ours now: not where somebody else holds it, or the system or file system has no such locks."""
+    """Lock a file, and return whether it is ours now: not where somebody else holds it, or the system or file system
+    has no such locks."""
     try:
         import fcntl
 
@@ -194,7 +195,7 @@ def _lock(file: IO[bytes] | int, *, wait: bool) -> bool:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Files and folders in a folder whose writer is gone: nobody holds them."""
+    """Remove files and folders in a folder whose writer is gone: nobody holds them."""
     for partial in folder.glob(f".*{_PARTIAL}"):
         if partial.is_dir():
             with suppress(OSError):
@@ -209,7 +210,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether the name still belongs to the open file."""
+    """Return whether the name still belongs to the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -226,7 +227,7 @@ def _discard(file: IO[bytes], partial: Path) -> None:
 
 
 def write_error(path: Path, error: OSError, needed_bytes: int = 0) -> WriteError:
-    """The system's complaint about an output file in a user's words; `needed_bytes` as far as they are known."""
+    """Put the system's complaint about an output file in a user's words; `needed_bytes` as far as they are known."""
     if error.errno in DISK_FULL and needed_bytes:
         return _disk_full(path, shutil.disk_usage(path.parent).free, needed_bytes)
     return WriteError(f"cannot write {path}: {error.strerror or error}; free some space or choose another folder")
@@ -268,7 +269,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises `ValueError` with the reason for a missing or damaged file."""
+    """Read a JSON file. Raises `ValueError` with the reason for a missing or damaged file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -276,7 +277,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, form: str) -> dict[str, Any]:
-    """A JSON object that says of itself that it is of the format `form`. Raises `ValueError` with the reason."""
+    """Read a JSON object that says of itself that it is of the format `form`. Raises `ValueError` with the reason."""
     try:
         content = read_json(path)
     except ValueError as error:
@@ -301,11 +302,11 @@ _WHOLE_BYTES: Final = 4 << 20
 """Files up to this size are read whole to tell whether they changed."""
 _SAMPLES, _SAMPLE_BYTES = 64, 16 << 10
 _MEMBERS: Final = 256
-"""Of a folder, so many files are looked at."""
+"""The most files of a folder that are looked at."""
 
 
 def content_digest(path: Path, *, whole: bool = False) -> str:
-    """Changes with what a file, or the files of a folder, hold; `""` where there is nothing to read.
+    """Digest what a file, or the files of a folder, hold; `""` where there is nothing to read.
 
     Of large files (unless `whole`) the size and samples from end to end: compressed ones that differ anywhere differ
     in nearly all that follows (docs/decisions/0044-what-a-run-was-begun-with.md).
@@ -337,7 +338,7 @@ def _add_content(digest: hashlib._Hash, path: Path, samples: int, *, whole: bool
 
 
 def size_of(path: Path) -> int:
-    """In bytes; 0 where nothing can be said."""
+    """Return the size in bytes; 0 where nothing can be said."""
     try:
         return path.stat().st_size
     except OSError:
@@ -352,14 +353,14 @@ def write_tensors(path: Path, payload: dict[str, Any]) -> None:
     import torch
 
     with replacing(path) as file:
-        told = _Told(file)
+        recorder = _WriteRecorder(file)
         try:
-            torch.save(payload, cast("IO[bytes]", told))
+            torch.save(payload, cast("IO[bytes]", recorder))
         except RuntimeError as error:  # how PyTorch's zip writer reports whatever ended a write
-            raise told.error or OSError(str(error).splitlines()[0]) from error
+            raise recorder.error or OSError(str(error).splitlines()[0]) from error
 
 
-class _Told:
+class _WriteRecorder:
     """A file to write that remembers what ended a write."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -376,7 +377,7 @@ class _Told:
 
 
 def read_tensors(path: Path, kind: str) -> dict[str, Any]:
-    """The payload of a file that `write_tensors` made for this `kind` of content, on the CPU.
+    """Read the payload of a file that `write_tensors` made for this `kind` of content, on the CPU.
 
     Nothing in the file is executed. Raises `ValueError` with the reason for a missing, damaged or foreign file.
     """
@@ -387,7 +388,7 @@ def read_tensors(path: Path, kind: str) -> dict[str, Any]:
 
 
 def read_torch(path: Path, kind: str) -> Any:
-    """What `torch.save` wrote, on the CPU: tensors and plain Python values. Nothing in the file is executed.
+    """Read what `torch.save` wrote, on the CPU: tensors and plain Python values. Nothing in the file is executed.
 
     Raises `ValueError` with the reason for a file that is missing, damaged, or holds anything else than a `kind` does.
     """
@@ -397,7 +398,7 @@ def read_torch(path: Path, kind: str) -> Any:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` file by name, on the CPU. Raises `ValueError` with the reason."""
+    """Read the tensors of a `.safetensors` file by name, on the CPU. Raises `ValueError` with the reason."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = _read(path, "safetensors file", lambda: load_file(path))

@@ -1,4 +1,4 @@
-"""Names with settings, as people write models, losses and optimizers: `NAME?key=value&key=value`.
+"""Parse names with settings, as people write models, losses and optimizers: `NAME?key=value&key=value`.
 
 Values are read as literals: `3`, `1e-3`, `true`, `none`, comma-separated tuples of those, else text.
 """
@@ -14,7 +14,7 @@ Literal = int | float | bool | str | None | tuple["Literal", ...]
 
 
 def parse_named(text: str) -> tuple[str, dict[str, Literal]]:
-    """The name and the settings in `text`. Raises `ConfigError` for a setting that is none, or is given twice."""
+    """Split `text` into name and settings. Raises `ConfigError` for a setting that is none, or is given twice."""
     name, _, query = text.partition("?")
     settings: dict[str, Literal] = {}
     for item in filter(None, query.split("&")):

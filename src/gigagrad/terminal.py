@@ -1,4 +1,4 @@
-"""Events as a person sees them in a terminal: bars with rate and time left, or plain lines where there is no terminal.
+"""Show events in a terminal: bars with rate and time left, or plain lines where there is no terminal.
 
 A listener like any other: `Terminal` is subscribed, the code that emits does not know it. Where nobody listens,
 `while_it_lasts` does.
@@ -38,7 +38,7 @@ _LONG_SECONDS: Final = 2.0
 
 @dataclass(slots=True)
 class _Work:
-    """What is known of one running job; times are in seconds of the terminal's clock."""
+    """The state of one running job; times are in seconds of the terminal's clock."""
 
     started: float
     total: int
@@ -47,7 +47,7 @@ class _Work:
     bar: TaskID
     done: int = 0
     left: float | None = None
-    """Seconds, where who does the work says so."""
+    """The seconds left, where who does the work says so."""
     printed: float = float("-inf")
 
     def seconds_left(self, now: float) -> float | None:
@@ -57,7 +57,7 @@ class _Work:
 
 
 class Terminal:
-    """Shows jobs as they run. Use as a context manager, so that the live display ends with the work.
+    """Show jobs as they run. Use as a context manager, so that the live display ends with the work.
 
     On a terminal, and in a notebook that has ipywidgets, each job is a bar, and the tiles of the current step are one
     more; with `transient`, they are gone at the end. Elsewhere (a pipe, a log file) each job prints one line at most
@@ -139,7 +139,7 @@ class Terminal:
         self._line(f"{job} {done}/{total} ({100 * done // max(total, 1)} %){time_left}", work.detail)
 
     def _prepare(self, event: Preparing) -> None:
-        """A bar without an end, gone with what it stands for."""
+        """Show a bar without an end, gone with what it stands for."""
         best = "" if event.best_seconds is None else f", fastest so far {format_seconds(event.best_seconds)} a step"
         detail = f"{event.tried} tried{best}" if event.tried else ""
         bar = self._preparing.get(event.doing)
@@ -150,7 +150,7 @@ class Terminal:
             self._bars.remove_task(self._preparing.pop(event.doing))
 
     def _measured(self, step: StepMeasured) -> None:
-        """The last step's cost goes to the innermost job's line rather than making a line of its own."""
+        """Put the last step's cost on the innermost job's line rather than on one of its own."""
         of_budget = f" of {format_bytes(step.budget_bytes)}" if step.budget_bytes else ""
         speed = f"{format_pixels(step.pixels)} in {format_seconds(step.seconds)}"
         detail = f"{speed}, peak {format_bytes(step.peak_bytes)}{of_budget}"
@@ -168,7 +168,7 @@ class Terminal:
 
 @contextmanager
 def while_it_lasts(events: Events, terminal: Terminal | None = None) -> Iterator[None]:
-    """Bars of what is prepared and of the tiles in the block, from the third second on and gone at its end."""
+    """Show bars of what is prepared and of the tiles in the block, from the third second on and gone at its end."""
     shown = terminal or Terminal(transient=True)
     with ExitStack() as stack:
         begins = time.monotonic() + _LONG_SECONDS
@@ -181,19 +181,19 @@ def while_it_lasts(events: Events, terminal: Terminal | None = None) -> Iterator
             if isinstance(event, Preparing | TileDone):
                 shown(event)
 
-        stack.enter_context(events.heard_by(show))
+        stack.enter_context(events.listening(show))
         yield
 
 
 class _Count(MofNCompleteColumn):
-    """`3/40`, where the parts can be counted."""
+    """A column `3/40`, where the parts can be counted."""
 
     def render(self, task: Task) -> Text:
         return Text("") if task.total is None else super().render(task)
 
 
 class _Pace(ProgressColumn):
-    """`1.2 s each, 40 s left`; where the parts cannot be counted, how long it has taken."""
+    """A column `1.2 s each, 40 s left`; where the parts cannot be counted, how long it has taken."""
 
     def render(self, task: Task) -> Text:
         if task.total is None:
@@ -207,7 +207,7 @@ class _Pace(ProgressColumn):
 
 
 def _bars(console: Console, clock: Callable[[], float], transient: bool) -> Progress:
-    """A bar for each job; where there is no terminal, none is ever shown."""
+    """Make a bar for each job; where there is no terminal, none is ever shown."""
     notebook = console.is_jupyter and find_spec("ipywidgets") is not None
     return Progress(
         TextColumn("{task.description}", markup=False),

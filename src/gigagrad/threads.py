@@ -1,4 +1,4 @@
-"""Threads that work beside the one that runs a step, and work that Ctrl-C must not end.
+"""Run threads beside the one that runs a step, and work that Ctrl-C must not end.
 
 Ctrl-C is raised in the main thread between any two instructions of Python. `threading.Condition`, and with it events,
 semaphores, futures and executors, is Python, too: an interrupt in the middle of it leaves its lock held, and whoever
@@ -29,17 +29,17 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 _LOOK_SECONDS = 1.0
-"""How often a waiting thread looks for itself: one that was interrupted may not have passed the bell on."""
+"""The pause after which a waiting thread looks for itself: one that was interrupted may not have passed the bell on."""
 
 _here = threading.local()
 _collections: OrderedDict[str, object] = OrderedDict()
-"""What is told of the last collection of garbage, by `start` and `stop`, the later one last."""
+"""The report of the last collection of garbage, by `start` and `stop`, the later one last."""
 # Calls of C alone: an interrupt within Python would be printed and dropped, and the phase with it.
 gc.callbacks += [partial(setattr, _here), _collections.__setitem__, _collections.move_to_end]  # type: ignore[list-item]
 
 
 def _is_collecting() -> bool:
-    """Whether this thread collects garbage."""
+    """Return whether this thread collects garbage."""
     now = [*_collections][-1:] == ["start"]  # in one step: a collection in between would move what is iterated over
     return now and getattr(_here, "start", None) is _collections["start"]
 
@@ -50,7 +50,7 @@ class Task(Generic[Result]):
     def __init__(self, call: Callable[[], Result]) -> None:
         self._call: Callable[[], Result] | None = call
         self._claim = [True]
-        """Whoever pops it makes the call."""
+        """A token: whoever pops it makes the call."""
         self._cancelled = self._over = False
         self._bell = _thread.allocate_lock()
         self._bell.acquire()
@@ -85,13 +85,13 @@ class Task(Generic[Result]):
         return self._over
 
     def wait(self) -> None:
-        """Until it is over, or until whoever was to run it finds it cancelled."""
+        """Wait until it is over, or until whoever was to run it finds it cancelled."""
         while not self._over:
             if self._bell.acquire(timeout=_LOOK_SECONDS):
                 self._bell.release()
 
     def result(self) -> Result:
-        """What it made, once it is over. Raises what it raised, and CancelledError."""
+        """Return what the call returned, once it is over. Raises what it raised, and CancelledError."""
         self.wait()
         if self._error is not None:
             try:
@@ -104,13 +104,13 @@ class Task(Generic[Result]):
 
 
 def wait_for(tasks: Iterable[Task[Any]]) -> None:
-    """Until each of them is over or will not begin."""
+    """Wait until each of them is over or will not begin."""
     for task in tasks:
         task.wait()
 
 
 class SideThreads:
-    """So many threads that take what they are given in order, PyTorch's operators on each thread alone.
+    """A pool of threads that take what they are given in order, PyTorch's operators on each thread alone.
 
     Otherwise each of them would bring a team of its own, and teams that wait for each other on the same cores take
     several times as long.
@@ -129,7 +129,7 @@ class SideThreads:
         self._dropped.atexit = False
 
     def submit(self, work: Callable[..., Result], *given: Any) -> Task[Result]:
-        """`work(*given)`, in one of the threads. Raises RuntimeError where none can be started or all have ended."""
+        """Call `work(*given)` in one of the threads. Raises RuntimeError where none can start or all have ended."""
         task = Task(partial(work, *given))
         with self._guard:
             if self._closed:
@@ -163,7 +163,7 @@ class SideThreads:
         _share_operators(_sharing())
 
     def _waiting(self) -> Iterator[Task[Any]]:
-        """What nobody has taken yet, taken."""
+        """Yield what nobody has taken yet, taken."""
         with suppress(Empty):
             while True:
                 if (task := self._tasks.get_nowait()) is not None:
@@ -246,7 +246,7 @@ def _let_go(tasks: SimpleQueue[Task[Any] | None], count: int) -> None:
 
 
 def _sharing() -> int:
-    """How many threads share an operator of this one; nobody who reads images alone has to import PyTorch."""
+    """Return how many threads share an operator of this one; nobody who reads images alone has to import PyTorch."""
     torch = sys.modules.get("torch")
     return 0 if torch is None else torch.get_num_threads()
 
@@ -260,17 +260,17 @@ def _share_operators(count: int) -> None:
 
 
 def living(registry: WeakValueDictionary[int, Item]) -> list[Item]:
-    """What is there now. Iterating would fail where another thread adds something meanwhile."""
+    """List what is there now. Iterating would fail where another thread adds something meanwhile."""
     return [one for ref in registry.valuerefs() if (one := ref()) is not None]
 
 
 def may_wait() -> bool:
-    """Whether this thread may wait for others: not if it is one of `SideThreads`, nor while it collects garbage."""
+    """Return whether this thread may wait for others: not one of `SideThreads`, nor while it collects garbage."""
     return not (getattr(_here, "beside", False) or _is_collecting())
 
 
 _unfinished: set[Task[None]] = set()
-"""What `uninterrupted` was given and is not over."""
+"""The tasks that `uninterrupted` was given and that are not over."""
 
 
 def uninterrupted(work: Callable[[], object]) -> None:
@@ -321,7 +321,7 @@ def settle() -> None:
 
 @contextmanager
 def operator_threads(count: int) -> Iterator[None]:
-    """In this thread, operators are shared by so many.
+    """Share operators of this thread by so many in the block.
 
     By 1 while other threads work: a team that waits for work takes a core from those that have some.
     """

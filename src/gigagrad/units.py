@@ -1,4 +1,4 @@
-"""Bytes, seconds, pixels and image sizes as people write and read them."""
+"""Read and write bytes, seconds, pixels and image sizes as people do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IN_A_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"2 GiB"`, `"512MB"`, `"1.5g"` or a plain number of bytes, as a number of bytes.
+    """Read `"2 GiB"`, `"512MB"`, `"1.5g"` or a plain number of bytes as a number of bytes.
 
     Raises `ValueError` for anything else, naming the accepted forms.
     """
@@ -34,7 +34,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes in binary units with three significant digits, e.g. `1.25 GiB`."""
+    """Write a number of bytes in binary units with three significant digits, e.g. `1.25 GiB`."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -44,8 +44,8 @@ def format_bytes(count: int) -> str:
 
 
 def printable_bytes(count: int) -> int:
-    """The next number of bytes, from `count` (at least 1) on, that `format_bytes` prints without rounding: whoever
-    types what was printed gets all of it.
+    """Return the next number of bytes, from `count` (at least 1) on, that `format_bytes` prints without rounding:
+    whoever types what was printed gets all of it.
     """
     near = count
     while (shown := parse_bytes(format_bytes(near))) < count:
@@ -54,7 +54,7 @@ def printable_bytes(count: int) -> int:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """`"16000x64000"` as `(height, width)` in pixels. Raises `ValueError` for anything else."""
+    """Read `"16000x64000"` as `(height, width)` in pixels. Raises `ValueError` for anything else."""
     match = re.fullmatch(r"\s*(\d+)\s*[xX]\s*(\d+)\s*", text)
     if match is None or not int(match.group(1)) or not int(match.group(2)):
         raise ValueError(f"cannot read {text!r} as an image size; write HEIGHTxWIDTH in pixels, e.g. 16000x64000")
@@ -62,7 +62,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_seconds(text: str) -> float:
-    """`"50us"`, `"1.5 ms"` or `"2s"` in seconds. Raises `ValueError` for anything else."""
+    """Read `"50us"`, `"1.5 ms"` or `"2s"` as seconds. Raises `ValueError` for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", text)
     if match is None or match.group(2) not in _IN_A_SECOND:
         raise ValueError(f"cannot read {text!r} as a duration; write it like '50us', '1.5ms' or '2s'")
@@ -70,7 +70,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration a person reads at a glance: `850 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`, `2 d 7 h`."""
+    """Write a duration that a person reads at a glance: `850 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`, `2 d 7 h`."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
@@ -83,7 +83,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_pixels(count: int) -> str:
-    """A number of pixels with a unit: `64 Mpx`, `1.02 Gpx`."""
+    """Write a number of pixels with a unit: `64 Mpx`, `1.02 Gpx`."""
     for scale, unit in ((10**12, "Tpx"), (10**9, "Gpx"), (10**6, "Mpx"), (10**3, "kpx")):
         if count >= 0.9995 * scale:  # rounds to 1 of this unit, not to 1000 of the next smaller one
             return f"{count / scale:.3g} {unit}"

@@ -43,13 +43,13 @@ def test_cached_blocks_are_held_but_not_used_until_they_are_given_back(pool: dic
 
 
 def test_the_cache_is_emptied_where_it_would_grow_over_the_plan_and_not_before(pool: dict[str, int]) -> None:
-    watch = device_for("cuda").watch(100 * MIB, None)
+    watch = device_for("cuda").memory_guard(100 * MIB, None)
     watch.begin_pass(30 * MIB, 0)
     pool["cached"] = 55 * MIB
     watch.tile_done()
-    watch.make_room(40 * MIB)
+    watch.reserve(40 * MIB)
     assert not pool["emptied"]
-    watch.make_room(61 * MIB)
+    watch.reserve(61 * MIB)
     assert pool["emptied"] == 1  # type: ignore[comparison-overlap]
     pool["cached"] = 61 * MIB
     watch.tile_done()

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from gigagrad.devices import heap
+from gigagrad.devices.buffer_pool import BufferPool
 from gigagrad.devices.heap import LargeBlocks, peak_resident_bytes, resident_bytes, used_bytes
-from gigagrad.devices.spare import SpareBlocks
 
 MIB = 2**20
 
@@ -74,7 +74,7 @@ def test_a_run_that_ends_in_the_middle_of_anothers_choice_is_heeded(monkeypatch)
     "begin",
     [
         lambda: LargeBlocks().choose(in_heap=False, holding=False),
-        lambda: SpareBlocks.held_bytes() or SpareBlocks(),
+        lambda: BufferPool.held_bytes() or BufferPool(),
     ],
 )
 def test_runs_begin_and_end_in_several_threads(begin, monkeypatch):

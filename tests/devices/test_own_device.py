@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gigagrad as gg
-from gigagrad.devices import Device, Machine, MemoryWatch, register_device
+from gigagrad.devices import Device, Machine, MemoryGuard, register_device
 from gigagrad.errors import ConfigError
 
 MIB = 2**20
@@ -38,11 +38,11 @@ class Counter(Device):
     def machine(self, say: object = None) -> Machine:
         return Machine(flops_per_second=1e12)
 
-    def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryWatch:
-        return Watch(self)
+    def memory_guard(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
+        return Guard(self)
 
 
-class Watch(MemoryWatch):
+class Guard(MemoryGuard):
     def __init__(self, device: Counter) -> None:
         self._device = device
 

@@ -19,7 +19,7 @@ from gigagrad.execution.alike import Alike
 from gigagrad.execution.sources import image_source
 from gigagrad.graphs import Composite
 from gigagrad.images import Image
-from gigagrad.ranks import Alone, Ranks, run_virtual
+from gigagrad.ranks import Ranks, SingleRank, run_threaded
 
 COUNT = 3
 ODD = 1
@@ -72,7 +72,7 @@ def told(
             return str(error)
         return "ran"
 
-    return run_virtual(COUNT, work, timeout=60)
+    return run_threaded(COUNT, work, timeout=60)
 
 
 def changed(name: str, value: Callable[[Any], Any]) -> Callable[[Step], None]:
@@ -166,7 +166,7 @@ def test_an_engine_that_is_younger_on_one_rank_is_compared_whole(model):
             engine.backward(step.image, step.target)
         return "ran"
 
-    assert run_virtual(COUNT, work, timeout=60) == ["ran"] * COUNT
+    assert run_threaded(COUNT, work, timeout=60) == ["ran"] * COUNT
 
 
 def test_every_number_of_weights_is_compared_in_time(monkeypatch):
@@ -214,5 +214,5 @@ def test_of_a_large_image_some_is_compared(monkeypatch):
 
 
 def test_one_process_compares_nothing(model):
-    compared = Alike(Alone(), Composite(model, doubled), {})
+    compared = Alike(SingleRank(), Composite(model, doubled), {})
     assert compared.said("word", None, {}, backward=True, content=True) == ["word"]  # type: ignore[arg-type]

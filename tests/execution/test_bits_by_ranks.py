@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from gigagrad.execution.layout import aligned, laid_out
-from gigagrad.ranks import Alone, run_virtual
+from gigagrad.ranks import SingleRank, run_threaded
 from tests.exactness.test_large_offsets import made
 from tests.execution.by_ranks import outcome, prepared_for
 from tests.execution.whole_field_ends import make_whole_case
@@ -23,9 +23,9 @@ SEEDS = 1011, 1046, 2000, 2001, 2002
 def test_a_loss_of_whole_fields_has_the_bits_of_one_process(seed):
     case = make_whole_case(seed)
     run = prepared_for(case.model, case.loss, case.image, case.target, **case.options)
-    expected, _ = outcome(run, Alone())
+    expected, _ = outcome(run, SingleRank())
     for count in (2, 3, 5):
-        assert {bits for bits, _ in run_virtual(count, lambda ranks: outcome(run, ranks))} == {expected}, (
+        assert {bits for bits, _ in run_threaded(count, lambda ranks: outcome(run, ranks))} == {expected}, (
             case.description
         )
 
@@ -80,6 +80,6 @@ def test_what_is_at_an_odd_address_is_moved_unless_it_holds_integers():
 def test_sums_far_from_zero_have_the_bits_of_one_process(name):
     model, near, target = made(name, torch.float32)
     run = prepared_for(model, F.mse_loss, (near + 1e5).float(), target.float(), tile=(6, 7))
-    alone, _ = outcome(run, Alone())
+    alone, _ = outcome(run, SingleRank())
     for count in (2, 3, 5):
-        assert [bits for bits, _ in run_virtual(count, partial(outcome, run), timeout=60)] == [alone] * count
+        assert [bits for bits, _ in run_threaded(count, partial(outcome, run), timeout=60)] == [alone] * count

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gigagrad as gg
 from gigagrad.execution.seeds import drawing
-from gigagrad.ranks import Alone, run_virtual
+from gigagrad.ranks import SingleRank, run_threaded
 from tests.execution.by_ranks import outcome, prepared_by
 
 
@@ -112,12 +112,12 @@ def test_a_seed_draws_the_same_in_any_plan(names, tmp_path):
         return outcome(run, ranks)[0]
 
     torch.manual_seed(3)
-    alone = by(Alone())
+    alone = by(SingleRank())
     for count in (2, 3):
         torch.manual_seed(3)
-        assert run_virtual(count, by) == [alone] * count
+        assert run_threaded(count, by) == [alone] * count
     torch.manual_seed(4)
-    assert by(Alone()) != alone
+    assert by(SingleRank()) != alone
 
 
 def test_runs_with_one_seed_draw_alike_beside_rounded_fields_too(tmp_path):

@@ -24,15 +24,15 @@ from gigagrad.plans.plan import RankPlan
 from gigagrad.plans.program import Exchange, Gather, Sum
 from gigagrad.plans.stages import summed_globals
 from gigagrad.plans.sums import how_summed
-from gigagrad.ranks import Alone, run_virtual
+from gigagrad.ranks import SingleRank, run_threaded
 from tests.exactness.generated import make_case
 from tests.exactness.normed import Net, dice
 from tests.execution.by_ranks import RankRun, outcome, prepared_by, prepared_for
 
 
 def check(run: RankRun, count: int) -> None:
-    alone, _ = outcome(run, Alone())
-    found = run_virtual(count, partial(outcome, run), timeout=60)
+    alone, _ = outcome(run, SingleRank())
+    found = run_threaded(count, partial(outcome, run), timeout=60)
     assert [bits for bits, _ in found] == [alone] * count
     assert sum(nbytes for _, nbytes in found) == by(run, count).sent_bytes
 
@@ -175,7 +175,7 @@ def test_a_rank_without_a_sum_adds_nothing_not_zero():
             comm.gather(gather, [gradients])
         return {**total, **gradients}
 
-    for total in run_virtual(2, work, timeout=20):
+    for total in run_threaded(2, work, timeout=20):
         assert {first, second} <= set(total)
         assert all(total[key].signbit().all() and total[key].shape == graph[key].shape for key in (first, second))
 
@@ -186,7 +186,7 @@ def test_an_error_of_one_rank_ends_all_and_is_told_as_it_was():
     told = []
 
     def work(ranks):
-        with ranks.together():
+        with ranks.error_scope():
             if ranks.index == 1:
                 raise OSError("no such slide")
             try:
@@ -196,7 +196,7 @@ def test_an_error_of_one_rank_ends_all_and_is_told_as_it_was():
                 raise
 
     with pytest.raises(OSError, match="no such slide"):
-        run_virtual(3, work)
+        run_threaded(3, work)
     assert told == ["rank 1 failed: no such slide"] * 2
 
 

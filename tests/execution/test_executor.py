@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import gigagrad as gg
 from gigagrad.devices import Machine
-from gigagrad.devices.cpu import HeapWatch
+from gigagrad.devices.cpu import HeapGuard
 from gigagrad.events import Notice
 from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.fields import Fields
@@ -118,7 +118,7 @@ def test_where_memory_is_short_tiles_go_one_at_a_time_and_give_the_same_bits(
         engine.events.subscribe(lambda event: told.append(event.text) if isinstance(event, Notice) else None)
         for _ in range(2):
             asked.clear()
-            monkeypatch.setattr(HeapWatch, "is_short", lambda *given, short=short: asked.append(given[2]) or short)  # type: ignore[func-returns-value]
+            monkeypatch.setattr(HeapGuard, "is_short", lambda *given, short=short: asked.append(given[2]) or short)  # type: ignore[func-returns-value]
             model.zero_grad()
             engine.backward(image, target)
             found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])

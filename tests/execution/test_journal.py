@@ -13,7 +13,7 @@ import gigagrad as gg
 from gigagrad.errors import ConfigError, GigagradError, RankError, WriteError
 from gigagrad.events import Notice
 from gigagrad.execution.tile_program import TileProgram
-from gigagrad.ranks import Alone, Ranks, run_virtual
+from gigagrad.ranks import Ranks, SingleRank, run_threaded
 from tests.exactness.generated import make_case
 from tests.exactness.normed import Net, dice
 from tests.execution.by_ranks import RankRun, outcome, prepared_for
@@ -50,11 +50,11 @@ def again(run: RankRun, counted: Counted, folder, ranks: int, tiles: int | None)
     counted.tiles, counted.most = 0, 10**9 if tiles is None else tiles
 
     def work(one: Ranks) -> str:
-        with one.together():
+        with one.error_scope():
             return outcome(run, one, folder)[0]
 
     try:
-        return run_virtual(ranks, work, timeout=20)
+        return run_threaded(ranks, work, timeout=20)
     except (Cut, RankError):
         return []
 
@@ -62,7 +62,7 @@ def again(run: RankRun, counted: Counted, folder, ranks: int, tiles: int | None)
 def undisturbed(run: RankRun, counted: Counted) -> tuple[str, int]:
     """The outcome, and the tiles that are computed for it."""
     counted.tiles, counted.most = 0, 10**9
-    return outcome(run, Alone())[0], counted.tiles
+    return outcome(run, SingleRank())[0], counted.tiles
 
 
 @pytest.mark.parametrize("net_seed", range(2))
@@ -181,7 +181,7 @@ def test_an_engine_says_that_it_went_on(counted, tmp_path):
 def test_with_a_journal_nothing_else_changes(tmp_path_factory, seed):
     case, folder = make_case(seed), tmp_path_factory.mktemp("journal")
     run = prepared_for(case.model, case.loss, case.image, case.target, tile=case.tile)
-    assert outcome(run, Alone(), folder)[0] == outcome(run, Alone())[0]
+    assert outcome(run, SingleRank(), folder)[0] == outcome(run, SingleRank())[0]
 
 
 def test_a_folder_that_cannot_be_made_and_what_no_journal_holds(tmp_path):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gigagrad as gg
-from gigagrad.ranks import run_virtual
+from gigagrad.ranks import run_threaded
 
 LOSSES = {
     "difference of numbers": lambda o, t: (o.mean() - t.sum()).square(),
@@ -83,7 +83,7 @@ def test_ranks_find_the_bits_of_one_process():
         return label.grad
 
     one = found()
-    assert all(torch.equal(other, one) for other in run_virtual(3, found))
+    assert all(torch.equal(other, one) for other in run_threaded(3, found))
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

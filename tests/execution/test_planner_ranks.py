@@ -25,7 +25,7 @@ from gigagrad.graphs import Graph
 from gigagrad.losses import bce
 from gigagrad.plans import Plan, ledger
 from gigagrad.plans.plan import amount_of
-from gigagrad.ranks import Alone, Ranks, run_virtual
+from gigagrad.ranks import Ranks, SingleRank, run_threaded
 from gigagrad.stores import DiskTier
 from tests.devices.fake import FakeCpu
 from tests.execution.by_ranks import RankRun, outcome
@@ -69,7 +69,7 @@ class Job:
         return engine
 
     def prepared(self, engine: gg.Engine, graph: Graph | None = None, *, backward: bool = True) -> Prepared:
-        with engine.ranks.together(), opened_sources(engine._composite, self.image, self.mask) as sources:
+        with engine.ranks.error_scope(), opened_sources(engine._composite, self.image, self.mask) as sources:
             return engine._planner.prepare(graph or self.graph, sources, None, backward=backward)
 
     def rooms(self, ranks: Ranks, **options: Any) -> dict[str, int]:
@@ -83,7 +83,7 @@ class Job:
         def work(ranks: Ranks) -> Plan:
             return self.prepared(self.engine(ranks, devices[ranks.index], **options)).plan
 
-        return run_virtual(len(devices), work, timeout=60)
+        return run_threaded(len(devices), work, timeout=60)
 
     def tight(self, ranks: int) -> int:
         """A budget that a plan fills, if nothing is to be compiled."""
@@ -164,7 +164,7 @@ def test_what_does_not_fit_beside_the_kernels_of_one_rank_is_refused_by_the_firs
         except GigagradError as error:
             told[ranks.index] = error
 
-    run_virtual(3, work)
+    run_threaded(3, work)
     assert isinstance(told[0], BudgetError)
     assert [(type(told[rank]), str(told[rank])) for rank in (1, 2)] == [(RankError, f"rank 0 failed: {told[0]}")] * 2
 
@@ -180,14 +180,14 @@ def test_a_plan_that_has_run_is_made_again_with_its_tiles_on_all(job, grown):
         before, step_bytes = job.prepared(engine), device.step_bytes()
         plan = before.plan
         engine._planner.finished(before, None)
-        ranks.meet()
+        ranks.barrier()
         if ranks.index == grown:  # so that all but kernels fits
             device.held += PLENTY - without_kernels(plan) + step_bytes - device.step_bytes()
         after = job.prepared(engine)
         assert job.prepared(engine) is after
         return plan, after.plan
 
-    (before, after), other = run_virtual(2, work)
+    (before, after), other = run_threaded(2, work)
     assert other == (before, after)
     assert [stage.tile for stage in after.stages] == [stage.tile for stage in before.stages]
     assert compiled(after) == 0 < compiled(before)
@@ -202,11 +202,11 @@ def test_kernels_count_until_the_plan_has_run_on_all_ranks(job):
         before = job.prepared(engine)
         if ranks.index == 0:
             engine._planner.finished(before, None)
-        ranks.meet()
+        ranks.barrier()
         devices[ranks.index].held += 60 * MIB
         return before.plan, job.prepared(engine).plan
 
-    (before, after), other = run_virtual(2, work)
+    (before, after), other = run_threaded(2, work)
     assert other == (before, after)
     assert before != after
     assert compiled(after) == compiled(before) > 0
@@ -222,7 +222,7 @@ def test_a_plan_that_serves_on_is_the_same_one_on_all_ranks(job):
         engine = job.engine(ranks, device)
         return job.prepared(engine) is job.prepared(engine)
 
-    assert run_virtual(2, work) == [True, True]
+    assert run_threaded(2, work) == [True, True]
 
 
 def test_plans_that_ranks_made_apart_are_not_run(job):
@@ -230,13 +230,13 @@ def test_plans_that_ranks_made_apart_are_not_run(job):
 
     def work(ranks: Ranks) -> tuple[Plan, Plan]:
         engine = job.engine(ranks, devices[ranks.index], memory=memory)
-        engine._planner._ranks = engine._planner._alike._ranks = Alone()
+        engine._planner._ranks = engine._planner._alike._ranks = SingleRank()
         apart = job.prepared(engine).plan
         engine._planner._ranks = engine._planner._alike._ranks = ranks
-        ranks.meet()
+        ranks.barrier()
         return apart, job.prepared(engine).plan
 
-    (one, plan), (two, other) = run_virtual(2, work)
+    (one, plan), (two, other) = run_threaded(2, work)
     assert (one.tile, one.kept) != (two.tile, two.kept)
     assert plan == other
 
@@ -265,15 +265,15 @@ def test_ranks_that_are_given_different_things_are_refused(job, differs, tmp_pat
         except ConfigError as error:
             told[ranks.index] = str(error)
 
-    run_virtual(3, work)
+    run_threaded(3, work)
     assert [*told.values()] == [told[0]] * 3
     assert told[0].startswith(f"rank 2 {REFUSED[differs]}")
 
 
 def test_ranks_meet_once_before_a_step_and_four_times_where_they_plan(job):
     def work(ranks: Ranks) -> list[int]:
-        words, met, counts = ranks._words, list[bytes](), list[int]()
-        ranks._words = lambda word: met.append(word) or words(word)  # type: ignore[func-returns-value,method-assign]
+        words, met, counts = ranks._gather, list[bytes](), list[int]()
+        ranks._gather = lambda payload: met.append(payload) or words(payload)  # type: ignore[func-returns-value,method-assign]
         engine = job.engine(ranks)
         for _ in range(2):
             with opened_sources(engine._composite, job.image, job.mask) as sources:
@@ -281,7 +281,7 @@ def test_ranks_meet_once_before_a_step_and_four_times_where_they_plan(job):
             counts.append(len(met))
         return counts
 
-    assert run_virtual(2, work) == [[4, 5]] * 2
+    assert run_threaded(2, work) == [[4, 5]] * 2
 
 
 def test_a_step_by_ranks_that_have_compiled_differently_has_the_bits_of_one(job):
@@ -292,8 +292,8 @@ def test_a_step_by_ranks_that_have_compiled_differently_has_the_bits_of_one(job)
         run = RankRun(engine, job.prepared(engine), job.image, job.mask)
         return run, outcome(run, ranks)[0]
 
-    found = run_virtual(3, work, timeout=60)
-    alone, _ = outcome(found[0][0], Alone())
+    found = run_threaded(3, work, timeout=60)
+    alone, _ = outcome(found[0][0], SingleRank())
     assert [bits for _, bits in found] == [alone] * 3
 
 
@@ -304,9 +304,9 @@ def disk_has(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 def test_ranks_divide_what_is_free_on_their_disk(job, monkeypatch, tmp_path):
     disk_has(monkeypatch, 100 * MIB)
     whole = int(100 * MIB * FREE_SHARE)
-    assert job.rooms(Alone(), scratch=tmp_path) == {"disk": whole}
+    assert job.rooms(SingleRank(), scratch=tmp_path) == {"disk": whole}
     for limit, room in ((None, whole // 4), (10 * MIB, 10 * MIB), (50 * MIB, whole // 4)):
-        found = run_virtual(4, partial(job.rooms, scratch=tmp_path, scratch_bytes=limit))
+        found = run_threaded(4, partial(job.rooms, scratch=tmp_path, scratch_bytes=limit))
         assert found == [{"disk": room}] * 4
 
 
@@ -320,7 +320,7 @@ def test_ranks_with_disks_of_their_own_have_all_of_them(job, tmp_path):
             return self._found
 
     def rooms(*disks: tuple[str, int]) -> list[dict[str, int]]:
-        return run_virtual(len(disks), lambda ranks: job.rooms(ranks, scratch=Disk(*disks[ranks.index])))
+        return run_threaded(len(disks), lambda ranks: job.rooms(ranks, scratch=Disk(*disks[ranks.index])))
 
     assert rooms(("one", 100), ("two", 90)) == [{"disk": 90}] * 2
     assert rooms(("one", 100), ("two", 60), ("one", 100)) == [{"disk": 50}] * 3

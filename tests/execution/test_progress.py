@@ -73,4 +73,4 @@ def test_it_ends_with_a_step_that_fails(monkeypatch, engine, pair):
     text = shown(monkeypatch, engine, pair, raised=MemoryError)
     assert "backward" in text
     assert text.endswith("\x1b[2K")
-    assert not engine.events.heard
+    assert not engine.events.has_listeners

@@ -13,8 +13,8 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.allowances import HEAP_TOP_BYTES
-from gigagrad.devices import MemoryWatch, device_for, heap
-from gigagrad.devices.cpu import Cpu, HeapWatch
+from gigagrad.devices import MemoryGuard, device_for, heap
+from gigagrad.devices.cpu import Cpu, HeapGuard
 from gigagrad.events import Preparing, StepMeasured, TileDone
 from gigagrad.execution import observers
 from gigagrad.execution.observers import Progress
@@ -222,7 +222,7 @@ def test_tiles_of_large_blocks_take_them_from_the_heap_and_look_before_each(monk
             kept.append(options[heap._M_TRIM_THRESHOLD])
 
     monkeypatch.setattr(heap, "_set_options", set_options)
-    monkeypatch.setattr(HeapWatch, "block_coming", lambda self, nbytes: looks.append(nbytes))
+    monkeypatch.setattr(HeapGuard, "reserve", lambda self, nbytes, for_tile=False: looks.extend([nbytes] * for_tile))
     model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.Sigmoid(), nn.Conv2d(16, 1, 1))
     for side in (288, 384):
         image = torch.rand(1, 400, 400)
@@ -243,18 +243,18 @@ def test_memory_is_given_back_for_what_each_pass_will_take():
     """Its tiles, large blocks beside them, and the sums of its gradients, which are new."""
     told, done_by = [], set()
 
-    class Recorder(MemoryWatch):
+    class Recorder(MemoryGuard):
         def begin_pass(self, tile_bytes, beside_bytes, largest_bytes):  # type: ignore[override]
             told.append([(tile_bytes, beside_bytes, largest_bytes)])
 
-        def make_room(self, nbytes):
-            told[-1].append(nbytes)
+        def reserve(self, nbytes, *, for_tile=False):
+            told[-1].extend([] if for_tile else [nbytes])
 
         def tile_done(self):
             done_by.add(threading.current_thread().name)
 
     class Recorded(Cpu):
-        def watch(self, peak_bytes, budget_bytes):
+        def memory_guard(self, peak_bytes, budget_bytes):
             told.clear()
             return Recorder()
 

@@ -245,7 +245,7 @@ def test_a_listener_that_fails_ends_the_run(watched):
             failed.append(event)
             raise RuntimeError("the listener's own")
 
-    with watched.engine.events.heard_by(fail), pytest.raises(RuntimeError, match="the listener's own") as kept:
+    with watched.engine.events.listening(fail), pytest.raises(RuntimeError, match="the listener's own") as kept:
         watched.engine.backward(*watched.pair)
     watched.check()
     del kept
@@ -262,7 +262,7 @@ def test_after_ctrl_c_the_engine_is_as_before(watched):
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a library has put there
     try:
-        with watched.engine.events.heard_by(interrupt), pytest.raises(KeyboardInterrupt):
+        with watched.engine.events.listening(interrupt), pytest.raises(KeyboardInterrupt):
             watched.engine.backward(*watched.pair)
     finally:
         signal.signal(signal.SIGINT, before)

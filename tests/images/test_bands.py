@@ -14,7 +14,7 @@ from hypothesis import given
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
-from gigagrad.images import Look, open_image
+from gigagrad.images import InputView, open_image
 from tests.images.conformance import HEIGHT, WIDTH, boxes
 from tests.images.test_georeference import make
 
@@ -41,11 +41,11 @@ def test_all_of_them_in_order_are_the_image_itself() -> None:
 
 def test_a_look_is_of_bands_then_of_grey() -> None:
     image = open_image(PIXELS.astype(np.uint8))
-    assert Look().of(image) is image
-    rgb = Look(grey=True, bands=(3, 2, 1)).of(image)
+    assert InputView().of(image) is image
+    rgb = InputView(grey=True, bands=(3, 2, 1)).of(image)
     np.testing.assert_array_equal(rgb.read(Box.whole(9, 9)), image.bands((3, 2, 1)).grey().read(Box.whole(9, 9)))
-    assert str(Look(True, (3, 2, 1))) == "bands 3, 2, 1, grey, one channel"
-    assert str(Look()) == "as stored"
+    assert str(InputView(True, (3, 2, 1))) == "bands 3, 2, 1, grey, one channel"
+    assert str(InputView()) == "as stored"
 
 
 @pytest.mark.parametrize(("extra", "channels"), [("unspecified", 4), ("unassalpha", 3)])
@@ -80,7 +80,7 @@ def test_channels_have_names(tmp_path, write) -> None:
     write(tmp_path / "a")
     with open_image(tmp_path / "a") as image:
         assert image.channel_names == ("DAPI", "CD8 & more", "488")
-        seen = Look(bands=(488, "dapi", 2)).of(image)
+        seen = InputView(bands=(488, "dapi", 2)).of(image)
         assert seen.channel_names == ("488", "DAPI", "CD8 & more")
         np.testing.assert_array_equal(seen.read(Box.whole(20, 30)), PIXELS[[2, 0, 1], :20, :30])
         with pytest.raises(

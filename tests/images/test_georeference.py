@@ -15,7 +15,7 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images import Image, open_image, write_pyramid
 from gigagrad.images.georeference import TAGS, Georeference, geotiff_tags
-from gigagrad.images.nodata import parse_nodata
+from gigagrad.images.pixels import parse_nodata
 from gigagrad.training.augment import D4_TRANSFORMS, D4View
 
 H, W = 90, 130

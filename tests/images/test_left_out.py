@@ -22,7 +22,7 @@ from bench.readers_files import APERIO, Layout, Page, ascii_tag, noise, page_of,
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
 from gigagrad.images import Image, open_image
-from gigagrad.images.nodata import value_of_gaps
+from gigagrad.images.pixels import value_of_gaps
 from gigagrad.images.tiff import TiffImage, open_tiff
 
 pytestmark = pytest.mark.filterwarnings("ignore::rasterio.errors.NotGeoreferencedWarning")

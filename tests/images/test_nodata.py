@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError, TargetError
-from gigagrad.images import Look, open_image, thumbnail, tiff, tiff_directory
+from gigagrad.images import InputView, open_image, thumbnail, tiff, tiff_directory
 from gigagrad.masks import ignoring_missing, open_mask
 from tests.images.conformance import HEIGHT, WIDTH, boxes
 from tests.images.test_georeference import make
@@ -66,7 +66,7 @@ def test_of_any_box(tmp_path_factory, box: Box):
 def test_a_look_misses_what_its_bands_miss_and_greys_what_is_there(tmp_path):
     pixels = gappy("int16", -9999)
     with open_image(make(tmp_path / "a.tif", pixels, nodata=-9999)) as image:
-        seen = Look(grey=True, bands=(1, 3, 2)).of(image)
+        seen = InputView(grey=True, bands=(1, 3, 2)).of(image)
         np.testing.assert_array_equal(seen.missing(ALL), (pixels[[0, 2, 1]] == -9999).all(axis=0))
         rgb = np.where(pixels == -9999, 0, pixels)[[0, 2, 1]]
         luma = np.tensordot((0.299, 0.587, 0.114), rgb, 1)
@@ -110,7 +110,7 @@ def test_a_mask_inside_the_file_is_that_of_gdal(tmp_path, options):
         np.testing.assert_array_equal(image.read(ALL), np.where(missing, 0, plain))
         part = Box(3, 70, 40, WIDTH + 2)
         np.testing.assert_array_equal(image.read(part)[:, :, :-2], image.read(ALL)[:, 3:40, 70:])
-        grey = Look(grey=True, bands=(1, 2, 3)).of(image)
+        grey = InputView(grey=True, bands=(1, 2, 3)).of(image)
         assert not grey.read(ALL)[0, missing].any()
         for seen in (grey, image.bands((2,)), pickle.loads(pickle.dumps(image))):
             np.testing.assert_array_equal(seen.missing(ALL), missing)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
-from gigagrad.images.png_check import check_png, png_size
+from gigagrad.images.stream_check import check_png, png_size
 
 NOISE = np.random.default_rng(0).integers(0, 255, (41, 37, 4), np.uint8)
 

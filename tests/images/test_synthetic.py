@@ -14,10 +14,10 @@ import tifffile
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, WriteError
 from gigagrad.images import open_image
-from gigagrad.images.synthetic import Textures, make_cohort, make_slide, make_textures
+from gigagrad.images.synthetic import make_cohort, make_slide
 from gigagrad.images.synthetic.layout import STEP, make_layout, upsample
 from gigagrad.images.synthetic.render import Painter, make_painter
-from gigagrad.images.synthetic.textures import PERIOD
+from gigagrad.images.synthetic.textures import PERIOD, Textures, make_textures
 from gigagrad.images.tissue import label_image
 
 

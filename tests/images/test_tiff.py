@@ -230,14 +230,14 @@ def decoded_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, np.ndarra
 
 
 def test_one_enormous_compressed_strip_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gigagrad.images.tiff_segments.LARGEST_SEGMENT_BYTES", 96 * 80 * 3 - 1)
+    monkeypatch.setattr("gigagrad.images.tiff.LARGEST_SEGMENT_BYTES", 96 * 80 * 3 - 1)
     path = write(tmp_path / "a.tif", tile=None, rowsperstrip=96)
     with pytest.raises(ImageError, match=r"pieces of 96 x 80 px .* write it again as a tiled TIFF"):
         open_image(path)
 
 
 def test_uncompressed_strips_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gigagrad.images.tiff_segments._RAW_STRIP_BYTES", 5 * 80 * 3)
+    monkeypatch.setattr("gigagrad.images.tiff._RAW_STRIP_BYTES", 5 * 80 * 3)
     path = write(tmp_path / "a.tif", tile=None, compression=None, rowsperstrip=96)
     pieces = decoded_pieces(monkeypatch)
     np.testing.assert_array_equal(whole(path), tifffile.imread(path).transpose(2, 0, 1))

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gigagrad.boxes import Box, tiles
-from gigagrad.images.tile_cache import TileCache, Walk, grid_parts
+from gigagrad.images.pixels import grid_parts
+from gigagrad.images.tile_cache import TileCache, Walk
 
 
 def tile(size: int) -> np.ndarray:

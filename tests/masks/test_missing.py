@@ -12,7 +12,7 @@ import torch
 import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
-from gigagrad.images import Look, open_image
+from gigagrad.images import InputView, open_image
 from gigagrad.masks import IGNORED, ignoring_missing, open_mask
 from tests.images.test_georeference import NORTH_UP, H, W, make
 
@@ -81,7 +81,7 @@ def test_the_gradient_is_that_of_the_pixels_that_are_there(tmp_path):
         torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(4, 3, 3, padding=1)
     )
     with open_image(gappy_slide(tmp_path)) as slide:
-        seen = Look().of(slide)
+        seen = InputView().of(slide)
         engine = gg.compile(model, gg.losses.ce, tile=(37, 41))
         value = engine.backward(seen, ignoring_missing(open_image(IDS), seen))
         found = [parameter.grad.clone() for parameter in model.parameters()]

@@ -20,8 +20,8 @@ from rasterio.transform import Affine
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError, TargetError
 from gigagrad.images import MaskClass, open_image
-from gigagrad.images.image import Level
 from gigagrad.images.openslide import _bounds
+from gigagrad.images.pixels import Level
 from gigagrad.masks import open_mask, read_annotations
 from gigagrad.masks.placed import epsg_of
 from gigagrad.prediction.polygons import trace, write_geojson

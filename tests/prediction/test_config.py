@@ -7,7 +7,7 @@ import pytest
 
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError
-from gigagrad.images import Look
+from gigagrad.images import InputView
 from gigagrad.prediction.outputs import FORMATS, OUTPUTS
 
 
@@ -50,7 +50,7 @@ def test_level_and_colours_are_those_of_the_run(tmp_path):
     assert config.resolved_input_view.grey
     assert not PredictConfig(run=tmp_path, slides=("s",), out="o", grey=False).resolved_input_view.grey
     (tmp_path / "config.yaml").write_text("bands: [4, 1]\n")
-    assert config.resolved_input_view == Look(False, (4, 1))
+    assert config.resolved_input_view == InputView(False, (4, 1))
     assert PredictConfig(run=tmp_path, slides=("s",), out="o", bands=(2,)).resolved_input_view.bands == (2,)
     (tmp_path / "config.yaml").write_text("bands: [1.5]\n")
     with pytest.raises(ConfigError, match="give them as --bands"):

@@ -1,4 +1,4 @@
-"""The bits that a step leaves, by one process or by ranks: threads stand for these (`gigagrad.ranks.run_virtual`)."""
+"""The bits that a step leaves, by one process or by ranks: threads stand for these (`gigagrad.ranks.run_threaded`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gigagrad as gg
-from gigagrad.ranks import Ranks, run_virtual
+from gigagrad.ranks import Ranks, run_threaded
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -60,7 +60,7 @@ def bits_by_ranks(
         return bits_of(engine, own, target)
 
     for count in ranks:
-        bits = run_virtual(count, by_one)
+        bits = run_threaded(count, by_one)
         others = [str(rank) for rank, one in enumerate(bits) if one != bits[0]]
         found.append(f"{bits[0]}, other than by ranks {', '.join(others)}" if others else bits[0])
     return found

@@ -66,10 +66,10 @@ def main(what: str, victim: int = 0) -> None:
         return
     if what == "again":  # victim fails in the first start
         ranks = from_environment(timeout=20)
-        ranks.meet()
+        ranks.barrier()
         if ranks.index == victim and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             raise SystemExit("by intention")
-        told(f"rank {ranks.index} of {ranks.count} met {len(ranks.said(0))}")
+        told(f"rank {ranks.index} of {ranks.count} met {len(ranks.all_gather_object(0))}")
         return
     if what == "step":
         dist.init_process_group("gloo")
@@ -77,18 +77,18 @@ def main(what: str, victim: int = 0) -> None:
     elif what == "fail":
         ranks = from_environment()
         try:
-            with ranks.together():
+            with ranks.error_scope():
                 if ranks.index == 1:
                     raise OSError("no such slide")
-                ranks.said("going on")
+                ranks.all_gather_object("going on")
         except (OSError, RankError) as error:
             told(f"{type(error).__name__}: {error}")
     else:
         ranks = from_environment(timeout=2)
-        ranks.meet()
+        ranks.barrier()
         stop(victim)
         try:
-            ranks.meet()
+            ranks.barrier()
         except RankError as error:
             told(error)
         return

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from gigagrad.boxes import Box, tiles
 from gigagrad.errors import ConfigError, StoreError
 from gigagrad.stores import Half, Quantised, parse_storage
-from gigagrad.stores.dither import dither
+from gigagrad.stores.rounding import dither
 
 AXES = (-2, -1)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gigagrad.boxes import Box, Span, tiles
-from gigagrad.devices.spare import SpareBlocks
+from gigagrad.devices.buffer_pool import BufferPool
 from gigagrad.stores import (
     Blosc,
     Codec,
@@ -163,10 +163,10 @@ class TestHostStoreChannelsLast(StoreConformance):
 class TestHostStoreInSpareMemory(StoreConformance):
     @pytest.fixture(autouse=True)
     def any_size(self, monkeypatch):
-        monkeypatch.setattr("gigagrad.devices.spare.MAPPED_BYTES", 0)
+        monkeypatch.setattr("gigagrad.devices.buffer_pool.MAPPED_BYTES", 0)
 
     def make(self, shape, dtype, axes):
-        self.spare = SpareBlocks()
+        self.spare = BufferPool()
         nbytes = math.prod(shape) * dtype.itemsize
         self.spare.give(torch.full((nbytes,), 255, dtype=torch.uint8))  # in floats not a number
         store = HostStore(

@@ -12,7 +12,7 @@ from torch import nn
 
 from gigagrad.cohorts import read_cohort
 from gigagrad.errors import ConfigError
-from gigagrad.ranks import run_virtual
+from gigagrad.ranks import run_threaded
 from gigagrad.training import FitConfig, sharing
 from gigagrad.training.folder import RunFolder
 from gigagrad.training.sharing import check_same_start, check_same_weights, check_seen
@@ -35,10 +35,10 @@ def test_settings_are_the_same_on_all(changed, said, cohort_csv):
         check_same_start(ranks, RunFolder(Path(own.out)), None, own, read_cohort(own.slides), [(3, 8, 8)])
 
     if said is None:
-        run_virtual(3, work)
+        run_threaded(3, work)
     else:
         with pytest.raises(ConfigError, match=said):
-            run_virtual(3, work)
+            run_threaded(3, work)
 
 
 def test_slides_are_the_same_on_all(cohort_csv, tmp_path):
@@ -52,9 +52,9 @@ def test_slides_are_the_same_on_all(cohort_csv, tmp_path):
         check_same_start(ranks, RunFolder(tmp_path), None, config, cohort, shapes[ranks.index])
 
     with pytest.raises(ConfigError, match="ranks 0 and 1 differ in rows of the cohort;"):
-        run_virtual(2, lambda ranks: work(ranks, other, [1, 1]))
+        run_threaded(2, lambda ranks: work(ranks, other, [1, 1]))
     with pytest.raises(ConfigError, match="ranks 0 and 1 differ in sizes of slides;"):
-        run_virtual(2, lambda ranks: work(ranks, cohort_csv, [1, 2]))
+        run_threaded(2, lambda ranks: work(ranks, cohort_csv, [1, 2]))
 
 
 def test_a_run_is_found_by_all_or_none(cohort_csv, tmp_path):
@@ -65,7 +65,7 @@ def test_a_run_is_found_by_all_or_none(cohort_csv, tmp_path):
         check_same_start(ranks, RunFolder(tmp_path), ranks.index or None, config, cohort, [])
 
     with pytest.raises(ConfigError, match=r"rank 1 finds a run after step 1 in .*, and rank 0 no run; give an --out"):
-        run_virtual(2, work)
+        run_threaded(2, work)
 
 
 def test_weights_are_the_same_on_all():
@@ -73,10 +73,10 @@ def test_weights_are_the_same_on_all():
     nets = [nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)) for _ in range(3)]
     for net in nets:
         net.load_state_dict(nets[0].state_dict())
-    run_virtual(3, lambda ranks: check_same_weights(ranks, nets[ranks.index]))
+    run_threaded(3, lambda ranks: check_same_weights(ranks, nets[ranks.index]))
     nets[2].get_buffer("1.running_var")[3] += 1
     with pytest.raises(ConfigError, match=r"^other weights than those of the first rank are those of rank 2; make"):
-        run_virtual(3, lambda ranks: check_same_weights(ranks, nets[ranks.index]))
+        run_threaded(3, lambda ranks: check_same_weights(ranks, nets[ranks.index]))
 
 
 def test_all_see_what_the_first_one_writes(tmp_path, monkeypatch):
@@ -85,6 +85,6 @@ def test_all_see_what_the_first_one_writes(tmp_path, monkeypatch):
     folders[0].mkdir()
     (folders[0] / "checkpoint.pt").touch()
     with pytest.raises(ConfigError, match=r"^rank 1 does not see what the first one writes into .*1; give an --out"):
-        run_virtual(2, lambda ranks: check_seen(ranks, RunFolder(folders[ranks.index])))
+        run_threaded(2, lambda ranks: check_seen(ranks, RunFolder(folders[ranks.index])))
     shutil.copytree(folders[0], folders[1])
-    run_virtual(2, lambda ranks: check_seen(ranks, RunFolder(folders[ranks.index])))
+    run_threaded(2, lambda ranks: check_seen(ranks, RunFolder(folders[ranks.index])))

@@ -14,7 +14,7 @@ from gigagrad.boxes import Box
 from gigagrad.cohorts import check_images, read_cohort
 from gigagrad.errors import TargetError
 from gigagrad.events import Notice
-from gigagrad.images import Look
+from gigagrad.images import InputView
 from gigagrad.losses import named_loss
 from gigagrad.masks import IGNORED, ClassTable
 from gigagrad.training.dataset import Dataset
@@ -38,7 +38,7 @@ def cohort(folder, nodata=0, mask_nodata=None, foreground=1):
 
 def pairs(folder, loss="bce", ignores=True, table=None):
     rule = TargetRule(named_loss(loss), 1, ignores)
-    return Dataset(rule, level=0, look=Look(), labels=folder, table=table)
+    return Dataset(rule, level=0, look=InputView(), labels=folder, table=table)
 
 
 @pytest.mark.parametrize("turn", [0, 3])

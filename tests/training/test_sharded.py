@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from gigagrad.errors import ConfigError, WriteError
-from gigagrad.ranks import Alone, run_virtual
+from gigagrad.ranks import SingleRank, run_threaded
 from gigagrad.training import FitConfig
 from gigagrad.training.optimization import make_optimizer
 from gigagrad.training.sharing import Shards, load_shards
@@ -60,8 +60,8 @@ def sharded(ranks, config=CONFIG):
 def test_any_number_of_ranks_steps_like_one(count, optimizer):
     config = replace(CONFIG, optimizer=optimizer)
     model = net()
-    expected = stepped(Alone(), model, make_optimizer(config, model), None)
-    for found in run_virtual(count, lambda ranks: stepped(ranks, *sharded(ranks, config))):
+    expected = stepped(SingleRank(), model, make_optimizer(config, model), None)
+    for found in run_threaded(count, lambda ranks: stepped(ranks, *sharded(ranks, config))):
         assert all(map(torch.equal, expected, found))
 
 
@@ -74,7 +74,7 @@ def test_each_parameter_s_state_is_of_one_rank():
         assert len(optimizer.param_groups) == 2
         return sorted(shards.own), sum(parameter.numel() for parameter in shards.own.values())
 
-    found = run_virtual(2, work)
+    found = run_threaded(2, work)
     names = [name for own, _ in found for name in own]
     assert sorted(names) == sorted(name for name, p in net().named_parameters() if p.requires_grad)
     assert max(numbers for _, numbers in found) <= 36
@@ -94,7 +94,7 @@ def test_any_number_of_ranks_goes_on(wrote, reads, tmp_path):
         after = copy.deepcopy(model.state_dict())
         return count, after, stepped(ranks, model, optimizer, shards, range(3, 6))
 
-    count, after, expected = run_virtual(wrote, begin)[0]
+    count, after, expected = run_threaded(wrote, begin)[0]
     assert count == 3 * 5
     assert len([*folder.iterdir()]) == wrote
 
@@ -104,11 +104,11 @@ def test_any_number_of_ranks_goes_on(wrote, reads, tmp_path):
         load_shards(optimizer, model, folder, count)
         return stepped(ranks, model, optimizer, shards, range(3, 6))
 
-    for found in run_virtual(reads, go_on):
+    for found in run_threaded(reads, go_on):
         assert all(map(torch.equal, expected, found))
     next(iter(folder.iterdir())).unlink()
     if wrote > 1:
-        model, optimizer, _ = sharded(Alone())
+        model, optimizer, _ = sharded(SingleRank())
         with pytest.raises(ValueError, match=re.escape("tensors of the optimizer's state, not 15")):
             load_shards(optimizer, model, folder, count)
 
@@ -123,8 +123,8 @@ class Counting(torch.optim.SGD):
 
 def test_state_that_is_no_tensor_is_refused(tmp_path):
     config = replace(CONFIG, optimizer=f"{__name__}:Counting")
-    model, optimizer, shards = sharded(Alone(), config)
-    stepped(Alone(), model, optimizer, shards)
+    model, optimizer, shards = sharded(SingleRank(), config)
+    stepped(SingleRank(), model, optimizer, shards)
     with pytest.raises(ConfigError, match="Counting keeps a int for each parameter"):
         shards.save(optimizer, tmp_path / "step-1")
 
@@ -137,8 +137,8 @@ def test_what_ends_the_writing_comes_as_itself(tmp_path, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fail)
-    model, optimizer, shards = sharded(Alone())
-    stepped(Alone(), model, optimizer, shards)
+    model, optimizer, shards = sharded(SingleRank())
+    stepped(SingleRank(), model, optimizer, shards)
     kind = WriteError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(kind) as told:
         shards.save(optimizer, tmp_path / "step-3")

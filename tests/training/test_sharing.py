@@ -16,7 +16,7 @@ import gigagrad as gg
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.images import open_image
 from gigagrad.losses import named_loss
-from gigagrad.ranks import Alone, Fleet, run_virtual
+from gigagrad.ranks import Mesh, SingleRank, run_threaded
 from gigagrad.training import FitConfig
 from gigagrad.training.learner import Learner
 from gigagrad.training.sharing import GradientTree, assign
@@ -68,7 +68,7 @@ def test_gradients_join_in_the_same_tree_whoever_has_them(count, groups):
         pairs = zip(joined(first, first + half), joined(first + half, stop), strict=True)
         return [two if one is None else one if two is None else one + two for one, two in pairs]
 
-    for found in run_virtual(groups, work):
+    for found in run_threaded(groups, work):
         for mine, theirs in zip(found, joined(0, count), strict=True):
             assert (mine is None and theirs is None) or torch.equal(mine, theirs)
 
@@ -84,7 +84,7 @@ def test_nobody_sends_more_than_a_share_to_each_twice():
         return ranks.sent_bytes, total.unique().tolist()
 
     flag = 8  # that there is a gradient
-    assert run_virtual(4, work) == [(3 * (2 * 4 * 6 + flag), [15.0])] * 4
+    assert run_threaded(4, work) == [(3 * (2 * 4 * 6 + flag), [15.0])] * 4
 
 
 class Normed(nn.Module):
@@ -116,14 +116,14 @@ def learned(model, groups, sizes):
 
     def work(ranks):
         own = copy.deepcopy(model)
-        fleet = Fleet.of(ranks, (groups, 1))
-        learner = Learner(config, own, named_loss("bce"), fleet, grouped=False)
+        mesh = Mesh.of(ranks, (groups, 1))
+        learner = Learner(config, own, named_loss("bce"), mesh, grouped=False)
         opened: list[Any] = [partial(nullcontext, pair) for pair in pairs]
         told = learner.add(opened, [height * width for height, width in sizes], lambda *_: None)
         learner.step(0, 1, len(sizes))
         return own, [values["loss"] for values in told]
 
-    return run_virtual(groups, work) if groups > 1 else [work(Alone())]
+    return run_threaded(groups, work) if groups > 1 else [work(SingleRank())]
 
 
 def test_groups_leave_the_same_bits_in_weights_and_buffers():
@@ -180,9 +180,9 @@ def test_slides_that_depend_on_each_other_are_refused(model, words):
 
 def test_bags_stay_in_one_group():
     config = FitConfig(slides="", out="", accumulate=3)
-    fleet = Fleet(Alone(), type("Three", (Alone,), {"count": 3})(), Alone())
+    mesh = Mesh(SingleRank(), type("Three", (SingleRank,), {"count": 3})(), SingleRank())
     with pytest.raises(ConfigError, match=r"bags and cox .* has 3 groups; give --mesh 1x1"):
-        Learner(config, Normed(), named_loss("bce"), fleet, grouped=True)
+        Learner(config, Normed(), named_loss("bce"), mesh, grouped=True)
 
 
 class Raw(nn.Module):
@@ -199,8 +199,8 @@ class Raw(nn.Module):
 def in_half(model, ranks, groups):
     """A learner, and a step of it with slides that are dim or bright."""
     config = FitConfig(slides="", out="", optimizer="sgd", learning_rate=1e-3, precision="float16")
-    fleet = Fleet.of(ranks, (groups, 1))
-    learner = Learner(config, model, named_loss("bce"), fleet, grouped=False)
+    mesh = Mesh.of(ranks, (groups, 1))
+    learner = Learner(config, model, named_loss("bce"), mesh, grouped=False)
     noise = torch.randint(0, 256, (3, 256, 256), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     seen = {"bright": open_image(noise), "dim": open_image(noise // 128)}
     target = open_image(torch.ones(1, 256, 256, dtype=torch.uint8))
@@ -223,16 +223,16 @@ def test_overflows_of_other_groups_and_of_earlier_slides_count_alike():
         weights = [step("bright", "dim"), step("dim", "dim")]
         return weights, learner.state(None)["engine"]["overflows"]
 
-    weights, overflows = work(Alone(), 1)
+    weights, overflows = work(SingleRank(), 1)
     assert overflows == 1
-    for others, again in run_virtual(2, lambda ranks: work(ranks, 2)):
+    for others, again in run_threaded(2, lambda ranks: work(ranks, 2)):
         assert again == overflows
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(others, weights, strict=True))
 
 
 def test_a_step_that_is_stopped_leaves_no_overflows_in_the_state():
     torch.manual_seed(3)
-    learner, step = in_half(Raw(), Alone(), 1)
+    learner, step = in_half(Raw(), SingleRank(), 1)
 
     def stop(*_):
         raise KeyboardInterrupt

@@ -156,7 +156,7 @@ def fit(args: argparse.Namespace) -> None:
     from gigagrad.ranks import TIMEOUT_SECONDS, from_environment
 
     ranks = from_environment(getattr(args, "rank_timeout", TIMEOUT_SECONDS))
-    with ranks.as_one():
+    with ranks.job_error_scope():
         _fit(args, quiet=ranks.index > 0)
 
 

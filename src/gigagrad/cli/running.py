@@ -75,7 +75,7 @@ def settle_streams() -> None:
 def _in_words(error: Exception) -> tuple[str, int]:
     """Return the line and the exit code for what ended a command; no line where another process says it."""
     match error:
-        case RankError(told=True):
+        case RankError(reported=True):
             return "", 2 if error.mendable else 1
         case GigagradError():
             return f"error: {error}", 2

@@ -25,8 +25,8 @@ def split_files(path: Path, columns: Collection[str]) -> dict[int, Path]:
     """
     if {"split", "fold"} & set(columns):
         return {}
-    found = [file for place in (".", "splits", "splits/*") for file in path.parent.glob(f"{place}/splits_*.csv")]
-    numbered = {file: int(match[1]) for file in sorted(found) if (match := _NAME.fullmatch(file.name))}
+    files = [file for place in (".", "splits", "splits/*") for file in path.parent.glob(f"{place}/splits_*.csv")]
+    numbered = {file: int(match[1]) for file in sorted(files) if (match := _NAME.fullmatch(file.name))}
     if len(folders := sorted({str(file.parent) for file in numbered})) > 1:
         raise ConfigError(f"{path} has split files in {' and '.join(folders)}; leave those of one task there")
     return {number: file for file, number in numbered.items()}
@@ -64,7 +64,7 @@ def split_rows(path: Path, rows: Iterable[Row], files: dict[int, Path], fold: in
 
 def _splits_in(file: Path) -> dict[str, Split]:
     """Read the split of each slide. Raises `ConfigError` for a slide in two of them."""
-    found: dict[str, Split] = {}
+    splits: dict[str, Split] = {}
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:
             reader = csv.DictReader(text, strict=True)
@@ -72,8 +72,10 @@ def _splits_in(file: Path) -> dict[str, Split]:
                 raise ConfigError(f"{file} line 1: expected the columns {', '.join(SPLITS)}")
             for cells in reader:
                 for split in SPLITS:
-                    if (name := (cells[split] or "").strip()) and found.setdefault(name, split) != split:
-                        raise ConfigError(f"{file} line {reader.line_num}: {name!r} is in {found[name]} and in {split}")
+                    if (name := (cells[split] or "").strip()) and splits.setdefault(name, split) != split:
+                        raise ConfigError(
+                            f"{file} line {reader.line_num}: {name!r} is in {splits[name]} and in {split}"
+                        )
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot read the split file {file}: {error}") from error
-    return found
+    return splits

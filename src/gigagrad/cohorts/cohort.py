@@ -14,8 +14,8 @@ from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, read_rows
 from gigagrad.errors import ConfigError, GigagradError, ImageError, TargetError
 from gigagrad.files import content_digest
-from gigagrad.images import Look
-from gigagrad.images.look import AS_STORED
+from gigagrad.images import InputView
+from gigagrad.images.views import AS_STORED
 from gigagrad.masks import ClassTable, is_annotation_file, open_mask, read_annotations
 
 
@@ -152,7 +152,7 @@ class Size(NamedTuple):
 
 
 def check_images(
-    cohort: Cohort, level: int, *, look: Look = AS_STORED, table: ClassTable | None = None
+    cohort: Cohort, level: int, *, look: InputView = AS_STORED, table: ClassTable | None = None
 ) -> tuple[Size, ...]:
     """Open every slide and mask once. Reads no pixels.
 

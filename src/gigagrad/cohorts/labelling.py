@@ -9,7 +9,7 @@ from gigagrad.cohorts.rows import Row
 from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.errors import ConfigError, ImageError
 from gigagrad.events import Events, Listener
-from gigagrad.images import PAPER_RECIPE, Look, Recipe, open_image, write_label
+from gigagrad.images import PAPER_RECIPE, InputView, Recipe, open_image, write_label
 from gigagrad.shares import Share
 
 
@@ -45,7 +45,7 @@ def label_slides(
         if row in done:
             return masks[row], "done before"
         with open_image(row.slide, mpp=mpp) as slide:
-            write_label(Look(bands=tuple(bands)).of(slide), masks[row], recipe, overwrite=overwrite)
+            write_label(InputView(bands=tuple(bands)).of(slide), masks[row], recipe, overwrite=overwrite)
         return masks[row], "labelled"
 
     own, events = rows_of(mine, rows), Events(tuple(listeners))

@@ -315,7 +315,7 @@ def survival_label(where: str, values: Mapping[str, str]) -> str | None:
     if survival_of(values["time"]) is None or values["time"].endswith("+"):
         raise ConfigError(f"{where}: the time must be a number, 0 or more, got {values['time'][:80]!r}")
     # cBioPortal writes 1:DECEASED.
-    said = values[column].lower().partition(":")[0]
-    if said not in (*_YES, *_NO):
+    event = values[column].lower().partition(":")[0]
+    if event not in (*_YES, *_NO):
         raise ConfigError(f"{where}: the {column} is {values[column][:80]!r}; write 1 or 0")
-    return values["time"] + ("" if (said in _YES) == (column == "event") else "+")
+    return values["time"] + ("" if (event in _YES) == (column == "event") else "+")

@@ -25,15 +25,15 @@ def find_slides(sources: Iterable[str | Path], split: str | None = None, fold: i
     that does not exist or holds no slide, for unreadable rows (with their line), and for two slides whose outputs would
     have the same name all the same.
     """
-    found = with_own_names(row for source in sources for row in _of_source(Path(source), split, fold))
+    rows = with_own_names(row for source in sources for row in _of_source(Path(source), split, fold))
     by_name: dict[str, Path] = {}
-    for row in found:
+    for row in rows:
         other = by_name.setdefault(row.name, row.slide)
         if other != row.slide:
             raise ConfigError(
                 f"{other} and {row.slide} would both be written as {row.name}; rename one or predict them apart"
             )
-    return tuple({row.name: row for row in found}.values())
+    return tuple({row.name: row for row in rows}.values())
 
 
 def _of_source(source: Path, split: str | None, fold: int | None) -> Iterator[Row]:
@@ -84,7 +84,7 @@ def run_job(
     that were `done` before take no time. A slide that raises one of `failures` is told (`Notice`)
     and left out. Raises `ImageError` at the end where there were any, and what `claimed` and `work` raise.
     """
-    made: list[_Made] = []
+    results: list[_Made] = []
     failed: list[str] = []
     sizes = [0 if row in done else size_of(row.slide) for row in rows]
     with (
@@ -93,13 +93,13 @@ def run_job(
     ):
         for number, row in enumerate(rows, 1):
             try:
-                value, said = work(row)
-                made.append(value)
+                value, words = work(row)
+                results.append(value)
             except failures as error:
-                said = "failed"
+                words = "failed"
                 failed.append(f"{row.name}: {error}")
                 events.emit(Notice(failed[-1], warning=True))
-            advance(number, f"{row.name}: {said}")
+            advance(number, f"{row.name}: {words}")
     if failed:
         raise ImageError(failed[0] + (f" ({len(failed)} of {len(rows)} slides failed)" if len(rows) > 1 else ""))
-    return made
+    return results

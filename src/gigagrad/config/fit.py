@@ -15,7 +15,7 @@ import yaml
 from gigagrad.config import Settings, read_yaml
 from gigagrad.errors import ConfigError
 from gigagrad.files import write_text
-from gigagrad.images import Look
+from gigagrad.images import InputView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +149,9 @@ class FitConfig(Settings):
         return int(groups), int(size)
 
     @property
-    def input_view(self) -> Look:
+    def input_view(self) -> InputView:
         """Return what the network sees of slides."""
-        return Look(self.grey, self.bands)
+        return InputView(self.grey, self.bands)
 
     @classmethod
     def from_yaml(

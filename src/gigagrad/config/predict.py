@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from gigagrad.cohorts import SPLITS
 from gigagrad.config import Settings, read_yaml
 from gigagrad.errors import ConfigError
-from gigagrad.images import Look
+from gigagrad.images import InputView
 from gigagrad.masks import ClassTable
 from gigagrad.shares import Share
 
@@ -94,13 +94,13 @@ class PredictConfig(Settings):
         return int(self._of_run("level", 0)) if self.level is None else self.level
 
     @property
-    def resolved_input_view(self) -> Look:
+    def resolved_input_view(self) -> InputView:
         """Return `grey` and `bands`, or what the run's `config.yaml` says. Raises `ConfigError` if it is damaged."""
         grey = bool(self._of_run("grey", False)) if self.grey is None else self.grey
         bands = self.bands or tuple(self._of_run("bands", ()))
         if not all(type(number) in (int, str) for number in bands):
             raise ConfigError(f"cannot read the bands of the run {self.run}; give them as --bands")
-        return Look(grey, bands)
+        return InputView(grey, bands)
 
     @property
     def resolved_table(self) -> ClassTable | None:

@@ -1,4 +1,4 @@
-"""The host's processor: memory is what is resident of the whole process."""
+"""Count and bound the memory of the host's processor: what is resident of the whole process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from gigagrad.allowances import (
     RUNTIME_BYTES,
     UNNOTICED_BYTES,
 )
-from gigagrad.devices.device import Device, MemoryWatch, Say, register_device
+from gigagrad.devices.buffer_pool import BufferPool
+from gigagrad.devices.device import Device, MemoryGuard, Say, register_device
 from gigagrad.devices.heap import (
     LargeBlocks,
     peak_resident_bytes,
@@ -31,22 +32,21 @@ from gigagrad.devices.heap import (
     used_bytes,
 )
 from gigagrad.devices.machine import Machine
-from gigagrad.devices.spare import SpareBlocks
 
 _MATRIX_TILES = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}
-"""What a processor must have for its matrix tiles to take numbers of a dtype; their kernels are larger."""
+"""The capability that a processor needs for its matrix tiles to take numbers of a dtype; their kernels are larger."""
 
 
 @dataclass(slots=True)
 class Residue:
-    """What runs leave in the process beside tensors: a later run does not add it again."""
+    """Memory that runs leave in the process beside tensors: a later run does not add it again."""
 
     warm: bool = False
-    """The code of kernels and the stacks of threads are there."""
+    """True once the code of kernels and the stacks of threads are there."""
     compiled: int = 0
     """Convolutions in oneDNN's cache."""
     tried_bytes: int = 0
-    """What trials of memory layouts have grown it by: kernels that the first run will not add again."""
+    """Bytes that trials of memory layouts have grown it by: kernels that the first run will not add again."""
 
 
 @register_device
@@ -63,7 +63,7 @@ class Cpu(Device):
         return resident_bytes()
 
     def used_bytes(self, enough: int = 0) -> int | None:
-        spare = SpareBlocks.held_bytes()
+        spare = BufferPool.held_bytes()
         used = used_bytes(enough + spare)
         return None if used is None else used - spare
 
@@ -74,11 +74,11 @@ class Cpu(Device):
         return int(psutil.virtual_memory().available * FREE_SHARE)
 
     def trim(self) -> None:
-        SpareBlocks.give_back()
+        BufferPool.give_back()
         return_freed_memory()
 
-    def spare_blocks(self) -> SpareBlocks:
-        return SpareBlocks()
+    def buffer_pool(self) -> BufferPool:
+        return BufferPool()
 
     def step_bytes(self) -> int:
         fresh = max(LATER_RUNTIME_BYTES, RUNTIME_BYTES - self.residue.tried_bytes)
@@ -98,15 +98,15 @@ class Cpu(Device):
     def tried(self, nbytes: int) -> None:
         self.residue.tried_bytes += nbytes
 
-    def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryWatch:
-        return HeapWatch(self, peak_bytes, budget_bytes)
+    def memory_guard(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
+        return HeapGuard(self, peak_bytes, budget_bytes)
 
     def machine(self, say: Say = lambda text: None) -> Machine:
         return Machine.detect(torch.get_num_threads(), say)
 
 
-class HeapWatch(MemoryWatch):
-    """Keeps what the allocator hoards inside the plan's `peak_bytes`, for one run.
+class HeapGuard(MemoryGuard):
+    """Keep the allocator's cache inside the plan's `peak_bytes`, for one run.
 
     Between tiles, freed memory is given back where the next ones would exceed the plan beside it. That costs page
     faults in the next tile, so it happens only there, and ever more rarely where it does not help.
@@ -129,8 +129,8 @@ class HeapWatch(MemoryWatch):
         self.begin_pass(0, 0)
 
     def begin_pass(self, tile_bytes: int, beside_bytes: int, largest_bytes: int = 0) -> None:
-        """The tiles computed at a time take `tile_bytes` from now on, in blocks of up to `largest_bytes`; beside them
-        `beside_bytes` are mapped and freed.
+        """Expect the tiles computed at a time to take `tile_bytes` from now on, in blocks of up to `largest_bytes`;
+        beside them `beside_bytes` are mapped and freed.
         """
         for_tiles = self._peak_bytes - beside_bytes - UNNOTICED_BYTES
         self._limit_bytes = for_tiles - tile_bytes
@@ -141,8 +141,8 @@ class HeapWatch(MemoryWatch):
         self._serve(in_heap=largest_bytes >= MAPPED_BYTES)
 
     @contextmanager
-    def tiles_at_work(self) -> Iterator[None]:
-        """What is taken at other times lives long, and stays out of the heap."""
+    def computing_tiles(self) -> Iterator[None]:
+        """Let tiles take large blocks from the heap; what is taken at other times lives long, and stays out of it."""
         self._at_work = True
         self._serve(in_heap=self._in_heap)
         try:
@@ -152,19 +152,19 @@ class HeapWatch(MemoryWatch):
             self._serve(in_heap=self._in_heap)
 
     def close(self) -> None:
-        """The run is over: no more of what it freed stays than between two tiles of blocks that are mapped."""
+        """End the run: no more of what it freed stays than between two tiles of blocks that are mapped."""
         self._in_heap = False
         self._blocks.close()
-        self.make_room(0)
+        self.reserve(0)
 
-    def make_room(self, nbytes: int) -> None:
-        """Before so many bytes are taken from the system at once, and not from what tiles freed."""
-        self._held_within(self._now_bytes - nbytes)
-
-    def block_coming(self, nbytes: int) -> None:
-        """Before a tile takes a block, in whatever thread. A look before every large one, and of others before so many
-        bytes of them that they might exceed the plan since the last look.
+    def reserve(self, nbytes: int, *, for_tile: bool = False) -> None:
+        """Give back memory before so many bytes are taken: at once from the system, or as a block of a tile. There is a
+        look before every large block, and of others before so many bytes of them that they might exceed the plan since
+        the last look.
         """
+        if not for_tile:
+            self._held_within(self._now_bytes - nbytes)
+            return
         with self._lock:
             self._unseen_bytes += nbytes
             if nbytes < MAPPED_BYTES and self._unseen_bytes < self._room_bytes:
@@ -180,7 +180,7 @@ class HeapWatch(MemoryWatch):
             self._unseen_bytes, self._room_bytes = 0, max(self._roof_bytes - held - nbytes, MAPPED_BYTES)
 
     def tile_done(self) -> None:
-        """After a tile is computed, in whatever thread: others go on meanwhile, and need not wait for its result."""
+        """Note that a tile is computed, in whatever thread; others go on meanwhile."""
         with self._lock:
             if self._mapped_tiles:
                 self._mapped_tiles -= 1
@@ -194,8 +194,8 @@ class HeapWatch(MemoryWatch):
             self._tiles_to_go = self._pause
 
     def is_short(self, tile_bytes: int, at_a_time: int) -> bool:
-        """Whether the budget has no room for another tile, with all given back that can be: the process holds more than
-        the plan foresaw. Nothing is given back where there is room for all that may be computed at a time.
+        """Return whether the budget has no room for another tile, with all given back that can be: the process holds
+        more than the plan foresaw. Nothing is given back where there is room for all that may be computed at a time.
         """
         held = self._device.held_bytes()
         if self._budget_bytes is None or held + at_a_time * tile_bytes <= self._budget_bytes:
@@ -206,23 +206,23 @@ class HeapWatch(MemoryWatch):
         return self._device.held_bytes() + tile_bytes > self._budget_bytes
 
     def _held_within(self, most: int) -> bool:
-        """Whether no more is held, with as little given back as that takes."""
+        """Return whether no more is held, with as little given back as that takes."""
         if self._without_spare(most) <= most:
             return True
         self._device.trim()
         return self._device.held_bytes() <= most
 
     def _without_spare(self, most: int) -> int:
-        """What is held once memory of fields that are gone was given back, as far as it is more."""
+        """Return what is held once the buffer pool has given back what is more."""
         held = self._device.held_bytes()
-        return self._device.held_bytes() if held > most and SpareBlocks.give_back(held - most) else held
+        return self._device.held_bytes() if held > most and BufferPool.give_back(held - most) else held
 
     @property
     def _now_bytes(self) -> int:
-        """What may be held now: freed blocks in the heap serve the next tile, and before each one there is a look."""
+        """Return what may be held now: freed blocks in the heap serve the next tile."""
         return self._roof_bytes if self._in_heap else self._limit_bytes
 
     def _serve(self, *, in_heap: bool) -> None:
-        """Large blocks of tiles come from the heap, which holds on to what is freed, or from the system."""
+        """Let large blocks of tiles come from the heap, which holds on to what is freed, or from the system."""
         self._in_heap = in_heap
         self._blocks.choose(in_heap=in_heap and self._at_work, holding=in_heap)

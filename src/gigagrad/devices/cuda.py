@@ -1,4 +1,4 @@
-"""A GPU through CUDA (or ROCm under the same name): memory is what PyTorch's caching allocator has reserved."""
+"""Count and bound the memory of a GPU through CUDA (or ROCm): what PyTorch's caching allocator has reserved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from gigagrad.allowances import FREE_SHARE, LATER_RUNTIME_BYTES, UNNOTICED_BYTES
-from gigagrad.devices.device import Device, MemoryWatch, Say, register_device
+from gigagrad.devices.device import Device, MemoryGuard, Say, register_device
 from gigagrad.devices.machine import Machine
 from gigagrad.errors import ConfigError
 
@@ -35,9 +35,7 @@ class Cuda(Device):
         return self._current("allocated_bytes")
 
     def _current(self, amount: str) -> int:
-        """`memory_reserved` and `memory_allocated` write all statistics into a flat list first: 0.3 ms, several times
-        a tile.
-        """
+        """Read one amount: `memory_reserved` writes all statistics into a flat list first, which takes 0.3 ms."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         current: int = stats[amount]["all"]["current"] if stats else 0
         return current
@@ -55,8 +53,8 @@ class Cuda(Device):
     def step_bytes(self) -> int:
         return _STEP_BYTES
 
-    def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryWatch:
-        return _CacheWatch(self, peak_bytes)
+    def memory_guard(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
+        return _CacheGuard(self, peak_bytes)
 
     @contextmanager
     def bounded(self, peak_bytes: int) -> Iterator[None]:
@@ -108,21 +106,23 @@ class PlannedCuda(Device):
         return Machine.typical_gpu()
 
 
-class _CacheWatch(MemoryWatch):
-    """Empties the cache between tiles where it would grow over the plan."""
+class _CacheGuard(MemoryGuard):
+    """Empty the cache between tiles where it would grow over the plan."""
 
     def __init__(self, device: Device, peak_bytes: int) -> None:
         self._device, self._peak_bytes, self._tile_bytes = device, peak_bytes, 0
 
     def begin_pass(self, tile_bytes: int, beside_bytes: int, largest_bytes: int = 0) -> None:
         self._tile_bytes = tile_bytes
-        self.make_room(0)
+        self.reserve(0)
 
-    def make_room(self, nbytes: int) -> None:
-        """What is free in the cache serves first."""
+    def reserve(self, nbytes: int, *, for_tile: bool = False) -> None:
+        """Empty the cache where what is free in it does not serve; blocks of tiles are the allocator's own business."""
+        if for_tile:
+            return
         used, held = self._device.used_bytes() or 0, self._device.held_bytes()
         if max(held, used + nbytes) > self._peak_bytes - self._tile_bytes and held > used:
             self._device.trim()
 
     def tile_done(self) -> None:
-        self.make_room(0)
+        self.reserve(0)

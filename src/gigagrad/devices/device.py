@@ -1,4 +1,4 @@
-"""The interface of a device, and the registry in which kinds of them are found by name."""
+"""Define the interface of a device, and the registry in which kinds of them are found by name."""
 
 from __future__ import annotations
 
@@ -9,56 +9,53 @@ from typing import ClassVar
 
 import torch
 
+from gigagrad.devices.buffer_pool import BufferPool
 from gigagrad.devices.machine import Machine
-from gigagrad.devices.spare import SpareBlocks
 from gigagrad.errors import ConfigError
 
 Say = Callable[[str], None]
-"""Gets one sentence for a person."""
+"""A callable that gets one sentence for a person."""
 
 
-class MemoryWatch:
-    """Watches what a device holds while one run computes tiles. This one trusts the plan; devices have their own."""
+class MemoryGuard:
+    """Guard what a device holds while one run computes tiles. This one trusts the plan; devices have their own."""
 
     def begin_pass(self, tile_bytes: int, beside_bytes: int, largest_bytes: int = 0) -> None:
-        """The tiles computed at a time take `tile_bytes` from now on, in blocks of up to `largest_bytes`; beside them
-        `beside_bytes` come and go.
+        """Expect the tiles computed at a time to take `tile_bytes` from now on, in blocks of up to `largest_bytes`;
+        beside them `beside_bytes` come and go.
         """
 
     @contextmanager
-    def tiles_at_work(self) -> Iterator[None]:
-        """While tiles are computed; what is taken at other times lives long."""
+    def computing_tiles(self) -> Iterator[None]:
+        """Expect blocks of tiles in the block; what is taken at other times lives long."""
         yield
 
-    def make_room(self, nbytes: int) -> None:
-        """Before so many bytes are taken at once."""
-
-    def block_coming(self, nbytes: int) -> None:
-        """Before a tile takes a block, in whatever thread."""
+    def reserve(self, nbytes: int, *, for_tile: bool = False) -> None:
+        """Give back memory, if need be, before so many bytes are taken at once, or by a tile in whatever thread."""
 
     def tile_done(self) -> None:
-        """After a tile is computed, in whatever thread."""
+        """Note that a tile is computed, in whatever thread."""
 
     def is_short(self, tile_bytes: int, at_a_time: int) -> bool:
-        """Whether the budget has no room for as many further tiles as are computed at a time, not even for one."""
+        """Return whether the budget has room for none of the further tiles that are computed at a time."""
         return False
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run."""
 
 
 class Device(ABC):
-    """One device, by PyTorch's name for it. `memory` of `compile` bounds what `held_bytes` says.
+    """A device, by PyTorch's name for it. `memory` of `compile` bounds what `held_bytes` says.
 
     A kind of device is a subclass with a line in the registry (`register_device`).
     """
 
     kind: ClassVar[str]
-    """As in `device="cuda"`, also with an index: `"cuda:1"`."""
+    """The name in `device="cuda"`, also with an index: `"cuda:1"`."""
     is_host: ClassVar[bool] = False
-    """Whether its memory is the host's own, so that there is no other to keep fields in."""
+    """True where its memory is the host's own, so that there is no other to keep fields in."""
     sum_dtype: ClassVar[torch.dtype] = torch.float64
-    """In which sums over tiles are kept."""
+    """The dtype of sums over tiles."""
 
     def __init__(self, name: str, torch_device: str | None = None) -> None:
         """`torch_device`: where tensors lie, if that is not the same name. Raises ConfigError if there is none."""
@@ -69,26 +66,24 @@ class Device(ABC):
 
     @abstractmethod
     def held_bytes(self) -> int:
-        """What is held now, freed blocks included."""
+        """Return the bytes that are held now, freed blocks included."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """The most that was ever held."""
+        """Return the most bytes that were ever held."""
 
     @abstractmethod
     def trim(self) -> None:
         """Give back what was freed."""
 
-    def spare_blocks(self) -> SpareBlocks | None:
-        """Where memory of fields that are gone waits for the next ones until `trim`; None where that is the business
-        of the device's own allocator.
+    def buffer_pool(self) -> BufferPool | None:
+        """Return the pool in which memory of fields that are gone waits for the next ones until `trim`; None where that
+        is the business of the device's own allocator.
         """
         return None
 
     def used_bytes(self, enough: int = 0) -> int | None:
-        """What is held less what was freed, or None where nobody tells. May be what is held where that is not more
-        than `enough`.
-        """
+        """Return the bytes held less those freed, None if unknown; what is held where that is at most `enough`."""
         return None
 
     def free_bytes(self) -> int | None:
@@ -96,33 +91,31 @@ class Device(ABC):
         return None
 
     def step_bytes(self) -> int:
-        """What a step adds beside tensors and compiled convolutions."""
+        """Estimate the bytes that a step adds beside tensors and compiled convolutions."""
         return 0
 
     def compiled_bytes(self, count: int, dtypes: Collection[torch.dtype]) -> int:
-        """What so many convolutions in these dtypes, forward and backward in all their shapes, add when compiled."""
+        """Estimate the bytes that so many convolutions in these dtypes add when all their shapes are compiled."""
         return 0
 
     def ran(self, compiled: int) -> None:
-        """A plan has run for the first time: so many convolutions are compiled, and no step adds that again."""
+        """Note that a plan ran for the first time: so many convolutions are compiled, and no step adds that again."""
 
     def tried(self, nbytes: int) -> None:
-        """A trial has left so many bytes of what a first step would add."""
+        """Note that a trial has left so many bytes of what a first step would add."""
 
-    def watch(self, peak_bytes: int, budget_bytes: int | None) -> MemoryWatch:
-        """For one run of a plan with this peak."""
-        return MemoryWatch()
+    def memory_guard(self, peak_bytes: int, budget_bytes: int | None) -> MemoryGuard:
+        """Make the guard of one run of a plan with this peak."""
+        return MemoryGuard()
 
     @contextmanager
     def bounded(self, peak_bytes: int) -> Iterator[None]:
-        """Hold the device's allocator to so many bytes in the block, where it can be: what needs more raises
-        `torch.OutOfMemoryError`.
-        """
+        """Hold the allocator to so many bytes in the block, where it can be: more raises `torch.OutOfMemoryError`."""
         yield
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Random operators draw from this seed; every generator is as before when it is over."""
+        """Let random operators draw from this seed in the block; every generator is as before when it is over."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed all devices
             yield
@@ -132,20 +125,20 @@ class Device(ABC):
 
     @abstractmethod
     def machine(self, say: Say = lambda text: None) -> Machine:
-        """Its rates: measured ones where there are some. `say` gets a sentence if they cannot be used."""
+        """Return its rates: measured ones where there are some. `say` gets a sentence if they cannot be used."""
 
 
 _KINDS: dict[str, type[Device]] = {}
 
 
 def register_device(kind: type[Device]) -> type[Device]:
-    """Makes a kind of device known by its name; usable as a decorator. A later one replaces an earlier one."""
+    """Make a kind of device known by its name; usable as a decorator. A later one replaces an earlier one."""
     _KINDS[kind.kind] = kind
     return kind
 
 
 def device_for(device: str | torch.device | Device) -> Device:
-    """The device by PyTorch's name for it, or by a registered kind's. Raises ConfigError for one that is not there."""
+    """Return the device of PyTorch's name for it, or a registered kind's. Raises ConfigError for an unknown one."""
     if isinstance(device, Device):
         return device
     kind, _, index = str(device).partition(":")

@@ -1,5 +1,5 @@
-"""The memory of this process as the operating system counts it, and what is set for the whole process: the C library's
-allocator and the environment that PyTorch reads when it is loaded. Nothing of it is set anywhere else.
+"""Measure the memory of this process as the operating system counts it, and set what holds for all of it: the C
+library's allocator and the environment that PyTorch reads when it is loaded. Nothing of it is set anywhere else.
 
 Without glibc nothing is set, and freed memory is given back when the C library likes.
 """
@@ -22,13 +22,13 @@ from gigagrad.threads import living
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 """The numbers of these settings in glibc's malloc.h."""
 _MOST_MAPPED = 65536
-"""Blocks that are mapped one by one may be so many, as the library has it."""
+"""The most blocks that are mapped one by one, as the library has it."""
 _NEVER = -1
 """A bound above which the top of the heap would be given back."""
 
 
 def before_pytorch(*, own_process: bool = False) -> None:
-    """What PyTorch reads from the environment once, when it is loaded; what the user has set stays.
+    """Set what PyTorch reads from the environment once, when it is loaded; what the user has set stays.
 
     Large blocks in huge pages (docs/decisions/0015-huge-pages.md). In a process of our own (the command line) its
     threads also wait without spinning: beside another busy process, spinning made steps 3 to 20 times slower;
@@ -46,7 +46,7 @@ def before_pytorch(*, own_process: bool = False) -> None:
 
 
 class LargeBlocks:
-    """Where the large blocks of one run come from: the heap, which holds on to what is freed, or the system.
+    """The source of the large blocks of one run: the heap, which holds on to what is freed, or the system.
 
     The setting is the whole process's. Of several runs at once, one that wants blocks from the system is heeded.
     """
@@ -57,7 +57,7 @@ class LargeBlocks:
     _changed: ClassVar[bool] = False
 
     def choose(self, *, in_heap: bool, holding: bool) -> None:
-        """`holding`: what is freed in the heap stays there, whether or not large blocks are taken from it just now."""
+        """Choose the source; `holding`: what is freed in the heap stays, whether large blocks come from it or not."""
         self._wanted = in_heap, holding
         self._wanting[id(self)] = self
         self._set()
@@ -86,7 +86,7 @@ class LargeBlocks:
 
 
 def settle_allocator() -> None:
-    """One arena for all threads, and large blocks mapped one by one (glibc), for the rest of the process.
+    """Use one arena for all threads, and map large blocks one by one (glibc), for the rest of the process.
 
     Arenas of their own hoard what their tiles freed, and give large blocks back only to fault them in again: with two
     workers that cost 80 MiB and a quarter of the time (docs/decisions/0005-tiles-side-by-side.md). What large blocks do
@@ -122,7 +122,7 @@ def return_freed_memory() -> None:
 
 
 def _heap() -> tuple[int, int] | None:
-    """The addresses between which the C library's heap lies, the upper one excluded."""
+    """Find the addresses between which the C library's heap lies, the upper one excluded."""
     try:
         with open("/proc/self/maps") as maps:
             ranges = [line.split(maxsplit=1)[0].split("-") for line in maps if line.endswith("[heap]\n")]
@@ -132,7 +132,7 @@ def _heap() -> tuple[int, int] | None:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now. Asked several hundred times in a step, so without buffers.
+    """Return the resident memory of this process now. Asked several hundred times in a step, so without buffers.
 
     A file object, not a descriptor: Ctrl-C just after it was opened would leave that behind.
     """
@@ -146,7 +146,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The highest resident memory of this process since it started.
+    """Return the highest resident memory of this process since it started.
 
     On Linux from `VmHWM`: `getrusage` would count the parent's memory too, in which a new process begins its life.
     """
@@ -176,8 +176,8 @@ class _MallocInfo(ctypes.Structure):
 
 
 def used_bytes(enough: int = 0) -> int | None:
-    """Resident memory less the freed blocks that the C library keeps in its heap; None where that is not told. Where
-    not even what is resident is more than `enough`, that: to look through a heap takes milliseconds.
+    """Return the resident memory less the freed blocks that the C library keeps in its heap; None where that is not
+    told. Where not even what is resident is more than `enough`, that: to look through a heap takes milliseconds.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -192,8 +192,8 @@ def used_bytes(enough: int = 0) -> int | None:
 
 
 def _resident_heap_bytes() -> int:
-    """Of the C library's heap, which may be several mappings in a row."""
-    found, inside = 0, False
+    """Count the resident bytes of the C library's heap, which may be several mappings in a row."""
+    nbytes, inside = 0, False
     try:
         with open("/proc/self/smaps") as smaps:
             for line in smaps:
@@ -202,7 +202,7 @@ def _resident_heap_bytes() -> int:
                         break
                     inside = line.endswith("[heap]\n")
                 elif inside and line.startswith("Rss:"):
-                    found += int(line.split()[1]) * 1024
+                    nbytes += int(line.split()[1]) * 1024
     except OSError:
         return 0
-    return found
+    return nbytes

@@ -1,4 +1,4 @@
-"""What planning knows of the machine: a handful of rates, typical ones or those that `gigagrad calibrate` measured.
+"""Know the machine by a handful of rates, typical ones or those that `gigagrad calibrate` measured.
 
 A profile is JSON in the user's cache folder, one for each processor, number of threads and PyTorch. The rates serve to
 compare plans, and to say about how long a step will take; a running step corrects that from its own tiles
@@ -26,16 +26,16 @@ from gigagrad.files import read_record, write_json
 _LARGEST_CACHE_BYTES = 32 * 2**20
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _FORMAT = "gigagrad machine profile 9"
-"""Changes with the meaning of the rates, so that an older profile is measured again."""
+"""The format's name, which changes with the meaning of the rates, so that an older profile is measured again."""
 _SHARED_SECONDS = 20e-6
-"""Of an operator's work, what each thread that shares it gets at least: PyTorch parts no less than 32,768 numbers."""
+"""The least of an operator's work that each thread which shares it gets: PyTorch parts no less than 32,768 numbers."""
 _WAITING_TILES = 0.5
-"""What a pass takes longer where every thread computes a tile of its own, in tiles' seconds: the first one is read, and
-the last one added up, by one thread."""
+"""The time that a pass takes longer where every thread computes a tile of its own, in tiles' seconds: the first one is
+read, and the last one added up, by one thread."""
 
 
 _NEW_PAGES_BYTES_PER_SECOND = 2.5e9
-"""Memory that the system has to find and clear (docs/decisions/0018-large-blocks.md)."""
+"""The rate at which the system clears new memory (docs/decisions/0018-large-blocks.md)."""
 
 
 class ProfileError(GigagradError):
@@ -44,39 +44,39 @@ class ProfileError(GigagradError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the cost model knows of the machine. Rates are of one thread unless they say otherwise."""
+    """The machine as the cost model knows it. Rates are of one thread unless they say otherwise."""
 
     threads: int = 1
     cache_bytes: int = _LARGEST_CACHE_BYTES
     calibrated: bool = False
-    """Whether the rates were measured, on this machine or, for a plan for another one, on that."""
+    """True where the rates were measured, on this machine or, for a plan for another one, on that."""
     flops_per_second: float = 100e9
-    """Of convolutions of many channels, in float32."""
+    """The rate of convolutions of many channels, in float32."""
     cached_bytes_per_second: float = 40e9
-    """In and out of an operator whose values stay in the cache."""
+    """Bytes in and out of an operator whose values stay in the cache."""
     memory_bytes_per_second: float = 12e9
-    """The same where they do not."""
+    """Bytes in and out of an operator whose values do not stay in the cache."""
     seconds_per_operator: float = 60e-6
-    """What a call of an operator on a tile costs beside its work."""
+    """The cost of a call of an operator on a tile beside its work."""
     shared_efficiency: float = 0.9
-    """What each further thread adds when threads share the work of a tile's operators, where it is enough for them."""
+    """The gain of each further thread when threads share the work of a tile's operators, if it is enough."""
     side_by_side_efficiency: float = 1.0
-    """What each further thread adds when every thread computes a tile of its own."""
+    """The gain of each further thread when every thread computes a tile of its own."""
     copy_bytes_per_second: float = 10e9
-    """Of copies in memory: bytes of the copy, not of both sides."""
+    """The rate of copies in memory: bytes of the copy, not of both sides."""
     disk_write_bytes_per_second: float = 500e6
     disk_read_bytes_per_second: float = 1e9
     file_bytes_per_second: float = 1e9
-    """What one thread's work for fields in files comes to: copies between tiles and files, checksums and the system's
+    """The rate of one thread's work for fields in files: copies between tiles and files, checksums and the system's
     part, in bytes of as much reading as writing."""
     codec_bytes_per_second: float = 0.0
-    """Of the lossless codec, in bytes of the field, the slower of both directions; 0 where it was not measured."""
+    """The rate of the lossless codec, in bytes of the field, the slower direction; 0 where it was not measured."""
     codec_ratio: float = 1.0
     """Bytes of a field before a norm per byte that the lossless codec leaves of it."""
 
     @classmethod
     def detect(cls, threads: int, notice: Callable[[str], None] = lambda text: None) -> Machine:
-        """This machine: its cache as the kernel reports it, and the saved rates where there are usable ones.
+        """Detect this machine: its cache as the kernel reports it, and the saved rates where there are usable ones.
 
         `notice` gets one sentence if there is a profile that cannot be used.
         """
@@ -90,8 +90,8 @@ class Machine:
 
     @classmethod
     def from_profile(cls, path: Path) -> Machine:
-        """The machine, this or another, on which `gigagrad calibrate` saved this profile. A profile says nothing of
-        caches: the one of this machine is taken.
+        """Read the machine, this or another, on which `gigagrad calibrate` saved this profile. A profile says nothing
+        of caches: the one of this machine is taken.
 
         Raises:
             ProfileError: the file is no such profile, or one of another version.
@@ -107,8 +107,8 @@ class Machine:
 
     @classmethod
     def typical_gpu(cls) -> Machine:
-        """A GPU that nobody has measured. An operator's call is what it was on an H200 beside a fast processor: most of
-        a step there (docs/performance.md), so that large tiles pay.
+        """Make a GPU that nobody has measured. An operator's call is what it was on an H200 beside a fast processor:
+        most of a step there (docs/performance.md), so that large tiles pay.
         """
         return cls(
             flops_per_second=30e12,
@@ -118,28 +118,28 @@ class Machine:
         )
 
     def with_rates(self, rates: dict[str, float]) -> Machine:
-        """This machine with measured rates (as `read_profile` returns them)."""
+        """Return this machine with measured rates (as `read_profile` returns them)."""
         return dataclasses.replace(self, calibrated=True, **rates)  # type: ignore[arg-type]  # all of them are floats
 
     @property
     def rates(self) -> dict[str, float]:
-        """What a profile holds."""
+        """Return the rates that a profile holds."""
         return {name: getattr(self, name) for name in _RATES}
 
     @property
     def disk_bytes_per_second(self) -> float:
-        """Of as much reading as writing."""
+        """Return the rate of as much reading as writing."""
         return 2 / (1 / self.disk_read_bytes_per_second + 1 / self.disk_write_bytes_per_second)
 
     def operator_seconds(self, moved_bytes: float, flops: float) -> float:
-        """One call by one thread that moves so many bytes in and out."""
+        """Estimate one call by one thread that moves so many bytes in and out."""
         cached = moved_bytes <= self.cache_bytes // 2
         rate = self.cached_bytes_per_second if cached else self.memory_bytes_per_second
         return self.seconds_per_operator + moved_bytes / rate + flops / self.flops_per_second
 
     def wall_seconds(self, seconds: float, calls: float, workers: int, tile_count: int) -> float:
-        """By the clock, a pass that takes one thread so long, with so many calls of operators. Threads share the work
-        of operators and not the calls; where each has tiles of its own, Python's lock lets one call at a time
+        """Estimate, by the clock, a pass that takes one thread so long, with so many calls of operators. Threads share
+        the work of operators and not the calls; where each has tiles of its own, Python's lock lets one call at a time
         (docs/decisions/0027-one-tile-or-several.md).
         """
         calling = min(seconds, calls * self.seconds_per_operator)
@@ -153,25 +153,25 @@ class Machine:
         return max(rounds * tile, side_by_side + _WAITING_TILES * tile, calling)
 
     def page_seconds(self, nbytes: float) -> float:
-        """By the clock, touching so many bytes for the first time."""
+        """Estimate, by the clock, touching so many bytes for the first time."""
         return nbytes / _NEW_PAGES_BYTES_PER_SECOND
 
     def file_seconds(self, nbytes: float) -> float:
-        """By the clock, what moving so many bytes between tiles and files keeps from computing tiles: threads of their
-        own do it, on the same cores.
+        """Estimate, by the clock, what moving so many bytes between tiles and files keeps from computing tiles: threads
+        of their own do it, on the same cores.
         """
         return nbytes / self.file_bytes_per_second / self.threads
 
 
 _MAY_BE_ZERO = ("shared_efficiency", "side_by_side_efficiency", "codec_bytes_per_second")
 _LEAST_RATE, _MOST_RATE = 1e-12, 1e18
-"""What is beyond them was not measured, and a file may hold any number."""
+"""The bounds of rates: what is beyond them was not measured, and a file may hold any number."""
 _MOST_THREADS = 4096
 _RATES = tuple(field.name for field in dataclasses.fields(Machine) if field.type == "float")
 
 
 def cache_bytes() -> int:
-    """The last-level cache as the kernel reports it, but no more than 32 MiB, and that where it reports none.
+    """Return the last-level cache as the kernel reports it, but no more than 32 MiB, and that where it reports none.
 
     A guest on a large server is told of a cache of hundreds of MiB that all its neighbours use.
     """
@@ -183,7 +183,7 @@ def cache_bytes() -> int:
 
 
 def machine_key() -> dict[str, str | int]:
-    """What a profile depends on: the processor, the threads PyTorch uses, PyTorch itself."""
+    """Return what a profile depends on: the processor, the threads PyTorch uses, PyTorch itself."""
     return {"processor": _processor(), "threads": torch.get_num_threads(), "torch": str(torch.__version__)}
 
 
@@ -203,7 +203,7 @@ def write_profile(path: Path, machine: Machine) -> None:
 
 
 def read_profile(path: Path) -> dict[str, float]:
-    """The rates in a profile of this machine. Raises `ProfileError` with the reason if it is none."""
+    """Read the rates in a profile of this machine. Raises `ProfileError` with the reason if it is none."""
     content = _read(path)
     if content.get("machine") != machine_key():
         raise ProfileError(f"the machine profile {path} belongs to {content.get('machine')}, this is {machine_key()}")
@@ -211,7 +211,7 @@ def read_profile(path: Path) -> dict[str, float]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A profile of any machine, with rates that can be used. Raises `ProfileError` with the reason if it is none."""
+    """Read a profile of any machine, with usable rates. Raises `ProfileError` with the reason if it is none."""
     try:
         content = read_record(path, _FORMAT)
     except ValueError as error:
@@ -229,15 +229,15 @@ def _is_rate(name: str, value: object) -> bool:
 
 
 def _processor() -> str:
-    """The processor's name; the kernel's, where there is one, is more telling than Python's."""
+    """Return the processor's name; the kernel's, where there is one, is more telling than Python's."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    found = dict[str, str]()
+    fields = dict[str, str]()
     for line in lines:  # the first core speaks for all
         name, _, value = line.partition(":")
-        found.setdefault(name.strip(), value.strip())
+        fields.setdefault(name.strip(), value.strip())
     words = ("model name", "cpu family", "model", "CPU implementer", "CPU part")
-    told = " ".join(found[word] for word in words if word in found)
+    told = " ".join(fields[word] for word in words if word in fields)
     return told or platform.processor() or platform.machine()

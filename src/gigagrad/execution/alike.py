@@ -20,7 +20,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.execution.sources import Source
 from gigagrad.graphs import Composite, Graph
 from gigagrad.images import Image
-from gigagrad.images.arrays import ArrayImage, TensorImage
+from gigagrad.images.views import ArrayImage, TensorImage
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.messages import as_bytes
 from gigagrad.ranks.ranks import named
@@ -64,7 +64,7 @@ class Alike:
             facts |= {"step": self._step, "weights": _digest(weights, self._step)}
         modes = _crc([bytes(module.training for module in self._composite.modules())])
         more = {"settings": self._settings, "direction": backward, "modes": modes, "graph": self._nodes(graph)[-1]}
-        words, told = zip(*self._ranks.said([word, facts | more]), strict=True)
+        words, told = zip(*self._ranks.all_gather_object([word, facts | more]), strict=True)
         self._check(told, graph, sorted({name for one in told for name in one if name.startswith(("image", "target"))}))
         if content:
             self._check_weights(told, weights)
@@ -101,7 +101,7 @@ class Alike:
         steps, digests = [one["step"] for one in told], [one["weights"] for one in told]
         step = steps[0]
         if _others(told, ["step"]):  # an engine of one of them is new
-            step, digests = 0, self._ranks.said(_digest(weights, 0))
+            step, digests = 0, self._ranks.all_gather_object(_digest(weights, 0))
         self._step = max(steps) + 1
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others and not (self.drift and step):
@@ -114,7 +114,7 @@ class Alike:
 
     def _first(self, other: int, digests: Sequence[str]) -> int:
         """The place of the first of these that a rank has otherwise than rank 0."""
-        told = self._ranks.said([*digests])
+        told = self._ranks.all_gather_object([*digests])
         pairs = itertools.zip_longest(told[0], told[other])
         return next(place for place, (one, two) in enumerate(pairs) if one != two)
 

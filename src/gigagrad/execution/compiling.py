@@ -13,7 +13,7 @@ from gigagrad.devices import Device, device_for
 from gigagrad.errors import ConfigError
 from gigagrad.execution.engine import Engine, Loss
 from gigagrad.models.wrapped import unwrapped
-from gigagrad.ranks import Alone, Ranks, ranks_of
+from gigagrad.ranks import Ranks, SingleRank, ranks_of
 from gigagrad.stores import DiskTier, HostTier, MemoryTier, Quantised, Tier, parse_storage, registered_tier
 from gigagrad.units import parse_bytes
 
@@ -102,7 +102,7 @@ def compile(
         tile=tile,
         seed=seed,
         progress=progress,
-        ranks=Alone() if mesh is None else ranks_of(mesh),
+        ranks=SingleRank() if mesh is None else ranks_of(mesh),
         journal=None if journal is None else Path(journal),
         again=again,
     )
@@ -117,7 +117,7 @@ def tiers_for(
     """
     if scratch is None and scratch_bytes is not None:
         raise ConfigError("scratch_bytes bounds the files in a scratch folder; name one with scratch=")
-    tiers: list[Tier] = [MemoryTier(device.torch_device, device.spare_blocks())]
+    tiers: list[Tier] = [MemoryTier(device.torch_device, device.buffer_pool())]
     if not device.is_host:
         tiers.append(HostTier(bytes_or_none(host_memory)))
     if isinstance(scratch, Tier):

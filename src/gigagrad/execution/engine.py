@@ -164,7 +164,7 @@ class Engine:
             CaptureError, UnsupportedOperatorError: the model cannot be captured.
             ImageError, TargetError: an input cannot be used.
         """
-        with self.ranks.together(), opened_sources(self._composite, image, target) as sources:
+        with self.ranks.error_scope(), opened_sources(self._composite, image, target) as sources:
             graph, backward = self._captures.get(sources).graph, backward and self.loss is not None
             if machine is None:
                 return self._planner.prepare(graph, sources, None, backward=backward, content=False).plan
@@ -174,13 +174,13 @@ class Engine:
         """Raises ModelError where a run depends on what the run before it left in the model, beside parameters; else
         as `plan`.
         """
-        with self.ranks.together(), opened_sources(self._composite, image, target) as sources:
+        with self.ranks.error_scope(), opened_sources(self._composite, image, target) as sources:
             check_independent(self._captures.get(sources))
 
     @lets_go
     def problem(self, image: Any, target: Any = None, *, machine: Machine | None = None) -> Problem:
         """What `plan` is a plan for, to ask for plans with other budgets (`gigagrad.plans.trade_off`)."""
-        with self.ranks.together(), opened_sources(self._composite, image, target) as sources:
+        with self.ranks.error_scope(), opened_sources(self._composite, image, target) as sources:
             graph, backward = self._captures.get(sources).graph, self.loss is not None
             return self._planner.problem(graph, sources, None, backward=backward, machine=machine)
 
@@ -197,7 +197,7 @@ class Engine:
         """
         if self.loss is None:
             raise ConfigError("this engine has no loss; compile(model, loss) to train")
-        with self.ranks.together(), self._shown(), opened_sources(self._composite, image, target) as sources:
+        with self.ranks.error_scope(), self._shown(), opened_sources(self._composite, image, target) as sources:
             run, graph = self._run("backward", sources)
             given = {name: source.given for name, source in sources.items() if source.given is not None}
         if isinstance(run, WholeRun):
@@ -252,7 +252,7 @@ class Engine:
             return found
         if self.loss is not None and out is not None:
             raise ConfigError("out= is for a prediction: forward(image, out=...), without the target")
-        with self.ranks.together(), self._shown(), opened_sources(self._composite, image, target) as sources:
+        with self.ranks.error_scope(), self._shown(), opened_sources(self._composite, image, target) as sources:
             if self.loss is not None:
                 return self._run("forward", sources)[0].output
             graph = self._captures.get(sources).graph
@@ -311,7 +311,7 @@ class Engine:
     def _shown(self) -> AbstractContextManager[None]:
         """Bars for a person at a terminal or a notebook, where nobody listens."""
         seen = (sys.stderr is not None and sys.stderr.isatty()) or "ipykernel" in sys.modules
-        if not (self._progress and seen) or self.events.heard:
+        if not (self._progress and seen) or self.events.has_listeners:
             return nullcontext()
         from gigagrad.terminal import while_it_lasts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
-from gigagrad.devices import MemoryWatch
+from gigagrad.devices import MemoryGuard
 from gigagrad.events import Events, Notice, TileDone
 from gigagrad.execution.executor import Executor
 from gigagrad.execution.prepared import Prepared
@@ -66,7 +66,7 @@ class Progress(Observer):
 class Memory(Observer):
     """Makes room for what a pass takes, and computes fewer tiles at a time where another one might not fit."""
 
-    def __init__(self, prepared: Prepared, watch: MemoryWatch, executor: Executor, events: Events) -> None:
+    def __init__(self, prepared: Prepared, watch: MemoryGuard, executor: Executor, events: Events) -> None:
         self._prepared, self._watch, self._executor, self._events = prepared, watch, executor, events
         self._tile_bytes = 0
 
@@ -80,7 +80,7 @@ class Memory(Observer):
         forward = step.phase == "forward"
         sums = 0 if forward else gradient_sum_bytes(prepared.graph, planned.computes, prepared.device.sum_dtype)
         sums *= 1 + waiting_sums(planned.parts, planned.tile_count)
-        self._watch.make_room(sums + fresh_bytes)
+        self._watch.reserve(sums + fresh_bytes)
 
     def tile_done(self, phase: str) -> None:
         executor = self._executor

@@ -41,7 +41,7 @@ from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.plans.whole import whole_plan
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.alike import unlike
+from gigagrad.ranks.numerics import mismatched_numerics
 from gigagrad.stores import Half, Rounding, Tier
 from gigagrad.stores.tier import least_room
 
@@ -158,7 +158,7 @@ class Planner:
                 return
 
     def _made(self, known: _Planned | None, problem: Problem, sources: dict[str, Source]) -> _Planned:
-        if others := unlike(self._ranks):
+        if others := mismatched_numerics(self._ranks):
             told = f"the processors of ranks {others} round otherwise than that of the first rank"
             self._alike.drift = True
             self._events.emit_once(Notice(f"{told}: bits depend on how many ranks there are", warning=True))
@@ -166,7 +166,7 @@ class Planner:
         if self._ranks.index == 0:
             planned = self._first(problem, sources) if known is None else self._as_things_are(known, problem)
         if self._ranks.count > 1:
-            first = self._ranks.said(None if planned is None else planned.prepared.plan.to_dict())[0]
+            first = self._ranks.all_gather_object(None if planned is None else planned.prepared.plan.to_dict())[0]
             planned = planned or self._as_first(known, problem, Plan.from_dict(first))
         assert planned is not None
         return planned

@@ -36,7 +36,7 @@ from gigagrad.graphs import FIELD_BINS, GATHER
 from gigagrad.plans import Stage, Tiles
 from gigagrad.plans.program import Allocate, Buffer, Exchange, Gather, Release, Scalars
 from gigagrad.plans.schedule import Cotangents, differentiable_reductions, last_cotangents
-from gigagrad.ranks import Alone, Ranks
+from gigagrad.ranks import Ranks, SingleRank
 from gigagrad.stores import Quantised
 from gigagrad.threads import SideThreads, uninterrupted
 
@@ -65,7 +65,7 @@ class Run:
         itself unless others are named. `journal`: a folder where finished parts are written down, until the run is
         over.
         """
-        ranks = ranks or Alone()
+        ranks = ranks or SingleRank()
         plan, device = prepared.plan, prepared.device
         self._prepared, self._graph = prepared, prepared.graph
         self._closing = threading.Lock()
@@ -83,7 +83,7 @@ class Run:
         _put_what_is_known(self._tape, prepared, sources, stored)
         place = None if journal is None else journal / key_of(prepared, self._tape, draws, overflows)
         self.journal, self._first = Journal(place), ranks.index == 0
-        self._watch = device.watch(plan.predicted_peak_bytes, plan.budget_bytes)
+        self._watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
         memory = Memory(prepared, self._watch, self._executor, events)
         self._progress = Progress(prepared, events)
         self._observers = (memory, self._progress)
@@ -275,7 +275,7 @@ class Run:
 
     def _pull(self, level: int) -> None:
         """Pull back on the tape; the gradients of what whole-field operators read are new, all at once."""
-        self._watch.make_room(self._tape.coming_bytes)
+        self._watch.reserve(self._tape.coming_bytes)
         self._tape.pull(level)
 
     def _settle(self, stage: Stage, cotangents: Values) -> None:

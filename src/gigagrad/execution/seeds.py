@@ -40,11 +40,11 @@ class Seeds:
             self._runs += 1
             # Any two (seed, run) pairs start apart: the multiplier is odd and larger than any number of runs.
             number = (self._seed * 1_000_003 + self._runs - 1) % 2**63
-            return int(ranks.said(number)[0]) if drawn else 0
+            return int(ranks.all_gather_object(number)[0]) if drawn else 0
         own = None
         if ranks.index == 0:
             own = int(torch.randint(2**62, ())) if drawn else 0, bytes(torch.get_rng_state().numpy()).hex()
-        number, state = ranks.said(own)[0] if ranks.count > 1 or own is None else own
+        number, state = ranks.all_gather_object(own)[0] if ranks.count > 1 or own is None else own
         if ranks.index:
             torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
         return int(number)

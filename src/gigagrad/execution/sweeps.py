@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
 import torch
 
 from gigagrad.boxes import Box
-from gigagrad.devices import MemoryWatch
+from gigagrad.devices import MemoryGuard
 from gigagrad.execution.cotangent_unit import multiplied
 from gigagrad.execution.exchange import Comm, Swept
 from gigagrad.execution.executor import Executor
@@ -51,7 +52,7 @@ class Sweeps:
         comm: Comm,
         executor: Executor,
         readers: SideThreads,
-        watch: MemoryWatch,
+        watch: MemoryGuard,
         observers: tuple[Observer, ...],
         journal: Journal,
     ) -> None:
@@ -181,7 +182,7 @@ class Sweeps:
 
     def _context(self, stage: Stage) -> PassContext:
         roundings = {i: self._fields.roundings[i] for i in stage.kept if i in self._fields.roundings}
-        return PassContext(self._prepared.layout, roundings, self._watch.block_coming)
+        return PassContext(self._prepared.layout, roundings, partial(self._watch.reserve, for_tile=True))
 
     def _boundary(self, stage: Stage) -> Values:
         """The globals a stage reads, cut off the tape, as kernels read them."""
@@ -251,7 +252,7 @@ class Sweeps:
             watch.tile_done()
             return swept
 
-        with watch.tiles_at_work():
+        with watch.computing_tiles():
             yield from self._executor.in_order(read, work_and_look)
 
     def _tell(self, phase: str, tiles: int = 1) -> None:

@@ -48,11 +48,11 @@ class WholeRun:
         device, plan = self._prepared.device, self._prepared.plan
         cost = self._prepared.graph.whole[self._backward]
         before = {} if device.is_host else self._written()
-        watch = device.watch(plan.predicted_peak_bytes, plan.budget_bytes)
+        watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
         try:
             largest = cost.largest_bytes if is_from_heap(plan, cost) else 0
             watch.begin_pass(cost.peak_bytes, 0, largest)
-            with device.bounded(plan.predicted_peak_bytes), watch.tiles_at_work():
+            with device.bounded(plan.predicted_peak_bytes), watch.computing_tiles():
                 self._run()
                 watch.tile_done()
         except torch.OutOfMemoryError as error:

@@ -1,21 +1,22 @@
-"""Images: open, read and write them; tissue labels; synthetic slides."""
+"""Open, read and write images; label tissue; make synthetic slides."""
 
-from gigagrad.images.image import Image, Level
+from gigagrad.images.image import Image
 from gigagrad.images.layout import MaskClass
-from gigagrad.images.look import Look
 from gigagrad.images.opening import open_image
+from gigagrad.images.pixels import Level
 from gigagrad.images.resolution import GuessedResolutionWarning, require_mpp
 from gigagrad.images.synthetic import make_cohort, make_slide
 from gigagrad.images.thumbnails import thumbnail
 from gigagrad.images.tissue import PAPER_RECIPE, Recipe, label_image, tissue_mask, write_label
+from gigagrad.images.views import InputView
 from gigagrad.images.write import write_pyramid
 
 __all__ = [
     "PAPER_RECIPE",
     "GuessedResolutionWarning",
     "Image",
+    "InputView",
     "Level",
-    "Look",
     "MaskClass",
     "Recipe",
     "label_image",

@@ -1,4 +1,4 @@
-"""Where an image lies on earth: its affine transform and coordinate reference system, as GeoTIFF has them.
+"""Place an image on earth: its affine transform and coordinate reference system, as GeoTIFF has them.
 
 The tags are those of OGC GeoTIFF 1.1 (19-008r4). What they say of the reference system is kept as it stands, to be
 written again; nothing is reprojected.
@@ -26,7 +26,7 @@ _MODEL_TYPE, _RASTER_TYPE, _GEODETIC_CRS, _PROJECTED_CRS, _LINEAR_UNITS = 1024, 
 _PROJECTED, _PIXEL_IS_AREA, _PIXEL_IS_POINT = 1, 1, 2
 _USER_DEFINED: Final = 32767
 _METRES_PER_UNIT: Final = {9001: 1.0, 9002: 0.3048, 9003: 1200 / 3937}
-"""By EPSG's code of the unit: the metre, the foot and the US survey foot."""
+"""The length of a unit by EPSG's code: the metre, the foot and the US survey foot."""
 _WGS84: Final = 4326
 
 _LONGEST_WORLD_FILE: Final = 4096
@@ -52,22 +52,22 @@ class Georeference:
 
     @classmethod
     def of_tags(cls, tags: Mapping[int, Any]) -> Self | None:
-        """From the values of `TAGS`; None where they place no pixel, ground control points among them."""
+        """Read the values of `TAGS`; None where they place no pixel, ground control points among them."""
         keys = _directory(tags.get(KEY_DIRECTORY))
         transform = _transform(*(_numbers(tags.get(tag)) for tag in (PIXEL_SCALE, TIEPOINT, TRANSFORMATION)))
         if transform is None:
             return None
         text = tags.get(ASCII_PARAMS, b"")
         text = text.encode("ascii", "replace") if isinstance(text, str) else bytes(text)
-        found = cls(transform, keys, _numbers(tags.get(DOUBLE_PARAMS)), text)
-        if found._key(_RASTER_TYPE) == _PIXEL_IS_POINT:
+        place = cls(transform, keys, _numbers(tags.get(DOUBLE_PARAMS)), text)
+        if place._key(_RASTER_TYPE) == _PIXEL_IS_POINT:
             entries = np.array(keys).reshape(-1, 4)
             entries[entries[:, 0] == _RASTER_TYPE, 3] = _PIXEL_IS_AREA
-            found = replace(found.of_pixels((1, 0, -0.5, 0, 1, -0.5)), keys=tuple(entries.ravel().tolist()))
-        return found
+            place = replace(place.of_pixels((1, 0, -0.5, 0, 1, -0.5)), keys=tuple(entries.ravel().tolist()))
+        return place
 
     def to_tags(self) -> Tags:
-        """What `of_tags` makes this of."""
+        """Return the tags that `of_tags` makes this of."""
         a, b, c, d, e, f = self.transform
         tags: Tags = {TRANSFORMATION: ("d", (a, b, 0, c, d, e, 0, f, *[0] * 7, 1))}
         if b == d == 0 and a > 0 > e:  # as most files and all readers have it
@@ -81,60 +81,60 @@ class Georeference:
 
     @property
     def epsg(self) -> int | None:
-        """EPSG's code of the reference system, None where it has none."""
+        """Return EPSG's code of the reference system, None where it has none."""
         code = self._key(_PROJECTED_CRS if self._key(_MODEL_TYPE) == _PROJECTED else _GEODETIC_CRS)
         return code if code is not None and 0 < code < _USER_DEFINED else None
 
     @property
     def crs_name(self) -> str | None:
-        """The reference system as GeoJSON of 2008 names it, x before y; None where EPSG has no code for it."""
+        """Return the reference system as GeoJSON of 2008 names it, x before y; None where EPSG has no code for it."""
         if self.epsg == _WGS84:
             return "urn:ogc:def:crs:OGC:1.3:CRS84"
         return None if self.epsg is None else f"urn:ogc:def:crs:EPSG::{self.epsg}"
 
     @property
     def mpp(self) -> float | None:
-        """Micrometres of the reference system that a pixel is wide; None for degrees and units that are not named."""
+        """Return how many micrometres a pixel is wide there; None for degrees and units that are not named."""
         if self._key(_MODEL_TYPE) != _PROJECTED:
             return None
         metres = _METRES_PER_UNIT.get(self._key(_LINEAR_UNITS) or 0)
         return None if metres is None else 1e6 * metres * math.hypot(self.transform[0], self.transform[3])
 
     def of_pixels(self, affine: Affine) -> Self:
-        """Of an image whose pixel at (column, row) lies at `affine` of them in this one."""
+        """Return the place of an image whose pixel at (column, row) lies at `affine` of them in this one."""
         combined = np.array((*self.transform, 0, 0, 1)).reshape(3, 3) @ np.array((*affine, 0, 0, 1)).reshape(3, 3)
         return replace(self, transform=tuple(combined.ravel().tolist()[:6]))
 
     def resized(self, shape: tuple[int, int], to: tuple[int, int]) -> Self:
-        """Of the same picture, `(height, width)` of `shape`, in another number of pixels."""
+        """Return the place of the same picture, `(height, width)` of `shape`, in another number of pixels."""
         return self if shape == to else self.of_pixels((shape[1] / to[1], 0, 0, 0, shape[0] / to[0], 0))
 
     def points(self, pixels_N2: NDArray[np.float64]) -> NDArray[np.float64]:
-        """`(column, row)` of each point as `(x, y)`."""
+        """Convert `(column, row)` of each point to `(x, y)`."""
         a, b, c, d, e, f = self.transform
         column, row = pixels_N2.T
         return np.stack((a * column + b * row + c, d * column + e * row + f), axis=1)
 
     def pixels(self, points_N2: NDArray[np.float64]) -> NDArray[np.float64]:
-        """`(x, y)` of each point as `(column, row)`."""
+        """Convert `(x, y)` of each point to `(column, row)`."""
         a, b, c, d, e, f = self.transform
         x, y = points_N2.T - np.array([[c], [f]])
         return np.stack((e * x - b * y, a * y - d * x), axis=1) / (a * e - b * d)
 
     def _key(self, number: int) -> int | None:
-        """A key whose value stands in the directory itself."""
+        """Find a key whose value stands in the directory itself."""
         entries = (self.keys[at : at + 4] for at in range(4, len(self.keys), 4))
         return next((value for key, place, _, value in entries if (key, place) == (number, 0)), None)
 
 
 def geotiff_tags(place: Georeference | None, nodata: int | float | None) -> Tags:
-    """What a TIFF of this place has to say, and which value means that there is no data, to GDAL and others."""
+    """Return the tags by which a TIFF tells GDAL and others its place, and which value means that there is no data."""
     tags: Tags = {} if nodata is None else {GDAL_NODATA: ("s", str(nodata).encode())}
     return tags if place is None else tags | place.to_tags()
 
 
 def world_file(path: Path) -> Georeference | None:
-    """The place of an image by the world file beside it, whose reference system nobody knows; None without one.
+    """Read the place of an image from the world file beside it, whose reference system nobody knows; None without one.
 
     `a.tif` has `a.tfw`, `a.tifw` or `a.wld`: six lines, of which the last two are the middle of the first pixel. Raises
     `ImageError` for a file that is none.
@@ -166,7 +166,7 @@ def _numbers(value: Any) -> tuple[float, ...]:
 
 
 def _directory(value: Any) -> tuple[int, ...]:
-    """The keys as they stand, none of a directory whose entries are not four numbers each."""
+    """Return the keys as they stand, none of a directory whose entries are not four numbers each."""
     numbers = [int(number) for number in _numbers(value)]
     entries = 1 + numbers[3] if len(numbers) >= 4 else 0
     return tuple(numbers) if numbers and len(numbers) == 4 * entries else ()

@@ -1,4 +1,4 @@
-"""What every image is to the rest of the library: a shape, a dtype and `read(box)`.
+"""Define what every image is to the rest of the library: a shape, a dtype and `read(box)`; and views of an image.
 
 A reader derives from `Image`, calls `Image.__init__` and implements `_read_inside`, which is only ever asked for
 non-empty boxes inside the image. Everything a caller may rely on is enforced here, once: the exact box comes back
@@ -8,42 +8,33 @@ whatever part of it lies outside, the outside has the image's fill value, and th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, TypeAlias, final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
-from gigagrad.errors import ImageError
+from gigagrad.errors import ImageError, did_you_mean
+from gigagrad.images.pixels import (
+    LUMA_BT601,
+    ROWS_AT_ONCE,
+    Level,
+    Pixels,
+    choose_level,
+    grid_parts,
+    is_floating,
+    is_nodata,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from gigagrad.images.georeference import Georeference
 
-LUMA_BT601 = (0.299, 0.587, 0.114)
-"""Of red, green and blue in grey: ITU-R BT.601, which JPEG's luma follows, too."""
-_LUMA_ROWS = 64
-"""Converted at a time, so that next to no floats are held beside the pixels."""
-_LONGEST_AXIS = 2**31 - 1
-_LONGEST_QUOTATION = 300
-_MOST_CHANNELS = 2**16 - 1
+_NODATA_BLOCK_PX = 512
+"""Side of the blocks in which pixels are looked at for data."""
 _UM_SHOWN_IN_METRES = 1e4
-
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-Pixels: TypeAlias = "Array | torch.Tensor"
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """One resolution of an image: `shape` is `(height, width)` in pixels, `downsample` is relative to level 0."""
-
-    shape: tuple[int, int]
-    downsample: float
 
 
 class Image(ABC):
@@ -87,8 +78,8 @@ class Image(ABC):
         thread_bytes: int = 0,
         decode_seconds: float = 0.0,
     ) -> None:
-        """`mpp` and `georeference` are of level 0, `level` is the chosen one; `open_level(level=...)` opens a file
-        again, at any level."""
+        """Describe an image: `mpp` and `georeference` are of level 0, `level` is the chosen one;
+        `open_level(level=...)` opens a file again, at any level."""
         if min(shape) < 1:
             raise ImageError(f"{name} has no pixels: its shape (C, H, W) is {shape}; every axis must be at least 1")
         self.shape: Final = shape
@@ -113,17 +104,17 @@ class Image(ABC):
 
     @property
     def height(self) -> int:
-        """Rows of the chosen level, in pixels."""
+        """Return the rows of the chosen level, in pixels."""
         return self.shape[1]
 
     @property
     def width(self) -> int:
-        """Columns of the chosen level, in pixels."""
+        """Return the columns of the chosen level, in pixels."""
         return self.shape[2]
 
     @final
     def read(self, box: Box) -> Pixels:
-        """The pixels of exactly `box`, shape `(C, box.height, box.width)`, with `fill` outside the image.
+        """Read the pixels of exactly `box`, shape `(C, box.height, box.width)`, with `fill` outside the image.
 
         The result is the caller's own (writing to it changes nothing else) and may be a transposed view, so do not
         assume it contiguous. Safe to call from several threads at once.
@@ -149,16 +140,16 @@ class Image(ABC):
 
     @abstractmethod
     def _read_inside(self, box: Box) -> Pixels:
-        """Fresh pixels `(C, box.height, box.width)` of a non-empty box that lies inside the image; thread-safe."""
+        """Read fresh pixels `(C, box.height, box.width)` of a non-empty box that lies inside the image; thread-safe."""
 
     def _blank(self, height: int, width: int) -> Pixels:
-        """`(C, height, width)` pixels of fill, channels last in memory as files have them."""
+        """Make `(C, height, width)` pixels of fill, channels last in memory as files have them."""
         assert isinstance(self.dtype, np.dtype)
         return np.full((height, width, self.channels), self.fill, self.dtype).transpose(2, 0, 1)
 
     @final
     def at_level(self, level: int) -> Image:
-        """Another level of the same source, as a new image to close. Raises `ImageError` if there is no such level."""
+        """Open another level of the source, as a new image to close. Raises `ImageError` where there is none."""
         choose_level(self.levels, level, self.name)
         if self._open_level is None:
             raise ImageError(f"{self.name} has but one level; open its source with open_image(level=...)")
@@ -166,70 +157,75 @@ class Image(ABC):
 
     @final
     def grey(self) -> Image:
-        """This image in one channel: the luma of ITU-R BT.601 in this dtype, integers rounded; itself if it has one.
+        """View this image in one channel: the luma of ITU-R BT.601 in this dtype, integers rounded; itself if it has
+        one.
 
         For networks that grey their input anyway. JPEG tiles of a TIFF are decoded to the luma that they store, in half
         the time: within 2 of 255 that of their colours, except where these had to be cut to what RGB can show.
         Closing it leaves this image open. Raises `ImageError` if there are neither one nor three channels.
         """
-        from gigagrad.images.views import GreyImage
-
         if self.channels not in (1, 3):
             raise ImageError(f"{self.name} has {self.channels} channels; grey is made of three: red, green and blue")
         return self if self.channels == 1 else GreyImage(self)
 
     @final
     def bands(self, chosen: Sequence[int | str]) -> Image:
-        """These channels in this order: numbers, counted from 1 as GDAL counts bands, or names in any case.
+        """View these channels in this order: numbers, counted from 1 as GDAL counts bands, or names in any case.
 
         Closing it leaves this image open. Raises `ImageError` for a channel that there is not, or not only once.
         """
-        from gigagrad.images.views import BandsImage, band_number
-
         numbers = [band_number(self, band) for band in chosen]
         return self if numbers == list(range(1, self.channels + 1)) else BandsImage(self, numbers)
 
     @final
     def filled(self) -> Image:
-        """This image with 0 in the place of samples that hold no data, as networks want it; itself if all do.
+        """View this image with 0 in the place of samples that hold no data, as networks want it; itself if all do.
 
         `missing` still tells them. Closing it leaves this image open.
         """
-        from gigagrad.images.views import FilledImage
-
         return self if self.nodata is None else FilledImage(self)
 
     def missing(self, box: Box) -> NDArray[np.bool_] | None:
-        """Where no channel holds data, `(box.height, box.width)`; None if that is nowhere in `box`.
+        """Tell where no channel holds data, `(box.height, box.width)`; None if that is nowhere in `box`.
 
         Holds `missing_bytes` at most beside it.
         """
-        from gigagrad.images.nodata import missing_in
+        return None if self.nodata is None else self.missing_by(self.nodata, box)
 
-        return None if self.nodata is None else missing_in(self, self.nodata, box)
+    def missing_by(self, nodata: int | float, box: Box) -> NDArray[np.bool_] | None:
+        """Tell where all channels hold `nodata`; None if that is nowhere in `box`."""
+        empty = np.zeros(box.shape, bool)
+        for cell, to, _ in grid_parts(box, _NODATA_BLOCK_PX, _NODATA_BLOCK_PX):
+            pixels = np.asarray(self.read(box.intersect(cell)))
+            empty[to.y0 : to.y1, to.x0 : to.x1] = is_nodata(pixels, nodata).all(axis=0)
+        return empty if empty.any() else None
 
     @property
     def missing_bytes(self) -> int:
-        """What `missing` holds while it looks."""
-        from gigagrad.images.nodata import held_bytes
+        """Return the bytes that `missing` holds while it looks."""
+        return 0 if self.nodata is None else self.looking_bytes
 
-        return 0 if self.nodata is None else held_bytes(self)
+    @property
+    def looking_bytes(self) -> int:
+        """Return the bytes of a block, and of what is known of its samples while `missing_by` finds it out."""
+        assert isinstance(self.dtype, np.dtype), "tensors have data everywhere"
+        return self.channels * _NODATA_BLOCK_PX**2 * (self.dtype.itemsize + 3)
 
     def _read_channels(self, box: Box, channels: Sequence[int]) -> Pixels:
-        """Fresh pixels of channels, counted from 0, of a non-empty box that lies inside this image; thread-safe."""
+        """Read fresh pixels of channels, counted from 0, of a non-empty box inside this image; thread-safe."""
         return self._read_inside(box)[list(channels)]
 
     @property
     def _grey_seconds(self) -> float:
-        """About what one thread takes to decode all of it in grey."""
+        """Estimate the time that one thread takes to decode all of it in grey."""
         return self.decode_seconds
 
     def _read_grey(self, box: Box) -> Pixels:
-        """Fresh luma `(1, box.height, box.width)` of a non-empty box that lies inside this RGB image; thread-safe."""
+        """Read fresh luma `(1, box.height, box.width)` of a non-empty box inside this RGB image; thread-safe."""
         colours = self._read_inside(box)
         grey = self._blank(*box.shape)[:1]
-        for row in range(0, box.height, _LUMA_ROWS):
-            rows = slice(row, row + _LUMA_ROWS)
+        for row in range(0, box.height, ROWS_AT_ONCE):
+            rows = slice(row, row + ROWS_AT_ONCE)
             light: Any = sum(colours[channel, rows] * weight for channel, weight in enumerate(LUMA_BT601))
             grey[0, rows] = light if is_floating(self.dtype) else light.round()
         return grey
@@ -251,7 +247,7 @@ class Image(ABC):
         self.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copies and pickles of an image of a file open it again; others are copied with their pixels."""
+        """Reopen the file in copies and pickles of its image; others are copied with their pixels."""
         if self._open_level is None:
             return super().__reduce_ex__(protocol)
         self._require_open()
@@ -264,13 +260,13 @@ class Image(ABC):
         return f"<{type(self).__name__} {self.name}: {' x '.join(map(str, self.shape))} {self.dtype}, {scale}>"
 
     def _repr_html_(self) -> str:
-        from gigagrad.images.notebooks import image_html
+        from gigagrad.images.thumbnails import image_html
 
         return image_html(self)
 
 
 class View(Image):
-    """Another image as it is, but for what a subclass makes of its pixels. Closing it leaves `image` open."""
+    """A view of another image, but for what a subclass makes of its pixels. Closing it leaves `image` open."""
 
     def __init__(
         self,
@@ -296,8 +292,9 @@ class View(Image):
         super().__init__(shape=shape or image.shape, levels=levels or image.levels, **kept | changed)
 
     def _blank(self, height: int, width: int) -> Pixels:
-        # An array or a tensor, whichever the image gives.
-        return self._image._blank(height, width)
+        if self.dtype != self._image.dtype:
+            return super()._blank(height, width)
+        return self._image._blank(height, width)[: self.channels]  # an array or a tensor, as the image gives
 
 
 def _opened(open_level: Callable[..., Image | None], level: int) -> Image:
@@ -306,59 +303,73 @@ def _opened(open_level: Callable[..., Image | None], level: int) -> Image:
     return image
 
 
-def is_floating(dtype: np.dtype[Any] | torch.dtype) -> bool:
-    """Whether an image of this dtype holds floats."""
-    return dtype.kind == "f" if isinstance(dtype, np.dtype) else dtype.is_floating_point
+class _AskingView(View):
+    """A view that asks its image where there is no data, unless it has a value for that itself."""
+
+    def missing(self, box: Box) -> NDArray[np.bool_] | None:
+        return self._image.missing(box) if self.nodata is None else super().missing(box)
+
+    @property
+    def missing_bytes(self) -> int:
+        return self._image.missing_bytes if self.nodata is None else super().missing_bytes
 
 
-def as_slice(numbers: Sequence[int]) -> slice | list[int]:
-    """Numbers at equal distances as a slice, by which NumPy copies at once; others as they are."""
-    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    if not step or any(after - before != step for before, after in pairwise(numbers)):
-        return list(numbers)
-    stop = numbers[-1] + step
-    return slice(numbers[0], stop if stop >= 0 else None, step)
+class BandsImage(_AskingView):
+    """Some channels of an image. Use `Image.bands`."""
+
+    def __init__(self, image: Image, numbers: Sequence[int]) -> None:
+        self._channels = [number - 1 for number in numbers]
+        names = tuple(image.channel_names[channel] for channel in self._channels) if image.channel_names else ()
+        super().__init__(image, (len(numbers), *image.shape[1:]), channel_names=names)
+
+    def _read_inside(self, box: Box) -> Pixels:
+        self._image._require_open()
+        return self._image._read_channels(box, self._channels)
+
+    def _blank(self, height: int, width: int) -> Pixels:
+        return self._image._blank(height, width)[self._channels]
 
 
-def check_size(shape: Sequence[int], name: str) -> None:
-    """Raises `ImageError` for a `(C, H, W)` that no file holds; what a file declares has not been paid for."""
-    if min(shape) < 1 or shape[0] > _MOST_CHANNELS or max(shape) > _LONGEST_AXIS:
-        raise ImageError(
-            f"{name} declares {' x '.join(map(str, shape))} (C x H x W); expected 1 to {_MOST_CHANNELS} channels and "
-            f"1 to {_LONGEST_AXIS} px along each axis; the file is corrupt"
-        )
+class GreyImage(_AskingView):
+    """The luma of an RGB image. Use `Image.grey`."""
+
+    def __init__(self, image: Image) -> None:
+        shape, seconds = (1, *image.shape[1:]), image._grey_seconds
+        super().__init__(image, shape, nodata=None, channel_names=(), decode_seconds=seconds)
+
+    def _read_inside(self, box: Box) -> Pixels:
+        self._image._require_open()
+        return self._image._read_grey(box)
 
 
-def fill_of(dtype: np.dtype[Any], channels: int, *, says_colour: bool = False) -> int:
-    """What lies outside: white (the dtype's largest value) for a colour slide, 0 for a mask or anything else.
+class FilledImage(_AskingView):
+    """An image with 0 where there is no data. Use `Image.filled`."""
 
-    A colour slide has unsigned integers and either three channels of uint8 or a file that calls itself colour.
-    """
-    colour = says_colour or (channels == 3 and dtype == np.uint8)
-    return int(np.iinfo(dtype).max) if colour and dtype.kind == "u" else 0
+    def __init__(self, image: Image) -> None:
+        super().__init__(image, nodata=None)
 
-
-@contextmanager
-def in_our_words(problem: str, remedy: str = "the file is truncated or corrupt") -> Iterator[None]:
-    """What a library raises at a damaged file, whatever its class, as an `ImageError` of one line."""
-    try:
-        yield
-    except ImageError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split())[:_LONGEST_QUOTATION] or type(error).__name__
-        raise ImageError(f"{problem}: {said}; {remedy}") from error
+    def _read_inside(self, box: Box) -> Pixels:
+        nodata, pixels = self._image.nodata, np.asarray(self._image.read(box))
+        assert nodata is not None
+        for row in range(0, box.height, ROWS_AT_ONCE):
+            rows = pixels[:, row : row + ROWS_AT_ONCE]
+            rows[is_nodata(rows, nodata)] = 0
+        return pixels
 
 
-def choose_level(levels: tuple[Level, ...], level: int, name: str) -> Level:
-    """The level a caller asked for. Raises `ImageError` with the list of levels there are."""
-    if 0 <= level < len(levels):
-        return levels[level]
-    have = ", ".join(f"{index} ({entry.shape[0]} x {entry.shape[1]})" for index, entry in enumerate(levels))
-    raise ImageError(f"{name} has no level {level}; choose one of: {have}")
-
-
-def levels_of(shapes: list[tuple[int, int]]) -> tuple[Level, ...]:
-    """Levels from their `(height, width)`, level 0 first; downsample is the mean of both axes, as in OpenSlide."""
-    height, width = shapes[0]
-    return tuple(Level((h, w), (height / h + width / w) / 2) for h, w in shapes)
+def band_number(image: Image, band: int | str) -> int:
+    """Find the number, from 1, of a channel that is given by it or by name (488 may be one). Raises `ImageError`."""
+    names = image.channel_names
+    if isinstance(band, int) and 1 <= band <= image.channels:
+        return band
+    exact = [number for number, name in enumerate(names, 1) if name == str(band)]
+    numbers = exact or [number for number, name in enumerate(names, 1) if name.casefold() == str(band).casefold()]
+    if len(numbers) == 1:
+        return numbers[0]
+    if numbers:
+        raise ImageError(f"{image.name} has {len(numbers)} bands {band}; choose one by its number: {numbers}")
+    if isinstance(band, int):
+        raise ImageError(f"{image.name} has no band {band}; choose from 1 to {image.channels}")
+    named = list(filter(None, names))
+    known = f"it has {', '.join(named[:20])} and the numbers" if named else "its bands have no names, but numbers from"
+    raise ImageError(f"{image.name} has no band {band!r}{did_you_mean(band, named)}; {known} 1 to {image.channels}")

@@ -1,4 +1,4 @@
-"""How an image is laid out in a file: tiles, levels, and whether its channels lie together or apart.
+"""Lay out an image in a file: tiles, levels, and whether its channels lie together or apart.
 
 Three channels of integers without names are colours and lie together, as every program expects; all others are planes
 of their own, so that a reader of one class decodes no other and a tile of hundreds of channels is never held.
@@ -15,8 +15,7 @@ import numpy as np
 
 from gigagrad.errors import WriteError
 from gigagrad.images.georeference import GDAL_NODATA
-from gigagrad.images.image import Array
-from gigagrad.images.nodata import is_nodata, parse_nodata
+from gigagrad.images.pixels import Array, is_nodata, parse_nodata
 
 TILE: Final = 512
 ENCODERS: Final = 2  # threads; zlib, JPEG and Blosc release the GIL
@@ -24,14 +23,13 @@ IN_FLIGHT: Final = 8  # tiles; bounds the compressed bytes that wait for their t
 
 
 def plain_stem(name: str) -> str:
-    """A file's stem without what would choose the format of a file that is called by it and a suffix."""
+    """Return a file's stem without what would choose the format of a file that is called by it and a suffix."""
     return name.removesuffix(".ome").removesuffix(".cog") or name
 
 
 @dataclass(frozen=True, slots=True)
 class MaskClass:
-    """A class of a mask, or the channel of its probability: its id (0 is the background), its name, and its colour as
-    8-bit red, green, blue."""
+    """A class of a mask, or a channel of probabilities: id (0: background), name, and 8-bit red, green and blue."""
 
     id: int
     name: str
@@ -40,7 +38,7 @@ class MaskClass:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What `write_pyramid` was asked for, see there. `levels` are `(height, width)` of each, level 0 first."""
+    """The layout that `write_pyramid` was asked for. `levels` are `(height, width)` of each, level 0 first."""
 
     path: Path
     shape: tuple[int, int, int]
@@ -61,21 +59,21 @@ class Layout:
 
     @property
     def planes(self) -> int:
-        """How many planes there are, each of one channel or of three colours."""
+        """Return how many planes there are, each of one channel or of three colours."""
         return 1 if self.colour else self.shape[2]
 
     @property
     def nodata(self) -> int | float | None:
-        """The value of samples without data, as `tags` say it to GDAL."""
+        """Return the value of samples without data, as `tags` say it to GDAL."""
         _, text = self.tags.get(GDAL_NODATA, ("s", b""))
         return parse_nodata(bytes(text).decode("ascii", "replace"), self.dtype)
 
     def plane(self, pixels: Array, index: int) -> Array:
-        """Of `(h, w, C)` pixels those of one plane, `(h, w)` or `(h, w, 3)`, a view."""
+        """Return the pixels of one plane of `(h, w, C)`, `(h, w)` or `(h, w, 3)`, a view."""
         return pixels if self.colour else pixels[..., index]
 
     def check(self) -> None:
-        """Raises `WriteError` for what cannot be written."""
+        """Raise `WriteError` for what cannot be written."""
         if min(self.shape) < 1:
             raise WriteError(f"cannot write {self.path}: got shape (H, W, C) {self.shape}, expected each at least 1")
         if self.tile < 16 or self.tile % 16:
@@ -88,7 +86,8 @@ class Layout:
             raise WriteError(f"cannot write {self.path}: {len(self.channels)} names for {self.shape[2]} channels")
 
     def bands(self, rows: Iterable[Array]) -> Iterator[tuple[int, Array]]:
-        """Each level's bands of rows `(h, W, C)`, as high as a tile (the last may be lower), from strips of any height.
+        """Yield each level's bands of rows `(h, W, C)`, as high as a tile (the last may be lower), from strips of any
+        height.
 
         A band is valid until the next one is asked for. Raises `WriteError` where the strips are not as promised;
         their producer's errors come as `SourceError`.
@@ -120,7 +119,7 @@ class Layout:
         return np.ascontiguousarray(strip)
 
     def _halved(self, pixels: Array) -> Array:
-        """The next lower level of `(h, w, C)` pixels, `(h // 2, w // 2, C)`; an odd last row or column is left out."""
+        """Halve `(h, w, C)` pixels to the next lower level; an odd last row or column is left out."""
         height, width = pixels.shape[0] // 2, pixels.shape[1] // 2
         pixels = pixels[: 2 * height, : 2 * width]
         if self.nearest or not pixels.size:
@@ -139,7 +138,7 @@ class Layout:
 
 
 def _means_of_data(pixels: Array, nodata: int | float, wide: np.dtype[Any]) -> Array:
-    """Of each 2 x 2 of `(2h, 2w)` pixels the mean of those that hold data, `nodata` where none does, as GDAL has it."""
+    """Average, of each 2 x 2 of `(2h, 2w)` pixels, those that hold data, `nodata` where none does, as GDAL has it."""
     total = np.zeros((len(pixels) // 2, pixels.shape[1] // 2), wide)
     count = np.zeros(total.shape, np.uint8)
     for quarter in (pixels[y::2, x::2] for y in (0, 1) for x in (0, 1)):
@@ -152,14 +151,14 @@ def _means_of_data(pixels: Array, nodata: int | float, wide: np.dtype[Any]) -> A
 
 
 class SourceError(Exception):
-    """Carries an error of the strips' producer past the handler for errors of the output file."""
+    """Carry an error of the strips' producer past the handler for errors of the output file."""
 
     def __init__(self, original: Exception) -> None:
         self.original = original
 
 
 class _Stack:
-    """Collects strips of any height into bands of exactly one tile's height (the last may be lower)."""
+    """Collect strips of any height into bands of exactly one tile's height (the last may be lower)."""
 
     def __init__(self, shape: tuple[int, int], layout: Layout) -> None:
         self.missing_rows = shape[0]
@@ -168,7 +167,7 @@ class _Stack:
         self._held_rows = 0
 
     def push(self, strip: Array) -> Iterator[Array]:
-        """The bands that `strip` `(h, W, C)` completes; valid only until the next push."""
+        """Yield the bands that `strip` `(h, W, C)` completes; valid only until the next push."""
         while len(strip):
             wanted = min(self._layout.tile - self._held_rows, self.missing_rows)
             part, strip = strip[:wanted], strip[wanted:]

@@ -1,4 +1,4 @@
-"""`open_image`: one way in for everything that holds pixels."""
+"""Open everything that holds pixels, by `open_image`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from gigagrad.errors import ImageError
-from gigagrad.images.arrays import ArrayImage, TensorImage
-from gigagrad.images.image import Array, Image, choose_level
+from gigagrad.images.image import Image
 from gigagrad.images.openslide import open_openslide
 from gigagrad.images.pictures import is_picture, open_picture
+from gigagrad.images.pixels import Array, choose_level
 from gigagrad.images.resolution import choose_mpp
-from gigagrad.images.stacked import Stacked
 from gigagrad.images.tiff import open_tiff
+from gigagrad.images.views import ArrayImage, Stacked, TensorImage
 from gigagrad.images.zarr import from_array, is_zarr, open_zarr
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def open_image(source: Source | Sequence[Source], *, level: int = 0, mpp: float 
 
 
 def open_ids(source: Source) -> Image:
-    """`open_image` of class ids: a picture with a palette is its indices, whatever their colours."""
+    """Open class ids: a picture with a palette is its indices, whatever their colours."""
     return _open_path(Path(source), 0, None, ids=True) if isinstance(source, str | Path) else open_image(source)
 
 
@@ -110,12 +110,12 @@ def _open_path(path: Path, level: int, mpp: float | None, *, ids: bool = False) 
 
 
 def dicom_instances(folder: Path) -> list[Path]:
-    """The DICOM files in a folder, which together are one slide."""
+    """List the DICOM files in a folder, which together are one slide."""
     return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".dcm")
 
 
 def _open_array(source: object, level: int, mpp: float | None) -> Image:
-    """Arrays are known by their class, and nobody has a tensor or a zarr.Array without having imported its package."""
+    """Open an array, known by its class: nobody has a tensor or a zarr.Array without having imported its package."""
     image: Image
     torch, zarr = sys.modules.get("torch"), sys.modules.get("zarr")
     if zarr is not None and isinstance(source, zarr.Array):

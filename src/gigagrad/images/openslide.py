@@ -1,4 +1,4 @@
-"""Every format OpenSlide knows and no fast path covers: MIRAX, Hamamatsu, Leica, Ventana, Philips, Zeiss, DICOM."""
+"""Read what OpenSlide knows and no fast path covers: MIRAX, Hamamatsu, Leica, Ventana, Philips, Zeiss, DICOM."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any
 import numpy as np
 
 from gigagrad.boxes import Box
-from gigagrad.images.image import Array, Image, Level, check_size, choose_level, in_our_words
+from gigagrad.images.image import Image
+from gigagrad.images.pixels import Array, Level, check_size, choose_level, grid_parts, in_our_words
 from gigagrad.images.resolution import choose_mpp, number
-from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, grid_parts
+from gigagrad.images.tile_cache import CACHE_BYTES, TileCache
 from gigagrad.threads import side_by_side
 
 _WHITE = 255
 _BLOCK = 512
 _COPIES = 3
 _PX_PER_SECOND = 50e6
-"""About what one thread reads; measured on tiles of JPEG."""
+"""The rate at which one thread reads; measured on tiles of JPEG."""
 
 
 class OpenSlideImage(Image):
-    """One level of a slide read by OpenSlide, `(3, H, W)` uint8, transparent pixels over white. Use `open_openslide`.
+    """A level of a slide read by OpenSlide, `(3, H, W)` uint8, transparent pixels over white. Use `open_openslide`.
 
     OpenSlide addresses lower levels in level-0 pixels, and where the downsample is not a whole number it resamples
     them by a fraction that depends on where the read began. So that a pixel does not depend on the box it was read
@@ -80,7 +81,7 @@ class OpenSlideImage(Image):
         return pixels_HWC.transpose(2, 0, 1)
 
     def _region(self, box: Box) -> Array:
-        """`(h, w, 3)` straight from OpenSlide."""
+        """Read `(h, w, 3)` straight from OpenSlide."""
         corner = (round(box.x0 * self._downsample), round(box.y0 * self._downsample))
         with in_our_words(f"cannot read {box} of {self._path}", "the file is corrupt there, copy or download it again"):
             rgba = np.asarray(self._slide.read_region(corner, self._level, (box.width, box.height)))
@@ -95,21 +96,21 @@ class OpenSlideImage(Image):
 
 
 def _bounds(slide: Any, level: Level) -> Box | None:
-    """What was scanned, None where that is the whole of level 0."""
+    """Return what was scanned, None where that is the whole of level 0."""
     import openslide
 
     names = (openslide.PROPERTY_NAME_BOUNDS_Y, openslide.PROPERTY_NAME_BOUNDS_X)
     sizes = (openslide.PROPERTY_NAME_BOUNDS_HEIGHT, openslide.PROPERTY_NAME_BOUNDS_WIDTH)
-    found = [slide.properties.get(name, "") for name in (*names, *sizes)]
-    if not all(text.isdecimal() for text in found):
+    edges = [slide.properties.get(name, "") for name in (*names, *sizes)]
+    if not all(text.isdecimal() for text in edges):
         return None
-    y, x, height, width = map(int, found)
+    y, x, height, width = map(int, edges)
     box = Box(y, x, y + height, x + width).clamp(*level.shape)
     return None if box.empty or box == Box.whole(*level.shape) else box
 
 
 def open_openslide(path: Path, *, level: int = 0, mpp: float | None = None) -> OpenSlideImage | None:
-    """One level of a slide through OpenSlide; None if OpenSlide does not know the format.
+    """Open one level of a slide through OpenSlide; None if OpenSlide does not know the format.
 
     Raises `ImageError` for a file of a known format that is damaged, and for a level that is not there.
     """

@@ -1,4 +1,4 @@
-"""PNG and JPEG files through Pillow. They can only be decoded whole, so they are for small images."""
+"""Read PNG and JPEG files through Pillow. They can only be decoded whole, so they are for small images."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gigagrad.errors import ImageError
-from gigagrad.images.arrays import ArrayImage
 from gigagrad.images.georeference import world_file
-from gigagrad.images.image import Array, in_our_words
-from gigagrad.images.png_check import check_png, png_size
+from gigagrad.images.pixels import Array, in_our_words
 from gigagrad.images.resolution import choose_mpp
-from gigagrad.images.stream_check import Jpeg
+from gigagrad.images.stream_check import Jpeg, check_png, png_size
+from gigagrad.images.views import ArrayImage
 from gigagrad.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,13 +29,13 @@ _MOST_PX_PER_JPEG_BYTE = 8 * 64
 
 
 def is_picture(head: bytes) -> bool:
-    """Whether a file that begins with `head` is a PNG or a JPEG."""
+    """Return whether a file that begins with `head` is a PNG or a JPEG."""
     return head.startswith((_PNG, _JPEG))
 
 
 def open_picture(path: Path, *, mpp: float | None = None, ids: bool = False) -> ArrayImage:
-    """A PNG or JPEG as an image: grey ones have 1 channel, all others 3 (transparency over white); of `ids` one with a
-    palette has 1, its indices. `mpp` is over what a world file says.
+    """Open a PNG or JPEG as an image: grey ones have 1 channel, all others 3 (transparency over white); of `ids` one
+    with a palette has 1, its indices. `mpp` is over what a world file says.
 
     Raises `ImageError` for a damaged file, for one that ends before its pixels and for one of more than 67 Mpx.
     """
@@ -96,13 +95,13 @@ def _decoded(data: bytes) -> PIL.Image.Image:
 
 
 def _stored(picture: PIL.Image.Image) -> Array:
-    """`(H, W, C)`, in the colours of the file."""
+    """Return `(H, W, C)`, in the colours of the file."""
     pixels = np.asarray(picture)
     return pixels.reshape(*pixels.shape[:2], -1)
 
 
 def _colours(picture: PIL.Image.Image) -> Array:
-    """`(C, H, W)`, grey or RGB."""
+    """Return `(C, H, W)`, grey or RGB."""
     if picture.mode in ("1", "L", "I;16", "I", "F"):
         grey = picture.convert("L") if picture.mode == "1" else picture
         return np.array(grey)[None]

@@ -1,4 +1,4 @@
-"""Micrometres per pixel: where they come from and which of them to believe.
+"""Find micrometres per pixel: where they come from and which of them to believe.
 
 Precedence: the caller's argument, then what the file says, then 10 / objective power (with a warning), then unknown.
 Files without a real resolution often claim one all the same (1 dot per inch is 25 400 um/px), so only values between
@@ -21,7 +21,7 @@ SMALLEST_MPP = 0.05
 LARGEST_MPP = 20.0
 
 _NEAR = 1.5
-"""Between two levels a factor of two apart, the nearer one is at most the square root of two away."""
+"""The factor within which a level is near: of two a factor of two apart, one is at most the square root of two away."""
 
 _UNITS_OF_UM = {
     1e-6: ("pm", "picometer"),
@@ -48,14 +48,14 @@ def plausible(mpp: float | None) -> bool:
 
 
 def micrometres(value: float | None, unit: str) -> float | None:
-    """A length in `unit` as micrometres; None for a missing value or a unit that is no length (`pixel`, say)."""
+    """Convert a length to micrometres; None for a missing value or a unit that is no length (`pixel`, say)."""
     unit = unit.strip()
     factor = None if unit == "Mm" else _UM_PER_UNIT.get(unit.lower())  # megametres, in OME-XML
     return None if value is None or factor is None else value * factor
 
 
 def number(text: object) -> float | None:
-    """The first number in a metadata field, None if there is none. A decimal comma counts as a point."""
+    """Return the first number in a metadata field, None if there is none. A decimal comma counts as a point."""
     match = re.search(r"[-+]?\d+(?:[.,]\d*)?(?:[eE][-+]?\d+)?|[-+]?[.,]\d+", str(text))
     return float(match.group().replace(",", ".")) if match else None
 
@@ -68,7 +68,7 @@ def choose_mpp(
     *,
     georeference: Georeference | None = None,
 ) -> float | None:
-    """Level 0's micrometres per pixel by the precedence above, None if nothing credible is known.
+    """Choose level 0's micrometres per pixel by the precedence above, None if nothing credible is known.
 
     `claims` are what the file says, the most trusted first; they do not count beside a `georeference`. Raises
     `ImageError` for an impossible `given`.
@@ -98,14 +98,14 @@ def choose_mpp(
 
 
 def require_mpp(image: Image) -> float:
-    """The image's micrometres per pixel. Raises `ImageError` naming `--mpp` where they are unknown."""
+    """Return the image's micrometres per pixel. Raises `ImageError` naming `--mpp` where they are unknown."""
     if image.mpp is None:
         raise ImageError(f"{image.name} has no micrometres per pixel (mpp) in its metadata; give them with --mpp")
     return image.mpp
 
 
 def level_near(slide: Image, target_mpp: float) -> int:
-    """The level whose micrometres per pixel come nearest to `target_mpp`, by ratio. `slide` is open at level 0.
+    """Return the level whose micrometres per pixel come nearest to `target_mpp`, by ratio. `slide` is open at level 0.
 
     Raises `ImageError` where the slide's resolution is unknown, and where no level is within a factor of 1.5.
     """

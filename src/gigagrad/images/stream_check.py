@@ -1,4 +1,4 @@
-"""Is a compressed tile whole? Decoders of JPEG and JPEG 2000 answer "yes" too easily.
+"""Check that a compressed tile is whole: decoders of JPEG and JPEG 2000 say so too easily.
 
 They paint over what they cannot decode, and their warnings do not reach Python. These checks walk a stream's markers
 (ITU-T T.81 annex B, T.800 annex A) and look for byte pairs that its entropy coding cannot produce. A tile that was cut
@@ -9,15 +9,15 @@ that happens to form no marker (a flipped bit, zeros in the middle) is not: thes
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import mul
 
-from gigagrad.images.image import LUMA_BT601, Array
-from gigagrad.images.png_check import png_size
+from gigagrad.images.pixels import LUMA_BT601, Array
 
 JPEG_COMPRESSIONS = frozenset({6, 7, 34892, 33007})
 JPEG_2000_COMPRESSIONS = frozenset({33003, 33004, 33005, 34712})
@@ -26,7 +26,8 @@ _WEBP_COMPRESSIONS = frozenset({34927, 50001})
 
 
 def check_stream(data: bytes, compression: int, *, whole: tuple[int, int], inside: tuple[int, int]) -> Jpeg | None:
-    """The stream, if it is a JPEG. Raises `ValueError` for one that is not sound or of another size than its tile.
+    """Return the stream, if it is a JPEG. Raises `ValueError` for one that is not sound or of another size than its
+    tile.
 
     `compression` is the TIFF tag's value. A tile is `whole` in `(height, width)`, and `inside` of it lies in the image;
     streams have the one or the other. Decoders take as much memory as a stream asks for, so this comes first.
@@ -45,7 +46,7 @@ def check_stream(data: bytes, compression: int, *, whole: tuple[int, int], insid
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """`(height, width)` of the canvas (VP8X), a lossless stream (VP8L) or a lossy one; (0, 0) of anything else."""
+    """Return `(height, width)` of a canvas (VP8X), a lossless stream (VP8L) or a lossy one; else (0, 0)."""
     kind, body = data[12:16], data[20:30]
     if kind == b"VP8X":
         return int.from_bytes(body[7:10], "little") + 1, int.from_bytes(body[4:7], "little") + 1
@@ -112,7 +113,7 @@ class Jpeg:
         return cls(data, data[at + 4], height, width, ends, restarts)
 
     def check_ends(self, pixels_HWC: Array, decode: Callable[[bytes], Array]) -> None:
-        """Raises `ValueError` with the row where the stream has no more data for its pixels.
+        """Raise `ValueError` with the row where the stream has no more data for its pixels.
 
         A decoder fills what is missing with mid-grey and says nothing. So where the last pixel is mid-grey (or there
         are several scans, of which the last may refine what is there), the stream is decoded once more with a few bytes
@@ -139,7 +140,7 @@ class Jpeg:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What there is before the scans of a JPEG: the same in all tiles of a file."""
+    """The part before the scans of a JPEG: the same in all tiles of a file."""
 
     frames: tuple[tuple[int, int], ...] = ()
     restarts: bool = False
@@ -148,15 +149,15 @@ class _Head:
     @staticmethod
     @lru_cache(maxsize=64)
     def of(head: bytes) -> _Head:
-        """The markers in `head`; none where they do not lead to its end."""
-        found = list[tuple[int, int]]()
+        """Find the markers in `head`; none where they do not lead to its end."""
+        markers = list[tuple[int, int]]()
         with suppress(ValueError):
-            found.extend(_jpeg_segments(head, len(_JPEG_START)))
-        marker, at = found[-1] if found else (_JPEG_END, 0)
+            markers.extend(_jpeg_segments(head, len(_JPEG_START)))
+        marker, at = markers[-1] if markers else (_JPEG_END, 0)
         if marker == _JPEG_END or _end_of_segment(head, at) != len(head):
             return _Head()
-        frames = tuple((marker, at) for marker, at in found if marker in _JPEG_FRAMES)
-        return _Head(frames, any(marker == _JPEG_RESTARTS for marker, _ in found), len(head))
+        frames = tuple((marker, at) for marker, at in markers if marker in _JPEG_FRAMES)
+        return _Head(frames, any(marker == _JPEG_RESTARTS for marker, _ in markers), len(head))
 
 
 def _end_of_segment(data: bytes, at: int) -> int:
@@ -164,7 +165,7 @@ def _end_of_segment(data: bytes, at: int) -> int:
 
 
 def _jpeg_segments(data: bytes, at: int) -> Iterator[tuple[int, int]]:
-    """Every marker from there on and where it stands, up to the end of the image."""
+    """Yield every marker from there on and where it stands, up to the end of the image."""
     while at + 2 <= len(data):
         marker = data[at + 1]
         if data[at] != 0xFF or (marker not in _JPEG_WITH_LENGTH and marker not in (0xFF, _JPEG_END)):
@@ -177,8 +178,8 @@ def _jpeg_segments(data: bytes, at: int) -> Iterator[tuple[int, int]]:
             return
         at = _end_of_segment(data, at)
         if marker == _JPEG_SCAN:
-            found = _JPEG_NEXT_MARKER.search(data, at)
-            at = found.start() if found else len(data)
+            following = _JPEG_NEXT_MARKER.search(data, at)
+            at = following.start() if following else len(data)
     raise ValueError(_CUT_OFF)
 
 
@@ -189,7 +190,7 @@ _J2K_STRAY = re.compile(rb"\xff[\x90\x93-\xff]")
 
 
 def check_jpeg_2000(data: bytes) -> tuple[int, int]:
-    """`(height, width)` of a codestream, bare or inside a JP2 file. Raises `ValueError` for one that is not sound."""
+    """Return `(height, width)` of a codestream, bare or in a JP2 file. Raises `ValueError` for an unsound one."""
     start = data.find(_J2K_START) if data.startswith(_J2K_FILE) else 0
     if start < 0 or not data.startswith(_J2K_START, start):
         raise ValueError("it does not begin like a JPEG 2000")
@@ -218,3 +219,76 @@ def check_jpeg_2000(data: bytes) -> tuple[int, int]:
             part_end = at + length if length else data.rfind(_J2K_END)
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     raise ValueError(_CUT_OFF)
+
+
+# A PNG (W3C PNG, sections 5 and 10) has a checksum for every byte: what passes here is as it was written. Pillow leaves
+# rows black where the stream ends early, so one pass of inflation, which keeps nothing, counts what is there.
+_SIGNATURE_BYTES = 8
+_SAMPLES_OF_COLOUR = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+_BITS = (1, 2, 4, 8, 16)
+# First row and column, and the steps between rows and between columns, of the passes.
+_WHOLE = ((0, 0, (1, 1)),)
+_ADAM7 = (
+    *((0, 0, (8, 8)), (0, 4, (8, 8)), (4, 0, (8, 4)), (0, 2, (4, 4)), (2, 0, (4, 2)), (0, 1, (2, 2)), (1, 0, (2, 1))),
+)
+_INFLATED_AT_ONCE = 2**20
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    """Return `(height, width)` as the header says."""
+    return int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big")
+
+
+def check_png(data: bytes) -> None:
+    """Raise `ValueError` for a PNG with a damaged chunk, and for one that ends before its pixels: with the row."""
+    chunks = list(_chunks(data))
+    if not chunks or chunks[0][0] != b"IHDR" or len(chunks[0][1]) != 13:
+        raise ValueError("it does not begin with a header")
+    height, width = png_size(data)
+    bits, colour, interlaced = data[24], data[25], data[28]
+    if bits not in _BITS or colour not in _SAMPLES_OF_COLOUR or interlaced > 1:
+        raise ValueError(f"its header is damaged ({bits} bits, colour {colour}, interlace {interlaced})")
+    pixel_bits = _SAMPLES_OF_COLOUR[colour] * bits
+    sizes = [_pass_bytes(height - y, width - x, step, pixel_bits) for y, x, step in (_ADAM7 if interlaced else _WHOLE)]
+    expected = sum(sizes)
+    got = _inflated_bytes([bytes(body) for kind, body in chunks if kind == b"IDAT"], expected)
+    if got < expected:
+        passes = sum(end <= got for end in accumulate(sizes))
+        place = f"in pass {passes + 1} of 7" if interlaced else f"at row {got * height // expected} of {height}"
+        raise ValueError(f"it ends before its pixels, {place}")
+
+
+def _pass_bytes(height: int, width: int, step: tuple[int, int], pixel_bits: int) -> int:
+    """Count the bytes of every `step`th row and column, each row with a byte that says how it was filtered."""
+    rows, columns = (max(0, -(-size // every)) for size, every in zip((height, width), step, strict=True))
+    return rows * (1 + -(-columns * pixel_bits // 8)) if columns else 0
+
+
+def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield kind and content of every chunk up to the end of the picture."""
+    view, at = memoryview(data), _SIGNATURE_BYTES
+    while at + 12 <= len(data):
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        end = at + 12 + length
+        if end > len(data):
+            break
+        if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(data[end - 4 : end], "big"):
+            raise ValueError(f"the checksum of its chunk {kind!r} at byte {at} is wrong")
+        yield kind, view[at + 8 : end - 4]
+        if kind == b"IEND":
+            return
+        at = end
+    raise ValueError(f"it is cut off at byte {len(data)}")
+
+
+def _inflated_bytes(parts: list[bytes], enough: int) -> int:
+    """Count the bytes that a zlib stream holds; no more than about `enough` are counted, and none is kept."""
+    stream, got = zlib.decompressobj(), 0
+    try:
+        for part in parts:
+            while part and got < enough and not stream.eof:
+                got += len(stream.decompress(part, _INFLATED_AT_ONCE))
+                part = stream.unconsumed_tail
+    except zlib.error as error:
+        raise ValueError(f"its pixels are damaged after {got} of {enough} bytes ({error})") from error
+    return got

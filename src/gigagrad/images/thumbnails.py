@@ -1,25 +1,33 @@
-"""Small pictures of large images, without ever holding the large one."""
+"""Make small pictures of large images, without ever holding the large one, and show them in notebooks."""
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gigagrad.boxes import Box, spread, tiles
 from gigagrad.errors import ImageError
-from gigagrad.images.image import Array, Image
-from gigagrad.images.nodata import is_nodata
+from gigagrad.images.pixels import Array, is_nodata
+
+if TYPE_CHECKING:
+    from gigagrad.images.image import Image
 
 _BLOCK = 1024
 _SAMPLES, _SAMPLE_PX = 8, 32
 """Boxes of samples along each axis, and their sides."""
+_NOTEBOOK_SIDE_PX = 320
+_MOST_PIXELS = 2**24
+"""The most pixels of the level that a notebook's picture is made from; a larger one would be read for seconds."""
 
 
 def thumbnail(image: Image, max_side: int) -> Array:
-    """The image at most `max_side` px high and wide, by averaging areas: `(h, w, C)` uint8; never enlarged.
+    """Shrink the image to at most `max_side` px high and wide, by averaging areas: `(h, w, C)` uint8; never enlarged.
 
     Takes the smallest level that is still large enough (but none above the image's own), and reads it in blocks of
     about 1024 x 1024 px. Integers other than uint8 are scaled from their dtype's range, floats are taken to be 0 to 1;
@@ -35,7 +43,7 @@ def thumbnail(image: Image, max_side: int) -> Array:
 
 @contextmanager
 def _coarse(image: Image, side: int) -> Iterator[Image]:
-    """The smallest level, `image` or below it, that is still `side` px high or wide."""
+    """Open the smallest level, `image` or below it, that is still `side` px high or wide."""
     here = next(index for index, level in enumerate(image.levels) if level.shape == image.shape[1:])
     enough = [index for index, level in enumerate(image.levels) if index >= here and max(level.shape) >= side]
     if enough and enough[-1] != here:
@@ -68,7 +76,7 @@ def _averaged(image: Image, max_side: int) -> Array:
 
 
 def samples(image: Image) -> list[Array]:
-    """Of each channel some 65,000 values, from all over the smallest level of 256 px or more; none of no data."""
+    """Sample some 65,000 values of each channel, all over the smallest level of 256 px or more; none of no data."""
     with _coarse(image, _SAMPLES * _SAMPLE_PX) as coarse:
         read = []
         for box in spread(coarse.height, coarse.width, _SAMPLES, _SAMPLE_PX):
@@ -80,13 +88,12 @@ def samples(image: Image) -> list[Array]:
 
 
 def full_range(dtype: np.dtype[Any]) -> tuple[float, float]:
-    """Intensities 0 and 1 where nothing else is known: 0 and the largest integer, or 1 for floats."""
+    """Return intensities 0 and 1 where nothing else is known: 0 and the largest integer, or 1 for floats."""
     return 0.0, float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0
 
 
 def range_shown(values: Array, dtype: np.dtype[Any]) -> tuple[float, float]:
-    """`full_range` for an image of such values; where they vary within a quarter of it or beyond it, from their 2nd
-    percentile to their 98th."""
+    """Return `full_range`; where values vary within a quarter of it or beyond it, their 2nd and 98th percentile."""
     low, high = full_range(dtype)
     darkest, brightest = (float(value) for value in np.percentile(values, (2, 98))) if values.size else (low, high)
     if darkest < brightest and (darkest < low or not high / 4 < brightest <= high):
@@ -98,3 +105,28 @@ def _as_bytes(means_HWC: Array, dtype: np.dtype[Any]) -> Array:
     means_HWC = np.nan_to_num(means_HWC, copy=False)
     low, high = range_shown(means_HWC, dtype)
     return np.clip(np.rint((means_HWC - low) * (255 / (high - low))), 0, 255).astype(np.uint8)
+
+
+def image_html(image: Image) -> str:
+    """Return the image's text, and a thumbnail unless it is closed, unreadable or without a small level."""
+    text = f"<div><code>{html.escape(repr(image))}</code></div>"
+    smallest = min((height * width for height, width in (level.shape for level in image.levels)), default=0)
+    if min(smallest, image.height * image.width) > _MOST_PIXELS:
+        return text
+    try:
+        data = base64.b64encode(_png(thumbnail(image, _NOTEBOOK_SIDE_PX))).decode()
+    except ImageError:
+        return text
+    return f'{text}<img alt="{html.escape(image.name)}" src="data:image/png;base64,{data}">'
+
+
+def _png(pixels_HWC: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bytes:
+    """Encode the first three channels, else the first in grey; a mask of few values is stretched to be seen."""
+    from PIL import Image as Pictures
+
+    shown = pixels_HWC[..., :3] if pixels_HWC.shape[2] >= 3 else pixels_HWC[..., 0]
+    if shown.ndim == 2 and 0 < int(shown.max()) < 32:
+        shown = (shown.astype(np.uint16) * 255 // int(shown.max())).astype(np.uint8)
+    out = io.BytesIO()
+    Pictures.fromarray(np.ascontiguousarray(shown)).save(out, "PNG")
+    return out.getvalue()

@@ -1,18 +1,21 @@
-"""The fast path for TIFF and SVS: raw tiles by position, decoded by imagecodecs, several times OpenSlide's speed.
+"""Read TIFF and SVS by a fast path: raw tiles by position, decoded by imagecodecs, several times OpenSlide's speed.
 
 Reads tiled and striped files, pyramids as further pages or as SubIFDs, OME-TIFF, RGB, YCbCr (as JPEG) and greyscale,
-any integer or float dtype. Tiles are read by position, so any number of threads may read at once.
+any integer or float dtype. tifffile parses the directories and supplies the decoders; what is kept of it are tables of
+where tiles lie, so that any number of threads may read them by position at once.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +23,22 @@ from numpy.typing import NDArray
 from gigagrad.boxes import Box, tiles
 from gigagrad.errors import ImageError
 from gigagrad.files import bytes_at
-from gigagrad.images.image import Array, Image, Pixels, View, as_slice, choose_level, fill_of, in_our_words, levels_of
-from gigagrad.images.nodata import held_bytes, missing_in
-from gigagrad.images.resampled import Resampled
+from gigagrad.images.image import Image, View
+from gigagrad.images.pixels import (
+    ROWS_AT_ONCE,
+    Array,
+    Pixels,
+    as_slice,
+    choose_level,
+    fill_of,
+    grid_parts,
+    in_our_words,
+    levels_of,
+)
+from gigagrad.images.stream_check import JPEG_COMPRESSIONS, check_stream
 from gigagrad.images.tiff_directory import (
+    LARGEST_SEGMENT_BYTES,
+    Directories,
     base_mpp,
     better_by_openslide,
     channel_names,
@@ -37,19 +52,205 @@ from gigagrad.images.tiff_directory import (
     is_slide,
     mask_levels,
     nodata_of,
+    walk_tiff,
 )
-from gigagrad.images.tiff_segments import Decode, Segments, segments_of
-from gigagrad.images.tiff_walk import walk_tiff
-from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, Walk, grid_parts
+from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, Walk
+from gigagrad.images.views import Resampled
 from gigagrad.threads import side_by_side
+from gigagrad.units import format_bytes
 
-_ROWS = 64
-"""That are emptied at a time, so that next to nothing is held beside the pixels."""
 _DTYPES_OF_ALPHA = (np.uint8, np.uint16)
+# Uncompressed strips may be as tall as the image; they are read in pieces of about this size.
+_RAW_STRIP_BYTES = 2**20
+_HEADER_BYTES = 8
+_COPIES = 3
+"""Copies of a segment's pixels while they are decoded."""
+_BYTES_PER_SECOND = {1: 2e9, 5: 200e6, 8: 400e6, 32946: 400e6, 50000: 1e9} | dict.fromkeys(JPEG_COMPRESSIONS, 600e6)
+"""The rate at which one thread decodes pixels, about, by the number of the compression."""
+_OTHERS_PER_SECOND = 100e6
+
+Decode: TypeAlias = Callable[[bytes, int, int], Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The tiles or strips of one level: a grid of them for each separately stored plane.
+
+    Attributes:
+        shape: `(height, width)` of the level, in pixels.
+        segment: `(height, width)` of one tile or strip; those at the lower and right edge may be cut.
+        samples: channels inside one segment; `channels = planes * samples`.
+        dtype: of the decoded pixels, in native byte order.
+        offsets, counts: where each segment begins and how many bytes it has, int64 `(planes, rows, columns)`;
+            a count of 0 means that the file leaves the segment out.
+        decode: `(data, row, column) -> pixels` of shape `(h, w, samples)`, at least as large as the part of
+            the segment inside the image.
+        bytes_per_second: of pixels, about what one thread decodes.
+        decode_luma: the same for the luma alone, `(h, w, 1)`, where it is stored apart from the colours; else None.
+    """
+
+    shape: tuple[int, int]
+    segment: tuple[int, int]
+    samples: int
+    dtype: np.dtype[Any]
+    offsets: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    decode: Decode
+    bytes_per_second: float
+    decode_luma: Decode | None = None
+
+    @property
+    def planes(self) -> int:
+        return self.offsets.shape[0]
+
+    @property
+    def thread_bytes(self) -> int:
+        """Return what decoding one segment holds: its bytes, its pixels, and twice as much on the way to these."""
+        height, width = self.segment
+        return int(self.counts.max()) + _COPIES * height * width * self.samples * self.dtype.itemsize
+
+    def check_within(self, file_bytes: int, name: str) -> None:
+        """Raise `ImageError` if any segment lies (partly) beyond the end of the file."""
+        beyond = (self.counts < 0) | (self.offsets < 0) | (self.counts > file_bytes)
+        if ((self.counts > 0) & (self.offsets >= 0) & (self.offsets < _HEADER_BYTES)).any():
+            raise ImageError(f"{name} is corrupt: a tile lies in the file's header; copy or download it again")
+        beyond |= (self.counts > 0) & (self.offsets > file_bytes - np.minimum(self.counts, file_bytes))
+        if missing := int(beyond.sum()):
+            ends = self.offsets[beyond].astype(object) + self.counts[beyond]
+            raise ImageError(
+                f"{name} is truncated: it has {file_bytes} bytes, but {missing} of its {beyond.size} tiles lie beyond, "
+                f"up to byte {ends.max()}; copy or download it again"
+            )
+        if (largest := int(self.counts.max())) > LARGEST_SEGMENT_BYTES:
+            raise ImageError(
+                f"{name} has a tile of {format_bytes(largest)}; expected at most {format_bytes(LARGEST_SEGMENT_BYTES)}"
+                "; the file is corrupt, or write it again as a tiled TIFF"
+            )
+
+
+def segments_of(series: Any, name: str, directories: Directories) -> Segments:
+    """Find the segments of one tifffile series level. Raises `ImageError` for a layout that we cannot read."""
+    page = series.keyframe
+    if page.imagedepth != 1 or page.tiledepth != 1:
+        raise ImageError(f"{name} has pixels in depth; expected a 2-D image; extract the plane you mean")
+    if offset := series.dataoffset:  # 0 is the place of a strip that the file leaves out
+        return _raw_strips(series, page, int(offset), name, directories)
+    return _file_segments(series, page, name, directories)
+
+
+def _raw_strips(series: Any, page: Any, offset: int, name: str, directories: Directories) -> Segments:
+    """Cut contiguous uncompressed pixels into strips of our own choosing."""
+    height, width, samples = page.imagelength, page.imagewidth, page.shaped[-1]
+    stored = np.dtype(page.parent.byteorder + page.dtype.char)
+    native, row_bytes = stored.newbyteorder("="), width * samples * stored.itemsize
+    planes = math.prod(series.shape) // (height * width * samples)
+    if not 0 <= offset <= directories.file_bytes - planes * height * row_bytes:
+        raise ImageError(
+            f"{name} is truncated: it has {directories.file_bytes} bytes, but its {planes} planes of {height} x "
+            f"{width} px take {planes * height * row_bytes} from byte {offset} on; copy or download it again"
+        )
+    rows = min(height, max(1, _RAW_STRIP_BYTES // row_bytes))
+    starts = np.arange(0, height, rows, dtype=np.int64)
+    lengths = np.minimum(rows, height - starts) * row_bytes
+    offsets = offset + np.arange(planes, dtype=np.int64)[:, None] * (height * row_bytes) + starts * row_bytes
+
+    def decode(data: bytes, row: int, column: int) -> Array:
+        return np.frombuffer(data, stored).reshape(-1, width, samples).astype(native, copy=False)
+
+    counts = np.broadcast_to(lengths, offsets.shape)
+    tables = offsets[..., None], counts[..., None]
+    return Segments((height, width), (rows, width), samples, native, *tables, decode, _BYTES_PER_SECOND[1])
+
+
+def _file_segments(series: Any, page: Any, name: str, directories: Directories) -> Segments:
+    """Find the tiles or strips as they stand in the file, decoded by tifffile's decoder for this page."""
+    height, width = page.imagelength, page.imagewidth
+    segment = (page.tilelength, page.tilewidth) if page.is_tiled else (min(page.rowsperstrip, height), width)
+    grid = (-(-height // segment[0]), -(-width // segment[1]))
+    separate, samples = page.shaped[0], page.shaped[-1]
+    dtype = np.dtype(page.dtype).newbyteorder("=")
+    if (size := segment[0] * segment[1] * samples * dtype.itemsize) > LARGEST_SEGMENT_BYTES:
+        raise ImageError(
+            f"{name} is stored in pieces of {segment[0]} x {segment[1]} px that decode to {format_bytes(size)} each; "
+            f"expected at most {format_bytes(LARGEST_SEGMENT_BYTES)}; write it again as a tiled TIFF"
+        )
+    if len(series) > directories.count:
+        raise ImageError(
+            f"{name} declares {len(series)} planes, but has {directories.count} directories; the file is corrupt"
+        )
+    pages = list(series.pages)
+    if any(entry is None or entry.parent is not page.parent for entry in pages):
+        raise ImageError(f"{name} keeps part of its pixels in other files; write it again as one file")
+    expected = separate * grid[0] * grid[1]
+    if any(len(entry.dataoffsets) != expected or len(entry.databytecounts) != expected for entry in pages):
+        raise ImageError(f"{name} is corrupt: expected {expected} tiles or strips, its directory lists another number")
+    table = (len(pages) * separate, *grid)
+    offsets = np.array([entry.dataoffsets for entry in pages], np.int64).reshape(table)
+    counts = np.array([entry.databytecounts for entry in pages], np.int64).reshape(table)
+    compression = int(page.compression)
+    checked = partial(_checked, compression, (height, width), segment, dtype)
+    unpack, luma = _page_decoder(page), None
+    if compression in JPEG_COMPRESSIONS:
+        unpack = _jpeg_decoder(page, samples)
+        luma = checked(_jpeg_decoder(page, 1, luma=True)) if samples == 3 and dtype == np.uint8 else None
+    rate = _BYTES_PER_SECOND.get(compression, _OTHERS_PER_SECOND)
+    return Segments((height, width), segment, samples, dtype, offsets, counts, checked(unpack), rate, luma)
+
+
+def _checked(
+    compression: int,
+    shape: tuple[int, int],
+    segment: tuple[int, int],
+    dtype: np.dtype[Any],
+    unpack: Callable[[bytes, int], Array],
+) -> Decode:
+    """Wrap `unpack`, which takes a segment's number in its plane, so that every claim of the stream is checked."""
+    columns = -(-shape[1] // segment[1])
+
+    def pixels_of(data: bytes, index: int) -> Array:
+        pixels = unpack(data, index)
+        if pixels.dtype.newbyteorder("=") != dtype:
+            raise ValueError(f"it holds {pixels.dtype} instead of {dtype}")
+        return pixels
+
+    def decode(data: bytes, row: int, column: int) -> Array:
+        corner = row * segment[0], column * segment[1]
+        inside = (min(segment[0], shape[0] - corner[0]), min(segment[1], shape[1] - corner[1]))
+        jpeg = check_stream(data, compression, whole=segment, inside=inside)
+        index = row * columns + column
+        pixels = pixels_of(data, index)
+        if jpeg is not None:
+            jpeg.check_ends(pixels, lambda other: pixels_of(other, index))
+        return pixels.astype(dtype, copy=False)
+
+    return decode
+
+
+def _page_decoder(page: Any) -> Callable[[bytes, int], Array]:
+    decode = page.decode
+    return lambda data, index: np.asarray(decode(data, index)[0][0])
+
+
+def _jpeg_decoder(page: Any, samples: int, *, luma: bool = False) -> Callable[[bytes, int], Array]:
+    """Decode by libjpeg-turbo itself: tifffile hands what that refuses to a decoder that believes all numbers."""
+    import imagecodecs
+    from tifffile.tifffile import jpeg_decode_colorspace
+
+    tables = page.jpegtables
+    stored, wanted = jpeg_decode_colorspace(page.photometric, page.planarconfig, page.extrasamples, page.is_jfif)
+    wanted = "GRAYSCALE" if luma else wanted
+
+    def decode(data: bytes, index: int) -> Array:
+        pixels = imagecodecs.jpeg8_decode(data, tables=tables, colorspace=stored, outcolorspace=wanted)
+        if pixels.size != pixels.shape[0] * pixels.shape[1] * samples:
+            raise ValueError(f"it has pixels of shape {pixels.shape[2:]} instead of {samples} samples")
+        return pixels.reshape(*pixels.shape[:2], samples)
+
+    return decode
 
 
 class TiffImage(Image):
-    """One level of a TIFF. Use `open_tiff`."""
+    """A level of a TIFF. Use `open_tiff`."""
 
     def __init__(
         self,
@@ -66,10 +267,10 @@ class TiffImage(Image):
         ids: bool = False,
         **described: Any,
     ) -> None:
-        """`mask` opens what says where pixels of a level of a shape hold data, None where there is no such mask; if
-        `alpha`, the last sample does (of a dtype in which it does for GDAL). `gaps` is what is in segments that the
-        file leaves out; None says that this is a slide, in which they are as outside. `described` is what `Image` is
-        told beside, as the directory has it."""
+        """Read a level: `mask` opens what says where pixels of a level of a shape hold data, None where there is no
+        such mask; if `alpha`, the last sample does (of a dtype in which it does for GDAL). `gaps` is what is in
+        segments that the file leaves out; None says that this is a slide, in which they are as outside. `described` is
+        what `Image` is told beside, as the directory has it."""
         levels = levels_of([table.shape for table in tables])
         choose_level(levels, level, path.name)
         segments = tables[level]
@@ -79,7 +280,7 @@ class TiffImage(Image):
         nbytes = stored * segments.shape[0] * segments.shape[1] * segments.dtype.itemsize
         held, of_mask = min(CACHE_BYTES, nbytes), (0, 0, 0.0)
         if self._valid is not None:
-            of_mask = self._valid.cache_bytes, held_bytes(self._valid), self._valid.decode_seconds
+            of_mask = self._valid.cache_bytes, self._valid.looking_bytes, self._valid.decode_seconds
         super().__init__(
             shape=(channels, *segments.shape),
             dtype=segments.dtype,
@@ -145,20 +346,20 @@ class TiffImage(Image):
         return self._emptied(box, pixels_HW1).transpose(2, 0, 1)
 
     def missing(self, box: Box) -> NDArray[np.bool_] | None:
-        return super().missing(box) if (valid := self._validity) is None else missing_in(valid, self.nodata or 0, box)
+        return super().missing(box) if (valid := self._validity) is None else valid.missing_by(self.nodata or 0, box)
 
     @property
     def missing_bytes(self) -> int:
-        return super().missing_bytes if (valid := self._validity) is None else held_bytes(valid)
+        return super().missing_bytes if (valid := self._validity) is None else valid.looking_bytes
 
     @property
     def _validity(self) -> Image | None:
-        """What alone is looked at for 0, or the value of no data: the mask, or alpha; None where all channels are."""
+        """Return what alone says where there is data: the mask, or alpha; None where all channels do."""
         return self._valid if self._alpha is None else _Alpha(self)
 
     def _emptied(self, box: Box, pixels_HWC: Array) -> Array:
-        """The pixels, 0 where the mask says that there are none: what compression has left there means nothing."""
-        for rows in tiles(*box.shape, _ROWS, box.width) if self._valid is not None else ():
+        """Set pixels to 0 where the mask says that there are none: what compression has left there means nothing."""
+        for rows in tiles(*box.shape, ROWS_AT_ONCE, box.width) if self._valid is not None else ():
             if (missing := self.missing(rows.shift(box.y0, box.x0))) is not None:
                 pixels_HWC[rows.y0 : rows.y1][missing] = 0
         return pixels_HWC
@@ -222,12 +423,9 @@ class _Alpha(View):
         self._image._require_open()
         return self._image._read_alpha(box)
 
-    def _blank(self, height: int, width: int) -> Pixels:
-        return super()._blank(height, width)[:1]
-
 
 def _valid(path: Path, tables: list[Segments], shape: tuple[int, int]) -> Image:
-    """The mask of a level of this shape, above 0 where there is data: its own, or the nearest pixels of the largest."""
+    """Open the mask of a level of this shape, above 0 where there is data: its own, or the largest resampled."""
     shapes = [table.shape for table in tables]
     level = shapes.index(shape) if shape in shapes else 0
     mask = TiffImage(path, tables, None, colour=False, alpha=False, gaps=0, level=level, mpp=None, channel_names=())
@@ -238,28 +436,28 @@ def _valid(path: Path, tables: list[Segments], shape: tuple[int, int]) -> Image:
 
 
 def _tables(path: Path) -> list[Segments]:
-    """The levels of a mask in a file of its own."""
+    """Read the levels of a mask in a file of its own."""
     import tifffile
 
-    found = walk_tiff(path)
+    directories = walk_tiff(path)
     with in_our_words(f"cannot read {path} as a TIFF"), path.open("rb") as file, tifffile.TiffFile(file) as tif:
         check_layout(tif.series[0], path.name)
-        tables = [segments_of(entry, path.name, found) for entry in tif.series[0].levels]
+        tables = [segments_of(entry, path.name, directories) for entry in tif.series[0].levels]
     for table in tables:
-        table.check_within(found.file_bytes, path.name)
+        table.check_within(directories.file_bytes, path.name)
     return tables
 
 
 def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool = False) -> TiffImage | None:
-    """One level of a TIFF file; None where the file is a TIFF that had better be read by OpenSlide. Of `ids`, one with
-    a palette is its indices.
+    """Open one level of a TIFF file; None where the file is a TIFF that had better be read by OpenSlide. Of `ids`, one
+    with a palette is its indices.
 
     Raises `ImageError` for a file that is corrupt, truncated (every tile of every level is checked against the file's
     length) or laid out unusably.
     """
     import tifffile
 
-    found = walk_tiff(path)
+    directories = walk_tiff(path)
     # A file's oddities are told in our own errors; as a library, leave tifffile's log to those who configure one.
     logging.getLogger("tifffile").addHandler(logging.NullHandler())
     # What the walk does not look at can still make the parser fail anywhere, with any exception.
@@ -275,8 +473,8 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool
         check_whole(tif, path)
         series = tif.series[0]
         check_layout(series, path.name, palette=ids)
-        tables = [segments_of(entry, path.name, found) for entry in series.levels]
-        mask_tables = [segments_of(entry, path.name, found) for entry in mask_levels(tif, path.name)]
+        tables = [segments_of(entry, path.name, directories) for entry in series.levels]
+        mask_tables = [segments_of(entry, path.name, directories) for entry in mask_levels(tif, path.name)]
         mask = partial(_valid, path, mask_tables) if mask_tables else None
         # As for GDAL, one in a file of its own comes first.
         if (beside := path.with_name(f"{path.name}.msk")).is_file():
@@ -290,7 +488,7 @@ def open_tiff(path: Path, *, level: int = 0, mpp: float | None = None, ids: bool
         base = base_mpp(tif, series.keyframe, mpp, path.name, place)
         names = channel_names(tif, series.keyframe, tables[0].planes * tables[0].samples)
     for table in (*tables, *mask_tables):
-        table.check_within(found.file_bytes, path.name)
+        table.check_within(directories.file_bytes, path.name)
     return TiffImage(
         path,
         tables,

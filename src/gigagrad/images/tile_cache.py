@@ -1,4 +1,4 @@
-"""Decoded file tiles: which of them a box needs, and those that neighbouring reads share.
+"""Cache decoded file tiles that neighbouring reads share.
 
 A tile's halo reaches into the file tiles of its neighbours, and tile boundaries rarely fall on the file's own, so most
 file tiles are wanted two to four times in short succession.
@@ -7,14 +7,14 @@ file tiles are wanted two to four times in short succession.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
 from threading import Lock, current_thread, main_thread
 from typing import TypeVar
 
 from gigagrad.boxes import Box
-from gigagrad.images.image import Array
+from gigagrad.images.pixels import Array
 from gigagrad.threads import Task
 
 Key = TypeVar("Key", bound=Hashable)
@@ -23,15 +23,6 @@ Key = TypeVar("Key", bound=Hashable)
 # 16000 x 256 px x RGB is 24 MiB), which a walk in strips along that side needs to decode every file tile once.
 CACHE_BYTES = 32 * 2**20
 _NEVER = 2**63
-
-
-def grid_parts(box: Box, height: int, width: int) -> Iterator[tuple[Box, Box, Box]]:
-    """Tiles of a `height x width` px grid that meet `box`, each with the common part as seen from `box` and from it."""
-    for row in range(box.y0 // height, -(-box.y1 // height)):
-        for column in range(box.x0 // width, -(-box.x1 // width)):
-            tile = Box.whole(height, width).shift(row * height, column * width)
-            part = box.intersect(tile)
-            yield tile, part.shift(-box.y0, -box.x0), part.shift(-tile.y0, -tile.x0)
 
 
 class TileCache:
@@ -47,7 +38,7 @@ class TileCache:
         self._held_bytes = 0
         self._tiles: OrderedDict[Hashable, Array] = OrderedDict()
         self._settled: dict[Hashable, None] = {}
-        """Those that are not wanted again."""
+        """The tiles that are not wanted again."""
         self._coming: dict[Hashable, Task[Array]] = {}
         self._lock = Lock()
 
@@ -56,7 +47,7 @@ class TileCache:
         return self._held_bytes
 
     def get(self, key: Key, decode: Callable[[Key], Array]) -> Array:
-        """The tile under `key`, decoded now if it is not held. Treat it as read-only: other readers see it too."""
+        """Return the tile under `key`, decoded now if it is not held. It is read-only: other readers see it too."""
         with self._lock:
             tile = self._tiles.get(key)
             if tile is not None:
@@ -92,7 +83,7 @@ class TileCache:
         return tile
 
     def settle(self, key: Hashable) -> None:
-        """This tile is not wanted again, as far as can be told."""
+        """Note that this tile is not wanted again, as far as can be told."""
         with self._lock:
             if key in self._tiles:
                 self._settled[key] = None
@@ -105,7 +96,7 @@ class TileCache:
 
 
 class Walk:
-    """Tells which pixels no later box wants, of an image that is read box by box from the top left on."""
+    """A tracker of which pixels no later box wants, in an image that is read box by box from the top left."""
 
     def __init__(self, height: int, width: int) -> None:
         self._size = height, width
@@ -114,7 +105,7 @@ class Walk:
         """Pixels that neighbouring boxes have in common, once there were two."""
 
     def settled(self, box: Box) -> tuple[int, int]:
-        """How far down and to the right nothing behind this box begins, as far as can be told."""
+        """Return how far down and to the right nothing behind this box begins, as far as can be told."""
         last, self._last = self._last, box
         common = box.intersect(last)
         if box != last and box.x == last.x and common.height >= 0:

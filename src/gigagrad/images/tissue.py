@@ -1,4 +1,4 @@
-"""Tissue labels by the recipe of the founding experiment (Remedios et al., MIDL 2023), strip by strip.
+"""Label tissue by the recipe of the founding experiment (Remedios et al., MIDL 2023), strip by strip.
 
     downsample by 8 -> 1 x 1 tiles with mean intensity over 230 set to 0 -> greyscale -> non-zero to 255
     -> median blur -> erosion -> dilation -> hole filling -> upsample to full size -> above 0 to 255 -> binarise
@@ -29,7 +29,8 @@ import numpy as np
 from gigagrad.boxes import Box, tiles
 from gigagrad.errors import ConfigError, ImageError
 from gigagrad.images.georeference import geotiff_tags
-from gigagrad.images.image import LUMA_BT601, Array, Image
+from gigagrad.images.image import Image
+from gigagrad.images.pixels import LUMA_BT601, Array
 from gigagrad.images.write import write_pyramid
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ PAPER_RECIPE: Final = Recipe()
 
 
 def tissue_mask(image: Image, recipe: Recipe = PAPER_RECIPE) -> NDArray[np.uint8]:
-    """The tissue of an RGB or grey uint8 slide at low resolution: `(ceil(H / 8), ceil(W / 8))` of 0 and 1.
+    """Find the tissue of an RGB or grey uint8 slide at low resolution: `(ceil(H / 8), ceil(W / 8))` of 0 and 1.
 
     Raises `ImageError` for another dtype or number of channels.
     """
@@ -88,7 +89,7 @@ def tissue_mask(image: Image, recipe: Recipe = PAPER_RECIPE) -> NDArray[np.uint8
 
 
 def foreground(image: Image, recipe: Recipe) -> NDArray[np.uint8]:
-    """The recipe up to "non-zero to 255": which blocks are neither bright nor black, as 0 and 255."""
+    """Apply the recipe up to "non-zero to 255": which blocks are neither bright nor black, as 0 and 255."""
     _, height, width = image.shape
     step = recipe.downsample
     plane = np.zeros((-(-height // step), -(-width // step)), np.uint8)
@@ -106,7 +107,7 @@ def foreground(image: Image, recipe: Recipe) -> NDArray[np.uint8]:
 
 
 def clean(plane: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:
-    """The recipe from the median blur to the filled holes: a plane of 0 and 255 becomes one of 0 and 1.
+    """Apply the recipe from the median blur to the filled holes: a plane of 0 and 255 becomes one of 0 and 1.
 
     Beyond the border the median sees the border repeated, erosion sees tissue and dilation sees background, so that
     neither of them treats the edge of the image as an edge of the tissue.
@@ -118,8 +119,7 @@ def clean(plane: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:
 
 
 def _counts(inside: NDArray[np.bool_], side: int, beyond: bool | None) -> NDArray[np.uint32]:
-    """How many pixels of the `side x side` square around each are inside; beyond the border all are, or none, or
-    (None) the border is repeated."""
+    """Count those inside of the square around each pixel; `beyond` the border, None repeats it."""
     half = side // 2
     padded = np.pad(inside, half, "edge") if beyond is None else np.pad(inside, half, constant_values=beyond)
     height, width = inside.shape
@@ -133,14 +133,14 @@ def _counts(inside: NDArray[np.bool_], side: int, beyond: bool | None) -> NDArra
 
 
 def _reached_from_border(tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Background that steps up, down, left or right lead to: down the rows and up again, until nothing is added."""
+    """Find the background that steps in four directions lead to: down and up the rows, until none is added."""
     tissue = np.pad(tissue, 1)
     height, width = tissue.shape
     reached = np.zeros(tissue.shape, bool)
     reached[0] = True
-    found = 0
-    while (count := int(np.count_nonzero(reached))) > found:
-        found = count
+    before = 0
+    while (count := int(np.count_nonzero(reached))) > before:
+        before = count
         for rows, back in ((range(1, height), -1), (range(height - 2, -1, -1), 1)):
             for y in rows:
                 free = ~tissue[y]
@@ -153,7 +153,7 @@ def _reached_from_border(tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def block_means(pixels_HWC: Array, step: int) -> NDArray[np.uint8]:
-    """Means of `step x step` blocks, rounded to uint8 `(ceil(H / step), ceil(W / step), C)`.
+    """Average `step x step` blocks, rounded to uint8 `(ceil(H / step), ceil(W / step), C)`.
 
     Blocks that the lower or right border cuts are means of the pixels that exist.
     """
@@ -192,7 +192,7 @@ class TissueLabel(Image):
 
 
 def label_image(slide: Image, recipe: Recipe = PAPER_RECIPE) -> TissueLabel:
-    """The tissue label of a slide as an image of the slide's size, without writing it anywhere."""
+    """Return the tissue label of a slide as an image of the slide's size, without writing it anywhere."""
     return TissueLabel(tissue_mask(slide, recipe), recipe, slide)
 
 

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gigagrad.files import check_destination, replacing, replacing_folder
-from gigagrad.images.cog import require_gdal, write_cog
 from gigagrad.images.layout import ENCODERS, IN_FLIGHT, TILE, Layout, MaskClass, SourceError, level_shapes
-from gigagrad.images.write_tiff import TiffPyramid
+from gigagrad.images.write_tiff import TiffPyramid, require_gdal, write_cog
 
 if TYPE_CHECKING:
-    from gigagrad.images.image import Array
+    from gigagrad.images.pixels import Array
 
 
 def write_pyramid(
@@ -100,8 +99,8 @@ def _write_tiff(path: Path, job: TiffPyramid, rows: Iterable[Array]) -> Path:
 
 
 def pyramid_bytes(path: Path, shape: tuple[int, int, int], dtype: np.dtype[Any], tile: int = TILE) -> int:
-    """What writing rows of shape `(H, W, C)` holds beside the rows themselves: a band of tiles of each level with the
-    one that is made of it, and tiles on their way through the encoder.
+    """Return what writing rows of shape `(H, W, C)` holds beside the rows themselves: a band of tiles of each level
+    with the one that is made of it, and tiles on their way through the encoder.
     """
     if _is_zarr(path):
         from gigagrad.images import write_zarr  # noqa: F401  # now: a plan is to find zarr in what the process holds

@@ -1,29 +1,35 @@
-"""TIFF pyramids: level 0 goes straight into the file, plane by plane and level by level as TIFF wants it.
+"""Write TIFF pyramids: level 0 goes straight into the file, plane by plane and level by level as TIFF wants it.
 
 What comes too early - lower levels, planes after the first - waits, already compressed, in an unnamed temporary file
-beside the output.
+beside the output. A cloud-optimised GeoTIFF has its tables at its head and small levels before large ones, so that a
+map server reads what it shows by a few requests: GDAL's own driver makes it of a whole file.
 """
 
 from __future__ import annotations
 
-import tempfile
+import shutil
+import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any, Literal
 
 import numpy as np
 
 from gigagrad.errors import WriteError
-from gigagrad.images.image import Array
-from gigagrad.images.layout import ENCODERS, IN_FLIGHT, Layout
+from gigagrad.extras import extra
+from gigagrad.files import replacing
+from gigagrad.images.layout import ENCODERS, IN_FLIGHT, TILE, Layout
+from gigagrad.images.pixels import Array
 from gigagrad.threads import SideThreads, Task
 
 
 class TiffPyramid:
-    """One BigTIFF being written: plain, or an OME-TIFF with the levels as SubIFDs where its name says so.
+    """A BigTIFF being written: plain, or an OME-TIFF with the levels as SubIFDs where its name says so.
 
     Raises `WriteError` for a compression that cannot hold the pixels.
     """
@@ -41,7 +47,7 @@ class TiffPyramid:
 
     @property
     def estimated_bytes(self) -> int:
-        """What the whole job needs on disk, judged by the part that is done: the file and what waits beside it."""
+        """Estimate what the whole job needs on disk by the part that is done: the file and what waits beside it."""
         waiting = sum(sum(tiles.sizes) for level in self._waiting for tiles in level)
         return (self._written_bytes + 2 * waiting) * self._layout.shape[0] // max(self._done_rows, 1)
 
@@ -50,7 +56,7 @@ class TiffPyramid:
 
         with ExitStack() as stack:
             pool = stack.enter_context(SideThreads(ENCODERS, "gigagrad-encode"))
-            spool = stack.enter_context(tempfile.TemporaryFile(dir=self._layout.path.parent))
+            spool = stack.enter_context(TemporaryFile(dir=self._layout.path.parent))
             first = self._first_plane(rows, spool, pool)
             # BigTIFF always: how large a compressed file becomes is known too late, and every reader knows the format.
             tiff = stack.enter_context(tifffile.TiffWriter(file, bigtiff=True, ome=self._ome, shaped=False))
@@ -62,7 +68,7 @@ class TiffPyramid:
                     raise AssertionError(f"tifffile left tiles of level {level} unwritten")
 
     def _first_plane(self, rows: Iterable[Array], spool: IO[bytes], pool: SideThreads) -> Iterator[bytes]:
-        """The compressed tiles of level 0's first plane in file order; all others are spooled on the way."""
+        """Yield the compressed tiles of level 0's first plane in file order; all others are spooled on the way."""
         layout = self._layout
         for level, band in layout.bands(rows):
             for plane in range(layout.planes):
@@ -76,7 +82,7 @@ class TiffPyramid:
                     yield data
 
     def _encoded(self, pixels: Array, pool: SideThreads) -> Iterator[bytes]:
-        """The tiles of a band of one plane."""
+        """Encode the tiles of a band of one plane."""
         waiting: deque[Task[bytes]] = deque()
         for x in range(0, pixels.shape[1], self._layout.tile):
             if len(waiting) == IN_FLIGHT:
@@ -86,8 +92,7 @@ class TiffPyramid:
             yield waiting.popleft().result()
 
     def _encode(self, pixels: Array) -> bytes:
-        """One tile `(h, w)` or `(h, w, 3)`, padded to the full tile by repeating its border (which keeps JPEG free of
-        ringing)."""
+        """Encode a tile `(h, w)` or `(h, w, 3)`, its border repeated to the full tile (to keep JPEG from ringing)."""
         import imagecodecs
 
         tile, (height, width) = self._layout.tile, pixels.shape[:2]
@@ -100,7 +105,7 @@ class TiffPyramid:
         return bytes(imagecodecs.jpeg8_encode(pixels, level=self._quality, **(colours if self._layout.colour else {})))
 
     def _page(self, level: int) -> dict[str, Any]:
-        """tifffile's arguments for the pages of one level."""
+        """Return tifffile's arguments for the pages of one level."""
         layout, (height, width) = self._layout, self._layout.levels[level]
         axes = "YXS" if layout.colour else "CYX" if layout.planes > 1 else "YX"
         sides = {"Y": height, "X": width, "C": layout.planes, "S": 3}
@@ -148,14 +153,77 @@ class _Tiles:
 
 
 def _ome(layout: Layout) -> dict[str, Any]:
-    """What OME-XML says of the image. A channel's colour is a signed number of the bytes red, green, blue, alpha."""
-    said: dict[str, Any] = {"Name": layout.path.name}
+    """Return what OME-XML says of the image. A colour is a signed number of the bytes red, green, blue, alpha."""
+    metadata: dict[str, Any] = {"Name": layout.path.name}
     if layout.description is not None:
-        said["Description"] = layout.description
+        metadata["Description"] = layout.description
     if layout.mpp is not None:
-        said |= {f"PhysicalSize{axis}": layout.mpp for axis in "XY"}
-        said |= {f"PhysicalSize{axis}Unit": "\u00b5m" for axis in "XY"}
+        metadata |= {f"PhysicalSize{axis}": layout.mpp for axis in "XY"}
+        metadata |= {f"PhysicalSize{axis}Unit": "\u00b5m" for axis in "XY"}
     if layout.channels:
         colours = [int.from_bytes(bytes((*kind.color, 255)), "big", signed=True) for kind in layout.channels]
-        said["Channel"] = {"Name": [kind.name for kind in layout.channels], "Color": colours}
-    return said
+        metadata["Channel"] = {"Name": [kind.name for kind in layout.channels], "Color": colours}
+    return metadata
+
+
+_CACHE_MIB = 64
+"""The cache of GDAL's blocks; by default it takes a twentieth of the machine's memory."""
+_OPTIONS = {"compress": "DEFLATE", "bigtiff": "IF_SAFER"}
+
+
+def require_gdal() -> None:
+    """Raise `ConfigError` where rasterio, which brings GDAL, is not installed."""
+    with extra("geo"):
+        import rasterio.shutil  # noqa: F401
+
+
+def write_cog(source: Path, path: Path, *, nearest: bool) -> Path:
+    """Write the TIFF `source` as cloud-optimised GeoTIFF to `path`, which it may be itself, and return that.
+
+    Reference system, transform, nodata and pixels are the same, and channels that are no colours stay none; levels are
+    made anew, by every second pixel where `nearest`, else by means. For a while, two more copies are on the disk.
+    Raises `WriteError`.
+    """
+    require_gdal()
+    import rasterio
+    import rasterio.shutil
+
+    resampling = "NEAREST" if nearest else "AVERAGE"
+    options = {"blocksize": TILE, "overviews": "IGNORE_EXISTING", **_OPTIONS}
+    with replacing(path) as file, TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+        optimised = Path(folder) / "cog.tif"
+        try:
+            with rasterio.Env(GDAL_CACHEMAX=_CACHE_MIB), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of images that lie nowhere on earth
+                rasterio.shutil.copy(source, optimised, driver="COG", overview_resampling=resampling, **options)
+                if _calls_channels_colours(optimised):
+                    optimised = _without_colours(optimised)
+        except Exception as error:  # GDAL's errors have many classes, none of them the system's
+            reason = " ".join(str(error).split())[:200]
+            raise WriteError(f"cannot write {path} as a cloud-optimised GeoTIFF: {reason}") from error
+        with optimised.open("rb") as whole:
+            shutil.copyfileobj(whole, file)
+    return path
+
+
+def _calls_channels_colours(path: Path) -> bool:
+    """Return whether three or four channels of bytes are red, green, blue and alpha by the TIFF's tags, and not to
+    GDAL, whose driver has no option for it: to all who read the tags, a class' probability would be how opaque the
+    others are."""
+    import rasterio
+    import tifffile
+    from rasterio.enums import ColorInterp
+
+    with rasterio.open(path) as file, tifffile.TiffFile(path) as tiff:
+        return int(tiff.pages[0].photometric) == 2 and file.colorinterp[0] != ColorInterp.red
+
+
+def _without_colours(path: Path) -> Path:
+    """Replace a cloud-optimised GeoTIFF by a copy, laid out alike, whose channels are but numbers."""
+    import rasterio.shutil
+
+    plain = path.with_name("plain.tif")
+    layout = {"tiled": True, "blockxsize": TILE, "blockysize": TILE, "copy_src_overviews": True}
+    rasterio.shutil.copy(path, plain, driver="GTiff", photometric="MINISBLACK", **layout, **_OPTIONS)
+    path.unlink()
+    return plain

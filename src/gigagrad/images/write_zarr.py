@@ -1,4 +1,5 @@
-"""OME-Zarr images, chunk by chunk by zarr-python itself: version 0.4 on Zarr 2, which QuPath and Bio-Formats read, too.
+"""Write OME-Zarr images, chunk by chunk by zarr-python itself: version 0.4 on Zarr 2, which QuPath and Bio-Formats
+read, too.
 
 Axes are y and x, after c where there are several channels. A mask whose classes have names is a label image under
 `labels/classes`, and the image itself shows the same arrays: they are there once, and open as either.
@@ -15,9 +16,8 @@ import numpy as np
 import zarr
 from numcodecs import Blosc
 
-from gigagrad.images.image import Array
 from gigagrad.images.layout import ENCODERS, Layout, MaskClass
-from gigagrad.images.nodata import ZARR_NODATA
+from gigagrad.images.pixels import ZARR_NODATA, Array
 from gigagrad.threads import SideThreads
 
 _VERSION: Final = "0.4"
@@ -47,7 +47,7 @@ def write_zarr(folder: Path, layout: Layout, rows: Iterable[Array]) -> None:
 
 
 def _create(folder: Path, layout: Layout) -> list[Any]:
-    """The groups with all that is said of the image, and an array for each level."""
+    """Create the groups with all that is said of the image, and an array for each level."""
     several, nodata = layout.shape[2] > 1, layout.nodata
     root = zarr.open_group(folder, mode="a", zarr_format=2)
     inside = f"{_LABELS}/" if layout.classes else ""
@@ -55,8 +55,8 @@ def _create(folder: Path, layout: Layout) -> list[Any]:
     if layout.classes:
         name = _LABELS.rpartition("/")[2]
         root.create_group("labels", attributes={"labels": [name]})
-        said = {"multiscales": _multiscales(layout, name), "image-label": _image_label(layout)}
-        root.create_group(_LABELS, attributes=said)
+        attributes = {"multiscales": _multiscales(layout, name), "image-label": _image_label(layout)}
+        root.create_group(_LABELS, attributes=attributes)
     return [
         root.create_array(
             f"{inside}{level}",
@@ -73,7 +73,7 @@ def _create(folder: Path, layout: Layout) -> list[Any]:
 
 
 def _multiscales(layout: Layout, name: str, inside: str = "") -> list[dict[str, Any]]:
-    """The levels, with the size of a pixel in micrometres or, where that is not known, in pixels of level 0."""
+    """Describe the levels, with the size of a pixel in micrometres or, where unknown, in pixels of level 0."""
     unit = {} if layout.mpp is None else {"unit": "micrometer"}
     axes: list[dict[str, str]] = [{"name": "c", "type": "channel"}] if layout.shape[2] > 1 else []
     axes += [{"name": axis, "type": "space", **unit} for axis in "yx"]
@@ -90,15 +90,15 @@ def _multiscales(layout: Layout, name: str, inside: str = "") -> list[dict[str, 
 
 
 def _omero(layout: Layout) -> dict[str, Any]:
-    """Names and colours of the channels, where they have any."""
+    """Describe names and colours of the channels, where they have any."""
     channels = _RGB if layout.colour else layout.channels
     most = 1.0 if layout.dtype.kind == "f" else float(np.iinfo(layout.dtype).max)
     window = {"min": 0.0, "start": 0.0, "max": most, "end": most}
-    said = [
+    described = [
         {"label": kind.name, "color": bytes(kind.color).hex().upper(), "window": window, "active": True}
         for kind in channels
     ]
-    return {"omero": {"version": _VERSION, "channels": said}} if said else {}
+    return {"omero": {"version": _VERSION, "channels": described}} if described else {}
 
 
 def _image_label(layout: Layout) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Zarr arrays (v2 and v3) and OME-Zarr groups, read chunk by chunk by zarr-python itself.
+"""Read Zarr arrays (v2 and v3) and OME-Zarr groups, chunk by chunk by zarr-python itself.
 
 Metadata are text that anybody may have written: whatever their types, they end in an image or in an `ImageError`, and
 what they declare is bounded before a chunk is read.
@@ -16,17 +16,26 @@ import numpy as np
 
 from gigagrad.boxes import Box
 from gigagrad.errors import ImageError
-from gigagrad.images.arrays import channels_first
-from gigagrad.images.image import Array, Image, check_size, choose_level, fill_of, in_our_words, levels_of
-from gigagrad.images.nodata import ZARR_NODATA, parse_nodata
+from gigagrad.images.image import Image
+from gigagrad.images.pixels import (
+    ZARR_NODATA,
+    Array,
+    check_size,
+    choose_level,
+    fill_of,
+    in_our_words,
+    levels_of,
+    parse_nodata,
+)
 from gigagrad.images.resolution import choose_mpp, micrometres
+from gigagrad.images.views import channels_first
 from gigagrad.units import format_bytes
 
 _MARKERS = ("zarr.json", ".zarray", ".zgroup")
 _INDEX_ENTRY_BYTES = 16  # offset and length of one chunk in a shard
 _MOST_LEVELS = 64
 _COPIES = 2
-"""Of a chunk while it is decoded, by threads of zarr's own."""
+"""Copies of a chunk while it is decoded, by threads of zarr's own."""
 # An allow list: others of numcodecs run code that a chunk holds (pickle) or change values.
 _CODECS = frozenset({
     *("bytes", "transpose", "sharding_indexed", "crc32c", "blosc", "zstd", "gzip"),
@@ -36,7 +45,7 @@ _CODECS = frozenset({
 
 
 class ZarrImage(Image):
-    """One of several zarr.Arrays, its levels, whose `axes` are named: a permutation of c, y, x and axes of length 1."""
+    """A level, one of several zarr.Arrays, whose `axes` are named: a permutation of c, y, x and axes of length 1."""
 
     def __init__(
         self,
@@ -83,12 +92,12 @@ class ZarrImage(Image):
 
 
 def is_zarr(folder: Path) -> bool:
-    """Whether a folder is a Zarr array or group."""
+    """Return whether a folder is a Zarr array or group."""
     return any((folder / marker).is_file() for marker in _MARKERS)
 
 
 def open_zarr(path: Path, *, level: int = 0, mpp: float | None = None) -> ZarrImage:
-    """A Zarr array, or one level of an OME-Zarr image (the first image of a bioformats2raw collection).
+    """Open a Zarr array, or one level of an OME-Zarr image (the first image of a bioformats2raw collection).
 
     Raises `ImageError` for a damaged store, a group without multiscales, or axes beyond channels, y and x.
     """
@@ -103,7 +112,7 @@ def open_zarr(path: Path, *, level: int = 0, mpp: float | None = None) -> ZarrIm
 
 
 def from_array(array: Any, *, name: str | None = None, level: int = 0, mpp: float | None = None) -> ZarrImage:
-    """A plain zarr.Array: `(C, H, W)` or `(H, W)`, unless its dimension names (c, y, x) say otherwise."""
+    """Open a plain zarr.Array: `(C, H, W)` or `(H, W)`, unless its dimension names (c, y, x) say otherwise."""
     name = name or array.basename or "zarr"
     with in_our_words(f"cannot open the Zarr array {name}", "its metadata are damaged"):
         axes = _named_axes(array)
@@ -154,43 +163,43 @@ def _from_group(group: Any, path: Path, name: str, level: int, mpp: float | None
 
 
 def _multiscales(attributes: Mapping[str, Any]) -> Any:
-    """From OME-Zarr 0.5's `ome` entry or from 0.4's top level."""
+    """Return the multiscales of OME-Zarr 0.5's `ome` entry or of 0.4's top level."""
     return (attributes.get("ome") or attributes).get("multiscales")
 
 
 def _channel_names(attributes: Mapping[str, Any], channels: int) -> tuple[str, ...]:
-    """The labels that viewers are told to show, empty unless there is one for each channel."""
+    """Return the labels that viewers are told to show, empty unless there is one for each channel."""
     shown = (attributes.get("ome") or attributes).get("omero") or {}
     names = tuple(str(channel.get("label", "")).strip() for channel in shown.get("channels", ()))
     return names if len(names) == channels and any(names) else ()
 
 
 def _axes(entry: Mapping[str, Any], ndim: int) -> tuple[list[str], list[str]]:
-    """Names and units of the axes; versions before 0.4 fixed the order t, c, z, y, x and had no units."""
+    """Return names and units of the axes; versions before 0.4 fixed the order t, c, z, y, x and had no units."""
     axes = entry.get("axes") or [{"name": name} for name in "tczyx"[-ndim:]]
     named = [axis if isinstance(axis, Mapping) else {"name": axis} for axis in axes]
     return [str(axis["name"]).lower() for axis in named], [str(axis.get("unit", "")) for axis in named]
 
 
 def _scale(dataset: Mapping[str, Any], entry: Mapping[str, Any]) -> list[float] | None:
-    """Level 0's pixel size along each axis: the dataset's scale times the image's, if any."""
-    found: list[float] | None = None
+    """Return level 0's pixel size along each axis: the dataset's scale times the image's, if any."""
+    scale: list[float] | None = None
     for holder in (dataset, entry):
         for transformation in holder.get("coordinateTransformations", ()):
             if transformation.get("type") == "scale":
                 factors = [float(factor) for factor in transformation["scale"]]
-                found = factors if found is None else [a * b for a, b in zip(found, factors, strict=True)]
-    return found
+                scale = factors if scale is None else [a * b for a, b in zip(scale, factors, strict=True)]
+    return scale
 
 
 def _shape_of(array: Any, axes: Sequence[str]) -> tuple[int, int, int]:
-    """`(C, H, W)`, whatever the order of its axes."""
+    """Return `(C, H, W)`, whatever the order of its axes."""
     sizes = dict(zip(axes, array.shape, strict=True))
     return sizes.get("c", 1), sizes["y"], sizes["x"]
 
 
 def _check_array(array: Any, axes: Sequence[str], name: str) -> None:
-    """Raises `ImageError` if there is more than channels, y and x, or what cannot be read safely in bounded memory."""
+    """Raise `ImageError` if there is more than channels, y and x, or what cannot be read safely in bounded memory."""
     from gigagrad.images.zarr_codecs import LARGEST_CHUNK_BYTES, codec_name, codecs_of
 
     others = [axis for axis, size in zip(axes, array.shape, strict=True) if axis not in ("c", "y", "x") and size != 1]

@@ -1,4 +1,4 @@
-"""Codecs for chunks that anybody may have written: none reads beyond its chunk or unpacks more than a chunk may hold.
+"""Decode chunks that anybody may have written: none reads beyond its chunk or unpacks more than a chunk may hold.
 
 A Blosc chunk says how long it is, and the library believes it: of a chunk that is cut off it reads on, into whatever
 memory follows, and that becomes pixels. The others unpack whatever a chunk says or turns out to hold: 32 KiB can become
@@ -34,11 +34,11 @@ from gigagrad.units import format_bytes
 # A chunk must be decoded whole, as a tile of a TIFF.
 LARGEST_CHUNK_BYTES = 256 * 2**20
 _LONGER, _SMALL_BYTES = 8, 2**16
-"""What filters, checksums and the index of a shard may add to a chunk."""
+"""The most that filters, checksums and the index of a shard add to a chunk."""
 _BLOSC_HEADER_BYTES = 16
 _GZIP = 16 + zlib.MAX_WBITS
 _INNER = ("_gzip_codec", "_zstd_codec", "_codec")
-"""Where a codec of Zarr 3 keeps the codec of numcodecs that it calls."""
+"""The attributes in which a codec of Zarr 3 keeps the codec of numcodecs that it calls."""
 
 
 class _Bounded:
@@ -54,7 +54,7 @@ class _Bounded:
             )
 
     def _unpack(self, new: Callable[[], Any], buf: Any, out: Any, *, several: bool = True) -> Any:
-        """What the streams of a chunk hold. A chunk that ends before its stream does is refused."""
+        """Unpack what the streams of a chunk hold. A chunk that ends before its stream does is refused."""
         data, parts, held = ensure_bytes(buf), [], 0
         while True:
             stream = new()
@@ -82,7 +82,7 @@ class WholeBlosc(Blosc, _Bounded):  # type: ignore[misc]  # numcodecs has no typ
 
 
 class WholeBloscCodec(BloscCodec):  # type: ignore[misc]  # nor does mypy see zarr's
-    """The same for Zarr 3."""
+    """Blosc for Zarr 3 that refuses such a chunk."""
 
     @cached_property
     def _blosc_codec(self) -> Blosc:
@@ -136,7 +136,7 @@ _BY_PLAIN = {bounded.__bases__[0]: bounded for bounded in _BOUNDED}
 
 
 def codecs_of(metadata: Any) -> Iterator[Any]:
-    """All codecs of an array, those inside shards too."""
+    """Yield all codecs of an array, those inside shards too."""
     waiting = [getattr(metadata, "compressor", None), *(getattr(metadata, "filters", None) or ())]
     waiting += getattr(metadata, "codecs", ())
     while waiting:
@@ -150,7 +150,7 @@ def codec_name(codec: Any) -> str:
 
 
 def with_bounded_chunks(array: Any) -> Any:
-    """The same array, read by the classes above."""
+    """Return the array as read by the classes above."""
     stored = math.prod(array.shards or array.chunks) * np.dtype(array.dtype).itemsize
     most = min(LARGEST_CHUNK_BYTES, _LONGER * stored + _SMALL_BYTES)
     for codec in codecs_of(array.metadata):

@@ -92,12 +92,12 @@ def _geojson(path: Path, file: IO[bytes], references: _References) -> Iterator[P
     if start not in (b"{", b"["):
         raise ImageError(f"{path} is no GeoJSON: it begins with {start!r}; export annotations as GeoJSON")
     try:
-        found = 0
+        features = 0
         for feature in ijson.items(file, "item" if start == b"[" else "features.item", use_float=True):
-            found += 1
+            features += 1
             yield from _of_feature(feature, references)
         file.seek(begin)
-        if found and start == b"{":
+        if features and start == b"{":
             for crs in ijson.items(file, "crs", use_float=True):
                 references.add(crs)
         elif start == b"{":
@@ -168,7 +168,7 @@ def _rings(rings: object, path: Path) -> Sequence[Any]:
 
 
 def _asap(path: Path, file: IO[bytes]) -> Iterator[Polygon]:
-    found: list[Polygon] = []
+    polygons: list[Polygon] = []
     root = ""
 
     def begin(tag: str, attributes: Mapping[str, str]) -> None:
@@ -177,10 +177,10 @@ def _asap(path: Path, file: IO[bytes]) -> Iterator[Polygon]:
         if tag == "Annotation":
             group = attributes.get("PartOfGroup", "None")
             area = attributes.get("Type") in _AREAS
-            found.append((None if group == "None" else group, [[]] if area else []))
-        elif tag == "Coordinate" and found and found[-1][1]:
+            polygons.append((None if group == "None" else group, [[]] if area else []))
+        elif tag == "Coordinate" and polygons and polygons[-1][1]:
             try:
-                found[-1][1][0].append((float(attributes["X"]), float(attributes["Y"])))
+                polygons[-1][1][0].append((float(attributes["X"]), float(attributes["Y"])))
             except (KeyError, ValueError) as error:
                 raise ImageError(f"{path} has a coordinate without numbers X and Y; save it again") from error
 
@@ -196,4 +196,4 @@ def _asap(path: Path, file: IO[bytes]) -> Iterator[Polygon]:
         raise ImageError(f"{path} is no XML ({error}); save the annotations again") from error
     if root != "ASAP_Annotations":
         raise ImageError(f"{path} is XML of another kind ({root[:40]!r}); expected ASAP's ASAP_Annotations")
-    return iter(found)
+    return iter(polygons)

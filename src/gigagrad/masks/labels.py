@@ -13,7 +13,8 @@ import numpy as np
 from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
 from gigagrad.images import Image
-from gigagrad.images.image import Array, Pixels, View
+from gigagrad.images.image import View
+from gigagrad.images.pixels import Array
 from gigagrad.masks.classes import IGNORED
 
 _SIGNED: Final = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
@@ -85,9 +86,6 @@ class LabelMap(View):
             ids[label == 1] = number
         return ids[None]
 
-    def _blank(self, height: int, width: int) -> Pixels:
-        return super()._blank(height, width)[:1]
-
 
 def ignoring_missing(mask: Image, slide: Image) -> Image:
     """Make `mask` `IGNORED` where `slide`, of the same size, has no data; itself where all is there.
@@ -110,9 +108,6 @@ class IgnoringMissing(View):
         if (missing := self._slide.missing(box)) is not None:
             pixels[:, missing] = IGNORED
         return pixels
-
-    def _blank(self, height: int, width: int) -> Pixels:
-        return Image._blank(self, height, width)
 
 
 def mask_dtype(mask: Image) -> np.dtype[np.generic]:

@@ -13,10 +13,10 @@ import numpy as np
 from gigagrad.boxes import Box
 from gigagrad.errors import TargetError
 from gigagrad.images import Image
-from gigagrad.images.image import Array, Pixels, View
+from gigagrad.images.image import View
 from gigagrad.images.opening import open_ids
-from gigagrad.images.resampled import Resampled
-from gigagrad.images.stacked import Stacked
+from gigagrad.images.pixels import Array
+from gigagrad.images.views import Resampled, Stacked
 from gigagrad.masks.annotations import is_annotation_file, read_annotations
 from gigagrad.masks.classes import IGNORED, ClassTable, is_ignored
 from gigagrad.masks.labels import LabelOfIds, Labels, mask_dtype, room_for_ignored
@@ -113,9 +113,6 @@ class Relabelled(View):
         for value, number in self._ids.items():
             renamed[np.isnan(pixels) if math.isnan(value) else pixels == value] = number
         return renamed
-
-    def _blank(self, height: int, width: int) -> Pixels:
-        return Image._blank(self, height, width)
 
     def _release(self) -> None:
         self._image.close()

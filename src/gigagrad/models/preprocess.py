@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from gigagrad.boxes import spread
 from gigagrad.errors import ImageError
-from gigagrad.images.image import LUMA_BT601, Image, is_floating
+from gigagrad.images.image import Image
+from gigagrad.images.pixels import LUMA_BT601, is_floating
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

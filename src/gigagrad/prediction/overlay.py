@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gigagrad.boxes import Box
 from gigagrad.files import replacing
 from gigagrad.images import Image, MaskClass, thumbnail
-from gigagrad.images.resampled import Resampled
+from gigagrad.images.views import Resampled
 from gigagrad.prediction.classes import as_bytes, require_mask
 from gigagrad.prediction.outlines import Rings, corners_in, rings_of
 

@@ -1,24 +1,23 @@
-"""Who computes the parts of one image together: this process alone, processes, or threads that stand for them."""
+"""Talk to the ranks that compute one image together: this process alone, processes, or threads."""
 
 from gigagrad.errors import RankError
-from gigagrad.ranks.alike import unlike
-from gigagrad.ranks.fleet import TIMEOUT_SECONDS, Fleet, from_environment
-from gigagrad.ranks.joining import launch
-from gigagrad.ranks.meshes import ranks_of
-from gigagrad.ranks.ranks import Alone, Message, Ranks
-from gigagrad.ranks.virtual import Virtual, run_virtual
+from gigagrad.ranks.mesh import TIMEOUT_SECONDS, Mesh, from_environment, ranks_of
+from gigagrad.ranks.numerics import mismatched_numerics
+from gigagrad.ranks.ranks import Message, Ranks, SingleRank
+from gigagrad.ranks.rendezvous import launch
+from gigagrad.ranks.threaded import ThreadedRank, run_threaded
 
 __all__ = [
     "TIMEOUT_SECONDS",
-    "Alone",
-    "Fleet",
+    "Mesh",
     "Message",
     "RankError",
     "Ranks",
-    "Virtual",
+    "SingleRank",
+    "ThreadedRank",
     "from_environment",
     "launch",
+    "mismatched_numerics",
     "ranks_of",
-    "run_virtual",
-    "unlike",
+    "run_threaded",
 ]

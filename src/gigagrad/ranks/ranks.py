@@ -1,7 +1,7 @@
-"""The ranks of a run: processes, or what stands for them, that compute the parts of one image together.
+"""Define what ranks are to each other: processes, or threads, that compute the parts of one image together.
 
 They do the same things in the same order, and meet in `exchange`: bytes travel, and whoever gets them adds. Every
-meeting begins with a word from each, so that an error of one of them ends all.
+collective begins with a few bytes from each, none where all is well, so that an error of one of them ends all.
 """
 
 from __future__ import annotations
@@ -19,123 +19,128 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = "torch.Tensor"
 """Bytes: a 1-d tensor of uint8 on the CPU."""
-
+_OBJECT, _ERROR, _MENDABLE = b"\0", b"\1", b"\2"
+"""The first byte of what is gathered: the rest is an object, or the text of an error, gigagrad's own or not."""
 
 Item = TypeVar("Item")
 
 
 def is_mendable(error: Exception) -> bool:
-    """Whether it is no fault of gigagrad's own."""
+    """Return whether an error is no fault of gigagrad's own."""
     return isinstance(error, (GigagradError, OSError, MemoryError))
 
 
 def named(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 0, 3`."""
+    """Write `rank 1`, or `ranks 0, 3`."""
     return f"rank{'s'[: len(ranks) - 1]} {', '.join(map(str, ranks))}"
 
 
 class Ranks(ABC):
-    """All ranks as one of them sees them. Every method but `fail` is called by all of them, in the same order."""
+    """All ranks as one of them sees them. Every method is called by all of them, in the same order."""
 
     index: int
-    """This one, from 0 on."""
+    """The number of this rank, from 0 on."""
     count: int
     sent_bytes: int = 0
-    """By this rank so far, without the words that meetings begin with."""
+    """Bytes that this rank has sent so far, without what collectives begin with."""
 
     @property
     def others(self) -> list[int]:
-        """All but this one."""
+        """Return all ranks but this one."""
         return [rank for rank in range(self.count) if rank != self.index]
 
     @abstractmethod
-    def _swap(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
+    def _exchange(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
         """Give these messages to other ranks and get theirs, of so many bytes. Raises RankError."""
 
     @abstractmethod
-    def _words(self, word: bytes) -> Sequence[bytes]:
-        """Every rank's short word. Raises RankError where one is silent."""
+    def _gather(self, payload: bytes) -> Sequence[bytes]:
+        """Gather short bytes from every rank. Raises RankError where one is silent."""
 
     def exchange(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
-        """What other ranks send to this one, by rank, for what it sends them; messages of nothing don't travel.
+        """Send messages to other ranks, and return what they send to this one, by rank; empty ones don't travel.
 
         Raises RankError if another one failed, or is silent.
         """
-        self.meet()
+        self.barrier()
         sent = {rank: message for rank, message in sent.items() if len(message)}
         self.sent_bytes += sum(map(len, sent.values()))
-        return self._swap(sent, {rank: nbytes for rank, nbytes in received.items() if nbytes})
+        return self._exchange(sent, {rank: nbytes for rank, nbytes in received.items() if nbytes})
 
-    def deliver(self, sent: Mapping[int, Message]) -> dict[int, Message]:
-        """As `exchange`, where receivers do not know what comes."""
-        lengths = self.said([len(sent.get(rank, ())) for rank in range(self.count)])
-        return self.exchange(sent, {rank: told[self.index] for rank, told in enumerate(lengths) if told[self.index]})
+    def all_to_all(self, sent: Mapping[int, Message]) -> dict[int, Message]:
+        """Exchange messages where receivers do not know what comes."""
+        lengths = self.all_gather_object([len(sent.get(rank, ())) for rank in range(self.count)])
+        return self.exchange(
+            sent, {rank: theirs[self.index] for rank, theirs in enumerate(lengths) if theirs[self.index]}
+        )
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all. Raises RankError if another one failed, or is silent."""
-        self._hear(self._words(b""))
+        self._raise_reported(self._gather(b""))
 
-    def said(self, value: Any) -> list[Any]:
-        """What each rank says, by rank: anything that JSON can hold. Raises RankError if one failed, or is silent."""
-        words = self._words(b"\0" + json.dumps(value).encode())
-        self._hear([b"" if said[:1] == b"\0" else said for said in words])
-        return [json.loads(said[1:]) for said in words]
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Gather an object of JSON from each rank, by rank. Raises RankError if one failed, or is silent."""
+        payloads = self._gather(_OBJECT + json.dumps(value).encode())
+        self._raise_reported([b"" if payload.startswith(_OBJECT) else payload for payload in payloads])
+        return [json.loads(payload[1:]) for payload in payloads]
 
-    def shared_out(
+    def map(
         self, items: Sequence[Item], work: Callable[[Item], Any], done: Callable[[int, Any], None] = lambda *_: None
     ) -> list[Any]:
-        """What `work` finds of each item, in their order: anything that JSON can hold. Item i is that of rank i modulo
-        their count; `done` is told how many are done, and the last of these answers. Raises as `said`.
+        """Map `work` over items, shared among ranks, and return its results in their order: anything that JSON can
+        hold. Item i is that of rank i modulo their count; `done` is told how many are done, and the last of these
+        answers. Raises as `all_gather_object`.
         """
-        found: list[Any] = []
+        results: list[Any] = []
         for start in range(0, len(items), self.count):
             mine = start + self.index
-            answers = self.said(work(items[mine]) if mine < len(items) else None)
+            answers = self.all_gather_object(work(items[mine]) if mine < len(items) else None)
             for answer in answers[: len(items) - start]:
-                found.append(answer)
-                done(len(found), answer)
-        return found
+                results.append(answer)
+                done(len(results), answer)
+        return results
 
-    def as_one(self) -> AbstractContextManager[None]:
-        """A whole program of theirs: an error of one of them ends all, wherever they wait for whom."""
-        return self.together()
+    def job_error_scope(self) -> AbstractContextManager[None]:
+        """Report an error of a whole program to all ranks, wherever they wait for whom."""
+        return self.error_scope()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """What is done within is done by all or by none: an error of one of them is told to the others at their next
-        meeting, which is at the end at the latest.
+    def error_scope(self) -> Iterator[None]:
+        """Report an error in the block to the other ranks at their next collective, which is at the end at the latest:
+        it is done by all or by none.
         """
         try:
             yield
-            self.meet()
+            self.barrier()
         except RankError:
             raise
         except Exception as error:
-            self._fail(error)
+            self._report(error)
             raise
 
-    def _fail(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
+        kind, text = _MENDABLE if is_mendable(error) else _ERROR, str(error) or type(error).__name__
         try:
-            self._words(bytes([1 + is_mendable(error)]) + (str(error) or type(error).__name__).encode(errors="replace"))
+            self._gather(kind + text.encode(errors="replace"))
         except RankError:
-            return  # somebody else failed, too: one's own error is told
+            return  # somebody else failed, too: one's own error is raised
 
-    def _hear(self, words: Sequence[bytes]) -> None:
-        for rank, said in enumerate(words):
-            if said and rank != self.index:
-                text = said[1:].decode(errors="replace")
-                raise RankError(f"rank {rank} failed: {text}", told=True, mendable=said[0] > 1)
+    def _raise_reported(self, payloads: Sequence[bytes]) -> None:
+        for rank, payload in enumerate(payloads):
+            if payload and rank != self.index:
+                text, mendable = payload[1:].decode(errors="replace"), payload.startswith(_MENDABLE)
+                raise RankError(f"rank {rank} failed: {text}", reported=True, mendable=mendable)
 
 
-class Alone(Ranks):
-    """One process, and nobody to talk to."""
+class SingleRank(Ranks):
+    """A single process, and nobody to talk to."""
 
     index, count = 0, 1
 
-    def _swap(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
+    def _exchange(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
         assert not sent
         assert not received
         return {}
 
-    def _words(self, word: bytes) -> Sequence[bytes]:
-        return [word]
+    def _gather(self, payload: bytes) -> Sequence[bytes]:
+        return [payload]

@@ -1,4 +1,4 @@
-"""What lossy storage of a field adds to the gradient of the convolution that reads it; derived in docs/math.md.
+"""Bound what lossy storage of a field adds to the gradient of the convolution that reads it; derived in docs/math.md.
 
 Per output channel, with errors independent and uniform in +-E on the non-zero values of the field (`Quantised`), the
 expected norm of the error over all taps is `E / sqrt(3) * sqrt(taps * R) * |d|`: R is the share of non-zeros, d the
@@ -17,7 +17,7 @@ _STRIP_ROWS = 32
 
 
 def gradient_error(error_bound: float, share_nonzero: float, cotangent_norm: float, taps: int = 1) -> float:
-    """The expected 2-norm of the error of a weight's gradient, for one output channel.
+    """Return the expected 2-norm of the error of a weight's gradient, for one output channel.
 
     `taps` counts its weights: input channels x kernel height x kernel width. `cotangent_norm` is the 2-norm over the
     whole image of the cotangent of that channel.
@@ -26,7 +26,7 @@ def gradient_error(error_bound: float, share_nonzero: float, cotangent_norm: flo
 
 
 def half_gradient_error(dtype: torch.dtype, field_norm: float, cotangent_norm: float) -> float:
-    """The largest error that a field stored in float16 or bfloat16 can cause in one weight's gradient.
+    """Return the largest error that a field stored in float16 or bfloat16 can cause in one weight's gradient.
 
     By the Cauchy-Schwarz inequality, for values that are not subnormal in `dtype`; `field_norm` is the 2-norm of the
     input channel. There is no dither and errors of equal values are equal, so an expectation that assumed otherwise
@@ -36,7 +36,8 @@ def half_gradient_error(dtype: torch.dtype, field_norm: float, cotangent_norm: f
 
 
 def noisy_shares(field: Tensor, gain: Tensor | None = None) -> Tensor:
-    """`(C,)`: the share of a convolution's input `(N, C, h, w)` that carries an error, times `gain (C,)` squared.
+    """Return, as `(C,)`, the share of a convolution's input `(N, C, h, w)` that carries an error, times `gain (C,)`
+    squared.
 
     `gain` is for a norm and a ReLU between the stored field and the convolution: the factor of the norm per channel,
     `weight / sqrt(variance + eps)`. `field` is then what came out of the ReLU, and the prediction is that of the
@@ -61,7 +62,8 @@ class Norms:
 
     @classmethod
     def of(cls, shares: Tensor, cotangent: Tensor, groups: int = 1) -> Norms:
-        """Of one tile: `noisy_shares (C,)` of what the convolution reads, the cotangent `(N, O, h, w)` of its output.
+        """Sum over one tile: `noisy_shares (C,)` of what the convolution reads, the cotangent `(N, O, h, w)` of its
+        output.
 
         Each of the convolution's `groups` sees its own channels only.
         """
@@ -74,9 +76,9 @@ class Norms:
         return Norms(tuple(a + b for a, b in pairs))
 
     def scaled(self, factor: float) -> Norms:
-        """Of cotangents `factor` times as large."""
+        """Return the sums of cotangents `factor` times as large."""
         return Norms(tuple(factor * factor * square for square in self.noisy_squares))
 
     def gradient_errors(self, error_bound: float, taps: int) -> tuple[float, ...]:
-        """`gradient_error` of every output channel."""
+        """Return the `gradient_error` of every output channel."""
         return tuple(gradient_error(error_bound, 1.0, math.sqrt(square), taps) for square in self.noisy_squares)

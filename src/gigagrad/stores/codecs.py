@@ -1,4 +1,4 @@
-"""Lossless codecs for the bytes of kept fields.
+"""Encode the bytes of kept fields without loss.
 
 They encode and decode, and no more: a store compares the checksum of what it reads with that of what it wrote before a
 codec's own parser sees a byte.
@@ -22,11 +22,11 @@ _imagecodecs: Any = imagecodecs  # takes any buffer; its type stubs name only th
 
 
 class Codec(ABC):
-    """From the bytes of a field to fewer bytes and back, the same ones. Any number of threads may share one."""
+    """A codec from bytes of a field to fewer, and back to the same ones. Any number of threads may share one."""
 
     @abstractmethod
     def encode(self, data: Bytes, itemsize: int) -> bytes:
-        """`data` (uint8, C-contiguous) encoded; `itemsize`, the bytes of one number, tells which bytes are alike."""
+        """Encode `data` (uint8, C-contiguous); `itemsize`, the bytes of one number, tells which bytes are alike."""
 
     @abstractmethod
     def decode(self, encoded: Bytes | bytes, out: Bytes) -> None:
@@ -63,7 +63,7 @@ class Blosc(Codec):
 
 
 def faster_codec(link_bytes_per_second: float, codec_bytes_per_second: float, ratio: float) -> Codec | None:
-    """`Blosc` where it moves a field sooner than the bare link does.
+    """Return `Blosc` where it moves a field sooner than the bare link does.
 
     `codec_bytes_per_second` counts decoded bytes, the slower of both directions, 0 where it is not known; `ratio` is
     decoded over encoded bytes. The two times are added: while it encodes, the processor is not computing tiles, so

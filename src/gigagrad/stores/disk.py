@@ -1,4 +1,4 @@
-"""A field in a file, brick by brick (bricks.py), each with a checksum.
+"""Store a field in a file, brick by brick (bricks.py), each with a checksum.
 
 A box touches the bricks around it, so reading costs little more than its own bytes, and a row of bricks is one call.
 The checksum of what is read is compared with that of what was written before anything is decoded: a file that changed
@@ -35,7 +35,7 @@ _crc32: Any = imagecodecs.deflate_crc32  # takes any buffer; its type stubs name
 
 
 class DiskStore(Store):
-    """One preallocated file in a run's scratch folder. Writing happens behind, reading waits for it.
+    """A preallocated file in a run's scratch folder. Writing happens behind, reading waits for it.
 
     Every brick has room for all its bytes: a `codec` makes fewer of them travel, not the file smaller.
 
@@ -66,7 +66,7 @@ class DiskStore(Store):
         self._newest: Task[None] | None = None
         self._handing_over = threading.Lock()
         self._in_the_file = threading.Lock()
-        """Boxes that do not overlap share bricks."""
+        """The lock of the file: boxes that do not overlap share bricks."""
 
     def read(self, box: Box) -> torch.Tensor:
         self.flush()
@@ -131,7 +131,7 @@ class DiskStore(Store):
     def _matching(
         self, row: int, box: Box, bricks: Rows, pixels: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the same pixels: in a crop on `box`, and in the bricks of one row. Whole bricks come at once."""
+        """Yield views of the same pixels in a crop on `box` and in the bricks of one row; whole bricks at once."""
         side, columns = self._layout.side, self._layout.columns(box)
         top, left = row * side, columns.start * side
         y0, y1 = max(box.y0, top), min(box.y1, top + side)
@@ -152,8 +152,8 @@ class DiskStore(Store):
             yield strip[:, last * side - box.x0 :], each[-1, :, : box.x1 - last * side]
 
     def _load(self, row: int, box: Box, wanted: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None) -> Rows:
-        """The bricks that the box touches in one row of bricks, checked and decoded; with `wanted`, only those of them,
-        and the others hold anything.
+        """Load the bricks that the box touches in one row of bricks, checked and decoded; with `wanted`, only those of
+        them, and the others hold anything.
         """
         columns, brick_bytes = self._layout.columns(box), self._layout.brick_bytes
         lengths = self._lengths[row, columns]
@@ -162,12 +162,12 @@ class DiskStore(Store):
         there = lengths > 0
         wanted = np.ones_like(there) if wanted is None else wanted
         bricks[wanted & ~there] = 0
-        found = np.flatnonzero(wanted & there)
-        if self._codec is None and len(found):
-            for run in np.split(found, np.flatnonzero(np.diff(found) > 1) + 1):
+        stored_at = np.flatnonzero(wanted & there)
+        if self._codec is None and len(stored_at):
+            for run in np.split(stored_at, np.flatnonzero(np.diff(stored_at) > 1) + 1):
                 first, last = int(run[0]), int(run[-1])
                 self._file.read_into(bricks[first : last + 1], self._layout.offset(row, columns.start + first))
-        for i in found.tolist():
+        for i in stored_at.tolist():
             column, length = columns.start + i, int(lengths[i])
             stored = bricks[i, :length]
             if self._codec is not None:
@@ -215,7 +215,7 @@ class DiskTier(Tier):
         return self._disk()
 
     def _disk(self) -> tuple[str, int]:
-        """Its name, by this machine's number for it, and the bytes that are free there. Raises StoreError."""
+        """Return the disk's name, by this machine's number, and the bytes free there. Raises StoreError."""
         try:
             free = int(shutil.disk_usage(self._folder).free * FREE_SHARE)
             disk = self._folder.stat().st_dev
@@ -231,7 +231,7 @@ class DiskTier(Tier):
         return Bricks(*size, pixel_bytes).file_bytes
 
     def crop_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> float:
-        """Of the bricks that it touches."""
+        """Return the bytes of the bricks that it touches."""
         nbytes = crop[0] * crop[1] * pixel_bytes
         return Bricks(*size, pixel_bytes).read_ratio(*crop) * nbytes if nbytes else 0.0
 

@@ -1,4 +1,4 @@
-"""Fields in memory: the device's own, which the budget bounds, and the host's beside a device with another."""
+"""Store fields in memory: the device's own, which the budget bounds, and the host's beside a device with another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from gigagrad.allowances import FREE_SHARE, whole_pages
 from gigagrad.boxes import Box, Span
 from gigagrad.devices import Machine
-from gigagrad.devices.spare import SpareBlocks
+from gigagrad.devices.buffer_pool import BufferPool
 from gigagrad.files import HOST
 from gigagrad.graphs.crops import crop_view
 from gigagrad.stores.store import Store
@@ -21,7 +21,7 @@ from gigagrad.stores.tier import FieldSpec, OpenTier, Size, Tier
 
 
 class HostStore(Store):
-    """One tensor. `memory_format` is that of the tiles, so that crops of it are read without reordering.
+    """A field in one tensor. `memory_format` is that of the tiles, so that crops of it are read without reordering.
 
     Tiles come row by row from the top, so what has been reached is a staircase: in each column the pixels above some
     height. Zeros are written below it only where nothing else is; most pixels are written once by the first crop.
@@ -36,7 +36,7 @@ class HostStore(Store):
         *,
         device: torch.device,
         memory_format: torch.memory_format = torch.contiguous_format,
-        spare: SpareBlocks | None = None,
+        spare: BufferPool | None = None,
     ) -> None:
         super().__init__(shape, dtype, axes)
         layout = memory_format if len(shape) == 4 else torch.contiguous_format
@@ -47,7 +47,7 @@ class HostStore(Store):
             self._block = spare.take(self._tensor.nbytes)
             self._tensor = self._block.view(dtype).as_strided(shape, self._tensor.stride())
         self._reached = np.zeros(shape[axes[1]], np.int64)
-        """In each column, the pixels from the top that hold what they should."""
+        """The pixels of each column, from the top, that hold what they should."""
         self._reaching = threading.Lock()
 
     def _view(self, box: Box) -> torch.Tensor:
@@ -78,14 +78,14 @@ class HostStore(Store):
                 if y.empty:
                     continue
                 share = Box.of(y, x)
-                found = crop_view(crop, self.axes, (y.start - box.y0, x.start - box.x0), share.shape)
+                own = crop_view(crop, self.axes, (y.start - box.y0, x.start - box.x0), share.shape)
                 if adds:
-                    self._view(share).add_(found.to(self._tensor.device))
+                    self._view(share).add_(own.to(self._tensor.device))
                 else:
-                    self._view(share).copy_(found)
+                    self._view(share).copy_(own)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: nothing waits."""
 
     def close(self) -> None:
         self.__dict__.pop("_tensor", None)
@@ -101,13 +101,13 @@ class HostStore(Store):
         return super().whole()
 
     def _steps(self, x: Span) -> list[tuple[Span, int]]:
-        """The staircase over some columns: spans of one height each."""
+        """Return the staircase over some columns: spans of one height each."""
         heights = self._reached[x.start : x.stop]
         edges = [0, *(np.flatnonzero(np.diff(heights)) + 1).tolist(), x.length]
         return [(Span(x.start + a, x.start + b), int(heights[a])) for a, b in pairwise(edges) if a < b]
 
     def _clear(self, x: Span, height: int) -> None:
-        """Zeros above `height`, where nothing has been reached."""
+        """Write zeros above `height`, where nothing has been reached."""
         for columns, reached in self._steps(x):
             if reached < height:
                 self._view(Box.of(Span(reached, height), columns)).zero_()
@@ -125,8 +125,8 @@ class MemoryTier(Tier):
     place = "memory"
     in_budget = True
 
-    def __init__(self, device: torch.device | None = None, spare: SpareBlocks | None = None) -> None:
-        """`device`: the host, unless named."""
+    def __init__(self, device: torch.device | None = None, spare: BufferPool | None = None) -> None:
+        """Keep fields on `device`: the host, unless named."""
         self._device, self._spare = device or torch.device("cpu"), spare
 
     def room_bytes(self) -> int | None:
@@ -148,7 +148,7 @@ class MemoryTier(Tier):
         return sum(sizes) if self._spare is None else self._spare.fresh_bytes(sizes)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class HostTier(MemoryTier):
@@ -168,7 +168,7 @@ class HostTier(MemoryTier):
         return free if self._room_bytes is None else self._room_bytes
 
     def shared_room(self) -> tuple[str, int] | None:
-        """The machine's, unless somebody has said how much each rank may take."""
+        """Return the machine's memory, unless somebody has said how much each rank may take."""
         return (HOST, self.room_bytes()) if self._room_bytes is None else None
 
     def link_seconds(self, nbytes: float, machine: Machine) -> float:

@@ -1,4 +1,4 @@
-"""Roundings of kept fields: fewer bits a value, as a declared choice.
+"""Round kept fields to fewer bits a value, as a declared choice.
 
 A rounding is elementwise, idempotent, and the same however the field is cut into boxes. So the forward pass can go on
 from `round(values)` in any tile, with any halo, and every later sweep reads exactly the same field from the store.
@@ -22,34 +22,37 @@ from torch import Tensor
 
 from gigagrad.boxes import Box, split
 from gigagrad.errors import ConfigError, StoreError
-from gigagrad.stores.dither import dither
+from gigagrad.graphs.operators import scrambled
 from gigagrad.stores.store import Store
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_PER_WORD = 4
+_GROUP_BITS = 16
+_X_BITS = 24
 _STRIP_VALUES = 1 << 17  # so many values at a time stay in the processor's cache through some twenty operations
 
 
 class Rounding(ABC):
-    """How values are packed. `values` and `packed` are crops on `box`; `axes` are the positions of y and x, below 0."""
+    """A way to pack values. `values` and `packed` are crops on `box`; `axes` are the positions of y and x, below 0."""
 
     @abstractmethod
     def packed_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What values of the floating-point `dtype` are packed as."""
+        """Return what values of the floating-point `dtype` are packed as."""
 
     @abstractmethod
     def pack(self, values: Tensor, box: Box, axes: tuple[int, int]) -> Tensor:
-        """The packed crop, of the same shape; 0 stands for 0. Raises `StoreError` for values it cannot hold."""
+        """Pack a crop, to the same shape; 0 stands for 0. Raises `StoreError` for values it cannot hold."""
 
     @abstractmethod
     def unpack(self, packed: Tensor, box: Box, axes: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """The values that a packed crop stands for; `dtype` is what was packed."""
+        """Return the values that a packed crop stands for; `dtype` is what was packed."""
 
     @abstractmethod
     def keyed(self, key: int) -> Rounding:
-        """The same rounding with errors of its own: give every field of every step another key."""
+        """Return this rounding with errors of its own: give every field of every step another key."""
 
     def round(self, values: Tensor, box: Box, axes: tuple[int, int]) -> Tensor:
-        """What comes back of `values` after packing."""
+        """Return what comes back of `values` after packing."""
         return self.unpack(self.pack(values, box, axes), box, axes, values.dtype)
 
 
@@ -119,7 +122,7 @@ class Quantised(Rounding):
         return dataclasses.replace(self, seed=key)
 
     def step(self, dtype: torch.dtype) -> float:
-        """The distance of two multiples for values of `dtype`; errors are uniform in +-step / 2."""
+        """Return the distance of two multiples for values of `dtype`; errors are uniform in +-step / 2."""
         return _grid(self.error_bound, dtype).step
 
     def pack(self, values: Tensor, box: Box, axes: tuple[int, int]) -> Tensor:
@@ -144,7 +147,7 @@ class Quantised(Rounding):
 
 @dataclass(frozen=True)
 class _Grid:
-    """One error bound for one dtype. From `limit` on a value is kept as it is; the other codes end at `codes`."""
+    """The grid of an error bound for a dtype. From `limit` on a value is kept as it is; other codes end at `codes`."""
 
     working: torch.dtype
     step: float
@@ -173,7 +176,7 @@ def _grid(error_bound: float, dtype: torch.dtype) -> _Grid:
 
 
 def _strips(crop: Tensor, box: Box, axes: tuple[int, int]) -> Iterator[tuple[Box, int]]:
-    """Boxes of a few rows, with their first row inside the crop."""
+    """Yield boxes of a few rows, with their first row inside the crop."""
     assert (crop.shape[axes[0]], crop.shape[axes[1]]) == box.shape
     rows = max(1, _STRIP_VALUES * box.height // max(1, crop.numel()))
     for y in split(box.height, rows):
@@ -194,7 +197,7 @@ def _codes(values: Tensor, noise: Tensor, grid: _Grid, dtype: torch.dtype) -> Te
 
 
 def _multiples(values: Tensor, noise: Tensor, grid: _Grid, dtype: torch.dtype) -> Tensor:
-    """0 for 0, else 2 |q + 1/4| + 3/2: 2 q + 2 for the multiples q = 0, 1, ..., and 1 - 2 q for -1, -2, ..."""
+    """Code 0 as 0, else as 2 |q + 1/4| + 3/2: 2 q + 2 for the multiples q = 0, 1, ..., and 1 - 2 q for -1, -2, ..."""
     codes = (values * (1 / grid.step)).add_(noise).round_()
     return codes.add_(0.25).abs_().mul_(2).add_(1.5).mul_(values.sign().abs_()).to(dtype)
 
@@ -210,6 +213,29 @@ def _values(codes: Tensor, noise: Tensor, grid: _Grid) -> Tensor:
         return values
     exact = (codes < 0) | (codes > grid.codes)
     return torch.where(exact, codes.view(grid.working), values)
+
+
+def dither(shape: torch.Size, box: Box, axes: tuple[int, int], seed: int, like: torch.Tensor) -> torch.Tensor:
+    """Return uniform numbers in (-1/2, 1/2) for a crop of this `shape` on `box`, with the dtype and device of `like`.
+
+    They are a function of the seed and of a value's place in the whole field, so any tiling, any recomputation and any
+    number of workers see the same, as for random operators; and odd multiples of 2^-17: one hash of 64 bits serves four
+    neighbouring values of a pixel, which makes it cheap. The axes other than y and x are whole in every crop; at most
+    2^18 values a pixel, x below 2^24 px.
+    """
+    spatial = {axis % len(shape) for axis in axes}
+    rest = [size for axis, size in enumerate(shape) if axis not in spatial]
+    values = math.prod(rest)
+    words = -(-values // _PER_WORD)
+    assert max(words >> _GROUP_BITS, box.x1 - 1 >> _X_BITS) == 0, (shape, box)
+    device = like.device
+    y = torch.arange(box.y0, box.y1, device=device)[:, None, None] << (_X_BITS + _GROUP_BITS)
+    x = torch.arange(box.x0, box.x1, device=device)[:, None] << _GROUP_BITS
+    key = scrambled(torch.tensor(seed, device=device), 0)  # seeds 0, 1, 2, ... must not be neighbours
+    bits = scrambled(y + x + torch.arange(words, device=device), key)
+    numbers = bits.view(torch.int16)[..., :values].to(like.dtype)
+    numbers.add_(0.5).mul_(2.0**-16)
+    return torch.unflatten(numbers, -1, rest).movedim((0, 1), axes)
 
 
 class RoundedStore(Store):
@@ -246,7 +272,8 @@ class RoundedStore(Store):
 
 
 def parse_storage(text: str | None) -> Rounding | None:
-    """`"float16"`, `"bfloat16"` or `"error 0.01"` as a rounding; None and `"exact"` mean that fields stay as they are.
+    """Read `"float16"`, `"bfloat16"` or `"error 0.01"` as a rounding; None and `"exact"` mean that fields stay as they
+    are.
 
     Raises `ConfigError` for anything else, naming the accepted forms.
     """

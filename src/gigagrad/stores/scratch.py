@@ -1,4 +1,4 @@
-"""A folder for one run's files, and the thread that writes them while tiles are being computed.
+"""Keep one run's files in a folder, and write them in a thread while tiles are being computed.
 
 Every run has a folder of its own, held by a lock for as long as its process lives. A run that ends, however it ends,
 removes its folder; what a killed process left behind is removed by the next run of the same machine in the same
@@ -31,9 +31,7 @@ from gigagrad.threads import SideThreads, Task, uninterrupted, wait_for
 from gigagrad.units import format_bytes
 
 _OURS = re.compile(rf"(gigagrad-{HOST}-\d+-[0-9a-f]{{8}})(\.lock)?")
-"""Folders of this machine's runs, by process and a number of their own, and the locks beside them; nothing else is ever
-removed.
-"""
+"""Folders of this machine's runs, by process and number, and locks beside them; nothing else is ever removed."""
 
 
 class Scratch:
@@ -69,17 +67,17 @@ class Scratch:
 
     @property
     def folder(self) -> Path:
-        """The run's own."""
+        """Return the run's own folder."""
         return self._place.folder
 
     def create(self, name: str, nbytes: int) -> ScratchFile:
-        """A new file of this size, all of it reserved. Raises StoreError if there is no room."""
-        made: list[ScratchFile] = []
-        uninterrupted(lambda: made.append(self._place.create(name, nbytes, past_cache=self._beside is not None)))
-        return made[0]
+        """Create a file of this size, all of it reserved. Raises StoreError if there is no room."""
+        created: list[ScratchFile] = []
+        uninterrupted(lambda: created.append(self._place.create(name, nbytes, past_cache=self._beside is not None)))
+        return created[0]
 
     def each(self, work: Callable[[int], None], rows: Iterable[int]) -> None:
-        """`work` for each of these: several at a time where every one of them waits for the disk."""
+        """Do `work` for each of these: several at a time where every one of them waits for the disk."""
         if self._beside is None:
             for row in rows:
                 work(row)
@@ -112,7 +110,7 @@ def _end(place: _Place, pools: list[SideThreads]) -> None:
 
 
 class _Place:
-    """A run's own folder, its lock and its files: whatever is there when it closes goes, and nothing comes after."""
+    """The run's own folder, its lock and its files: whatever is there when it closes goes, and nothing comes after."""
 
     def __init__(self, scratch: Path) -> None:
         self.folder = self._scratch = scratch
@@ -121,14 +119,14 @@ class _Place:
         self._closed = False
 
     def open(self) -> None:
-        """Raises StoreError if the scratch folder cannot be written to."""
+        """Make the folder. Raises StoreError if the scratch folder cannot be written to."""
         with self._guard:
             while not (self._closed or self._claimed()):
                 pass
 
     def _claimed(self) -> bool:
-        """Whether a folder of a new name is ours. A lock without a folder looks like one that a killed process left, so
-        a run that cleans up may have it at this moment, or have removed it.
+        """Return whether a folder of a new name is ours. A lock without a folder looks like one that a killed process
+        left, so a run that cleans up may have it at this moment, or have removed it.
         """
         folder = self._scratch / f"gigagrad-{HOST}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         lock = _lock_of(folder)
@@ -159,8 +157,8 @@ class _Place:
 
 
 def cacheable_bytes() -> int:
-    """What the system could keep of files in memory now. More than that goes past its page cache, which would only pass
-    it on (docs/decisions/0014-tiers.md).
+    """Return the bytes of files that the system could keep in memory now. More than that goes past its page cache,
+    which would only pass it on (docs/decisions/0014-tiers.md).
     """
     return int(psutil.virtual_memory().available)
 
@@ -176,9 +174,9 @@ def _give_up(lock: FileLock) -> None:
 
 
 def _remove_abandoned(scratch: Path) -> None:
-    """What runs of this machine left whose process is gone: folders and locks that nobody holds."""
-    found = [match for path in scratch.iterdir() if (match := _OURS.fullmatch(path.name))]
-    for name in dict.fromkeys(match[1] for match in found):
+    """Remove what runs of this machine left whose process is gone: folders and locks that nobody holds."""
+    matches = [match for path in scratch.iterdir() if (match := _OURS.fullmatch(path.name))]
+    for name in dict.fromkeys(match[1] for match in matches):
         folder = scratch / name
         lock = _lock_of(folder)
         try:

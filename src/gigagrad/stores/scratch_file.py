@@ -1,4 +1,4 @@
-"""A file of a run's scratch folder: bytes at offsets, through the page cache or past it.
+"""Read and write a file of a run's scratch folder: bytes at offsets, through the page cache or past it.
 
 Past the cache (`O_DIRECT`) go whole pages from page-aligned memory; everything else goes through it. The kernel keeps
 the two in agreement.
@@ -26,7 +26,7 @@ Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
 
 def page_aligned(count: int, nbytes: int) -> Rows:
-    """Uninitialised memory for so many bricks, as direct access wants it."""
+    """Allocate uninitialised memory for so many bricks, as direct access wants it."""
     memory = np.empty(count * nbytes + PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % PAGE_BYTES
     return memory[start : start + count * nbytes].reshape(count, nbytes)
@@ -58,7 +58,7 @@ class ScratchFile:
 
     @property
     def past_cache(self) -> bool:
-        """Whether the file system has a way past the cache, and it was asked for."""
+        """Return whether the file system has a way past the cache, and it was asked for."""
         return self._direct is not None
 
     def read_into(self, target: Rows | Bytes, offset: int) -> None:
@@ -87,7 +87,7 @@ class ScratchFile:
             os.posix_fadvise(self._cached.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Closed, and removed."""
+        """Close and remove the file."""
         for file in (self._cached, self._direct):
             if file is not None:
                 with suppress(OSError):  # a late error of writing: nothing reads it again
@@ -95,14 +95,14 @@ class ScratchFile:
         self._path.unlink(missing_ok=True)
 
     def _way(self, data: memoryview, offset: int) -> io.FileIO:
-        """Past the cache or through it, as these bytes allow."""
+        """Go past the cache or through it, as these bytes allow."""
         if self._direct is None or (np.frombuffer(data, np.uint8).ctypes.data | data.nbytes | offset) % PAGE_BYTES:
             return self._cached
         return self._direct
 
 
 def _open_direct(path: Path) -> io.FileIO | None:
-    """None where the file system, or its disk's block size, does not allow it."""
+    """Open a file past the cache; None where the file system, or its disk's block size, does not allow it."""
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return None

@@ -1,4 +1,4 @@
-"""The abstract store: one field of the whole image, written, added to and read box by box."""
+"""Define the abstract store: one field of the whole image, written, added to and read box by box."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gigagrad.boxes import Box
 
 
 def crop_shape(shape: tuple[int, ...], axes: tuple[int, int], box: Box) -> tuple[int, ...]:
-    """The shape of a field's crop on a box."""
-    found = list(shape)
-    found[axes[0]], found[axes[1]] = box.shape
-    return tuple(found)
+    """Return the shape of a field's crop on a box."""
+    crop = list(shape)
+    crop[axes[0]], crop[axes[1]] = box.shape
+    return tuple(crop)
 
 
 class Store(ABC):
@@ -29,12 +29,12 @@ class Store(ABC):
         self.axes = axes
 
     def crop_shape(self, box: Box) -> tuple[int, ...]:
-        """Of what is read on a box."""
+        """Return the shape of what is read on a box."""
         return crop_shape(self.shape, self.axes, box)
 
     @abstractmethod
     def read(self, box: Box) -> torch.Tensor:
-        """The crop; may share the store's memory, so it must not be written to. Raises what earlier writing raised."""
+        """Return a crop, not to be written to: it may share the store's memory. Raises what earlier writing raised."""
 
     @abstractmethod
     def write(self, box: Box, crop: torch.Tensor) -> None:
@@ -57,5 +57,5 @@ class Store(ABC):
         self.close()
 
     def whole(self) -> torch.Tensor:
-        """The whole field."""
+        """Read the whole field."""
         return self.read(Box.whole(*(self.shape[axis] for axis in self.axes)))

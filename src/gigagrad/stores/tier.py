@@ -1,4 +1,5 @@
-"""The interface of a tier, a place where fields are kept, and the registry in which kinds of them are found by name.
+"""Define the interface of a tier, a place where fields are kept, and the registry in which kinds of them are found by
+name.
 
 Planning asks a tier how much room it has, what fields and tiles' crops of them come to, and how fast that moves; a run
 opens it once and takes stores from it.
@@ -32,9 +33,9 @@ class FieldSpec:
     dtype: torch.dtype
     axes: tuple[int, int]
     layout: torch.memory_format = torch.contiguous_format
-    """That of the tiles' crops."""
+    """The layout of the tiles' crops."""
     coded: bool = False
-    """Whether the values are codes, which take fewer bytes behind a codec."""
+    """True where the values are codes, which take fewer bytes behind a codec."""
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +46,7 @@ class OpenTier(Protocol):
     """A tier during one run."""
 
     def open_store(self, field: FieldSpec) -> Store:
-        """A new field of zeros. Raises StoreError."""
+        """Open a new field of zeros. Raises StoreError."""
 
     def close(self) -> None:
         """Give back what is not in memory. May be called again, by any thread."""
@@ -59,57 +60,58 @@ class Tier(ABC):
     """
 
     name: ClassVar[str]
-    """As plans have it."""
+    """The name in plans."""
     place: ClassVar[str]
-    """As in "fields that this plan keeps in ...", "kept in ...: 2 GiB at most"."""
+    """The place in "fields that this plan keeps in ...", "kept in ...: 2 GiB at most"."""
     in_budget: ClassVar[bool] = False
-    """Whether it is the memory that the budget bounds."""
+    """True where it is the memory that the budget bounds."""
     encodes: ClassVar[bool] = False
-    """Whether its bytes go through a codec, so that codes take fewer of them."""
+    """True where its bytes go through a codec, so that codes take fewer of them."""
     remedy: ClassVar[str] = "make room there"
-    """What helps where it has too little room."""
+    """The remedy where it has too little room."""
 
     @abstractmethod
     def room_bytes(self) -> int | None:
-        """What fields may take now; None where only the budget bounds it. Raises StoreError where it is not there."""
+        """Return the bytes that fields may take; None: only the budget bounds it. Raises StoreError where it is not
+        there."""
 
     def shared_room(self) -> tuple[str, int] | None:
-        """What the room is part of, where ranks may share that: a name for it, the same on all that do, and the bytes
-        that are free there. None: the room is for each rank. Raises StoreError where it is not there.
+        """Return what the room is part of, where ranks may share that: a name for it, the same on all that do, and the
+        bytes that are free there. None: the room is for each rank. Raises StoreError where it is not there.
         """
         return None
 
     @abstractmethod
     def open(self, needed_bytes: int, machine: Machine) -> OpenTier:
-        """For one run, whose fields take up to so many bytes. Raises StoreError."""
+        """Open the tier for one run, whose fields take up to so many bytes. Raises StoreError."""
 
     def field_bytes(self, size: Size, pixel_bytes: int) -> int:
-        """What a field of so many pixels takes."""
+        """Return the bytes that a field of so many pixels takes."""
         return size[0] * size[1] * pixel_bytes
 
     def fresh_bytes(self, fields: Iterable[FieldSpec]) -> int:
-        """What stores of these fields would add to what the tier holds already."""
+        """Return the bytes that stores of these fields would add to what the tier holds already."""
         return sum(field.nbytes for field in fields)
 
     def crop_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> float:
-        """What moves when a crop of a field is read or written, on average over where it may lie."""
+        """Estimate the bytes that move when a crop of a field is read or written, on average over where it may lie."""
         return crop[0] * crop[1] * pixel_bytes
 
     def buffer_bytes(self, size: Size, crop: Size, pixel_bytes: int) -> int:
-        """What crops take in memory on their way, beside themselves."""
+        """Return the bytes that crops take in memory on their way, beside themselves."""
         return 0
 
     def link_seconds(self, nbytes: float, machine: Machine) -> float:
-        """What moving so many bytes takes, beside the computation."""
+        """Estimate the time that moving so many bytes takes, beside the computation."""
         return 0.0
 
     def processor_seconds(self, nbytes: float, machine: Machine) -> float:
-        """By the clock, what moving them keeps the processor from computing."""
+        """Estimate, by the clock, what moving them keeps the processor from computing."""
         return 0.0
 
 
 def least_room(rooms: Sequence[tuple[int, tuple[str, int] | None]]) -> int:
-    """The bytes that each of several ranks may take in a tier, by its `room_bytes` and `shared_room` on all of them."""
+    """Return the bytes that each rank may take in a tier, by its `room_bytes` and `shared_room` on all."""
     takers = Counter(shared[0] for _, shared in rooms if shared is not None)
 
     def own(room: int, shared: tuple[str, int] | None) -> int:
@@ -124,13 +126,13 @@ _KINDS: dict[str, Callable[[str, int | None], Tier]] = {}
 
 
 def register_tier(name: str, make: Callable[[str, int | None], Tier]) -> None:
-    """Makes `scratch="name:where"` mean `make(where, scratch_bytes)`."""
+    """Make `scratch="name:where"` mean `make(where, scratch_bytes)`."""
     if len(name) < 2:  # of one letter are Windows' drives
         raise ConfigError(f"a tier's name has two letters or more, got {name!r}")
     _KINDS[name] = make
 
 
 def registered_tier(scratch: str, room_bytes: int | None) -> Tier | None:
-    """The tier that `scratch="name:where"` means; None where no tier has that name, so that it is a folder."""
+    """Return the tier that `scratch="name:where"` means; None where no tier has that name, so that it is a folder."""
     name, colon, where = scratch.partition(":")
     return _KINDS[name](where, room_bytes) if colon and name in _KINDS else None

@@ -17,7 +17,8 @@ from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
 from gigagrad.images import Image
 from gigagrad.images.georeference import Georeference
-from gigagrad.images.image import Array, Pixels, View
+from gigagrad.images.image import View
+from gigagrad.images.pixels import Array, Pixels
 
 D4_TRANSFORMS = 8
 

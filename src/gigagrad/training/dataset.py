@@ -18,7 +18,7 @@ from gigagrad.boxes import tiles
 from gigagrad.cohorts import Cohort, Row, bags_of
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError, TargetError
-from gigagrad.images import Image, Look
+from gigagrad.images import Image, InputView
 from gigagrad.images.tissue import write_label
 from gigagrad.masks import IGNORED, ClassTable, ignoring_missing, open_mask
 from gigagrad.models.preprocess import check_intensities
@@ -42,7 +42,9 @@ class Dataset:
     Slides without a mask get one from the tissue recipe, written once to `labels` and read from there ever after.
     """
 
-    def __init__(self, rule: TargetRule, *, level: int, look: Look, labels: Path, table: ClassTable | None) -> None:
+    def __init__(
+        self, rule: TargetRule, *, level: int, look: InputView, labels: Path, table: ClassTable | None
+    ) -> None:
         self._rule, self._level, self._look, self._labels, self._table = rule, level, look, labels, table
         self._label_ids = dict(table.ids) if table is not None else {}
         self._passed: set[Row] = set()

@@ -26,7 +26,7 @@ from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.cohort_scores import compare_labels
 from gigagrad.prediction.scores import Confusion, Evaluation, score_logits
 from gigagrad.prediction.slide_scores import Reading, output_of
-from gigagrad.ranks import Fleet, Ranks
+from gigagrad.ranks import Mesh, Ranks
 from gigagrad.training.dataset import Dataset
 from gigagrad.training.learner import Learner
 from gigagrad.training.sharing import plan_alike
@@ -34,7 +34,7 @@ from gigagrad.training.sharing import plan_alike
 _THRESHOLD = 0.5
 
 
-def validate(learner: Learner, dataset: Dataset, rows: tuple[Row, ...], events: Events, fleet: Fleet) -> float:
+def validate(learner: Learner, dataset: Dataset, rows: tuple[Row, ...], events: Events, mesh: Mesh) -> float:
     """Return the mean loss over `rows`, or that of all bags, without turns and in eval mode. Emits the job
     `validate`.
     """
@@ -48,7 +48,7 @@ def validate(learner: Learner, dataset: Dataset, rows: tuple[Row, ...], events: 
         else:
             engine = learner.engine
             with dataset.open(rows[0]) as (slide, target):
-                plan_alike(engine, lambda: engine.plan(slide, target, backward=False), fleet.data)
+                plan_alike(engine, lambda: engine.plan(slide, target, backward=False), mesh.data)
 
             def loss(row: Row) -> float:
                 with dataset.open(row) as (slide, target):
@@ -56,7 +56,7 @@ def validate(learner: Learner, dataset: Dataset, rows: tuple[Row, ...], events: 
                 dataset.passed(row)
                 return value
 
-            losses = fleet.data.shared_out(rows, loss, lambda done, _: advance(done, rows[done - 1].name))
+            losses = mesh.data.map(rows, loss, lambda done, _: advance(done, rows[done - 1].name))
     return math.fsum(losses) / len(losses)
 
 
@@ -112,7 +112,7 @@ def test(
         def tell(done: int, value: tuple[float, Any]) -> None:
             advance(done, f"{rows[done - 1].name}: {value[0]:.4f}")
 
-        found = ranks.shared_out(rows, score, tell)
+        found = ranks.map(rows, score, tell)
     scores = {row.name: value for row, (value, _) in zip(rows, found, strict=True)}
     if not dense:
         return metric, scores, {}
@@ -141,7 +141,7 @@ def _of_labels(
         return str(found.dtype).removeprefix("torch."), found.tolist()
 
     with events.job("test", len(rows)) as advance:
-        found = ranks.shared_out(rows, output, lambda done, _: advance(done, rows[done - 1].name))
+        found = ranks.map(rows, output, lambda done, _: advance(done, rows[done - 1].name))
     outputs = {
         row.name: torch.tensor(values, dtype=getattr(torch, dtype))
         for row, (dtype, values) in zip(rows, found, strict=True)

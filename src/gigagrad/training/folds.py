@@ -48,7 +48,7 @@ def cross_validate(
     if settings.fold is not None:
         raise ConfigError(f"one fold is named, {settings.fold}, and all are to be trained; leave it out")
     ranks = from_environment(settings.rank_timeout)
-    with ranks.as_one():
+    with ranks.job_error_scope():
         results = [
             _of_fold(settings, fold, listeners, ranks, overwrite=overwrite, trust=trust)
             for fold in _folds(Path(settings.slides))
@@ -80,7 +80,7 @@ def _of_fold(
     config = replace(settings, fold=fold, out=str(Path(settings.out) / f"fold-{fold}"))
     result = fit(config, listeners, overwrite=overwrite)
     found = _scored(config, result.out, listeners, trust) if ranks.index == 0 else None
-    slides, scores = ranks.said(found)[0]
+    slides, scores = ranks.all_gather_object(found)[0]
     return FoldResult(fold, result.out, slides, result.best_epoch, scores)
 
 

@@ -24,7 +24,7 @@ from gigagrad.losses import Loss
 from gigagrad.plans import Plan
 from gigagrad.prediction.classes import image_shape
 from gigagrad.prediction.slide_scores import output_of, weighted_sum
-from gigagrad.ranks import Fleet
+from gigagrad.ranks import Mesh
 from gigagrad.training.folder import Checkpoint
 from gigagrad.training.optimization import AveragedWeights, make_optimizer, set_rates
 from gigagrad.training.sharing import SHARDED, GradientTree, Shards, assign, leave_in_order, load_shards
@@ -108,7 +108,7 @@ Pair = Callable[[], AbstractContextManager[tuple[Image, Image | torch.Tensor]]]
 
 class Learner:
     """Adds up gradients of slides and steps. `grouped`: these are bags of slides, or compared with each other. The
-    groups of the fleet share the slides of a step, the ranks of a group their tiles.
+    groups of the mesh share the slides of a step, the ranks of a group their tiles.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Learner:
         config: FitConfig,
         model: nn.Module,
         loss: Loss,
-        fleet: Fleet,
+        mesh: Mesh,
         *,
         grouped: bool,
         journal: Path | None = None,
@@ -125,15 +125,15 @@ class Learner:
 
         Raises `ConfigError` for an optimizer that cannot be made, and for bags in several groups.
         """
-        groups = fleet.data.count
+        groups = mesh.data.count
         if groups > 1 and grouped:
             raise ConfigError(
                 f"bags and cox see the slides of a step one after the other, and the mesh has {groups} groups; give "
-                f"--mesh 1x{fleet.everybody.count}"
+                f"--mesh 1x{mesh.world.count}"
             )
-        self.model, self._config, self._data = model, config, fleet.data
-        self._journal, self._first = journal, fleet.first
-        self.shards = Shards(model, fleet.everybody) if config.shard_optimizer else None
+        self.model, self._config, self._data = model, config, mesh.data
+        self._journal, self._first = journal, mesh.first
+        self.shards = Shards(model, mesh.world) if config.shard_optimizer else None
         self._saved: tuple[Path, int] | None = None
         """The folder of the last checkpoint's shards, and how many tensors they have."""
         self.optimizer = make_optimizer(config, model, None if self.shards is None else self.shards.own)
@@ -145,7 +145,7 @@ class Learner:
             "device": config.device,
             "precision": config.precision,
             "optimizer": self.optimizer,
-            "mesh": fleet.tile,
+            "mesh": mesh.tile,
             "journal": journal,
         }
         self.group = Group(model, loss.function, **settings) if grouped else None
@@ -192,7 +192,9 @@ class Learner:
             for buffer, value in zip(self.model.buffers(), before, strict=True):
                 buffer.copy_(value)
             leave_in_order(self.model, left, owners, self._data)
-        told = self._data.said([self._overflows_behind, [[slide, values] for slide, values in found.items()]])
+        told = self._data.all_gather_object(
+            [self._overflows_behind, [[slide, values] for slide, values in found.items()]]
+        )
         self._overflows_behind = max(overflows for overflows, _ in told)
         return [values for _, values in sorted(pair for _, pairs in told for pair in pairs)]
 

@@ -32,7 +32,7 @@ from gigagrad.models import load_weights_into, resolve, save_model
 from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
-from gigagrad.ranks import Fleet, from_environment, launch
+from gigagrad.ranks import Mesh, from_environment, launch
 from gigagrad.training.augment import Jitter
 from gigagrad.training.dataset import Bag, Dataset, Steps, made_label
 from gigagrad.training.evaluation import test, validate
@@ -68,10 +68,10 @@ def fit(
     settings = as_config(config, trust)
     everybody = from_environment(settings.rank_timeout)
     # The caller's random numbers are not ours to disturb.
-    with everybody.as_one(), torch.random.fork_rng(devices=[]), ExitStack() as held:
-        fleet = Fleet.of(everybody, settings.mesh_shape, settings.rank_timeout)
-        events = Events(tuple(listeners) if fleet.first else ())
-        return _Run(settings, events, fleet, held, overwrite=overwrite).fit()
+    with everybody.job_error_scope(), torch.random.fork_rng(devices=[]), ExitStack() as held:
+        mesh = Mesh.of(everybody, settings.mesh_shape, settings.rank_timeout)
+        events = Events(tuple(listeners) if mesh.first else ())
+        return _Run(settings, events, mesh, held, overwrite=overwrite).fit()
 
 
 def as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collection[str] = ()) -> FitConfig:
@@ -85,8 +85,8 @@ def as_config(config: FitConfig | Mapping[str, Any] | str | Path, trust: Collect
 class _Run:
     """One run from its checks to its summary. Until `held` is closed, nobody else writes it."""
 
-    def __init__(self, config: FitConfig, events: Events, fleet: Fleet, held: ExitStack, *, overwrite: bool) -> None:
-        self.events, self.fleet = events, fleet
+    def __init__(self, config: FitConfig, events: Events, mesh: Mesh, held: ExitStack, *, overwrite: bool) -> None:
+        self.events, self.mesh = events, mesh
         self.folder = RunFolder(Path(config.out))
         self.cohort: Cohort = read_cohort(config.slides, config.fold)
         self.table = class_table(self.cohort, config.classes)
@@ -102,8 +102,8 @@ class _Run:
                 "many patients as a step is to see"
             )
         self.jitter = Jitter(config.stain_jitter, config.colour_jitter)
-        self.launches = tuple(sorted({*fleet.everybody.said(launch())} - {""}))
-        if fleet.first:
+        self.launches = tuple(sorted({*mesh.world.all_gather_object(launch())} - {""}))
+        if mesh.first:
             held.enter_context(self.folder.written(self.launches, config.rank_timeout))
         self.overwrite = overwrite and not self._has_overwritten()
         self.progress = Progress()
@@ -114,14 +114,14 @@ class _Run:
             self._continue(found, lambda: found.check_same_run(self.config, self.cohort.fingerprint))
         step = None if self.resumed is None else self.progress.step
         shapes = [size.shape for size in self.sizes]
-        check_same_start(fleet.everybody, self.folder, step, self.config, self.cohort, shapes)
+        check_same_start(mesh.world, self.folder, step, self.config, self.cohort, shapes)
         self.contents = self._contents(lambda row: self.cohort.contents(row) | self._made_contents(row))
         if (begun := self.resumed) is not None:
             self._continue(begun, lambda: begun.check_same_contents(self.config, self.contents))
 
     def _contents(self, of: Callable[[Row], dict[str, str]]) -> dict[str, str]:
         """Return digests of files, each found by one rank."""
-        found = self.fleet.everybody.shared_out(self.cohort.rows, of)
+        found = self.mesh.world.map(self.cohort.rows, of)
         return {path: digest for each in found for path, digest in each.items()}
 
     def _made_contents(self, row: Row) -> dict[str, str]:
@@ -153,19 +153,19 @@ class _Run:
             self.resumed, self.progress = checkpoint, checkpoint.progress
 
     def fit(self) -> FitResult:
-        if self.fleet.everybody.said(self._ended() and self.folder.summary.exists())[0]:
+        if self.mesh.world.all_gather_object(self._ended() and self.folder.summary.exists())[0]:
             self.events.emit(Notice(f"{self.folder.path} holds this run, finished; --overwrite starts it anew"))
             return FitResult.load(self.folder.path)
         self._build()
-        check_same_weights(self.fleet.everybody, self.model)
-        plan = plan_alike(self.engine, self._plan, self.fleet.data)
+        check_same_weights(self.mesh.world, self.model)
+        plan = plan_alike(self.engine, self._plan, self.mesh.data)
         self.tile = (int(plan.tile[0]), int(plan.tile[1]))
-        if self.fleet.first:
+        if self.mesh.first:
             self._prepare_folder(plan)
-        self.fleet.everybody.meet()
-        check_seen(self.fleet.everybody, self.folder)
+        self.mesh.world.barrier()
+        check_seen(self.mesh.world, self.folder)
         with ExitStack() as stack:
-            if self.fleet.first:
+            if self.mesh.first:
                 self._record(stack)
             self._label()
             self._train()
@@ -207,8 +207,8 @@ class _Run:
         )
         grouped = self.loss.survival or len(bags_of(self.cohort.rows)) < len(self.cohort.rows)
         journal = self.folder.journal if config.journal else None
-        self.learner = Learner(config, self.model, self.loss, self.fleet, grouped=grouped, journal=journal)
-        if (groups := self.fleet.data.count) > config.accumulate:
+        self.learner = Learner(config, self.model, self.loss, self.mesh, grouped=grouped, journal=journal)
+        if (groups := self.mesh.data.count) > config.accumulate:
             slides = f"{config.accumulate} slide{'s'[: config.accumulate - 1]}"
             text = f"a step has {slides} for {groups} groups of the mesh, so some have nothing to do (--accumulate)"
             self.events.emit(Notice(text, warning=True))
@@ -243,7 +243,7 @@ class _Run:
             return self._planned(seen, target)
 
     def _planned(self, slide: Image, target: Image | torch.Tensor) -> Plan:
-        if self.fleet.data.count > 1:
+        if self.mesh.data.count > 1:
             self.engine.check_independent(slide, target)
         return self.engine.plan(slide, target)
 
@@ -277,7 +277,7 @@ class _Run:
                 return sorted(self.dataset.prepare(row, self.model))
 
         with self.events.job("label", len(rows)) as advance:
-            seen = self.fleet.everybody.shared_out(rows, prepare, lambda done, _: advance(done, rows[done - 1].name))
+            seen = self.mesh.world.map(rows, prepare, lambda done, _: advance(done, rows[done - 1].name))
         self.dataset.check_seen({value for values in seen for value in values})
         made = self._contents(self._made_contents)
         if self.resumed is not None:
@@ -289,7 +289,7 @@ class _Run:
     def _balance(self) -> None:
         """Set the weights of classes by how rare they are in the training slides."""
         rows = self.cohort.of("train")
-        counts = self.fleet.everybody.shared_out(rows, lambda row: self.dataset.counts(row).tolist())
+        counts = self.mesh.world.map(rows, lambda row: self.dataset.counts(row).tolist())
         weighted = next(module for _, module in self.loss.made_of if isinstance(module, Weighted))
         weights = class_weights((BALANCED,), np.array(counts), len(weighted.weight))
         weighted.weight.copy_(torch.tensor(weights))
@@ -350,14 +350,14 @@ class _Run:
         """Save the weights if they are the best so far. Returns the lowest loss and its epoch."""
         best_loss, best_epoch = self.progress.best_loss, self.progress.best_epoch
         if rows:
-            value = validate(self.learner, self.dataset, rows, self.events, self.fleet)
+            value = validate(self.learner, self.dataset, rows, self.events, self.mesh)
             self.events.emit(MetricsLogged("val", epoch, self.progress.step, {"loss": value}))
             best = value < best_loss or not best_epoch
             best_loss = value if best else best_loss
         else:
             best = True
         if best:
-            if self.fleet.first:
+            if self.mesh.first:
                 save_model(self.folder.best, self.config.model, self.model)
             best_epoch = epoch
         return best_loss, best_epoch
@@ -365,12 +365,12 @@ class _Run:
     def _is_time_to_save(self) -> bool:
         """Return whether a checkpoint is due, by the first rank's clock where all save."""
         is_time = time.monotonic() - self.saved_at >= self.config.checkpoint_seconds
-        return is_time if self.learner.shards is None else bool(self.fleet.everybody.said(is_time)[0])
+        return is_time if self.learner.shards is None else bool(self.mesh.world.all_gather_object(is_time)[0])
 
     def _note_state(self) -> None:
         """Note, between two steps, what else a checkpoint of this moment needs."""
         self.at_step, self.writes = self.progress, self.learner.writes()
-        if self.fleet.first:
+        if self.mesh.first:
             self.logged_bytes = self.log.position()
 
     def _save_interrupted(self) -> None:
@@ -383,11 +383,11 @@ class _Run:
 
     def _save(self) -> None:
         """Save a checkpoint. Ranks that share the optimizer's state call it together, once there is any."""
-        if not self.fleet.first and self.learner.shards is None:
+        if not self.mesh.first and self.learner.shards is None:
             return
         sharded = self.folder.optimizer_after(self.progress.step) if self.progress.step else None
         state = self.learner.state(sharded)
-        if not self.fleet.first:
+        if not self.mesh.first:
             return
         Checkpoint(
             config=self.config.to_dict(),
@@ -407,11 +407,11 @@ class _Run:
     def _test(self) -> FitResult:
         """Score the best weights on the test slides and write the summary."""
         config = self.config
-        self.fleet.everybody.meet()  # behind whoever has written them
+        self.mesh.world.barrier()  # behind whoever has written them
         # Built from what the user asked for; of the file, only the weights.
         model = load_weights(self.folder.best, resolve(config.model, published=False)).to(config.device)
         metric, scores, evaluation = test(
-            model, config, self.loss, self.dataset, self.table, self.cohort, self.events, self.fleet.everybody
+            model, config, self.loss, self.dataset, self.table, self.cohort, self.events, self.mesh.world
         )
         result = FitResult(
             out=self.folder.path,
@@ -428,7 +428,7 @@ class _Run:
             measures = {"accuracy": result.accuracy, "c_index": result.c_index}
             named |= {name: value for name, value in measures.items() if value is not None}
             self.events.emit(MetricsLogged("test", self.progress.epoch, self.progress.step, named))
-        if self.fleet.first:
+        if self.mesh.first:
             self._pass_on(model, result)
             result.save(model=config.model, parameters=sum(p.numel() for p in model.parameters()))
         return result

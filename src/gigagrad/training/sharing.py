@@ -115,7 +115,7 @@ class _ShardedSums(Parcel):
         self._index, self._count, self._parameters = ranks.index, ranks.count, parameters
         self._own = [one.reshape(-1) for gradients in sums.values() for one in gradients if one is not None]
         there = [(node, [i for i, one in enumerate(sums[node]) if one is not None]) for node in sums]
-        self._told: list[list[tuple[_Node, list[int]]]] = ranks.said(there)
+        self._told: list[list[tuple[_Node, list[int]]]] = ranks.all_gather_object(there)
         self.found: list[tuple[_Node, Gradients]] = []
 
     def sent(self, receiver: int) -> Iterator[Tensor]:
@@ -154,14 +154,14 @@ def leave_in_order(model: nn.Module, left: Mapping[int, Left], owners: Sequence[
         if owner == ranks.index:
             message = packed(model.buffers())
             sent = {taker: message for taker in takers if taker != owner}
-        for message in ranks.deliver(sent).values():
+        for message in ranks.all_to_all(sent).values():
             copy_into(model.buffers(), message)
 
 
 def plan_alike(engine: Engine, plan: Callable[[], Plan], ranks: Ranks) -> Plan:
     """Return what `plan` makes by the engine, with the choices of the first rank on all."""
     made = plan() if ranks.index == 0 else None
-    state = ranks.said(None if made is None else engine.state_dict())[0]
+    state = ranks.all_gather_object(None if made is None else engine.state_dict())[0]
     if made is None:
         engine.load_state_dict(state)
         made = plan()
@@ -186,7 +186,7 @@ def check_same_start(
     """
     own = {name: repr(value) for name, value in config.to_dict().items() if name not in config.MAY_DIFFER}
     own |= {"rows of the cohort": cohort.fingerprint, "sizes of slides": _digest(repr(shapes).encode())}
-    for rank, (other, theirs) in enumerate(ranks.said([step, own])):
+    for rank, (other, theirs) in enumerate(ranks.all_gather_object([step, own])):
         if other != step:
             raise ConfigError(
                 f"rank {rank} finds {_run_found(other)} in {folder.path}, and rank {ranks.index} {_run_found(step)}; "
@@ -204,7 +204,9 @@ def check_same_weights(ranks: Ranks, model: nn.Module) -> None:
     if ranks.count == 1:
         return
     state = [tensor.detach().cpu().contiguous().view(-1) for tensor in model.state_dict().values()]
-    first, *others = ranks.said(_digest(*(memoryview(tensor.view(torch.uint8).numpy()) for tensor in state)))
+    first, *others = ranks.all_gather_object(
+        _digest(*(memoryview(tensor.view(torch.uint8).numpy()) for tensor in state))
+    )
     if differing := [rank for rank, other in enumerate(others, 1) if other != first]:
         raise ConfigError(
             f"other weights than those of the first rank are those of {named(differing)}; make the model draw from "
@@ -217,7 +219,7 @@ def check_seen(ranks: Ranks, folder: RunFolder) -> None:
     end = time.monotonic() + _SEEN_SECONDS
     while not folder.checkpoint.exists() and time.monotonic() < end:
         time.sleep(0.1)
-    with ranks.together():
+    with ranks.error_scope():
         if not folder.checkpoint.exists():
             raise ConfigError(
                 f"rank {ranks.index} does not see what the first one writes into {folder.path}; give an --out on a "
@@ -266,18 +268,18 @@ class Shards:
         """Write every rank's state into a folder, in the place of what may be there; returns how many tensors it has in
         all. Raises `WriteError`, and `ConfigError` for state that is no tensor.
         """
-        with self._ranks.together():
+        with self._ranks.error_scope():
             if self._ranks.index == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 try:
                     folder.mkdir(parents=True)
                 except OSError as error:
                     raise write_error(folder, error) from error
-        with self._ranks.together():
+        with self._ranks.error_scope():
             tensors = _tensors(optimizer, self.own)
             if tensors:
                 _write(tensors, folder / f"rank-{self._ranks.index + 1}-of-{self._ranks.count}.safetensors")
-            return sum(self._ranks.said(len(tensors)))
+            return sum(self._ranks.all_gather_object(len(tensors)))
 
 
 def load_shards(optimizer: _Optimizer, model: nn.Module, folder: Path, count: int) -> None:

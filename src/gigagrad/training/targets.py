@@ -24,7 +24,8 @@ from gigagrad.errors import ConfigError, TargetError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.compiling import compile as compile_engine
 from gigagrad.images import Image
-from gigagrad.images.image import Pixels, View
+from gigagrad.images.image import View
+from gigagrad.images.pixels import Pixels
 from gigagrad.losses import Loss
 from gigagrad.masks import IGNORED, ClassTable
 

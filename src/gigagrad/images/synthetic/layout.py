@@ -1,4 +1,4 @@
-"""What lies where on a synthetic slide, drawn once from the seed on planes of one sixteenth of the slide's size.
+"""Draw what lies where on a synthetic slide, once from the seed, on planes of one sixteenth of the slide's size.
 
 The planes have one cell more than the slide on every side, so that any block can be interpolated from its
 neighbourhood alone and no pixel depends on how the slide is cut into blocks or strips.
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box
-from gigagrad.images.image import Array
+from gigagrad.images.pixels import Array
 from gigagrad.images.synthetic.textures import Bytes, Plane, as_bytes
 
 STEP: Final = 16  # px per cell; a power of two keeps interpolated positions exact
@@ -87,7 +87,7 @@ def make_layout(height: int, width: int, rng: np.random.Generator) -> Layout:
 
 
 def upsample(plane: Array, box: Box) -> Array:
-    """A plane at full resolution inside `box` (its corner a multiple of `STEP`), bilinear: `(h, w[, n])`."""
+    """Upsample a plane to full resolution inside `box` (its corner a multiple of `STEP`), bilinear: `(h, w[, n])`."""
     assert box.y0 % STEP == box.x0 % STEP == 0, box
     near = cells(plane, box)
     size = near.shape[1] * STEP, near.shape[0] * STEP
@@ -96,17 +96,17 @@ def upsample(plane: Array, box: Box) -> Array:
 
 
 def cells(plane: Array, box: Box) -> Array:
-    """Every cell of a plane that `upsample` would use for `box`."""
+    """Return every cell of a plane that `upsample` would use for `box`."""
     return plane[box.y0 // STEP : -(-box.y1 // STEP) + 2, box.x0 // STEP : -(-box.x1 // STEP) + 2]
 
 
 def pen_half_width(short: int) -> float:
-    """Half the width of a marker stroke in px, on a slide whose shorter side is `short` px."""
+    """Return half the width of a marker stroke in px, on a slide whose shorter side is `short` px."""
     return float(np.clip(0.022 * short, 12, 420))  # up to a marker's true tip of about half a millimetre
 
 
 def _noise(shape: tuple[int, int], wavelengths_px: tuple[float, ...], rng: np.random.Generator) -> Plane:
-    """Smooth noise with mean 0 and standard deviation about 1; each shorter wavelength is weaker in proportion."""
+    """Draw smooth noise with mean 0 and standard deviation about 1; each shorter wavelength is weaker in proportion."""
     total = np.zeros(shape, np.float32)
     weights = [(wave / wavelengths_px[0]) ** 0.8 for wave in wavelengths_px]
     for wave, weight in zip(wavelengths_px, weights, strict=True):
@@ -117,7 +117,7 @@ def _noise(shape: tuple[int, int], wavelengths_px: tuple[float, ...], rng: np.ra
 
 
 def _outline(shape: tuple[int, int], height: int, width: int, rng: np.random.Generator) -> Plane:
-    """Signed distance in pixels to the border of a few lobed pieces of tissue in a row, with fragments around them."""
+    """Draw the signed distance in pixels to the border of a few lobed pieces of tissue, with fragments."""
     short, long = min(height, width), max(height, width)
     count = min(6, max(1, round(long / short)))
     pitch = long / count
@@ -156,14 +156,14 @@ def _outline(shape: tuple[int, int], height: int, width: int, rng: np.random.Gen
 
 
 def _distance(region: Bytes) -> Plane:
-    """Distance in pixels from inside `region` to its border, 0 outside."""
+    """Measure the distance in pixels from inside `region` to its border, 0 outside."""
     cells_away = np.asarray(cv2.distanceTransform(region, cv2.DIST_L2, cv2.DIST_MASK_5), np.float32)
     # Without a border to be away from, OpenCV answers with the largest float.
     return np.asarray(np.clip(cells_away - 0.5, 0, 10_000) * STEP, np.float32)
 
 
 def _folds(shape: tuple[int, int], rng: np.random.Generator) -> Plane:
-    """Where the section lies double, 0..1: stretches of a winding line some 40 px wide."""
+    """Draw where the section lies double, 0..1: stretches of a winding line some 40 px wide."""
     line = _noise(shape, (6000, 1500), rng)
     steepness = np.maximum(np.hypot(*np.gradient(line)), 1e-6)
     distance_px = np.abs(line) / steepness * STEP
@@ -172,7 +172,7 @@ def _folds(shape: tuple[int, int], rng: np.random.Generator) -> Plane:
 
 
 def _pen(shape: tuple[int, int], outline: Plane, short: int, rng: np.random.Generator) -> NDArray[np.int8] | None:
-    """Signed distance to one or two marker strokes that cross a border of the tissue."""
+    """Draw the signed distance to one or two marker strokes that cross a border of the tissue."""
     border = np.argwhere(np.abs(outline) < STEP)
     if not len(border):
         return None
@@ -198,7 +198,7 @@ def _pen(shape: tuple[int, int], outline: Plane, short: int, rng: np.random.Gene
 def _fields(
     outline: Plane, height: int, width: int, rng: np.random.Generator
 ) -> tuple[NDArray[np.int16], int, tuple[int, int]]:
-    """The scanner's fields of view: those near tissue were scanned, the others are stitched in as pure white."""
+    """Draw the scanner's fields of view: those near tissue were scanned, the others are stitched in as pure white."""
     side = int(np.clip(min(height, width) // 6, 64, 2000))
     origin = -int(rng.integers(0, side)), -int(rng.integers(0, side))
     table = np.full((-(-(height - origin[0]) // side), -(-(width - origin[1]) // side)), -1, np.int16)

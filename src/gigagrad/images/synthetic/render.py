@@ -20,10 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.boxes import Box, Span, split
-from gigagrad.images.image import Array
+from gigagrad.images.pixels import Array, grid_parts
 from gigagrad.images.synthetic.layout import FAR, Layout, cells, make_layout, pen_half_width, upsample
 from gigagrad.images.synthetic.textures import GRAIN_MEAN, PERIOD, Bytes, Textures
-from gigagrad.images.tile_cache import grid_parts
 from gigagrad.threads import SideThreads
 
 BLOCK_HEIGHT: Final = 256
@@ -37,7 +36,7 @@ _INKS: Final = ((0.955, 1.0, 1.0), (0.97, 1.0, 0.985), (0.975, 0.98, 1.0))  # cy
 
 @dataclass(frozen=True, slots=True)
 class Painter:
-    """Everything that decides the pixels of one slide. Blocks may be painted in any order and by several threads."""
+    """Everything that decides the pixels of one slide. Blocks may be painted in any order, by several threads."""
 
     layout: Layout
     textures: Textures
@@ -47,7 +46,7 @@ class Painter:
     turn: float
 
     def rows(self) -> Iterator[Bytes]:
-        """The slide from top to bottom as strips `(h, W, 3)` that share their memory."""
+        """Paint the slide from top to bottom as strips `(h, W, 3)` that share their memory."""
         strip = np.empty((BLOCK_HEIGHT, self.layout.width, 3), np.uint8)
         with SideThreads(_PAINTERS, "gigagrad-paint") as pool:
             for y in split(self.layout.height, BLOCK_HEIGHT):
@@ -60,17 +59,17 @@ class Painter:
                 yield strip[: y.length]
 
     def mask_rows(self) -> Iterator[Bytes]:
-        """The exact tissue mask as strips `(h, W)` of 0 and 1."""
+        """Yield the exact tissue mask as strips `(h, W)` of 0 and 1."""
         for y in split(self.layout.height, BLOCK_HEIGHT):
             boxes = [Box.of(y, x) for x in split(self.layout.width, BLOCK_WIDTH)]
             yield np.concatenate([self.tissue(box) for box in boxes], axis=1)
 
     def tissue(self, box: Box) -> Bytes:
-        """The exact mask of one block, `(h, w)` of 0 and 1."""
+        """Return the exact mask of one block, `(h, w)` of 0 and 1."""
         return np.broadcast_to(np.asarray(self._depth(box)) > 0, box.shape).astype(np.uint8)
 
     def paint(self, box: Box) -> Bytes:
-        """The pixels of one block, `(h, w, 3)`; its corner must lie on the layout's cells."""
+        """Paint the pixels of one block, `(h, w, 3)`; its corner must lie on the layout's cells."""
         fields = list(self._fields(box))
         if all(level < 0 for level, _ in fields):
             pixels = np.full((*box.shape, 3), 255, np.uint8)
@@ -84,7 +83,7 @@ class Painter:
         return pixels
 
     def _depth(self, box: Box) -> NDArray[np.float32] | float:
-        """Signed distance to the ragged border in px; a single number where a block is all tissue or all glass."""
+        """Measure the distance to the ragged border in px; one number where a block is all tissue or glass."""
         near = cells(self.layout.outline, box)
         margin = 6 * float(_ROUGH_PX)
         if near.min() > margin or near.max() < -margin:
@@ -93,7 +92,7 @@ class Painter:
         return np.asarray(depth + _ROUGH_PX * _periodic(self.textures.roughness, box), np.float32)
 
     def _stains(self, box: Box) -> Bytes:
-        """Amounts of hematoxylin and eosin in every pixel, `(h, w, 2)`."""
+        """Return the amounts of hematoxylin and eosin in every pixel, `(h, w, 2)`."""
         depth = self._depth(box)
         if isinstance(depth, float) and depth < 0:
             return np.zeros((*box.shape, 2), np.uint8)
@@ -113,7 +112,7 @@ class Painter:
         return np.asarray(stained, np.uint8)
 
     def _texture_coordinates(self, box: Box) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Where in a texture each pixel looks, as `x` and `y` planes that begin near the first period.
+        """Find where in a texture each pixel looks, as `x` and `y` planes that begin near the first period.
 
         The textures lie turned by one angle on the whole slide. Their period is taken off the block's corner in
         double precision, so that far corners of large slides are as sharp as near ones.
@@ -129,13 +128,13 @@ class Painter:
         return x, y
 
     def _fields(self, box: Box) -> Iterator[tuple[np.int16, Box]]:
-        """The layout's offset of each field of view that meets `box`, and the part of `box` that it is."""
+        """Yield the layout's offset of each field of view that meets `box`, and the part of `box` that it is."""
         side, (y, x) = self.layout.field_px, self.layout.field_origin
         for field, here, _ in grid_parts(box.shift(-y, -x), side, side):
             yield self.layout.fields[field.y0 // side, field.x0 // side], here
 
     def _mark(self, pixels: Bytes, box: Box) -> Bytes:
-        """The block with marker ink on it."""
+        """Return the block with marker ink on it."""
         assert self.layout.pen is not None
         pen = upsample(self.layout.pen.astype(np.float32), box)
         depth = self._depth(box)
@@ -165,7 +164,7 @@ def make_painter(height: int, width: int, seed: int, textures: Textures) -> Pain
 
 
 def _colour_table(hematoxylin: Array, eosin: Array) -> NDArray[np.uint32]:
-    """RGB (and an unused byte) for every pair of amounts, at index `hematoxylin + 256 * eosin`."""
+    """Compute RGB (and an unused byte) for every pair of amounts, at index `hematoxylin + 256 * eosin`."""
     amount = np.arange(256) / 255
     absorbance = amount[:, None, None] * eosin + amount[None, :, None] * hematoxylin
     table = np.zeros((256, 256, 4), np.uint8)
@@ -184,7 +183,7 @@ def _stitch(pixels: Bytes, fields: Iterable[tuple[np.int16, Box]]) -> None:
 
 
 def _periodic(texture: Array, box: Box) -> Array:
-    """A texture laid out without end, cut to `box`."""
+    """Lay out a texture without end, and cut it to `box`."""
     rows = np.arange(box.y0, box.y1) % PERIOD
     columns = np.arange(box.x0, box.x1) % PERIOD
     return np.take(texture[rows], columns, axis=1)

@@ -1,4 +1,4 @@
-"""Small periodic pictures of tissue, from which slides of any size are painted.
+"""Draw small periodic pictures of tissue, from which slides of any size are painted.
 
 Each is a square torus of hematoxylin and eosin amounts, 0..255, that repeats without a seam. The renderer bends them
 by a smooth displacement and blends them, so that the repetition cannot be seen.
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gigagrad.extras import extra
-from gigagrad.images.image import Array
+from gigagrad.images.pixels import Array
 
 Plane = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -62,7 +62,7 @@ def make_textures(mpp: float = 0.5) -> Textures:
 
 
 def _stroma(rng: np.random.Generator, mpp: float) -> Bytes:
-    """Wavy collagen bundles with slits between them and thin spindle nuclei along them."""
+    """Draw wavy collagen bundles with slits between them and thin spindle nuclei along them."""
     um = 1 / mpp  # px per micrometre
     bend = _noise(rng, 25 * um) * np.float32(9 * um)
     bundles = _shift_rows(_noise(rng, 1.6 * um, stretch=9), bend)
@@ -80,7 +80,7 @@ def _stroma(rng: np.random.Generator, mpp: float) -> Bytes:
 
 
 def _epithelium(rng: np.random.Generator, mpp: float) -> Bytes:
-    """Packed cells with round, speckled nuclei, paler seams between the cells and a few lumens."""
+    """Draw packed cells with round, speckled nuclei, paler seams between the cells and a few lumens."""
     um = 1 / mpp
     centres = _scatter(rng, 10.5 * um)
     nuclei = _draw(
@@ -102,7 +102,7 @@ def _epithelium(rng: np.random.Generator, mpp: float) -> Bytes:
 
 
 def _fat(rng: np.random.Generator, mpp: float) -> Bytes:
-    """Empty vacuoles of fat cells in a net of thin membranes, with a flat nucleus here and there."""
+    """Draw empty vacuoles of fat cells in a net of thin membranes, with a flat nucleus here and there."""
     um = 1 / mpp
     pitch = 46 * um
     centres = _scatter(rng, pitch)
@@ -119,7 +119,7 @@ def _fat(rng: np.random.Generator, mpp: float) -> Bytes:
 
 
 def _noise(rng: np.random.Generator, sigma_px: float, stretch: float = 1.0) -> Plane:
-    """Periodic Gaussian noise, mean 0, standard deviation 1; features are `stretch` times longer along x."""
+    """Draw periodic Gaussian noise, mean 0, standard deviation 1; features are `stretch` times longer along x."""
     frequency_y = np.fft.fftfreq(PERIOD)[:, None]
     frequency_x = np.fft.rfftfreq(PERIOD)[None] * stretch
     response = np.exp(-2 * (np.pi * sigma_px) ** 2 * (frequency_y**2 + frequency_x**2))
@@ -137,7 +137,7 @@ def _blur(plane: Array, sigma_px: float) -> Plane:
 
 
 def _shift_rows(plane: Plane, rows_px: Plane) -> Plane:
-    """`plane` with every pixel fetched from `rows_px` rows below, around the torus."""
+    """Shift `plane`: every pixel is fetched from `rows_px` rows below, around the torus."""
     import cv2
 
     y, x = np.mgrid[0:PERIOD, 0:PERIOD].astype(np.float32)
@@ -147,7 +147,7 @@ def _shift_rows(plane: Plane, rows_px: Plane) -> Plane:
 
 
 def _scatter(rng: np.random.Generator, pitch_px: float) -> Array:
-    """Points `(n, 2)` as x, y: one in each cell of a square grid of about this pitch, well off its centre."""
+    """Scatter points `(n, 2)` as x, y: one in each cell of a square grid of about this pitch, well off its centre."""
     count = max(1, round(PERIOD / pitch_px))
     y, x = np.mgrid[0:count, 0:count]
     corner = np.stack([x, y], axis=-1).reshape(-1, 2)
@@ -155,7 +155,7 @@ def _scatter(rng: np.random.Generator, pitch_px: float) -> Array:
 
 
 def _draw(ellipses: Iterable[tuple[Any, ...]]) -> Plane:
-    """Filled, smooth-edged ellipses `(x, y, half length, half width, degrees, value)` on a torus, the largest wins."""
+    """Draw smooth ellipses `(x, y, half length, half width, degrees, value)` on a torus, the largest wins."""
     import cv2
 
     side = PERIOD + 2 * _REACH
@@ -172,7 +172,7 @@ def _draw(ellipses: Iterable[tuple[Any, ...]]) -> Plane:
 
 
 def _two_nearest(pitch_px: float, centres: Array) -> tuple[Plane, Plane]:
-    """Distances in px from every pixel to the nearest and the second nearest of `_scatter`ed centres."""
+    """Measure the distances in px from every pixel to the nearest and the second nearest of `_scatter`ed centres."""
     count = max(1, round(PERIOD / pitch_px))
     pitch = PERIOD / count
     grid = centres.reshape(count, count, 2).astype(np.float32)
@@ -191,7 +191,7 @@ def _two_nearest(pitch_px: float, centres: Array) -> tuple[Plane, Plane]:
 
 
 def as_bytes(values: Array) -> Bytes:
-    """Rounded, and at most what a byte holds."""
+    """Round to at most what a byte holds."""
     return np.clip(np.rint(values), 0, 255).astype(np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Memory of fields that are gone, for those that come: what the system hands out anew it has to clear first.
+"""Keep the memory of fields that are gone for those that come: what the system hands out anew it has to clear first.
 
 That took a seventh of a deep step on a virtual machine (docs/decisions/0024-fields-from-step-to-step.md).
 """
@@ -15,31 +15,31 @@ from gigagrad.allowances import MAPPED_BYTES
 from gigagrad.threads import living
 
 
-class SpareBlocks:
-    """Blocks by size; small ones are left to the C library. Nobody waits for anybody: a run may be closed as garbage in
-    the middle of this.
+class BufferPool:
+    """A pool of blocks by size; small ones are left to the C library. Nobody waits for anybody: a run may be closed as
+    garbage in the middle of this.
     """
 
-    _all: ClassVar[WeakValueDictionary[int, SpareBlocks]] = WeakValueDictionary()
+    _all: ClassVar[WeakValueDictionary[int, BufferPool]] = WeakValueDictionary()
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[torch.Tensor]] = {}
         self._all[id(self)] = self
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A block of so many bytes, `(nbytes,)` in uint8, with anything in it."""
+        """Take a block of so many bytes, `(nbytes,)` in uint8, with anything in it."""
         try:
             return self._blocks[nbytes].pop()
         except (KeyError, IndexError):
             return torch.empty(nbytes, dtype=torch.uint8)
 
     def give(self, block: torch.Tensor) -> None:
-        """Nobody else uses it any more."""
+        """Put back a block that nobody else uses any more."""
         if block.nbytes >= MAPPED_BYTES:
             self._blocks.setdefault(block.nbytes, []).append(block)
 
     def fresh_bytes(self, sizes: Iterable[int]) -> int:
-        """What blocks of these sizes would take from the system."""
+        """Count the bytes that blocks of these sizes would take from the system."""
         left = {nbytes: len(blocks) for nbytes, blocks in tuple(self._blocks.items())}
         fresh = 0
         for nbytes in sizes:
@@ -49,12 +49,12 @@ class SpareBlocks:
 
     @classmethod
     def held_bytes(cls) -> int:
-        """By all of them in this process."""
+        """Count the bytes that all pools of this process hold."""
         return sum(nbytes * len(blocks) for one in living(cls._all) for nbytes, blocks in tuple(one._blocks.items()))
 
     @classmethod
     def give_back(cls, enough: int | None = None) -> int:
-        """To the system, from anywhere in this process, until that was enough; or all. Returns how many bytes."""
+        """Give blocks of this process back to the system, until that was enough; or all. Returns the bytes."""
         given = 0
         for one in living(cls._all):
             for nbytes in sorted(one._blocks, reverse=True):

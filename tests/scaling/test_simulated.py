@@ -1,4 +1,4 @@
-"""Virtual clocks, on threads whose processor time is told: against timelines, and against the simulator."""
+"""ThreadedRank clocks, on threads whose processor time is told: against timelines, and against the simulator."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from gigagrad.ranks import Alone, run_virtual
-from gigagrad.ranks.clocked import Clocked
+from bench.simulated_ranks import SimulatedRanks
+from gigagrad.ranks import SingleRank, run_threaded
 from gigagrad.scaling import Link
 from gigagrad.scaling.tiles import clock
 from tests.execution.by_ranks import outcome, prepared_for
@@ -28,9 +28,9 @@ def clocked(count, work, link=LINK):
         def compute(seconds):
             busy[0] += seconds
 
-        return work(Clocked(ranks, link.seconds, lambda: busy[0]), compute)
+        return work(SimulatedRanks(ranks, link.seconds, lambda: busy[0]), compute)
 
-    return run_virtual(count, by_one)
+    return run_threaded(count, by_one)
 
 
 def message(nbytes):
@@ -40,9 +40,9 @@ def message(nbytes):
 def test_who_meets_waits_for_the_slowest_and_for_its_word():
     def work(ranks, compute):
         compute(ranks.index)
-        ranks.meet()
+        ranks.barrier()
         met = ranks.clock
-        ranks.said("lengths, then words")
+        ranks.all_gather_object("lengths, then words")
         compute(1.5)
         return met, ranks.clock
 
@@ -93,7 +93,7 @@ def test_ranks_that_take_turns_compute_one_at_a_time():
 
     def work(ranks):
         turn = Turn()
-        clocked = Clocked(ranks, LINK.seconds, turn=turn)
+        clocked = SimulatedRanks(ranks, LINK.seconds, turn=turn)
         for _ in range(5):
             clocked.exchange({(ranks.index + 1) % 3: message(9)}, {(ranks.index - 1) % 3: 9})
             at_work.append(ranks.index)
@@ -102,7 +102,7 @@ def test_ranks_that_take_turns_compute_one_at_a_time():
             at_work.pop()
         turn.release()
 
-    run_virtual(3, work)
+    run_threaded(3, work)
     assert seen == [1] * 15
 
 
@@ -111,6 +111,6 @@ def test_a_step_by_clocked_ranks_has_the_same_bits_and_bytes():
     run = prepared_for(
         net, lambda y, t: (y - t).square().mean(), torch.rand(1, 40, 30), torch.rand(2, 40, 30), tile=(9, 30)
     )
-    plain = run_virtual(2, lambda ranks: outcome(run, ranks))
-    assert run_virtual(2, lambda ranks: outcome(run, Clocked(ranks, LINK.seconds))) == plain
-    assert outcome(run, Clocked(Alone(), LINK.seconds))[0] == plain[0][0]
+    plain = run_threaded(2, lambda ranks: outcome(run, ranks))
+    assert run_threaded(2, lambda ranks: outcome(run, SimulatedRanks(ranks, LINK.seconds))) == plain
+    assert outcome(run, SimulatedRanks(SingleRank(), LINK.seconds))[0] == plain[0][0]

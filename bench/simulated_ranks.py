@@ -1,5 +1,5 @@
-"""Ranks that keep the time of machines of their own: so that eight processes on two cores tell what eight machines
-would take.
+"""Simulate ranks that keep the time of machines of their own: so that eight processes on two cores tell what eight
+machines would take.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from gigagrad.ranks.ranks import Message, Ranks
 _STAMP = struct.Struct("<d")
 
 
-class Turn(Protocol):
-    """What one rank at a time has while it computes: beside others its processor would be slower than alone."""
+class Lock(Protocol):
+    """The lock that one rank at a time holds while it computes: beside others its processor would be slower than
+    alone."""
 
     def acquire(self) -> object: ...
 
     def release(self) -> object:
-        """Also where it was not acquired."""
+        """Release it, also where it was not acquired."""
 
 
-class Clocked(Ranks):
-    """Other ranks with a virtual clock each, which stands still while they wait and while others compute.
+class SimulatedRanks(Ranks):
+    """Ranks with a virtual clock each, which stands still while they wait and while others compute.
 
     It goes with the processor time of this process, of all its threads, between meetings; at a meeting it is set by
     those of the others: everybody hears everybody around a ring, and a message comes when all that its sender sends
@@ -40,7 +41,7 @@ class Clocked(Ranks):
         ranks: Ranks,
         seconds: Callable[[float], float],
         processor_seconds: Callable[[], float] = time.process_time,
-        turn: Turn | None = None,
+        turn: Lock | None = None,
     ) -> None:
         self.index, self.count = ranks.index, ranks.count
         self._ranks, self._seconds, self._processor_seconds = ranks, seconds, processor_seconds
@@ -49,10 +50,10 @@ class Clocked(Ranks):
 
     @property
     def clock(self) -> float:
-        """Seconds since it was made, on this rank's own machine."""
+        """Return the seconds since it was made, on this rank's own machine."""
         return self._clock + self._processor_seconds() - self._since
 
-    def _swap(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
+    def _exchange(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
         start, gone, stamps = self.clock, 0, {}
         latest = start
         for rank, message in sorted(sent.items()):
@@ -60,15 +61,15 @@ class Clocked(Ranks):
             latest = start + self._seconds(gone)
             stamps[rank] = _stamp(latest)
         self._yield()
-        came = self._ranks._swap(stamps, dict.fromkeys(received, _STAMP.size))
-        found = self._ranks._swap(sent, received)
+        came = self._ranks._exchange(stamps, dict.fromkeys(received, _STAMP.size))
+        found = self._ranks._exchange(sent, received)
         self._set(max([latest, *(_time(stamp.numpy().tobytes()) for stamp in came.values())]))
         return found
 
-    def _words(self, word: bytes) -> Sequence[bytes]:
+    def _gather(self, word: bytes) -> Sequence[bytes]:
         stamped = _STAMP.pack(self.clock) + word
         self._yield()
-        words = self._ranks._words(stamped)
+        words = self._ranks._gather(stamped)
         heard = [said[_STAMP.size :] for said in words]
         rounds = 1 + any(heard)  # lengths, and words where there are any
         self._set(max(map(_time, words)) + rounds * (self.count - 1) * self._seconds(0))

@@ -32,12 +32,12 @@ class Normed(nn.Sequential):
 @pytest.fixture(scope="module")
 def first_step(cohort_csv, tmp_path_factory):
     """A run that has taken the first step of three slides and goes on with small tiles, beside its network."""
-    folder = tmp_path_factory.mktemp("fleet")
-    (folder / "networks_of_test_fleet.py").write_text(_NETWORK)
+    folder = tmp_path_factory.mktemp("mesh")
+    (folder / "networks_of_test_mesh.py").write_text(_NETWORK)
     config = FitConfig(
         slides=str(cohort_csv),
         out=str(folder / "begun"),
-        model="networks_of_test_fleet:Normed",
+        model="networks_of_test_mesh:Normed",
         epochs=1,
         accumulate=3,
         checkpoint_seconds=0,

@@ -11,7 +11,7 @@ import torch
 
 from gigagrad.allowances import UNNOTICED_BYTES
 from gigagrad.devices import heap
-from gigagrad.devices.cpu import HeapWatch
+from gigagrad.devices.cpu import HeapGuard
 from gigagrad.devices.heap import return_freed_memory, settle_allocator, used_bytes
 from tests.devices.fake import FakeCpu
 
@@ -49,7 +49,7 @@ def heap_flags() -> set[str]:
 def watch_at(device, limit, tiles=30, budget=None):
     """Whose limit, beside tiles of so many MiB, is this."""
     peak = (limit + tiles) * MIB + UNNOTICED_BYTES
-    watch = HeapWatch(device, peak, budget * MIB if budget else None)
+    watch = HeapGuard(device, peak, budget * MIB if budget else None)
     watch.begin_pass(tiles * MIB, 0)
     return watch
 
@@ -82,12 +82,12 @@ def held():
     return Held()
 
 
-class TestHeapWatch:
+class TestHeapGuard:
     def test_gives_nothing_back_within_its_limit(self, held):
         watch = watch_at(held.device, 100)
         for _ in range(10):
             watch.tile_done()
-        watch.make_room(50 * MIB)
+        watch.reserve(50 * MIB)
         assert held["given_back"] == 0
 
     def test_gives_back_above_it(self, held):
@@ -97,7 +97,7 @@ class TestHeapWatch:
             watch.tile_done()
             assert held["given_back"] == times
         held["now"] = 90
-        watch.make_room(11 * MIB)
+        watch.reserve(11 * MIB)
         assert held["given_back"] == 3
 
     def test_where_it_does_not_help_it_looks_ever_more_rarely_until_the_next_pass(self, held):
@@ -153,26 +153,26 @@ class TestLargeBlocks:
 
     @pytest.fixture
     def watch(self, held):
-        watch = HeapWatch(held.device, 113 * MIB + UNNOTICED_BYTES, 200 * MIB)
+        watch = HeapGuard(held.device, 113 * MIB + UNNOTICED_BYTES, 200 * MIB)
         watch.begin_pass(38 * MIB, 5 * MIB, 8 * MIB)
-        with watch.tiles_at_work():
+        with watch.computing_tiles():
             yield watch
         watch.close()
 
     def test_small_ones_change_nothing(self, held):
-        watch = HeapWatch(held.device, 100 * MIB, None)
+        watch = HeapGuard(held.device, 100 * MIB, None)
         watch.begin_pass(30 * MIB, 0, 8 * MIB - 1)
-        with watch.tiles_at_work():
+        with watch.computing_tiles():
             assert "mapped" not in held
         watch.close()
         assert "mapped" not in held
         assert held["given_back"] == 0
 
     def test_come_from_the_heap_while_tiles_are_at_work(self, held):
-        watch = HeapWatch(held.device, 200 * MIB, None)
+        watch = HeapGuard(held.device, 200 * MIB, None)
         watch.begin_pass(30 * MIB, 0, 8 * MIB)
         assert (held["mapped"], held["kept"]) == (65536, -1)
-        with watch.tiles_at_work():
+        with watch.computing_tiles():
             assert (held["mapped"], held["kept"]) == (0, -1)
         assert (held["mapped"], held["kept"]) == (65536, -1)
         watch.close()
@@ -189,9 +189,9 @@ class TestLargeBlocks:
 
     def test_below_the_roof_freed_blocks_stay(self, held, watch):
         held["now"] = 92
-        watch.block_coming(8 * MIB)
+        watch.reserve(8 * MIB, for_tile=True)
         watch.tile_done()
-        watch.make_room(8 * MIB)
+        watch.reserve(8 * MIB)
         assert held["given_back"] == 0
         assert not held["mapped"]
         held["now"] = 101
@@ -201,11 +201,11 @@ class TestLargeBlocks:
 
     def test_above_it_they_are_given_back_and_the_rest_of_the_tile_is_mapped(self, held, watch):
         held["now"] = 93
-        watch.block_coming(8 * MIB)
+        watch.reserve(8 * MIB, for_tile=True)
         assert held["given_back"] == 1
         assert (held["mapped"], held["kept"]) == (65536, 64 * MIB)
         held["now"] = 71  # above what may be held where the next tile's blocks are mapped
-        watch.make_room(0)
+        watch.reserve(0)
         assert held["given_back"] == 2
         watch.tile_done()
         assert (held["mapped"], held["kept"]) == (0, -1)
@@ -213,31 +213,31 @@ class TestLargeBlocks:
     def test_the_pause_grows_until_the_next_pass(self, held, watch):
         for tiles in (1, 2, 4):
             held["now"] = 93
-            watch.block_coming(8 * MIB)
+            watch.reserve(8 * MIB, for_tile=True)
             for _ in range(tiles):
                 assert held["mapped"]
                 watch.tile_done()
             assert not held["mapped"]
         watch.begin_pass(38 * MIB, 5 * MIB, 8 * MIB)
         held["now"] = 93
-        watch.block_coming(8 * MIB)
+        watch.reserve(8 * MIB, for_tile=True)
         watch.tile_done()
         assert not held["mapped"]
 
     def test_it_looks_before_every_block_whatever_the_last_look_gave(self, held, watch):
         held["now"] = held["left"] = 99
         for times in range(1, 10):
-            watch.block_coming(8 * MIB)
+            watch.reserve(8 * MIB, for_tile=True)
             assert held["given_back"] == times
 
     def test_before_smaller_ones_it_looks_once_they_might_exceed_the_roof(self, held):
-        watch = HeapWatch(held.device, 100 * MIB + UNNOTICED_BYTES, None)
+        watch = HeapGuard(held.device, 100 * MIB + UNNOTICED_BYTES, None)
         watch.begin_pass(30 * MIB, 0, 4 * MIB)
         held["now"] = held["left"] = 60
-        watch.block_coming(4 * MIB)  # room for 32 MiB more, below the roof of 96
+        watch.reserve(4 * MIB, for_tile=True)  # room for 32 MiB more, below the roof of 96
         held["now"] = held["left"] = 99
         for given_back in (0, 0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 3):  # where it does not help not before each of them
-            watch.block_coming(4 * MIB)
+            watch.reserve(4 * MIB, for_tile=True)
             assert held["given_back"] == given_back
 
     def test_what_the_next_tile_is_computed_in_does_not_make_it_short(self, held, watch):
@@ -250,22 +250,22 @@ class TestLargeBlocks:
 
 _TAKE_LARGE_BLOCKS = """
 import torch
-from gigagrad.devices.cpu import Cpu, HeapWatch
+from gigagrad.devices.cpu import Cpu, HeapGuard
 from gigagrad.devices.heap import resident_bytes, settle_allocator
 
 settle_allocator()
 taken, below = torch.ones(2**20), resident_bytes()
-watch = HeapWatch(Cpu('cpu'), below + 200 * 2**20, None)
+watch = HeapGuard(Cpu('cpu'), below + 200 * 2**20, None)
 watch.begin_pass(180 * 2**20, 0, 24 * 2**20)
 
 def step(mebibytes):
-    watch.block_coming(mebibytes * 2**20)
+    watch.reserve(mebibytes * 2**20, for_tile=True)
     block = torch.ones(mebibytes * 2**18)
     last.append(torch.ones(64))  # above it, so that the heap cannot shrink
 
 last = []
 for mebibytes in (24, 20):  # the second has a place where the first was, wherever the small one came to lie
-    with watch.tiles_at_work():
+    with watch.computing_tiles():
         step(mebibytes)
     print(resident_bytes() - below)
 watch.close()

@@ -11,8 +11,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from gigagrad.cli.interrupts import is_first
 from gigagrad.errors import ConfigError, RankError
 from gigagrad.files import HOST
-from gigagrad.ranks import Alone, from_environment, joining, launch
-from gigagrad.ranks.joining import _Meeting
+from gigagrad.ranks import SingleRank, from_environment, launch, rendezvous
+from gigagrad.ranks.heartbeat import WatchedStore
+from gigagrad.ranks.rendezvous import find_members
 from tests.ranks.started import variables_of
 
 TORCHRUN = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"
@@ -28,7 +29,7 @@ def met(store, ranks, count, seconds=5.0):
     found = {}
 
     def find(rank):
-        found[rank] = _Meeting(store.clone(), rank, count, seconds, 5.0).find()
+        found[rank] = find_members(WatchedStore(store.clone(), 5.0), rank, count, seconds)
 
     threads = [threading.Thread(target=find, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -65,12 +66,12 @@ def test_a_first_rank_of_an_earlier_start_gives_way(store):
 def test_without_torchrun_there_is_one(monkeypatch):
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
-    assert isinstance(from_environment(), Alone)
+    assert isinstance(from_environment(), SingleRank)
     assert is_first()
     assert launch() == ""
     for name, value in zip(TORCHRUN, ("0", "1", "localhost", "1234"), strict=False):
         monkeypatch.setenv(name, value)
-    assert isinstance(from_environment(), Alone)
+    assert isinstance(from_environment(), SingleRank)
     monkeypatch.setenv("RANK", "3")
     assert not is_first()
 
@@ -102,7 +103,7 @@ def test_a_timeout_is_some_time(timeout):
 
 
 def joins(monkeypatch, own, seconds=1.0):
-    monkeypatch.setattr(joining, "JOINING_SECONDS", seconds)
+    monkeypatch.setattr(rendezvous, "JOINING_SECONDS", seconds)
     for name, value in (own | {"OMP_NUM_THREADS": "1"}).items():
         monkeypatch.setenv(name, value)
     from_environment(timeout=1.0)

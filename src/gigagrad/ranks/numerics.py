@@ -1,4 +1,4 @@
-"""Whether ranks compute the same bits: kernels choose their instructions by the processor."""
+"""Check that ranks compute the same bits: kernels choose their instructions by the processor."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from gigagrad.ranks.ranks import Ranks
 from gigagrad.threads import operator_threads
 
 
-def unlike(ranks: Ranks) -> list[int]:
-    """The ranks whose processors round a probe otherwise than the first one's. Raises RankError."""
+def mismatched_numerics(ranks: Ranks) -> list[int]:
+    """Return the ranks whose processors round a probe otherwise than the first one's. Raises RankError."""
     if ranks.count == 1:
         return []
     import torch
 
-    first, *others = ranks.said([torch.backends.cpu.get_cpu_capability(), _probe()])
-    return [rank for rank, said in enumerate(others, 1) if said != first]
+    first, *others = ranks.all_gather_object([torch.backends.cpu.get_cpu_capability(), _probe()])
+    return [rank for rank, probe in enumerate(others, 1) if probe != first]
 
 
 def _probe() -> str:
-    """A convolution, sums and an exponential, forward and backward, of numbers that are the same everywhere."""
+    """Digest a convolution, sums and an exponential, forward and backward, of numbers that are the same everywhere."""
     import torch
     import torch.nn.functional as F
 

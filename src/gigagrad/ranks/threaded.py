@@ -1,4 +1,4 @@
-"""Ranks in threads of one process: to try out what many of them do, without any network."""
+"""Run ranks in threads of one process, to try out what many of them do without any network."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from gigagrad.ranks.ranks import Message, Ranks
 Result = TypeVar("Result")
 
 
-class Virtual(Ranks):
-    """One of several ranks in threads of this process. Made by `run_virtual`."""
+class ThreadedRank(Ranks):
+    """A rank among several in threads of this process. Made by `run_threaded`."""
 
     def __init__(self, index: int, inboxes: Sequence[Sequence[SimpleQueue[object]]], timeout: float) -> None:
         self.index, self.count = index, len(inboxes)
         self._inboxes, self._timeout = inboxes, timeout
 
-    def _swap(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
+    def _exchange(self, sent: Mapping[int, Message], received: Mapping[int, int]) -> dict[int, Message]:
         for rank, message in sent.items():
             self._inboxes[rank][self.index].put(message.clone())
-        found = {}
+        messages = {}
         for rank, nbytes in received.items():
             came = cast(Message, self._from(rank))
             assert len(came) == nbytes, f"{len(came)} bytes came from rank {rank}, {nbytes} were expected"
-            found[rank] = came
-        return found
+            messages[rank] = came
+        return messages
 
-    def _words(self, word: bytes) -> Sequence[bytes]:
+    def _gather(self, payload: bytes) -> Sequence[bytes]:
         for rank in range(self.count):
-            self._inboxes[rank][self.index].put(word)
-        found = []
+            self._inboxes[rank][self.index].put(payload)
+        payloads = []
         for rank in range(self.count):
-            said = self._from(rank)
-            assert isinstance(said, bytes), "a rank sends a message where others meet"
-            found.append(said)
-        return found
+            theirs = self._from(rank)
+            assert isinstance(theirs, bytes), "a rank sends a message where others meet"
+            payloads.append(theirs)
+        return payloads
 
     def _from(self, rank: int) -> object:
         try:
-            found = self._inboxes[self.index][rank].get(timeout=self._timeout)
+            item = self._inboxes[self.index][rank].get(timeout=self._timeout)
         except Empty:
             raise RankError(f"rank {rank} has been silent for {self._timeout:g} s") from None
-        if isinstance(found, BaseException):
-            raise RankError(f"rank {rank} failed: {found}", told=True)
-        return found
+        if isinstance(item, BaseException):
+            raise RankError(f"rank {rank} failed: {item}", reported=True)
+        return item
 
 
-def run_virtual(count: int, work: Callable[[Ranks], Result], timeout: float = 600.0) -> list[Result]:
-    """`work(ranks)` by so many ranks, each in a thread of its own: what they return, by rank.
+def run_threaded(count: int, work: Callable[[Ranks], Result], timeout: float = 600.0) -> list[Result]:
+    """Call `work(ranks)` on so many ranks, each in a thread of its own, and return their results by rank.
 
     Raises the error of the first rank that failed by itself.
     """
@@ -61,7 +61,7 @@ def run_virtual(count: int, work: Callable[[Ranks], Result], timeout: float = 60
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Virtual(rank, inboxes, timeout))
+            results[rank] = work(ThreadedRank(rank, inboxes, timeout))
         except BaseException as error:
             errors[rank] = error
             for inbox in inboxes:

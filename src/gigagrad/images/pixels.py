@@ -1,0 +1,151 @@
+"""Know pixels as arrays: their types, what lies outside of an image, which hold no data, and the tiles of a grid."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gigagrad.boxes import Box
+from gigagrad.errors import ImageError
+
+if TYPE_CHECKING:
+    import torch
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Pixels: TypeAlias = "Array | torch.Tensor"
+
+LUMA_BT601 = (0.299, 0.587, 0.114)
+"""The weights of red, green and blue in grey: ITU-R BT.601, which JPEG's luma follows, too."""
+ROWS_AT_ONCE: Final = 64
+"""Rows that are converted at a time, so that next to nothing is held beside the pixels."""
+ZARR_NODATA: Final = "_FillValue"
+"""The attribute of a Zarr array that names the value, as NetCDF calls it. What the array fills chunks with that are not
+there says nothing: every array has that."""
+_LONGEST_AXIS = 2**31 - 1
+_LONGEST_QUOTATION = 300
+_MOST_CHANNELS = 2**16 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A resolution of an image: `shape` is `(height, width)` in pixels, `downsample` is relative to level 0."""
+
+    shape: tuple[int, int]
+    downsample: float
+
+
+def is_floating(dtype: np.dtype[Any] | torch.dtype) -> bool:
+    """Return whether an image of this dtype holds floats."""
+    return dtype.kind == "f" if isinstance(dtype, np.dtype) else dtype.is_floating_point
+
+
+def as_slice(numbers: Sequence[int]) -> slice | list[int]:
+    """Return numbers at equal distances as a slice, by which NumPy copies at once; others as they are."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    if not step or any(after - before != step for before, after in pairwise(numbers)):
+        return list(numbers)
+    stop = numbers[-1] + step
+    return slice(numbers[0], stop if stop >= 0 else None, step)
+
+
+def check_size(shape: Sequence[int], name: str) -> None:
+    """Raise `ImageError` for a `(C, H, W)` that no file holds; what a file declares has not been paid for."""
+    if min(shape) < 1 or shape[0] > _MOST_CHANNELS or max(shape) > _LONGEST_AXIS:
+        raise ImageError(
+            f"{name} declares {' x '.join(map(str, shape))} (C x H x W); expected 1 to {_MOST_CHANNELS} channels and "
+            f"1 to {_LONGEST_AXIS} px along each axis; the file is corrupt"
+        )
+
+
+def fill_of(dtype: np.dtype[Any], channels: int, *, says_colour: bool = False) -> int:
+    """Return what lies outside: white (the dtype's largest value) for a colour slide, 0 for a mask or anything else.
+
+    A colour slide has unsigned integers and either three channels of uint8 or a file that calls itself colour.
+    """
+    colour = says_colour or (channels == 3 and dtype == np.uint8)
+    return int(np.iinfo(dtype).max) if colour and dtype.kind == "u" else 0
+
+
+@contextmanager
+def in_our_words(problem: str, remedy: str = "the file is truncated or corrupt") -> Iterator[None]:
+    """Raise what a library raises at a damaged file, whatever its class, as an `ImageError` of one line."""
+    try:
+        yield
+    except ImageError:
+        raise
+    except Exception as error:
+        complaint = " ".join(str(error).split())[:_LONGEST_QUOTATION] or type(error).__name__
+        raise ImageError(f"{problem}: {complaint}; {remedy}") from error
+
+
+def choose_level(levels: tuple[Level, ...], level: int, name: str) -> Level:
+    """Return the level that a caller asked for. Raises `ImageError` with the list of levels there are."""
+    if 0 <= level < len(levels):
+        return levels[level]
+    have = ", ".join(f"{index} ({entry.shape[0]} x {entry.shape[1]})" for index, entry in enumerate(levels))
+    raise ImageError(f"{name} has no level {level}; choose one of: {have}")
+
+
+def levels_of(shapes: list[tuple[int, int]]) -> tuple[Level, ...]:
+    """Make levels from their `(height, width)`, level 0 first; downsample is the mean of both axes, as in OpenSlide."""
+    height, width = shapes[0]
+    return tuple(Level((h, w), (height / h + width / w) / 2) for h, w in shapes)
+
+
+def grid_parts(box: Box, height: int, width: int) -> Iterator[tuple[Box, Box, Box]]:
+    """Yield the tiles of a grid that meet `box`, each with the common part as seen from `box` and from it."""
+    for row in range(box.y0 // height, -(-box.y1 // height)):
+        for column in range(box.x0 // width, -(-box.x1 // width)):
+            tile = Box.whole(height, width).shift(row * height, column * width)
+            part = box.intersect(tile)
+            yield tile, part.shift(-box.y0, -box.x0), part.shift(-tile.y0, -tile.x0)
+
+
+def parse_nodata(text: str | None, dtype: np.dtype[Any]) -> int | float | None:
+    """Read the value that GDAL's tag names, as samples of `dtype` hold it; None where none of them can."""
+    text = (text or "").strip()
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return float(dtype.type(value))
+    if dtype.kind not in "iub" or not value.is_integer():
+        return None
+    # Not by way of a float, which could round it.
+    number = int(text) if re.fullmatch(r"[-+]?\d+", text) else int(value)
+    least, most = _range(dtype)
+    return number if least <= number <= most else None
+
+
+def value_of_gaps(text: str | None, dtype: np.dtype[Any]) -> int | float:
+    """Return what GDAL reads in blocks that a file leaves out: no data, as near as samples come to it, or 0."""
+    if (exact := parse_nodata(text, dtype)) is not None:
+        return exact
+    try:
+        value = float((text or "").strip())
+    except ValueError:
+        return 0
+    if dtype.kind not in "iub" or math.isnan(value):
+        return 0
+    least, most = _range(dtype)
+    return most if value >= most else least if value <= least else math.trunc(value + math.copysign(0.5, value))
+
+
+def _range(dtype: np.dtype[Any]) -> tuple[int, int]:
+    return (0, 1) if dtype.kind == "b" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+
+
+def is_nodata(pixels: Array, nodata: int | float) -> NDArray[np.bool_]:
+    """Tell which samples hold no data; NaN does in no case."""
+    empty: NDArray[np.bool_] = pixels == nodata
+    return empty | np.isnan(pixels) if pixels.dtype.kind == "f" else empty
