@@ -69,8 +69,12 @@ def cast(self, x):
     return self.conv(x).double() * torch.asarray(2.0)
 
 
+def cast_to_itself(self, x):
+    return self.conv(x.to(x.dtype))
+
+
 AS_IT_IS = (norm_twice, in_place_twice, flattened, counted_and_read, cast)
-AGAIN = (shared, of_two_dtypes, decomposed, dropped)
+AGAIN = (shared, of_two_dtypes, decomposed, dropped, cast_to_itself)
 
 
 @pytest.mark.parametrize("training", [True, False])

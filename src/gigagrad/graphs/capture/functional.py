@@ -72,7 +72,8 @@ def _stays(node: Node, tensors: dict[Node, Node]) -> bool:
     if node.op in ("placeholder", "output") or op is operator.getitem:
         return True
     if op is _CAST:
-        return len(node.args) == 2 and not node.kwargs
+        given = node.args[0].meta["val"]
+        return len(node.args) == 2 and not node.kwargs and given.dtype != node.meta["val"].dtype
     if op in _RESHAPING:
         given, made = node.args[0].meta["val"], node.meta["val"]
         return bool(given.is_contiguous() and given.shape != made.shape)
