@@ -1,4 +1,4 @@
-"""What a rehearsal finds out, sets back, and refuses."""
+"""A dry run finds out, sets back, and refuses."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def functional(program: ExportedProgram) -> ExportedProgram:
         return program
     _untie(program)
     with _composites_remembered():
-        return program.run_decompositions({})
+        found: ExportedProgram = program.run_decompositions({})
+    return found
 
 
 def _without_views(program: ExportedProgram) -> dict[Node, Node]:
@@ -71,11 +72,10 @@ def _stays(node: Node, tensors: dict[Node, Node]) -> bool:
     op = node.target
     if node.op in ("placeholder", "output") or op is operator.getitem:
         return True
-    if op is _CAST:
-        given = node.args[0].meta["val"]
-        return len(node.args) == 2 and not node.kwargs and given.dtype != node.meta["val"].dtype
-    if op in _RESHAPING:
-        given, made = node.args[0].meta["val"], node.meta["val"]
+    if op is _CAST or op in _RESHAPING:
+        given, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
+        if op is _CAST:
+            return len(node.args) == 2 and not node.kwargs and given.dtype != made.dtype
         return bool(given.is_contiguous() and given.shape != made.shape)
     if op in _OUT_OF_PLACE:
         dtypes = {read.meta["val"].dtype for read in node.all_input_nodes}
