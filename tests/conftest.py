@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 # Beside another process, threads that wait spinning take the time that those at work need. Read as PyTorch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -18,7 +17,6 @@ import pytest
 import tifffile
 import torch
 from hypothesis import HealthCheck, settings
-from torch.export import exported_program
 
 from gigagrad.devices import machine
 from gigagrad.images import open_image, write_label
@@ -27,23 +25,6 @@ from gigagrad.models import resolve, save_model, torchvision_operators  # noqa: 
 # Two test processes share two cores; small tensors gain nothing from a second thread.
 torch.set_num_threads(1)
 
-
-def _remembered(collect: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
-    """Asks once for what PyTorch collects in every export, a fifth of its time: which operators it may leave whole."""
-    known: dict[tuple[int, int], set[Any]] = {}
-
-    def collected() -> set[Any]:
-        registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-        key = len(torch.ops._dir), len(registered)
-        if key not in known:
-            known[key] = collect()
-        return known[key]
-
-    return collected
-
-
-_collect = "_collect_all_valid_cia_ops"
-setattr(exported_program, _collect, _remembered(getattr(exported_program, _collect)))
 
 # No test depends on time, and a slow machine is not a failure.
 settings.register_profile("gigagrad", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])

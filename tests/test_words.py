@@ -11,8 +11,10 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "gigagrad"
 DONE = (
     *("graphs/crops.py", "graphs/op_rules.py", "graphs/ops", "execution/tile_program.py", "execution/trial.py"),
     *("shares.py", "cli", "cohorts", "config", "demo", "integrations", "masks", "prediction", "reports"),
-    *("scaling", "training", "devices", "images", "ranks", "stores", "allowances.py", "boxes.py", "errors.py"),
+    *("devices", "images", "ranks", "stores", "allowances.py", "boxes.py", "errors.py"),
     *("events.py", "extras.py", "files.py", "named.py", "terminal.py", "threads.py", "units.py"),
+    *("scaling", "training", "graphs/capture", "graphs/rewrites", "graphs/__init__.py", "graphs/builder.py"),
+    *("graphs/graph.py", "graphs/operators.py", "graphs/statistics.py", "graphs/whole.py"),
 )
 """Rooms and files whose words have been gone through; the others follow."""
 BEGINNINGS = re.compile(r"(Of|As|The same|What|Where|Whether|How|By)\b")
@@ -20,7 +22,7 @@ OURS = {
     *("dealt", "fate", "fates", "fleet", "front", "heard", "hoard", "joining", "keeping", "ledger", "look", "meet"),
     *("meeting", "meetings", "offer", "option", "owners", "pairs", "parcel", "pulse", "rehearsal", "said", "seam"),
     *("shared_out", "slack", "strip", "swap", "sweep", "sweeps", "swept", "tape", "tested", "tilings", "told", "turn"),
-    *("turned", "turns", "words", "worth_saying"),
+    *("turned", "turns", "words", "worth_saying", "composite", "originals", "ran", "walk"),
 }
 """Words of this house alone; the field says assign, placement, halo, message, step, scalar graph and so on."""
 

@@ -17,7 +17,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.execution import alike
 from gigagrad.execution.alike import Alike
 from gigagrad.execution.sources import image_source
-from gigagrad.graphs import Composite
+from gigagrad.graphs import LossModule
 from gigagrad.images import Image
 from gigagrad.ranks import Ranks, SingleRank, run_threaded
 
@@ -214,5 +214,5 @@ def test_of_a_large_image_some_is_compared(monkeypatch):
 
 
 def test_one_process_compares_nothing(model):
-    compared = Alike(SingleRank(), Composite(model, doubled), {})
+    compared = Alike(SingleRank(), LossModule(model, doubled), {})
     assert compared.said("word", None, {}, backward=True, content=True) == ["word"]  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ def test_parameters_nothing_depends_on_get_no_gradient(net, bce, pair):
     net.unused = nn.Linear(3, 3)
     net.stopped = nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    class Composite(nn.Module):
+    class LossModule(nn.Module):
         def __init__(self):
             super().__init__()
             self.net = net
@@ -81,7 +81,7 @@ def test_parameters_nothing_depends_on_get_no_gradient(net, bce, pair):
         def forward(self, x):
             return self.net(x) * self.net.stopped.detach()
 
-    gg.compile(Composite(), bce, tile=TILE).backward(pair.image, pair.target)
+    gg.compile(LossModule(), bce, tile=TILE).backward(pair.image, pair.target)
     assert net.unused.weight.grad is None
     assert net.stopped.grad is None
     assert net.inner.weight.grad is not None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gigagrad.graphs import Composite, InputSpec, trace
+from gigagrad.graphs import InputSpec, LossModule, trace
 
 IMAGE = InputSpec((1, 1, 9, 8), torch.float32, field=True)
 
@@ -56,7 +56,7 @@ FLAGS = {
 
 @pytest.fixture(scope="module")
 def guard():
-    return trace(Composite(nn.Conv2d(1, 1, 3), lambda output, target: output.mean()), (IMAGE,), None).guard
+    return trace(LossModule(nn.Conv2d(1, 1, 3), lambda output, target: output.mean()), (IMAGE,), None).guard
 
 
 @pytest.mark.parametrize("name", FLAGS)

@@ -16,7 +16,7 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.errors import CaptureError
 from gigagrad.execution import captures
-from gigagrad.graphs import Composite, InputSpec, trace
+from gigagrad.graphs import InputSpec, LossModule, trace
 from tests.exactness.changes import Reader, mse
 from tests.exactness.settings import KINDS, PLACES, REFUSED_SETTINGS, SETTINGS, UNFOLLOWED
 
@@ -25,7 +25,7 @@ ALONE = [name for name in SETTINGS if " in a" not in name and name not in REFUSE
 
 
 def guard_of(model, loss=mse):
-    return trace(Composite(model, loss), SPEC, SPEC).guard
+    return trace(LossModule(model, loss), SPEC, SPEC).guard
 
 
 class Many(nn.Module):
@@ -41,7 +41,7 @@ class Many(nn.Module):
 def test_every_kind_of_setting_is_seen(place):
     kinds = {name: (kind, kind.make()) for name, kind in KINDS.items() if name not in UNFOLLOWED}
     captured = trace(
-        Composite(Many([PLACES[place](kind.read, held) for kind, held in kinds.values()]), mse), SPEC, SPEC
+        LossModule(Many([PLACES[place](kind.read, held) for kind, held in kinds.values()]), mse), SPEC, SPEC
     )
     captured.leave_effects()
     guard = captured.guard

@@ -18,7 +18,7 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
 from gigagrad.execution.sources import Source
-from gigagrad.graphs import Composite, Graph
+from gigagrad.graphs import Graph, LossModule
 from gigagrad.images import Image
 from gigagrad.images.views import ArrayImage, TensorImage
 from gigagrad.ranks import Ranks
@@ -40,7 +40,7 @@ Facts = Mapping[str, Any]
 class Alike:
     """Of one engine; its `settings` are those that all ranks are to have in common."""
 
-    def __init__(self, ranks: Ranks, composite: Composite, settings: Mapping[str, object]) -> None:
+    def __init__(self, ranks: Ranks, composite: LossModule, settings: Mapping[str, object]) -> None:
         self._ranks, self._composite = ranks, composite
         self._settings = {name: repr(value) for name, value in settings.items()}
         self._nodes = lru_cache(maxsize=8)(_node_digests)

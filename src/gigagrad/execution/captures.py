@@ -8,7 +8,7 @@ from typing import Any
 
 from gigagrad.events import Events, Notice
 from gigagrad.execution.sources import Source
-from gigagrad.graphs import Captured, Composite, trace
+from gigagrad.graphs import Captured, LossModule, trace
 
 _MOST_SIZES = 32
 """Sets of inputs whose graphs are kept; the one unused for longest goes first."""
@@ -19,7 +19,7 @@ _MOST_STATES = 4
 class Captures:
     """Graphs of one composite, by the shapes and dtypes of the inputs and by what Python could see then."""
 
-    def __init__(self, composite: Composite, events: Events) -> None:
+    def __init__(self, composite: LossModule, events: Events) -> None:
         self._composite = composite
         self._events = events
         self._kept: OrderedDict[tuple[Any, ...], list[Captured]] = OrderedDict()

@@ -30,7 +30,7 @@ from gigagrad.execution.sinks import Handed, OutputField, Pyramid, Sink, WholeTe
 from gigagrad.execution.sources import Source, opened_sources
 from gigagrad.execution.tracebacks import lets_go, stream_lets_go
 from gigagrad.execution.whole import TooLarge, WholeRun, hooks_called
-from gigagrad.graphs import Captured, Composite, Graph, Node
+from gigagrad.graphs import Captured, Graph, LossModule, Node
 from gigagrad.images import Image
 from gigagrad.plans import Plan, Problem
 from gigagrad.ranks import Ranks
@@ -80,7 +80,7 @@ class Engine:
         if precision not in _PRECISIONS:
             raise ConfigError(f"unknown precision {precision!r}; use one of {', '.join(map(str, _PRECISIONS))}")
         self._device, self._budget_bytes = device, budget_bytes
-        self._composite = Composite(model, loss, _PRECISIONS[precision])
+        self._composite = LossModule(model, loss, _PRECISIONS[precision])
         self._seeds = Seeds(seed)
         self.events = Events()
         self._captures = Captures(self._composite, self.events)

@@ -8,10 +8,10 @@ import torch
 
 from gigagrad.errors import ModelError
 from gigagrad.execution.tape import Values, evaluated
-from gigagrad.graphs import Captured, Composite, Graph
+from gigagrad.graphs import Captured, Graph, LossModule
 
 
-def stored_in(composite: Composite, graph: Graph) -> Callable[[str, str], torch.Tensor]:
+def stored_in(composite: LossModule, graph: Graph) -> Callable[[str, str], torch.Tensor]:
     """Looks up a parameter or buffer as it is now, by its kind and name in the graph."""
 
     def look_up(kind: str, name: str) -> torch.Tensor:
@@ -23,7 +23,7 @@ def stored_in(composite: Composite, graph: Graph) -> Callable[[str, str], torch.
     return look_up
 
 
-def leave_state(composite: Composite, updates: Mapping[str, torch.Tensor], captured: Captured) -> None:
+def leave_state(composite: LossModule, updates: Mapping[str, torch.Tensor], captured: Captured) -> None:
     """Running statistics and the like, weights that forward itself changes, counters too: once a run, as PyTorch would.
 
     `updates` are new values.
@@ -51,7 +51,7 @@ class Left:
     The model must have passed `check_independent`.
     """
 
-    def __init__(self, composite: Composite, captured: Captured, values: Values) -> None:
+    def __init__(self, composite: LossModule, captured: Captured, values: Values) -> None:
         self._composite, self._captured = composite, captured
         graph = captured.graph
         self._later = _behind_written(graph)

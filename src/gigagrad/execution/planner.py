@@ -34,7 +34,7 @@ from gigagrad.execution.sinks import Handed, Sink
 from gigagrad.execution.sources import Source, reading_of
 from gigagrad.execution.tile_program import TilePrograms
 from gigagrad.execution.trial import faster_layout, timed_passes
-from gigagrad.graphs import Call, Composite, Graph, WholeCost, lookup
+from gigagrad.graphs import Call, Graph, LossModule, WholeCost, lookup
 from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
@@ -89,7 +89,7 @@ class Planner:
 
     def __init__(
         self,
-        composite: Composite,
+        composite: LossModule,
         events: Events,
         *,
         device: Device,

@@ -10,7 +10,7 @@ import torch
 
 from gigagrad.errors import OperatorError
 from gigagrad.graphs import Node
-from gigagrad.graphs.composite import is_user_code
+from gigagrad.graphs.capture.loss_module import is_user_code
 
 _REMEDIES: Final = {
     "differentiation for outputs with complex dtype": "; multiply by a mask, or torch.where, in the place of writing "

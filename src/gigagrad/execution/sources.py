@@ -15,7 +15,7 @@ from gigagrad.boxes import Box
 from gigagrad.devices import Device
 from gigagrad.errors import ImageError, TargetError
 from gigagrad.execution.executor import ahead
-from gigagrad.graphs import Composite, InputSpec
+from gigagrad.graphs import InputSpec, LossModule
 from gigagrad.images import Image, open_image
 from gigagrad.images.opening import open_ids
 from gigagrad.plans.reading import Reading
@@ -55,7 +55,7 @@ class Source:
 
 @contextmanager
 def opened_sources(
-    composite: Composite, image: Any, target: Any, *, asked: bool = False
+    composite: LossModule, image: Any, target: Any, *, asked: bool = False
 ) -> Iterator[dict[str, Source]]:
     """The inputs of a graph by name; what is opened here is closed. `asked`: the gradient for the first image is.
 

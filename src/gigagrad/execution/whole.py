@@ -14,7 +14,7 @@ from gigagrad.events import Events, TileDone
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.refusals import refused_by_pytorch
 from gigagrad.execution.sources import Source
-from gigagrad.graphs import Composite
+from gigagrad.graphs import LossModule
 from gigagrad.plans.whole import is_from_heap
 
 
@@ -26,7 +26,7 @@ class WholeRun:
     """One forward, or forward and backward, of one image at once. The model leaves its buffers as in PyTorch."""
 
     def __init__(
-        self, prepared: Prepared, sources: dict[str, Source], composite: Composite, events: Events, *, backward: bool
+        self, prepared: Prepared, sources: dict[str, Source], composite: LossModule, events: Events, *, backward: bool
     ) -> None:
         self._prepared, self._sources, self._composite, self._events = prepared, sources, composite, events
         self._backward = backward

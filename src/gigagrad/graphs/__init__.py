@@ -1,8 +1,18 @@
 """From a module to a graph: capture at the image's true size, and the op rules that say how to run on crops."""
 
-from gigagrad.graphs.capture import Captured, InputSpec, capture, trace
-from gigagrad.graphs.composite import Composite
-from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, FIELD_SUM, GATHER, MOMENTS, SCATTER, Graph, Node, Ref
+from gigagrad.graphs.capture import Captured, LossModule, capture, trace
+from gigagrad.graphs.graph import (
+    FIELD_BINS,
+    FIELD_MAX,
+    FIELD_SUM,
+    GATHER,
+    MOMENTS,
+    SCATTER,
+    Graph,
+    InputSpec,
+    Node,
+    Ref,
+)
 from gigagrad.graphs.op_rules import (
     Affine,
     Call,
@@ -31,11 +41,11 @@ __all__ = [
     "Affine",
     "Call",
     "Captured",
-    "Composite",
     "Gains",
     "Graph",
     "InputSpec",
     "Layout",
+    "LossModule",
     "Merge",
     "Node",
     "NotTileable",

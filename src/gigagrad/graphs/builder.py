@@ -188,7 +188,7 @@ def _differentiable(op: str, made: torch.Tensor, operands: tuple[Node, ...]) -> 
 
 
 def _axes(op: str, arguments: dict[str, Any], made: torch.Tensor, operands: tuple[Node, ...]) -> Axes:
-    """Where the spatial axes of an operator's output are, as its row has it. Raises `NotTileable`."""
+    """Ask an operator's rule for the spatial axes of its output. Raises `NotTileable`."""
     if made.dtype.is_complex:
         raise NotTileable("fields of complex numbers have no rule")
     shape = tuple(made.shape)

@@ -36,6 +36,24 @@ SOURCES = frozenset({"image", "target", "parameter", "buffer", "constant"})
 
 
 @dataclass(frozen=True, slots=True)
+class InputSpec:
+    """The properties of an input that capture needs: its shape with the batch axis, its dtype, and whether it is an
+    image."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    field: bool
+    differentiable: bool = False
+    """True if the gradient for this input is asked for."""
+
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """The dtype in which a run reads it: where the gradient for integers is asked for, floats of their values."""
+        asked = self.differentiable and not self.dtype.is_floating_point
+        return (torch.float32 if self.dtype.itemsize <= 2 else torch.float64) if asked else self.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class Ref:
     """A reference to another node's value inside a node's arguments."""
 
@@ -44,7 +62,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a node came from: dotted module path in the user's model (`""` in the loss) and `file:line`."""
+    """The place that a node came from: dotted module path in the user's model (`""` in the loss) and `file:line`."""
 
     module_path: str = ""
     source: str = ""
@@ -66,9 +84,9 @@ class Node:
     axes: Axes | None
     origin: Origin
     differentiable: bool
-    """Whether a gradient flows through this value to a parameter that asks for one."""
+    """True if a gradient flows through this value to a parameter that asks for one."""
     whole: bool = False
-    """Whether this is a global that holds what a whole-field operator made of every pixel."""
+    """True for a global that holds what a whole-field operator made of every pixel."""
     # What follows is derived once: planning asks millions of times.
     operands: tuple[int, ...] = field(init=False)
     """Ids of the nodes this one reads, in the order of the arguments, with repetitions."""
@@ -77,7 +95,7 @@ class Node:
     is_reduction: bool = field(init=False)
     nbytes: int = field(init=False)
     _sizes: tuple[int, ...] = field(init=False)
-    """Of a field, height and width in pixels."""
+    """Height and width of a field in pixels."""
 
     def __post_init__(self) -> None:
         def derive(name: str, value: Any) -> None:
@@ -97,7 +115,7 @@ class Node:
         return self.axes
 
     def size(self, axis: int) -> int:
-        """Length in pixels of the whole field along `axis` (0 is y, 1 is x)."""
+        """Return the length in pixels of the whole field along `axis` (0 is y, 1 is x)."""
         return self._sizes[axis]
 
     @property
@@ -122,9 +140,9 @@ class Graph:
     """Buffers that the model writes while it runs (running statistics), and the nodes of their new values."""
 
     structure: TreeSpec | None = None
-    """How the outputs are nested in what the model returns; None for a single tensor."""
+    """The nesting of the outputs in what the model returns; None for a single tensor."""
     whole: Mapping[bool, WholeCost] = field(default_factory=lambda: MappingProxyType({}))
-    """What plain autograd takes for the whole image, without and with gradients, where that is known."""
+    """The cost of plain autograd for the whole image, without and with gradients, where that is known."""
     coarse_whole: Callable[[int], Graph] | None = None
     """Makes the graph in which fields of at most so many pixels are computed whole, as PyTorch wrote them."""
     reads: tuple[tuple[int, ...], ...] = field(init=False)
@@ -156,7 +174,7 @@ class Graph:
         return self.nodes[node_id]
 
     def is_shaped_like(self, other: Graph) -> bool:
-        """Whether another graph has the same operators on the same values: only numbers among the arguments differ."""
+        """Tell whether another graph has the same operators on the same values, and differs at most in numbers."""
         return (
             len(self.nodes) == len(other.nodes)
             and (self.outputs, self.has_loss, dict(self.updates), self.structure)
@@ -165,7 +183,7 @@ class Graph:
         )
 
     def is_same_as(self, other: Graph) -> bool:
-        """Whether another graph computes the same from the same tensors."""
+        """Tell whether another graph computes the same from the same tensors."""
         return (
             self.is_shaped_like(other)
             and self.whole == other.whole
@@ -183,7 +201,7 @@ class Graph:
         return tuple(self.nodes[i] for i in node.operands)
 
     def source(self, op: str) -> Node | None:
-        """The `image` or `target` node, or None if the graph never reads it."""
+        """Find the `image` or `target` node; None if the graph never reads it."""
         return next((node for node in self.nodes if node.op == op), None)
 
     def gathers(self, field: int) -> tuple[int, ...]:
@@ -191,7 +209,7 @@ class Graph:
         return self._gathers.get(field, ())
 
     def read_late(self) -> set[int]:
-        """The globals made of parameters and constants alone that are read by globals which need the pixels, too.
+        """Find the globals made of parameters and constants alone that globals read which need the pixels, too.
 
         Pulling gradients back arrives at them late, from the tape and not from tiles.
         """
@@ -207,7 +225,7 @@ class Graph:
         return found
 
     def ancestors(self, targets: Iterator[int] | tuple[int, ...]) -> set[int]:
-        """The targets and every node they depend on."""
+        """Find the targets and every node they depend on."""
         seen: set[int] = set()
         stack = list(targets)
         while stack:
@@ -219,7 +237,7 @@ class Graph:
 
 
 def references(value: Any) -> Iterator[Ref]:
-    """Every `Ref` inside a nest of mappings, lists and tuples, in order."""
+    """Yield every `Ref` inside a nest of mappings, lists and tuples, in order."""
     if isinstance(value, Ref):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -228,7 +246,7 @@ def references(value: Any) -> Iterator[Ref]:
 
 
 def substitute(value: Any, replace: Mapping[int, Any]) -> Any:
-    """The same nest with every `Ref` exchanged for `replace[ref.id]`."""
+    """Copy a nest with every `Ref` exchanged for `replace[ref.id]`."""
     if isinstance(value, Ref):
         return replace[value.id]
     if isinstance(value, list | tuple):
@@ -237,7 +255,7 @@ def substitute(value: Any, replace: Mapping[int, Any]) -> Any:
 
 
 def fill(value: Any, values: Iterator[Any]) -> Any:
-    """The same nest with every `Ref`, in the order of `references`, exchanged for the next of `values`."""
+    """Copy a nest with every `Ref`, in the order of `references`, exchanged for the next of `values`."""
     if isinstance(value, Ref):
         return next(values)
     if isinstance(value, list | tuple):
@@ -250,7 +268,7 @@ def _form(node: Node) -> tuple[Any, ...]:
 
 
 def _exactly(value: Any) -> Any:
-    """Arguments such that only what is the same compares equal: 1, 1.0 and True differ, 0.0 and -0.0, too."""
+    """Turn arguments into values of which only the same compare equal: 1, 1.0 and True differ, 0.0 and -0.0, too."""
     if isinstance(value, Mapping):
         return {name: _exactly(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""From an operator's name to the function that runs it and to its argument names.
+"""Find the function that runs an operator, and its argument names, by the operator's name.
 
 ATen operators are resolved through `torch.ops`; the few of our own (made by lowering) are defined here.
 """
@@ -22,7 +22,7 @@ _AT_ONCE: Final = 2**20
 
 
 def class_weights(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
-    """The weight of every position's class, 0 where it is ignored: what cross entropy's mean divides by.
+    """Return the weight of every position's class, 0 where it is ignored: cross entropy's mean divides by their sum.
 
     `target` holds class ids; the result has its shape and is float64, so that a count of pixels stays exact.
     """
@@ -34,9 +34,10 @@ def class_weights(target: torch.Tensor, weight: torch.Tensor | None, ignore_inde
 
 
 def field_sum(field: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """The sum of a field (or of a crop: a partial sum) over `dims`, which include both spatial axes.
+    """Sum a field (or a crop: a partial sum) over `dims`, which include both spatial axes.
 
-    Of a half precision in float32: the sum of a gigapixel has more digits, and in float16 more range, than its pixels.
+    Half precisions are summed in float32: the sum of a gigapixel has more digits, and in float16 more range, than its
+    pixels.
     """
     if field.dtype not in _HALVES:
         return torch.sum(field, dim=dims, keepdim=keepdim)
@@ -60,7 +61,7 @@ class _WideSum(torch.autograd.Function):
 
 
 def _wide_sum(field: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """A part at a time, as PyTorch copies what it sums in another dtype."""
+    """Sum a part at a time, as PyTorch copies what it sums in another dtype."""
     longest = max(dims, key=field.size)
     at_once = max(1, _AT_ONCE * field.size(longest) // max(field.numel(), 1))
     parts = torch.split(field, at_once, longest)
@@ -68,12 +69,12 @@ def _wide_sum(field: torch.Tensor, dims: list[int]) -> torch.Tensor:
 
 
 def field_max(field: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """The largest value of a field (or of a crop) over `dims`, which include both spatial axes."""
+    """Return the largest value of a field (or of a crop) over `dims`, which include both spatial axes."""
     return torch.amax(field, dim=dims, keepdim=keepdim)
 
 
 def field_bins(field: torch.Tensor, dims: list[int], weights_y: torch.Tensor, weights_x: torch.Tensor) -> torch.Tensor:
-    """Weighted sums over the bins of a grid: `(..., h, w)` with weights `(bins, h)` and `(bins, w)`.
+    """Sum over the bins of a grid: `(..., h, w)` with weights `(bins, h)` and `(bins, w)`.
 
     Every bin is a span of pixels, and what has no weight there is left out: 0 times an infinite value would be NaN.
     """
@@ -118,12 +119,12 @@ class _Bins(torch.autograd.Function):
 
 
 def gather(field: torch.Tensor) -> torch.Tensor:
-    """The whole field as it is."""
+    """Return the whole field as it is."""
     return field
 
 
 def item(outputs: Any, index: int) -> Any:
-    """One output of an operator that has several."""
+    """Return one output of an operator that has several."""
     return outputs[index]
 
 
@@ -136,17 +137,17 @@ def numbered(like: torch.Tensor, starts: Sequence[int], strides: Sequence[int]) 
 
 
 def positions(like: torch.Tensor, starts: Sequence[int] = (), shape: Sequence[int] = ()) -> torch.Tensor:
-    """The number of every value's pixel, row by row over the whole field; int64. As `uniform`."""
+    """Number every value's pixel, row by row over the whole field; int64. The crop lies as in `uniform`."""
     return numbered(like, starts, (*[0] * (like.ndim - 2), (shape or like.shape)[-1], 1))
 
 
 def seed() -> torch.Tensor:
-    """A key for `uniform`, drawn from PyTorch's generator: one for each random operator and run."""
+    """Draw a key for `uniform` from PyTorch's generator: one for each random operator and run."""
     return torch.randint(0, 2**62, ())
 
 
 def scrambled(counter: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
-    """64 random-looking bits for every number of `counter` (int64): SplitMix64 (Steele, Lea and Flood, 2014).
+    """Make 64 random-looking bits of every number of `counter` (int64): SplitMix64 (Steele, Lea and Flood, 2014).
 
     In place on one new tensor: a value costs a dozen integer operations, and fresh memory would cost more than those.
     """
@@ -164,7 +165,7 @@ def scrambled(counter: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
 def uniform(
     like: torch.Tensor, seed: torch.Tensor, starts: Sequence[int] = (), shape: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Uniform numbers in [0, 1) for a field or for a crop at `starts` of one of this shape.
+    """Draw uniform numbers in [0, 1) for a field or for a crop at `starts` of one of this shape.
 
     Each is a function of the key and of the value's place in the whole field. float64 for float64 fields, else float32.
     """
@@ -176,7 +177,7 @@ def uniform(
 
 
 def _int64(value: int) -> int:
-    """The signed number with the same 64 bits."""
+    """Return the signed number with the same 64 bits."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -204,7 +205,7 @@ def merge_of(node: Node) -> Merge | None:
 
 @cache
 def function(op: str) -> Callable[..., Any]:
-    """The callable behind an operator's name, e.g. `aten.conv2d.default`."""
+    """Return the callable behind an operator's name, e.g. `aten.conv2d.default`."""
     if op in _OWN:
         return _OWN[op]
     # A view asks for strides that crops and whole fields in another layout need not have.
@@ -216,7 +217,7 @@ def function(op: str) -> Callable[..., Any]:
 
 @cache
 def signature(op: str) -> Mapping[str, Any]:
-    """The names of all arguments, in order, and their defaults: None for those that have none."""
+    """Return the names of all arguments, in order, and their defaults: None for those that have none."""
     if op in _OWN:
         parameters = inspect.signature(_OWN[op]).parameters.values()
         return {parameter.name: None for parameter in parameters if parameter.default is inspect.Parameter.empty}
@@ -234,7 +235,7 @@ def positional(op: str) -> tuple[str, ...]:
 
 @cache
 def is_view(op: str) -> bool:
-    """Whether an operator's output shares its input's memory, as its schema declares it."""
+    """Tell whether an operator's output shares its input's memory, as its schema declares it."""
     if op in _OWN or not op.startswith("aten."):
         return False
     returns = function(op)._schema.returns  # type: ignore[attr-defined]
@@ -243,14 +244,14 @@ def is_view(op: str) -> bool:
 
 @cache
 def is_random(op: str) -> bool:
-    """Whether an operator draws random numbers."""
+    """Tell whether an operator draws random numbers."""
     if op in _OWN:
         return op == "gigagrad.seed"
     return torch.Tag.nondeterministic_seeded in function(op).tags  # type: ignore[attr-defined]
 
 
 def meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without values."""
+    """Make a tensor without values."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -264,14 +265,14 @@ def on_meta(op: str, arguments: Mapping[str, Any], operands: Iterable[Node]) -> 
 
 
 def flops(op: str, arguments: Mapping[str, Any], operands: Iterable[Node]) -> float:
-    """Multiplications and additions of an operator, as PyTorch's counter has them."""
+    """Count multiplications and additions of an operator with PyTorch's counter."""
     with FlopCounterMode(display=False) as counter:
         on_meta(op, arguments, operands)
     return float(counter.get_total_flops())
 
 
 def bind(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Positional and keyword arguments as one ordered mapping by name, defaults filled in."""
+    """Bind positional and keyword arguments to one ordered mapping by name, defaults filled in."""
     names = signature(op)
     assert len(args) <= len(names), op
     return {**names, **dict(zip(names, args, strict=False)), **kwargs}

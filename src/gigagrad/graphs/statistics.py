@@ -1,4 +1,4 @@
-"""The two halves of every normalisation: the moments of a field, and the pixels normalised by given statistics.
+"""Compute the two halves of every norm: the moments of a field, and pixels normalised by given statistics.
 
 A sum of squares minus the square of a sum loses its digits where the mean is large beside the deviation. So the moments
 of a tile are its count, its mean and the sum of squared differences from that mean, which are merged two by two (Chan,
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _FEW, _EVERY = 4096, 8
-"""Of more values than this, one row of so many is looked at for a first guess of the mean."""
+"""The number of values above which only one row of so many is looked at for a first guess of the mean."""
 
 
 class _Moments(torch.autograd.Function):
@@ -63,12 +63,12 @@ def _about(values: torch.Tensor, dims: list[int], count: int) -> torch.Tensor:
 
 
 def _finite(mean: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """What rounding a mean has left; nothing of an infinite one."""
+    """Return the part that rounding a mean has left; 0 for an infinite one."""
     return torch.where(mean.isinf(), 0.0, rest)
 
 
 def _total(values: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """Sums over `dims`, kept as axes of 1, in float64: short sums first, which is ten times as fast as
+    """Sum over `dims`, kept as axes of 1, in float64: short sums first, which is ten times as fast as
     `torch.var_mean` on one thread (8 to 14 GB/s instead of 0.8) and closer to the truth.
     """
     if values.ndim == 4 and values.shape[1] > 1 and values.stride(1) == 1:  # channels last
@@ -82,8 +82,10 @@ def _wide(field: torch.Tensor) -> torch.Tensor:
 
 
 def moments(field: torch.Tensor, dims: list[int], known: torch.Tensor | None = None) -> torch.Tensor:
-    """Of a field (or of a crop) over `dims` (positive): `(4, *the other axes)`, float64. The count of its values, their
-    mean, what rounding that has left, and the sum of squared differences from both.
+    """Compute the moments of a field (or of a crop) over `dims` (positive): `(4, *the other axes)`, float64.
+
+    They are the count of its values, their mean, what rounding that has left, and the sum of squared differences from
+    both.
 
     `known`: those of the whole image. They are returned, with the gradient that this crop's pixels have from them.
     """
@@ -118,12 +120,12 @@ def grouped(moments: torch.Tensor) -> torch.Tensor:
 
 
 def average(moments: torch.Tensor) -> torch.Tensor:
-    """The mean of the values that have these moments."""
+    """Return the mean of the values that have these moments."""
     return moments[1] + moments[2]
 
 
 def variance(moments: torch.Tensor, correction: float) -> torch.Tensor:
-    """Their variance, by the number of values less `correction`."""
+    """Return their variance, by the number of values less `correction`."""
     return moments[3] / (moments[0] - correction).clamp(min=0)
 
 
@@ -155,7 +157,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _standard(field: torch.Tensor) -> torch.Tensor:
-    """With the strides of one of the two memory formats.
+    """Copy a field, if need be, to the strides of one of the two memory formats.
 
     PyTorch's backward of batch norm is wrong on the CPU where field and cotangent are laid out differently and one of
     them has an unusual batch stride, as transposed tokens `(1, H W, C)` have (version 2.13; tests/graphs/

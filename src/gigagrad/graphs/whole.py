@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gigagrad.allowances import MAPPED_BYTES
-from gigagrad.graphs.appearance import ids_of
 
 _REORDERING = frozenset({torch.ops.aten.convolution, torch.ops.aten.convolution_backward})
 """Operators whose kernels copy what they read and write into a layout of their own."""
@@ -42,17 +41,19 @@ class WholeCost:
     """Bytes read and written, and floating point operations, of every operator that computes."""
 
 
-def count_whole(copy: Any, inputs: Any, mode: FakeTensorMode, *, backward: bool) -> WholeCost | None:
-    """Count what a composite takes for fake inputs, on a copy of it with fake tensors (`Originals`); None where these
-    cannot follow it.
+def count_whole(
+    loss_module: Any, replacement: Callable[[Any], Any], inputs: Any, mode: FakeTensorMode, *, backward: bool
+) -> WholeCost | None:
+    """Count what a loss module of fake tensors takes for fake inputs; None where these cannot follow it.
+
+    `replacement` gives the fake tensor of a real one that code reaches for from outside of all modules.
     """
-    composite = copy.composite
     images, target = inputs[0], inputs[1] if len(inputs) > 1 else None
-    leaves = [tensor for tensor in (*composite.parameters(), *tree_leaves(inputs)) if tensor.requires_grad]
+    leaves = [tensor for tensor in (*loss_module.parameters(), *tree_leaves(inputs)) if tensor.requires_grad]
     meter = _Meter()
     try:
-        with mode, meter, _Standing(copy.replacement), ids_of(copy.ids), torch.set_grad_enabled(backward):
-            result = composite.plainly(images, target)
+        with mode, meter, _Replacing(replacement), torch.set_grad_enabled(backward):
+            result = loss_module.plainly(images, target)
             if backward and result.requires_grad:
                 torch.autograd.grad(result, leaves, allow_unused=True)
     except Exception:
@@ -60,8 +61,8 @@ def count_whole(copy: Any, inputs: Any, mode: FakeTensorMode, *, backward: bool)
     return meter.cost()
 
 
-class _Standing(TorchFunctionMode):
-    """Puts the copy's own tensors in the place of those that code reaches for from outside of all modules."""
+class _Replacing(TorchFunctionMode):
+    """Put the replacements of tensors in their places in every call of PyTorch."""
 
     def __init__(self, replacement: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class _Standing(TorchFunctionMode):
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the storages that are alive."""
+    """Add up the storages that are alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,9 +1,59 @@
-"""Rewrites of ATen operators into operators with a row, reductions and global arithmetic, by family.
+"""Lower ATen operators to a graph that can be cut into tiles: rewrites by family first, the whole field otherwise.
 
-Importing this package fills `STRUCTURE` and `ON_FIELDS`.
+After lowering every value is a field, a reduction of one, or global. An operator that has no tile rule, or is used in
+a way its row does not cover, reads its fields whole: always exact, only hungrier. Where a later operator needs such a
+value as an image again, it becomes a field and is read box by box.
 """
 
-from gigagrad.graphs.rewrites import norms, random, reductions, structure
-from gigagrad.graphs.rewrites.common import ON_FIELDS, STRUCTURE, Rewrite
+from __future__ import annotations
 
-__all__ = ["ON_FIELDS", "STRUCTURE", "Rewrite", "norms", "random", "reductions", "structure"]
+from typing import Any
+
+from gigagrad.graphs.builder import Builder
+from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref, references
+from gigagrad.graphs.op_rules import NoPixels, NotTileable, lookup
+from gigagrad.graphs.rewrites import norms, random, reductions, structure
+from gigagrad.graphs.rewrites.common import ON_FIELDS, STRUCTURE, whole_field
+
+__all__ = ["lower", "norms", "random", "reductions", "structure", "whole_field"]
+
+
+def lower(builder: Builder, op: str, arguments: dict[str, Any], *, whole: bool = False) -> Any:
+    """Append the operator, rewritten if it needs to be, or on `whole` fields as it is. The result is a `Ref`, or a list
+    of them for split outputs.
+    """
+    if whole and op not in STRUCTURE:
+        return whole_field(builder, op, arguments)
+    arguments = _as_fields(builder, op, arguments)
+    reads_field = any(builder.is_field(ref) for ref in references(arguments))
+    rewrite = STRUCTURE.get(op) or (ON_FIELDS.get(op) if reads_field else None)
+    try:
+        return builder.call(op, arguments) if rewrite is None else rewrite(builder, op, arguments)
+    except NoPixels:
+        raise
+    except NotTileable:
+        if not reads_field:
+            raise
+        return whole_field(builder, op, arguments)
+
+
+def _as_fields(builder: Builder, op: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Turn values of whole-field operators into fields where this operator works on images or beside fields."""
+    axes = next((builder.node(ref).axes for ref in references(arguments) if builder.is_field(ref)), None)
+    if axes is None:
+        first = next(iter(arguments.values()), None)
+        if lookup(op).on_images and isinstance(first, Ref) and len(builder.node(first).shape) == 4:
+            return {**arguments, next(iter(arguments)): _scattered(builder, first, IMAGE_AXES, least=2)}
+        return arguments
+    return {name: _scattered(builder, value, axes, least=1) for name, value in arguments.items()}
+
+
+def _scattered(builder: Builder, value: Any, axes: Axes, *, least: int) -> Any:
+    """Turn whole values that are longer than one along at least `least` of the two axes into fields."""
+    if isinstance(value, list | tuple):
+        return [_scattered(builder, item, axes, least=least) for item in value]
+    if not isinstance(value, Ref) or not builder.node(value).whole:
+        return value
+    shape = builder.node(value).shape
+    long = sum(-axis <= len(shape) and shape[axis] > 1 for axis in axes)
+    return builder.scatter(value, axes) if long >= least and -min(axes) <= len(shape) else value

@@ -1,4 +1,4 @@
-"""What the rewrites share."""
+"""Hold the tables of the rewrites, and functions that several of them call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gigagrad.graphs.op_rules import NotTileable
 Rewrite = Callable[[Builder, str, dict[str, Any]], Any]
 _Rewrite = TypeVar("_Rewrite", bound=Rewrite)
 STRUCTURE: dict[str, Rewrite] = {}
-"""What holds for an operator wherever it stands."""
+"""Rewrites that hold for an operator wherever it stands."""
 ON_FIELDS: dict[str, Rewrite] = {}
-"""What holds only where it reads a field: on values without spatial axes it is arithmetic like any other."""
+"""Rewrites that hold only where it reads a field: on values without spatial axes it is arithmetic like any other."""
 
 
 def rewrites(table: dict[str, Rewrite], operators: Iterable[str]) -> Callable[[_Rewrite], _Rewrite]:
@@ -30,7 +30,7 @@ def rewrites(table: dict[str, Rewrite], operators: Iterable[str]) -> Callable[[_
 
 
 def spatial_dims(builder: Builder, field: Ref, dims: Sequence[int] | int | None) -> tuple[list[int], int]:
-    """The reduced axes (positive) and how many of them are spatial."""
+    """Return the reduced axes (positive) and how many of them are spatial."""
     node = builder.node(field)
     rank = len(node.shape)
     if isinstance(dims, int):
@@ -40,7 +40,7 @@ def spatial_dims(builder: Builder, field: Ref, dims: Sequence[int] | int | None)
 
 
 def require_nchw(builder: Builder, field: Ref) -> tuple[int, ...]:
-    """The field's shape. Raises `NotTileable` for any other layout."""
+    """Return the shape of a field laid out as (N, C, H, W). Raises `NotTileable` for any other layout."""
     node = builder.node(field)
     if node.axes != IMAGE_AXES or len(node.shape) != 4:
         raise NotTileable("its input is not laid out as (N, C, H, W)")
@@ -48,7 +48,7 @@ def require_nchw(builder: Builder, field: Ref) -> tuple[int, ...]:
 
 
 def mean_and_variance(builder: Builder, moments: Ref, correction: float = 0) -> tuple[Ref, Ref]:
-    """Of moments: in float64, the variance by the number of values less `correction`."""
+    """Compute mean and variance of moments in float64; the variance by the number of values less `correction`."""
     mean = builder.one("gigagrad.average", {"moments": moments})
     return mean, builder.one("gigagrad.variance", {"moments": moments, "correction": correction})
 

@@ -1,4 +1,4 @@
-"""Normalisation by the image's own statistics: moments, arithmetic on them, and pixels normalised by the result.
+"""Rewrite norms by the image's own statistics: moments, arithmetic on them, and pixels normalised by the result.
 
 Batch normalisation (Ioffe and Szegedy, 2015), instance normalisation (Ulyanov et al., 2016), group normalisation (Wu
 and He, 2018) and layer normalisation (Ba et al., 2016) differ only in the axes over which the moments are taken.
@@ -18,14 +18,14 @@ from gigagrad.graphs.rewrites.common import ON_FIELDS, mean_and_variance, requir
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precisions are normalised with float32 statistics, as PyTorch does."""
+    """Choose the dtype of statistics: float32 for half precisions, as PyTorch does."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def _normalised(
     builder: Builder, field: Ref, mean: Ref, variance: Ref, eps: float, weight: Ref | None, bias: Ref | None
 ) -> Ref:
-    """Statistics of shape (C,) in float64, whatever the field's dtype."""
+    """Normalise by statistics of shape (C,) in float64, whatever the field's dtype."""
     scale = builder.aten("rsqrt.default", builder.aten("add.Scalar", variance, eps))
     if weight is not None:
         scale = builder.aten("mul.Tensor", scale, weight)
@@ -37,7 +37,7 @@ def _normalised(
 
 @rewrites(ON_FIELDS, aten("batch_norm _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional"))
 def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
-    """In the functional form the outputs are followed by the new running mean and variance."""
+    """Rewrite batch norm; in the functional form the new running mean and variance follow the outputs."""
     field, training = arguments["input"], arguments.get("training", True)
     running: tuple[Any, Any] = arguments.get("running_mean"), arguments.get("running_var")
     if not training:
@@ -61,7 +61,7 @@ def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
 
 
 def _blend(builder: Builder, old: Ref, new: Ref, momentum: float) -> Ref:
-    """A running statistic after this step."""
+    """Compute a running statistic after this step."""
     dtype = builder.node(old).dtype
     kept = builder.aten("mul.Scalar", to_dtype(builder, old, torch.float64), 1 - momentum)
     taken = builder.aten("mul.Scalar", builder.aten("detach.default", new), momentum)
@@ -101,7 +101,7 @@ def _instance_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 
 def _per_image(builder: Builder, field: Ref, mean: Ref, variance: Ref, arguments: dict[str, Any]) -> Ref:
-    """Statistics of shape (N * C,): every image of the batch has its own, so the batch becomes channels."""
+    """Normalise by statistics of shape (N * C,): every image has its own, so the batch becomes channels."""
     images, channels, height, width = builder.node(field).shape
     weight, bias = (
         None if value is None else builder.aten("repeat.default", value, [images]) if images > 1 else value
@@ -115,7 +115,7 @@ def _per_image(builder: Builder, field: Ref, mean: Ref, variance: Ref, arguments
 
 @rewrites(ON_FIELDS, aten("layer_norm"))
 def _layer_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
-    """Over trailing axes: both spatial ones are a reduction, none is a row; one alone is refused."""
+    """Normalise over trailing axes: both spatial ones are a reduction, none is a row; one alone is refused."""
     field, shape = arguments["input"], arguments["normalized_shape"]
     node = builder.node(field)
     if not any(-axis <= len(shape) for axis in node.spatial):

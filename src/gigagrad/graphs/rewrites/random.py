@@ -1,4 +1,4 @@
-"""Random operators on fields: every value's number is a function of a key and of its place in the whole field.
+"""Rewrite random operators on fields: every value's number is a function of a key and its place in the whole field.
 
 So any tiling, any recomputation and any number of workers see the same mask; the key is drawn once a run. Random
 operators on values without spatial axes (stochastic depth) run once a run as they are.
@@ -118,7 +118,7 @@ def _cauchy(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
 
 @rewrites(STRUCTURE, aten("random.from random.to randint_like randint_like.low_dtype"))
 def _integers(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
-    """Of a number with 53 digits; what needs more is drawn whole, as PyTorch does it."""
+    """Draw integers from a number with 53 digits; ranges that need more are drawn whole, as PyTorch does it."""
     low = arguments.get("from", arguments.get("low")) or 0
     high = arguments["to"] if "to" in arguments else arguments["high"]
 
@@ -133,7 +133,7 @@ def _integers(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
 
 
 def _drawn(builder: Builder, op: str, arguments: dict[str, Any], drawn: Callable[..., Ref]) -> Any:
-    """By `drawn` for fields, from the operator's arguments; whatever it is made of gets no gradient."""
+    """Draw by `drawn` for fields, from the operator's arguments; whatever it is made of gets no gradient."""
     arguments = {
         name: builder.aten("detach.default", value)
         if isinstance(value, Ref) and builder.node(value).differentiable
@@ -153,7 +153,7 @@ def _drawn(builder: Builder, op: str, arguments: dict[str, Any], drawn: Callable
 
 
 def _normal(builder: Builder, field: Ref) -> Ref:
-    """Two uniform numbers make a normal one (Box and Muller, 1958)."""
+    """Make a normal number of two uniform ones (Box and Muller, 1958)."""
     first, angle = _uniform(builder, field), _uniform(builder, field)
     log = builder.aten("log1p.default", builder.aten("neg.default", first))
     radius = builder.aten("sqrt.default", builder.aten("mul.Scalar", log, -2.0))
@@ -162,7 +162,7 @@ def _normal(builder: Builder, field: Ref) -> Ref:
 
 
 def _log(builder: Builder, field: Ref) -> Ref:
-    """The logarithm of a uniform number in (0, 1): never 0, whose logarithm others take."""
+    """Take the logarithm of a uniform number in (0, 1): never 0, whose logarithm others take."""
     uniform = builder.aten(
         "clamp_min.default",
         _uniform(builder, field),

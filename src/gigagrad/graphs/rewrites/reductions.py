@@ -1,4 +1,4 @@
-"""What takes the whole image to one value: sums, means, extremes, moments, pooling to a grid, losses that reduce.
+"""Rewrite what takes the image to one value: sums, means, extremes, moments, pooling to a grid, losses that reduce.
 
 A mean is a sum divided by a count; a loss that reduces is the same loss without reduction, a sum and a division.
 """
@@ -33,7 +33,7 @@ def _sum(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 
 def _total(builder: Builder, field: Ref, dims: list[int], *, mean: bool, keepdim: bool = False) -> Ref:
-    """The sum or the mean over `dims`: in the field's dtype, or that of sums of integers."""
+    """Sum or average over `dims`: in the field's dtype, or that of sums of integers."""
     node, total = builder.node(field), builder.field_sum(field, dims, keepdim=keepdim)
     if mean:
         total = builder.aten("div.Tensor", total, math.prod(node.shape[dim] for dim in dims))
@@ -43,7 +43,7 @@ def _total(builder: Builder, field: Ref, dims: list[int], *, mean: bool, keepdim
 @rewrites(ON_FIELDS, aten("var var.dim var.correction var_mean var_mean.dim var_mean.correction"))
 @rewrites(ON_FIELDS, aten("std std.dim std.correction std_mean std_mean.dim std_mean.correction"))
 def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
-    """Variance and standard deviation, alone or with the mean."""
+    """Rewrite variance and standard deviation, alone or with the mean."""
     field: Ref = arguments["self"]
     dims, spatial = spatial_dims(builder, field, arguments.get("dim"))
     if spatial == 0:
@@ -65,7 +65,7 @@ def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
 
 
 def _deviation(builder: Builder, variance: Ref, mean: Ref) -> Ref:
-    """The root; 0 with gradient 0, as PyTorch has it, where a field is constant but for the rounding of its moments.
+    """Take the root; 0 with gradient 0, as PyTorch has it, where a field is constant but for its moments' rounding.
 
     A variance of NaN is no constant field's. The mean is as exact as a number of twice the digits.
     """
@@ -113,7 +113,7 @@ def _extreme(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 
 def _integer_extreme(builder: Builder, field: Ref, dims: list[int], *, lowest: bool, keepdim: bool) -> Ref:
-    """Turned over bit by bit, integers of any kind are in the opposite order; some have no negative."""
+    """Turn integers over bit by bit for the minimum: they are in the opposite order then, and some have no negative."""
     upright = builder.aten("bitwise_not.default", field) if lowest else field
     top = builder.reduction(FIELD_MAX, upright, dims, keepdim=keepdim)
     return builder.aten("bitwise_not.default", top) if lowest else top
@@ -144,8 +144,8 @@ def _bin_weights(bins: int, size: int) -> torch.Tensor:
 
 @rewrites(ON_FIELDS, aten("adaptive_max_pool2d"))
 def _adaptive_maximum(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
-    """The maximum of every channel; its gradient goes to one pixel, as in max pooling: the first that has it, or the
-    last that is NaN.
+    """Take the maximum of every channel; its gradient goes to one pixel, as in max pooling: the first that has it, or
+    the last that is NaN.
     """
     field: Ref = arguments["self"]
     require_nchw(builder, field)

@@ -1,4 +1,4 @@
-"""Operators with several outputs or inputs that become several plain ones."""
+"""Rewrite operators with several outputs or inputs as several plain ones."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ def _split(builder: Builder, op: str, arguments: dict[str, Any]) -> list[Ref]:
     return [builder.aten("slice.Tensor", field, dim, start, stop, 1) for start, stop in edges]
 
 
+@rewrites(STRUCTURE, aten("to.dtype"))
+def _cast(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    """Cast: `x.to(dtype)` of an exported program, which shares memory where x has that dtype."""
+    return to_dtype(builder, arguments["self"], arguments["dtype"])
+
+
+@rewrites(STRUCTURE, aten("lift_fresh_copy"))
+def _constant(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    """Copy a constant that code makes in every call, `torch.tensor(...)`."""
+    return builder.aten("clone.default", arguments["self"])
+
+
 @rewrites(STRUCTURE, aten("stack"))
 def _stack(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     parts = [builder.aten("unsqueeze.default", part, arguments["dim"]) for part in arguments["tensors"]]
@@ -35,7 +47,7 @@ def _stack(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 @rewrites(STRUCTURE, aten("cat"))
 def _cat(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    """Joined to fields, a value without spatial axes (DeepLab's image pooling) becomes a field of constants."""
+    """Join fields; a value without spatial axes among them (DeepLab's image pooling) becomes a field of constants."""
     # Some encoders hand over a level of no channels.
     parts: list[Ref] = [part for part in arguments["tensors"] if 0 not in builder.node(part).shape]
     if not parts:
@@ -60,7 +72,7 @@ def _cat(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 @rewrites(STRUCTURE, RESIZING)
 def _upsample(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    """One pixel, resized: the same value everywhere, which as a view takes no memory."""
+    """Resize; one pixel becomes the same value everywhere, which as a view takes no memory."""
     node = builder.node(arguments["input"])
     resized = builder.one(op, arguments)
     if node.is_field or node.shape[-2:] != (1, 1):
@@ -85,7 +97,7 @@ def _pool_with_indices(builder: Builder, op: str, arguments: dict[str, Any]) -> 
 
 @rewrites(STRUCTURE, aten("copy"))
 def _copy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    """`x[...] = y` after functionalisation: y in the place, shape and dtype of x, whose own values are not read.
+    """Rewrite `x[...] = y` after functionalisation: y in the shape and dtype of x, whose own values are not read.
 
     ATen's own operator has no derivative outside of autograd's in-place form.
     """
@@ -99,7 +111,7 @@ def _copy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 @rewrites(STRUCTURE, ["gigagrad.with_value.default"])
 def _with_value(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    """A value whose gradient goes to another one: the value alone where that has none."""
+    """Take a value whose gradient goes to another one: the value alone where that has none."""
     value: Ref = arguments["value"]
     if not builder.node(arguments["tracked"]).differentiable:
         return builder.aten("detach.default", value) if builder.node(value).differentiable else value
@@ -108,7 +120,7 @@ def _with_value(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
 
 @rewrites(STRUCTURE, aten("new_empty new_zeros new_ones new_full"))
 def _zeros_of_size(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
-    """`x.new_zeros(size)` and its kin take nothing from x but dtype and device."""
+    """Rewrite `x.new_zeros(size)` and its kin, which take nothing from x but dtype and device."""
     node = builder.node(arguments["self"])
     value = {"new_ones": 1, "new_full": arguments.get("fill_value")}.get(op.split(".")[1], 0)
     dtype = arguments.get("dtype") or node.dtype

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gigagrad.graphs.places import (
-    BytesPlace,
-    CellPlace,
-    ClassPlace,
-    DictPlace,
-    FunctionPlace,
-    IteratorPlace,
-    ListPlace,
-    NamesPlace,
-    RandomPlace,
-    SetPlace,
-    SlotsPlace,
+from gigagrad.graphs.capture.slots import (
+    BytesSlot,
+    CellSlot,
+    ClassSlot,
+    DescriptorSlot,
+    DictSlot,
+    FunctionSlot,
+    IteratorSlot,
+    ListSlot,
+    NamesSlot,
+    RandomSlot,
+    SetSlot,
     is_plain,
     same,
 )
@@ -36,19 +36,19 @@ class Slotted:
 def slotted():
     made = Slotted()
     made.a = 1  # type: ignore[attr-defined]
-    return SlotsPlace(made, "", [("a", Slotted.a), ("b", Slotted.b)])  # type: ignore[attr-defined]
+    return DescriptorSlot(made, "", [("a", Slotted.a), ("b", Slotted.b)])  # type: ignore[attr-defined]
 
 
 def cell():
     value = 1
-    return CellPlace((lambda: value).__closure__[0], "")  # type: ignore[index]
+    return CellSlot((lambda: value).__closure__[0], "")  # type: ignore[index]
 
 
 def function():
     def made(x=1, *, y=2):
         return x + y
 
-    return FunctionPlace(made, "")
+    return FunctionSlot(made, "")
 
 
 def drawing(place):
@@ -57,23 +57,23 @@ def drawing(place):
 
 
 CASES = {
-    "dict": (lambda: DictPlace({"a": 1, "b": 2}, ""), lambda p: p.holder.update(a=3, c=4)),
-    "dict, gone": (lambda: DictPlace({"a": 1, "b": 2}, ""), lambda p: p.holder.pop("a")),
-    "list": (lambda: ListPlace([1, 2], ""), lambda p: p.holder.append(3)),
-    "deque": (lambda: ListPlace(collections.deque([1, 2]), ""), lambda p: p.holder.rotate(1)),
-    "bytearray": (lambda: ListPlace(bytearray(b"ab"), ""), lambda p: p.holder.extend(b"c")),
-    "set": (lambda: SetPlace({1, 2}, ""), lambda p: p.holder.add(3)),
+    "dict": (lambda: DictSlot({"a": 1, "b": 2}, ""), lambda p: p.holder.update(a=3, c=4)),
+    "dict, gone": (lambda: DictSlot({"a": 1, "b": 2}, ""), lambda p: p.holder.pop("a")),
+    "list": (lambda: ListSlot([1, 2], ""), lambda p: p.holder.append(3)),
+    "deque": (lambda: ListSlot(collections.deque([1, 2]), ""), lambda p: p.holder.rotate(1)),
+    "bytearray": (lambda: ListSlot(bytearray(b"ab"), ""), lambda p: p.holder.extend(b"c")),
+    "set": (lambda: SetSlot({1, 2}, ""), lambda p: p.holder.add(3)),
     "cell": (cell, lambda p: setattr(p.holder, "cell_contents", 5)),
-    "empty cell": (lambda: CellPlace(types.CellType(), ""), lambda p: setattr(p.holder, "cell_contents", 5)),
-    "names": (lambda: NamesPlace({"a": 1, "z": 0}, "", ["a", "b"]), lambda p: p.holder.update(a=2, b=3)),
-    "class": (lambda: ClassPlace(type("C", (), {"a": 1}), ""), lambda p: setattr(p.holder, "b", 2)),
-    "class, changed": (lambda: ClassPlace(type("C", (), {"a": 1}), ""), lambda p: setattr(p.holder, "a", 2)),
+    "empty cell": (lambda: CellSlot(types.CellType(), ""), lambda p: setattr(p.holder, "cell_contents", 5)),
+    "names": (lambda: NamesSlot({"a": 1, "z": 0}, "", ["a", "b"]), lambda p: p.holder.update(a=2, b=3)),
+    "class": (lambda: ClassSlot(type("C", (), {"a": 1}), ""), lambda p: setattr(p.holder, "b", 2)),
+    "class, changed": (lambda: ClassSlot(type("C", (), {"a": 1}), ""), lambda p: setattr(p.holder, "a", 2)),
     "slots": (slotted, lambda p: (setattr(p.holder, "b", 2), delattr(p.holder, "a"))),  # type: ignore[func-returns-value]
     "function": (function, lambda p: setattr(p.holder, "__kwdefaults__", {"y": 5})),
-    "array": (lambda: BytesPlace(np.arange(6).reshape(2, 3), ""), lambda p: p.holder.__setitem__((0, 1), 9)),
-    "random": (lambda: RandomPlace(random.Random(1), ""), drawing),
-    "NumPy's generator": (lambda: RandomPlace(np.random.default_rng(1), ""), drawing),
-    "NumPy's old generator": (lambda: RandomPlace(np.random.RandomState(1), ""), drawing),
+    "array": (lambda: BytesSlot(np.arange(6).reshape(2, 3), ""), lambda p: p.holder.__setitem__((0, 1), 9)),
+    "random": (lambda: RandomSlot(random.Random(1), ""), drawing),
+    "NumPy's generator": (lambda: RandomSlot(np.random.default_rng(1), ""), drawing),
+    "NumPy's old generator": (lambda: RandomSlot(np.random.RandomState(1), ""), drawing),
 }
 
 
@@ -103,7 +103,7 @@ def generator():
     ids=["count", "list", "generator", "range"],
 )
 def test_an_iterator_that_moves_on_is_seen(made):
-    place = IteratorPlace(made, "")
+    place = IteratorSlot(made, "")
     assert not place.restorable
     before = place.read()
     next(made)
@@ -111,7 +111,7 @@ def test_an_iterator_that_moves_on_is_seen(made):
 
 
 def test_large_arrays_are_told_by_a_digest():
-    place = BytesPlace(np.zeros(2**18), "")
+    place = BytesSlot(np.zeros(2**18), "")
     before = place.read()
     assert not place.restorable
     assert len(before[1][0][2]) == 16

@@ -1,7 +1,6 @@
-"""Where Python keeps what code can read and change: dictionaries, lists, cells, namespaces, generators of numbers.
+"""Read, compare and restore where Python keeps what code can read and change: dictionaries, lists, cells, namespaces.
 
-A `Place` is one such thing. What it holds can be read, compared with what it held before, and put back. Reading runs
-no code of the user's: no property, no `__eq__`, no `__len__`.
+A `Slot` is one such object. Reading its contents runs no code of the user's: no property, no `__eq__`, no `__len__`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gigagrad.graphs.followed import LOCAL
+from gigagrad.graphs.capture.known_types import LOCAL
 
 Contents = tuple[tuple[Any, ...], tuple[Any, ...]]
 """Keys, and the value of each."""
@@ -52,14 +51,14 @@ _NESTS = (tuple, list, set, frozenset, dict)
 
 
 def is_atom(value: Any) -> bool:
-    """Whether the value can never change and reaches nothing that can."""
+    """Tell whether the value can never change and reaches nothing that can."""
     if type(value) is types.BuiltinFunctionType:
         return value.__self__ is None or issubclass(type(value.__self__), (type, types.ModuleType))
     return type(value) in _ATOMS or issubclass(type(value), np.generic)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the value consists of numbers, text and nests of them: it means the same wherever it is copied to."""
+    """Tell whether a value consists of numbers, text and nests of them: it means the same wherever it is copied to."""
     if type(value) in _NESTS or type(value) is torch.Size:
         items = [*value, *value.values()] if type(value) is dict else list(value)
         return all(map(is_plain, items))
@@ -67,7 +66,7 @@ def is_plain(value: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether no code could tell two values apart, as far as that can be seen without running any."""
+    """Tell whether no code could tell two values apart, as far as that can be seen without running any."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -84,7 +83,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def are_identical(one: tuple[Collection[Any], Collection[Any]], other: Contents) -> bool:
-    """Whether the contents are the very same objects."""
+    """Tell whether the contents are the very same objects."""
     return (
         len(one[0]) == len(other[0])
         and all(map(operator.is_, one[1], other[1]))
@@ -92,12 +91,12 @@ def are_identical(one: tuple[Collection[Any], Collection[Any]], other: Contents)
     )
 
 
-class Place(ABC):
-    """Something that holds values by key. `path` says where it was found; `attributes`: its keys are names in code."""
+class Slot(ABC):
+    """Holds values by key. `path` says where it was found; with `attributes` its keys are names in code."""
 
     restorable = True
     is_cache = False
-    """Whether what joins is what any later call would find anyway."""
+    """True if any later call would find anyway what joins."""
 
     def __init__(self, holder: Any, path: str, *, attributes: bool = False) -> None:
         self.holder = holder
@@ -106,18 +105,17 @@ class Place(ABC):
 
     @abstractmethod
     def read(self) -> Contents:
-        """What it holds now."""
+        """Return the contents as they are now."""
 
     def holds(self, contents: Contents) -> bool:
-        """Whether it holds these very objects. Called for thousands of places in every step."""
+        """Tell whether it holds these very objects. Called for thousands of slots in every step."""
         return are_identical(self.read(), contents)
 
-    @abstractmethod
     def put(self, contents: Contents) -> None:
-        """Hold this instead."""
+        """Restore earlier contents; of what is not `restorable` nothing can be done."""
 
     def described(self, key: Any) -> str:
-        """How a person would name the entry."""
+        """Name the entry as a person would."""
         if self.attributes:
             return f"{self.path}.{key}"
         if type(key) is str and key == "":
@@ -125,7 +123,7 @@ class Place(ABC):
         return f"{self.path}[{repr(key) if is_plain(key) else f'<{type(key).__name__} at {id(key):#x}>'}]"
 
 
-class DictPlace(Place):
+class DictSlot(Slot):
     """A dictionary, an object's attributes among them."""
 
     def read(self) -> Contents:
@@ -146,7 +144,7 @@ class DictPlace(Place):
             dict.update(holder, zip(*contents, strict=True))
 
 
-class OrderedPlace(Place):
+class OrderedSlot(Slot):
     """An `OrderedDict`, which keeps an order of its own."""
 
     def read(self) -> Contents:
@@ -164,12 +162,12 @@ class OrderedPlace(Place):
             OrderedDict.__setitem__(self.holder, key, value)
 
 
-class LocalPlace(Place):
-    """What a `threading.local` holds for this thread."""
+class LocalSlot(Slot):
+    """The attributes of a `threading.local` for this thread."""
 
     @property
-    def _mine(self) -> DictPlace:
-        return DictPlace(LOCAL.__getattribute__(self.holder, "__dict__"), self.path, attributes=True)
+    def _mine(self) -> DictSlot:
+        return DictSlot(LOCAL.__getattribute__(self.holder, "__dict__"), self.path, attributes=True)
 
     def read(self) -> Contents:
         return self._mine.read()
@@ -178,7 +176,7 @@ class LocalPlace(Place):
         self._mine.put(contents)
 
 
-class ListPlace(Place):
+class ListSlot(Slot):
     """A list, a deque or a bytearray, told by positions."""
 
     def __init__(self, holder: Any, path: str) -> None:
@@ -194,7 +192,7 @@ class ListPlace(Place):
         self._kind.extend(self.holder, contents[1])
 
 
-class SetPlace(Place):
+class SetSlot(Slot):
     def read(self) -> Contents:
         keys = tuple(set.__iter__(self.holder))
         return keys, keys
@@ -204,7 +202,7 @@ class SetPlace(Place):
         set.update(self.holder, contents[0])
 
 
-class NamesPlace(Place):
+class NamesSlot(Slot):
     """Globals that code mentions."""
 
     def __init__(self, holder: dict[str, Any], path: str, names: Collection[str]) -> None:
@@ -222,7 +220,7 @@ class NamesPlace(Place):
                 self.holder[name] = value
 
 
-class ClassPlace(Place):
+class ClassSlot(Slot):
     """A class's own attributes."""
 
     def read(self) -> Contents:
@@ -238,8 +236,8 @@ class ClassPlace(Place):
                 type.__setattr__(self.holder, name, then[name])
 
 
-class SlotsPlace(Place):
-    """What descriptors read of an object, its `__slots__` for one: (key, descriptor) pairs."""
+class DescriptorSlot(Slot):
+    """Values that descriptors read of an object, its `__slots__` for one: (key, descriptor) pairs."""
 
     def __init__(self, holder: Any, path: str, slots: Collection[tuple[str, Any]], *, attributes: bool = True) -> None:
         super().__init__(holder, path, attributes=attributes)
@@ -260,22 +258,22 @@ class SlotsPlace(Place):
                 slot.__delete__(self.holder) if value is MISSING else slot.__set__(self.holder, value)
 
 
-class CellPlace(SlotsPlace):
+class CellSlot(DescriptorSlot):
     """A variable of an enclosing function."""
 
     def __init__(self, holder: Any, path: str) -> None:
         super().__init__(holder, path, [("", vars(types.CellType)["cell_contents"])], attributes=False)
 
 
-class FunctionPlace(SlotsPlace):
-    """What a function is made of, besides its cells."""
+class FunctionSlot(DescriptorSlot):
+    """The code and the defaults of a function; its cells are slots of their own."""
 
     def __init__(self, holder: Any, path: str) -> None:
         parts = [(part, vars(types.FunctionType)[part]) for part in ("__code__", "__defaults__", "__kwdefaults__")]
         super().__init__(holder, path, parts, attributes=False)
 
 
-class BytesPlace(Place):
+class BytesSlot(Slot):
     """The values of a NumPy array, or of anything else that is a piece of memory: its bytes, or a digest of many."""
 
     _MOST_BYTES = 2**20
@@ -306,7 +304,7 @@ class BytesPlace(Place):
             self.holder.frombytes(values)
 
 
-class ObjectsPlace(Place):
+class ObjectsSlot(Slot):
     """A NumPy array of objects, in all of its fields."""
 
     restorable = False
@@ -316,11 +314,8 @@ class ObjectsPlace(Place):
         values = tuple(found) if self.holder.dtype == object else tuple(_leaves(found))
         return tuple(range(len(values))), values
 
-    def put(self, contents: Contents) -> None:
-        """Nothing can be done."""
 
-
-class ContextPlace(Place):
+class ContextSlot(Slot):
     """A context variable."""
 
     def __init__(self, holder: Any, path: str) -> None:
@@ -335,20 +330,17 @@ class ContextPlace(Place):
             self.holder.set(contents[1][0])
 
 
-class WeakPlace(Place):
-    """Whether what is referred to weakly is still there. Nothing here keeps it."""
+class WeakSlot(Slot):
+    """Tells whether the referent of a weak reference is still there. Nothing here keeps it."""
 
     restorable = False
 
     def read(self) -> Contents:
         return ("",), (weakref.ref.__call__(self.holder) is None,)
 
-    def put(self, contents: Contents) -> None:
-        """Nothing can be done."""
 
-
-class CachePlace(Place):
-    """What a function with an `lru_cache` remembers. Tensors are not left there: those that joined were traced."""
+class CacheSlot(Slot):
+    """The entries of an `lru_cache`. Tensors are not left there: those that joined were traced."""
 
     is_cache = True
 
@@ -367,7 +359,7 @@ class CachePlace(Place):
             self.holder.cache_clear()
 
 
-class RandomPlace(Place):
+class RandomSlot(Slot):
     """The state of a generator of random numbers: Python's or NumPy's."""
 
     def read(self) -> Contents:
@@ -388,8 +380,8 @@ class RandomPlace(Place):
             self.holder.set_state(_thawed(state))
 
 
-class IteratorPlace(Place):
-    """How far an iterator has come. It cannot be put back."""
+class IteratorSlot(Slot):
+    """The position of an iterator. It cannot be put back."""
 
     restorable = False
 
@@ -401,9 +393,6 @@ class IteratorPlace(Place):
         values = () if frame is None else tuple(v if is_plain(v) else id(v) for v in frame.f_locals.values())
         return ("",), ((-1 if frame is None else frame.f_lasti, repr(values)),)
 
-    def put(self, contents: Contents) -> None:
-        """Nothing can be done."""
-
 
 def _namespace_of(kind: type) -> types.MappingProxyType[str, Any]:
     found: types.MappingProxyType[str, Any] = _NAMESPACE.__get__(kind)
@@ -411,7 +400,7 @@ def _namespace_of(kind: type) -> types.MappingProxyType[str, Any]:
 
 
 def _leaves(records: Any) -> Iterator[Any]:
-    """What stands in structured arrays' records, which may be nested."""
+    """Yield the entries of structured arrays' records, which may be nested."""
     for value in records:
         yield from _leaves(value) if type(value) in (tuple, list) else (value,)
 
@@ -421,7 +410,7 @@ def _digest(array: np.ndarray[Any, Any]) -> bytes:
 
 
 def _frozen(state: Any) -> Any:
-    """A generator's state as nested tuples that `same` can compare."""
+    """Turn a generator's state into nested tuples that `same` can compare."""
     if isinstance(state, dict):
         return ("dict", *((key, _frozen(value)) for key, value in state.items()))
     if isinstance(state, np.ndarray):

@@ -1,4 +1,4 @@
-"""`loss(model(image), target)` as one module, and what is watched while its copy is traced."""
+"""Model and loss as one module, watched while a copy of it is traced."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from gigagrad.errors import CaptureError
-from gigagrad.graphs.appearance import ids_of, not_compiling
-from gigagrad.graphs.constants import Constants
-from gigagrad.graphs.traceable import INSTEAD, TakingClassIds, batch_norm_traceable
-from gigagrad.graphs.walk import is_library
-from gigagrad.graphs.writes import Learned, Writes
+from gigagrad.graphs.capture.constants import Constants
+from gigagrad.graphs.capture.stand_ins import INSTEAD, TakingClassIds, batch_norm_traceable, ids_of, not_compiling
+from gigagrad.graphs.capture.traversal import is_library
+from gigagrad.graphs.capture.writes import Learned, Writes
 
 SOURCE = "gigagrad source"
 CLOSED = "closed"
@@ -45,11 +44,11 @@ _DUAL = frozenset({torch._VF._make_dual, torch._VF._unpack_dual})
 _NO_NUMPY = ".numpy() is not supported"
 
 Trace = Callable[[Any, Any, Any, Any], None]
-"""Told of every call of PyTorch: the function, its arguments by position and by name, its result."""
+"""Called after every call of PyTorch with the function, its arguments by position and by name, and its result."""
 
 
-class Composite(nn.Module):
-    """`loss(model(*images), target)` as one module, so that parameters of a loss module are found too.
+class LossModule(nn.Module):
+    """Computes `loss(model(*images), target)` as one module, so that parameters of a loss module are found too.
 
     `precision` is the dtype that the model and the loss run in: a half precision as autocast would, a full one as if
     the parameters, buffers and images were cast; None: as they are.
@@ -63,17 +62,17 @@ class Composite(nn.Module):
         self.training = model.training
 
     def forward(self, images: tuple[torch.Tensor, ...], target: Any = None) -> tuple[Any, dict[str, torch.Tensor]]:
-        """What the loss or the model returns, and the buffers that were replaced by new tensors on the way."""
+        """Return what the loss or the model returns, and the buffers that were replaced by new tensors on the way."""
         before = dict(self.named_buffers())
-        originals = self.__dict__["_originals"]
+        fake_copy = self.__dict__["_fake_copy"]
         asking = {id(parameter): parameter.requires_grad for parameter in self.parameters()}
         buffers = {id(buffer) for buffer in before.values()}
         line = lambda: user_line(sys._getframe(1))  # noqa: E731
-        originals.writes = writes = Writes(originals.known_writes, asking, buffers, line)
+        fake_copy.writes = writes = Writes(fake_copy.known_writes, asking, buffers, line)
         with (
-            _Observed(originals),
+            _Observed(fake_copy),
             not_compiling(),
-            ids_of(originals.ids | originals.ids_of_own()),
+            ids_of(fake_copy.ids | fake_copy.ids_of_own()),
             batch_norm_traceable(),
             writes.checkpoints.watched(),
         ):
@@ -99,6 +98,14 @@ class Composite(nn.Module):
         """Call the model; with its batch axis an image that asks for a gradient is no leaf."""
         return self.model(*(image.view_as(image) if image.requires_grad else image for image in images))
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return all parameters and buffers."""
+        return (*self.parameters(), *self.buffers())
+
+    def named_tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """Return all parameters and buffers under each of their names."""
+        return (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False))
+
     @property
     def autocast(self) -> torch.dtype | None:
         return self.precision if self.precision in (torch.bfloat16, torch.float16) else None
@@ -114,8 +121,8 @@ class Composite(nn.Module):
         outside: Iterable[torch.Tensor],
         closed: Iterable[torch.Tensor],
         home: torch.device | None = None,
-    ) -> Originals:
-        """A copy, as `composite` of what is returned, whose parameters and buffers are fake, on `home` if it is named.
+    ) -> FakeCopy:
+        """Copy the module with fake parameters and buffers, on `home` if it is named.
 
         The memo keeps deepcopy from ever copying a real tensor. Tensors that are `outside` all modules stay themselves,
         and so do modules of Python;
@@ -127,23 +134,22 @@ class Composite(nn.Module):
             memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
         for buffer in self.buffers():
             memo[id(buffer)] = mode.from_tensor(buffer).to(home, self.dtype_of(buffer.dtype))
-        for tensor in (*self.parameters(), *self.buffers()):
+        for tensor in self.tensors():
             vars(memo[id(tensor)]).update(vars(tensor))  # people write on tensors how they are to be treated
         named = {id(t): name for name, t in [*self.named_parameters(), *self.named_buffers()]}
         real = dict(self.named_buffers())
         made = copy.deepcopy(self, memo)
         made.add_module(CLOSED, nn.Module())
-        made.__dict__["_originals"] = originals = Originals(made, mode, named, real, home)
-        originals.ids = {id(copied): original for original, copied in memo.items()}
-        every = (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False))
-        originals.ids_by_name = {name: id(tensor) for name, tensor in every}
+        made.__dict__["_fake_copy"] = fake_copy = FakeCopy(made, mode, named, real, home)
+        fake_copy.ids = {id(copied): original for original, copied in memo.items()}
+        fake_copy.ids_by_name = {name: id(tensor) for name, tensor in self.named_tensors()}
         for tensor in closed:
-            originals.adopt(tensor)
-        return originals
+            fake_copy.adopt(tensor)
+        return fake_copy
 
 
-class Originals:
-    """Of the tensors of a model, and of those that it reads from outside: what stands for them in one of its copies.
+class FakeCopy:
+    """A copy of a loss module, and the fake tensor in it for every real one that the model holds or reads from outside.
 
     `trace` is told of every call while the copy runs. With `adopting`, a real tensor that is met becomes one of the
     copy's own, as `closed.0`, `closed.1`, ...
@@ -151,27 +157,27 @@ class Originals:
 
     def __init__(
         self,
-        composite: Composite,
+        module: LossModule,
         mode: FakeTensorMode,
         named: dict[int, str],
         real: dict[str, torch.Tensor],
         home: torch.device | None = None,
     ) -> None:
-        self.composite = composite
+        self.module = module
         self.real = real
         """The model's buffers, and tensors from outside, by their names in the copy."""
         self.asked: dict[str, torch.Tensor] = {}
-        """Of those that code asked for numbers, the values."""
+        """The values of those that code asked for numbers."""
         self.closed: list[torch.Tensor] = []
         self.adopting = False
         self.trace: Trace | None = None
         self.stopped: Exception | None = None
-        """What ended a call that plain PyTorch would have let pass, whoever catches it."""
+        """The error of a call that plain PyTorch would have let pass, whoever catches it."""
         self.known_writes: Learned | None = None
         self.ids: dict[int, int] = {}
         self.ids_by_name: dict[str, int] = {}
         self.writes: Writes
-        """Of the last run."""
+        """The in-place writes of the last run."""
         self._mode, self._home = mode, home
         self._named = named
 
@@ -189,7 +195,7 @@ class Originals:
         self.closed.append(tensor)
         self._named[id(tensor)] = f"{CLOSED}.{name}"
         fake = self._mode.from_tensor(tensor.detach()).to(self._home)
-        holder = self.composite.get_submodule(CLOSED)
+        holder = self.module.get_submodule(CLOSED)
         if tensor.requires_grad:
             holder.register_parameter(name, nn.Parameter(fake))
         else:
@@ -198,7 +204,7 @@ class Originals:
         return fake
 
     def replacement(self, value: Any) -> Any:
-        """The copy's own tensor in the place of a real one; everything else as it is, in nests too."""
+        """Return the copy's own tensor for a real one, and everything else as it is, in nests too."""
         if isinstance(value, torch.Tensor):
             name = self._named.get(id(value))
             if name is None:
@@ -208,7 +214,7 @@ class Originals:
                 self.adopt(value)
                 name = self._named[id(value)]
             path, _, own = name.rpartition(".")
-            holder = self.composite.get_submodule(path)
+            holder = self.module.get_submodule(path)
             found = holder._parameters.get(own)
             return holder._buffers.get(own) if found is None else found
         if type(value) in (list, tuple):
@@ -219,22 +225,21 @@ class Originals:
         """Map the ids of the copy's parameters and buffers, as they are now, to those of the model's: export puts
         others in their places while it traces.
         """
-        copy = self.composite
-        every = (*copy.named_parameters(remove_duplicate=False), *copy.named_buffers(remove_duplicate=False))
-        return {id(tensor): self.ids_by_name[name] for name, tensor in every if name in self.ids_by_name}
+        named = self.module.named_tensors()
+        return {id(tensor): self.ids_by_name[name] for name, tensor in named if name in self.ids_by_name}
 
     def is_original(self, tensor: torch.Tensor) -> bool:
-        """Whether a parameter or a buffer of the copy stands for it."""
+        """Tell whether a parameter or a buffer of the copy stands for it."""
         return not self._named.get(id(tensor), CLOSED).startswith(CLOSED)
 
     def stands_for(self, value: Any, original: Any) -> bool:
-        """Whether one is what is in the place of the other."""
+        """Tell whether a value is the copy's replacement of an original tensor."""
         known = isinstance(original, torch.Tensor) and id(original) in self._named
         return known and self.replacement(original) is value
 
 
 class _Observed(TorchFunctionMode):
-    """Writes into the traced graph what export would leave out, and puts the copy's own tensors in the place of the
+    """Write into the traced graph what export would leave out, and put the copy's own tensors in the place of the
     model's where code reaches for those from outside: a loss that closes over the model, say.
 
     - The user's line of every call: export keeps frames of functions named `forward` only.
@@ -242,10 +247,10 @@ class _Observed(TorchFunctionMode):
     - Hooks on tensors would be dropped: they are refused.
     """
 
-    def __init__(self, originals: Originals) -> None:
+    def __init__(self, fake_copy: FakeCopy) -> None:
         super().__init__()
-        self._originals = originals
-        self._constants = Constants(originals.composite, originals.real, originals.asked)
+        self._fake_copy = fake_copy
+        self._constants = Constants(fake_copy.module, fake_copy.real, fake_copy.asked)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKS:
@@ -260,19 +265,19 @@ class _Observed(TorchFunctionMode):
                 "one in the copy that is traced; count in an attribute when the tensor is changed"
             )
         func = INSTEAD.get(func, func)
-        originals = self._originals
-        args = tuple(map(originals.replacement, args))
-        kwargs = {name: originals.replacement(value) for name, value in (kwargs or {}).items()}
-        with _written_by(user_line(sys._getframe(1))), originals.noting():
-            result = self._constants.call(func, args, kwargs, originals.writes)
-        if originals.trace is not None:
-            originals.trace(func, args, kwargs, result)
+        fake_copy = self._fake_copy
+        args = tuple(map(fake_copy.replacement, args))
+        kwargs = {name: fake_copy.replacement(value) for name, value in (kwargs or {}).items()}
+        with _written_by(user_line(sys._getframe(1))), fake_copy.noting():
+            result = self._constants.call(func, args, kwargs, fake_copy.writes)
+        if fake_copy.trace is not None:
+            fake_copy.trace(func, args, kwargs, result)
         return result
 
 
 @contextmanager
 def _written_by(line: str) -> Iterator[None]:
-    """Nodes that are traced in the block say so. As `torch.fx.traceback.annotate` does, which PyTorch 2.9 has not."""
+    """Mark nodes that are traced in the block with a line, like `torch.fx.traceback.annotate`, which 2.9 has not."""
     meta = fx_traceback.get_current_meta()
     before = meta.get("custom")
     meta["custom"] = {**(before or {}), SOURCE: line}
@@ -309,12 +314,12 @@ def generator_error(line: str) -> CaptureError:
 
 
 def user_line(frame: FrameType | None) -> str:
-    """`file:line` of the innermost frame that is the user's, inside model or loss."""
+    """Return `file:line` of the innermost frame that is the user's, inside model or loss."""
     while frame is not None and not is_user_code(frame.f_code.co_filename):
-        frame = None if frame.f_code is Composite.forward.__code__ else frame.f_back
+        frame = None if frame.f_code is LossModule.forward.__code__ else frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def is_user_code(filename: str) -> bool:
-    """Whether a line there is one to name to a user."""
+    """Tell whether a file holds code whose lines can be named to a user."""
     return not is_library(filename) and "<" not in filename

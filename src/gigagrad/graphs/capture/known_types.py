@@ -1,7 +1,7 @@
-"""What is known of Python's own objects and functions: where the state of an object lies, and what a call can read.
+"""List which objects and functions of Python are known: where the state of an object lies, what a call can read.
 
-Both lists are closed. An object whose storage is not known here, and a function that may read what no walk finds (a
-clock, a file, settings of the process), are for nobody to compare: a model that uses one is traced in every call.
+Both lists are closed. An object whose storage is not known here, and a function that may read what no traversal finds
+(a clock, a file, settings of the process), are for nobody to compare: a model that uses one is traced in every call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WHOLE = frozenset(
         *(weakref.ref, contextvars.ContextVar, LOCAL, CACHE, torch._C.TensorBase),
     }
 )
-"""Storage that a walk looks into, each in its own way."""
+"""Types of storage that a traversal looks into, each in its own way."""
 REFERRING = frozenset(
     {
         *(types.MappingProxyType, *_VIEWS, types.BuiltinFunctionType, types.MethodWrapperType, slice),
@@ -57,7 +57,7 @@ _FIXED = frozenset(
 """Objects that never change and lead to nothing that does; locks, and what an abstract class knows of classes that it
 met, say nothing that a forward could compute with."""
 _RECORD = "pybind11_"
-"""Where pybind11 keeps what it knows of a function; its objects are in modules of their own."""
+"""The prefix of modules in which pybind11 keeps its records of functions."""
 DYNAMIC = (operator.attrgetter, operator.methodcaller)
 """Objects that read attributes by names which stand in no code."""
 
@@ -66,7 +66,7 @@ _PURE = frozenset(
     _string _struct _typing _warnings _weakref array binascii builtins cmath collections contextvars errno functools
     itertools math numpy operator random re threading torch types typing unicodedata weakref zlib""".split()
 )
-"""Modules of functions and methods that read only what they are given, and what walks and guards look at."""
+"""Modules of functions and methods that read only what they are given, and what traversals and guards look at."""
 _READS = frozenset(
     {
         *(("builtins", name) for name in ("__import__", "breakpoint", "input")),
@@ -76,12 +76,12 @@ _READS = frozenset(
 )
 """Functions of such modules that read something else."""
 _READERS_OF_TORCH = ("serialization.py", "hub.py", "cuda/__init__.py", "cuda/memory.py", "distributed/", "utils/data/")
-"""Where PyTorch's own Python code reads files and the state of the process."""
+"""Files of PyTorch whose Python code reads files and the state of the process."""
 
 
 @functools.lru_cache(maxsize=65_536)
 def storage(kind: Any) -> Any:
-    """The type that decides where the state of such objects lies, beside `__dict__` and `__slots__`."""
+    """Return the type that decides where the state of such objects lies, beside `__dict__` and `__slots__`."""
     while kind not in WHOLE and kind.__base__ is not None:
         base, own = kind.__base__, vars(kind)
         slots = sum(isinstance(part, types.MemberDescriptorType) for part in own.values()) if "__slots__" in own else 0
@@ -94,17 +94,17 @@ def storage(kind: Any) -> Any:
 
 @functools.lru_cache(maxsize=65_536)
 def is_fixed(kind: Any) -> bool:
-    """Whether such objects hold nothing that changes, beside attributes: PyTorch's own are no settings of anybody."""
+    """Tell whether such objects hold nothing that changes, beside attributes: PyTorch's own are nobody's settings."""
     return any(base in _FIXED for base in kind.__mro__) or kind.__module__.startswith(("torch", _RECORD))
 
 
 def is_iterator(kind: type) -> bool:
-    """Whether the structure of such objects says how far they have come."""
+    """Tell whether the structure of such objects says how far they have come."""
     return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools", "collections")
 
 
 def reads_elsewhere(function: Any) -> bool:
-    """Whether a function written in C may read what is neither given to it nor looked at by a guard."""
+    """Tell whether a function written in C may read what is neither given to it nor looked at by a guard."""
     holder = function.__self__
     if holder is None or issubclass(type(holder), types.ModuleType):
         module = function.__module__ or getattr(holder, "__name__", "")
@@ -123,7 +123,7 @@ def reads_elsewhere(function: Any) -> bool:
 
 
 def is_reader(code: types.CodeType) -> bool:
-    """Whether code of PyTorch's or NumPy's reads files or the state of the process."""
+    """Tell whether code of PyTorch's or NumPy's reads files or the state of the process."""
     filename = code.co_filename.replace("\\", "/")
     inside = filename.rpartition("/torch/")[2]
     if inside == "random.py":

@@ -1,4 +1,4 @@
-"""Values that are known while a model is traced: those that depend on no pixel and on no parameter.
+"""Compute values that are known while a model is traced: those that depend on no pixel and on no parameter.
 
 Tracing computes shapes only. A loss that counts its classes with `torch.arange(2, n).tolist()`, or looks at the weights
 that it was given (`if self.weight.min() < 0`), wants numbers: what is made of numbers and of buffers alone is computed
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 _MOST_NUMBERS = 2**16
-"""Of a tensor that is computed beside its fake one."""
+"""The size up to which a tensor is computed beside its fake one."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Known:
     fake: torch.Tensor
     value: torch.Tensor
     buffers: frozenset[str]
-    """By which it is known."""
+    """Names of the buffers that it was computed from."""
     ahead: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -35,13 +35,15 @@ class _Known:
 
     @property
     def holds(self) -> bool:
-        """Whether all that was written into one, through whatever view, was written into the other."""
+        """True if all that was written into one, through whatever view, was written into the other."""
         return self.fake._version - self.value._version == self.ahead
 
 
 class Constants:
-    """Of one forward of a copy: `real` are the tensors in whose places its buffers are, by name, and more may come;
-    `asked` gets the values of those that numbers were made of.
+    """Computes the known values of one forward of a copy.
+
+    `real` are the tensors in whose places its buffers are, by name, and more may come; `asked` gets the values of those
+    that numbers were made of.
     """
 
     def __init__(self, copy: nn.Module, real: Mapping[str, torch.Tensor], asked: dict[str, torch.Tensor]) -> None:
@@ -51,8 +53,7 @@ class Constants:
         self._find_buffers()
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
-        """What a function of PyTorch returns, as `run` runs it. What tracing cannot tell of known values is what it
-        truly is."""
+        """Return what a function of PyTorch returns as `run` runs it; of known values what tracing cannot tell."""
         if getattr(func, "__name__", "") in ("__getitem__", "__setitem__"):
             args = args[0], self._indices(args[1]), *args[2:]
         known = [self._of(leaf) for leaf in _tensors((args, kwargs))]
@@ -89,7 +90,7 @@ class Constants:
         return self._known[id(tensor)]
 
     def _indices(self, index: Any) -> Any:
-        """With the places of a known mask's true values instead of the mask: how many there are is known, too."""
+        """Put the places of a known mask's true values in its place: how many there are is known, too."""
         found = list[Any]()
         for one in index if isinstance(index, tuple) else (index,):
             known = self._of(one) if isinstance(one, torch.Tensor) and one.dtype == torch.bool else None
@@ -116,7 +117,7 @@ class Constants:
             self._known[id(tensor)] = _Known(tensor, value, buffers)
 
     def _lifted(self, leaf: Any, buffers: frozenset[str]) -> Any:
-        """A tensor whose shape depends on values, as one that is traced."""
+        """Turn a tensor whose shape depends on values into one that is traced."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         made = torch.tensor(leaf.tolist(), dtype=leaf.dtype).reshape(leaf.shape)
@@ -124,7 +125,7 @@ class Constants:
         return made
 
     def _is_of_shapes(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Whether it is a number of sizes, whatever the values."""
+        """Tell whether a call gives a number of sizes, whatever the values."""
         try:
             with _untraced():
                 func(*tree_map(self._bare, args), **tree_map(self._bare, kwargs))
@@ -136,8 +137,9 @@ class Constants:
         return self._known[id(leaf)].value.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
     def _computed(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """The same of the values, and whether its shape depends on them. Nothing where they are drawn at random, are
-        never set, or are too many.
+        """Call a function on the values; tell whether its shape depends on them.
+
+        Returns nothing where they are drawn at random, are never set, or are too many.
         """
 
         def real(leaf: Any) -> Any:
@@ -179,7 +181,7 @@ class Asked:
     """Tensors from outside of the model, by their names."""
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether these are what the model's are now."""
+        """Tell whether these are the model's values now."""
         for name, value in self.values.items():
             now = self.closed[name] if name in self.closed else module.get_buffer(name)
             if now.shape != value.shape or not torch.equal(now, value.to(now.device)):
@@ -188,12 +190,12 @@ class Asked:
 
 
 class _Determined(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what is drawn at random, left as memory happens to be, or large."""
+    """Refuse what is drawn at random, left as memory happens to be, or large."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.depends = False
-        """Whether a shape or a number on the way depended on values."""
+        """True once a shape or a number on the way depended on values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""What `torch.utils.checkpoint` leaves behind: code that runs again in the backward pass writes its buffers again.
+"""Follow what `torch.utils.checkpoint` leaves behind: code that runs again in the backward pass writes buffers again.
 
 PyTorch counts the batches of a norm inside of a checkpoint twice, and moves its running statistics twice.
 """
@@ -15,7 +15,7 @@ from torch.utils import checkpoint
 
 
 class Checkpoints:
-    """Notes which functions are checkpointed, and runs those again that write into the model's buffers."""
+    """Note which functions are checkpointed, and run those again that write into the model's buffers."""
 
     def __init__(self) -> None:
         self._again: list[Callable[[], Any]] = []
@@ -24,11 +24,11 @@ class Checkpoints:
         self.ran_again = False
 
     def note_write(self) -> None:
-        """Takes notice of a buffer that is written."""
+        """Note that a buffer is written."""
         self._writes = True
 
     def run_again(self) -> None:
-        """Runs the functions as the backward pass does: the last one first, and what is checkpointed in it after it."""
+        """Run the functions as the backward pass does: the last one first, and what is checkpointed in it after it."""
         again, self._again = self._again, []
         for function in reversed(again):
             self.ran_again = True
@@ -37,7 +37,7 @@ class Checkpoints:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Runs checkpointed functions plainly, and knows which they are."""
+        """Run checkpointed functions plainly in the block, and note which they are."""
         held = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
         checkpoint._checkpoint_without_reentrant_generator = self._without_reentrant(held[0])
         checkpoint.CheckpointFunction = SimpleNamespace(apply=self._reentrant)  # type: ignore[assignment, misc]
@@ -66,7 +66,7 @@ class Checkpoints:
         return generator
 
     def _reentrant(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Nothing has a gradient where no argument has one."""
+        """Run a function as the reentrant kind does: nothing has a gradient where no argument has one."""
         tracked = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in args)
         with torch.set_grad_enabled(tracked and torch.is_grad_enabled()), self._region(lambda: function(*args)):
             return function(*args)

@@ -1,27 +1,24 @@
-"""What ended a capture, in words: where in the user's code, why, and what mends the commonest mistakes."""
+"""Explain the end of a capture: where in the user's code, why, and what mends the commonest mistakes."""
 
 from __future__ import annotations
 
 import re
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from gigagrad.errors import CaptureError, ImageError
-from gigagrad.graphs.composite import is_user_code
-
-if TYPE_CHECKING:
-    from gigagrad.graphs.capture import InputSpec
+from gigagrad.graphs.capture.loss_module import is_user_code
+from gigagrad.graphs.graph import InputSpec
 
 _OF_BYTES = ("unsigned char", "could not infer output dtype", "torch.uint8", "Byte", "for index, but got")
-"""In what PyTorch says of integers where it expects floats, or of small ones where it expects class ids."""
+"""Parts of PyTorch's messages about integers where it expects floats, or small ones where it expects class ids."""
 _OF_VALUES = (DataDependentOutputException, GuardOnDataDependentSymNode)
 _TO_PYTHON = re.compile(r"\b(float|int|bool|len|str|round|range)\(|\.(item|tolist|numpy)\(|\{.*:.*\}")
-"""What makes a number of Python of a tensor, in a line of code."""
+"""Code that makes a number of Python of a tensor."""
 
 _LIMITS: tuple[tuple[str, str, str], ...] = (
     (
@@ -85,11 +82,11 @@ _LIMITS: tuple[tuple[str, str, str], ...] = (
         "write it with broadcasting, torch.einsum or other operators",
     ),
 )
-"""What PyTorch says, in words, and what to write instead. The first that is found in an error's text counts."""
+"""PyTorch's messages, their meaning, and a remedy. The first that is found in an error's text counts."""
 
 
 def explained(error: Exception, image: InputSpec, targets: tuple[InputSpec, ...]) -> CaptureError:
-    """The module and the line of the user's code in which `error` was raised, its reason, and what mends it."""
+    """Name the module and the line of the user's code in which `error` was raised, its reason, and what mends it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if (uncopied := re.match(r"cannot (?:pickle|copy|deepcopy) .*", str(error))) is not None:
         keys = [str(f.f_locals.get("key")) for f in frames if f.f_code.co_name == "_deepcopy_dict"]
@@ -106,14 +103,14 @@ def explained(error: Exception, image: InputSpec, targets: tuple[InputSpec, ...]
     where += f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
     in_loss = not any(name.partition(".")[0] == "model" for name in inside)
     target = targets[0] if in_loss and targets else None
-    what, remedy = _told(error, traceback.extract_tb(error.__traceback__), image, target)
+    what, remedy = _fault_and_remedy(error, traceback.extract_tb(error.__traceback__), image, target)
     return CaptureError(f"cannot capture the model or the loss{where}: {what}{remedy}")
 
 
-def _told(
+def _fault_and_remedy(
     error: Exception, stack: traceback.StackSummary, image: InputSpec, target: InputSpec | None
 ) -> tuple[str, str]:
-    """What is wrong, and what mends it. `target` is given where the loss failed rather than the model."""
+    """Return the fault and a remedy. `target` is given where the loss failed rather than the model."""
     said = str(error).strip()
     if isinstance(error, _OF_VALUES):
         return _of_values(stack)
@@ -128,7 +125,7 @@ def _told(
 
 
 def _of_values(stack: traceback.StackSummary) -> tuple[str, str]:
-    """Of code that asks for a value: a branch, a check of PyTorch's own, or a number taken out of a tensor."""
+    """Return fault and remedy of code that asks for a value: a branch, a check of PyTorch's, a number of a tensor."""
     names = [frame.name for frame in stack]
     if "gaussian_nll_loss" in names:
         return "gaussian_nll_loss looks whether any variance is negative, and there are no values yet", (
@@ -154,7 +151,7 @@ def _of_values(stack: traceback.StackSummary) -> tuple[str, str]:
 
 
 def _remedy(error: Exception, image: InputSpec, target: InputSpec | None) -> str:
-    """What mends the commonest mistakes: bytes where floats are expected, class ids under a binary loss."""
+    """Return a remedy for the commonest mistakes: bytes in the place of floats, class ids under a binary loss."""
     said = str(error)
     if any(word in said for word in _OF_BYTES):
         if target is None:

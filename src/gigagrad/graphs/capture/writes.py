@@ -1,4 +1,4 @@
-"""What in-place writes mean to autograd, put into a traced graph, which has neither grad modes nor shared memory.
+"""Put into a traced graph what in-place writes mean to autograd: it has neither grad modes nor shared memory.
 
 PyTorch changes values and leaves the graph of gradients alone where a tensor is written under `no_grad`, through a
 `detach()`ed alias or through `.data`. An exported graph knows values only, so each such write becomes a new value whose
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gigagrad.errors import CaptureError
-from gigagrad.graphs.checkpoints import Checkpoints
+from gigagrad.graphs.capture.checkpoints import Checkpoints
 
 _LIBRARY: Any = torch.library.Library("gigagrad", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("with_value(Tensor tracked, Tensor value) -> Tensor")
@@ -48,20 +48,20 @@ Call = tuple[Any, str, int]
 
 @dataclass(slots=True)
 class Learned:
-    """What a run on fake tensors tells about the next one."""
+    """Findings of a run on fake tensors that the next one needs."""
 
     written: dict[Call, tuple[int, ...]] = field(default_factory=dict)
     """Which of its tensors a call of PyTorch writes into; calls that write nothing are left out."""
     apart: set[Call] = field(default_factory=set)
     """The calls whose detached result gets a gradient of its own later, by an in-place write."""
     runs_again: bool = False
-    """Whether checkpointed functions were run again for what they write."""
+    """True if checkpointed functions were run again for what they write."""
     irregular: bool = False
-    """Whether anything is written that autograd does not see."""
+    """True if anything is written that autograd does not see."""
 
 
 class Writes:
-    """Runs calls of PyTorch; told by an earlier run which of them write, so that a trace of them has their gradients.
+    """Run calls of PyTorch; an earlier run tells which of them write, so that a trace of them has their gradients.
 
     `line` gives the user's line for an error.
     """
@@ -79,15 +79,15 @@ class Writes:
         self._calls = Counter[tuple[Any, str]]()
         self._line = line
         self._instead: dict[int, torch.Tensor] = {}
-        """By id: what a tensor has become whose memory was exchanged, or that was detached in place."""
+        """Tensors by the ids of those whose memory was exchanged, or that were detached in place, as they are now."""
         self._alias_of: dict[int, torch.Tensor] = {}
-        """By id: of an alias that autograd knows nothing of the same view of the tensor that it does know."""
+        """Views of tensors that autograd knows, by the ids of the same views of aliases that it knows nothing of."""
         self._family: dict[int, Call] = {}
-        """By id: the call that made such an alias, or that from which it is a view."""
+        """The calls that made such aliases, or that of which they are views, by the ids of the aliases."""
         self._apart: set[int] = set()
         """Ids of aliases in memory of their own."""
         self._made_of: dict[Call, tuple[int, int]] = {}
-        """By call that made an alias: the memory that it shares, and how many writes there were before."""
+        """The memory that an alias shares, and how many writes there were before, by the call that made it."""
         self._strided: set[int] = set()
         """Ids of views that `as_strided` made."""
         self._viewed: set[int] = set()
@@ -95,19 +95,19 @@ class Writes:
         self._written: list[tuple[int, Call | None, str]] = []
         """Every write so far: into which memory, through which alias, where."""
         self.exchanged: dict[int, torch.Tensor] = {}
-        """By id: what a tensor has become by `.data = `."""
+        """Tensors by the ids of those that have become them by `.data = `."""
         self._given_away: dict[int, str] = {}
         """Memory that came to a tensor by `.data = `, and where."""
         self._kept: list[Any] = []  # no other tensor gets an id that is in use here
 
     def current(self, value: Any) -> Any:
-        """A tensor as it is now, where it is another than the object that stands for it; in nests too."""
+        """Return a tensor as it is now, where it is another than the object that stands for it; in nests too."""
         if not self._instead:
             return value
         return tree_map_only(torch.Tensor, lambda tensor: self._instead.get(id(tensor), tensor), value)
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of `func(*args, **kwargs)`."""
+        """Return the result of `func(*args, **kwargs)`."""
         if self._failed:  # what code does on its way out of an error
             return func(*args, **kwargs)
         try:
@@ -161,7 +161,7 @@ class Writes:
         return given[0] if func in (torch.Tensor.detach_, torch.detach_) else result
 
     def finish(self) -> None:
-        """Completes what was learned. Raises CaptureError for a write that cannot be followed."""
+        """Complete what was learned. Raises CaptureError for a write that cannot be followed."""
         self.learned.runs_again = self.checkpoints.ran_again
         for number in self.learned.apart:
             memory, before = self._made_of[number]
@@ -173,7 +173,7 @@ class Writes:
                     )
 
     def _ask(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """`requires_grad_`: a parameter that is frozen for a while is used without its gradient."""
+        """Run `requires_grad_`: a parameter that is frozen for a while is used without its gradient."""
         tensor, result = args[0], func(*args, **kwargs)
         asked = self._asking.get(id(tensor))
         if asked is False and tensor.requires_grad:
@@ -193,7 +193,7 @@ class Writes:
         return func, line, self._calls[func, line]
 
     def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Without gradients where autograd would make none: a graph has no grad mode."""
+        """Run a call without gradients where autograd would make none: a graph has no grad mode."""
         if torch.is_grad_enabled():
             return func(*args, **kwargs)
         cut: dict[int, torch.Tensor] = {}
@@ -209,7 +209,7 @@ class Writes:
         return _replaced(func(*cut_args, **cut_kwargs), whole)
 
     def _traced_write(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
-        """An in-place write: as it is where autograd follows it, else on copies whose values are then taken over."""
+        """Run an in-place write as it is where autograd follows it, else on copies whose values are then taken over."""
         grad = torch.is_grad_enabled()
         unseen = [w for w in written if not grad or (id(w) in self._alias_of and id(w) not in self._apart)]
         copies = {id(w): w.detach().clone() for w in unseen}
@@ -223,7 +223,7 @@ class Writes:
     def _take_over(
         self, unseen: dict[int, torch.Tensor], copies: dict[int, torch.Tensor], written: list[torch.Tensor]
     ) -> None:
-        """Gives the tensors that autograd knows the values of the copies, and their own gradients."""
+        """Give the tensors that autograd knows the values of the copies, and their own gradients."""
         for w in unseen.values():
             seen = w if id(w) in self._apart else self._alias_of.get(id(w), w)
             if copies[id(w)].shape != seen.shape:
@@ -238,7 +238,7 @@ class Writes:
                 seen.copy_(_with_value(seen, w.detach()))
 
     def _exchange(self, tensor: torch.Tensor, leaves: list[torch.Tensor], value: Any) -> None:
-        """`tensor.data = value`: other values in other memory, the same gradient."""
+        """Run `tensor.data = value`: other values in other memory, the same gradient."""
         now, at = leaves[0], _at(self._line())
         if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (now.shape, now.dtype):
             raise CaptureError(f"`.data` is set to another shape or dtype{at}; make a new tensor instead")
@@ -259,7 +259,7 @@ class Writes:
         return self._instead[id(tensor)]
 
     def _reshape_in_place(self, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
-        """`unsqueeze_` and its kin write no value: from now on another view stands for the tensor."""
+        """Run `unsqueeze_` or its kin, which write no value: from now on another view stands for the tensor."""
         if self._known is None:
             return func(*args, **kwargs)
         with torch.enable_grad() if args[0].requires_grad else nullcontext():
@@ -291,7 +291,7 @@ class Writes:
         self._written.append((memory, family, line))
 
     def _note_aliases(self, number: Call, func: Any, given: Any, leaves: list[torch.Tensor], result: Any) -> Any:
-        """Notes results that share memory with an argument behind autograd's back. Returns the result to go on with."""
+        """Note results that share memory with an argument behind autograd's back. Returns the result to go on with."""
         if self._known is not None and not self._known.irregular:
             return result
         detaching = func in _DETACHING
@@ -327,7 +327,7 @@ class Writes:
     def _seen_view(
         self, func: Any, given: Any, source: torch.Tensor, position: int, *, detaching: bool
     ) -> torch.Tensor:
-        """The view that autograd would know, had the alias not been made behind its back."""
+        """Return the view that autograd would know, had the alias not been made behind its back."""
         seen = self._alias_of.get(id(source), source)
         if detaching:
             return seen
@@ -347,7 +347,7 @@ def own_gradient_error(line: str) -> CaptureError:
 
 
 def _written(leaves: list[torch.Tensor], versions: list[int], named: list[torch.Tensor]) -> tuple[int, ...]:
-    """Which tensors a call wrote. Aliases count versions together: of those the one that is named, or the first."""
+    """Return the tensors that a call wrote. Aliases count versions together: the one that is named, or the first."""
     ids = {id(leaf) for leaf in named}
     written = [i for i, leaf in enumerate(leaves) if id(leaf) in ids]
     known = {_memory(leaves[i]) for i in written}
@@ -359,7 +359,7 @@ def _written(leaves: list[torch.Tensor], versions: list[int], named: list[torch.
 
 
 def _named_as_written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """What a call writes by its name: lists of tensors, and all in inference mode, count no versions."""
+    """Return the tensors that a call writes by its name: lists, and all in inference mode, count no versions."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
     return _tensors(([*args[:1]] if in_place else [], kwargs.get("out")))
@@ -385,7 +385,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Which memory a tensor lies in; 0 for one that has none."""
+    """Identify the memory that a tensor lies in; 0 for one that has none."""
     try:
         memory: int = tensor.untyped_storage()._cdata
         return memory

@@ -1,4 +1,4 @@
-"""Whether a captured graph is still the one that capture would find: nothing that tracing could have seen has changed.
+"""Tell whether a captured graph is still the one that capture would find: nothing that tracing saw has changed.
 
 What Python would see, a guard sees: attributes of any type, closures, globals, class attributes, hooks, modes, dtypes,
 ties, `requires_grad`, PyTorch's own flags. New values of parameters and buffers are no change: runs read them anew.
@@ -11,44 +11,44 @@ from typing import Any
 
 import torch
 
-from gigagrad.graphs.places import Contents, Place, same
-from gigagrad.graphs.walk import Ran, Walk
+from gigagrad.graphs.capture.slots import Contents, Slot, same
+from gigagrad.graphs.capture.traversal import ExecutedCode, Traversal
 
 
 class _Seen:
-    """How everything that is reachable was at one moment."""
+    """The contents of everything that is reachable, at one moment."""
 
-    def __init__(self, roots: Mapping[str, Any], ran: Ran) -> None:
-        walk = Walk(roots, ran)
-        self.places = [(place, place.read()) for place in walk.places]
-        self.tensors = list({id(tensor): tensor for _, tensor in walk.tensors}.values())
+    def __init__(self, roots: Mapping[str, Any], executed: ExecutedCode) -> None:
+        reached = Traversal(roots, executed)
+        self.slots = [(slot, slot.read()) for slot in reached.slots]
+        self.tensors = list({id(tensor): tensor for _, tensor in reached.tensors}.values())
         self.metas = [_meta(tensor) for tensor in self.tensors]
         number: dict[int, int] = {}
-        self.ties = [(path, number.setdefault(id(tensor), len(number))) for path, tensor in walk.tensors]
-        self.objects, self.kinds = walk.objects, list(map(type, walk.objects))
-        self.unfollowed = walk.unfollowed
+        self.ties = [(path, number.setdefault(id(tensor), len(number))) for path, tensor in reached.tensors]
+        self.objects, self.kinds = reached.objects, list(map(type, reached.objects))
+        self.unfollowed = reached.unfollowed
         self.flags = _flags()
 
     def is_as(self, other: _Seen) -> bool:
-        """Whether, with other tensors in the places of some, the same ones are tied."""
+        """Tell whether, with other tensors in the places of some, the same ones are tied."""
         return self.ties == other.ties and self.metas == other.metas
 
 
 class Guard:
-    """`holds` as long as nothing reachable from `roots` has changed that code which `ran` could have read."""
+    """Holds as long as nothing reachable from `roots` has changed that `executed` code could have read."""
 
-    def __init__(self, roots: Mapping[str, Any], ran: Ran, bound: tuple[torch.Tensor, ...] = ()) -> None:
+    def __init__(self, roots: Mapping[str, Any], executed: ExecutedCode, bound: tuple[torch.Tensor, ...] = ()) -> None:
         """`bound` are tensors that the graph reads as these very objects."""
-        self._roots, self._ran, self._bound = roots, ran, bound
-        self._seen = _Seen(roots, ran)
+        self._roots, self._executed, self._bound = roots, executed, bound
+        self._seen = _Seen(roots, executed)
 
     @property
     def unfollowed(self) -> str | None:
-        """What code may have read that nobody can compare: such a guard never holds."""
-        return self._ran.unfollowed or self._seen.unfollowed
+        """Something that code may have read and nobody can compare: such a guard never holds."""
+        return self._executed.unfollowed or self._seen.unfollowed
 
     def holds(self) -> bool:
-        """Whether all is as it was; a guard that did not hold compares with what it saw before, whatever it met."""
+        """Tell whether all is as it was; after a no, the next call compares with what was seen before all the same."""
         seen = self._seen
         if self.unfollowed is not None or seen.kinds != list(map(type, seen.objects)):
             return False
@@ -56,33 +56,37 @@ class Guard:
             return False
         moved = list[tuple[int, Contents]]()
         replaced = False
-        for index, (place, then) in enumerate(seen.places):
-            if place.holds(then):
+        for index, (slot, then) in enumerate(seen.slots):
+            if slot.holds(then):
                 continue
-            now = place.read()
-            found = self._compare(place, then, now)
+            now = slot.read()
+            found = self._compare(slot, then, now)
             if found is None:
                 return False
             replaced = replaced or found
             moved.append((index, now))
         if replaced:
-            anew = _Seen(self._roots, self._ran)
+            anew = _Seen(self._roots, self._executed)
             if not anew.is_as(seen):
                 return False
             self._seen = anew
         else:
             for index, now in moved:
-                seen.places[index] = seen.places[index][0], now
+                seen.slots[index] = seen.slots[index][0], now
         return True
 
     def renew(self) -> None:
-        """From now on compare with how things are now."""
-        self._seen = _Seen(self._roots, self._ran)
+        """Compare with how things are now from now on."""
+        self._seen = _Seen(self._roots, self._executed)
 
-    def _compare(self, place: Place, then: Contents, now: Contents) -> bool | None:
-        """None: changed. Otherwise whether tensors were replaced by others of the same kind."""
+    def _compare(self, slot: Slot, then: Contents, now: Contents) -> bool | None:
+        """Tell whether tensors were replaced by others of the same kind; None where anything else changed."""
         before, after = (
-            [(key, value) for key, value in zip(*contents, strict=True) if not place.attributes or self._ran.reads(key)]
+            [
+                (key, value)
+                for key, value in zip(*contents, strict=True)
+                if not slot.attributes or self._executed.reads(key)
+            ]
             for contents in (then, now)
         )
         if len(before) != len(after):
@@ -94,7 +98,11 @@ class Guard:
             if not same(one, other):
                 if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
                     return None
-                if self._ran.asks_ids or _meta(one) != _meta(other) or any(one is tensor for tensor in self._bound):
+                if (
+                    self._executed.asks_ids
+                    or _meta(one) != _meta(other)
+                    or any(one is tensor for tensor in self._bound)
+                ):
                     return None
                 replaced = True
         return replaced
@@ -105,7 +113,7 @@ def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _flags() -> tuple[Any, ...]:
-    """PyTorch's own settings that decide what a call of it does."""
+    """Return PyTorch's own settings that decide what a call of it does."""
     backends = torch.backends
     return (
         torch.get_default_dtype(),

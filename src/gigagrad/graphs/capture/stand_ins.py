@@ -1,18 +1,21 @@
-"""Do otherwise, while a model is traced, what PyTorch's own modules and functions do and its export cannot follow.
+"""Put others in the places of functions of PyTorch and Python while a model is traced.
+
+Some do what PyTorch's do in a way that its export can follow:
 
 - Instance norm writes its running statistics where functionalisation does not see it: they are computed beside it.
 - Batch norm with `momentum=None` turns the number of its steps into a Python number: a tensor does as well.
 - `as_strided` reads memory, whose order a gathered field has not: it reads a copy in that order.
 - `random_` between two numbers is an operator whose name is a word of Python's.
-- A module with buffers under two names makes aliases of them: the second name gets a tensor that nobody reads.
 
-And masks of class ids come to PyTorch's losses of them as images are, `(N, 1, H, W)` of any integers.
+Losses of class ids take them as images are, `(N, 1, H, W)` of any integers. The others show code what it would see if
+it ran and were not traced: plain tensors, the user's own objects, and no compiler at work.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -20,27 +23,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._export import utils as export_utils
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from gigagrad.errors import CaptureError
 
 _FORWARD = _BatchNorm.forward
-
-
-def untie(exported: torch.export.ExportedProgram) -> None:
-    """Give the second name of a parameter or buffer a tensor of its own: the traced code reads it by one name only."""
-    state, seen = exported.state_dict, set[int]()
-    used = {spec.target for spec in exported.graph_signature.input_specs if _is_read(exported, spec.arg.name)}
-    for name, tensor in sorted(state.items(), key=lambda item: item[0] not in used):
-        if id(tensor) in seen and name not in used:
-            own = tensor.detach().clone()
-            state[name] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
-        seen.add(id(tensor))
-
-
-def _is_read(exported: torch.export.ExportedProgram, placeholder: str) -> bool:
-    return any(node.name == placeholder and node.users for node in exported.graph.nodes)
 
 
 @contextmanager
@@ -96,7 +87,7 @@ def instance_norm(
 
 
 def _of_class_ids(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The loss for targets that it would refuse: class ids with an axis for one channel, and in small integers."""
+    """Make a loss take targets that it would refuse: class ids with an axis for one channel, and in small integers."""
 
     @functools.wraps(loss)
     def called(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -109,7 +100,7 @@ def _of_class_ids(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 class TakingClassIds(TorchFunctionMode):
-    """PyTorch's losses of class ids take them as masks hold them, in the block."""
+    """Have PyTorch's losses of class ids take them as masks hold them, in the block."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _LOSSES.get(func, func)(*args, **(kwargs or {}))
@@ -133,7 +124,7 @@ def as_strided(
 
 
 def _held(tensor: torch.Tensor) -> int:
-    """Of how many values the memory is."""
+    """Return for how many values there is memory."""
     return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
@@ -157,4 +148,133 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         torch.Tensor.random_: random_,
     }
 )
-"""What is called in the place of functions of PyTorch."""
+"""Functions by those of PyTorch in whose places they are called."""
+
+
+_FLAGS = "_is_compiling_flag", "_is_exporting_flag"
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """Have `torch.compiler.is_compiling()` say no, where export says yes; transforms of functions (vmap) are told."""
+    held = {flag: getattr(torch.compiler, flag) for flag in _FLAGS if hasattr(torch.compiler, flag)}
+
+    def exporting_mode() -> Any:
+        for flag, value in held.items():
+            setattr(torch.compiler, flag, value)
+        try:
+            return find_mode()  # type: ignore[no-untyped-call]
+        finally:
+            for flag in held:
+                setattr(torch.compiler, flag, False)
+
+    find_mode = export_utils._maybe_find_pre_dispatch_tf_mode_for_export
+    export_utils._maybe_find_pre_dispatch_tf_mode_for_export = exporting_mode
+    try:
+        for flag in held:
+            setattr(torch.compiler, flag, False)
+        yield
+    finally:
+        export_utils._maybe_find_pre_dispatch_tf_mode_for_export = find_mode
+        for flag, value in held.items():
+            setattr(torch.compiler, flag, value)
+
+
+@contextmanager
+def modules_themselves() -> Iterator[None]:
+    """Keep export from handing out a stand-in of each module where one is registered twice."""
+    tracer: Any = proxy_tensor._ModuleStackTracer
+    original = tracer.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self.enable_attr_proxy = False
+
+    tracer.__init__ = init
+    try:
+        yield
+    finally:
+        tracer.__init__ = original
+
+
+class _AsRun(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            if type(args[0]) is FakeTensor:
+                return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
+            return type(args[0])
+        return type(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+
+class _Type(type, metaclass=_AsRun):
+    """Stand for the builtin `type`, and name the class that a fake tensor stands for."""
+
+
+_originals: dict[int, int] = {}
+"""Ids of objects in the copy that runs, with those of the objects that they are copies of."""
+
+
+@contextmanager
+def ids_of(originals: dict[int, int]) -> Iterator[None]:
+    """Have code that asks for an `id` in the block get that of the original."""
+    held = dict(_originals)
+    _originals.clear()
+    _originals.update(originals)
+    try:
+        yield
+    finally:
+        _originals.clear()
+        _originals.update(held)
+
+
+def _id_of_original(value: Any, /) -> int:
+    return _originals.get(id(value), id(value))
+
+
+_SHOWN = {"type": _Type, "id": _id_of_original}
+
+
+class PlainTypes:
+    """Put another `type` and `id` into the global names of code that asks for them, as long as it is traced."""
+
+    def __init__(self) -> None:
+        self._into: list[tuple[dict[str, Any], str]] = []
+
+    def add(self, code: types.CodeType, globals_: dict[str, Any]) -> None:
+        """Have this code see plain tensors, and the identities of the user's objects."""
+        for name, shown in _SHOWN.items():
+            if name in code.co_names and name not in globals_:
+                globals_[name] = shown
+                self._into.append((globals_, name))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the global names as they were meanwhile."""
+        try:
+            for globals_, name in self._into:
+                del globals_[name]
+            yield
+        finally:
+            for globals_, name in self._into:
+                globals_[name] = _SHOWN[name]
+
+    def remove(self) -> None:
+        """Leave the global names as they were."""
+        for globals_, name in self._into:
+            globals_.pop(name, None)
+        self._into.clear()
+
+
+@contextmanager
+def plain_types(ran: Iterable[tuple[types.CodeType, dict[str, Any]]]) -> Iterator[None]:
+    """Have this code, with its global names, see plain tensors."""
+    types_ = PlainTypes()
+    try:
+        for code, globals_ in ran:
+            types_.add(code, globals_)
+        yield
+    finally:
+        types_.remove()

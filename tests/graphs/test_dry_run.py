@@ -1,4 +1,4 @@
-"""What a rehearsal finds out, sets back, and refuses."""
+"""A dry run finds out, sets back, and refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gigagrad.errors import CaptureError
-from gigagrad.graphs import Composite, InputSpec, capture, trace
+from gigagrad.graphs import InputSpec, LossModule, capture, trace
 
 IMAGE = InputSpec((1, 1, 16, 16), torch.float32, field=True)
 
@@ -61,7 +61,7 @@ def several(self, x):
 
 @pytest.mark.parametrize("body", [clipped, clipped_later, clipped_weight, several])
 def test_hooks_on_gradients_inside_forward_are_refused_with_their_line(body):
-    with pytest.raises(CaptureError, match=r"hook on a gradient at .*test_rehearsal\.py:\d+"):
+    with pytest.raises(CaptureError, match=r"hook on a gradient at .*test_dry_run\.py:\d+"):
         capture(Model(body), mean, IMAGE, None)
 
 
@@ -118,7 +118,7 @@ def test_what_is_stored_to_be_looked_at_is_told():
         return self.features
 
     model = Model(storing)
-    captured = trace(Composite(model, mean), IMAGE, None)
+    captured = trace(LossModule(model, mean), IMAGE, None)
     assert captured.left_out == ("model.features",)
     assert not hasattr(model, "features")
 
@@ -144,7 +144,7 @@ def test_capture_leaves_the_model_as_it_was():
     model = Model(counting)
     model.calls = 0  # type: ignore[assignment]
     before = dict(vars(model))
-    captured = trace(Composite(model, mean), IMAGE, None)
+    captured = trace(LossModule(model, mean), IMAGE, None)
     assert vars(model) == before
     assert calls == []
     captured.leave_effects()
@@ -183,7 +183,7 @@ def test_a_profiler_in_python_sees_the_capture_too():
         textwrap.dedent("afterwards")
     finally:
         sys.setprofile(before)
-    assert {"rehearse", "_refuse_own_gradients", "dedent"} <= seen
+    assert {"run_dry", "_refuse_own_gradients", "dedent"} <= seen
 
 
 def test_two_threads_capture_one_after_the_other():

@@ -1,8 +1,8 @@
-"""Everything that the code of a model and a loss can see: a walk from them over attributes, closures and globals.
+"""Find everything that the code of a model and a loss can see: from them over attributes, closures and globals.
 
-The walk finds `places` (what can change) and `tensors`. It follows data wherever it leads, and the globals of code only
-once that code has run (`ran`), as a compiler that guards its assumptions does (PyTorch's TorchDynamo, Ansel et al.,
-ASPLOS 2024): what code never ran has read nothing.
+A traversal finds `slots` (where something can change) and `tensors`. It follows data wherever it leads, and the globals
+of code only once that code has run (`executed`), as a compiler that guards its assumptions does (PyTorch's TorchDynamo,
+Ansel et al., ASPLOS 2024): code that never ran has read nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gigagrad.graphs.followed import (
+from gigagrad.graphs.capture.known_types import (
     CACHE,
     DYNAMIC,
     LOCAL,
@@ -40,37 +40,37 @@ from gigagrad.graphs.followed import (
     reads_elsewhere,
     storage,
 )
-from gigagrad.graphs.places import (
+from gigagrad.graphs.capture.slots import (
     MISSING,
     SEQUENCES,
-    BytesPlace,
-    CachePlace,
-    CellPlace,
-    ClassPlace,
-    ContextPlace,
-    DictPlace,
-    FunctionPlace,
-    IteratorPlace,
-    ListPlace,
-    LocalPlace,
-    NamesPlace,
-    ObjectsPlace,
-    OrderedPlace,
-    Place,
-    RandomPlace,
-    SetPlace,
-    SlotsPlace,
-    WeakPlace,
+    BytesSlot,
+    CacheSlot,
+    CellSlot,
+    ClassSlot,
+    ContextSlot,
+    DescriptorSlot,
+    DictSlot,
+    FunctionSlot,
+    IteratorSlot,
+    ListSlot,
+    LocalSlot,
+    NamesSlot,
+    ObjectsSlot,
+    OrderedSlot,
+    RandomSlot,
+    SetSlot,
+    Slot,
+    WeakSlot,
     is_atom,
 )
 
-_MOST_PLACES = 500_000
-"""A walk that leads this far has left the model; what lies beyond is not watched."""
+_MOST_SLOTS = 500_000
+"""A traversal that leads this far has left the model; slots beyond are not watched."""
 _LIBRARIES = tuple(f"{path}/".replace("\\", "/") for path in (Path(torch.__file__).parent, Path(np.__file__).parent))
 _TOOLS = ("/site-packages/sympy/", "/site-packages/mpmath/")
-"""What PyTorch computes shapes with."""
+"""Libraries with which PyTorch computes shapes."""
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib").replace("\\", "/")
-_OWN = str(Path(__file__).parent).replace("\\", "/")
+_OWN = str(Path(__file__).parents[1]).replace("\\", "/")
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "deepcopy", "asdict"})
 """Names in code that reads attributes by names which are not in the code."""
 KEY = " (a key)"
@@ -86,7 +86,7 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 @functools.lru_cache(maxsize=65_536)
 def is_library(filename: str) -> bool:
-    """Whether code belongs to Python, PyTorch, NumPy or to capture itself: its globals are nobody's settings."""
+    """Tell whether code belongs to Python, PyTorch, NumPy or to capture itself: its globals are nobody's settings."""
     slashed = filename.replace("\\", "/")
     standard = slashed.startswith(_STANDARD_LIBRARY) and "site-packages" not in slashed
     return standard or slashed.startswith((*_LIBRARIES, _OWN, "<frozen")) or any(tool in slashed for tool in _TOOLS)
@@ -94,7 +94,7 @@ def is_library(filename: str) -> bool:
 
 @functools.lru_cache(maxsize=65_536)
 def _is_pythons(filename: str) -> bool:
-    """Whether code belongs to Python's own library. Logs and warnings tell somebody else, whatever they read."""
+    """Tell whether code belongs to Python's own library. Logs and warnings are read by somebody else."""
     if filename.startswith("<frozen "):
         return not filename.startswith("<frozen importlib")
     slashed = filename.replace("\\", "/")
@@ -102,7 +102,7 @@ def _is_pythons(filename: str) -> bool:
     return inside != slashed and not inside.startswith(("site-packages/", "dist-packages/", *_TELLING))
 
 
-class Ran:
+class ExecutedCode:
     """The code that ran while a model was tried, and the names in it: attributes and globals that it may have read."""
 
     def __init__(self) -> None:
@@ -110,12 +110,12 @@ class Ran:
         self.names: set[str] = set()
         self.any_name = False
         self.asks_ids = False
-        """Whether it matters which object a tensor is."""
+        """True if it matters which object a tensor is."""
         self.unfollowed: str | None = None
-        """What was asked that nobody can compare with what it would answer now, and where."""
+        """The function that was called and may answer otherwise later, which nobody can compare, and where."""
 
     def add(self, frame: types.FrameType) -> bool:
-        """Whether this is new code with globals that may be somebody's settings."""
+        """Note the code of a frame; tell whether it is new and has globals that may be somebody's settings."""
         code, globals_ = frame.f_code, frame.f_globals
         key = id(code), id(globals_)  # one code may run with several
         if key in self.globals:
@@ -137,12 +137,12 @@ class Ran:
 
     @staticmethod
     def is_users(code: types.CodeType, globals_: dict[str, Any]) -> bool:
-        """Code that was made while a program runs, as that of data classes, belongs to who made it."""
+        """Tell whether code is the user's; that which a program makes, as of data classes, belongs to who made it."""
         made = code.co_filename.startswith("<")
         return not is_library(str(globals_.get("__file__", code.co_filename)) if made else code.co_filename)
 
     def users(self) -> list[tuple[types.CodeType, dict[str, Any]]]:
-        """The user's code among it, with its globals."""
+        """Return the user's code among it, with its globals."""
         return [(code, globals_) for code, globals_ in self.globals.values() if self.is_users(code, globals_)]
 
     def reads(self, name: Any) -> bool:
@@ -150,7 +150,7 @@ class Ran:
 
 
 def _users_line(frame: types.FrameType | None) -> str:
-    """`file:line` of the user's code that a frame is or that Python's own library runs for; empty if it is neither."""
+    """Return `file:line` of the user's code that a frame is or that Python's library runs for; empty if neither."""
     while frame is not None and _is_pythons(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None or is_library(frame.f_code.co_filename):
@@ -158,24 +158,24 @@ def _users_line(frame: types.FrameType | None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class Walk:
+class Traversal:
     """Places and tensors that can be reached from `roots` (by the names they go by).
 
-    With `ran`, of objects' attributes only those whose names stand in code that ran, and that code's globals.
+    With `executed`, of objects' attributes only those whose names stand in code that ran, and that code's globals.
     """
 
-    def __init__(self, roots: Mapping[str, Any], ran: Ran | None = None) -> None:
-        self.places: list[Place] = []
+    def __init__(self, roots: Mapping[str, Any], executed: ExecutedCode | None = None) -> None:
+        self.slots: list[Slot] = []
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.objects: list[Any] = []
         """Those with attributes of their own, whose class may be exchanged."""
         self.uncopied: list[Any] = []
-        """What a copy of a model can only share with it."""
+        """Objects that a copy of a model can only share with it."""
         self.unfollowed: str | None = None
-        """What is reached and cannot be read, by its name and type."""
+        """The first object that is reached and cannot be read, by its name and type."""
         self.any_name = False
-        """Whether something was met that reads attributes whose names stand in no code."""
-        self._ran = ran
+        """True once something was met that reads attributes whose names stand in no code."""
+        self._executed = executed
         self._seen: dict[int, Any] = {}
         self._namespaces: dict[int, dict[str, None]] = {}
         self._modules: dict[int, types.ModuleType] = {}
@@ -184,32 +184,32 @@ class Walk:
         self._weakly: set[int] = set()
         for path, root in roots.items():
             self.visit(root, path)
-        if ran is not None:
-            self.visit_ran(ran)
+        if executed is not None:
+            self.visit_executed(executed)
 
     def visit(self, value: Any, path: str) -> None:
-        """The value and all that it leads to."""
+        """Visit a value and all that it leads to."""
         waiting = [(value, path)]
-        while waiting and len(self.places) < _MOST_PLACES:
+        while waiting and len(self.slots) < _MOST_SLOTS:
             found, where = waiting.pop()
             if issubclass(type(found), torch.Tensor):
                 self.tensors.append((where, found))  # under every name: which are one tensor matters, too
                 if id(found) not in self._seen and type(found) is not FakeTensor:
                     self._seen[id(found)] = found
-                    waiting.extend(self._noted(DictPlace(vars(found), where, attributes=True)))
+                    waiting.extend(self._noted(DictSlot(vars(found), where, attributes=True)))
                 continue
             if is_atom(found) or found is MISSING or id(found) in self._seen:
                 continue
             self._seen[id(found)] = found
-            waiting.extend(reversed(list(self._look(found, where))))
+            waiting.extend(reversed(list(self._note(found, where))))
 
-    def visit_ran(self, ran: Ran) -> None:
-        """The globals of all the user's code that ran."""
-        for code, globals_ in ran.users():
+    def visit_executed(self, executed: ExecutedCode) -> None:
+        """Visit the globals of all the user's code that ran."""
+        for code, globals_ in executed.users():
             self.visit_globals(code, globals_)
 
     def visit_globals(self, code: types.CodeType, globals_: dict[str, Any]) -> None:
-        """The globals that code mentions, the modules that it imports, and what it may read of all modules met."""
+        """Visit the globals that code mentions, the modules that it imports, and their entries that it may read."""
         names = _all_names(code)
         self._visit_names(globals_, names, str(globals_.get("__name__", "globals")), vars(builtins).keys())
         self._visit_names(sys.modules, _imported(names, str(globals_.get("__package__"))), "sys.modules")
@@ -231,21 +231,21 @@ class Walk:
         self._visit_names(vars(module), self._names | {"environ"}, module.__name__, self._asked)
 
     def _visit_names(self, space: dict[str, Any], names: Set[str], path: str, absent: Set[str] = frozenset()) -> None:
-        """`absent`: those that matter even where they are not there yet."""
+        """Visit those names of a namespace that it has; those in `absent` matter even where they are not there yet."""
         known = self._namespaces.setdefault(id(space), {})
         new = [name for name in names if name not in known and (name in space or name in absent)]
         if not new:
             return
         known.update(dict.fromkeys(sorted(new)))
-        place = NamesPlace(space, path, sorted(new))
-        self.places.append(place)
-        for name in place.names:
+        slot = NamesSlot(space, path, sorted(new))
+        self.slots.append(slot)
+        for name in slot.names:
             value = space.get(name, MISSING)
-            self.visit(value, place.described(name))
-            self._note_class(value, place.described(name))
+            self.visit(value, slot.described(name))
+            self._note_class(value, slot.described(name))
 
-    def _look(self, value: Any, path: str) -> Iterator[tuple[Any, str]]:
-        """Note what kind of place a value is; what it leads to. By its type: what it says of itself is its own code."""
+    def _note(self, value: Any, path: str) -> Iterator[tuple[Any, str]]:
+        """Note the kind of slot that a value is, by its type, and yield what it leads to; none of its code is run."""
         kind: Any = type(value)
         made_of = storage(kind)
         if issubclass(kind, logging.Handler):  # what is logged comes back to nobody
@@ -254,62 +254,62 @@ class Walk:
             cache = object.__getattribute__(value, "_cache")
             self._seen[id(cache)] = cache
         if made_of is OrderedDict:
-            yield from self._noted(OrderedPlace(value, path))
+            yield from self._noted(OrderedSlot(value, path))
         elif value is sys.modules:
             users = [n for n, m in value.items() if not isinstance(m, types.ModuleType) or not is_library_module(m)]
             self._visit_names(value, frozenset(users), path)
         elif issubclass(kind, dict):
-            yield from self._noted(DictPlace(value, path))
+            yield from self._noted(DictSlot(value, path))
         elif issubclass(kind, SEQUENCES):
-            yield from self._noted(ListPlace(value, path))
+            yield from self._noted(ListSlot(value, path))
         elif issubclass(kind, tuple | frozenset):
             items = (tuple if issubclass(kind, tuple) else frozenset).__iter__(value)
             yield from ((item, f"{path}[{index}]") for index, item in enumerate(items))
         elif issubclass(kind, set):
-            yield from self._noted(SetPlace(value, path))
+            yield from self._noted(SetSlot(value, path))
         elif kind is types.FunctionType:
-            yield from self._look_function(value, path)
+            yield from self._note_function(value, path)
             return
         elif kind is types.MethodType:
             yield from ((value.__func__, path), (value.__self__, f"{path}.__self__"))
         elif kind is types.CellType:
-            yield from self._noted(CellPlace(value, path))
+            yield from self._noted(CellSlot(value, path))
         elif issubclass(kind, type):
-            yield from self._look_class(value, path)
+            yield from self._note_type(value, path)
             return
         elif issubclass(kind, np.ndarray):
-            self.places.append((ObjectsPlace if value.dtype.hasobject else BytesPlace)(value, path))
+            self.slots.append((ObjectsSlot if value.dtype.hasobject else BytesSlot)(value, path))
             if value.dtype.hasobject:
-                yield from ((item, f"{path}[{index}]") for index, item in enumerate(self.places[-1].read()[1]))
+                yield from ((item, f"{path}[{index}]") for index, item in enumerate(self.slots[-1].read()[1]))
         elif issubclass(kind, GENERATORS):
-            self.places.append(RandomPlace(value, path))
+            self.slots.append(RandomSlot(value, path))
         elif issubclass(kind, types.ModuleType):
             self._visit_module(value)
             self._share(value)
             return
         else:
-            yield from self._look_inside(value, made_of, path)
+            yield from self._note_object(value, made_of, path)
         yield from self._attributes(value, path)
 
-    def _look_inside(self, value: Any, made_of: type, path: str) -> Iterator[tuple[Any, str]]:
-        """Objects that are written in C."""
+    def _note_object(self, value: Any, made_of: type, path: str) -> Iterator[tuple[Any, str]]:
+        """Note the kind of slot that an object written in C is, and yield what it leads to."""
         if made_of is weakref.ref:
-            self.places.append(WeakPlace(value, path))
+            self.slots.append(WeakSlot(value, path))
             referent = weakref.ref.__call__(value)
             self._weakly.add(id(referent))
             yield referent, path
             self._share(value)
         elif made_of is contextvars.ContextVar:
-            yield from self._noted(ContextPlace(value, path))
+            yield from self._noted(ContextSlot(value, path))
             self._share(value)
         elif made_of is LOCAL:
-            yield from self._noted(LocalPlace(value, path, attributes=True))
+            yield from self._noted(LocalSlot(value, path, attributes=True))
             self._share(value)
         elif made_of is CACHE:
-            self.places.append(CachePlace(value, path))
+            self.slots.append(CacheSlot(value, path))
             yield value.__wrapped__, path
         elif made_of is types.GeneratorType or is_iterator(made_of):
-            self.places.append(IteratorPlace(value, path))
+            self.slots.append(IteratorSlot(value, path))
             yield from ((part, path) for part in gc.get_referents(value))
             self._share(value)
         elif made_of in REFERRING:
@@ -321,7 +321,7 @@ class Walk:
         elif made_of not in WHOLE:
             self._share(value)
             try:
-                self.places.append(BytesPlace(value, path))
+                self.slots.append(BytesSlot(value, path))
             except (TypeError, ValueError, BufferError):
                 self._note_unfollowed(value, path)
 
@@ -338,25 +338,25 @@ class Walk:
         self.unfollowed = self.unfollowed or f"'{path}' ({kind.__module__}.{kind.__qualname__})"
 
     def _share(self, value: Any) -> None:
-        """Note what no copy can be made of. None of the user's code is asked."""
+        """Note a value if no copy can be made of it. None of the user's code is asked."""
         if type(value) not in copy._deepcopy_dispatch and not hasattr(value, "__deepcopy__"):  # type: ignore[attr-defined]
             try:
                 object.__reduce_ex__(value, 4)
             except Exception:  # what is written in C says it in words of its own
                 self.uncopied.append(value)
 
-    def _look_function(self, function: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:
+    def _note_function(self, function: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:
         if is_library(function.__code__.co_filename) and function.__closure__ is None:
             if function.__module__ in _FOLLOWED:
                 yield sys.modules[function.__module__], path
             return
-        yield from self._noted(FunctionPlace(function, path))
+        yield from self._noted(FunctionSlot(function, path))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             yield cell, f"{path}.{name}"
         if function.__dict__:
-            yield from self._noted(DictPlace(function.__dict__, path, attributes=True))
+            yield from self._noted(DictSlot(function.__dict__, path, attributes=True))
 
-    def _look_class(self, kind: type, path: str) -> Iterator[tuple[Any, str]]:
+    def _note_type(self, kind: type, path: str) -> Iterator[tuple[Any, str]]:
         for base in kind.__mro__[:-1]:
             if base.__module__ == "builtins" or (base is not kind and id(base) in self._seen):
                 continue
@@ -364,48 +364,48 @@ class Walk:
             own = not _is_in_library(base)
             if not own and not issubclass(base, nn.Module):
                 continue
-            place = ClassPlace(base, base.__qualname__, attributes=True)
+            slot = ClassSlot(base, base.__qualname__, attributes=True)
             if own:
-                yield from self._noted(place)
+                yield from self._noted(slot)
             else:
-                self.places.append(place)
+                self.slots.append(slot)
         if type(kind) is not type:
             yield type(kind), type(kind).__qualname__
 
     def _attributes(self, value: Any, path: str) -> Iterator[tuple[Any, str]]:
-        """Those in a `__dict__` and those in slots, and the class."""
+        """Note the attributes in a `__dict__` and in `__slots__`, and yield them and the class."""
         kind: Any = type(value)
         if kind is OrderedDict:  # a model has hundreds, of hooks, and nobody gives them attributes
             return
-        slots, parts = _slots(kind)
+        slots, parts = _descriptors(kind)
         try:
             attributes = object.__getattribute__(value, "__dict__")
         except AttributeError:
             attributes = None
         if type(attributes) is dict:
-            yield from self._noted(DictPlace(attributes, path, attributes=True))
+            yield from self._noted(DictSlot(attributes, path, attributes=True))
         if slots:
-            yield from self._noted(SlotsPlace(value, path, slots))
+            yield from self._noted(DescriptorSlot(value, path, slots))
         if parts:
-            yield from self._noted(SlotsPlace(value, path, parts, attributes=False))
+            yield from self._noted(DescriptorSlot(value, path, parts, attributes=False))
         if kind.__module__ != "builtins" and (slots or attributes is not None):
             if id(value) not in self._weakly:
                 self.objects.append(value)
             yield kind, kind.__qualname__
 
-    def _noted(self, place: Place) -> Iterator[tuple[Any, str]]:
-        self.places.append(place)
-        keys, values = place.read()
+    def _noted(self, slot: Slot) -> Iterator[tuple[Any, str]]:
+        self.slots.append(slot)
+        keys, values = slot.read()
         for key, value in zip(keys, values, strict=True):
-            if not place.attributes or self._ran is None or self._ran.reads(key):
-                yield value, place.described(key)
-            if not place.attributes and key is not value and not is_atom(key):
-                yield key, f"{place.path}{KEY}"
+            if not slot.attributes or self._executed is None or self._executed.reads(key):
+                yield value, slot.described(key)
+            if not slot.attributes and key is not value and not is_atom(key):
+                yield key, f"{slot.path}{KEY}"
 
 
 @functools.lru_cache(maxsize=65_536)
-def _slots(kind: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """What descriptors read of such objects: their `__slots__`, and what a type written in C shows of itself."""
+def _descriptors(kind: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Return the descriptors of such objects: of `__slots__`, and of what a type written in C shows of itself."""
     slots, parts = list[tuple[str, Any]](), list[tuple[str, Any]]()
     for base in kind.__mro__:
         for name, slot in vars(base).items():
@@ -420,15 +420,15 @@ def _slots(kind: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
 
 
 def _is_in_library(kind: type) -> bool:
-    """Whether a class belongs to Python's library, PyTorch's or NumPy's: those made while a program runs do not, though
-    they may be called as if."""
+    """Tell whether a class belongs to Python's library, PyTorch's or NumPy's: those made while a program runs do not,
+    though they may be called as if."""
     module = sys.modules.get(kind.__module__)
     root = kind.__qualname__.partition(".")[0]
     return module is not None and is_library_module(module) and root in vars(module)
 
 
 def _imported(names: Set[str], package: str) -> frozenset[str]:
-    """The modules that people keep settings in, among those that names can stand for."""
+    """Return the modules that people keep settings in, among those that names can stand for."""
     found = {name: sys.modules.get(name) for given in names for name in (given, f"{package}.{given}")}
     return frozenset(
         name
@@ -438,7 +438,7 @@ def _imported(names: Set[str], package: str) -> frozenset[str]:
 
 
 def is_library_module(module: types.ModuleType) -> bool:
-    """Whether a module belongs to Python, PyTorch, NumPy or gigagrad's capture."""
+    """Tell whether a module belongs to Python, PyTorch, NumPy or gigagrad's capture."""
     file = vars(module).get("__file__")
     if file is None:
         return module.__name__.partition(".")[0] in _ROOTS
@@ -447,7 +447,7 @@ def is_library_module(module: types.ModuleType) -> bool:
 
 @functools.lru_cache(maxsize=65_536)
 def _texts(code: types.CodeType) -> tuple[str, ...]:
-    """The names in code, and what it may use as a name: text that could be that of an attribute or of a module."""
+    """Return the names in code, and texts that could be those of an attribute or of a module."""
     return (
         *code.co_names,
         *code.co_freevars,
@@ -457,6 +457,6 @@ def _texts(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=65_536)
 def _all_names(code: types.CodeType) -> frozenset[str]:
-    """The names in code and in the functions and comprehensions inside it, and texts that may be names."""
+    """Return the names in code and in the functions and comprehensions inside it, and texts that may be names."""
     inner = (_all_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
     return frozenset(_texts(code)).union(*inner)

@@ -1,8 +1,9 @@
-"""A model tried out before it is traced: on a copy with fake tensors, twice, while everything it can see is watched.
+"""Try a model out before it is traced: on a copy with fake tensors, twice, while everything it can see is watched.
 
-The rehearsal finds out what a graph alone cannot say: which code ran and so what could change the graph (`Guard`),
-which tensors are read from outside the model, and what Python state a forward leaves behind (`Effects`). What nobody
-could give the user faithfully is refused by name: hooks on gradients, a backward of one's own, state that runs away.
+The dry run finds out what a graph alone cannot say: which code is executed and so what could change the graph
+(`Guard`), which tensors are read from outside the model, and what Python state a forward leaves behind (`Effects`).
+What nobody could give the user faithfully is refused by name: hooks on gradients, a backward of one's own, state that
+runs away.
 """
 
 from __future__ import annotations
@@ -26,19 +27,28 @@ from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
 from gigagrad.errors import CaptureError
-from gigagrad.graphs.appearance import PlainTypes, plain_types
-from gigagrad.graphs.composite import (
+from gigagrad.graphs.capture.loss_module import (
     CLOSED,
-    Composite,
-    Originals,
+    FakeCopy,
+    LossModule,
     hook_error,
     is_user_code,
     unfollowed_error,
     user_line,
 )
-from gigagrad.graphs.places import MISSING, Contents, ContextPlace, Place, RandomPlace, are_identical, is_plain, same
-from gigagrad.graphs.walk import KEY, Ran, Walk
-from gigagrad.graphs.writes import Learned, own_gradient_error
+from gigagrad.graphs.capture.slots import (
+    MISSING,
+    Contents,
+    ContextSlot,
+    RandomSlot,
+    Slot,
+    are_identical,
+    is_plain,
+    same,
+)
+from gigagrad.graphs.capture.stand_ins import PlainTypes, plain_types
+from gigagrad.graphs.capture.traversal import KEY, ExecutedCode, Traversal
+from gigagrad.graphs.capture.writes import Learned, own_gradient_error
 
 _REGISTERED = "GeneratedBackwardFor_"  # how PyTorch names the backward of an operator registered with it
 _SHARED_GENERATORS: Mapping[str, Any] = {
@@ -54,48 +64,48 @@ _SHAPE_ONLY = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "
 
 
 def roots_of(model: Any, loss: Any, generators: Mapping[str, Any] = _SHARED_GENERATORS) -> dict[str, Any]:
-    """Where walks start."""
+    """Name the objects at which traversals start."""
     return {"model": model, "loss": loss, **generators, **{name: getattr(modules, name) for name in _GLOBAL_HOOKS}}
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An entry of a place that a run changed."""
+    """An entry of a slot that a run changed."""
 
-    place: Place
+    slot: Slot
     key: Any
     before: Any
     after: Any
 
     @property
     def name(self) -> str:
-        return self.place.described(self.key)
+        return self.slot.described(self.key)
 
 
 class Effects:
-    """What one forward leaves behind in Python: counters, sizes seen, numbers drawn. `apply` it once a run."""
+    """Changes that one forward leaves in Python: counters, sizes seen, numbers drawn. `apply` them once a run."""
 
-    def __init__(self, changes: list[Change], places: Mapping[Any, Place], *, steady: bool) -> None:
-        self._changes = [(places.get(_key(change.place), change.place), change) for change in changes]
+    def __init__(self, changes: list[Change], slots: Mapping[Any, Slot], *, steady: bool) -> None:
+        self._changes = [(slots.get(_key(change.slot), change.slot), change) for change in changes]
         self.steady = steady
-        """Whether a second forward would leave things as they are then, and its graph is the same."""
+        """True if a second forward would leave things as they are then, and its graph is the same."""
 
     def __bool__(self) -> bool:
         return bool(self._changes)
 
     def apply(self) -> None:
-        for place, change in self._changes:
-            contents = dict(zip(*place.read(), strict=True))
+        for slot, change in self._changes:
+            contents = dict(zip(*slot.read(), strict=True))
             contents.pop(change.key, None) if change.after is MISSING else contents.update({change.key: change.after})
-            place.put((tuple(contents), tuple(contents.values())))
+            slot.put((tuple(contents), tuple(contents.values())))
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """What was found out. `generators` are those shared by all code that were drawn from."""
+class DryRun:
+    """Findings of two runs on fake tensors. `generators` are those shared by all code that were drawn from."""
 
     snapshot: Snapshot
-    ran: Ran
+    executed: ExecutedCode
     closed: tuple[torch.Tensor, ...]
     effects: Effects
     generators: Mapping[str, Any]
@@ -103,71 +113,71 @@ class Rehearsal:
     frozen: tuple[str, ...]
     """Names of the parameters that a forward leaves frozen: autograd adds nothing to their gradients any more."""
     left_out: tuple[str, ...]
-    """Names of what a forward stores and nobody will find there: tensors, for one."""
+    """Names of attributes that a forward stores and nobody will find there: tensors, for one."""
     asked: Mapping[str, torch.Tensor]
-    """Of the buffers that code asked for numbers, the values."""
+    """Values of the buffers that code asked for numbers."""
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """What another run of a copy changes outside of the copy is as before afterwards."""
+        """Undo afterwards what another run of a copy changes outside of the copy."""
         try:
-            with plain_types(self.ran.users()):
+            with plain_types(self.executed.users()):
                 yield
         finally:
             self.snapshot.restore()
 
 
 class Snapshot:
-    """What every place of a walk holds, places that join later included; what has changed since; and back again."""
+    """The contents of every slot of a traversal, slots that join later included: tells changes, and undoes them."""
 
-    def __init__(self, walk: Walk) -> None:
-        self.walk = walk
+    def __init__(self, traversal: Traversal) -> None:
+        self.traversal = traversal
         self._then: list[Contents] = []
         self.extend()
 
     def extend(self) -> None:
-        """Take in the places that the walk has found since."""
-        self._then.extend(place.read() for place in self.walk.places[len(self._then) :])
+        """Take in the slots that the traversal has found since."""
+        self._then.extend(slot.read() for slot in self.traversal.slots[len(self._then) :])
 
     def changes(self) -> list[Change]:
         return [
             change
-            for place, then in zip(self.walk.places, self._then, strict=True)
-            for change in _changes(place, then, place.read())
+            for slot, then in zip(self.traversal.slots, self._then, strict=True)
+            for change in _changes(slot, then, slot.read())
         ]
 
     def restore(self) -> None:
-        # What a walk had found when it was interrupted was not read yet.
-        for place, then in zip(self.walk.places, self._then, strict=False):
-            if place.restorable and next(_changes(place, then, place.read()), None) is not None:
-                place.put(then)
+        # What a traversal had found when it was interrupted was not read yet.
+        for slot, then in zip(self.traversal.slots, self._then, strict=False):
+            if slot.restorable and next(_changes(slot, then, slot.read()), None) is not None:
+                slot.put(then)
 
 
-def _changes(place: Place, then: Contents, now: Contents) -> Iterator[Change]:
+def _changes(slot: Slot, then: Contents, now: Contents) -> Iterator[Change]:
     if are_identical(then, now):
         return
     before, after = (dict(zip(*contents, strict=True)) for contents in (then, now))
     for key in {**before, **after}:
         old, new = before.get(key, MISSING), after.get(key, MISSING)
         if not same(old, new):
-            yield Change(place, key, old, new)
+            yield Change(slot, key, old, new)
 
 
-def _key(place: Place) -> Any:
-    return type(place), place.path, place.attributes
+def _key(slot: Slot) -> Any:
+    return type(slot), slot.path, slot.attributes
 
 
 class _Trace:
-    """The calls of one run: functions, what is no tensor, and which tensors go where."""
+    """The calls of one run: functions, arguments that are no tensors, and which tensors go where."""
 
-    def __init__(self, inputs: Any, composite: Composite, before: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, inputs: Any, loss_module: LossModule, before: Iterable[torch.Tensor] = ()) -> None:
         """`before` are tensors that an earlier run made."""
         self.calls: list[Any] = []
         self.lines: list[str] = []
         self.kept: list[torch.Tensor] = []
         self._made: dict[int, int] = {}
         self._from_pixels = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor)}
-        self._composite = composite
+        self._loss_module = loss_module
         self._known = {id(tensor) for tensor in before} | self._from_pixels
 
     def __call__(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -200,13 +210,13 @@ class _Trace:
         return (type(value), value) if is_plain(value) else type(value)
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether it was there before the run, or belongs to the composite, as those do that are adopted on the way."""
+        """Tell whether it was there before the run, or is the loss module's: those adopted on the way are, too."""
         if id(tensor) not in self._known:
-            self._known.update(map(id, (*self._composite.parameters(), *self._composite.buffers())))
+            self._known.update(map(id, self._loss_module.tensors()))
         return id(tensor) in self._known
 
     def _take_unseen(self, tensor: torch.Tensor) -> None:
-        """A tensor that no call has given. Raises CaptureError for one whose making cannot be followed."""
+        """Note a tensor that no call has returned. Raises CaptureError for one whose making cannot be followed."""
         line = user_line(sys._getframe(1))
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
             raise unfollowed_error(line)  # it is let see what a fake tensor does itself
@@ -221,100 +231,94 @@ class _Trace:
             self._from_pixels.add(id(tensor))
 
     def parts_from(self, other: _Trace) -> str | None:
-        """The user's line of the first call that is another one in the two; None where all are alike."""
+        """Return the user's line of the first call that is another one in the two; None where all are alike."""
         for one, two, line in zip(self.calls, other.calls, self.lines, strict=False):
-            if one[0] != two[0] or not same_tokens(one[1:], two[1:]):
+            if one[0] != two[0] or not same(one[1:], two[1:]):
                 return line
         longer = max(self, other, key=lambda trace: len(trace.calls))
-        same = min(len(self.calls), len(other.calls))
-        return None if same == len(longer.calls) else longer.lines[same]
+        alike = min(len(self.calls), len(other.calls))
+        return None if alike == len(longer.calls) else longer.lines[alike]
 
 
-def same_tokens(one: Any, two: Any) -> bool:
-    if type(one) is tuple and type(two) is tuple:
-        return len(one) == len(two) and all(map(same_tokens, one, two))
-    return one is two or same(one, two)
-
-
-def rehearse(composite: Composite, mode: FakeTensorMode, inputs: Any, outside: list[torch.Tensor]) -> Rehearsal:
-    """Run a copy of the composite twice on fake inputs. Whatever the runs change in Python is as before afterwards.
+def run_dry(loss_module: LossModule, mode: FakeTensorMode, inputs: Any, outside: list[torch.Tensor]) -> DryRun:
+    """Run a copy of the loss module twice on fake inputs. Whatever the runs change in Python is as before afterwards.
 
     Raises `CaptureError` for what cannot be captured faithfully, and whatever the model or the loss raises.
     """
-    _refuse_gradient_hooks(composite)
-    copy = composite.fake_copy(mode, outside, ())
+    _refuse_gradient_hooks(loss_module)
+    copy = loss_module.fake_copy(mode, outside, ())
     copy.adopting = True
-    snapshot = Snapshot(Walk(roots_of(copy.composite.model, copy.composite.loss)))
-    ran = Ran()
-    asking = {name: parameter.requires_grad for name, parameter in copy.composite.named_parameters()}
+    snapshot = Snapshot(Traversal(roots_of(copy.module.model, copy.module.loss)))
+    executed = ExecutedCode()
+    asking = {name: parameter.requires_grad for name, parameter in copy.module.named_parameters()}
     try:
-        first = _Trace(inputs, copy.composite)
+        first = _Trace(inputs, copy.module)
         copy.trace = first
-        with mode, _profiled(ran, snapshot), _buffers_kept(copy.composite):
-            output = copy.composite(*inputs)
+        with mode, _profiled(executed, snapshot), _buffers_kept(copy.module):
+            output = copy.module(*inputs)
         if copy.stopped is not None:  # the model or the loss caught it and went on another way
             raise copy.stopped
         writes = copy.writes.learned
-        asks = {name: parameter.requires_grad for name, parameter in copy.composite.named_parameters()}
+        asks = {name: parameter.requires_grad for name, parameter in copy.module.named_parameters()}
         frozen = tuple(name for name, asked in asking.items() if asked and not asks.get(name, True))
         _refuse_own_gradients(output)
-        _refuse_keys(snapshot.walk, copy, ran)
+        _refuse_keys(snapshot.traversal, copy, executed)
         changes = [change for change in snapshot.changes() if not copy.stands_for(change.after, change.before)]
-        later = Snapshot(snapshot.walk)
-        second: _Trace | None = _Trace(inputs, copy.composite, first.kept)
+        later = Snapshot(snapshot.traversal)
+        second: _Trace | None = _Trace(inputs, copy.module, first.kept)
         copy.trace = second
         try:
-            with mode, _buffers_kept(copy.composite), plain_types(ran.users()):
-                copy.composite(*inputs)
+            with mode, _buffers_kept(copy.module), plain_types(executed.users()):
+                copy.module(*inputs)
         except Exception:  # a model may be meant to run once; whether that matters is seen from what it left behind
             second = None
-        again = {(_key(change.place), change.key) for change in later.changes()}
+        again = {(_key(change.slot), change.key) for change in later.changes()}
     finally:
         snapshot.restore()
-    ran.any_name = ran.any_name or snapshot.walk.any_name
+    executed.any_name = executed.any_name or snapshot.traversal.any_name
     differs = "" if second is None else first.parts_from(second)
     alike = differs is None
-    carried, left_out = _sorted_out(changes, again, first, ran, differs)
-    return Rehearsal(
+    carried, left_out = _sorted_out(changes, again, first, executed, differs)
+    return DryRun(
         snapshot,
-        ran,
+        executed,
         tuple(copy.closed),
-        Effects(carried, _places(composite, ran) if carried else {}, steady=alike and not again),
+        Effects(carried, _slots(loss_module, executed) if carried else {}, steady=alike and not again),
         {name: made for name, made in _SHARED_GENERATORS.items() if _drawn_from(made, changes)},
         writes,
         frozen,
-        tuple(change.name for change in left_out if not change.place.is_cache),
+        tuple(change.name for change in left_out if not change.slot.is_cache),
         copy.asked,
     )
 
 
 def _sorted_out(
-    changes: list[Change], again: set[Any], first: _Trace, ran: Ran, differs: str | None
+    changes: list[Change], again: set[Any], first: _Trace, executed: ExecutedCode, differs: str | None
 ) -> tuple[list[Change], list[Change]]:
-    """Changes that can be repeated where the model really lives, and those that cannot but do not matter.
+    """Split changes into those that can be repeated where the model really lives, and others that do not matter.
 
     What cannot be repeated matters where the second run differed from the first: then it may depend on it. Not on what
     a first run makes and later ones find (a cache), unless that was made of pixels. `differs`: where the two runs part,
     "" for a second run that failed; None where they are alike.
     """
-    carried = [c for c in changes if c.place.restorable and (c.after is MISSING or is_plain(c.after))]
+    carried = [c for c in changes if c.slot.restorable and (c.after is MISSING or is_plain(c.after))]
     left_out = [c for c in changes if c not in carried]
     # A context variable that was not set cannot be unset; the second run says whether that matters.
-    stuck = next((c for c in left_out if not c.place.restorable and type(c.place) is not ContextPlace), None)
+    stuck = next((c for c in left_out if not c.slot.restorable and type(c.slot) is not ContextSlot), None)
     if stuck is not None:
         raise CaptureError(
-            f"forward moves on {_tidy(stuck.name)} ({type(stuck.place.holder).__name__}), which cannot be set back or "
+            f"forward moves on {_tidy(stuck.name)} ({type(stuck.slot.holder).__name__}), which cannot be set back or "
             "repeated; let forward count in a number or draw from a generator that is an attribute of the model"
         )
     if differs is None:
         return carried, left_out
     for change in left_out:
-        made_of_pixels = any(first.depends_on_pixels(tensor) for _, tensor in Walk({"": change.after}).tensors)
-        if made_of_pixels or (_key(change.place), change.key) in again:
+        made_of_pixels = any(first.depends_on_pixels(tensor) for _, tensor in Traversal({"": change.after}).tensors)
+        if made_of_pixels or (_key(change.slot), change.key) in again:
             raise CaptureError(
-                f"forward keeps {_tidy(change.name)}{_stored_at(ran, change.name)} for its next call, which cannot be "
-                "followed while tiles are computed; keep it in a buffer (register_buffer) of the model, or of a loss "
-                "that is an nn.Module"
+                f"forward keeps {_tidy(change.name)}{_stored_at(executed, change.name)} for its next call, which "
+                "cannot be followed while tiles are computed; keep it in a buffer (register_buffer) of the model, or "
+                "of a loss that is an nn.Module"
             )
     if not changes:
         raise CaptureError(
@@ -325,8 +329,8 @@ def _sorted_out(
     return carried, left_out
 
 
-def _stored_at(ran: Ran, path: str) -> str:
-    """` at file:line` of the code that ran and puts something in a place of this path, as far as its text shows."""
+def _stored_at(executed: ExecutedCode, path: str) -> str:
+    """Return ` at file:line` of executed code that writes into a slot of this path, as far as its text shows."""
     names = re.findall(r"[^\W\d]\w*", path)
     told = [
         (
@@ -334,7 +338,7 @@ def _stored_at(ran: Ran, path: str) -> str:
             -names.index(instruction.argval),
             line,
         )
-        for code, _ in ran.globals.values()
+        for code, _ in executed.globals.values()
         if is_user_code(code.co_filename)
         for line, instruction in _with_lines(code)
         if instruction.argval in names
@@ -356,20 +360,20 @@ def _tidy(name: str) -> str:
     return "'" + name.replace(".['", ".").replace("']", "") + "'"
 
 
-def _places(composite: Composite, ran: Ran) -> dict[Any, Place]:
-    """The places of the composite itself, by what its copies' places share with them."""
-    walk = Walk(roots_of(composite.model, composite.loss))
-    walk.visit_ran(ran)
-    return {_key(place): place for place in walk.places}
+def _slots(loss_module: LossModule, executed: ExecutedCode) -> dict[Any, Slot]:
+    """Return the slots of the loss module itself, by the keys of its copies' slots."""
+    traversal = Traversal(roots_of(loss_module.model, loss_module.loss))
+    traversal.visit_executed(executed)
+    return {_key(slot): slot for slot in traversal.slots}
 
 
 def _drawn_from(generator: Any, changes: list[Change]) -> bool:
-    return any(type(change.place) is RandomPlace and change.place.holder is generator for change in changes)
+    return any(type(change.slot) is RandomSlot and change.slot.holder is generator for change in changes)
 
 
 @contextmanager
-def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
-    """Note what code runs; the snapshot is extended by the globals of each before it runs for the first time.
+def _profiled(executed: ExecutedCode, snapshot: Snapshot) -> Iterator[None]:
+    """Note the code that is executed, and extend the snapshot by its globals before it runs for the first time.
 
     A profiler of the user's goes on, or pauses.
     """
@@ -386,9 +390,9 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
                 )
             if frame.f_code.co_name == "<module>":
                 importing.append(frame)
-            elif not importing and ran.add(frame):
+            elif not importing and executed.add(frame):
                 with plain.paused():
-                    snapshot.walk.visit_globals(frame.f_code, frame.f_globals)
+                    snapshot.traversal.visit_globals(frame.f_code, frame.f_globals)
                     snapshot.extend()
                 plain.add(frame.f_code, frame.f_globals)
         elif event == "return" and importing and importing[-1] is frame:
@@ -404,7 +408,7 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
                 "keep numbers that are to be the same in every call in a buffer (register_buffer)"
             )
         elif event == "c_call" and not importing:
-            ran.add_call(argument, frame)
+            executed.add_call(argument, frame)
 
     plain = PlainTypes()
     before: Any = sys.getprofile()
@@ -421,7 +425,7 @@ def _profiled(ran: Ran, snapshot: Snapshot) -> Iterator[None]:
 
 @contextmanager
 def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
-    """New tensors in the places of buffers are known to the graph: what they become is an update of it."""
+    """Put the buffers back that were replaced: the graph has their new values as updates."""
     held = [(part._buffers, dict(part._buffers)) for name, part in module.named_modules() if name != CLOSED]
     try:
         yield
@@ -431,8 +435,8 @@ def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
             buffers.update(before)
 
 
-def _refuse_gradient_hooks(composite: Composite) -> None:
-    for name, part in composite.named_modules():
+def _refuse_gradient_hooks(loss_module: LossModule) -> None:
+    for name, part in loss_module.named_modules():
         if any(getattr(part, hooks) for hooks in _GRADIENT_HOOKS):
             raise CaptureError(
                 f"'{name.removeprefix('model.')}' has a backward hook, which would see tiles, not the image; remove it "
@@ -448,13 +452,13 @@ def _missing(node: Any) -> str:
     return "derivative of an operator"
 
 
-def _refuse_keys(walk: Walk, copy: Originals, ran: Ran) -> None:
-    """Export puts others in the places of a model's parameters and buffers, which are keys of no dictionary."""
-    own = {id(tensor) for tensor in (*copy.composite.parameters(), *copy.composite.buffers())}
-    for where, tensor in walk.tensors:
+def _refuse_keys(traversal: Traversal, copy: FakeCopy, executed: ExecutedCode) -> None:
+    """Refuse dictionaries whose keys are parameters or buffers: export puts others in their places."""
+    own = {id(tensor) for tensor in copy.module.tensors()}
+    for where, tensor in traversal.tensors:
         held = where.removesuffix(KEY)
         known = id(tensor) in own or copy.is_original(tensor)
-        if held != where and known and ran.reads(held.rpartition(".")[2].partition("[")[0]):
+        if held != where and known and executed.reads(held.rpartition(".")[2].partition("[")[0]):
             raise CaptureError(
                 f"{_tidy(held)} is a dictionary whose keys are parameters or buffers of the model, and a copy of the "
                 "model is traced; let its keys be names"
@@ -462,7 +466,7 @@ def _refuse_keys(walk: Walk, copy: Originals, ran: Ran) -> None:
 
 
 def _refuse_own_gradients(output: Any) -> None:
-    """Tracing follows the forward of an `autograd.Function` and never learns of its backward.
+    """Refuse an `autograd.Function`: tracing follows its forward and never learns of its backward.
 
     Operators registered with PyTorch (`torch.library.custom_op`) stay operators, whose backward goes with them.
     """

@@ -1,0 +1,170 @@
+"""Turn an exported program into one whose operators write into no tensor.
+
+`ExportedProgram.run_decompositions({})` does so by tracing the program again. That takes longer than all else of a
+small network's capture: PyTorch looks through all operators there are for composite ones, and registers a kernel for
+each of them that keeps it whole. A program of operators that tracing leaves as they are needs none of this, nor does
+one whose only writes are into tensors without views (activations in place, batch norms); every other needs the list of
+composite operators only once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._decomp import _should_decompose_because_unsafe_op
+from torch._ops import OpOverload
+from torch.export import ExportedProgram, exported_program
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
+from torch.fx import Node
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_ATEN = torch.ops.aten
+_CAST = _ATEN.to.dtype
+_RESHAPING = {_ATEN.flatten.using_ints, _ATEN.reshape.default}
+_NORM = _ATEN.batch_norm.default
+_TRAINED_NORM = _ATEN._native_batch_norm_legit_functional.default
+_FIXED_NORM = _ATEN._native_batch_norm_legit_no_training.default
+_OUT_OF_PLACE = {
+    getattr(_ATEN, f"{name}_").default: getattr(_ATEN, name).default
+    for name in ("relu", "silu", "leaky_relu", "hardswish", "hardsigmoid", "elu", "sigmoid", "tanh")
+} | {getattr(_ATEN, f"{name}_").Tensor: getattr(_ATEN, name).Tensor for name in ("add", "sub", "mul", "div")}
+"""Operators that write into their first argument, and those that return the same values instead."""
+_COLLECT = "_collect_all_valid_cia_ops"
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """Return the program with functional operators, those that are composite kept whole where PyTorch can."""
+    tensors = _without_views(program)
+    if all(_stays(node, tensors) for node in program.graph.nodes):
+        _take_writes_out(program, tensors)
+        return program
+    _untie(program)
+    with _composites_remembered():
+        found: ExportedProgram = program.run_decompositions({})
+    return found
+
+
+def _without_views(program: ExportedProgram) -> dict[Node, Node]:
+    """Map the nodes that are tensors of which there are no views to the first node that is this tensor: itself, or,
+    of in-place operators, the one that made it.
+    """
+    buffers = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.BUFFER}
+    first, viewed = dict[Node, Node](), set[Node]()
+    for node in program.graph.nodes:
+        op = node.target
+        if op in _OUT_OF_PLACE:
+            if node.args[0] in first:
+                first[node] = first[node.args[0]]
+        elif node.name in buffers or (isinstance(op, OpOverload) and not _has_aliases(op)):
+            first[node] = node
+        if op not in _OUT_OF_PLACE and (not isinstance(op, OpOverload) or _has_aliases(op)):
+            viewed.update(first[read] for read in node.all_input_nodes if read in first)
+    return {node: made for node, made in first.items() if made not in viewed}
+
+
+def _stays(node: Node, tensors: dict[Node, Node]) -> bool:
+    """Tell whether tracing a node again would leave it as it is, or `_take_writes_out` makes of it what that would."""
+    op = node.target
+    if node.op in ("placeholder", "output") or op is operator.getitem:
+        return True
+    if op is _CAST or op in _RESHAPING:
+        given, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
+        if op is _CAST:
+            return len(node.args) == 2 and not node.kwargs and given.dtype != made.dtype
+        return bool(given.is_contiguous() and given.shape != made.shape)
+    if op in _OUT_OF_PLACE:
+        dtypes = {read.meta["val"].dtype for read in node.all_input_nodes}
+        return node.args[0] in tensors and len(dtypes) == 1 and _is_kept(_OUT_OF_PLACE[op])
+    if op is _NORM:
+        running = node.args[3:5]
+        return all(one in tensors for one in running) if node.args[5] else None not in running
+    return isinstance(op, OpOverload) and _is_kept(op)
+
+
+def _has_aliases(op: OpOverload) -> bool:
+    return any(argument.alias_info is not None for argument in op._schema.arguments)
+
+
+def _take_writes_out(program: ExportedProgram, tensors: dict[Node, Node]) -> None:
+    """Replace operators that write into a tensor, or are composite, by those that return the new values."""
+    now = dict[Node, Node]()
+    for node in list(program.graph.nodes):
+        op, given = node.target, cast(Any, node.args)
+        for read in node.all_input_nodes:
+            node.replace_input_with(read, now.get(tensors.get(read, read), read))
+        if op in _OUT_OF_PLACE:
+            node.target = _OUT_OF_PLACE[op]
+            now[tensors[given[0]]] = node
+        elif op in _RESHAPING:
+            node.target, node.args = _ATEN.view.default, (node.args[0], list(node.meta["val"].shape))
+        elif op is _NORM:
+            with program.graph.inserting_before(node):
+                *arguments, training, momentum, eps, _ = node.args
+                if training:
+                    made = _before(node, _TRAINED_NORM, (*arguments, True, momentum, eps))
+                    for index in (3, 4):
+                        now[tensors[given[index]]] = _before(node, operator.getitem, (made, index))
+                else:
+                    made = _before(node, _FIXED_NORM, (*arguments, momentum, eps))
+            node.target, node.args = operator.getitem, (made, 0)
+    buffers = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
+    program.graph_signature.output_specs[:0] = [
+        OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(name=new.name), buffers[made.name])
+        for made, new in now.items()
+        if made.op == "placeholder"
+    ]
+
+
+def _before(node: Node, op: Any, arguments: tuple[Any, ...]) -> Node:
+    """Insert a node of the same origin."""
+    made = node.graph.call_function(op, arguments)
+    made.meta = dict(node.meta)
+    return made
+
+
+def _is_kept(op: OpOverload) -> bool:
+    if op._schema.is_mutable:
+        return False
+    if op.has_kernel_for_dispatch_key(_COMPOSITE):
+        return not (_has_aliases(op) or _should_decompose_because_unsafe_op(op))
+    return op.py_kernels.keys() <= {torch._C.DispatchKey.Meta}  # one of Python's may be made of other operators
+
+
+def _untie(program: ExportedProgram) -> None:
+    """Give the second name of a parameter or buffer a tensor of its own: the traced code reads it by one name only."""
+    state, seen = program.state_dict, set[int]()
+    read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    used = {spec.target for spec in program.graph_signature.input_specs if spec.arg.name in read}
+    for name, tensor in sorted(state.items(), key=lambda item: item[0] not in used):
+        if id(tensor) in seen and name not in used:
+            own = tensor.detach().clone()
+            state[name] = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+        seen.add(id(tensor))
+
+
+@contextmanager
+def _composites_remembered() -> Iterator[None]:
+    """Have PyTorch collect the composite operators once, and again only after others were registered."""
+    collect: Callable[[], set[Any]] = getattr(exported_program, _COLLECT)
+
+    def remembered() -> set[Any]:
+        registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        key = len(torch.ops._dir), len(registered)
+        if key not in _collected:
+            _collected.clear()
+            _collected[key] = collect()
+        return _collected[key]
+
+    setattr(exported_program, _COLLECT, remembered)
+    try:
+        yield
+    finally:
+        setattr(exported_program, _COLLECT, collect)
+
+
+_collected: dict[tuple[int, int], set[Any]] = {}
