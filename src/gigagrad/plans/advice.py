@@ -1,4 +1,4 @@
-"""What a faster plan would need: more of which resource, and how much of it.
+"""Advise what a faster plan needs: more of which resource, and how much of it.
 
 Whatever is named has been planned with: a planner that finds less in it than was promised would make bad advice.
 """
@@ -39,11 +39,12 @@ class Advice:
     size_bytes: int
     """A budget of memory, or room in another tier; `format_bytes` prints it without rounding."""
     seconds: float
-    """Of a step, by the cost model."""
+    """Seconds of a step, by the cost model."""
 
 
 def advise(problem: Problem, plan: Plan, points: Sequence[Point], make: MakePlan) -> tuple[Advice, ...]:
-    """What would save a twentieth of this plan's time or more: memory by its trade-off curve, room in each other tier.
+    """Return what would save a twentieth of this plan's time or more: memory by its trade-off curve, room in each other
+    tier.
 
     Scratch files count as one, also where the problem has none. Nothing where no budget holds the plan back.
     """
@@ -61,7 +62,9 @@ class _Adviser:
         self._problem, self._seconds, self._make = problem, seconds, make
 
     def memory(self, budget_bytes: int, points: Sequence[Point]) -> list[Advice]:
-        """A budget that saves most of the time that any could save, and one that saves all where that is much less."""
+        """Find a budget that saves most of the time that any could save, and one that saves all where that is much
+        less.
+        """
         faster = [point for point in points if point.budget_bytes > budget_bytes and self._is_worth(point.seconds)]
         if not faster:
             return []
@@ -75,7 +78,7 @@ class _Adviser:
         return [each for i, each in enumerate(found) if each.seconds < min((f.seconds for f in found[:i]), default=inf)]
 
     def room(self, tier: str) -> list[Advice]:
-        """The least room of a few that saves most of the time that unlimited room would save."""
+        """Find the least room of a few that saves most of the time that unlimited room would save."""
         most = self._plan(tier, _UNLIMITED)
         if most is None or not self._is_worth(most.modelled_seconds):
             return []
@@ -88,7 +91,7 @@ class _Adviser:
         return self._first(tier, (size for size in sizes if size > has))
 
     def _first(self, tier: str, sizes: Iterable[int]) -> list[Advice]:
-        """The first of these sizes whose plan is worth it, if there is one."""
+        """Return the first of these sizes whose plan is worth it, if there is one."""
         for size in sizes:
             plan = self._plan(tier, size)
             if plan is not None and self._is_worth(plan.modelled_seconds):
@@ -99,12 +102,12 @@ class _Adviser:
         return seconds <= (1 - WORTH_SAYING) * self._seconds
 
     def _enough(self, seconds: Sequence[float]) -> int:
-        """The first of these that saves most of what the fastest does."""
+        """Return the index of the first of these that saves most of what the fastest does."""
         needed = _ENOUGH * (self._seconds - min(seconds))
         return next(i for i, each in enumerate(seconds) if self._seconds - each >= needed)
 
     def _plan(self, tier: str, size_bytes: int) -> Plan | None:
-        """With so much of this tier; None if it does not fit."""
+        """Make a plan with so much of this tier; None if it does not fit."""
         problem = self._problem
         if tier == problem.memory.name:
             changed = dataclasses.replace(problem, budget_bytes=size_bytes)

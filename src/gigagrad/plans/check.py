@@ -27,12 +27,14 @@ from gigagrad.plans.stages import Stage, gathered, is_read, split_stages, summed
 from gigagrad.plans.sums import how_summed, late_gradients
 
 _ALL_LOOKED_AT = 96
-"""Of an axis with more tiles than this, halos are followed for the tiles at both borders and for some between."""
+"""Most tiles along an axis whose halos are all followed; of more only those at both borders and some between are."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFault:
-    """Where a plan contradicts its graph or itself. `step` is the index of the step, None for the plan as a whole."""
+    """A contradiction between a plan and its graph, or inside the plan. `step` is the index of the step, None for the
+    plan as a whole.
+    """
 
     rule: str
     step: int | None
@@ -244,7 +246,7 @@ def _part_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
 
 
 def awaited(graph: Graph) -> list[frozenset[int]]:
-    """For each global (and each field laid out from one) the reductions and gathered fields it is computed from."""
+    """List for each global (and each field laid out from one) the reductions and gathered fields behind it."""
     found: list[frozenset[int]] = []
     for node in graph.nodes:
         if node.is_reduction:
@@ -260,7 +262,7 @@ def awaited(graph: Graph) -> list[frozenset[int]]:
 
 
 def _tile_faults(graph: Graph, plan: Plan, described: StagePlan) -> Iterator[PlanFault]:
-    """Whether tiles partition every target, read only what is there, and take no more memory than they are said to."""
+    """Find tiles that do not partition their target, read what is not there, or take more memory than the plan says."""
     stage = described.computes
     grid = Grid(graph, stage, described.tile)
     where = f"stage {stage.index}"

@@ -32,7 +32,7 @@ _FIRST_LOOK = 24
 
 
 _SOON = 1.0
-"""Where PyTorch takes no more seconds than this for the whole image, nobody looks for tiles."""
+"""Seconds of the whole image in plain PyTorch up to which no tiles are looked for."""
 
 _MOST_WHOLE = 0.8
 """Part of the memory that may be held whatever is tiled, where fields are computed whole."""
@@ -40,7 +40,8 @@ _TRIED_WHOLE = 2
 """So many sizes of fields to be computed whole are planned for, from the largest that fit on."""
 
 _SHARINGS, _LEEWAY = 6, 1.05
-"""What ranks hold and send is known of a plan only: it is made again with a little more, so often at most."""
+"""Plans made at most for several ranks, and how much more than the last one they may hold and send: both are known of a
+plan only."""
 
 Tried = Callable[[float | None], None]
 """Gets the seconds that a step takes in a way that was tried, None where it does not fit."""
@@ -56,10 +57,11 @@ def make_plan(
     costs: Costs | None = None,
     tried: Tried = lambda seconds: None,
 ) -> Plan:
-    """The fastest plan that fits: in tiles, with fields of few pixels whole, or on the whole image at once; or the one
-    with these `tiles` (one shape for each stage; the last serves the rest) that keeps these fields in these tiers, with
-    fields of at most `whole_pixels` whole. Several plans of one graph are made sooner with the same `costs`, made for
-    the same machine and packing. `tried` is told of each set of kept fields that was looked at.
+    """Return the fastest plan that fits: in tiles, with fields of few pixels whole, or on the whole image at once. With
+    `tiles` (one shape for each stage; the last serves the rest), `kept` and `whole_pixels`: the plan with these tiles
+    that keeps these fields in these tiers, with fields of at most so many pixels whole. Several plans of one graph are
+    made sooner with the same `costs`, made for the same machine and packing. `tried` is called for each set of kept
+    fields that was looked at.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
@@ -138,7 +140,7 @@ def _make_shared(
     costs: Costs,
     tried: Tried = lambda seconds: None,
 ) -> Plan:
-    """For several ranks: what they hold and send is known once there is a plan, and changes it."""
+    """Make a plan for several ranks: what they hold and send is known once there is a plan, and changes it."""
     most = RankPlan(problem.ranks, min(1.0, _LEEWAY / problem.ranks), 0, 0)
     for sharing in range(_SHARINGS):
         plan = _make_plan(problem, memory_format, tiles, kept, costs, tried, most)
@@ -240,7 +242,7 @@ class _Chooser:
         return found
 
     def _closely(self) -> Option:
-        """What was refused, once more with all shapes of tiles. Raises the `BudgetError` that asks for least: what
+        """Try what was refused once more, with all shapes of tiles. Raises the `BudgetError` that asks for least: what
         asks for more without any tile is left out.
         """
         leanest: BudgetError | None = None
@@ -261,7 +263,7 @@ class _Chooser:
         self._refused.setdefault(frozenset(kept.items()), least_bytes)
 
     def _better(self, options: list[Option]) -> Option:
-        """The fastest; where memory is no matter, of those that are about as fast and as lean the simplest."""
+        """Return the fastest; where memory is no matter, of those that are about as fast and as lean the simplest."""
         fastest = min(options, key=_seconds)
         if self._problem.budget_bytes is not None:
             return fastest
@@ -271,15 +273,17 @@ class _Chooser:
         return min(lean, key=lambda option: len(option.stages))
 
     def again(self, kept: Kept) -> Option:
-        """An earlier choice. Raises `BudgetError` if it does not fit, also where a tier has less room than before."""
+        """Repeat an earlier choice. Raises `BudgetError` if it does not fit, also where a tier has less room than
+        before.
+        """
         try:
             return self._fitter.fit(kept)
         except BudgetError:
             return self._fitter.fit(kept, closely=True)
 
     def _order_of_dropping(self, kept: frozenset[int]) -> list[int]:
-        """Single fields, the one that costs the least time per byte first, given that those before it are gone: cuts
-        keep their skips as a whole, and cotangents of large fields live long, so that none of them may fit.
+        """Return single fields, the one that costs the least time per byte first, given that those before it are gone:
+        cuts keep their skips as a whole, and cotangents of large fields live long, so that none of them may fit.
 
         Greedy, and lazy about it (Minoux, 1978): giving up a field becomes dearer as its neighbours go, so a cost that
         was computed earlier is a lower bound, and only the best candidate's is brought up to date.
@@ -317,22 +321,22 @@ class _Chooser:
         return option
 
     def _moved(self, wanted: frozenset[int]) -> Option | None:
-        """All of these fields kept, as many in other tiers as is fastest; None if those have too little room."""
+        """Keep all of these fields, as many in other tiers as is fastest; None if those have too little room."""
         if not any(self._problem.rooms.values()):
             return None
         movable = self._order_of_moving(wanted)
         return self._fastest(len(movable), lambda count: self._placed(wanted, movable[:count]))
 
     def _order_of_moving(self, kept: frozenset[int]) -> list[int]:
-        """Kept fields, the ones with the fewest readers first, of those the largest; whole-field operators need theirs
-        in memory.
+        """Return kept fields, the ones with the fewest readers first, of those the largest; whole-field operators need
+        theirs in memory.
         """
         stages = split_stages(self._graph, kept)
         readers = {i: sum(i in stage.reads for stage in stages) for i in kept}
         return sorted(kept - gathered(self._graph), key=lambda i: (readers[i], -self._graph[i].nbytes))
 
     def _placed(self, kept: frozenset[int], moved: list[int]) -> Kept:
-        """The moved fields in the first of the other tiers that has room for them and their cotangents."""
+        """Place the moved fields in the first of the other tiers that has room for them and their cotangents."""
         placed, rooms = dict(self._fitter.in_memory(kept)), dict(self._problem.rooms)
         for i in moved:
             needed = 2 * self._graph[i].nbytes
@@ -341,7 +345,7 @@ class _Chooser:
         return placed
 
     def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Option | None:
-        """The fastest option that gives up 1 to `most` steps of something.
+        """Find the fastest option that gives up 1 to `most` steps of something.
 
         Giving up more leaves room for larger tiles, and neither its memory nor its time grows steadily (halos do), so
         that no bisection finds it: all are tried, of many first some at equal distances, then those near the best.
@@ -368,6 +372,6 @@ def _seconds(option: Option) -> float:
 
 
 def _spread(selections: list[frozenset[int]]) -> list[frozenset[int]]:
-    """About eight of them, the first and the last included."""
+    """Return about eight of them, the first and the last included."""
     step = max(1, len(selections) // 8)
     return [*selections[:-1:step], *selections[-1:]]

@@ -1,4 +1,4 @@
-"""What one tile of a stage takes in time and in memory.
+"""Predict the time and the memory of one tile of a stage.
 
 Small tiles compute their halos again and again and pay a fixed price per operator; large ones fall out of the caches.
 Both effects are in the model of time: every operator takes what its bytes and its products take at the machine's rates
@@ -59,11 +59,11 @@ class TileCost:
     """Operators called in that sweep, each of which takes `Machine.seconds_per_operator` of the seconds."""
     backward_calls: float
     crop_bytes: int
-    """What is read ahead for each tile."""
+    """Bytes that are read ahead for each tile."""
     own_crop_bytes: int
-    """Of that, what is beside the tile's own memory while it is at work: kept shares, where they are computed again."""
+    """Bytes of these beside the tile's own memory while it is computed: kept shares, where they are computed again."""
     compiled: int
-    """How many kernels its convolutions are compiled to."""
+    """Number of kernels that its convolutions are compiled to."""
     largest_block_bytes: int
     """The largest crop, or global value of which a tile makes a copy or a gradient."""
     crops: Mapping[int, tuple[int, int]]
@@ -95,14 +95,17 @@ class Costs:
         return self._with_whole[pixels]
 
     def of(self, stage: Stage, shape: tuple[int, int], *, backward: bool, roughly: bool = False) -> TileCost:
-        """Of the worst tile; `roughly`: of one in the middle, in a fifth of the time, and without compiled kernels."""
+        """Return the cost of the worst tile; `roughly`: of one in the middle, in a fifth of the time, and without
+        compiled kernels.
+        """
         key = (*_key(stage), shape, backward, roughly)
         if key not in self._known:
             self._known[key] = self._cost(stage, shape, backward=backward, roughly=roughly)
         return self._known[key]
 
     def usual_seconds(self, stage: Stage) -> float:
-        """One forward sweep by one thread with tiles of a usual size, judged by one in the middle: to compare cuts.
+        """Predict one forward sweep by one thread with tiles of a usual size, judged by one in the middle: to compare
+        cuts.
 
         What computes a coarse field works on finer ones: tiles that are small for it have large crops, and without a
         cut in between nearly all of these are halo.
@@ -124,7 +127,7 @@ class Costs:
         return forward * largest.size(0) * largest.size(1) / tile.wanted(grid.reference).area
 
     def whole_seconds(self, *, backward: bool) -> float:
-        """What whole-field operators take, which no choice of tiles changes."""
+        """Predict the seconds of whole-field operators, which no choice of tiles changes."""
         graph, seconds = self.graph, 0.0
         for node in graph.nodes:
             if node.whole and node.op != GATHER:
@@ -139,7 +142,7 @@ class Costs:
         return self._flops[node.id]
 
     def _given_bytes(self, node: Node) -> int:
-        """What an operator moves of its operands that are no fields, once a tile: oneDNN reorders weights first."""
+        """Count what an operator moves of operands that are no fields, once a tile: oneDNN reorders weights first."""
         if node.id not in self._given:
             given = sum(self.graph[i].nbytes for i in set(node.operands) if not self.graph[i].is_field)
             self._given[node.id] = given * (_REORDERED if lookup(node.op).compiled else 1)
@@ -180,8 +183,9 @@ class Costs:
         )
 
     def _tile_seconds(self, stage: Stage, tile: TileGeometry) -> tuple[float, float]:
-        """One tile's forward, and its forward and backward: that costs about two forwards more, and the gradients of
-        what is no field are added to their sums. Where weights are large, that is most of what a small tile takes.
+        """Predict one tile's forward, and its forward and backward. That costs about two forwards more, and the
+        gradients of what is no field are added to their sums; where weights are large, that is most of what a small
+        tile takes.
         """
         graph, machine = self.graph, self._machine
         size = {i: crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)}
@@ -201,12 +205,12 @@ class Costs:
 
 
 def _key(stage: Stage) -> tuple[object, ...]:
-    """What a stage is, wherever in a plan it stands."""
+    """Identify a stage, wherever in a plan it stands."""
     return stage.kept, stage.reductions, stage.output, stage.fields, stage.reads
 
 
 def candidates(graph: Graph, stage: Stage, ranks: int = 1) -> list[tuple[int, int]]:
-    """Tile shapes worth costing: about squares, in steps of the lattice, that cut the field evenly.
+    """Return tile shapes worth costing: about squares, in steps of the lattice, that cut the field evenly.
 
     They are multiples of 16 pixels: files hold bricks of 8 to 64, and a brick that two tiles share is written twice.
     For several ranks it counts more that all stages are divided among them at the same places.
@@ -227,15 +231,15 @@ def candidates(graph: Graph, stage: Stage, ranks: int = 1) -> list[tuple[int, in
 
 
 def _even(side: int, size: int, step: int) -> int:
-    """The least side, in such steps, that cuts an axis into as few tiles: the last one is not a narrow rest, for which
-    whoever computes tiles side by side would wait.
+    """Return the least side, in such steps, that cuts an axis into as few tiles: the last one is not a narrow rest, for
+    which whoever computes tiles side by side would wait.
     """
     cut = -(-size // min(_round_up(side, step), size))
     return min(_round_up(_round_up(-(-size // cut), _SMALLEST_SIDE_PX), step), size)
 
 
 def _shared(side: int, size: int, step: int, ranks: int) -> int:
-    """A side that gives each rank as many tiles, at best exactly, as near to this one as may be."""
+    """Return a side that gives each rank as many tiles, at best exactly, as near to this one as may be."""
     about = max(1, round(size / (ranks * side)))
     counts = range(-(-about // 2), 2 * about + 1)
     count = min(counts, key=lambda one: (size % (ranks * one * step) > 0, max(one / about, about / one)))

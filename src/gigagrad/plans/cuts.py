@@ -1,4 +1,4 @@
-"""Where to cut the graph: which fields to keep so that computing the others again costs least, for any memory.
+"""Choose the fields to keep: where to cut the graph so that computing the others again costs least, for any memory.
 
 Candidates lie on a chain: the fields that are worth keeping, in the order in which they are computed. A *cut* behind
 one of them keeps every candidate computed so far that is still needed, skips included; whatever lies between two cuts
@@ -59,7 +59,9 @@ class Cuts:
         )
 
     def selections(self) -> list[Selection]:
-        """The fastest selection for every amount of memory, from the most memory that is of any use down to none."""
+        """Return the fastest selection for every amount of memory, from the most memory that is of any use down to
+        none.
+        """
         count = len(self.candidates)
         unit = max(1.0, sum(self._graph[i].nbytes for i in self.candidates) / _STEPS)
         used = np.arange(2 * _STEPS)  # with room for what rounding adds
@@ -92,7 +94,9 @@ class Cuts:
         return Selection(frozenset(kept), sum(self._graph[i].nbytes for i in kept), seconds)
 
     def _pieces(self, start: int) -> list[tuple[int, float]]:
-        """For each cut (or the end) that a piece may reach from cut number `start`: its number and the piece's time."""
+        """Return for each cut (or the end) that a piece may reach from cut number `start` its number and the piece's
+        time.
+        """
         count = len(self.candidates)
         end = count + 1
         reach = min(start + _LONGEST_PIECE, count)
@@ -106,7 +110,9 @@ class Cuts:
     def _piece_seconds(
         self, start: int, stop: int, stored: frozenset[int], known: dict[int, tuple[frozenset[int], float]]
     ) -> float:
-        """All sweeps of the stages between two cuts; `known` holds each level's targets and time for the last stop."""
+        """Predict all sweeps of the stages between two cuts; `known` holds each level's targets and time for the last
+        stop.
+        """
         first = self.candidates[start - 1] if start else -1
         final = stop > len(self.candidates)
         last = len(self._graph.nodes) if final else self.candidates[stop - 1]
@@ -137,7 +143,7 @@ class Cuts:
 
 
 def _candidates(graph: Graph, required: frozenset[int]) -> list[int]:
-    """Fields that cost more than their pixels to compute again, and of long chains of sums every few links."""
+    """Return fields that cost more than their pixels to compute again, and of long chains of sums every few links."""
     found: list[int] = []
     behind: dict[int, frozenset[int]] = {}
     for node in graph.nodes:
@@ -156,7 +162,7 @@ def _candidates(graph: Graph, required: frozenset[int]) -> list[int]:
 
 
 def _last_uses(graph: Graph, candidates: list[int]) -> dict[int, int]:
-    """For each candidate the last field that is computed from it without another candidate in between."""
+    """Return for each candidate the last field that is computed from it without another candidate in between."""
     chosen = set(candidates)
     seen: dict[int, set[int]] = {}
     last = dict.fromkeys(candidates, -1)

@@ -20,12 +20,12 @@ Facts = tuple[tuple[str, str], ...]
 """Labels and what is said under them."""
 
 GOOD, COSTLY, OWN = "good", "costly", "own"
-"""How a row may be told apart by a colour: what is saved, what is paid again and again, what it is all about."""
+"""Kinds of rows that a colour may mark: what is saved, what is paid again and again, and the result itself."""
 
 _LARGEST = 12
 """Kept fields and whole-field operators listed one by one: a deep network has more than anybody reads about."""
 _PLACES = {"host": "host memory", "disk": "scratch files"}
-"""What people call the tiers beside memory."""
+"""Names for people of the tiers beside memory."""
 _WIDTH = 100
 """Characters of a line of plain text."""
 _TEXT_WIDTH = 16
@@ -47,14 +47,14 @@ class Table:
 
     @property
     def numeric(self) -> tuple[bool, ...]:
-        """Of each column whether it holds numbers, which stand on the right."""
+        """Say for each column whether it holds numbers, which stand on the right."""
         return tuple(
             all(row[i].lstrip("-")[:1].isdigit() or row[i] == "-" for row in self.rows)
             for i in range(len(self.columns))
         )
 
     def fitting(self, width: int) -> Table:
-        """Without the last columns, as far as there is no room for them in lines of `width` characters."""
+        """Drop the last columns, as far as there is no room for them in lines of `width` characters."""
         if not self.columns:
             return self
         longest = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
@@ -72,7 +72,7 @@ class Description:
     tables: tuple[Table, ...]
 
     def __str__(self) -> str:
-        """Plain text."""
+        """Return plain text."""
         blocks = [[self.title], _aligned(self.facts, (False, False))]
         for table in (table.fitting(_WIDTH) for table in self.tables):
             rows = _aligned([table.columns, *table.rows], table.numeric) if table.rows else []
@@ -89,7 +89,7 @@ def _aligned(rows: Sequence[tuple[str, ...]], right: Sequence[bool]) -> list[str
 
 
 def describe(plan: Plan) -> Description:
-    """Everything that a plan says of itself."""
+    """Return everything that a plan says of itself."""
     source = "by the cost model" if plan.timed_seconds is None else TIMED
     tables = () if plan.whole else (stages_of(plan, len(plan.stages)), _kept(plan), *whole_fields_of(plan))
     return Description(
@@ -100,17 +100,17 @@ def describe(plan: Plan) -> Description:
 
 
 TIMED = "from tiles that were timed"
-"""Where the predicted time of a plan comes from that has `timed_seconds`."""
+"""Source of the predicted time of a plan that has `timed_seconds`."""
 
 
 def step_of(plan: Plan) -> str:
-    """What is planned."""
+    """Name what is planned."""
     phases = [plan.whole] if plan.whole else [p.phase for p in plan.passes]
     return "Prediction" if all(phase == "forward" for phase in phases) else "Training step"
 
 
 def facts_of(plan: Plan, source: str) -> Facts:
-    """What is planned, for what, and what it takes; `source` tells where the predicted time comes from."""
+    """Return what is planned, for what, and what it takes; `source` says where the predicted time comes from."""
     channels, height, width = plan.image_shape[-3:]
     at_once = f"{plan.workers} tiles at a time" if plan.workers > 1 else "one tile at a time"
     at_once += f", read by {plan.readers} threads" if plan.readers > 1 else ""
@@ -143,13 +143,13 @@ def _ranks(plan: Plan, ranks: RankPlan) -> str:
 
 
 def _passes(plan: Plan) -> str:
-    """The sweeps in order, runs of one phase as ranges: `forward 0 to 10, backward 10 to 0`."""
+    """Return the sweeps in order, runs of one phase as ranges: `forward 0 to 10, backward 10 to 0`."""
     runs = [(phase, [p.stage for p in same]) for phase, same in groupby(plan.passes, lambda p: p.phase)]
     return ", ".join(f"{phase} {s[0]}" if len(s) == 1 else f"{phase} {s[0]} to {s[-1]}" for phase, s in runs)
 
 
 def stages_of(plan: Plan, most: int) -> Table:
-    """The stages that take longest, in order, and where the time goes."""
+    """Return the stages that take longest, in order, and where the time goes."""
     pass_seconds = [share * plan.predicted_seconds for share in plan.pass_shares]
     seconds = [0.0] * len(plan.stages)
     for p, taken in zip(plan.passes, pass_seconds, strict=True):
@@ -184,7 +184,7 @@ def stages_of(plan: Plan, most: int) -> Table:
 
 
 def _most_of_the_time(plan: Plan, pass_seconds: list[float], stage_seconds: list[float]) -> str:
-    """Which sweeps the time goes to, and how much of it to pixels that are read more than once."""
+    """Say which sweeps the time goes to, and how much of it to pixels that are read more than once."""
     total = plan.predicted_seconds
     if not total:
         return ""
@@ -222,7 +222,7 @@ def _kept(plan: Plan) -> Table:
 
 
 def whole_fields_of(plan: Plan) -> tuple[Table, ...]:
-    """The operators that run on whole fields, if there are any."""
+    """Return the operators that run on whole fields, if there are any."""
     if not plan.whole_field:
         return ()
     largest = sorted(plan.whole_field, key=lambda operator: -operator.size_bytes)
@@ -236,7 +236,7 @@ def _smaller(count: int) -> str:
 
 
 def memory_of(plan: Plan) -> Table:
-    """What the predicted peak is made of."""
+    """Return the parts of the predicted peak."""
     parts = plan.memory_parts()
     rows = tuple((name, format_bytes(size)) for name, size in parts)
     longest = max((size for _, size in parts), default=1)

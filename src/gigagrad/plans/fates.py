@@ -1,4 +1,4 @@
-"""The fate of each field under a plan: kept, computed again, or made once and forgotten."""
+"""List where each field is under a plan: kept, computed again, or made once and not kept."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from gigagrad.plans.plan import EXACT, Plan
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of one computed field."""
+    """One computed field: kept and where, or not, and how often it is computed."""
 
     node: int
     operator: str
     module: str
     shape: tuple[int, ...]
     size_bytes: int
-    """Of the whole field; where it is kept, as it is stored."""
+    """Bytes of the whole field; where it is kept, as it is stored."""
     tier: str | None
-    """Where the field is kept, if it is."""
+    """The tier that the field is kept in; None if it is not kept."""
     storage: str
-    """What its values are rounded to there."""
+    """The type that its values are rounded to there."""
     stages: tuple[int, ...]
     """The stages that compute it."""
     readers: tuple[int, ...]
     """The stages that read it, if it is kept."""
     sweeps: int
-    """How often it is computed in one step, tile by tile."""
+    """Number of times that it is computed in one step, tile by tile."""
 
     @property
     def kept(self) -> bool:
@@ -35,7 +35,9 @@ class Fate:
 
 
 def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
-    """Every field that the plan's stages compute, the largest first; none where the whole image is computed at once."""
+    """Return every field that the plan's stages compute, the largest first; none where the whole image is computed at
+    once.
+    """
     if plan.whole:
         return ()
     graph, kept = graph.with_whole(plan.whole_pixels), {field.node: field for field in plan.kept}

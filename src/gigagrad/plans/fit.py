@@ -1,4 +1,4 @@
-"""Fitting tiles: for fields kept in given tiers, the fastest tile of every stage that fits beside all else."""
+"""Fit tiles: for fields kept in given tiers, the fastest tile of every stage that fits beside all else."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from gigagrad.stores import Tier
 ABOUT_AS_FAST = 1.1
 """Times that differ by less are alike, as far as rates can tell."""
 _GIVEN_BACK = 0.4
-"""Of what a tile takes, what it touches anew where nothing may be held between tiles (by page faults of the paper's
-network 0.37 and 0.39 on a Xeon with AMX)."""
+"""Share of what a tile takes that it touches anew where nothing may be held between tiles (by page faults of the
+paper's network 0.37 and 0.39 on a Xeon with AMX)."""
 _TOO_LARGE_IN_A_ROW = 3
-"""Where so many tile shapes in a row do not fit and smaller ones do, no larger one is looked at."""
+"""Tile shapes in a row that do not fit, after smaller ones that do, until no larger one is looked at."""
 
 _ROUNDS = 12
 """So often shapes that were chosen by a tile in the middle are costed exactly; then one of those that were must do."""
@@ -69,15 +69,15 @@ class Fitter:
         self._orders: dict[frozenset[int], tuple[tuple[Stage, ...], tuple[Tiles, ...]]] = {}
 
     def unbounded(self) -> Fitter:
-        """The same for a machine with all the memory it needs."""
+        """Return a fitter for a machine with all the memory it needs."""
         return Fitter(dataclasses.replace(self._problem, budget_bytes=None), self._costs, self._tiles, self._ranks)
 
     def least_bytes(self, kept: Kept) -> int:
-        """What these fields take in memory with their cotangents, without any tile: found quickly."""
+        """Count what these fields take in memory with their cotangents, without any tile: found quickly."""
         return total(self._fixed) + self._most_held(kept, self._problem.memory)
 
     def has_room(self, kept: Kept) -> bool:
-        """Whether the fields fit in the other tiers: found quickly, too."""
+        """Say whether the fields fit in the other tiers: found quickly, too."""
         return all(self._most_held(kept, tier) <= self._room(tier) for tier in self._problem.tiers[1:])
 
     def in_memory(self, kept: Iterable[int]) -> Kept:
@@ -91,7 +91,7 @@ class Fitter:
         return max(map(sum, held_by_pass(self._problem, *order, kept, tier, self._held_share)), default=0)
 
     def _order(self, kept: frozenset[int]) -> tuple[tuple[Stage, ...], tuple[Tiles, ...]]:
-        """The stages that fields split a graph into, wherever they are kept, and their passes."""
+        """Return the stages that fields split a graph into, wherever they are kept, and their passes."""
         if kept not in self._orders:
             stages = split_stages(self._problem.graph, kept)
             passes = make_passes(self._problem.graph, stages, backward=self._problem.backward)
@@ -99,7 +99,8 @@ class Fitter:
         return self._orders[kept]
 
     def fit(self, kept: Kept, *, closely: bool = False) -> Option:
-        """The fastest option that keeps these fields in these tiers, of tiles that look promising; `closely`: of all.
+        """Return the fastest option that keeps these fields in these tiers, of tiles that look promising; `closely`: of
+        all.
 
         Raises `BudgetError` if there is none; only a close look finds the least budget that works.
         """
@@ -137,7 +138,9 @@ class Fitter:
         *,
         closely: bool,
     ) -> Option:
-        """For each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has none."""
+        """Find for each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has
+        none.
+        """
         problem = self._problem
         held = held_by_pass(problem, stages, passes, kept, problem.memory, self._held_share)
         tilings = []
@@ -165,7 +168,7 @@ class Fitter:
     def _with_readers(
         self, tilings: list[_Tilings], chosen: list[TileCost], fixed_bytes: int
     ) -> tuple[list[_Tilings], int]:
-        """The tiles that were chosen, read by as many threads as they can feed and the budget has room for."""
+        """Return the tiles that were chosen, read by as many threads as they can feed and the budget has room for."""
         budget_bytes = self._problem.budget_bytes
         pairs = list(zip(tilings, chosen, strict=True))
         for readers in range(max((tiling.readers(cost) for tiling, cost in pairs), default=1), 0, -1):
@@ -176,8 +179,8 @@ class Fitter:
         return read, readers
 
     def _tilings(self, book: StageLedger, phases: list[str], *, closely: bool) -> _Tilings:
-        """The tile shapes that may serve a stage, as far as a tile in the middle tells; `closely`, or where shapes are
-        forced, exactly.
+        """Return the tile shapes that may serve a stage, as far as a tile in the middle tells; `closely`, or where
+        shapes are forced, exactly.
         """
         budget_bytes, closely = self._problem.budget_bytes, closely or self._tiles is not None
         room = None if budget_bytes is None else budget_bytes - total(self._fixed)
@@ -186,7 +189,7 @@ class Fitter:
         return _Tilings(book, phases, costs, room, exact, self._problem.reading.threads)
 
     def _settle(self, tilings: list[_Tilings]) -> tuple[list[TileCost], int]:
-        """The choice of tiles when all that are chosen have been costed exactly: no more are than look worth it.
+        """Choose tiles until all that are chosen have been costed exactly: no more are than look worth it.
 
         Raises `BudgetError` if there is none.
         """
@@ -202,7 +205,7 @@ class Fitter:
         return self._choose(tilings)
 
     def _looked_through(self, book: StageLedger, room: int | None, *, roughly: bool) -> list[TileCost]:
-        """Costs of tile shapes, from the smallest on; behind those that fit only a few more."""
+        """Return costs of tile shapes, from the smallest on; behind those that fit only a few more."""
         forced, stage = self._tiles, book.stage
         shapes = (
             [forced[min(stage.index, len(forced) - 1)]]
@@ -219,7 +222,7 @@ class Fitter:
         return found
 
     def _choose(self, tilings: list[_Tilings]) -> tuple[list[TileCost], int]:
-        """Tiles for every stage, and the bytes that all their convolutions are compiled to, beside every stage.
+        """Return tiles for every stage, and the bytes that all their convolutions are compiled to, beside every stage.
 
         What is compiled leaves less room for the tiles of every stage, so several caps of it are tried, from the most
         that any choice compiles to down to what the leanest do. Raises `BudgetError` if the leanest do not fit.
@@ -273,7 +276,7 @@ class Fitter:
 
 
 def _leanest(tilings: list[_Tilings], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, int]:
-    """The least memory that will do, and how many kernels convolutions may then be compiled to in all.
+    """Return the least memory that will do, and how many kernels convolutions may then be compiled to in all.
 
     All stages share what is compiled, so with smaller tiles for one of them, in more shapes, all of them need more.
     """
@@ -300,7 +303,8 @@ class _Offer(NamedTuple):
 
 
 def _fastest_within(offers: list[list[_Offer]], room: int, most_compiled: int) -> list[_Offer] | None:
-    """One offer for each stage that fits in `room` bytes, with no more compiled kernels in all; None if there are none.
+    """Return one offer for each stage that fits in `room` bytes, with no more compiled kernels in all; None if there
+    are none.
 
     Greedy: from those that compile to least on, always the step that saves the most seconds for a kernel.
     """
@@ -325,7 +329,7 @@ def _fastest_within(offers: list[list[_Offer]], room: int, most_compiled: int) -
 
 
 def _frontier(offers: list[_Offer], room: int) -> list[_Offer]:
-    """Those that fit, from the fewest kernels to the most, each faster than those before it: on the convex hull."""
+    """Return those that fit, from the fewest kernels to the most, each faster than those before: on the convex hull."""
     hull: list[_Offer] = []
     for offer in sorted(
         (each for each in offers if each.size_bytes <= room), key=lambda each: (each.compiled, each.seconds)
@@ -339,7 +343,7 @@ def _frontier(offers: list[_Offer], room: int) -> list[_Offer]:
 
 
 def _worth(frontier: list[_Offer], index: int) -> float:
-    """Seconds that a step along a frontier adds for a kernel: below 0."""
+    """Return the seconds that a step along a frontier adds for a kernel: below 0."""
     now, further = frontier[index : index + 2]
     return (further.seconds - now.seconds) / (further.compiled - now.compiled)
 
@@ -364,7 +368,7 @@ class _Tilings:
     known: dict[TileCost, _Offer] = field(default_factory=dict)
 
     def learn(self, exact: TileCost) -> None:
-        """What a shape costs exactly, in the place of what a tile in the middle told."""
+        """Replace what a tile in the middle told of a shape by its exact cost."""
         self.costs[[cost.tile for cost in self.costs].index(exact.tile)] = exact
         self.exact.add(exact.tile)
 
@@ -378,8 +382,8 @@ class _Tilings:
         return [self.known[cost] for cost in self.costs]
 
     def by_speed(self, room: int | None) -> list[TileCost]:
-        """The tiles that fit in so many bytes, the fastest first; where memory is no matter, first of all the leanest
-        of those that are about as fast.
+        """Return the tiles that fit in so many bytes, the fastest first; where memory is no matter, first of all the
+        leanest of those that are about as fast.
         """
         costs = sorted(self.costs, key=self.seconds)
         if room is not None:
@@ -408,12 +412,12 @@ class _Tilings:
         )
 
     def read_by(self, readers: int) -> _Tilings:
-        """The same with so many readers and their crops."""
+        """Return these tiles with so many readers and their crops."""
         book = dataclasses.replace(self.book, readers=readers, _counted={})
         return dataclasses.replace(self, book=book, most_readers=readers, known={})
 
     def readers(self, cost: TileCost) -> int:
-        """How many threads these tiles can feed."""
+        """Return the number of threads that these tiles can feed."""
         reading, seconds = self.book.problem.reading, self._reading_seconds(cost)
         return max(reading.readers(seconds, self._processing_and_tiers(cost, phase)[0]) for phase in self.phases)
 
@@ -421,13 +425,15 @@ class _Tilings:
         return sum(self._sweep_seconds(cost, phase) for phase in self.phases)
 
     def _sweep_seconds(self, cost: TileCost, phase: str) -> float:
-        """Tiers and images are read ahead, and tiers written behind: the slowest link counts, or the processor."""
+        """Predict one sweep. Tiers and images are read ahead, and tiles written behind: the slowest link counts, or the
+        processor.
+        """
         processing, tiers = self._processing_and_tiers(cost, phase)
         reading = self.book.problem.reading
         return max(tiers, reading.pass_seconds(self._reading_seconds(cost), processing, self.most_readers))
 
     def _processing_and_tiers(self, cost: TileCost, phase: str) -> tuple[float, float]:
-        """What computing tiles takes, with what tiers ask of the same cores, and what the slowest tier takes.
+        """Predict what computing tiles takes, with what tiers ask of the same cores, and what the slowest tier takes.
 
         What tiles take in memory beyond what a heap holds is new to the first of them, and some of it to all others
         where too little may be held between them.
@@ -448,16 +454,16 @@ class _Tilings:
         return processing, max(links)
 
     def _reading_seconds(self, cost: TileCost) -> float:
-        """What one thread takes to read the images for the tiles of the rank that has most."""
+        """Predict what one thread takes to read the images for the tiles of the rank that has most."""
         problem = self.book.problem
         return problem.reading.seconds_of(problem.graph, self.book.stage) * self._tiles_of_most(cost) / cost.tile_count
 
     def _tiles_of_most(self, cost: TileCost) -> int:
-        """Those of the rank that has most."""
+        """Return the number of tiles of the rank that has most."""
         return -(-cost.tile_count // self.book.problem.ranks)
 
     def _given_back_bytes(self, cost: TileCost) -> float:
-        """Of one tile."""
+        """Predict the bytes of one tile whose pages are new to it."""
         if self.room is None:
             return 0.0
         useful = ledger.useful_hoard_bytes(self.book.workers * cost.tile_peak_bytes)
@@ -465,7 +471,7 @@ class _Tilings:
         return _GIVEN_BACK * (1 - held / useful) * cost.tile_peak_bytes
 
     def _moved_bytes(self, cost: TileCost, phase: str, tier: Tier) -> float:
-        """Bytes that one tile of a sweep reads from and writes to a tier."""
+        """Return the bytes that one tile of a sweep reads from and writes to a tier."""
         book, stage = self.book, self.book.stage
         graph, packing = book.problem.graph, book.problem.packing
 

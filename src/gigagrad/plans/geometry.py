@@ -1,4 +1,4 @@
-"""Which part of every field one tile computes: integer box arithmetic, one axis at a time.
+"""Compute which part of every field one tile needs: integer box arithmetic, one axis at a time.
 
 Tiles are the boxes of a regular grid over the reference field (the stage's largest target). Targets of other sizes are
 cut at the proportional places, so that the tiles partition every target whatever its size. From the spans a tile wants
@@ -26,18 +26,18 @@ class AxisGeometry:
     """One tile's geometry along one axis, by node id."""
 
     spans: dict[int, Span]
-    """What is computed (or read) of each field; fields that this tile does not need are missing."""
+    """The span of each field that is computed (or read); fields that this tile does not need are missing."""
     operand_spans: dict[int, tuple[Span | None, ...]]
     """For each computed field the span it reads of each operand."""
     wanted: dict[int, Span]
     """The tile's own, disjoint share of each target."""
 
     def is_inside(self, graph: Graph, axis: int) -> bool:
-        """Whether nothing that the tile computes or reads is at a border of its field."""
+        """Say whether nothing that the tile computes or reads is at a border of its field."""
         return all(start > 0 and stop < graph[i].size(axis) for i, (start, stop) in self.spans.items())
 
     def is_shift_of(self, other: AxisGeometry, steps: int) -> bool:
-        """Whether it is the other one moved by whole pixels of every field at each of so many steps."""
+        """Say whether it is the other one moved by whole pixels of every field at each of so many steps."""
         if [*self.spans] != [*other.spans]:
             return False
         own, its = ((*tile.wanted.values(), *tile.spans.values()) for tile in (self, other))
@@ -54,21 +54,21 @@ class TileGeometry:
     x: AxisGeometry
 
     def pixels(self, node_id: int) -> int:
-        """Of the box of a field."""
+        """Count the pixels of the box of a field."""
         y, x = self.y.spans.get(node_id), self.x.spans.get(node_id)
         return 0 if y is None or x is None else y.length * x.length
 
     def box(self, node_id: int) -> Box | None:
-        """The box of a field that this tile computes or reads; None if it needs nothing of it."""
+        """Return the box of a field that this tile computes or reads; None if it needs nothing of it."""
         y, x = self.y.spans.get(node_id), self.x.spans.get(node_id)
         return None if y is None or x is None else Box.of(y, x)
 
     def wanted(self, node_id: int) -> Box:
-        """The tile's share of a target (may be empty for targets coarser than the grid)."""
+        """Return the tile's share of a target (may be empty for targets coarser than the grid)."""
         return Box.of(self.y.wanted[node_id], self.x.wanted[node_id])
 
     def site(self, node_id: int) -> tuple[tuple[Span, Span], tuple[tuple[Span, Span] | None, ...]]:
-        """The output spans of a field and those of its operands, as `(y, x)` pairs."""
+        """Return the output spans of a field and those of its operands, as `(y, x)` pairs."""
         pairs = zip(self.y.operand_spans[node_id], self.x.operand_spans[node_id], strict=True)
         operands = tuple(None if y is None or x is None else (y, x) for y, x in pairs)
         return (self.y.spans[node_id], self.x.spans[node_id]), operands
@@ -84,8 +84,8 @@ class Step:
 
 
 class Needs:
-    """What the operators of a graph need, remembered while stages and their tiles are compared: most of them ask for
-    the same spans again, and operators that differ in what they read alone need the same.
+    """The spans that the operators of a graph need, remembered while stages and their tiles are compared. Most of them
+    ask for the same spans again, and operators that differ in what they read alone need the same.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -100,11 +100,11 @@ class Needs:
 
         computed = [node for node in graph.nodes if node.is_field and not is_read(graph, node.id)]
         self.steps = tuple({node.id: step(node, axis) for node in computed} for axis in (0, 1))
-        """By axis and field."""
+        """Steps by axis and field."""
 
 
 class _Answers(dict[Span, tuple[Span | None, ...]]):
-    """Of one operator along one axis; so few that they take some megabytes for a graph."""
+    """The spans that one operator needs along one axis; so few that they take some megabytes for a graph."""
 
     def __init__(self, call: Call, axis: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def _step(graph: Graph, node_id: int, axis: int) -> Step:
 
 
 def _needs(call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
-    """What a row says, checked."""
+    """Return the spans that an operator's row asks for, checked."""
     needs = lookup(call.node.op).needs(call, axis, out)
     for operand, need in zip(call.operands, needs, strict=True):
         inside = need is None or 0 <= need.start < need.stop <= operand.size(axis)
@@ -166,11 +166,13 @@ class Grid:
 
     @property
     def by_rows(self) -> bool:
-        """Whether tiles come row by row, not column by column."""
+        """Say whether tiles come row by row, not column by column."""
         return runs_by_rows(self.stage, self.graph[self.reference])
 
     def finished_rows(self, field: int) -> list[int]:
-        """How many of a field's rows, from the top, no tile reads any more, by the rows of tiles that are through."""
+        """Return how many of a field's rows, from the top, no tile reads any more, by the rows of tiles that are
+        through.
+        """
         finished = [self.graph[field].size(0)]
         for row in reversed(range(self.shape[0])):
             span = self.axis_geometry(0, row).spans.get(field)
@@ -178,7 +180,7 @@ class Grid:
         return finished[::-1]
 
     def wanted(self, axis: int, index: int) -> dict[int, Span]:
-        """The share of every target that the tiles of one row or column of the grid have."""
+        """Return the share of every target that the tiles of one row or column of the grid have."""
         cut = self.axes[axis][index]
         total = self.graph[self.reference].size(axis)
         wanted = {}
@@ -188,8 +190,8 @@ class Grid:
         return wanted
 
     def sample(self, axis: int, ends: int, kind: Callable[[AxisGeometry], object] = lambda tile: None) -> list[int]:
-        """Tiles along an axis, of every size that crops have, by index: from either end on, at most so many (all, where
-        there are few), up to the first that is like the one in the middle, also by its `kind`.
+        """Return tiles along an axis, of every size that crops have, by index: from either end on, at most so many
+        (all, where there are few), up to the first that is like the one in the middle, also by its `kind`.
 
         Between two tiles that are alike and inside the image all are like them, so that the largest is looked at. Off
         the border a row maps the ends of a span by rounded linear functions. Where a field's ends move by as many
@@ -238,17 +240,19 @@ def axis_geometry(steps: list[Step], wanted: dict[int, Span]) -> AxisGeometry:
 
 
 def reference(graph: Graph, stage: Stage) -> int:
-    """The largest target."""
+    """Return the largest target."""
     return max(stage.targets(graph), key=lambda i: graph[i].size(0) * graph[i].size(1))
 
 
 def runs_by_rows(stage: Stage, reference: Node) -> bool:
-    """Along the shorter side first, so that few pixels are decoded twice; an output is delivered in rows."""
+    """Run along the shorter side first, so that few pixels are decoded twice; an output is delivered in rows."""
     return stage.output is not None or reference.size(0) >= reference.size(1)
 
 
 def lattice(graph: Graph, stage: Stage) -> tuple[int, int]:
-    """Pixels of the reference field per pixel of the coarsest field, per axis: tiles aligned to it waste least."""
+    """Return the pixels of the reference field per pixel of the coarsest field, per axis: tiles aligned to it waste
+    least.
+    """
     targets = stage.targets(graph)
     sizes = []
     for axis in (0, 1):

@@ -1,4 +1,4 @@
-"""In which order sums of parts are joined, and what of that a rank does by itself."""
+"""Order the additions of a reduction: which sums of parts are added to which, and which of these a rank adds alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from gigagrad.plans.parts import Parts
 
 
 class JoinOrder:
-    """When sums of parts are joined: in a binary tree over the numbers of parts, of which some may be missing.
+    """The order in which sums of parts are added: in a binary tree over the numbers of parts, of which some may be
+    missing.
 
     Two of them meet as high as the first bit in which their numbers differ. `before`: the last part that somebody else
     has before these.
@@ -14,17 +15,21 @@ class JoinOrder:
 
     def __init__(self, before: int | None = None) -> None:
         self.parts: list[int] = []
-        """Of each sum that is not joined further yet, one part."""
+        """One part of each sum that is not joined further yet."""
         self._before = before
 
     def append(self, part: int) -> int:
-        """A further sum, of a part behind all others: how often the last two before it are to be joined first."""
+        """Add a further sum, of a part behind all others; return how often the last two before it are to be joined
+        first.
+        """
         joins = self.join_before(part)
         self.parts.append(part)
         return joins
 
     def join_before(self, following: int) -> int:
-        """How often the last two are to be joined: what meets below where it meets the part that follows."""
+        """Return how often the last two are to be joined: as long as their node of the tree is below the one where they
+        join the part that follows.
+        """
         joins = 0
         while len(self.parts) > 1:
             left, right = self.parts[-2:]

@@ -1,4 +1,4 @@
-"""When each kept field is there, and what that takes in every tier."""
+"""Compute when each kept field is in memory, and what that takes in every tier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Lifetime:
 
 
 def lifetimes(graph: Graph, stages: tuple[Stage, ...], passes: tuple[Tiles, ...]) -> tuple[Lifetime, ...]:
-    """When every kept field and every field of cotangents is in memory, in passes (by index)."""
+    """Return when every kept field and every field of cotangents is in memory, in passes (by index)."""
     producers = {field: stage for stage in stages for field in stage.kept}
     result = []
     for field, producer in producers.items():
@@ -47,8 +47,8 @@ def lifetimes(graph: Graph, stages: tuple[Stage, ...], passes: tuple[Tiles, ...]
 
 
 def holds_whole(life: Lifetime, stages: tuple[Stage, ...], passes: tuple[Tiles, ...], handed: int | None) -> bool:
-    """Whether a lifetime's field is there as a whole: of the gradient that is `handed` over only where several passes
-    add to it.
+    """Say whether a lifetime's field is there as a whole: of the gradient that is `handed` over only where several
+    passes add to it.
     """
     if not life.cotangent or life.field != handed:
         return True
@@ -56,7 +56,7 @@ def holds_whole(life: Lifetime, stages: tuple[Stage, ...], passes: tuple[Tiles, 
 
 
 def life_bytes(problem: Problem, life: Lifetime, tier: Tier, size: tuple[int, int]) -> int:
-    """What so many pixels, height and width, of a field or of its cotangents take in a tier."""
+    """Return the bytes that so many pixels, height and width, of a field or of its cotangents take in a tier."""
     graph = problem.graph
     pixel = graph[life.field].bytes_per_pixel
     if not life.cotangent:
@@ -65,7 +65,7 @@ def life_bytes(problem: Problem, life: Lifetime, tier: Tier, size: tuple[int, in
 
 
 def is_replicated(graph: Graph, life: Lifetime) -> bool:
-    """Whether every rank holds all of it: what whole-field operators read, and results."""
+    """Say whether every rank holds all of it: what whole-field operators read, and results."""
     return is_read(graph, life.field) if life.cotangent else bool(graph.gathers(life.field))
 
 
@@ -81,8 +81,8 @@ def held_by_pass(
     tier: Tier,
     held_share: float = 1.0,
 ) -> list[tuple[int, int]]:
-    """Bytes of kept fields and of cotangent fields in one tier during every pass, of a rank that holds at most this
-    share of what is not replicated.
+    """Return the bytes of kept fields and of cotangent fields in one tier during every pass, of a rank that holds at
+    most this share of what is not replicated.
     """
     graph = problem.graph
     held = [[0, 0] for _ in passes]
@@ -99,6 +99,6 @@ def held_by_pass(
 
 
 def kept_bytes(problem: Problem, node_id: int, tier: Tier) -> int:
-    """Bytes of a kept field as it is stored, without what pads its file."""
+    """Return the bytes of a kept field as it is stored, without what pads its file."""
     node = problem.graph[node_id]
     return node.nbytes // node.bytes_per_pixel * problem.packing.bytes_per_pixel(problem.graph, node_id, tier)

@@ -1,4 +1,4 @@
-"""The memory of a plan as a list of named amounts that adds up to its peak. Only here is it counted.
+"""Estimate the memory of a plan as a list of named amounts that adds up to its peak. Only here is it counted.
 
 What no choice of tiles changes is *fixed*; the rest is each stage's own, while it is swept. The peak is the fixed part
 and the hungriest stage's. The allowances are in `gigagrad.allowances`, with what each was measured from.
@@ -81,11 +81,11 @@ WHERE_FROM: Final[Mapping[str, str]] = {
     ACTIVATION_SLACK: "half of the small ones, or of all where they come from the heap",
     IMAGES: "their shapes",
 }
-"""Where each number comes from."""
+"""The source of each number."""
 
 
 def fixed_amounts(problem: Problem, message_bytes: int = 0) -> tuple[Amount, ...]:
-    """What no choice of tiles changes, but for compiled convolutions. Messages between ranks take so many bytes."""
+    """Return what no choice of tiles changes, but compiled convolutions. Messages of ranks take `message_bytes`."""
     graph, backward = problem.graph, problem.backward
     gradients, whole = _gradient_bytes(graph, backward=backward), whole_field_bytes(graph, backward=backward)
     tape = int(TAPE_SLACK * (gradients + whole)) if whole else 0
@@ -94,7 +94,7 @@ def fixed_amounts(problem: Problem, message_bytes: int = 0) -> tuple[Amount, ...
 
 
 def weights(problem: Problem, stages: Iterable[Stage], peak_bytes: int) -> Amount:
-    """What a copy of all weights takes that serves every pass, where the budget has room beside a peak without it."""
+    """Count a copy of all weights that serves every pass, where the budget has room beside a peak without it."""
     graph, room = problem.graph, problem.budget_bytes
     read = {i for stage in stages for i in stage.globals if graph[i].is_source and len(graph[i].shape) == 4}
     nbytes = sum(graph[i].nbytes for i in read)
@@ -102,14 +102,14 @@ def weights(problem: Problem, stages: Iterable[Stage], peak_bytes: int) -> Amoun
 
 
 def hoard(problem: Problem, peak_bytes: int, tiles_bytes: int) -> Amount:
-    """What the allocator may hold between tiles, where the budget has room beside a peak without it."""
+    """Count what the allocator may hold between tiles, where the budget has room beside a peak without it."""
     useful = useful_hoard_bytes(tiles_bytes)
     room = useful if problem.budget_bytes is None else problem.budget_bytes - peak_bytes
     return Amount(HOARD, max(0, min(useful, room)))
 
 
 def useful_hoard_bytes(tiles_bytes: int) -> int:
-    """So much that next to no tile has to touch new pages, of tiles that take `tiles_bytes` side by side."""
+    """Return as many bytes as let next to no tile touch new pages, of tiles that take `tiles_bytes` side by side."""
     return max(LEAST_HOARD_BYTES, min(MOST_HOARD_BYTES, int(HOARD_PER_TILE * tiles_bytes)))
 
 
@@ -126,11 +126,11 @@ class StageLedger:
     held: tuple[int, int]
     backward: bool
     readers: int = 1
-    """How many threads read ahead of its tiles."""
+    """Number of threads that read ahead of its tiles."""
     _counted: dict[TileCost, tuple[Amount, ...]] = field(default_factory=dict)
 
     def amounts(self, cost: TileCost) -> tuple[Amount, ...]:
-        """Asked again and again while tiles are chosen, so counted once."""
+        """Return the amounts for a tile shape, counted once: they are asked for often while tiles are chosen."""
         if cost not in self._counted:
             self._counted[cost] = self._count(cost)
         return self._counted[cost]
@@ -159,8 +159,8 @@ class StageLedger:
         return part_count(self._working_bytes[1])
 
     def mapped_bytes(self, cost: TileCost) -> int:
-        """What freed memory does not serve: of what comes and goes beside the tiles, what is taken from the system
-        block by block, and what tiles need beyond any order of freed blocks.
+        """Count what freed memory does not serve: of what comes and goes beside the tiles, what is taken from the
+        system block by block, and what tiles need beyond any order of freed blocks.
         """
         graph = self.problem.graph
         crops = [height * width * graph[i].bytes_per_pixel for i, (height, width) in cost.crops.items()]
@@ -171,13 +171,15 @@ class StageLedger:
 
     @property
     def _shares(self) -> int:
-        """Of a gradient, how many tiles' shares there are at a time: of those at work, and one that is being added."""
+        """Number of tiles' shares of a gradient that exist at a time: of those being computed, and one that is being
+        added.
+        """
         return self.workers + (self.workers > 1)
 
     @cached_property
     def _working_bytes(self) -> tuple[int, int]:
-        """Of every global that the stage reads: its copy in working layout and the tiles' shares of its gradient; and
-        the sums of those.
+        """Bytes of every global that the stage reads: its copy in working layout and the tiles' shares of its gradient;
+        and of the sums of those.
         """
         graph, read = self.problem.graph, self.stage.globals
         copies = sum(graph[i].nbytes for i in read if len(graph[i].shape) == 4)
@@ -195,12 +197,12 @@ class StageLedger:
 
     @property
     def _decoding_bytes(self) -> int:
-        """What readers hold of files while they decode."""
+        """Bytes that readers hold of files while they decode."""
         images = any(self.problem.graph[i].is_source for i in self.stage.reads)
         return self.readers * self.problem.reading.thread_bytes if images else 0
 
     def _behind_bytes(self, cost: TileCost) -> int:
-        """Results that wait to be written to other tiers, and what goes to or from these on its way, at most."""
+        """Count results that wait to be written to other tiers, and what goes to or from these on its way, at most."""
         graph, stage, memory = self.problem.graph, self.stage, self.problem.memory.name
         elsewhere = [i for i in (*stage.reads, *stage.kept) if self.kept.get(i, memory) != memory]
 
@@ -220,8 +222,8 @@ class StageLedger:
         return (WRITES_BEHIND + 1) * most + max(buffers, default=0)  # those that wait, and the one on its way
 
     def _seam_bytes(self, cost: TileCost) -> int:
-        """The strips of one part: what its crops share with the lines of tiles before it and, where it begins inside a
-        line, with the tile before it.
+        """Count the overlaps of one part: what its crops share with the lines of tiles before it and, where it begins
+        inside a line, with the tile before it.
         """
         graph, parts = self.problem.graph, min(self.parts, cost.tile_count)
         read = [i for i in self.stage.reads if graph[i].differentiable and i in cost.crops] if self.backward else []
@@ -239,7 +241,7 @@ class StageLedger:
         return found
 
     def _further_slack(self, cost: TileCost) -> int:
-        """What many tiles side by side need beyond `ALLOCATOR_SLACK`."""
+        """Count what many tiles side by side need beyond `ALLOCATOR_SLACK`."""
         if self.workers == 1 or cost.tile_count <= FEW_TILES:
             return 0
         further = SLACK_OF_DOUBLING * math.log2(cost.tile_count / FEW_TILES)
@@ -258,12 +260,12 @@ class StageLedger:
 
 
 def _shared_pixels(size: int, tiles: int, crop: int) -> int:
-    """What two neighbouring crops have in common along an axis, at most: tiles differ by a pixel or two."""
+    """Return the pixels that two neighbouring crops share along an axis, at most: tiles differ by a pixel or two."""
     return 0 if tiles == 1 else min(crop, max(0, crop - size // tiles) + 2)
 
 
 def _gradient_bytes(graph: Graph, *, backward: bool) -> int:
-    """The gradients of all parameters, and the global values made from parameters and sums."""
+    """Count the gradients of all parameters, and the global values made from parameters and sums."""
     found = 0
     for node in graph.nodes:
         if node.op == "parameter":

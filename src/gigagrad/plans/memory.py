@@ -1,4 +1,4 @@
-"""Peak bytes of one tile, by simulating which crops are alive while it runs forward and backward.
+"""Predict the peak bytes of one tile, by simulating which crops are alive while it runs forward and backward.
 
 Forward, a crop lives until its last reader has run, or until the end of the backward pass if autograd saves it (each
 row of the operator table says what its operator saves). Backward, a field's cotangent lives from its first reader's
@@ -24,8 +24,8 @@ def crop_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
 
 
 def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward: bool, rounds: bool = False) -> int:
-    """Peak bytes of all crops, saved tensors, cotangents and workspaces of one tile; `rounds`: kept fields, on the way
-    to their stores.
+    """Predict the peak bytes of all crops, saved tensors, cotangents and workspaces of one tile; `rounds`: kept fields
+    are rounded on the way to their stores.
     """
     size = {i: crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)}
     run = [i for i in stage.fields if size[i]]
@@ -70,8 +70,8 @@ def tile_peak_bytes(graph: Graph, stage: Stage, tile: TileGeometry, *, backward:
 
 
 def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
-    """Peak bytes of what whole-field operators make: with gradients, what autograd keeps of it until it is pulled back,
-    and the cotangents that are alive at the worst moment of that.
+    """Predict the peak bytes of what whole-field operators make: with gradients, what autograd keeps of it until its
+    backward, and the cotangents that are alive at the worst moment of that.
 
     A gathered field is counted among the kept ones, too; here it is counted because it outlives its stage.
     """
@@ -149,7 +149,7 @@ def _base(graph: Graph, node: Node) -> int:
 
 
 def _cast_bytes(graph: Graph) -> int:
-    """The cotangents of what whole-field operators read of parameters in another precision.
+    """Count the cotangents of what whole-field operators read of parameters in another precision.
 
     The casts were computed first, so autograd pulls them back last: their cotangents wait for one another.
     """
@@ -164,7 +164,7 @@ def _cast_bytes(graph: Graph) -> int:
 
 
 def _makes_memory(graph: Graph, node: Node) -> bool:
-    """Whether a value takes memory of its own. What reshapes a permuted value copies it."""
+    """Say whether a value takes memory of its own. What reshapes a permuted value copies it."""
     layout = _layout(graph, node)
     if layout is not Layout.PACKED:
         return layout is Layout.OWN
@@ -181,7 +181,7 @@ def _layout(graph: Graph, node: Node) -> Layout:
 
 
 def worst_tile(grid: Grid) -> TileGeometry:
-    """The tile with the largest crops: per axis, the index whose spans are longest in total."""
+    """Return the tile with the largest crops: per axis, the index whose spans are longest in total."""
 
     def length(axis: int, index: int) -> int:
         return sum(span.length for span in grid.axis_geometry(axis, index).spans.values())
@@ -191,14 +191,14 @@ def worst_tile(grid: Grid) -> TileGeometry:
 
 
 def largest_block_bytes(graph: Graph, stage: Stage, tile: TileGeometry) -> int:
-    """Of the crops of the largest tile, and of the globals, of which a tile makes copies and gradients."""
+    """Return the bytes of a tile's largest crop, or of a larger global: tiles make copies and gradients of both."""
     crops = [crop_bytes(graph, tile, i) for i in (*stage.reads, *stage.fields)]
     return max([*crops, *(graph[i].nbytes for i in stage.globals)], default=0)
 
 
 def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
-    """How many kernels oneDNN's cache comes to hold of a stage: one for every convolution, forward and twice backward,
-    in every shape that tiles ask of it.
+    """Count the kernels that oneDNN's cache comes to hold of a stage: one for every convolution, forward and twice
+    backward, in every shape that tiles ask of it.
     """
     graph = grid.graph
     calls = [Call(graph[i], graph.operands(graph[i])) for i in grid.stage.fields if lookup(graph[i].op).compiled]
@@ -212,7 +212,9 @@ def compiled_convolutions(grid: Grid, *, backward: bool) -> int:
 
 
 def _kernels(calls: list[Call], axis: int, tile: AxisGeometry) -> list[tuple[int, ...]]:
-    """For every convolution what its kernel is compiled for along an axis of a tile; nothing where there is none."""
+    """Return for every convolution what its kernel is compiled for along an axis of a tile; nothing where there is
+    none.
+    """
     return [
         lookup(call.node.op).compiled_for(call, axis, tile.spans[i], tile.operand_spans[i]) if i in tile.spans else ()
         for call in calls
@@ -221,13 +223,13 @@ def _kernels(calls: list[Call], axis: int, tile: AxisGeometry) -> list[tuple[int
 
 
 def whole_compiled_convolutions(graph: Graph, *, backward: bool) -> int:
-    """The same of convolutions that run on whole fields."""
+    """Count the kernels of convolutions that run on whole fields."""
     count = sum(node.whole and lookup(node.op).compiled for node in graph.nodes)
     return count * (3 if backward else 1)
 
 
 def gradient_sum_bytes(graph: Graph, stage: Stage, sum_dtype: torch.dtype) -> int:
-    """The sums of the gradients of what a stage reads beside fields, while it is swept backward."""
+    """Count the sums of the gradients of what a stage reads beside fields, while it is swept backward."""
     return sum(sum_dtype.itemsize * prod(graph[i].shape) for i in summed_globals(graph, stage))
 
 
@@ -240,13 +242,13 @@ def _reader_counts(graph: Graph, run: list[int]) -> dict[int, int]:
 
 
 def _savers(graph: Graph, node_id: int) -> set[int]:
-    """The crops that autograd keeps for the backward of one operator."""
+    """Return the crops that autograd keeps for the backward of one operator."""
     node = graph[node_id]
     return lookup(node.op).saves(Call(node, graph.operands(node))) if node.differentiable else set()
 
 
 def _released(graph: Graph, run: list[int]) -> dict[int, list[int]]:
-    """By operator the crops that autograd keeps until its backward: of those that keep a crop, it ran first."""
+    """Return, by operator, the crops that autograd keeps until its backward: of those that keep a crop it ran first."""
     first = {crop: node_id for node_id in reversed(run) for crop in _savers(graph, node_id)}
     released: dict[int, list[int]] = {}
     for crop, node_id in first.items():
@@ -255,7 +257,7 @@ def _released(graph: Graph, run: list[int]) -> dict[int, list[int]]:
 
 
 def workspace_bytes(graph: Graph, tile: TileGeometry, node_id: int) -> int:
-    """What an operator takes for itself on a tile while it runs, forward or backward."""
+    """Return the bytes that an operator takes for itself on a tile while it runs, forward or backward."""
     node = graph[node_id]
     out, operands = tile.site(node_id)
     return lookup(node.op).workspace_bytes(Call(node, graph.operands(node)), out[0].length * out[1].length, operands)

@@ -1,4 +1,5 @@
-"""Which rank computes which parts of every stage, which pixels of every field it holds for that, and what travels.
+"""Partition a plan over ranks: who computes which parts of every stage, which pixels of every field it holds for that,
+and what travels.
 
 A rank holds what its tiles write of a kept field, and what they read of it in any later pass. Of a field's cotangents,
 while a stage is swept that reads it, it holds what its tiles are the first to reach; what they add to pixels that other
@@ -19,11 +20,11 @@ from gigagrad.plans.program import Tiles
 from gigagrad.plans.stages import Stage, is_read
 
 Strip = tuple[int, Box]
-"""What a part adds to pixels that another rank reaches first: the part, and which."""
+"""The share of a part that goes to pixels which another rank reaches first: the part, and the box."""
 
 
 class Owners:
-    """Of a plan's parts and kept fields, for so many ranks."""
+    """The parts and kept fields of a plan, divided among so many ranks."""
 
     def __init__(self, graph: Graph, stages: Sequence[StagePlan], passes: Sequence[Tiles], count: int) -> None:
         self.count = count
@@ -33,15 +34,15 @@ class Owners:
         self.parts, self._first_part = cache(self._find_parts), cache(self._find_first_part)
         self.held, self.written, self.read = cache(self._find_held), cache(self._find_written), cache(self._find_read)
         self.halo = cache(self._find_halo)
-        """What a rank sends another one of a kept field, once it is written: by field, sender and receiver."""
+        """Boxes that a rank sends another one of a kept field, once it is written: by field, sender and receiver."""
         self.cotangents = CotangentOwners(self, graph, [self._stages[p.stage] for p in passes if p.phase != "forward"])
 
     def own(self, stage: int, rank: int) -> range:
-        """The parts of a stage that a rank computes."""
+        """Return the parts of a stage that a rank computes."""
         return range(self._first_part(stage, rank), self._first_part(stage, rank + 1))
 
     def whole(self, field: int) -> Box:
-        """The box of all of a field."""
+        """Return the box of all of a field."""
         node = self._graph[field]
         return Box.whole(node.size(0), node.size(1))
 
@@ -59,16 +60,16 @@ class Owners:
         return len(parts) if rank == self.count else parts.nearest(len(parts.grid) * rank // self.count)
 
     def _find_written(self, field: int, rank: int) -> list[Box]:
-        """What a rank's tiles write of a kept field: of all ranks together the whole field, once."""
+        """Return what a rank's tiles write of a kept field: of all ranks together the whole field, once."""
         stage = self._producers[field]
         return self.parts(stage).written(field, self._tiles(stage, rank))
 
     def _find_read(self, stage: int, field: int, rank: int) -> list[Box]:
-        """What a rank's tiles read of a field in a sweep of a stage; boxes may overlap."""
+        """Return what a rank's tiles read of a field in a sweep of a stage; boxes may overlap."""
         return self.parts(stage).read(field, self._tiles(stage, rank))
 
     def _find_held(self, field: int, rank: int) -> list[Box]:
-        """What a rank holds of a kept field."""
+        """Return what a rank holds of a kept field."""
         if self._graph.gathers(field):
             return [self.whole(field)]
         reading = [stage.index for stage in self._stages if field in stage.reads]
@@ -81,27 +82,26 @@ class Owners:
 
 
 class CotangentOwners:
-    """Of the cotangents of fields that stages read."""
+    """The cotangents of fields that stages read, divided among ranks."""
 
     def __init__(self, owners: Owners, graph: Graph, differentiated: Sequence[Stage]) -> None:
-        """`differentiated`: the stages that are pulled back, in that order."""
+        """Divide them; `differentiated`: the stages that run backward, in that order."""
         self._owners, self._graph, self._sweeps = owners, graph, differentiated
         self.adding, self.held, self._first = cache(self._find_adding), cache(self._find_held), cache(self._find_first)
         self.sums, self.strips = cache(self._find_sums), cache(self._find_strips)
-        """What a rank sends another one when a stage has been swept, by stage, field, sender and receiver: of what it
-        has summed up alone, and what its parts add to pixels that others reach first, in the order of parts.
-        """
+        """Boxes that a rank sends another one when a stage has been swept, by stage, field, sender and receiver: of
+        what it has summed up alone, and what its parts add to pixels that others reach first, in the order of parts."""
 
     def wanted_next(self, stage: int, field: int, rank: int) -> list[Box]:
-        """What a rank needs when a stage has been swept: what it is the first to reach in the next sweep that adds to
-        the field's; after the last one what it wrote, or all of it where no stage wrote it.
+        """Return what a rank needs when a stage has been swept: what it is the first to reach in the next sweep that
+        adds to the field's; after the last one what it wrote, or all of it where no stage wrote it.
         """
         adding = self.adding(field)
         following = adding.index(stage) + 1
         return self._first(adding[following], field, rank) if following < len(adding) else self._at_last(field, rank)
 
     def elsewhere(self, stage: int, field: int, rank: int) -> list[Box]:
-        """The pixels that ranks before this one reach first."""
+        """Return the pixels that ranks before this one reach first."""
         return self._owners.parts(stage).reached_before(field, self._owners.own(stage, rank).start)
 
     def _find_sums(self, stage: int, field: int, sender: int, receiver: int) -> list[Box]:
@@ -117,17 +117,19 @@ class CotangentOwners:
         return found
 
     def _find_adding(self, field: int) -> list[int]:
-        """The stages whose sweeps add to the field's, in the order in which they run."""
+        """Return the stages whose sweeps add to the field's, in the order in which they run."""
         return [stage.index for stage in self._sweeps if field in stage.reads]
 
     def _find_first(self, stage: int, field: int, rank: int) -> list[Box]:
-        """The pixels that a rank's tiles reach before those of all others: of all ranks together the whole field."""
+        """Return the pixels that a rank's tiles reach before those of all others: of all ranks together the whole
+        field.
+        """
         last = rank == self._owners.count - 1
         until = [self._owners.whole(field)] if last else self.elsewhere(stage, field, rank + 1)
         return without(until, self.elsewhere(stage, field, rank))
 
     def _find_held(self, field: int, rank: int) -> list[Box]:
-        """What a rank holds, in any sweep."""
+        """Return what a rank holds, in any sweep."""
         first = [box for stage in self.adding(field) for box in self._first(stage, field, rank)]
         return apart([*first, *self._at_last(field, rank)])
 

@@ -1,5 +1,5 @@
-"""Parts: runs of consecutive tiles of a stage, in the order of execution. They are what sums are made of, whoever
-computes them.
+"""Divide the tiles of a stage into parts: runs of consecutive tiles, in the order of execution. Sums are made of them,
+whoever computes them.
 
 A sum is a chain over the tiles of a part, then a fixed binary tree over parts; where the crops of two parts overlap,
 each adds up its cotangents by itself, and theirs are added in the order of parts. So no bit depends on who computes
@@ -21,8 +21,8 @@ _WAITING_BYTES = 64 * 2**20
 
 
 def part_count(sum_bytes: int) -> int:
-    """How many parts a stage has whose sums take so many bytes: a power of two, fewer where those that wait for others
-    in the tree would take much memory.
+    """Return the number of parts of a stage whose sums take so many bytes: a power of two, fewer where those that wait
+    for others in the tree would take much memory.
     """
     count = MOST_PARTS
     while (count.bit_length() - 1) * sum_bytes > _WAITING_BYTES:
@@ -31,13 +31,14 @@ def part_count(sum_bytes: int) -> int:
 
 
 def waiting_sums(parts: int, tile_count: int) -> int:
-    """Beside the sum of the part at work, how many finished ones wait at most until the tree joins them."""
+    """Return how many finished sums wait at most until the tree joins them, beside that of the part being computed."""
     return (min(parts, tile_count) - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What the tiles before one of them have reached of a field: whole lines of pixels, and a part of some more.
+    """The pixels of a field that the tiles before one of them have reached: whole lines of pixels, and a part of some
+    more.
 
     Lines are rows where tiles go row by row, and columns where they go column by column.
     """
@@ -50,7 +51,7 @@ class Front:
     along: int
 
     def split(self, box: Box) -> Iterator[tuple[Box, int | None]]:
-        """A box, cut where the front runs: what is not reached with None, the rest with 0 (lines) or 1 (partly)."""
+        """Cut a box at the boundary: yield what is not reached with None, the rest with 0 (lines) or 1 (partly)."""
         lines, along = (box.y, box.x) if self.by_rows else (box.x, box.y)
         partly = self.partly if self.along > along.start else self.full
         reached = Span(max(lines.start, self.full), min(lines.stop, partly))
@@ -87,19 +88,19 @@ class Parts:
         """The parts that have tiles."""
 
     def __len__(self) -> int:
-        """How many there may be; some are empty where there are fewer tiles."""
+        """Return how many there may be; some are empty where there are fewer tiles."""
         return len(self._starts) - 1
 
     def start(self, part: int) -> int:
-        """The position of its first tile in the order of execution; of all tiles behind the last part."""
+        """Return the position of its first tile in the order of execution; of all tiles behind the last part."""
         return self._starts[part]
 
     def tiles(self, part: int) -> range:
-        """Positions of its tiles in the order of execution."""
+        """Return the positions of its tiles in the order of execution."""
         return range(self._starts[part], self._starts[part + 1])
 
     def nearest(self, position: int) -> int:
-        """The part that begins nearest to a tile, or as many as there are parts."""
+        """Return the part that begins nearest to a tile, or as many as there are parts."""
         return min(range(len(self._starts)), key=lambda part: abs(self._starts[part] - position))
 
     def tile(self, position: int) -> TileGeometry:
@@ -108,7 +109,7 @@ class Parts:
         return self.grid[row * self.grid.shape[1] + column]
 
     def front(self, field: int, part: int) -> Front:
-        """What all parts before this one have reached of a field."""
+        """Return the pixels of a field that all parts before this one have reached."""
         line, along = divmod(self._starts[part], self._along)
         _, lines = self._spans(self._line_axis, field)
         _, columns = self._spans(self._along_axis, field)
@@ -121,7 +122,7 @@ class Parts:
         return [box for box, which in front.split(Box.whole(node.size(0), node.size(1))) if which is not None]
 
     def strips(self, field: int, part: int) -> tuple[Box | None, Box | None]:
-        """Of a field, what a part's crops have in common with whole lines and with the lines that parts before it have
+        """Return what a part's crops of a field share with whole lines and with the lines that parts before it have
         reached: hulls.
         """
         front = self.front(field, part)
@@ -136,15 +137,15 @@ class Parts:
         return found[0], found[1]
 
     def read(self, field: int, tiles: range) -> list[Box]:
-        """What a run of tiles reads of a field: up to three boxes, which may overlap."""
+        """Return what a run of tiles reads of a field: up to three boxes, which may overlap."""
         return self._boxes(tiles, lambda axis, index: self._spans(axis, field)[0][index])
 
     def written(self, field: int, tiles: range) -> list[Box]:
-        """What a run of tiles has of a target of the stage: up to three boxes."""
+        """Return what a run of tiles has of a target of the stage: up to three boxes."""
         return self._boxes(tiles, lambda axis, index: self.grid.wanted(axis, index)[field])
 
     def _boxes(self, tiles: range, span: Callable[[int, int], Span | None]) -> list[Box]:
-        """Hulls of the tiles in a line that the run begins in, in whole lines, and in the line that it ends in."""
+        """Return hulls of the tiles in the line where the run begins, in whole lines, and in the line where it ends."""
         line, along = divmod(tiles.start, self._along)
         last, end = divmod(tiles.stop, self._along)
         runs = [(range(line, last), range(self._along)), (range(last, last + 1), range(end))]
@@ -165,7 +166,7 @@ class Parts:
         return found
 
     def _find_spans(self, axis: int, field: int) -> tuple[list[Span | None], list[int]]:
-        """What each row or column of tiles reads of a field, and how far those before it reach."""
+        """Return what each row or column of tiles reads of a field, and how far those before it reach."""
         spans = [self.grid.axis_geometry(axis, index).spans.get(field) for index in range(self.grid.shape[axis])]
         return spans, [*accumulate((0 if span is None else span.stop for span in spans), max, initial=0)]
 

@@ -33,11 +33,11 @@ class StagePlan:
     parts: int = 1
     """Into how many runs of tiles its sums are divided (`gigagrad.plans.parts`)."""
     memory: tuple[Amount, ...] = ()
-    """What its passes add to what is fixed and to what is kept."""
+    """Amounts that its passes add to what is fixed and to what is kept."""
     beside_bytes: int = 0
-    """What freed memory does not serve. Of what comes and goes beside its tiles (crops that wait, contributions to
-    gradients) those blocks that the allocator takes from the system one by one; and where very many tiles are computed
-    side by side, what their blocks may need beyond any order of freed ones."""
+    """Bytes that freed memory does not serve. Of what comes and goes beside its tiles (crops that wait, contributions
+    to gradients) those blocks that the allocator takes from the system one by one; and where very many tiles are
+    computed side by side, what their blocks may need beyond any order of freed ones."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     """One sweep of this stage without and with gradients, by the cost model."""
@@ -76,7 +76,7 @@ def total(amounts: Iterable[Amount]) -> int:
 
 
 def amount_of(amounts: Iterable[Amount], *names: str) -> int:
-    """Bytes under these names."""
+    """Sum the bytes under these names."""
     return sum(amount.size_bytes for amount in amounts if amount.name in names)
 
 
@@ -90,9 +90,9 @@ class KeptField:
     module: str
     shape: tuple[int, ...]
     size_bytes: int
-    """As it is stored; its cotangents take what its own dtype does."""
+    """Bytes as it is stored; its cotangents take what its own dtype does."""
     storage: str = EXACT
-    """What its values are rounded to, as `storage` of `compile` says it."""
+    """The type that its values are rounded to, as `storage` of `compile` says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +102,24 @@ class WholeField:
     operator: str
     module: str
     size_bytes: int
-    """Of its output."""
+    """Bytes of its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """How a step is shared among ranks."""
+    """The shares of a step that ranks hold and send."""
 
     count: int
     held_share: float
-    """What part of a field one of them holds at most, of those that are not replicated."""
+    """The largest part of a field that one of them holds, of those that are not replicated."""
     message_bytes: int
     sent_bytes: int
-    """By all of them in a step."""
+    """Bytes sent by all of them in a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is in memory during one pass.
+    """The memory held during one pass.
 
     What does not depend on the pass alone is the most that its stage's passes make of it.
     """
@@ -153,13 +153,13 @@ class Plan:
     whole_field: tuple[WholeField, ...]
     budget_bytes: int | None
     fixed: tuple[Amount, ...] = ()
-    """What is held whichever stage is swept."""
+    """Amounts held whichever stage is swept."""
     whole_seconds: float = 0.0
-    """What whole-field operators take, by the cost model; of the whole image at once all of it."""
+    """Seconds of whole-field operators, by the cost model; of the whole image at once all of it."""
     ranks: RankPlan | None = None
     """None: one process by itself."""
     timed_seconds: tuple[float, ...] | None = None
-    """Of each pass, by a tile of it that was timed on this machine; None where none was."""
+    """Seconds of each pass, by a tile of it that was timed on this machine; None where none was."""
     readers: int = 1
     """Threads that read and decode images ahead of the tiles."""
     whole_pixels: int = 0
@@ -177,14 +177,14 @@ class Plan:
 
     @property
     def whole(self) -> str | None:
-        """What PyTorch runs of the model and the loss by itself on the whole image, `forward` or `forward and
-        backward`: then there are no stages. None: it is computed in tiles.
+        """The phases that PyTorch runs of the model and the loss by itself on the whole image, `forward` or `forward
+        and backward`: then there are no stages. None: it is computed in tiles.
         """
         return next((step.phase for step in self.steps if isinstance(step, Whole)), None)
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
-        """What is in memory during each pass."""
+        """The memory held during each pass."""
         share = 1.0 if self.ranks is None else self.ranks.held_share
         found = []
         for step, buffers in live(self.steps):
@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def ledger(self) -> tuple[Amount, ...]:
-        """What adds up to the peak: what is there during the pass that needs most."""
+        """The amounts that add up to the peak: those held during the pass that needs most."""
         return max(self.moments, key=lambda moment: moment.total_bytes).amounts
 
     @cached_property
@@ -203,7 +203,7 @@ class Plan:
         return total(self.ledger)
 
     def most(self, *names: str) -> int:
-        """Of the bytes under these names, what the pass holds that holds most of them."""
+        """Return the bytes under these names during the pass that holds most of them."""
         return max(amount_of(moment.amounts, *names) for moment in self.moments)
 
     @cached_property
@@ -216,22 +216,22 @@ class Plan:
         return tuple(Amount(tier, size) for tier, size in sorted(most.items()))
 
     def bytes_in(self, tier: str) -> int:
-        """Peak of what is kept in another tier than the one that the budget bounds."""
+        """Return the peak of what is kept in another tier than the one that the budget bounds."""
         return amount_of(self.elsewhere, tier)
 
     @property
     def predicted_seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return self.modelled_seconds if self.timed_seconds is None else sum(self.timed_seconds)
 
     @property
     def modelled_seconds(self) -> float:
-        """Of one step, by the cost model alone."""
+        """Seconds of one step, by the cost model alone."""
         return self.whole_seconds + sum(self._sweep_seconds)
 
     @property
     def pass_shares(self) -> tuple[float, ...]:
-        """What part of the predicted time each pass takes; whole-field operators count to all passes alike."""
+        """The share of the predicted time that each pass takes; whole-field operators count to all passes alike."""
         passes = self._sweep_seconds if self.timed_seconds is None else self.timed_seconds
         total = sum(passes)
         return tuple(seconds / total if total else 1 / len(passes) for seconds in passes)
@@ -255,13 +255,13 @@ class Plan:
         return bool(self.whole) + sum(self.stages[p.stage].tile_count for p in self.passes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
+        """Return plain types only, for JSON."""
         derived = {"predicted_peak_bytes": self.predicted_peak_bytes, "predicted_seconds": self.predicted_seconds}
         return {**to_plain(self), **derived}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """The inverse of `to_dict`, also after a trip through JSON, whatever stands beside it in plan.json.
+        """Undo `to_dict`, also after a trip through JSON, whatever stands beside it in plan.json.
 
         Raises TypeError or ValueError for anything else.
         """
@@ -270,11 +270,13 @@ class Plan:
         return found
 
     def memory_parts(self) -> list[tuple[str, int]]:
-        """What the predicted peak adds up from: a name for people, and bytes. Parts of nothing are left out."""
+        """Return the amounts that the predicted peak adds up from: a name for people, and bytes. Parts of nothing are
+        left out.
+        """
         return [(amount.name, amount.size_bytes) for amount in self.ledger if amount.size_bytes]
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """Show the text in notebooks."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:

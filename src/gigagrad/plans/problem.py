@@ -1,4 +1,4 @@
-"""What planning is asked: a graph, the machine, and the memory there is in every tier."""
+"""Define what a planner is asked: a graph, the machine, and the memory there is in every tier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gigagrad.units import format_bytes
 
 
 def compiled_by_default(count: int) -> int:
-    """What so many compiled convolutions add to a process that has none yet."""
+    """Return what so many compiled convolutions add to a process that has none yet."""
     return min(count, MOST_COMPILED) * KERNEL_BYTES
 
 
@@ -32,29 +32,30 @@ class Problem:
     machine: Machine = field(default_factory=Machine)
     device: str = "cpu"
     sum_dtype: torch.dtype = torch.float64
-    """Of sums over tiles."""
+    """The type of sums over tiles."""
     ranks: int = 1
-    """How many share the work; memory is that of one of them."""
+    """Number of ranks that share the work; memory is that of one of them."""
     budget_bytes: int | None = None
     held: tuple[Amount, ...] = ()
-    """What is held whatever the plan: the process, readers' caches, what a step and an optimizer will add."""
+    """Amounts held whatever the plan: the process, readers' caches, what a step and an optimizer will add."""
     compiled_bytes: Callable[[int], int] = compiled_by_default
-    """What so many compiled convolutions will add."""
+    """Bytes that so many compiled convolutions will add."""
     output_bytes: Callable[[int, tuple[int, ...]], int] = lambda tile_height, shape: 0
-    """What the sink holds of an output field of this shape that comes in rows of tiles of that height."""
+    """Bytes that the sink holds of an output field of this shape that comes in rows of tiles of that height."""
     handed: int | None = None
     """The image whose gradient goes to the sink in strips, from the top, instead of being held until the end."""
     tiers: tuple[Tier, ...] = (MemoryTier(),)
-    """Where fields may be kept, the memory that the budget bounds first and others in the order of preference."""
+    """Tiers in which fields may be kept, the memory that the budget bounds first and others in the order of
+    preference."""
     rooms: Mapping[str, int] = field(default_factory=dict)
     """Bytes that fields may take in each of the other tiers."""
     packing: Packing = AS_THEY_ARE
     whole: WholeCost | None = None
-    """What plain autograd takes for the whole image; None where the image is to be computed in tiles."""
+    """The cost of the whole image in plain autograd; None where the image is to be computed in tiles."""
     free_bytes: int | None = None
-    """What else the device may give now, for a plan without a budget; None where that is not known."""
+    """Bytes beside these that the device may give now, for a plan without a budget; None where that is not known."""
     reading: Reading = field(default_factory=Reading)
-    """What it takes to read the images."""
+    """The cost of reading the images."""
 
     @property
     def image_shape(self) -> tuple[int, ...]:
@@ -71,7 +72,9 @@ class Problem:
         return self.tiers[0]
 
     def tier(self, name: str) -> Tier:
-        """Raises BudgetError for one that is not there, as when a plan comes from elsewhere."""
+        """Return the tier of this name. Raises BudgetError for one that is not there, as when a plan comes from
+        elsewhere.
+        """
         for tier in self.tiers:
             if tier.name == name:
                 return tier
@@ -84,13 +87,15 @@ class Problem:
         )
 
     def refusal(self, what: str, needed_bytes: int) -> BudgetError:
-        """What does not fit in the budget, and a budget that would do."""
+        """Return an error that names what does not fit in the budget, and a budget that would do."""
         return BudgetError(
             what, budget_bytes=self.budget_bytes or 0, needed_bytes=needed_bytes, smallest_bytes=roomy(needed_bytes)
         )
 
     def tier_refusal(self, tier: Tier, tier_bytes: int, needed_bytes: int) -> BudgetError:
-        """What does not fit in another tier; `needed_bytes` of the memory that the budget bounds would do instead."""
+        """Return an error that names what does not fit in another tier; `needed_bytes` of the memory that the budget
+        bounds would do instead.
+        """
         return BudgetError(
             f"the fields that this plan keeps in {tier.place} take {format_bytes(tier_bytes)}, there is room for "
             f"{format_bytes(self.rooms.get(tier.name, 0))}",
@@ -102,8 +107,8 @@ class Problem:
 
 
 def roomy(needed_bytes: int) -> int:
-    """A budget to recommend: with room to spare, because a process never has the same size twice, and rounded up to a
-    number that survives being printed with three digits and typed in again.
+    """Return a budget to recommend: with room to spare, because a process never has the same size twice, and rounded up
+    to a number that survives being printed with three digits and typed in again.
     """
     step = max(16 * 2**20, 1 << (needed_bytes.bit_length() - 6))
     return -(-(needed_bytes + ROOM_BYTES) // step) * step

@@ -34,9 +34,9 @@ class Buffer:
     held: tuple[tuple[Box, ...], ...]
     """The boxes that each rank holds."""
     held_bytes: tuple[int, ...]
-    """What those take, by rank."""
+    """Bytes that those take, by rank."""
     replicated: bool
-    """Whether every rank holds all of it."""
+    """True where every rank holds all of it."""
 
     @property
     def key(self) -> Key:
@@ -57,7 +57,7 @@ class Transfer:
     receiver: int
     size_bytes: int
     part: int | None = None
-    """Of cotangents that are added: the part whose tiles gave them. None: what is written as it is."""
+    """The part whose tiles gave it, where cotangents are added. None: it is written as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +107,13 @@ class Exchange:
 
     transfers: tuple[Transfer, ...]
     gradients: Sum
-    """What is summed of gradients, of nodes that are no fields."""
+    """Nodes that are no fields, whose gradients are summed."""
     reductions: Sum
     """The reductions of the stage whose values are summed."""
     parts: tuple[tuple[int, ...], ...]
     """One part of each sum that a rank sends, joined as far as its own parts go, by rank."""
     sum_bytes: tuple[int, ...]
-    """What one of these takes in a message to each rank."""
+    """Bytes that one of these takes in a message to each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Gather:
     nodes: tuple[int, ...]
     gradients: bool
     share_bytes: tuple[int, ...]
-    """What the shares of each rank take in a message to another one."""
+    """Bytes that the shares of each rank take in a message to another one."""
 
 
 @dataclass(frozen=True, slots=True)

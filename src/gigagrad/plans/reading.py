@@ -1,4 +1,4 @@
-"""What reading images takes: seconds and bytes of the threads that decode them while tiles are computed."""
+"""Predict what reading images takes: seconds and bytes of the threads that decode them while tiles are computed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ its pass."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What a graph's images ask of the threads that read them."""
+    """The cost of reading a graph's images: seconds, bytes and threads."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """What one thread takes to decode each image once, by the name of the input; none for what is in memory."""
+    """Seconds that one thread takes to decode each image once, by the name of the input; none for what is in memory."""
     thread_bytes: int = 0
-    """What a thread holds of a file, beside the pixels it reads."""
+    """Bytes that a thread holds of a file, beside the pixels it reads."""
     threads: int = 1
-    """How many there may be."""
+    """The largest number of them."""
     beside: bool = False
-    """Whether tiles are computed on the same cores."""
+    """True where tiles are computed on the same cores."""
 
     def seconds_of(self, graph: Graph, stage: Stage) -> float:
         """Tell what one thread takes for a pass over a stage: what is decoded serves every tile that reads it."""

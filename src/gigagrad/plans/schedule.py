@@ -1,4 +1,4 @@
-"""In which order the stages run, and whether the last one needs one pass or two.
+"""Order the passes over stages, and say whether the last stage needs one pass or two.
 
 Backward, a stage needs the cotangents of its reductions, and those exist only once the loss is known. The last stage is
 the exception when the loss depends on its reductions in a way that is known beforehand:
@@ -19,7 +19,7 @@ from gigagrad.plans.stages import Stage
 
 
 class Cotangents(Enum):
-    """How the cotangents of the last stage's reductions are known."""
+    """Ways in which the cotangents of the last stage's reductions become known."""
 
     AFFINE = "affine"
     SCALED = "scaled"
@@ -31,7 +31,7 @@ def differentiable_reductions(graph: Graph, stage: Stage) -> tuple[int, ...]:
 
 
 def last_cotangents(graph: Graph, stage: Stage) -> Cotangents:
-    """How the cotangents of the reductions of the last stage become known."""
+    """Say how the cotangents of the reductions of the last stage become known."""
     varying = differentiable_reductions(graph, stage)
     if stage.kept:  # a field that is kept is written by a forward sweep, and something global waits for it
         return Cotangents.AFTER_FORWARD
@@ -44,7 +44,7 @@ def last_cotangents(graph: Graph, stage: Stage) -> Cotangents:
 
 
 def _affine(graph: Graph, varying: set[int], unknown: set[int]) -> bool:
-    """Whether every global computed from `varying` is an affine function of it with coefficients known beforehand."""
+    """Say whether every global computed from `varying` is an affine function of it, with coefficients known before."""
     varying, unknown = set(varying), set(unknown)
     for node in graph.nodes:
         if node.is_field or node.id in unknown:
@@ -67,7 +67,7 @@ def _affine(graph: Graph, varying: set[int], unknown: set[int]) -> bool:
 
 
 def make_passes(graph: Graph, stages: tuple[Stage, ...], *, backward: bool) -> tuple[Tiles, ...]:
-    """The sweeps of one forward, or of one forward and backward, in order."""
+    """Return the sweeps of one forward, or of one forward and backward, in order."""
     forward = [Tiles(stage.index, "forward") for stage in stages]
     if not backward or not stages:
         return tuple(forward)

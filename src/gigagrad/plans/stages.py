@@ -1,4 +1,4 @@
-"""Stages: the graph split where a value must be known for the whole image before the next one can be computed.
+"""Split the graph into stages, where a value must be known for the whole image before the next one can be computed.
 
 That is so at its reductions, at the fields that whole-field operators read, and at every other field that a plan keeps.
 A stage computes the fields that its targets need, tile by tile, from the images and from fields that earlier stages
@@ -32,13 +32,13 @@ class Stage:
     """Parameters, constants and earlier results that the fields read."""
 
     def targets(self, graph: Graph) -> tuple[int, ...]:
-        """The fields that tiles partition: what is kept, what the reductions reduce, and the output."""
+        """Return the fields that tiles partition: what is kept, what the reductions reduce, and the output."""
         reduced = [graph[r].operands[0] for r in self.reductions]
         return tuple(dict.fromkeys([*self.kept, *reduced, *([self.output] if self.output is not None else [])]))
 
 
 def levels(graph: Graph, kept: Iterable[int] = ()) -> list[int]:
-    """For each node the number of sweeps that must have ended before its value can be computed."""
+    """Return for each node the number of sweeps that must have ended before its value can be computed."""
     stored = set(kept)
     level = [0] * len(graph.nodes)
     for node in graph.nodes:
@@ -48,7 +48,9 @@ def levels(graph: Graph, kept: Iterable[int] = ()) -> list[int]:
 
 
 def split_stages(graph: Graph, kept: Iterable[int] = ()) -> tuple[Stage, ...]:
-    """The stages of a graph, in the order in which they run, if these fields are kept (gathered ones are, anyway)."""
+    """Return the stages of a graph, in the order in which they run, if these fields are kept (gathered ones are,
+    anyway).
+    """
     stored = {*kept, *gathered(graph)}
     level = levels(graph, stored)
     targets: dict[int, tuple[list[int], list[int]]] = {}
@@ -69,7 +71,9 @@ def split_stages(graph: Graph, kept: Iterable[int] = ()) -> tuple[Stage, ...]:
 
 
 def stage_for(graph: Graph, roots: Iterable[int], stored: Iterable[int], kept: Iterable[int]) -> Stage:
-    """A stage by itself: it computes these fields with all their reductions, and keeps some, from what is stored."""
+    """Return a stage by itself: it computes these fields with all their reductions, and keeps some, from what is
+    stored.
+    """
     wanted = set(roots)
     reductions = [node.id for node in graph.nodes if node.is_reduction and node.operands[0] in wanted]
     delivers = graph.output if graph.output in wanted else None
@@ -86,22 +90,22 @@ def _stage(
 
 
 def gathered(graph: Graph) -> set[int]:
-    """The fields that whole-field operators read, but for the images themselves."""
+    """Return the fields that whole-field operators read, but for the images themselves."""
     return {i for node in graph.nodes if node.op == GATHER for i in node.operands if not is_read(graph, i)}
 
 
 def summed_globals(graph: Graph, stage: Stage) -> list[int]:
-    """What a backward sweep of a stage sums the gradients of, beside fields."""
+    """Return the nodes, beside fields, whose gradients a backward sweep of a stage sums."""
     return [i for i in stage.globals if graph[i].differentiable]
 
 
 def is_read(graph: Graph, node_id: int) -> bool:
-    """Whether a field is there without being computed: an image, or a global value laid out like one."""
+    """Say whether a field is there without being computed: an image, or a global value laid out like one."""
     return graph[node_id].is_source or graph[node_id].op == SCATTER
 
 
 def _fields_behind(graph: Graph, roots: list[int], stored: set[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The fields to compute for the roots, and the fields to read for that."""
+    """Return the fields to compute for the roots, and the fields to read for that."""
     computed: set[int] = set()
     reads = {root for root in roots if is_read(graph, root)}
     stack = [root for root in roots if root not in reads]

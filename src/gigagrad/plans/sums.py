@@ -1,4 +1,4 @@
-"""How the sums of a stage come to all ranks: small ones whole from each to each, large ones cut into a share for each.
+"""Bring the sums of a stage to all ranks: small ones whole from each to each, large ones cut into a share for each.
 
 Whoever has a share joins it, in the order of parts, and gives it to the others: what the next pass needs at once,
 gradients of parameters when the step is over. So a rank sends as much as it would around a ring (Thakur, Rabenseifner
@@ -25,7 +25,9 @@ _AT_ONCE_BYTES = 2**24
 
 
 def how_summed(problem: Problem, nodes: Sequence[int]) -> Sum:
-    """How these travel. Moments go whole: they are merged, and each of their numbers needs the others."""
+    """Sort these nodes by how their sums travel. Moments go whole: they are merged, and each of their numbers needs the
+    others.
+    """
     late = tuple(i for i in nodes if problem.graph[i].op == "parameter")
     now = tuple(i for i in nodes if i not in late)
     small = sum(prod(problem.graph[i].shape) * sum_dtype(problem, i).itemsize for i in now) <= _TOLD_BYTES
@@ -34,8 +36,8 @@ def how_summed(problem: Problem, nodes: Sequence[int]) -> Sum:
 
 
 def late_gradients(graph: Graph, stages: Sequence[Stage]) -> list[list[int]]:
-    """The parameters whose gradients ranks have shares of until the step is over, as they are put together then: a few
-    at a time, so that their messages do not take much memory.
+    """Return the parameters whose gradients ranks have shares of until the step is over, as they are put together then:
+    a few at a time, so that their messages do not take much memory.
     """
     found, nbytes = list[list[int]](), 0
     for i in sorted({i for stage in stages for i in summed_globals(graph, stage) if graph[i].op == "parameter"}):
@@ -49,30 +51,34 @@ def late_gradients(graph: Graph, stages: Sequence[Stage]) -> list[list[int]]:
 
 
 def share_of(size: int, rank: int, ranks: int) -> slice:
-    """Which of so many numbers are a rank's."""
+    """Return which of so many numbers are a rank's."""
     return slice(size * rank // ranks, size * (rank + 1) // ranks)
 
 
 def sum_dtype(problem: Problem, node: int) -> torch.dtype:
-    """In which a node is summed."""
+    """Return the type in which a node is summed."""
     return problem.sum_dtype if merge_of(problem.graph[node]) is None else problem.graph[node].dtype
 
 
 def gradient_dtype(graph: Graph, parameter: int) -> torch.dtype:
-    """In which a parameter's gradient is, once it is summed: sums over stages are added up in no less than float32."""
+    """Return the type of a parameter's gradient, once it is summed: sums over stages are added up in no less than
+    float32.
+    """
     dtype = graph[parameter].dtype
     return dtype if dtype.itemsize >= 4 else torch.float32
 
 
 def sum_bytes(problem: Problem, summed: Sum, ranks: int) -> Bytes:
-    """`(ranks,)`: what one sum takes in a message to each of them, behind a part and whether each node has a sum."""
+    """Return, as `(ranks,)`, the bytes of one sum in a message to each of them, behind a part and whether each node has
+    a sum.
+    """
     head = 8 * (1 + len(summed.all))
     whole = sum(prod(problem.graph[i].shape) * sum_dtype(problem, i).itemsize for i in summed.whole)
     return head + whole + share_bytes(problem, summed.shared, ranks)
 
 
 def share_bytes(problem: Problem, nodes: Sequence[int], ranks: int, *, gradients: bool = False) -> Bytes:
-    """`(ranks,)`: the shares that each has of the sums of some nodes, or of gradients."""
+    """Return, as `(ranks,)`, the bytes of the shares that each has of the sums of some nodes, or of gradients."""
     edges, found = np.arange(ranks + 1, dtype=np.int64), np.zeros(ranks, np.int64)
     for i in nodes:
         dtype = gradient_dtype(problem.graph, i) if gradients else sum_dtype(problem, i)

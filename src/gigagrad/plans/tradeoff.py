@@ -1,4 +1,4 @@
-"""What memory buys: the smallest budget that works, and how much faster a step becomes with more.
+"""Compute what memory buys: the smallest budget that works, and how much faster a step becomes with more.
 
 Works with anything that makes a plan for a budget, so that whatever else bounds the plan (threads, forced tiles, a
 scratch folder) is its caller's business.
@@ -19,9 +19,9 @@ PlanAt = Callable[[int | None], Plan]
 _BUDGETS = 9
 """Budgets tried between the smallest and the one that more memory would not help."""
 _GROWTH = 1.25
-"""By how much a refused budget grows at least before it is tried again."""
+"""Factor by which a refused budget grows at least before it is tried again."""
 _PRECISION = 1.02
-"""Of the smallest budget."""
+"""Factor to which the smallest budget is found."""
 _GAIN = 0.99
 """A point of the curve takes at most this share of the time of the one before it."""
 
@@ -31,7 +31,7 @@ class Point:
     """A plan as a point of the trade-off curve. `seconds` are the cost model's, of one step."""
 
     budget_bytes: int
-    """What it was planned for."""
+    """Bytes that it was planned for."""
     predicted_peak_bytes: int
     seconds: float
     kept: int
@@ -40,13 +40,14 @@ class Point:
 
 
 def smallest_budget(plan_at: PlanAt) -> tuple[int, Plan]:
-    """The smallest budget that works, to a few percent and with room for what a process adds at will, and its plan.
+    """Return the smallest budget that works, to a few percent and with room for what a process adds at will, and its
+    plan.
 
     A refusal names what its leanest tile would need, but another stage may need more, so each proposal is tried.
     """
 
     def needed(budget: int) -> int:
-        """0 if the budget works, else more than it: a budget that may."""
+        """Return 0 if the budget works, else more than it: a budget that may."""
         try:
             plan_at(budget)
         except BudgetError as refusal:
@@ -71,7 +72,7 @@ def smallest_budget(plan_at: PlanAt) -> tuple[int, Plan]:
 
 
 def trade_off(plan_at: PlanAt) -> tuple[Point, ...]:
-    """Memory against time: from the smallest workable budget to where more memory gains nothing.
+    """Plan memory against time: from the smallest workable budget to where more memory gains nothing.
 
     Every point is faster than those before it: a plan that needs more memory and is not is left out.
     """

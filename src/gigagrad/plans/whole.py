@@ -1,4 +1,4 @@
-"""The plan for a network that fits as it is: PyTorch runs the model and the loss by itself, on the whole image."""
+"""Plan a network that fits as it is: PyTorch runs the model and the loss by itself, on the whole image."""
 
 from __future__ import annotations
 
