@@ -1,4 +1,5 @@
-"""Whether ranks that compute an image together were given the same: digests go with the word that begins a step.
+"""Check whether ranks that compute an image together were given the same: digests go with the message that begins a
+step.
 
 Images and dense targets are compared by their pixels: all of them up to a few megabytes, more in memory by strips, more
 in files by boxes. Weights are compared whole at first, then some numbers of each, other ones at every step, so that a
@@ -29,16 +30,17 @@ _crc32: Any = imagecodecs.deflate_crc32  # takes any buffer; its type stubs name
 _WHOLE_BYTES = {True: 2**24, False: 2**20}
 """Images of so many bytes in memory, or in files, are compared whole."""
 _STRIPS, _BOXES, _BOX_PX = 64, 4, 128
-"""Of a larger one in memory strips of all its columns, in a file boxes, so many down and across."""
+"""Strips of all columns in which a larger image in memory is compared; boxes down and across, and their side, in a
+file."""
 _NUMBERS = 2**15
-"""Of all weights that are compared at a step, about."""
+"""Numbers of all weights that are compared at a step, about."""
 
 Facts = Mapping[str, Any]
-"""What a rank was given, by what it is."""
+"""The inputs of a rank, by name."""
 
 
 class Alike:
-    """Of one engine; its `settings` are those that all ranks are to have in common."""
+    """Compares what the ranks of one engine were given; its `settings` are those that all ranks must have in common."""
 
     def __init__(self, ranks: Ranks, composite: LossModule, settings: Mapping[str, object]) -> None:
         self._ranks, self._composite = ranks, composite
@@ -46,12 +48,13 @@ class Alike:
         self._nodes = lru_cache(maxsize=8)(_node_digests)
         self._step = 0
         self.drift = False
-        """Whether weights may drift apart in their last bits, as some ranks' processors round otherwise."""
+        """True where weights may drift apart in their last bits, as some ranks' processors round otherwise."""
 
     def said(
         self, word: Any, graph: Graph, sources: Mapping[str, Source], *, backward: bool, content: bool
     ) -> list[Any]:
-        """What each rank says, by rank. They compare what they were given, the `content` of images and weights, too.
+        """Return each rank's `word`, by rank. Ranks compare what they were given, the `content` of images and weights,
+        too.
 
         Raises ConfigError, on every rank, where it is not the same on all.
         """
@@ -119,7 +122,7 @@ class Alike:
         return next(place for place, (one, two) in enumerate(pairs) if one != two)
 
     def _weights(self, graph: Graph) -> dict[str, torch.Tensor]:
-        """The parameters and buffers that a graph reads."""
+        """Return the parameters and buffers that a graph reads."""
         own = [
             self._composite.named_parameters(remove_duplicate=False),
             self._composite.named_buffers(remove_duplicate=False),
@@ -130,20 +133,20 @@ class Alike:
 
 
 def _others(told: Sequence[Facts], names: Iterable[str]) -> list[int]:
-    """The ranks that tell something else under one of these names than the first."""
+    """Return the ranks that differ from the first under one of these names."""
     names = [*names]
     return [rank for rank, one in enumerate(told) if any(one.get(name) != told[0].get(name) for name in names)]
 
 
 def _place(graph: Graph, node: int) -> str:
-    """Where a node is from."""
+    """Say where a node is from."""
     found = graph[min(node, len(graph.nodes) - 1)]
     where = _own(found.arguments["name"]) if found.is_source else found.origin.source or found.origin.module_path
     return where and f", first at {where}"
 
 
 def _own(name: str) -> str:
-    """A parameter's or buffer's as the model has it."""
+    """Return the name of a parameter or buffer as the model has it."""
     return name.removeprefix("model.")
 
 
@@ -165,7 +168,7 @@ def _content(source: Source) -> str:
 
 
 def _looked_at(image: Image, value_bytes: int) -> list[Box]:
-    """Where images are compared."""
+    """Return the boxes on which images are compared."""
     in_memory = isinstance(image, ArrayImage | TensorImage)
     row_bytes = image.channels * image.width * value_bytes
     if image.height * row_bytes <= _WHOLE_BYTES[in_memory]:
@@ -179,14 +182,16 @@ def _looked_at(image: Image, value_bytes: int) -> list[Box]:
 
 
 def _spread(length: int, size: int, count: int) -> list[tuple[int, int]]:
-    """So many spans, in the middle of equal shares."""
+    """Return so many spans, in the middle of equal shares."""
     size = min(size, length)
     starts = [(length - size) * (2 * i + 1) // (2 * count) for i in range(count)]
     return [(start, start + size) for start in starts]
 
 
 def _some(weights: Mapping[str, torch.Tensor], step: int) -> Iterator[torch.Tensor]:
-    """What of each is compared at a step: at the first all of it, then numbers at equal distances, others each time."""
+    """Yield what of each is compared at a step: at the first all of it, then numbers at equal distances, others each
+    time.
+    """
     stride = max(1, sum(weight.numel() for weight in weights.values()) // _NUMBERS) if step else 1
     for weight in weights.values():
         first = step % max(1, min(stride, weight.numel()))
@@ -198,7 +203,7 @@ def _some(weights: Mapping[str, torch.Tensor], step: int) -> Iterator[torch.Tens
 
 
 def _digest(weights: Mapping[str, torch.Tensor], step: int) -> str:
-    """Of what is compared of them at a step; all of them one by one, a few numbers of each together."""
+    """Digest what is compared of them at a step; all of them one by one, a few numbers of each together."""
     some, together = _some(weights, step), dict[tuple[torch.dtype, torch.device], list[torch.Tensor]]()
     if not step:
         return _crc(some)
@@ -208,7 +213,7 @@ def _digest(weights: Mapping[str, torch.Tensor], step: int) -> str:
 
 
 def _node_digests(graph: Graph) -> tuple[str, ...]:
-    """Of each node, and of all of them."""
+    """Digest each node, and all of them."""
     found = []
     for node in graph.nodes:
         # Where it was traced is each rank's own, as are the names of what it closes over.

@@ -25,7 +25,7 @@ class Captures:
         self._kept: OrderedDict[tuple[Any, ...], list[Captured]] = OrderedDict()
 
     def get(self, sources: dict[str, Source]) -> Captured:
-        """The graph for these sources and for the model and the loss as they are now. Raises as `Engine.plan`."""
+        """Return the graph for these sources, for the model and the loss as they are now. Raises as `Engine.plan`."""
         key = tuple((name, source.spec) for name, source in sources.items())
         states = self._kept.setdefault(key, [])
         self._kept.move_to_end(key)

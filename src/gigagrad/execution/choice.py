@@ -1,4 +1,4 @@
-"""What planning decided for one size: enough to make the same plan again, in another process, too."""
+"""Record what planning decided for one size: enough to make the same plan again, in another process, too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Choice:
         )
 
     def suits(self, graph: Graph) -> bool:
-        """Whether the graph has these fields and as many stages: a choice may come from another version of a model."""
+        """Say whether the graph has these fields and as many stages: it may come from another version of a model."""
         if self.whole:
             return True
         if self.whole_pixels and graph.coarse_whole is None:

@@ -111,7 +111,8 @@ def compile(
 def tiers_for(
     device: Device, host_memory: str | int | None, scratch: str | Path | Tier | None, scratch_bytes: str | int | None
 ) -> tuple[Tier, ...]:
-    """Where a device's fields may be kept: its own memory, the host's if that is another, what `scratch` names.
+    """Return the tiers in which a device's fields may be kept: its own memory, the host's if that is another, and
+    `scratch`.
 
     Raises ConfigError for what is no number of bytes, and for `scratch_bytes` without `scratch`.
     """
@@ -129,7 +130,7 @@ def tiers_for(
 
 
 def bytes_or_none(given: str | int | None) -> int | None:
-    """A size as `compile` takes it. Raises ConfigError for what is no number of bytes."""
+    """Return a size as `compile` takes it. Raises ConfigError for what is no number of bytes."""
     try:
         return None if given is None else parse_bytes(given)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The unit in which cotangents travel where values are in float16, whose smallest number is 6e-8.
+"""Scale cotangents where values are in float16, whose smallest number is 6e-8.
 
 The cotangent of one pixel of a mean over a gigapixel is 1e-9: in float16, 0, and with it every gradient. The pullback
 is linear, and floating-point numbers times a power of two keep their digits. So fields' cotangents are counted in a
@@ -16,11 +16,11 @@ import torch
 from gigagrad.graphs import Graph
 
 _LARGEST = 2.0**-4
-"""Of the first cotangents that reach fields. They grow by what weights and joined paths multiply them with..."""
+"""Size of the first cotangents that reach fields. They grow by what weights and joined paths multiply them with..."""
 _LARGEST_SUM = 2.0**14
 """...and in a tile's sums, if all its pixels have the same sign, by their number. The largest float16 is 2^16."""
 _SMALLER = 2.0**-10
-"""By what an overflow changes that."""
+"""Factor by which an overflow changes that."""
 MOST_OVERFLOWS = 2
 """After so many, what is not finite is taken for what the network's gradient is."""
 
@@ -30,13 +30,15 @@ class CotangentOverflow(Exception):
 
 
 class CotangentUnit:
-    """Of one run. 1, unless a value that gradients pass is in float16: elsewhere not one bit changes."""
+    """The gradient scale of one run. 1, unless a value that gradients pass is in float16: elsewhere not one bit
+    changes.
+    """
 
     def __init__(self, graph: Graph, smaller: int) -> None:
-        """`smaller`: how often an overflow has asked for another unit, at most `MOST_OVERFLOWS`."""
+        """Set a scale; `smaller`: how often an overflow has asked for a smaller one, at most `MOST_OVERFLOWS`."""
         self.is_needed = any(node.dtype == torch.float16 and node.differentiable for node in graph.nodes)
         self.times = 1.0
-        """What fields' cotangents are multiplied with: a power of two."""
+        """Factor of fields' cotangents: a power of two."""
         self._smaller = smaller
         self._is_settled = not self.is_needed
 
@@ -50,12 +52,14 @@ class CotangentUnit:
             self.times = _power_of_two(min(_LARGEST, _LARGEST_SUM / pixels) / largest) * _SMALLER**self._smaller
 
     def within(self, cotangents: Iterable[torch.Tensor]) -> float:
-        """What brings these, whatever their own unit, to a size at which float16 arithmetic loses least."""
+        """Return the factor that brings these, whatever their own scale, to a size at which float16 arithmetic loses
+        least.
+        """
         largest = _largest(cotangents) if self.is_needed else 0.0
         return _power_of_two(1 / largest) if largest else 1.0
 
     def out_of(self, cotangent: torch.Tensor) -> torch.Tensor:
-        """A field's cotangent as a true one, in float64 unless nothing changes."""
+        """Return a field's cotangent as a true one, in float64 unless nothing changes."""
         return cotangent if self.times == 1 else cotangent.double() / self.times
 
     def check(self, gradients: Iterable[torch.Tensor]) -> None:
@@ -69,16 +73,16 @@ class CotangentUnit:
 
 
 def multiplied(values: torch.Tensor, times: float) -> torch.Tensor:
-    """By a power of two; the values themselves, not a copy, by 1."""
+    """Multiply by a power of two; by 1, return the values themselves, not a copy."""
     return values if times == 1 else values * times
 
 
 def _largest(values: Iterable[torch.Tensor]) -> float:
-    """The largest finite magnitude, 0 if there is none."""
+    """Return the largest finite magnitude, 0 if there is none."""
     found = (value.detach().abs().double().nan_to_num(0.0, 0.0, 0.0).amax().item() for value in values if value.numel())
     return max(found, default=0.0)
 
 
 def _power_of_two(value: float) -> float:
-    """The next one at or below it."""
+    """Return the next power of two at or below it."""
     return math.ldexp(0.5, math.frexp(value)[1])

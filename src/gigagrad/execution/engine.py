@@ -101,12 +101,13 @@ class Engine:
         """Who computes the tiles together."""
         self._progress, self._journal, self._again = progress, journal, again
         self._predicting: Engine | None = None
-        """Of the same model without the loss, once it is asked for predictions."""
+        """An engine of the same model without the loss, once it is asked for predictions."""
         self.last_run: StepMeasured | None = None
         self.left: Left | None = None
         """Buffers as the last `backward` left them, where it was computed in tiles."""
         self.overflows = 0
-        """How often cotangents in float16 have left its range; the next run begins in the unit that this asked for."""
+        """Number of times that cotangents in float16 have left its range; the next run begins with the scale that this
+        asked for."""
         self._errors = RunningErrors()
 
     @property
@@ -133,7 +134,7 @@ class Engine:
         return f"<Engine of {type(self.model).__name__}, {loss}, on {self._device}, {budget}{last}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are compiled alike and adopt `state_dict`; what was captured, and listeners, stay here."""
+        """Compile copies and pickles alike; they adopt `state_dict`. What was captured, and listeners, stay here."""
         return operator.call, (self._again,), self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,7 +142,7 @@ class Engine:
 
     @property
     def gradient_errors(self) -> dict[str, float]:
-        """What `storage="error E"` adds to gradients: the expected 2-norm of the error, by the name of a parameter.
+        """Errors that `storage="error E"` adds to gradients: the expected 2-norm, by the name of a parameter.
 
         Predicted from norms averaged over this engine's runs, the newest counting a tenth (docs/math.md), for the
         weights of convolutions that read quantised fields, directly or behind norms, ReLU, sums, joined channels,
@@ -153,8 +154,8 @@ class Engine:
 
     @lets_go
     def plan(self, image: Any, target: Any = None, *, machine: Machine | None = None, backward: bool = True) -> Plan:
-        """The plan for an image (and target) of this size: of a backward if the engine has a loss, unless that is not
-        what is asked for, else of a `stream`.
+        """Return the plan for an image (and target) of this size: of a backward if the engine has a loss, unless that
+        is not what is asked for, else of a `stream`.
 
         With a `machine`, what would be planned on that one, beside what this process holds: no tiles are timed, and
         runs here have plans of their own.
@@ -186,7 +187,7 @@ class Engine:
 
     @lets_go
     def backward(self, image: Any, target: Any) -> torch.Tensor:
-        """The exact loss (0-d, detached); adds the exact gradient to every parameter's `.grad`.
+        """Return the exact loss (0-d, detached); add the exact gradient to every parameter's `.grad`.
 
         `image` is anything `open_image` takes, or a tensor `(C, H, W)`; `target` likewise, or a small label tensor. A
         tuple of images is several arguments of the model, a tuple of targets comes to the loss as one. A float tensor
@@ -213,7 +214,8 @@ class Engine:
 
     @lets_go
     def image_gradient(self, image: Any, target: Any, *, out: str | Path | Sink | None = None) -> Any:
-        """The exact gradient of the loss for the pixels of the (first) image, `(1, C, H, W)`; nobody's `.grad` changes.
+        """Return the exact gradient of the loss for the pixels of the (first) image, `(1, C, H, W)`; nobody's `.grad`
+        changes.
 
         Integers count as the numbers they stand for: of a slide it is the change of the loss for each step of 256.
         With `out` it leaves in strips as it is finished, as in `forward`; a few rows are held of it, all of them where
@@ -234,8 +236,8 @@ class Engine:
 
     @lets_go
     def forward(self, image: Any, target: Any = None, *, out: str | Path | Sink | None = None) -> Any:
-        """Without gradients: the loss of a target; without one the prediction `(1, C, H, W)`, or whatever the model
-        returns (a tuple or a dictionary of tensors, a class score).
+        """Compute without gradients: the loss of a target; without one the prediction `(1, C, H, W)`, or whatever the
+        model returns (a tuple or a dictionary of tensors, a class score).
 
         With `out="prediction.tif"` the prediction is written tile by tile as a float32 pyramidal TIFF (`.ome.tif`: an
         OME-TIFF, `.cog.tif`: a cloud-optimised GeoTIFF, `.ome.zarr`: an OME-Zarr) and the path is returned; one of the
@@ -265,7 +267,7 @@ class Engine:
 
     @stream_lets_go
     def stream(self, image: Any) -> Generator[tuple[Box, torch.Tensor], None, None]:
-        """The prediction as `(box, crop)`: disjoint boxes that cover it, in rows of equal height, left to right.
+        """Yield the prediction as `(box, crop)`: disjoint boxes that cover it, in rows of equal height, left to right.
 
         The run ends when the last one has come, when it is closed, or when nobody holds it any more.
 
@@ -279,8 +281,8 @@ class Engine:
             yield from self._pieces(sources, Handed())
 
     def state_dict(self) -> dict[str, Any]:
-        """Tile shapes and memory layouts by size, which depend on the machine and on the memory at hand, `overflows`,
-        and the norms behind `gradient_errors`.
+        """Return tile shapes and memory layouts by size, which depend on the machine and on the memory at hand,
+        `overflows`, and the norms behind `gradient_errors`.
 
         An engine that loads them repeats this one's arithmetic bit for bit.
         """
@@ -294,7 +296,7 @@ class Engine:
         self._errors = RunningErrors(state.get("gradient_errors"))
 
     def _without_loss(self) -> Engine:
-        """The engine for predictions of one that has a loss; its events are this one's."""
+        """Return the engine for predictions of one that has a loss; its events are this one's."""
         if self._predicting is None:
             self._predicting = self._again(loss=None)
             self._predicting.events.subscribe(self.events.emit)
@@ -309,7 +311,7 @@ class Engine:
             raise ConfigError(f"{what} comes from one process: leave mesh= out, and give each rank slides of its own")
 
     def _shown(self) -> AbstractContextManager[None]:
-        """Bars for a person at a terminal or a notebook, where nobody listens."""
+        """Show bars to a person at a terminal or a notebook, where nobody listens."""
         seen = (sys.stderr is not None and sys.stderr.isatty()) or "ipykernel" in sys.modules
         if not (self._progress and seen) or self.events.has_listeners:
             return nullcontext()
@@ -318,13 +320,15 @@ class Engine:
         return while_it_lasts(self.events)
 
     def _delivered(self, graph: Graph, sources: dict[str, Source], out: str | Path | Sink | None) -> Any:
-        """What the sink makes of the output field."""
+        """Return what the sink makes of the output field."""
         node = graph[graph.output]
         taken = self._taken(node, sources, _sink(out, node, sources), "forward")
         return tree_unflatten([taken], graph.structure) if out is None and graph.structure is not None else taken
 
     def _taken(self, node: Node, sources: dict[str, Source], sink: Sink, phase: str) -> Any:
-        """What the sink makes of a field that comes in pieces: the output, or `backward` the gradient of the image."""
+        """Return what the sink makes of a field that comes in pieces: the output, or `backward` the gradient of the
+        image.
+        """
         image = _alike(node, sources)
         mpp = None if image is None else image.mpp
         pieces = self._pieces(sources, sink, phase)
@@ -336,7 +340,7 @@ class Engine:
     def _pieces(
         self, sources: dict[str, Source], sink: Sink, phase: str = "forward"
     ) -> Generator[tuple[Box, torch.Tensor], None, None]:
-        """A field as it is computed, planned with what the sink holds of it."""
+        """Yield a field as it is computed, planned with what the sink holds of it."""
         backward = phase == "backward"
         with self._measured(phase, sources, sink) as (prepared, captured, _):
             if not backward and not _delivers_image(prepared.graph):
@@ -354,7 +358,7 @@ class Engine:
         leave_state(self._composite, run.updates, captured)
 
     def _run(self, phase: str, sources: dict[str, Source]) -> tuple[Run | WholeRun, Graph]:
-        """A finished run of a graph whose output is no image."""
+        """Return a finished run of a graph whose output is no image."""
         try:
             return self._run_as_planned(phase, sources)
         except TooLarge as error:
@@ -414,7 +418,7 @@ class Engine:
     def _measured(
         self, phase: str, sources: dict[str, Source], sink: Sink | None = None
     ) -> Iterator[tuple[Prepared, Captured, dict[str, float]]]:
-        """The plan, what was captured, and a place for what else the run is to tell in `last_run`."""
+        """Yield the plan, what was captured, and a dictionary for what else the run is to report in `last_run`."""
         captured = self._captures.get(sources)
         prepared = self._planner.prepare(captured.graph, sources, sink, backward=phase == "backward")
         earlier = self._device.peak_bytes()
@@ -442,7 +446,7 @@ def _sink(out: str | Path | Sink | None, node: Node, sources: dict[str, Source])
 
 
 def _alike(node: Node, sources: dict[str, Source]) -> Image | None:
-    """The image where the field is of its size, so that its pixels are where the image's are."""
+    """Return the image where the field is of its size, so that its pixels are where the image's are."""
     source = sources["image"]
     return source.image if source.spec.shape[-2:] == node.shape[-2:] else None
 
@@ -463,7 +467,7 @@ def _accumulate(found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _delivers_image(graph: Graph) -> bool:
-    """Whether the model's output is an image `(1, C, H, W)`, else a value without spatial axes.
+    """Say whether the model's output is an image `(1, C, H, W)`, else a value without spatial axes.
 
     Raises ModelError for a field with its axes anywhere else.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other between sweeps: halos of kept fields, sums, cotangents beyond their own.
+"""Send between passes what ranks need of each other: halos of kept fields, sums, cotangents beyond their own.
 
 An `Exchange` ends a pass: a packed message for each pair of ranks, in an order that both know from the plan. A `Gather`
 puts together what is large, and at the end the gradients of parameters.
@@ -32,7 +32,7 @@ class Swept:
     step: Tiles
     stage: Stage
     stores: Mapping[int, Store]
-    """Of what it kept, or of the cotangents that it added up, as they travel: without rounding."""
+    """Stores of what it kept, or of the cotangents that it added up, as they travel: without rounding."""
     seams: Mapping[int, Seam] = field(default_factory=dict)
     gradients: PartSums | None = None
     reduced: PartSums | None = None
@@ -48,7 +48,7 @@ class Comm:
         self._late = frozenset(i for step in gathers for i in step.nodes)
 
     def own(self, step: Tiles) -> tuple[Parts, range]:
-        """The parts of a pass, and which of them this rank computes."""
+        """Return the parts of a pass, and which of them this rank computes."""
         return self._prepared.parts(step.stage), step.own(self._ranks.index)
 
     def new_sums(self, step: Tiles) -> PartSums:
@@ -59,13 +59,13 @@ class Comm:
         return Seam(store, parts, field, elsewhere, (self._device, self._prepared.layout))
 
     def shapes(self, nodes: Iterable[int]) -> dict[int, Shape]:
-        """Of the sums of nodes."""
+        """Return shape and dtype of the sums of nodes."""
         return {i: (self._graph[i].shape, sum_dtype(self._problem, i)) for i in nodes}
 
     def exchange(self, step: Exchange, swept: Swept) -> tuple[Values, Values]:
-        """A sweep is over: what it kept gets its halos, cotangents come to whoever needs them next, and all sums are
-        joined. Returns those of gradients, of parameters this rank's share, and the values of reductions; of what a
-        `Gather` puts together, this rank's share.
+        """End a pass: what it kept gets its halos, cotangents come to whoever needs them next, and all sums are joined.
+        Returns those of gradients, of parameters this rank's share, and the values of reductions; of what a `Gather`
+        puts together, this rank's share.
         """
         of_both = ((swept.gradients, step.gradients), (swept.reduced, step.reductions))
         if self._ranks.count == 1:
@@ -98,13 +98,13 @@ class Comm:
             of_whom[i][i] = whole
 
     def share(self, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a parameter's gradient until the step is over."""
+        """Return what this rank has of a parameter's gradient until the step is over."""
         if parameter not in self._late:
             return gradient
         return gradient.contiguous().view(-1)[share_of(gradient.numel(), self._ranks.index, self._ranks.count)]
 
     def is_whole(self, node: int) -> bool:
-        """Whether every rank has all of a sum of gradients."""
+        """Say whether every rank has all of a sum of gradients."""
         return node not in self._late
 
     def _sums(self, step: Tiles, sums: PartSums, how: Sum, parts: Sequence[Sequence[int]]) -> Sums:

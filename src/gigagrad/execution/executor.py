@@ -1,4 +1,4 @@
-"""Who computes tiles: the thread that runs the step, or several threads with one tile each. Results come in order.
+"""Compute tiles in the thread that runs the step, or in several threads with one tile each. Results come in order.
 
 A tile's operators are too small to share among threads well: every one of them would wait for the slowest thread, and
 on a machine that does something else besides, it waits long. Whole tiles are independent, so each thread takes one.
@@ -22,20 +22,20 @@ class Executor(ABC):
     """Computes what it is given, tile by tile."""
 
     at_a_time: int = 1
-    """How many tiles may be computed beside each other now."""
+    """Number of tiles that may be computed side by side now."""
 
     @abstractmethod
     def in_order(self, items: Iterable[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
-        """`work(item)` for every item, in the order of the items."""
+        """Yield `work(item)` for every item, in the order of the items."""
 
     def hold_one(self) -> None:
-        """From now on one tile fewer at a time; returns when no more than that are at work."""
+        """Compute one tile fewer at a time from now on; return when no more than that are being computed."""
 
     def let_go(self) -> None:
-        """As many at a time as at first again."""
+        """Compute as many tiles at a time as at first again."""
 
     def close(self) -> None:
-        """No more is computed."""
+        """Stop: no more is computed."""
 
 
 class Serial(Executor):
@@ -86,7 +86,8 @@ class Threads(Executor):
 
 
 def ahead(items: Iterable[Item], work: Callable[[Item], Result], pool: SideThreads, most: int) -> Iterator[Result]:
-    """`work(item)` for every item, in the order of the items: up to `most` of them beyond the one that is waited for.
+    """Yield `work(item)` for every item, in the order of the items: up to `most` of them beyond the one that is waited
+    for.
 
     Leaving early, by an error too, cancels what has not begun and waits for what has; but for a thread of the pool that
     collects an iterator which nobody holds any more.

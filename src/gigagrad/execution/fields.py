@@ -1,4 +1,4 @@
-"""The fields that a run keeps from sweep to sweep and their cotangents: where each lies, from which pass to which.
+"""Hold the fields that a run keeps from pass to pass and their cotangents: where each lies, from which pass to which.
 
 A tile's inputs are read here, whatever tier or image they come from.
 """
@@ -42,7 +42,7 @@ class Fields:
         self._open: dict[str, OpenTier] = {}
 
     def open(self) -> None:
-        """Raises StoreError if a tier has no room for what the plan keeps there."""
+        """Open the tiers. Raises StoreError if one has no room for what the plan keeps there."""
         plan, problem = self._prepared.plan, self._prepared.problem
         for tier in problem.tiers:
             if tier.in_budget or plan.bytes_in(tier.name):
@@ -64,13 +64,13 @@ class Fields:
     # From pass to pass
 
     def fresh_bytes(self, buffers: Sequence[Buffer]) -> int:
-        """What they add to the memory that tiles are computed in."""
+        """Return what they add to the memory that tiles are computed in."""
         memory = self._prepared.problem.memory
         here = [buffer for buffer in buffers if buffer.tier == memory.name and buffer.size_bytes]
         return memory.fresh_bytes(spec for buffer in here for _, spec in self._windows(buffer))
 
     def allocate(self, buffers: Sequence[Buffer]) -> None:
-        """Raises StoreError."""
+        """Open a store for each. Raises StoreError."""
         for buffer in buffers:
             (self.cotangents if buffer.cotangent else self.kept)[buffer.node] = self._store(buffer)
 
@@ -91,13 +91,17 @@ class Fields:
                 store.close()
 
     def handed_in(self, stage: Stage) -> int | None:
-        """The image whose gradient is handed over, if the backward sweep of this stage is the last that adds to it."""
+        """Return the image whose gradient is handed over, if the backward sweep of this stage is the last that adds to
+        it.
+        """
         plan, stages = self._prepared.plan, self._prepared.stages
         adding = [p.stage for p in plan.passes if p.phase != "forward" and self._handed in stages[p.stage].reads]
         return self._handed if adding[-1:] == [stage.index] else None
 
     def take(self, image: int, y1: int) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The strip of an image's gradient down to this row, if there is a new one: nothing is added to it any more."""
+        """Yield the strip of an image's gradient down to this row, if there is a new one: nothing is added to it any
+        more.
+        """
         store = self.cotangents[image]
         assert isinstance(store, Strips)
         if (strip := store.take(y1)) is not None:
@@ -116,7 +120,7 @@ class Fields:
         return store if rounding is None else RoundedStore(store, rounding, self._graph[buffer.node].dtype)
 
     def _windows(self, buffer: Buffer) -> list[tuple[Box, FieldSpec]]:
-        """What this rank holds of a buffer, each window as a field of its own."""
+        """Return what this rank holds of a buffer, each window as a field of its own."""
         spec, found = self._spec(buffer), []
         for number, box in enumerate(buffer.held[self._rank]):
             shape = crop_shape(spec.shape, spec.axes, box)
@@ -136,7 +140,7 @@ class Fields:
 
     @staticmethod
     def _draw_roundings(prepared: Prepared, draws: int) -> dict[int, Rounding]:
-        """How each packed field is rounded in this run: errors are drawn anew for every field and run."""
+        """Return how each packed field is rounded in this run: errors are drawn anew for every field and run."""
         packed = [field.node for field in prepared.plan.kept if field.storage != EXACT]
         if prepared.rounding is None or not packed:
             return {}
@@ -146,7 +150,9 @@ class Fields:
     # From tile to tile
 
     def inputs(self, stage: Stage, tile: TileGeometry, *, backward: bool) -> TileInputs:
-        """What a tile reads, on the device; for a backward sweep the cotangents of what it kept, and that again."""
+        """Read the inputs of a tile, on the device; for a backward sweep also the cotangents of what it kept, and its
+        values.
+        """
         crops, cotangents, stored = {}, {}, {}
         for i in stage.reads:
             box = tile.box(i)
@@ -164,12 +170,12 @@ class Fields:
         return TileInputs(crops, cotangents, stored)
 
     def images(self, stage: Stage, tile: TileGeometry) -> dict[int, torch.Tensor]:
-        """What a tile reads of images."""
+        """Read what a tile needs of images."""
         boxes = {i: tile.box(i) for i in stage.reads if self._graph[i].is_source}
         return {i: self._crop(i, box) for i, box in boxes.items() if box is not None}
 
     def _crop(self, node_id: int, box: Box) -> torch.Tensor:
-        """Of a field that is there: an image, a global value laid out like one, or a kept field."""
+        """Read a crop of a field that is there: an image, a global value laid out like one, or a kept field."""
         node = self._graph[node_id]
         if node.is_source:
             return self._sources[node.arguments["name"]].read(box)
@@ -182,11 +188,11 @@ class Fields:
         return self.kept[node_id].read(box)
 
     def whole(self, field: int) -> torch.Tensor:
-        """A kept field, for whole-field operators."""
+        """Return a kept field, for whole-field operators."""
         return self._ordered(self.kept[field].whole())
 
     def _in_memory(self, field: int) -> bool:
-        """Where tiles are computed, in their layout."""
+        """Say whether it is where tiles are computed, in their layout."""
         memory = self._prepared.problem.memory.name
         return self._tiers.get(field, memory) == memory
 

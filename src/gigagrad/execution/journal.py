@@ -37,11 +37,11 @@ _CHECKSUM, _DIGEST_BYTES = struct.Struct("<I"), 32
 _crc32: Any = imagecodecs.deflate_crc32
 
 Sums = tuple[PartSums, Mapping[int, Shape]]
-"""Of a sweep, and the shape and dtype of each of them by node."""
+"""Sums of a pass, and the shape and dtype of each of them by node."""
 
 
 class Journal:
-    """Of one run, in a folder of its own; None: nothing is written down."""
+    """The finished parts of one run, in a folder of its own; None: nothing is written down."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder, self._pass = folder, 0
@@ -54,7 +54,7 @@ class Journal:
         return self._folder is not None
 
     def begin(self, index: int) -> None:
-        """The pass that runs now. Raises `WriteError`."""
+        """Begin a pass. Raises `WriteError`."""
         self._pass = index
         if self._folder is not None:
             try:
@@ -63,7 +63,7 @@ class Journal:
                 raise write_error(self._folder, error) from error
 
     def close(self) -> None:
-        """The step is over: nobody goes on with it."""
+        """End the step: nobody goes on with it."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -76,22 +76,22 @@ class Journal:
         return found
 
     def reads(self, part: int, tile_hash: bytes) -> None:
-        """What a tile of a part reads of images; tiles in their order."""
+        """Add to a part's hash what a tile of it reads of images; tiles in their order."""
         if self.is_kept:
             self._read.setdefault(part, _empty_hash()).update(tile_hash)
 
     def has_read(self, part: int) -> bytes:
-        """The hash of that."""
+        """Return the hash of what the part has read."""
         found: bytes = self._read.pop(part, _empty_hash()).digest()
         return found
 
     def entry(self, part: int) -> Entry | None:
-        """What is written down of a part, undamaged."""
+        """Return what is written down of a part, undamaged."""
         return None if self._folder is None else Entry.of(self._path(part))
 
     def forget_later(self) -> None:
-        """A part of this pass is of other images than before, and so is all that was computed from it. That part stays
-        until it is written anew, so that whoever comes before that finds as much.
+        """Remove later passes: a part of this one is of other images than before, and so is all that was computed from
+        it. That part stays until it is written anew, so that whoever comes before that finds as much.
         """
         for path in [] if self._folder is None else self._folder.iterdir():
             index, _, _ = path.name.partition("-")
@@ -99,7 +99,8 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     def write(self, part: int, tensors: Iterable[torch.Tensor]) -> None:
-        """What a part leaves behind. Not to outlive the machine: of what a crash of that leaves, the checksum differs.
+        """Write what a part leaves behind. Not to outlive the machine: of what a crash of that leaves, the checksum
+        differs.
 
         Raises `WriteError`.
         """
@@ -125,7 +126,7 @@ class Journal:
 
 
 class Entry:
-    """What is written down of a part, to be taken in the order in which it was written."""
+    """The tensors written down of a part, to be taken in the order in which they were written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -134,7 +135,7 @@ class Entry:
 
     @classmethod
     def of(cls, path: Path) -> Entry | None:
-        """None where it is missing or damaged."""
+        """Open the file; None where it is missing or damaged."""
         try:
             file = path.open("rb")
         except OSError:
@@ -154,7 +155,7 @@ class Entry:
         return torch.frombuffer(data, dtype=dtype).reshape(tuple(shape)) if data else torch.empty(*shape, dtype=dtype)
 
     def values(self, shapes: Mapping[int, Shape]) -> Values:
-        """Of each node, where there is one."""
+        """Return the value of each node, where there is one."""
         there = self.tensor((len(shapes),), torch.int64).tolist()
         return {key: self.tensor(*shapes[key]) for key, is_there in zip(shapes, there, strict=True) if is_there}
 
@@ -163,8 +164,8 @@ class Entry:
 
 
 class PartRecord:
-    """What the parts of a sweep leave behind, as tensors in a fixed order: crops of the pixels that nobody else writes,
-    strips, and sums. It is written down when a part was computed, and taken as if it had been.
+    """The tensors that the parts of a pass leave behind, in a fixed order: crops of the pixels that nobody else writes,
+    overlaps, and sums. They are written down when a part was computed, and taken as if it had been.
 
     A seam has begun a part before anything is taken, and is through with it before anything is left.
     """
@@ -177,12 +178,12 @@ class PartRecord:
         sums: Sequence[Sums],
         seams: Mapping[int, Seam] | None = None,
     ) -> None:
-        """`boxes`: of a field, by node, those of a part: `written`, or `first_reached`."""
+        """Set the stores and sums; `boxes`: of a field, by node, those of a part: `written`, or `first_reached`."""
         self._parts, self._stores, self._boxes = parts, stores, boxes
         self._sums, self._seams = sums, list((seams or {}).values())
 
     def tensors(self, part: int) -> Iterator[torch.Tensor]:
-        """Of the part that came last."""
+        """Yield the tensors of the part that came last."""
         for store, box in self._crops(part):
             yield store.read(box)
         for seam in self._seams:
@@ -207,12 +208,12 @@ class PartRecord:
 
 
 def written(parts: Parts, field: int, part: int) -> list[Box]:
-    """What a part writes of a field."""
+    """Return what a part writes of a field."""
     return parts.written(field, parts.tiles(part))
 
 
 def _values(sums: PartSums, shapes: Mapping[int, Shape]) -> Iterator[torch.Tensor]:
-    """Of the part at work: for each node whether there is one, and those that there are."""
+    """Yield the values of the part being computed: for each node whether there is one, and those that there are."""
     values = sums.chain
     yield torch.tensor([key in values for key in shapes], dtype=torch.int64)
     for key, (_, dtype) in shapes.items():
@@ -221,7 +222,7 @@ def _values(sums: PartSums, shapes: Mapping[int, Shape]) -> Iterator[torch.Tenso
 
 
 def _strips(store: Store, boxes: Iterable[Box]) -> Iterator[tuple[Store, Box]]:
-    """Boxes of a field, in pieces of whole rows that are written down one at a time."""
+    """Yield boxes of a field, in pieces of whole rows that are written down one at a time."""
     height, width = (store.shape[axis] for axis in store.axes)
     pixel = prod(store.shape) // (height * width) * store.dtype.itemsize
     for box in boxes:
@@ -231,14 +232,14 @@ def _strips(store: Store, boxes: Iterable[Box]) -> Iterator[tuple[Store, Box]]:
 
 
 def first_reached(parts: Parts, field: int, part: int) -> list[Box]:
-    """The pixels of a field that no part before this one has reached."""
+    """Return the pixels of a field that no part before this one has reached."""
     front = parts.front(field, part)
     read = parts.read(field, parts.tiles(part))
     return apart([piece for box in read for piece, which in front.split(box) if which is None])
 
 
 def key_of(prepared: Prepared, tape: Tape, draws: int, overflows: int) -> str:
-    """What else a step's parts depend on, as a hash: kernels, plan, graph, values without pixels, draws."""
+    """Hash what else a step's parts depend on: kernels, plan, graph, values without pixels, draws."""
     graph, plan = prepared.graph, prepared.plan
     digest = _empty_hash()
     for stage in plan.stages:

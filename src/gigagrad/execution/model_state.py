@@ -1,4 +1,4 @@
-"""What a run reads of a model, and what it leaves behind in it."""
+"""Read what a run needs of a model, and write what it leaves behind in it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def leave_state(composite: LossModule, updates: Mapping[str, torch.Tensor], capt
 
 
 class Left:
-    """What a run left in buffers, to be left again where these hold something else meanwhile. `values` by node.
+    """The buffers that a run wrote, to be written again where these hold something else meanwhile. `values` by node.
 
     The model must have passed `check_independent`.
     """
@@ -61,7 +61,7 @@ class Left:
         self._values = {i: values[i].detach() for i in needed if i in values}  # of dependent models some are gone
 
     def again(self) -> None:
-        """As if the run took place now."""
+        """Write the buffers as if the run took place now."""
         graph, values = self._captured.graph, dict(self._values)
         device = next((value.device for value in values.values()), torch.device("cpu"))
         stored = stored_in(self._composite, graph)
@@ -91,7 +91,7 @@ def _is_written(graph: Graph, node_id: int) -> bool:
 
 
 def _behind_written(graph: Graph) -> list[int]:
-    """The nodes that depend on buffers and parameters which the graph writes."""
+    """Return the nodes that depend on buffers and parameters which the graph writes."""
     found: list[int] = []
     behind: set[int] = set()
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Who watches a run from pass to pass and from tile to tile, and has no part in its results."""
+"""Watch a run from pass to pass and from tile to tile, without a part in its results."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Observer:
     """Is told in the thread that runs the step."""
 
     def pass_begins(self, index: int, fresh_bytes: int) -> None:
-        """Of the plan's passes; before its buffers are taken, which add so many bytes to the memory of tiles."""
+        """Begin one of the plan's passes; its buffers, taken next, add `fresh_bytes` to the memory of tiles."""
 
     def tile_done(self, phase: str) -> None:
-        """A tile's results are where they belong."""
+        """Count a tile whose results are where they belong."""
 
 
 class Progress(Observer):
@@ -46,7 +46,7 @@ class Progress(Observer):
 
     @property
     def pass_seconds(self) -> tuple[float, ...]:
-        """What each pass took, asked at the end of the last one."""
+        """Seconds that each pass took, asked at the end of the last one."""
         return tuple(end - start for start, end in pairwise([*self._passes_began, time.perf_counter()]))
 
     def pass_begins(self, index: int, fresh_bytes: int) -> None:

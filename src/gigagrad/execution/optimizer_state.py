@@ -1,4 +1,4 @@
-"""What an optimizer will hold once it has stepped."""
+"""Predict what an optimizer will hold once it has stepped."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from torch import nn
 
 _USUAL_COPIES = 2
-"""Of the trainable parameters, where nothing says what there will be: Adam's two moments."""
+"""Copies of the trainable parameters, where nothing says what there will be: Adam's two moments."""
 _OTHER_KERNELS = ("foreach", "fused", "capturable")
 """Options that ask for kernels which tensors without storage do not have; the state is the same without."""
 
 
 class OptimizerState:
-    """What the optimizer that steps a model's parameters will hold beside what it holds already."""
+    """The state that the optimizer of a model's parameters will hold beside what it holds already."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
         self._versions: int | None = None
-        """Of the trainable parameters when they were first looked at: any write to one counts up."""
+        """Versions of the trainable parameters when they were first looked at: any write to one counts up."""
         self._stepped = False
 
     def coming_bytes(self) -> int:
-        """Nothing once that is part of what the process holds. One that nobody named is taken for Adam, until a write
-        to the parameters shows that it has stepped.
+        """Return the bytes of it; 0 once they are part of what the process holds. An optimizer that nobody named is
+        taken for Adam, until a write to the parameters shows that it has stepped.
         """
         if self._optimizer is not None:
             return coming_state_bytes(self._optimizer)
@@ -44,8 +44,9 @@ def usual_state_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def coming_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of state that `optimizer` makes in its next step, for parameters that have none yet: what a copy of it
-    makes when it steps parameters of the same shapes without storage. As much as Adam's where it cannot step those.
+    """Return the bytes of state that `optimizer` makes in its next step, for parameters that have none yet: what a copy
+    of it makes when it steps parameters of the same shapes without storage. As much as Adam's where it cannot step
+    those.
     """
     groups: list[dict[str, Any]] = []
     fresh: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""What ranks give each other when they meet, by kind: boxes of fields, cotangents, sums, shares of what is summed.
+"""Make the messages of ranks, by kind: boxes of fields, cotangents, sums, shares of what is summed.
 
 No library adds for us: bytes travel, and whoever gets them adds, in the order of parts.
 """
@@ -24,23 +24,23 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Parcel(ABC):
-    """Of one rank; all others have one of the same kind."""
+    """The part of a message that one rank sends; all others have one of the same kind."""
 
     @abstractmethod
     def sent(self, receiver: int) -> Iterator[torch.Tensor]:
-        """What this rank gives another one."""
+        """Yield what this rank sends to another one."""
 
     @abstractmethod
     def coming(self, sender: int) -> list[Shape]:
-        """What another one gives this rank, which it knows beforehand."""
+        """Return the shapes of what another one sends to this rank, which it knows beforehand."""
 
     @abstractmethod
     def take(self, came: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """By the rank that gave it, of all others."""
+        """Take what came from all others, by the rank that sent it."""
 
 
 def swap(ranks: Ranks, parcels: Sequence[Parcel]) -> None:
-    """In one meeting, in their order. Raises RankError."""
+    """Exchange all of these at once, in their order. Raises RankError."""
     if ranks.count == 1:
         for parcel in parcels:
             parcel.take({})
@@ -63,7 +63,7 @@ def swap(ranks: Ranks, parcels: Sequence[Parcel]) -> None:
 
 
 class Boxes(Parcel):
-    """Of fields, and of their cotangents: what is written as it comes, and what is added in the order of parts."""
+    """Boxes of fields, and of their cotangents: those written as they come, and those added in the order of parts."""
 
     def __init__(
         self, rank: int, transfers: Sequence[Transfer], stores: Mapping[int, Store], seams: Mapping[int, Seam]
@@ -103,7 +103,9 @@ class Boxes(Parcel):
 
 
 class Sums(Parcel):
-    """Of one sweep; once taken, `total` has those of all parts: whole, or of what is `cut` this rank's share, flat."""
+    """The sums of one pass; once taken, `total` has those of all parts: whole, or of what is `cut` this rank's share,
+    flat.
+    """
 
     def __init__(
         self,
@@ -115,8 +117,8 @@ class Sums(Parcel):
         empty: PartSums,
         device: torch.device,
     ) -> None:
-        """`own`: what this rank has; `parts`: of each sum that ranks have, one part, by rank; `shapes`: of a whole sum,
-        by node; `empty`: where all are joined.
+        """Set what this rank has, `own`; `parts`: of each sum that ranks have, one part, by rank; `shapes`: of a whole
+        sum, by node; `empty`: where all are joined.
         """
         self._rank, self._count = ranks.index, ranks.count
         self._parts, self._shapes, self._empty, self._device = parts, shapes, empty, device
@@ -125,7 +127,7 @@ class Sums(Parcel):
         self.total: Values = {}
 
     def sent(self, receiver: int) -> Iterator[torch.Tensor]:
-        """Of each sum the part, for each node whether there is one, and all of them, zeros for none."""
+        """Yield of each sum the part, for each node whether there is one, and all of them, zeros for none."""
         for part, values in self._own:
             yield torch.tensor([part, *(key in values for key in self._shapes)])
             for key, (shape, dtype) in self._shapes.items():
@@ -169,7 +171,9 @@ class Sums(Parcel):
 
 
 class Shares(Parcel):
-    """Of each value every rank has a share; once taken, `whole` has all of it. Values that no rank has are left out."""
+    """Values of which every rank has a share; once taken, `whole` has all of each. Values that no rank has are left
+    out.
+    """
 
     def __init__(self, ranks: Ranks, shares: Values, shapes: Mapping[int, Shape], device: torch.device) -> None:
         self._rank, self._count = ranks.index, ranks.count

@@ -19,8 +19,9 @@ Joined = tuple[int, Values]
 
 
 class PartSums:
-    """Of one sweep. Values by node id; those of `merges` are merged as told there. A part without a value of some node
-    is skipped, as if the tree had no leaf there. `before`: the last part that somebody else computes before these.
+    """The sums of one pass. Values by node id; those of `merges` are merged as those say. A part without a value of
+    some node is skipped, as if the tree had no leaf there. `before`: the last part that somebody else computes before
+    these.
     """
 
     def __init__(
@@ -36,11 +37,11 @@ class PartSums:
 
     @property
     def chain(self) -> Values:
-        """What the part at work has so far, in whatever dtype."""
+        """The values of the part being computed so far, in whatever dtype."""
         return self._chain
 
     def add(self, part: int, values: Values) -> None:
-        """What a tile of this part gives; parts come in their order."""
+        """Add what a tile of this part gives; parts come in their order."""
         if part != self._part:
             self._end()
             self._part = part
@@ -48,14 +49,14 @@ class PartSums:
             self._into(self._chain, key, value)
 
     def append(self, others: Iterable[Joined]) -> None:
-        """What somebody else has of the parts that follow."""
+        """Append what somebody else has of the parts that follow."""
         self._end()
         for part, values in others:
             self._join(self._order.append(part))
             self._sums.append(values)
 
     def joined(self, following: int) -> list[Joined]:
-        """All that was added, joined as far as the tree joins it before the part that follows; nothing is left."""
+        """Return all that was added, joined as far as the tree joins it before the part that follows; nothing stays."""
         self._end()
         self._join(self._order.join_before(following))
         found, self._sums = list(zip(self._order.parts, self._sums, strict=True)), []
@@ -72,14 +73,14 @@ class PartSums:
         return self._sums.pop() if self._sums else {}
 
     def _end(self) -> None:
-        """The chain becomes a leaf."""
+        """Make a leaf of the chain."""
         if self._part is not None:
             self._join(self._order.append(self._part))
             self._sums.append(self._chain)
             self._part, self._chain = None, {}
 
     def _join(self, times: int) -> None:
-        """The last two, so many times."""
+        """Join the last two, so many times."""
         for _ in range(times):
             right = self._sums.pop()
             left = self._sums[-1]

@@ -1,4 +1,4 @@
-"""From an image's size to a plan that is ready to run: planned on first sight, and true to the process around it.
+"""Plan from an image's size, on first sight, what is ready to run, and keep it true to the process around it.
 
 Memory is that of the whole process, so a plan is only as good as what it assumed of the process around it. Before every
 run the planner looks again; where the process has grown since (labels were made, a reader was opened), the plan is
@@ -54,7 +54,7 @@ _CHEAP, _SOON = 0.02, 2.0
 _LAYOUTS = 6
 """A trial of memory layouts takes as long as so many tiles of every pass; it may take as many seconds as above."""
 _UNSEEN_BYTES = UNNOTICED_BYTES // 2
-"""By how much a process may use more than a plan counts on before it is planned for anew."""
+"""Bytes that a process may use more than a plan counts on before it is planned for anew."""
 _MOST_SIZES = 32
 """Sizes whose plan is remembered; the one unused for longest goes first."""
 
@@ -69,16 +69,16 @@ class _Planned:
 
     @property
     def fixed_bytes(self) -> int:
-        """What the process holds beside the tiles, with what kernels add."""
+        """Bytes that the process holds beside the tiles, with what kernels add."""
         return total(self.prepared.problem.held) + amount_of(self.prepared.plan.fixed, ledger.COMPILED)
 
     @property
     def digest(self) -> str:
-        """Of what was chosen: ranks that have the same compute the parts of one plan."""
+        """Hash of what was chosen: ranks that have the same compute the parts of one plan."""
         return _digest(Choice.of(self.prepared.plan))
 
     def has_run_as(self, plan: Plan) -> bool:
-        """Whether it has compiled what this plan needs."""
+        """Say whether it has compiled what this plan needs."""
         return self.ran and Choice.of(plan) == Choice.of(self.prepared.plan)
 
 
@@ -128,9 +128,9 @@ class Planner:
     def prepare(
         self, graph: Graph, sources: dict[str, Source], sink: Sink | None, *, backward: bool, content: bool = True
     ) -> Prepared:
-        """The graph with a plan for these sources, under the memory that is there now: on every rank the same, made by
-        the first for the least that any of them has. Raises as `Engine.plan`; ConfigError where ranks were given
-        different things to compute: from other weights and images, too, if their `content` is to be compared.
+        """Return the graph with a plan for these sources, under the memory that is there now: on every rank the same,
+        made by the first for the least that any of them has. Raises as `Engine.plan`; ConfigError where ranks were
+        given different things to compute: from other weights and images, too, if their `content` is to be compared.
         """
         key = backward, graph, sink.kind if sink is not None else Handed.kind, _handed(graph, sink, backward=backward)
         planned = self._planned.get(key)
@@ -148,7 +148,9 @@ class Planner:
         return planned.prepared
 
     def finished(self, prepared: Prepared, pass_seconds: tuple[float, ...] | None) -> None:
-        """It has run: what it added to the process beside tensors is there, and what its passes took is known."""
+        """Record that it has run: what it added to the process beside tensors is there, and what its passes took is
+        known.
+        """
         for key, planned in self._planned.items():
             if planned.prepared is prepared:
                 if not planned.ran:
@@ -181,8 +183,8 @@ class Planner:
         machine: Machine | None = None,
         ran: bool = False,
     ) -> Problem:
-        """What there is to plan for, here or on another `machine`: the least that any rank has. Asked after capture,
-        which loads much. `ran`: on this rank its plan has run, and has compiled what it needs.
+        """Return what there is to plan for, here or on another `machine`: the least that any rank has. Asked after
+        capture, which loads much. `ran`: on this rank its plan has run, and has compiled what it needs.
 
         Raises StoreError for a missing folder, ConfigError where ranks were given different things to compute.
         """
@@ -239,7 +241,7 @@ class Planner:
         return graph.whole.get(backward) if at_home else None
 
     def make(self, problem: Problem) -> Plan:
-        """The plan for a problem, as `prepare` makes one on first sight. Raises BudgetError."""
+        """Return the plan for a problem, as `prepare` makes one on first sight. Raises BudgetError."""
         tiles = (self._tile,) if self._tile else None
         with self._events.preparing("plan") as tried:
             return make_plan(problem, memory_format=_usual_layout(problem.graph), tiles=tiles, tried=tried)
@@ -259,8 +261,8 @@ class Planner:
         self._adopted.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
 
     def _may_have_grown(self, planned: _Planned) -> bool:
-        """Whether the process uses more than the plan counts on. What it holds beside that is what the last run freed:
-        the next one takes it, and to give it back in order to look would cost a page fault for every page.
+        """Say whether the process uses more than the plan counts on. What it holds beside that is what the last run
+        freed: the next one takes it, and to give it back in order to look would cost a page fault for every page.
         """
         held = planned.prepared.problem.held
         most = (planned.fixed_bytes if planned.ran else amount_of(held, ledger.PROCESS)) + _UNSEEN_BYTES
@@ -268,7 +270,9 @@ class Planner:
         return used is None or used > most
 
     def _as_things_are(self, planned: _Planned, problem: Problem) -> _Planned:
-        """The plan itself where it still fits beside what the process holds now, else its tiles with other numbers."""
+        """Return the plan itself where it still fits beside what the process holds now, else its tiles with other
+        numbers.
+        """
         if total(problem.held) + problem.compiled_bytes(planned.compiled) <= planned.fixed_bytes + _UNSEEN_BYTES:
             return planned
         known = planned.prepared.plan
@@ -277,7 +281,7 @@ class Planner:
         return _Planned(made, _compiled(made), planned.has_run_as(plan))
 
     def _as_first(self, known: _Planned | None, problem: Problem, plan: Plan) -> _Planned:
-        """The first rank's plan on this one."""
+        """Return the first rank's plan on this one."""
         plan = dataclasses.replace(plan, device=problem.device)
         if known is not None and plan == known.prepared.plan:
             return known
@@ -290,7 +294,7 @@ class Planner:
         return Prepared(plan, self._device, problem, programs, self._rounding)
 
     def _first(self, problem: Problem, sources: dict[str, Source]) -> _Planned:
-        """A first plan; both memory layouts are tried where the run is long enough to pay for it."""
+        """Make a first plan; both memory layouts are tried where the run is long enough to pay for it."""
         graph, backward = problem.graph, problem.backward
         # A changed model is planned anew, so a choice is adopted once; what only counts or anneals stays as it was.
         adopted = self._adopted.pop(_name(sources, backward=backward), None)
@@ -325,12 +329,14 @@ class Planner:
         return _Planned(prepared, _compiled(prepared))
 
     def _tried(self, problem: Problem) -> None:
-        """What a trial left behind would lie under the run's own peak; what it loaded the run need not load again."""
+        """Free what a trial left behind, which would lie under the run's own peak; what it loaded the run need not load
+        again.
+        """
         self._device.trim()
         self._device.tried(max(0, self._device.held_bytes() - amount_of(problem.held, ledger.PROCESS)))
 
     def _again(self, problem: Problem, choice: Choice) -> Plan:
-        """The plan of an earlier choice; where it no longer fits, another one, and a notice that says so."""
+        """Return the plan of an earlier choice; where it no longer fits, another one, and a notice that says so."""
         if choice.whole:
             return self._whole_again(problem, choice)
         machine = dataclasses.replace(problem.machine, threads=choice.workers)
@@ -366,13 +372,14 @@ class Planner:
 
 
 def _digest(value: object) -> str:
-    """Of something whose `repr` says all of it."""
+    """Hash something whose `repr` says all of it."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _most_compiled(told: Sequence[tuple[bool, int, int]], own: Callable[[int], int]) -> Callable[[int], int]:
-    """What so many compiled convolutions will add on the rank where that is most. Each tells whether its plan has run,
-    and what one of them would add and as many as are ever held; none adds more than the first. `own`: of this rank.
+    """Return what so many compiled convolutions will add on the rank where that is most. Each reports whether its plan
+    has run, and what one of them would add and as many as are ever held; none adds more than the first. `own`: of this
+    rank.
     """
     if all(ran for ran, _, _ in told):
         return lambda count: 0
@@ -383,14 +390,14 @@ def _most_compiled(told: Sequence[tuple[bool, int, int]], own: Callable[[int], i
 
 
 def _handed(graph: Graph, sink: Sink | None, *, backward: bool) -> int | None:
-    """The image whose gradient a sink takes strip by strip. What a whole-field operator reads comes as a whole."""
+    """Return the image whose gradient a sink takes in strips; None where a whole-field operator reads the image."""
     image = graph.source("image")
     strips = backward and sink is not None and image is not None and not graph.gathers(image.id)
     return image.id if strips and image is not None else None
 
 
 def _compiled(prepared: Prepared) -> int:
-    """How many kernels its convolutions are compiled to."""
+    """Count the kernels that its convolutions are compiled to."""
     backward = prepared.problem.backward
     if prepared.plan.whole:
         return prepared.graph.whole[backward].compiled
@@ -399,7 +406,7 @@ def _compiled(prepared: Prepared) -> int:
 
 
 def _trial_seconds(plan: Plan) -> float:
-    """What one tile of each pass takes, by the cost model."""
+    """Predict what one tile of each pass takes, by the cost model."""
     tiles = [plan.stages[p.stage].tile_count for p in plan.passes]
     shares = sum(share / count for share, count in zip(plan.pass_shares, tiles, strict=True))
     return plan.workers * shares * plan.predicted_seconds
@@ -417,6 +424,6 @@ def _name(sources: dict[str, Source], *, backward: bool) -> str:
 
 
 def _usual_layout(graph: Graph) -> str:
-    """Channels last, unless an operator of the graph should not run so."""
+    """Return channels last, unless an operator of the graph should not run so."""
     contiguous = any(lookup(node.op).contiguous_only(Call(node, graph.operands(node))) for node in graph.nodes)
     return "contiguous" if contiguous else "channels_last"

@@ -1,4 +1,4 @@
-"""What a run needs beside its inputs: made by the planner, run by `Run`, timed by trials and by calibration."""
+"""Hold what a run needs beside its inputs: made by the planner, run by `Run`, timed by trials and by calibration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Prepared:
     problem: Problem
     programs: TilePrograms
     rounding: Rounding | None = None
-    """What the plan's packed fields are rounded by."""
+    """The rounding of the plan's packed fields."""
     taken: tuple[float, ...] | None = None
     """Seconds that each pass took when this ran last; None before, and after streams, in which others have a part."""
     _parts: dict[tuple[object, ...], Parts] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Prepared:
         return self.plan.computed
 
     def parts(self, stage: int) -> Parts:
-        """The parts of a stage's tiles: worked out once, whatever runs."""
+        """Return the parts of a stage's tiles: worked out once, whatever runs."""
         described = self.plan.stages[stage]
         key = stage, described.tile, described.parts
         if key not in self._parts:

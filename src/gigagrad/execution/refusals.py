@@ -1,4 +1,4 @@
-"""What operators refuse only when they see values: a class that is out of range, two dtypes that do not go together."""
+"""Report what operators refuse only when they see values: a class that is out of range, dtypes that do not match."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REMEDIES: Final = {
     "not implemented for 'Long'": "; give it floats: x.double(), and .long() of what comes out",
     "not implemented for 'Byte'": "; give it floats: x.float(), and .byte() of what comes out",
 }
-"""What to write instead, by what PyTorch says."""
+"""Advice on what to write instead, by what PyTorch says."""
 _RAISING: Final = frozenset({"RAISE_VARARGS", "RERAISE"})
 
 
@@ -40,14 +40,14 @@ def refused_by_pytorch(error: BaseException) -> OperatorError | None:
 
 
 def _told(error: BaseException) -> str:
-    """The first line of what PyTorch says, and what to write instead where that is known."""
+    """Return the first line of what PyTorch says, and what to write instead where that is known."""
     reason = str(error).strip().splitlines()
     told = reason[0] if reason else type(error).__name__
     return told.rstrip(".") + next((remedy for said, remedy in _REMEDIES.items() if said in told), "")
 
 
 class explained:  # noqa: N801 - reads as a statement
-    """What PyTorch raises inside, as an OperatorError with the operator's name and place."""
+    """Raises what PyTorch raises inside as an OperatorError with the operator's name and place."""
 
     __slots__ = ("_node",)
 

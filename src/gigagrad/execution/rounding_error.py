@@ -1,4 +1,4 @@
-"""How much quantised storage moves the gradients of convolutions, predicted while the gradients are computed.
+"""Predict how much quantised storage moves the gradients of convolutions, while the gradients are computed.
 
 A stored error reaches a convolution directly, or through operators that pass it on value by value: a norm multiplies
 it, ReLU passes it or stops it. `error_gains` follows it there; a `Watch` sees the cotangents of the convolution's
@@ -20,7 +20,7 @@ from gigagrad.stores.bounds import Norms, noisy_shares
 def error_gains(
     graph: Graph, stage: Stage, quantised: Container[int], values: Mapping[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """By convolution of the stage: the factor `(C,)` on the stored errors in each channel that it reads.
+    """Return by convolution of the stage the factor `(C,)` on the stored errors in each channel that it reads.
 
     Errors of different fields are independent, and their squares add up. Where values of one field come together, or an
     operator repeats them, the factor is that of the worst case. Convolutions that read nothing quantised are left out,
@@ -48,7 +48,7 @@ def error_gains(
 def _passed_on(
     graph: Graph, node: Node, gains: Mapping[int, Gains | None], values: Mapping[int, torch.Tensor]
 ) -> Gains | None:
-    """Of the output, from those of the operands. None: not known."""
+    """Return the gain of the output, from those of the operands. None: not known."""
     call = Call(node, graph.operands(node))
     known = [gain for field in call.fields if (gain := gains[field.id]) is not None]
     if len(known) < len(call.fields):
@@ -65,13 +65,13 @@ class Watch:
         self._graph = graph
         self._gains = gains
         self.norms: dict[int, Norms] = {}
-        """By convolution."""
+        """The norms by convolution."""
 
     def __contains__(self, node_id: int) -> bool:
         return node_id in self._gains
 
     def attach(self, convolution: int, read: torch.Tensor, output: torch.Tensor) -> None:
-        """`read` is the crop that the convolution was given; it is not kept."""
+        """Watch a convolution. `read` is the crop that it was given; it is not kept."""
         if not output.requires_grad:
             return
         shares = noisy_shares(read.detach(), self._gains[convolution])
@@ -91,17 +91,17 @@ class RoundingErrors:
         self._norms: dict[int, Norms] = {}
 
     def add(self, norms: Mapping[int, Norms]) -> None:
-        """Of one tile, by convolution."""
+        """Add the norms of one tile, by convolution."""
         for convolution, found in norms.items():
             known = self._norms.get(convolution)
             self._norms[convolution] = found if known is None else known + found
 
     def scale(self, convolutions: Container[int], factor: float) -> None:
-        """The cotangents turned out to be `factor` times as large."""
+        """Correct them: the cotangents turned out to be `factor` times as large."""
         self._norms = {i: norms.scaled(factor) if i in convolutions else norms for i, norms in self._norms.items()}
 
     def by_weight(self, error_bound: float) -> dict[str, float]:
-        """By the name of a weight: the square of the expected 2-norm of its gradient's error.
+        """Return by the name of a weight the square of the expected 2-norm of its gradient's error.
 
         Left out are weights that are computed from parameters.
         """
@@ -138,7 +138,7 @@ class RunningErrors:
         return math.hypot(*(math.sqrt(self._squares[name]) for name in found)) / size if size else 0.0
 
     def errors(self) -> dict[str, float]:
-        """The expected 2-norm of the error of each weight's gradient, by the weight's name."""
+        """Return the expected 2-norm of the error of each weight's gradient, by the weight's name."""
         return {name: math.sqrt(square) for name, square in self._squares.items()}
 
     def state_dict(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Cotangents of fields where the crops of several parts overlap: each part's own sum first, then part after part."""
+"""Add cotangents of fields where the crops of several parts overlap: each part's own sum first, then in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Seam:
         elsewhere: list[Box],
         like: tuple[torch.device, torch.memory_format],
     ) -> None:
-        """Strips lie `like` crops: where, and in which layout."""
+        """Set the stores; overlaps lie `like` crops: where, and in which layout."""
         self._store, self._parts, self._field, self._elsewhere = store, parts, field, elsewhere
         self._device, layout = like
         self._layout = layout if len(store.shape) == 4 else torch.contiguous_format
@@ -40,7 +40,7 @@ class Seam:
         """The strips of the part that came last, by which lines they are on, once they are complete."""
 
     def begin(self, part: int) -> None:
-        """The next part's first tile comes."""
+        """Begin the next part, before its first tile."""
         self.given = {}
         self._part, self._front = part, self._parts.front(self._field, part)
         self._is_first = not (self._front.full or self._front.partly)
@@ -49,7 +49,7 @@ class Seam:
                 self._strips[which] = box, self._zeros(box)
 
     def add(self, box: Box, crop: torch.Tensor) -> None:
-        """What a tile of the part gives, on `box` of the field."""
+        """Add what a tile of the part gives, on `box` of the field."""
         if self._is_first:
             self._store.add(box, crop)
             return
@@ -70,12 +70,12 @@ class Seam:
         return {which: sums for which, (_, sums) in self._strips.items()}
 
     def end(self) -> None:
-        """The part's last tile has come."""
+        """End the part, after its last tile."""
         for which in tuple(self._strips):
             self._give(which)
 
     def strip(self, part: int, box: Box) -> torch.Tensor:
-        """What a part has added up for another rank, on a box of one of its strips."""
+        """Return what a part has added up for another rank, on a box of one of its strips."""
         found = next(strip for of, strip in self._kept if of == part and box.within(strip[0]))
         return _view(found, box, self._store.axes)
 
@@ -85,7 +85,7 @@ class Seam:
         return min((box.y0 for box, _ in self._strips.values()), default=None)
 
     def _is_past(self, which: int, box: Box) -> bool:
-        """Whether a crop begins behind the lines of a strip, and with it all that follow."""
+        """Say whether a crop begins behind the lines of a strip, and with it all that follow."""
         strip, _ = self._strips[which]
         return box.y0 >= strip.y1 if self._parts.by_rows else box.x0 >= strip.x1
 

@@ -1,4 +1,4 @@
-"""What random operators draw: one number for each run, and of it a seed for each operator.
+"""Seed random operators: one number for each run, and of it a seed for each operator.
 
 So neither the order in which a plan computes them, nor what else it draws, nor who computes, shows in a mask.
 """
@@ -33,8 +33,8 @@ class Seeds:
         self._runs = 0
 
     def of_next_run(self, ranks: Ranks, *, drawn: bool) -> int:
-        """On all ranks the same, and their generators are as the first one's then; 0, and nothing is taken from
-        PyTorch's generator, where nothing is `drawn`.
+        """Return the number of the next run, on all ranks the same, and their generators are as the first one's then;
+        0, and nothing is taken from PyTorch's generator, where nothing is `drawn`.
         """
         if self._seed is not None:
             self._runs += 1
@@ -51,7 +51,7 @@ class Seeds:
 
 
 def drawing(graph: Graph) -> Mapping[int, int]:
-    """The nodes that draw random numbers, each with a number of its own."""
+    """Return the nodes that draw random numbers, each with a number of its own."""
     found = _drawing.get(graph)
     if found is None:
         drawn = (node.id for node in graph.nodes if _draws(node))
@@ -60,7 +60,7 @@ def drawing(graph: Graph) -> Mapping[int, int]:
 
 
 def seed_of(run: int, number: int) -> int:
-    """What one of them is seeded with in a run, or `ROUNDINGS`."""
+    """Return what one of them is seeded with in a run, or `ROUNDINGS`."""
     return int(scrambled(torch.tensor(number), run)) % 2**63
 
 

@@ -1,4 +1,4 @@
-"""Sinks: where an output field goes, tile by tile. A sink says what it holds, so that it is part of the plan."""
+"""Take an output field, tile by tile. A sink says what it holds, so that it is part of the plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gigagrad.images.georeference import geotiff_tags
 from gigagrad.threads import SideThreads
 
 _ROWS = 512
-"""In which gaps are looked for at a time."""
+"""Rows in which gaps are looked for at a time."""
 
 Piece = tuple[Box, torch.Tensor]
 Pieces = Iterable[Piece]
@@ -31,7 +31,7 @@ Pieces = Iterable[Piece]
 
 @dataclass(frozen=True, slots=True)
 class OutputField:
-    """What a sink is given."""
+    """The field that a sink is given."""
 
     shape: tuple[int, ...]
     """`(1, C, H, W)`."""
@@ -48,15 +48,15 @@ class Sink(ABC):
 
     @abstractmethod
     def held_bytes(self, tile_height: int, shape: tuple[int, ...]) -> int:
-        """What is held at most of a field of this shape that comes in rows of tiles of this height."""
+        """Return what is held at most of a field of this shape that comes in rows of tiles of this height."""
 
     @abstractmethod
     def take(self, pieces: Pieces, field: OutputField) -> Any:
-        """Everything, to the end; what is returned is `forward`'s result."""
+        """Take everything, to the end; what is returned is `forward`'s result."""
 
 
 class Handed(Sink):
-    """Whoever asked gets the crops, one at a time, and does with them what they like."""
+    """Gives whoever asked the crops, one at a time; they do with them what they like."""
 
     kind = "crops"
 
@@ -113,7 +113,7 @@ class Pyramid(Sink):
 
     @classmethod
     def in_place_of(cls, path: Path, image: Image | None) -> Self:
-        """Of a field's values: where `image`, of the field's size, lies on earth, and NaN where that has no data."""
+        """Write a field's values: where `image`, of the field's size, lies on earth, and NaN where that has no data."""
         if image is None:
             return cls(path)
         nodata = math.nan if image.missing_bytes else None
@@ -138,7 +138,7 @@ class Pyramid(Sink):
         return write_pyramid(self._path, rows, **options)
 
     def _without_gaps(self, strips: Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
-        """The strips, which are ours, with `nodata` in their gaps."""
+        """Yield the strips, which are ours, with `nodata` in their gaps."""
         if self._seen is None or not self._gap_bytes:
             yield from strips
             return
@@ -196,7 +196,7 @@ class Several(Sink):
 
 
 class _Ended(BaseException):
-    """Told to sinks whose run is over before its end."""
+    """Raised in sinks whose run is over before its end."""
 
 
 def _hand_out(piece: Piece | type[_Ended] | None, given: Iterable[SimpleQueue[Any]]) -> None:
@@ -205,7 +205,7 @@ def _hand_out(piece: Piece | type[_Ended] | None, given: Iterable[SimpleQueue[An
 
 
 def _each(inbox: SimpleQueue[Any], ready: SimpleQueue[BaseException | None]) -> Iterator[Piece]:
-    """What comes in until None does, saying `ready` after each piece."""
+    """Yield what comes in until None does, saying `ready` after each piece."""
     while (piece := inbox.get()) is not None:
         if piece is _Ended:
             raise _Ended

@@ -36,7 +36,7 @@ class Source:
     """The tensor that asks for its gradient."""
 
     def read(self, box: Box) -> torch.Tensor:
-        """The crop as a tensor `(1, C, h, w)` on the CPU, sharing the reader's memory where it can."""
+        """Read the crop as a tensor `(1, C, h, w)` on the CPU, sharing the reader's memory where it can."""
         assert self.image is not None
         crop = self.image.read(box)
         if isinstance(crop, np.ndarray):
@@ -49,7 +49,7 @@ class Source:
 
     @property
     def cache_bytes(self) -> int:
-        """What the reader may hold decoded."""
+        """Bytes that the reader may hold decoded."""
         return self.image.cache_bytes if self.image is not None else 0
 
 
@@ -57,7 +57,7 @@ class Source:
 def opened_sources(
     composite: LossModule, image: Any, target: Any, *, asked: bool = False
 ) -> Iterator[dict[str, Source]]:
-    """The inputs of a graph by name; what is opened here is closed. `asked`: the gradient for the first image is.
+    """Yield the inputs of a graph by name; what is opened here is closed. `asked`: the gradient for the first image is.
 
     Raises ImageError, TargetError.
     """
@@ -84,7 +84,7 @@ def image_source(
     asked: bool = False,
     ids: bool = False,
 ) -> Source:
-    """An image argument: an `Image`, a path, a Zarr array, or an array or tensor `(C, H, W)` or `(1, C, H, W)`.
+    """Open an image argument: an `Image`, a path, a Zarr array, or an array or tensor `(C, H, W)` or `(1, C, H, W)`.
 
     A tensor that requires a gradient gets one; `asked`: somebody else wants it. `dtype_of` says in which dtype an image
     of a given one is read; `ids`: that a file with a palette holds class ids.
@@ -103,7 +103,7 @@ def image_source(
 def target_source(
     target: Any, image: Source, dtype_of: Callable[[torch.dtype], torch.dtype] = lambda given: given
 ) -> Source:
-    """A target argument: dense (an image of any kind) or a label (a number, a 1-d tensor, any other small tensor).
+    """Open a target argument: dense (an image of any kind) or a label (a number, a 1-d tensor, any other small tensor).
 
     A 2-d array is dense if it has the image's height and width, and a label otherwise. A tensor that requires a
     gradient gets one.
@@ -122,7 +122,9 @@ def target_source(
 
 
 def reading_of(sources: Mapping[str, Source], device: Device, threads: int) -> Reading:
-    """What reading these takes; `threads` compute tiles where the device is the host, whose own read beside others."""
+    """Return what reading these takes; `threads` compute tiles where the device is the host, whose own read beside
+    others.
+    """
     images = {name: source.image for name, source in sources.items() if source.image is not None}
     return Reading(
         seconds={name: image.decode_seconds for name, image in images.items()},
@@ -137,5 +139,5 @@ def _torch_dtype(dtype: np.dtype[Any] | torch.dtype) -> torch.dtype:
 
 
 def read_ahead(tiles: Iterable[Any], read: Callable[[Any], Read], pool: SideThreads) -> Iterator[tuple[Any, Read]]:
-    """`(tile, read(tile))` for every tile in order; the next ones are read in the threads of the pool meanwhile."""
+    """Yield `(tile, read(tile))` for every tile in order; the pool reads the next ones meanwhile."""
     return ahead(tiles, lambda tile: (tile, read(tile)), pool, pool.count + READ_AHEAD)

@@ -69,7 +69,9 @@ class Tape:
         draws: int = 0,
         share: Callable[[int, torch.Tensor], torch.Tensor] = lambda parameter, gradient: gradient,
     ) -> None:
-        """`draws`: what random operators draw from. `share`: what of a parameter's gradient is to be added up here."""
+        """Set up the values; `draws`: what random operators draw from. `share`: what of a parameter's gradient is to be
+        added up here.
+        """
         self.graph = graph
         self._device, self._share = device, share
         self._draws, self._drawing = draws, drawing(graph)
@@ -87,13 +89,13 @@ class Tape:
             if not (node.is_field or node.is_source or node.is_reduction or node.op == GATHER)
         ]
         self._missing = {node.id: len(set(node.operands)) for node in computed}
-        """Of each value that is computed here, how many of its operands are not known yet."""
+        """Number of operands of each value computed here that are not known yet."""
         self._readers: dict[int, list[int]] = {}
         for node in computed:
             for operand in set(node.operands):
                 self._readers.setdefault(operand, []).append(node.id)
         self._uses = {operand: len(readers) for operand, readers in self._readers.items()}
-        """How often each value is yet to be read here."""
+        """Number of times that each value is yet to be read here."""
         self._passing = passing_values(graph)
         results = {*graph.outputs, *graph.updates.values()}
         whole = (node.id for node in graph.nodes if node.whole and node.id not in results)
@@ -114,7 +116,7 @@ class Tape:
             self._leaves[node_id] = None
 
     def compute(self) -> None:
-        """Every global whose operands are known."""
+        """Compute every global whose operands are known."""
         with torch.set_grad_enabled(self.backward):
             while self._ready:
                 node_id = heappop(self._ready)
@@ -125,7 +127,7 @@ class Tape:
                         del self.values[operand]
 
     def _set(self, node_id: int, value: torch.Tensor) -> None:
-        """A value is known, and with it what may be computed."""
+        """Set a value, and find with it what may be computed."""
         self.values[node_id] = value
         for reader in self._readers.pop(node_id, ()):
             self._missing[reader] -= 1
@@ -153,7 +155,7 @@ class Tape:
             values.clear()
 
     def start(self) -> None:
-        """The loss's own cotangent."""
+        """Give the loss its own cotangent."""
         output = self.values.get(self.graph.output)
         if output is not None and output.requires_grad:
             self.give(self.graph.output, torch.ones_like(output))
@@ -196,7 +198,7 @@ class Tape:
                 self._receive(i, gradient, times)
 
     def _reached(self, arrived: list[int]) -> list[int]:
-        """The leaves that these values are computed from, in the order in which they became known."""
+        """Return the leaves that these values are computed from, in the order in which they became known."""
         seen, stack = set(arrived), list(arrived)
         while stack:
             node_id = stack.pop()
@@ -208,20 +210,20 @@ class Tape:
 
     @property
     def coming_bytes(self) -> int:
-        """Of the gradients that pulling back has still to make, all at once: of what whole-field operators read."""
+        """Bytes of the gradients that are still to be made, all at once: of what whole-field operators read."""
         waiting = self._late - self.gradients.keys()
         return sum(self.graph[i].nbytes for i in waiting if self.graph[i].differentiable)
 
     def level_of(self, stage: Stage) -> int:
-        """Sweeps that must have ended before what a stage delivers is known."""
+        """Return the number of passes that must have ended before what a stage delivers is known."""
         return max(self._level[i] for i in stage.targets(self.graph)) + 1
 
     def cotangent(self, leaf: int) -> torch.Tensor | None:
-        """What has arrived at a reduction or, in the fields' unit, at a gathered field; None if nothing has."""
+        """Return what has arrived at a reduction or, in the fields' unit, at a gathered field; None if nothing has."""
         return self._cotangents.get(leaf)
 
     def constant_cotangents(self, stage: Stage) -> Values:
-        """The cotangents of the last stage's reductions where they do not depend on any of its sums."""
+        """Return the cotangents of the last stage's reductions where they do not depend on any of its sums."""
         varying = differentiable_reductions(self.graph, stage)
         values = dict(self.values)
         leaves = {}
@@ -243,7 +245,7 @@ class Tape:
         }
 
     def _evaluated(self, node_id: int, values: Values) -> torch.Tensor:
-        """Random numbers are drawn in the order of the values, however those lie in memory."""
+        """Compute a value. Random numbers are drawn in the order of the values, however those lie in memory."""
         number = self._drawing.get(node_id)
         if number is None:
             return evaluated(self.graph, node_id, values, self._device.torch_device)
@@ -252,7 +254,7 @@ class Tape:
             return evaluated(self.graph, node_id, operands, self._device.torch_device)
 
     def _receive(self, leaf: int, cotangent: torch.Tensor, times: float = 1) -> None:
-        """`cotangent` is so many times as large as the true one."""
+        """Add to a leaf's cotangent. `cotangent` is so many times as large as the true one."""
         known = self._cotangents.get(leaf)
         if self.graph[leaf].op == GATHER:
             self.unit.settle([cotangent], times)
@@ -263,7 +265,7 @@ class Tape:
 
 
 def evaluated(graph: Graph, node_id: int, values: Values, device: torch.device) -> torch.Tensor:
-    """The value, or the tuple of values of an operator with several outputs, which only `gigagrad.item` reads."""
+    """Compute the value, or of an operator with several outputs the tuple, which only `gigagrad.item` reads."""
     node = graph[node_id]
     arguments = {name: substitute(value, values) for name, value in node.arguments.items()}
     if arguments.get("device") is not None:

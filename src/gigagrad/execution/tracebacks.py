@@ -1,4 +1,4 @@
-"""What a traceback keeps: the locals of every frame in it, for as long as somebody holds it."""
+"""Clear tracebacks, which keep the locals of every frame in them, for as long as somebody holds them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Item = TypeVar("Item")
 
 
 def lets_go(call: Callable[Given, Made]) -> Callable[Given, Made]:
-    """A call whose exceptions keep nothing that it opened: an image, say, that Ctrl-C lets nobody have and close."""
+    """Wrap a call so that its exceptions keep nothing that it opened: an image, say, that Ctrl-C lets nobody have and
+    close.
+    """
 
     @wraps(call)
     def emptied(*args: Given.args, **kwargs: Given.kwargs) -> Made:
@@ -35,7 +37,7 @@ def lets_go(call: Callable[Given, Made]) -> Callable[Given, Made]:
 def stream_lets_go(
     stream: Callable[Given, Generator[Item, None, None]],
 ) -> Callable[Given, Generator[Item, None, None]]:
-    """The same of a generator."""
+    """Wrap a generator likewise."""
 
     @wraps(stream)
     def emptied(*args: Given.args, **kwargs: Given.kwargs) -> Generator[Item, None, None]:

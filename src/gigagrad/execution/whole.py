@@ -1,4 +1,4 @@
-"""Runs the caller's own model and loss on the whole image, as PyTorch does, where that fits."""
+"""Run the caller's own model and loss on the whole image, as PyTorch does, where that fits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WholeRun:
         self._prepared, self._sources, self._composite, self._events = prepared, sources, composite, events
         self._backward = backward
         self.outputs: Any = None
-        """What the loss or the model returned, detached."""
+        """The value that the loss or the model returned, detached."""
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         """The parameters, images and labels that got a gradient, each with it."""
 
@@ -42,8 +42,8 @@ class WholeRun:
         return found
 
     def run(self) -> None:
-        """Raises TooLarge, with the model's buffers as they were, where the device's allocator needs more memory than
-        the plan says; else whatever the model raises.
+        """Run it. Raises TooLarge, with the model's buffers as they were, where the device's allocator needs more
+        memory than the plan says; else whatever the model raises.
         """
         device, plan = self._prepared.device, self._prepared.plan
         cost = self._prepared.graph.whole[self._backward]
@@ -105,7 +105,7 @@ class WholeRun:
                 self.gradients.append((given, gradient.reshape(given.shape)))
 
     def _input(self, source: Source) -> torch.Tensor:
-        """An image or a label on the device; a leaf of its own where its gradient is asked for."""
+        """Return an image or a label on the device; a leaf of its own where its gradient is asked for."""
         value = source.tensor
         if value is None:
             height, width = source.spec.shape[-2:]
