@@ -26,7 +26,7 @@ import gigagrad as gg
 from bench.deep_step import FromBytes, loss
 from gigagrad.boxes import Box, apart, without
 from gigagrad.plans import Plan, Problem, make_plan
-from gigagrad.plans.owners import Owners
+from gigagrad.plans.partition import Partition
 
 _NETWORKS = ("paper-unet", "smp:Unet?encoder_name=resnet34", "timm:resnet18", "smp:FPN?encoder_name=efficientnet-b0")
 
@@ -63,32 +63,32 @@ class _Shared:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.graph = problem.graph
-        self.owners = Owners(self.graph, plan.stages, plan.passes, problem.ranks)
+        self.partition = Partition(self.graph, plan.stages, plan.passes, problem.ranks)
         self.kept = [field.node for field in plan.kept if not self.graph.gathers(field.node)]
         self.moved = [i for i in self.kept if self.graph[i].differentiable]
-        self.sweeps = [(i, stage) for i in self.moved for stage in self.owners.cotangents.adding(i)]
+        self.sweeps = [(i, stage) for i in self.moved for stage in self.partition.cotangents.adding(i)]
 
     def found(self) -> dict[str, float]:
-        owners, cotangents = self.owners, self.owners.cotangents
-        ranks = range(owners.count)
+        partition, cotangents = self.partition, self.partition.cotangents
+        ranks = range(partition.count)
         pairs = [(a, b) for a in ranks for b in ranks if a != b]
         halos = [sum(self.nbytes(i, self.halo(i, rank)) for i in self.kept) for rank in ranks]
         added = sum(self.nbytes(i, self.added(i, stage, rank)) for i, stage in self.sweeps for rank in ranks)
-        sent = sum(self.nbytes(i, owners.halo(i, *pair)) for i in self.kept for pair in pairs)
+        sent = sum(self.nbytes(i, partition.halo(i, *pair)) for i in self.kept for pair in pairs)
         for i, stage in self.sweeps:
             for pair in pairs:
-                strips = [box for _, box in cotangents.strips(stage, i, *pair)]
-                sent += self.nbytes(i, [*cotangents.sums(stage, i, *pair), *strips])
+                overlaps = [box for _, box in cotangents.overlaps(stage, i, *pair)]
+                sent += self.nbytes(i, [*cotangents.sums(stage, i, *pair), *overlaps])
 
         def unevenness(fields: Sequence[int], held: Callable[[int, int], list[Box]]) -> float:
             if not fields:
                 return 0.0
-            whole = sum(self.nbytes(i, [owners.whole(i)]) for i in fields)
+            whole = sum(self.nbytes(i, [partition.whole(i)]) for i in fields)
             own = [sum(self.nbytes(i, held(i, rank)) for i in fields) for rank in ranks]
-            return round(max(mine / (whole / owners.count + halo) for mine, halo in zip(own, halos, strict=True)), 3)
+            return round(max(mine / (whole / partition.count + halo) for mine, halo in zip(own, halos, strict=True)), 3)
 
         return {
-            "held": unevenness(self.kept, owners.held),
+            "held": unevenness(self.kept, partition.held),
             "cotangents": unevenness(self.moved, cotangents.held),
             "sent": round(sent / (sum(halos) + added), 3) if sent else 0.0,
         }
@@ -98,12 +98,12 @@ class _Shared:
 
     def halo(self, field: int, rank: int) -> list[Box]:
         """What a rank reads and others write."""
-        return without(self.owners.held(field, rank), self.owners.written(field, rank))
+        return without(self.partition.held(field, rank), self.partition.written(field, rank))
 
     def added(self, field: int, stage: int, rank: int) -> list[Box]:
         """What a rank adds to and others want."""
-        wanted = self.owners.cotangents.wanted_next(stage, field, rank)
-        return without(apart(self.owners.read(stage, field, rank)), wanted)
+        wanted = self.partition.cotangents.wanted_next(stage, field, rank)
+        return without(apart(self.partition.read(stage, field, rank)), wanted)
 
 
 if __name__ == "__main__":

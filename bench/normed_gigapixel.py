@@ -31,7 +31,7 @@ from gigagrad.boxes import Box
 from gigagrad.events import Event, TileDone
 from gigagrad.images import Image
 from gigagrad.models import PaperUNet, Preprocess
-from gigagrad.plans import ledger
+from gigagrad.plans import estimate
 
 PERIOD_PX = 4099
 SHIFT_PX = 1237
@@ -141,7 +141,7 @@ def main() -> None:
         "predicted_peak_bytes": step.predicted_peak_bytes,
         "budget_bytes": step.budget_bytes,
         "scratch_bytes": plan.bytes_in("disk"),
-        "kept_bytes": plan.most(ledger.FIELDS, ledger.COTANGENTS),
+        "kept_bytes": plan.most(estimate.FIELDS, estimate.COTANGENTS),
         "tiles": plan.tile_count,
         "loss": value.item(),
         "gradient_norm": gradient.norm().item(),

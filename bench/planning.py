@@ -96,7 +96,7 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
     from gigagrad.graphs import InputSpec, capture
     from gigagrad.losses import named_loss
     from gigagrad.models import resolve
-    from gigagrad.plans import Amount, Costs, Problem, check, ledger, make_plan, trade_off
+    from gigagrad.plans import Amount, Costs, Problem, check, estimate, make_plan, trade_off
     from gigagrad.stores import DiskTier, MemoryTier
 
     seconds: dict[str, float] = {}
@@ -120,7 +120,7 @@ def measured(case: Case, *, curve: bool) -> dict[str, Any]:
     machine = Machine.detect(torch.get_num_threads())
     costs = Costs(graph, machine)
     process = 512 * 2**20
-    held = (Amount(ledger.PROCESS, process), Amount(ledger.STEP, 160 * 2**20))
+    held = (Amount(estimate.PROCESS, process), Amount(estimate.STEP, 160 * 2**20))
     scratch = (DiskTier(Path(), case.room_bytes),) if case.room_bytes else ()
     problem = Problem(
         graph=graph,

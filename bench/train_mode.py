@@ -68,7 +68,7 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> dict[str, float]:
     import gigagrad as gg
     from gigagrad.devices.heap import peak_resident_bytes, resident_bytes
-    from gigagrad.plans import ledger
+    from gigagrad.plans import estimate
 
     torch.set_num_threads(2)
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         result = {
             "budget_bytes": before + args.above,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
-            "kept_bytes": plan.most(ledger.FIELDS, ledger.COTANGENTS),
+            "kept_bytes": plan.most(estimate.FIELDS, estimate.COTANGENTS),
             "scratch_bytes": plan.bytes_in("disk"),
         }
     return {

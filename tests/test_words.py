@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "gigagrad"
 DONE = (
-    *("graphs/crops.py", "graphs/op_rules.py", "graphs/ops", "execution/tile_program.py", "execution/trial.py"),
+    *("graphs/crops.py", "graphs/op_rules.py", "graphs/ops", "plans", "execution"),
     *("shares.py", "cli", "cohorts", "config", "demo", "integrations", "masks", "prediction", "reports"),
     *("devices", "images", "ranks", "stores", "allowances.py", "boxes.py", "errors.py"),
     *("events.py", "extras.py", "files.py", "named.py", "terminal.py", "threads.py", "units.py"),

@@ -26,18 +26,18 @@ MOST_COMPILED: Final = 1024
 """Compiled kernels that oneDNN's cache holds."""
 
 # Tiles
-ALLOCATOR_SLACK: Final = 0.5
+ALLOCATOR_FRAGMENTATION: Final = 0.5
 """Freed blocks that the allocator has not given back, per byte that tiles allocate (94 MiB beside 97 alive)."""
 FEW_TILES: Final = 100
-SLACK_OF_DOUBLING: Final = 0.05
-MOST_FURTHER_SLACK: Final = 0.25
+FRAGMENTATION_OF_DOUBLING: Final = 0.05
+MOST_FURTHER_FRAGMENTATION: Final = 0.25
 """Tiles side by side free blocks in ever another order, and the worst of many orders is worse: beyond a few tiles each
-doubling adds some slack (1,600 tiles took up to 660 of 632 MiB without it)."""
-TAPE_SLACK: Final = 0.25
+doubling adds some fragmentation (1,600 tiles took up to 660 of 632 MiB without it)."""
+FRAGMENTATION_BESIDE_WHOLE: Final = 0.25
 """The slack beside whole fields and gradients, while nothing is given back (ViT-Base, Swin-Tiny)."""
-LEAST_HOARD_BYTES: Final = 64 * MIB
-MOST_HOARD_BYTES: Final = 160 * MIB
-HOARD_PER_TILE: Final = 2.0
+LEAST_ALLOCATOR_CACHE_BYTES: Final = 64 * MIB
+MOST_ALLOCATOR_CACHE_BYTES: Final = 160 * MIB
+ALLOCATOR_CACHE_PER_TILE: Final = 2.0
 """The bytes that the allocator may hold between tiles beside that, where the budget has room: twice what tiles
 allocate, within these bounds. New pages cost time, with 64 MiB a tenth of the paper's step
 (docs/decisions/0018-large-blocks.md)."""

@@ -155,7 +155,7 @@ def test_nothing_stays_of_a_step_that_fails(monkeypatch):
     engine, pair = engine_that_keeps()
     engine.backward(*pair)
     assert BufferPool.held_bytes()
-    monkeypatch.setattr(Run, "_pull_rest", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(Run, "_backward_rest", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         engine.backward(*pair)
     assert BufferPool.held_bytes() == 0

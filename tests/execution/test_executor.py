@@ -18,8 +18,8 @@ import gigagrad as gg
 from gigagrad.devices import Machine
 from gigagrad.devices.cpu import HeapGuard
 from gigagrad.events import Notice
+from gigagrad.execution.buffers import Buffers
 from gigagrad.execution.executor import Serial, Threads
-from gigagrad.execution.fields import Fields
 from gigagrad.execution.tile_program import TileInputs, TileProgram
 from gigagrad.plans.reading import Reading
 from gigagrad.threads import operator_threads
@@ -235,11 +235,11 @@ def test_no_more_crops_are_alive_than_planned(
     two_threads: None, monkeypatch: pytest.MonkeyPatch, workers: int, readers: int
 ) -> None:
     """Those at work, one for each reader and one that waits, and with several workers one in the queue
-    (`plans/ledger.py`).
+    (`plans/estimate.py`).
     """
     torch.set_num_threads(workers)
     monkeypatch.setattr(Reading, "readers", lambda *_: readers)
-    alive, most, read = 0, 0, Fields.inputs
+    alive, most, read = 0, 0, Buffers.inputs
 
     def gone() -> None:
         nonlocal alive
@@ -255,7 +255,7 @@ def test_no_more_crops_are_alive_than_planned(
         time.sleep(0.002)
         return inputs
 
-    monkeypatch.setattr(Fields, "inputs", counted)
+    monkeypatch.setattr(Buffers, "inputs", counted)
     model = torch.nn.Conv2d(1, 2, 3, padding=1)
     engine = gg.compile(model, lambda o, t: (o - t).square().mean(), tile=(16, 16))
     image, target = torch.rand(1, 200, 160), torch.rand(2, 200, 160)

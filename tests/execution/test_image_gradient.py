@@ -14,7 +14,7 @@ import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import BudgetError, CaptureError, ConfigError, ModelError
 from gigagrad.execution.sinks import OutputField, Pieces, Sink
-from gigagrad.plans import ledger, make_plan
+from gigagrad.plans import estimate, make_plan
 from gigagrad.plans.plan import amount_of
 from tests.devices.fake import FakeCpu
 from tests.execution.conftest import Gate, Net
@@ -192,4 +192,4 @@ def test_the_rows_that_are_held_are_part_of_the_plan():
     assert node is not None
     strips = replace(problem, handed=node.id, output_bytes=lambda rows, shape: 1000 * rows)
     (stage,) = make_plan(strips, tiles=((32, 50),)).stages
-    assert amount_of(stage.memory, ledger.OUTPUT) == stage.crop[0] * (3 * 200 * node.bytes_per_pixel + 1000)
+    assert amount_of(stage.memory, estimate.OUTPUT) == stage.crop[0] * (3 * 200 * node.bytes_per_pixel + 1000)

@@ -28,12 +28,12 @@ from gigagrad.devices.heap import resident_bytes
 from gigagrad.errors import StoreError
 from gigagrad.execution import Engine, sources
 from gigagrad.execution import run as running
+from gigagrad.execution.buffers import Buffers
 from gigagrad.execution.executor import ahead
-from gigagrad.execution.fields import Fields
-from gigagrad.execution.observers import Progress
+from gigagrad.execution.probes import Progress
+from gigagrad.execution.scalars import ScalarGraph
 from gigagrad.execution.sinks import Pyramid, Several, WholeTensor
 from gigagrad.execution.sources import Source
-from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile_program import TileProgram
 from gigagrad.images import Image, opening, tiff
 from gigagrad.stores import DiskTier, HostStore, Scratch
@@ -59,10 +59,10 @@ ERRORS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), 
 PLACES = [
     (Source, "read", 2),
     (TileProgram, "run", 5),
-    (Fields, "allocate", 2),
-    (Fields, "release", 2),
+    (Buffers, "allocate", 2),
+    (Buffers, "release", 2),
     (Progress, "tile_done", 7),
-    (Tape, "pull", 1),
+    (ScalarGraph, "backward_from", 1),
 ]
 
 
@@ -83,7 +83,7 @@ def test_files_go_before_the_traceback_does(watched, monkeypatch):
     """Many runs that failed, all of their tracebacks held."""
     kept = []
     with monkeypatch.context() as patch:
-        patch.setattr(Fields, "release", failing(Fields.release, MemoryError(), 0))
+        patch.setattr(Buffers, "release", failing(Buffers.release, MemoryError(), 0))
         for _ in range(5):
             try:
                 watched.engine.backward(*watched.pair)
@@ -154,8 +154,8 @@ OPENING_AND_CLOSING = {
         running.Run.__exit__,
         running.Run.close,
         running.Run._close,
-        Fields.open,
-        Fields.close,
+        Buffers.open,
+        Buffers.close,
         DiskTier.open,
         Scratch.__init__,
         Scratch.create,

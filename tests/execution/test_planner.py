@@ -13,7 +13,7 @@ from gigagrad.errors import BudgetError
 from gigagrad.events import Notice, Preparing
 from gigagrad.execution import planner
 from gigagrad.losses import bce
-from gigagrad.plans import ledger
+from gigagrad.plans import estimate
 from gigagrad.plans.plan import amount_of
 from tests.devices.fake import FakeCpu
 
@@ -34,11 +34,11 @@ def job():
 
 
 def runtime(plan):
-    return amount_of(plan.ledger, ledger.STEP, ledger.COMPILED, ledger.HOARD)
+    return amount_of(plan.memory_at_peak, estimate.STEP, estimate.COMPILED, estimate.ALLOCATOR_CACHE)
 
 
 def parameters(plan):
-    return amount_of(plan.ledger, ledger.OPTIMIZER, ledger.GRADIENTS, ledger.SUMS)
+    return amount_of(plan.memory_at_peak, estimate.OPTIMIZER, estimate.GRADIENTS, estimate.SUMS)
 
 
 def test_a_process_that_grew_is_in_the_next_prediction(job):
@@ -127,7 +127,9 @@ def test_freed_memory_is_given_back_only_where_the_process_may_have_grown(job, t
 def too_large_for_half(plan):
     """Bytes of a process beside which a plan's tiles no longer fit, but tiles of half their bytes may."""
     tiles = plan.predicted_peak_bytes - 400 * MIB - runtime(plan)
-    needed = runtime(plan) - amount_of(plan.ledger, ledger.HOARD)  # freed blocks are held only where there is room
+    needed = runtime(plan) - amount_of(
+        plan.memory_at_peak, estimate.ALLOCATOR_CACHE
+    )  # freed blocks are held only where there is room
     return 1000 * MIB - needed - tiles // 2
 
 

@@ -23,7 +23,7 @@ from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.sources import opened_sources
 from gigagrad.graphs import Graph
 from gigagrad.losses import bce
-from gigagrad.plans import Plan, ledger
+from gigagrad.plans import Plan, estimate
 from gigagrad.plans.plan import amount_of
 from gigagrad.ranks import Ranks, SingleRank, run_threaded
 from gigagrad.stores import DiskTier
@@ -121,12 +121,12 @@ def devices_of(*compiled_kernels: int) -> list[Device]:
 
 
 def compiled(plan: Plan) -> int:
-    return amount_of(plan.fixed, ledger.COMPILED)
+    return amount_of(plan.fixed, estimate.COMPILED)
 
 
 def without_kernels(plan: Plan) -> int:
     """What its tiles cannot do without."""
-    return plan.predicted_peak_bytes - amount_of(plan.fixed, ledger.HOARD, ledger.COMPILED)
+    return plan.predicted_peak_bytes - amount_of(plan.fixed, estimate.ALLOCATOR_CACHE, estimate.COMPILED)
 
 
 @pytest.mark.parametrize("there", [(MOST_COMPILED, 0), (0, MOST_COMPILED)])
@@ -230,9 +230,9 @@ def test_plans_that_ranks_made_apart_are_not_run(job):
 
     def work(ranks: Ranks) -> tuple[Plan, Plan]:
         engine = job.engine(ranks, devices[ranks.index], memory=memory)
-        engine._planner._ranks = engine._planner._alike._ranks = SingleRank()
+        engine._planner._ranks = engine._planner._agreement._ranks = SingleRank()
         apart = job.prepared(engine).plan
-        engine._planner._ranks = engine._planner._alike._ranks = ranks
+        engine._planner._ranks = engine._planner._agreement._ranks = ranks
         ranks.barrier()
         return apart, job.prepared(engine).plan
 

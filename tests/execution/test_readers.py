@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import gigagrad as gg
-from gigagrad.execution.fields import Fields
+from gigagrad.execution.buffers import Buffers
 from gigagrad.plans.reading import Reading
 
 SIDE = 300
@@ -86,7 +86,7 @@ def test_a_journal_holds_what_several_readers_read_in_the_order_of_tiles(
     model, folder, choices = Loss().train(), tmp_path / "journal", dict[str, Any]()
     read_by(monkeypatch, 1)
     _, expected = step(model, slide, choices)
-    read, left = Fields.inputs, iter(range(120))
+    read, left = Buffers.inputs, iter(range(120))
 
     def cut_off(*given: Any, **options: Any) -> Any:
         if next(left, None) is None:
@@ -94,12 +94,12 @@ def test_a_journal_holds_what_several_readers_read_in_the_order_of_tiles(
         return read(*given, **options)
 
     read_by(monkeypatch, 4)
-    monkeypatch.setattr(Fields, "inputs", cut_off)
+    monkeypatch.setattr(Buffers, "inputs", cut_off)
     with pytest.raises(RuntimeError, match="killed"):
         step(model, slide, choices, journal=folder)
     assert [*folder.rglob("*-*")], "parts were written down"
     computed = []
-    monkeypatch.setattr(Fields, "inputs", lambda *given, **options: computed.append(1) or read(*given, **options))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(Buffers, "inputs", lambda *given, **options: computed.append(1) or read(*given, **options))  # type: ignore[func-returns-value]
     read_by(monkeypatch, 2)
     _, found = step(model, slide, choices, journal=folder)
     assert 0 < len(computed) < 150

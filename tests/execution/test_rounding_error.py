@@ -181,7 +181,7 @@ def test_watching_changes_nothing(pair, tmp_path, monkeypatch):
 
     watched, engine = step()
     assert engine.last_run.gradient_error > 0
-    monkeypatch.setattr("gigagrad.execution.sweeps.error_gains", lambda *_: {})
+    monkeypatch.setattr("gigagrad.execution.tile_loops.error_gains", lambda *_: {})
     unwatched, engine = step()
     assert engine.last_run.gradient_error == 0
     assert all(torch.equal(a, b) for a, b in zip(watched, unwatched, strict=True))

@@ -16,10 +16,10 @@ from gigagrad.allowances import HEAP_TOP_BYTES
 from gigagrad.devices import MemoryGuard, device_for, heap
 from gigagrad.devices.cpu import Cpu, HeapGuard
 from gigagrad.events import Preparing, StepMeasured, TileDone
-from gigagrad.execution import observers
-from gigagrad.execution.observers import Progress
+from gigagrad.execution import probes
+from gigagrad.execution.probes import Progress
 from gigagrad.execution.run import Run
-from gigagrad.execution.tape import Tape
+from gigagrad.execution.scalars import ScalarGraph
 from gigagrad.graphs import InputSpec, capture
 from gigagrad.stores import HostStore
 
@@ -59,7 +59,7 @@ def test_what_is_left_is_foretold_by_what_the_passes_took_before(gate, bce, pair
     plan = engine.plan(pair.image, pair.target)
     counts = [plan.stages[p.stage].tile_count for p in plan.passes]
     clock = [0.0]
-    monkeypatch.setattr(observers, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(probes, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     tell = Progress.tile_done
 
     def tick(self, phase):  # tiles of later passes take longer
@@ -185,7 +185,7 @@ def test_cotangents_of_weights_in_fewer_bits_do_not_wait_for_the_end(monkeypatch
 
     def counted(self):
         compute(self)
-        waiting.append(max((value.numel() for value in self._tape._pending.values()), default=0))
+        waiting.append(max((value.numel() for value in self._scalars._pending.values()), default=0))
 
     monkeypatch.setattr(Run, "_compute", counted)
     torch.manual_seed(0)
@@ -204,12 +204,12 @@ def test_gradients_of_what_whole_field_operators_read_come_all_at_once():
     model = nn.Sequential(nn.Conv2d(1, 6, 5, 4), nn.Flatten(), nn.Linear(6 * 15 * 15, 8), nn.Linear(8, 1))
     image, target = InputSpec((1, 1, 64, 64), torch.float32, field=True), InputSpec((1, 1), torch.float32, field=False)
     graph = capture(model, F.mse_loss, image, target, torch.bfloat16)
-    tape = Tape(graph, set(), device_for("cpu"), backward=True)
-    assert tape.coming_bytes == 4 * sum(p.numel() for layer in model[2:] for p in layer.parameters())  # type: ignore[attr-defined]
+    scalars = ScalarGraph(graph, set(), device_for("cpu"), backward=True)
+    assert scalars.coming_bytes == 4 * sum(p.numel() for layer in model[2:] for p in layer.parameters())  # type: ignore[attr-defined]
     for node in graph.nodes:
         if node.op == "parameter":
-            tape.gradients[node.id] = torch.zeros(node.shape)
-    assert tape.coming_bytes == 0
+            scalars.gradients[node.id] = torch.zeros(node.shape)
+    assert scalars.coming_bytes == 0
 
 
 def test_tiles_of_large_blocks_take_them_from_the_heap_and_look_before_each(monkeypatch):

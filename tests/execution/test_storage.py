@@ -9,7 +9,7 @@ import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError, StoreError
 from gigagrad.execution.seeds import ROUNDINGS, seed_of
-from gigagrad.plans import ledger
+from gigagrad.plans import estimate
 from gigagrad.stores import Blosc, DiskStore, parse_storage
 from tests.exactness.normed import Net, dice
 
@@ -106,7 +106,7 @@ def test_half_the_bytes_are_planned_for_and_named(pair, tmp_path):
     engine = gg.compile(net().float(), dice, storage="bfloat16", scratch=tmp_path)
     packed = engine.plan(*float32)
     assert sum(field.size_bytes for field in packed.kept) * 2 == sum(field.size_bytes for field in exact.kept)
-    held = [plan.most(ledger.FIELDS) for plan in (packed, exact)]
+    held = [plan.most(estimate.FIELDS) for plan in (packed, exact)]
     assert held[0] < held[1]
     assert "memory  bfloat16" in str(packed)
     assert "bfloat16" not in str(exact)

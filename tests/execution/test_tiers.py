@@ -13,7 +13,7 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.errors import BudgetError, ConfigError, StoreError
 from gigagrad.execution.run import Run
-from gigagrad.plans import ledger
+from gigagrad.plans import estimate
 from gigagrad.stores import DiskStore, Scratch
 from tests.devices.fake import FakeCpu
 from tests.exactness.normed import Net, dice
@@ -28,7 +28,7 @@ def pair():
 
 
 def held_in(plan):
-    return plan.most(ledger.FIELDS)
+    return plan.most(estimate.FIELDS)
 
 
 def step(pair, tiers, network=Net, loss=dice, **arguments):

@@ -16,7 +16,7 @@ import gigagrad as gg
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph, InputSpec, capture
-from gigagrad.plans import Amount, Plan, Problem, check, ledger, make_plan
+from gigagrad.plans import Amount, Plan, Problem, check, estimate, make_plan
 from gigagrad.plans.memory import passing_values, whole_field_bytes
 from tests.exactness import generated, networks
 
@@ -123,7 +123,7 @@ def test_values_that_nothing_reads_any_more_are_given_back():
 
 
 def problem_of(graph: Graph, budget: int | None) -> Problem:
-    held = (Amount(ledger.PROCESS, MIB),)
+    held = (Amount(estimate.PROCESS, MIB),)
     machine = dataclasses.replace(Machine(), threads=2)
     return Problem(
         graph=graph, backward=True, machine=machine, budget_bytes=budget, held=held, whole=graph.whole.get(True)

@@ -6,7 +6,7 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.graphs import InputSpec, capture
-from gigagrad.plans import MEMORY, Amount, Problem, ledger, make_plan, split_stages
+from gigagrad.plans import MEMORY, Amount, Problem, estimate, make_plan, split_stages
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 
@@ -72,7 +72,7 @@ def kept_at_best(graph):
 def problem_of(graph, budget=None, *, backward=True, base=MIB, machine=None, **more):
     """What there is to plan for, beside a process of `base` bytes that has compiled its kernels."""
     given = {"compiled_bytes": lambda count: 0} | more
-    held = (Amount(ledger.PROCESS, base),)
+    held = (Amount(estimate.PROCESS, base),)
     return Problem(
         graph=graph, backward=backward, machine=machine or Machine(), budget_bytes=budget, held=held, **given
     )

@@ -13,9 +13,9 @@ from torch import nn
 
 from gigagrad.boxes import Box
 from gigagrad.graphs import SCATTER, InputSpec, capture
-from gigagrad.plans import MEMORY, Amount, Tiles, check, ledger, split_stages
+from gigagrad.plans import MEMORY, Amount, Tiles, check, estimate, split_stages
 from gigagrad.plans.emit import shared_by
-from gigagrad.plans.keeping import held_by_pass
+from gigagrad.plans.liveness import held_by_pass
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.program import Allocate, Exchange, Gather, Release, Scalars
 from gigagrad.plans.stages import gathered, is_read
@@ -59,7 +59,7 @@ def test_any_plan_of_any_network_is_consistent(recipe, data):
 
 def buffer_bytes(moment):
     """Of fields, and of cotangents."""
-    return amount_of(moment.amounts, ledger.FIELDS), amount_of(moment.amounts, ledger.COTANGENTS)
+    return amount_of(moment.amounts, estimate.FIELDS), amount_of(moment.amounts, estimate.COTANGENTS)
 
 
 def without(amounts, name, nbytes=1):
@@ -275,7 +275,7 @@ def test_a_whole_field_that_is_not_kept_is_found(graph_of):
     plan = plan_of(graph)
     assert rules(graph, plan) == set()
     assert rules(graph, dataclasses.replace(plan, kept=())) == {"kept"}
-    assert "bytes" in rules(graph, dataclasses.replace(plan, fixed=without(plan.fixed, ledger.WHOLE)))
+    assert "bytes" in rules(graph, dataclasses.replace(plan, fixed=without(plan.fixed, estimate.WHOLE)))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -430,7 +430,7 @@ def test_buffers_that_are_said_to_be_smaller_or_elsewhere_are_found(normed, soun
 
 def test_bytes_that_do_not_add_up_are_found(normed, sound):
     for stage in sound.stages:
-        less = without(stage.memory, ledger.TILES)
+        less = without(stage.memory, estimate.TILES)
         assert rules(normed, with_stage(sound, stage.index, memory=less)) == {"bytes"}
     assert rules(normed, with_stage(sound, 0, tile_peak_bytes=sound.stages[0].tile_peak_bytes - 1)) == {"bytes"}
     assert rules(normed, dataclasses.replace(sound, budget_bytes=sound.predicted_peak_bytes - 1)) == {"budget"}
@@ -491,8 +491,8 @@ def test_what_a_rank_is_said_to_hold_and_send_is_checked(normed, several):
 
 def test_what_is_held_over_time(normed, sound):
     first, *_, last = sound.moments
-    assert amount_of(first.amounts, ledger.FIELDS) >= sound.kept[0].size_bytes
-    assert amount_of(first.amounts, ledger.COTANGENTS) == 0 < amount_of(last.amounts, ledger.COTANGENTS)
+    assert amount_of(first.amounts, estimate.FIELDS) >= sound.kept[0].size_bytes
+    assert amount_of(first.amounts, estimate.COTANGENTS) == 0 < amount_of(last.amounts, estimate.COTANGENTS)
     assert first.total_bytes == sum(amount.size_bytes for amount in first.amounts)
     assert max(moment.total_bytes for moment in sound.moments) == sound.predicted_peak_bytes
 
@@ -550,6 +550,6 @@ def test_300_million_parameters_are_planned_and_checked_without_being_there(tigh
     plan = plan_of(graph, kept=()) if tight else loose
     faults = check(problem_of(graph), plan)
     assert not faults, list(map(str, faults))
-    assert amount_of(plan.ledger, ledger.GRADIENTS) > 4 * 300e6
+    assert amount_of(plan.memory_at_peak, estimate.GRADIENTS) > 4 * 300e6
     assert tight == (len(plan.kept) < len(plan_of(graph).kept))
     assert len(split_stages(graph, [field.node for field in plan.kept])) == len(plan.stages)

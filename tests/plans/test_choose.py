@@ -10,7 +10,7 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Grid, ledger, make_plan, split_stages
+from gigagrad.plans import Grid, estimate, make_plan, split_stages
 from gigagrad.plans.geometry import lattice
 from gigagrad.plans.plan import amount_of
 from tests.plans.networks import graph_of as colour_graph_of
@@ -116,7 +116,7 @@ def test_parameters_cost_their_gradients_and_sums(graph_of, plan_for):
     scalars = 1000  # a few global numbers of the loss
 
     def counted(**more):
-        return amount_of(plan_for(graph, tiles=((9, 9),), **more).ledger, ledger.GRADIENTS, ledger.SUMS)
+        return amount_of(plan_for(graph, tiles=((9, 9),), **more).memory_at_peak, estimate.GRADIENTS, estimate.SUMS)
 
     assert 0 <= counted() - 1000 * (4 + 4 + 4 + 8 + 6 * 8) < scalars
     assert 0 <= counted(backward=False) - 1000 * 4 < scalars

@@ -10,7 +10,7 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.plans import split_stages
-from gigagrad.plans.cost import Costs, candidates
+from gigagrad.plans.cost import Costs, tile_shapes
 from tests.plans.networks import plan_of
 
 
@@ -68,7 +68,7 @@ def test_calls_are_counted_in_every_tile_of_a_sweep(graph_of):
 def test_tiles_cut_a_field_evenly(graph_of, size):
     graph = graph_of(nn.Conv2d(1, 1, 3, padding=1), F.mse_loss, size)
     (stage,) = split_stages(graph)
-    shapes = candidates(graph, stage)
+    shapes = tile_shapes(graph, stage)
     assert shapes[-1] == size
     for tile in shapes:
         for side, whole in zip(tile, size, strict=True):

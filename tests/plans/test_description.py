@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gigagrad.plans import Amount, KeptField, Plan, Stage, StagePlan, Tiles, WholeField, ledger
+from gigagrad.plans import Amount, KeptField, Plan, Stage, StagePlan, Tiles, WholeField, estimate
 from gigagrad.plans.description import Table, describe
 from gigagrad.plans.program import Allocate, Buffer
 
@@ -16,7 +16,7 @@ STAGE = StagePlan(
     crop=(760, 632),
     computed_ratio=1.1234567,
     tile_peak_bytes=118 * MIB,
-    memory=(Amount(ledger.TILES, 118 * MIB), Amount(ledger.SLACK, 75 * MIB)),
+    memory=(Amount(estimate.TILES, 118 * MIB), Amount(estimate.FRAGMENTATION, 75 * MIB)),
     beside_bytes=3 * MIB,
     forward_seconds=2.0,
     backward_seconds=6.0,
@@ -32,7 +32,7 @@ PLAN = Plan(
     kept=(),
     whole_field=(),
     budget_bytes=None,
-    fixed=(Amount(ledger.PROCESS, 400 * MIB), Amount(ledger.READERS, 96 * MIB), Amount(ledger.GRADIENTS, MIB)),
+    fixed=(Amount(estimate.PROCESS, 400 * MIB), Amount(estimate.READERS, 96 * MIB), Amount(estimate.GRADIENTS, MIB)),
     timed_seconds=(32.4,),
 )
 

@@ -13,7 +13,7 @@ from torch import nn
 from gigagrad.boxes import Box
 from gigagrad.plans import Tiles, split_stages
 from gigagrad.plans.emit import near, shared_by
-from gigagrad.plans.owners import Owners
+from gigagrad.plans.partition import Partition
 from gigagrad.plans.program import Exchange, Gather, message_memory, messages
 from gigagrad.plans.sums import late_gradients
 from tests.plans.networks import graph_of, plan_of
@@ -40,7 +40,7 @@ def exchanged(plan):
 @given(st.tuples(st.integers(9, 60), st.integers(9, 60)), st.integers(1, 12))
 def test_fields_travel_between_all_pairs_that_have_something_in_common(ladder, tile, count):
     plan = shared_by(ladder.problem, ladder.plan(tile), count)
-    owners = Owners(ladder.graph, plan.stages, plan.passes, count)
+    partition = Partition(ladder.graph, plan.stages, plan.passes, count)
     graph, pairs = ladder.graph, [(a, b) for a in range(count) for b in range(count) if a != b]
     assert len(exchanged(plan)) == len(plan.passes)
     for step, ending in exchanged(plan):
@@ -48,12 +48,12 @@ def test_fields_travel_between_all_pairs_that_have_something_in_common(ladder, t
         if step.phase == "forward":
             for i in stage.kept:
                 for pair in pairs:
-                    expected[pair] += graph[i].bytes_per_pixel * sum(box.area for box in owners.halo(i, *pair))
+                    expected[pair] += graph[i].bytes_per_pixel * sum(box.area for box in partition.halo(i, *pair))
         else:
             for i in (i for i in stage.reads if graph[i].differentiable and not graph[i].is_source):
                 for pair in pairs:
-                    boxes = [*owners.cotangents.sums(stage.index, i, *pair)]
-                    boxes += [box for _, box in owners.cotangents.strips(stage.index, i, *pair)]
+                    boxes = [*partition.cotangents.sums(stage.index, i, *pair)]
+                    boxes += [box for _, box in partition.cotangents.overlaps(stage.index, i, *pair)]
                     expected[pair] += graph[i].bytes_per_pixel * sum(box.area for box in boxes)
         assert (ending[0][0] == expected).all()
         assert not any(fields.any() for fields, _ in ending[1:])
@@ -64,7 +64,7 @@ def test_fields_travel_between_all_pairs_that_have_something_in_common(ladder, t
 def test_a_rank_sends_what_it_has_and_adds_up_its_own_strips(ladder, tile, count):
     """Boxes of a receiver do not overlap, but for cotangents of several parts, which come in their order."""
     plan = shared_by(ladder.problem, ladder.plan(tile), count)
-    owners = Owners(ladder.graph, plan.stages, plan.passes, count)
+    partition = Partition(ladder.graph, plan.stages, plan.passes, count)
     tiles = None
     for step in plan.steps:
         if isinstance(step, Tiles):
@@ -73,8 +73,8 @@ def test_a_rank_sends_what_it_has_and_adds_up_its_own_strips(ladder, tile, count
             assert one.part is None or one.part in tiles.own(one.sender)
             assert one.size_bytes == ladder.graph[one.node].bytes_per_pixel * one.box.area
             if tiles.phase == "forward":
-                assert any(one.box.within(box) for box in owners.written(one.node, one.sender))
-                assert any(one.box.within(box) for box in owners.held(one.node, one.receiver))
+                assert any(one.box.within(box) for box in partition.written(one.node, one.sender))
+                assert any(one.box.within(box) for box in partition.held(one.node, one.receiver))
             assert one.sender != one.receiver or one.part is not None
         if isinstance(step, Exchange):
             by_pair = groupby(

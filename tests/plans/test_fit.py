@@ -13,10 +13,10 @@ from torch import nn
 from gigagrad.allowances import ROWS_AT_ONCE
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Grid, ledger, make_plan
+from gigagrad.plans import Grid, estimate, make_plan
 from gigagrad.plans.cost import Costs
-from gigagrad.plans.fit import _fastest_within, _Offer
-from gigagrad.plans.ledger import StageLedger
+from gigagrad.plans.estimate import StageEstimate
+from gigagrad.plans.fit import _fastest_within, _TileChoice
 from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.stages import split_stages
@@ -50,7 +50,7 @@ def test_a_prediction_counts_the_convolutions_of_the_tiles_chosen(tile):
     compiled = compiled_to(graph, cold)
     assert compiled == 3 * (2 if tile[1] == 1000 else 1)
     assert cold.predicted_peak_bytes - warm.predicted_peak_bytes == compiled * 5000
-    assert amount_of(cold.ledger, ledger.COMPILED) == compiled * 5000
+    assert amount_of(cold.memory_at_peak, estimate.COMPILED) == compiled * 5000
     assert little.predicted_peak_bytes - warm.predicted_peak_bytes == 5000
 
 
@@ -58,20 +58,22 @@ def test_a_prediction_counts_the_convolutions_of_the_tiles_chosen(tile):
 def test_freed_blocks_stay_as_far_as_tiles_use_them_and_the_budget_has_room(tile):
     graph = graph_of(nn.Conv2d(3, 8, 3, padding=1), size=1024)
     free = plan(graph, tile)
-    held = amount_of(free.ledger, ledger.HOARD)
-    tiles = max(amount_of(stage.memory, ledger.TILES) for stage in free.stages)
+    held = amount_of(free.memory_at_peak, estimate.ALLOCATOR_CACHE)
+    tiles = max(amount_of(stage.memory, estimate.TILES) for stage in free.stages)
     assert held == min(max(64 * MIB, 2 * tiles), 160 * MIB)
     without = free.predicted_peak_bytes - held
     for room in (0, 5 * MIB, held + MIB):
-        assert amount_of(plan(graph, tile, budget=without + room).ledger, ledger.HOARD) == min(room, held)
+        assert amount_of(plan(graph, tile, budget=without + room).memory_at_peak, estimate.ALLOCATOR_CACHE) == min(
+            room, held
+        )
 
 
 def test_where_freed_blocks_may_not_stay_new_pages_take_time():
     """Each tile touches anew what may not stay, so that a budget is better spent on smaller tiles."""
     graph = graph_of(nn.Conv2d(3, 8, 3, padding=1), size=1024)
     free = plan(graph, (256, 256))
-    held = amount_of(free.ledger, ledger.HOARD)
-    without = free.predicted_peak_bytes - held - amount_of(free.ledger, ledger.WEIGHTS)
+    held = amount_of(free.memory_at_peak, estimate.ALLOCATOR_CACHE)
+    without = free.predicted_peak_bytes - held - amount_of(free.memory_at_peak, estimate.WEIGHTS)
     budgets = without, without + held // 2, free.predicted_peak_bytes
     none, half, all_ = (plan(graph, (256, 256), budget=budget).modelled_seconds for budget in budgets)
     assert all_ == free.modelled_seconds
@@ -100,7 +102,7 @@ def test_no_more_crops_are_read_ahead_than_there_are_tiles():
     graph = graph_of(nn.Conv2d(3, 4, 3, padding=1), size=1024)
 
     def waiting(*tile):
-        return amount_of(plan_of(graph, tiles=(tile,)).ledger, ledger.WAITING)
+        return amount_of(plan_of(graph, tiles=(tile,)).memory_at_peak, estimate.WAITING)
 
     assert waiting(1024, 1024) == 0
     image, target = 513 * 1024 * 3 * 4, 512 * 1024 * 4
@@ -135,7 +137,9 @@ def test_very_many_tiles_side_by_side_have_room_for_the_worst_of_their_orders(ti
     assert made.workers == threads
     tiles = made.workers * stage.tile_peak_bytes
     assert stage.beside_bytes == pytest.approx(0.05 * doublings * tiles, abs=1)
-    assert amount_of(made.ledger, ledger.SLACK) == pytest.approx((0.5 + 0.05 * doublings) * tiles, abs=2)
+    assert amount_of(made.memory_at_peak, estimate.FRAGMENTATION) == pytest.approx(
+        (0.5 + 0.05 * doublings) * tiles, abs=2
+    )
 
 
 def test_kept_shares_lie_beside_the_tiles_that_compute_them_again():
@@ -143,7 +147,7 @@ def test_kept_shares_lie_beside_the_tiles_that_compute_them_again():
     kept = kept_at_best(graph)
     alone = plan_of(graph, tiles=((10**4, 10**4),), kept=kept)
     assert all(stage.tile_count == 1 for stage in alone.stages)
-    waiting = [amount_of(stage.memory, ledger.WAITING) for stage in alone.stages]
+    waiting = [amount_of(stage.memory, estimate.WAITING) for stage in alone.stages]
     assert waiting == [sum(graph[i].nbytes for i in stage.kept) for stage in split_stages(graph, kept)]
 
 
@@ -154,8 +158,8 @@ def test_bricks_on_their_way_to_files_are_counted():
     stage = split_stages(graph, kept)[2]
     cost = Costs(graph, Machine()).of(stage, (64, 64), backward=True)
     problem = problem_of(graph, tiers=(MemoryTier(), HostTier(), DiskTier(Path())))
-    ledgers = [StageLedger(problem, stage, 1, dict.fromkeys(kept, tier), (0, 0), True) for tier in ("disk", "host")]
-    in_files, elsewhere = (amount_of(one.amounts(cost), ledger.WAITING) for one in ledgers)
+    estimates = [StageEstimate(problem, stage, 1, dict.fromkeys(kept, tier), (0, 0), True) for tier in ("disk", "host")]
+    in_files, elsewhere = (amount_of(one.amounts(cost), estimate.WAITING) for one in estimates)
     fields = [graph[i] for i in (*stage.reads, *stage.kept) if i in kept]
     rows = [
         Bricks(field.size(0), field.size(1), field.bytes_per_pixel).row_bytes(cost.crops[field.id][1])
@@ -188,20 +192,22 @@ def test_files_cost_processors_beside_tiles_and_a_slow_disk_hides_both(phase):
 
 offered = st.lists(
     st.lists(
-        st.builds(_Offer, st.floats(0, 10), st.integers(0, 20), st.integers(0, 6), st.none()), min_size=1, max_size=4
+        st.builds(_TileChoice, st.floats(0, 10), st.integers(0, 20), st.integers(0, 6), st.none()),
+        min_size=1,
+        max_size=4,
     ),
     max_size=4,
 )
 
 
 @given(offered, st.integers(0, 20), st.integers(0, 20))
-def test_tiles_within_caps_are_found_where_there_are_any(offers, room, most_compiled):
+def test_tiles_within_caps_are_found_where_there_are_any(choices, room, most_compiled):
     legal = [
         choice
-        for choice in itertools.product(*offers)
+        for choice in itertools.product(*choices)
         if all(each.size_bytes <= room for each in choice) and sum(each.compiled for each in choice) <= most_compiled
     ]
-    found = _fastest_within(offers, room, most_compiled)
+    found = _fastest_within(choices, room, most_compiled)
     assert (found is not None) == bool(legal)
     if found is None:
         return
@@ -211,7 +217,7 @@ def test_tiles_within_caps_are_found_where_there_are_any(offers, room, most_comp
         legal, key=lambda choice: (sum(each.compiled for each in choice), sum(each.seconds for each in choice))
     )
     assert sum(each.seconds for each in found) <= sum(each.seconds for each in fewest) + 1e-9
-    if sum(max(each.compiled for each in some) for some in offers) <= most_compiled:
+    if sum(max(each.compiled for each in some) for some in choices) <= most_compiled:
         best = min(sum(each.seconds for each in choice) for choice in legal)
         assert sum(each.seconds for each in found) == pytest.approx(best)
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from gigagrad.allowances import whole_pages
 from gigagrad.devices import device_for
-from gigagrad.execution.tape import Tape
+from gigagrad.execution.scalars import ScalarGraph
 from gigagrad.execution.tile_program import TilePrograms
 from gigagrad.graphs import GATHER, InputSpec, capture
 from gigagrad.plans import Grid, split_stages
@@ -249,7 +249,7 @@ def test_whole_fields_take_what_was_predicted(graph_of, backward):
     graph = graph_of(Attention(), lambda y, t: (y - t.mean()).square().mean(), (64, 96))
     torch.manual_seed(0)
     values: dict[int, torch.Tensor] = {}
-    tape = Tape(graph, set(), device_for("cpu"), backward=backward)
+    scalars = ScalarGraph(graph, set(), device_for("cpu"), backward=backward)
     for node in graph.nodes:
         if node.is_source and not node.is_field:
             stored = graph.constants.get(node.arguments["name"])
@@ -258,11 +258,11 @@ def test_whole_fields_take_what_was_predicted(graph_of, backward):
             values[node.id] = torch.rand(node.shape, dtype=node.dtype)
     with AliveBytes() as alive:
         for i, value in values.items():
-            tape.put(i, value.clone())
-        tape.compute()
+            scalars.put(i, value.clone())
+        scalars.compute()
         if backward:
-            tape.start()
-            tape.pull(0)
+            scalars.start()
+            scalars.backward_from(0)
     parameters = sum(node.nbytes for node in graph.nodes if node.op == "parameter")
     predicted = whole_field_bytes(graph, backward=backward)
     assert alive.peak - parameters * (2 if backward else 1) - SMALL <= predicted <= 2 * alive.peak

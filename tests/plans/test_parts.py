@@ -1,4 +1,4 @@
-"""Parts cover the tiles, and their fronts and strips are what the tiles' boxes say, pixel by pixel."""
+"""Parts cover the tiles, and their fronts and overlaps are what the tiles' boxes say, pixel by pixel."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def test_fronts_and_strips_are_what_the_boxes_say(grid_of, tile, count, by_rows)
     earlier: list[Box] = []
     for part in range(count):
         boxes = [box for p in parts.tiles(part) if (box := parts.tile(p).box(field)) is not None]
-        reached, front = painted(earlier), parts.front(field, part)
-        strips = [box for box in parts.strips(field, part) if box is not None]
+        reached, boundary = painted(earlier), parts.boundary(field, part)
+        overlaps = [box for box in parts.overlaps(field, part) if box is not None]
         for box in boxes:
-            pieces = list(front.split(box))
+            pieces = list(boundary.split(box))
             assert sum(piece.area for piece, _ in pieces) == box.area
             for piece, which in pieces:
                 inside = reached[piece.y0 : piece.y1, piece.x0 : piece.x1]
                 assert inside.all() if which is not None else not inside.any()
-                assert which is None or piece.within(parts.strips(field, part)[which] or Box.whole(0, 0))
-        assert (painted(strips) & reached >= painted(boxes) & reached).all()
-        assert not (painted(strips) & ~reached).any()
+                assert which is None or piece.within(parts.overlaps(field, part)[which] or Box.whole(0, 0))
+        assert (painted(overlaps) & reached >= painted(boxes) & reached).all()
+        assert not (painted(overlaps) & ~reached).any()
         earlier += boxes
 
 

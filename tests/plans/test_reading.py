@@ -10,7 +10,7 @@ from torch import nn
 
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
-from gigagrad.plans import Plan, ledger, make_plan
+from gigagrad.plans import Plan, estimate, make_plan
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.reading import Reading
 from tests.plans.networks import MIB, graph_of, problem_of
@@ -61,7 +61,7 @@ def test_what_readers_hold_is_counted(readers):
     found = plan(reading(100.0, threads=readers, beside=False, thread_bytes=1000), threads=2)
     assert (found.readers, found.workers) == (readers, 2)
     crop = 130 * 130 * 3 * 4 + 128 * 128 * 4
-    assert amount_of(found.ledger, ledger.WAITING) == (readers + 2 + readers - 1) * crop + readers * 1000
+    assert amount_of(found.memory_at_peak, estimate.WAITING) == (readers + 2 + readers - 1) * crop + readers * 1000
 
 
 def test_a_tight_budget_reads_with_fewer_and_has_the_same_tiles():
@@ -69,8 +69,8 @@ def test_a_tight_budget_reads_with_fewer_and_has_the_same_tiles():
         return reading(100.0, beside=False, threads=threads, thread_bytes=MIB)
 
     free, fewer = plan(asked(8), threads=1), plan(asked(7), threads=1)
-    each = amount_of(free.ledger, ledger.WAITING) - amount_of(fewer.ledger, ledger.WAITING)
-    without = free.predicted_peak_bytes - amount_of(free.ledger, ledger.HOARD)
+    each = amount_of(free.memory_at_peak, estimate.WAITING) - amount_of(fewer.memory_at_peak, estimate.WAITING)
+    without = free.predicted_peak_bytes - amount_of(free.memory_at_peak, estimate.ALLOCATOR_CACHE)
     found = [plan(asked(8), threads=1, budget=without - short * each) for short in range(8)]
     assert [one.readers for one in found] == [8, 7, 6, 5, 4, 3, 2, 1]
     assert all(one.predicted_peak_bytes <= one.budget_bytes for one in found)

@@ -14,15 +14,15 @@ from gigagrad.events import Preparing
 from gigagrad.plans import (
     Advice,
     Amount,
-    Fate,
     KeptField,
     Moment,
+    Placement,
     Plan,
     Point,
     Stage,
     StagePlan,
     Tiles,
-    ledger,
+    estimate,
     make_plan,
 )
 from gigagrad.reports import charts
@@ -66,12 +66,12 @@ def study_of(stages=3, fields=4, **changes):
         whole_field=(),
         budget_bytes=8 * GIB,
         fixed=(
-            Amount(ledger.PROCESS, 400 << 20),
-            Amount(ledger.GRADIENTS, 300 << 20),
-            Amount(ledger.FIELDS, 5 * GIB),
-            Amount(ledger.READERS, 96 << 20),
-            Amount(ledger.STEP, 160 << 20),
-            Amount(ledger.TILES, 7 * GIB - 5 * GIB - (956 << 20)),
+            Amount(estimate.PROCESS, 400 << 20),
+            Amount(estimate.GRADIENTS, 300 << 20),
+            Amount(estimate.FIELDS, 5 * GIB),
+            Amount(estimate.READERS, 96 << 20),
+            Amount(estimate.STEP, 160 << 20),
+            Amount(estimate.TILES, 7 * GIB - 5 * GIB - (956 << 20)),
         ),
         timed_seconds=tuple(
             10 * (described[p.stage].forward_seconds if p.phase == "forward" else described[p.stage].backward_seconds)
@@ -79,7 +79,7 @@ def study_of(stages=3, fields=4, **changes):
         ),
     )
     found = tuple(
-        Fate(
+        Placement(
             i,
             "aten.conv2d.default",
             name,
@@ -98,12 +98,12 @@ def study_of(stages=3, fields=4, **changes):
             p.stage,
             p.phase,
             (
-                Amount(ledger.PROCESS, 560 << 20),
-                Amount(ledger.READERS, 96 << 20),
-                Amount(ledger.GRADIENTS, 300 << 20),
-                Amount(ledger.FIELDS, min(i, 6 - i) * GIB // 2),
-                Amount(ledger.COTANGENTS, GIB // 3),
-                Amount(ledger.TILES, GIB),
+                Amount(estimate.PROCESS, 560 << 20),
+                Amount(estimate.READERS, 96 << 20),
+                Amount(estimate.GRADIENTS, 300 << 20),
+                Amount(estimate.FIELDS, min(i, 6 - i) * GIB // 2),
+                Amount(estimate.COTANGENTS, GIB // 3),
+                Amount(estimate.TILES, GIB),
             ),
         )
         for i, p in enumerate(passes)
@@ -132,7 +132,7 @@ def test_everything_is_said_within_100_columns():
         "Most of the time: stage 0 backward 29 %, stage 1 backward 24 %, stage 2 backward 19 %",
         "tiles read 12.5 times the pixels they are for",
         "conv2d 64x16000x64000",
-        "made in 3 sweeps",
+        "made in 3 passes",
         "All together: 2 kept (2 GiB), 2 made more than once, 0 made once and forgotten.",
         "tiles being computed",
         "<- this plan",
@@ -186,10 +186,10 @@ def test_a_study_is_in_the_seconds_of_timed_tiles_and_tells_how_far_it_is():
 def test_names_that_are_too_long_take_another_line():
     study = study_of()
     (fields,) = [table for table in describe_study(study).tables if table.title == "Fields"]
-    assert fields.rows[0][2:] == (study.fates[0].module, "kept in memory from stage 0 for 1, 2 ...")
+    assert fields.rows[0][2:] == (study.placements[0].module, "kept in memory from stage 0 for 1, 2 ...")
     lines = shown(study).partition("\nFields")[2].splitlines()[2:4]
     parts = [line[len("1 GiB  conv2d 64x16000x64000  ") :].split("  ")[0].strip() for line in lines]
-    assert "".join(parts) == study.fates[0].module
+    assert "".join(parts) == study.placements[0].module
 
 
 def test_of_much_the_largest_is_shown():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gigagrad.plans import ledger
+from gigagrad.plans import estimate
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.plan import amount_of
 from gigagrad.scaling import Link, tile_step
@@ -109,7 +109,7 @@ def test_what_several_ranks_take_adds_up(ladder, count):
 
 def peak_bytes(plan, share):
     """With this share of the fields in every pass."""
-    held = [amount_of(moment.amounts, ledger.FIELDS, ledger.COTANGENTS) for moment in plan.moments]
+    held = [amount_of(moment.amounts, estimate.FIELDS, estimate.COTANGENTS) for moment in plan.moments]
     return max(moment.total_bytes - (1 - share) * own for moment, own in zip(plan.moments, held, strict=True))
 
 

@@ -180,9 +180,9 @@ COMMANDS: Final[dict[str, tuple[str, str, Mapping[str, str | dict[str, Any]]]]] 
     ),
     "plan": (
         "show what a training step would cost, without a slide",
-        "Captures the model at the true size, chooses tiles within the budget, and prints its stages, the fate of each "
-        "field, where memory and time go, the smallest budget that works, and what more memory or scratch would buy. "
-        "For another machine name its --memory, --scratch-bytes, --rates and --threads, or --device cuda and "
+        "Captures the model at the true size, chooses tiles within the budget, and prints its stages, the placement of "
+        "each field, where memory and time go, the smallest budget that works, and what more memory or scratch would "
+        "buy. For another machine name its --memory, --scratch-bytes, --rates and --threads, or --device cuda and "
         "the memory of a GPU, which need not be here; for many of them --ranks.",
         {
             "--model": _flag(_MODEL, required=True),

@@ -19,7 +19,7 @@ from gigagrad.devices import Device, Machine
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.events import Events, Notice, StepMeasured
 from gigagrad.execution.captures import Captures
-from gigagrad.execution.cotangent_unit import MOST_OVERFLOWS, CotangentOverflow
+from gigagrad.execution.gradient_scale import MOST_OVERFLOWS, CotangentOverflow
 from gigagrad.execution.model_state import Left, check_independent, leave_state, stored_in
 from gigagrad.execution.planner import Planner
 from gigagrad.execution.prepared import Prepared
@@ -180,7 +180,7 @@ class Engine:
 
     @lets_go
     def problem(self, image: Any, target: Any = None, *, machine: Machine | None = None) -> Problem:
-        """What `plan` is a plan for, to ask for plans with other budgets (`gigagrad.plans.trade_off`)."""
+        """Return what `plan` is a plan for, to ask for plans with other budgets (`gigagrad.plans.trade_off`)."""
         with self.ranks.error_scope(), opened_sources(self._composite, image, target) as sources:
             graph, backward = self._captures.get(sources).graph, self.loss is not None
             return self._planner.problem(graph, sources, None, backward=backward, machine=machine)
@@ -329,7 +329,7 @@ class Engine:
         """Return what the sink makes of a field that comes in pieces: the output, or `backward` the gradient of the
         image.
         """
-        image = _alike(node, sources)
+        image = _image_of_its_size(node, sources)
         mpp = None if image is None else image.mpp
         pieces = self._pieces(sources, sink, phase)
         try:
@@ -442,10 +442,10 @@ class Engine:
 def _sink(out: str | Path | Sink | None, node: Node, sources: dict[str, Source]) -> Sink:
     if out is None or isinstance(out, Sink):
         return WholeTensor(node.dtype) if out is None else out
-    return Pyramid.in_place_of(Path(out), _alike(node, sources))
+    return Pyramid.in_place_of(Path(out), _image_of_its_size(node, sources))
 
 
-def _alike(node: Node, sources: dict[str, Source]) -> Image | None:
+def _image_of_its_size(node: Node, sources: dict[str, Source]) -> Image | None:
     """Return the image where the field is of its size, so that its pixels are where the image's are."""
     source = sources["image"]
     return source.image if source.spec.shape[-2:] == node.shape[-2:] else None

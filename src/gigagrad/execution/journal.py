@@ -21,11 +21,11 @@ import imagecodecs
 import torch
 
 from gigagrad.boxes import Box, Span, apart
-from gigagrad.execution.parcels import Shape
-from gigagrad.execution.part_sums import PartSums
+from gigagrad.execution.messages import Shape
+from gigagrad.execution.ordered_sum import OrderedSum
+from gigagrad.execution.overlaps import Overlap
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.seams import Seam
-from gigagrad.execution.tape import Tape, Values
+from gigagrad.execution.scalars import ScalarGraph, Values
 from gigagrad.files import write_error
 from gigagrad.graphs import GATHER
 from gigagrad.plans import Parts
@@ -36,7 +36,7 @@ _AT_A_TIME_BYTES = 2**23
 _CHECKSUM, _DIGEST_BYTES = struct.Struct("<I"), 32
 _crc32: Any = imagecodecs.deflate_crc32
 
-Sums = tuple[PartSums, Mapping[int, Shape]]
+Sums = tuple[OrderedSum, Mapping[int, Shape]]
 """Sums of a pass, and the shape and dtype of each of them by node."""
 
 
@@ -167,7 +167,7 @@ class PartRecord:
     """The tensors that the parts of a pass leave behind, in a fixed order: crops of the pixels that nobody else writes,
     overlaps, and sums. They are written down when a part was computed, and taken as if it had been.
 
-    A seam has begun a part before anything is taken, and is through with it before anything is left.
+    An overlap has begun a part before anything is taken, and has ended it before anything is left.
     """
 
     def __init__(
@@ -176,29 +176,29 @@ class PartRecord:
         stores: Mapping[int, Store],
         boxes: Callable[[Parts, int, int], Iterable[Box]],
         sums: Sequence[Sums],
-        seams: Mapping[int, Seam] | None = None,
+        overlaps: Mapping[int, Overlap] | None = None,
     ) -> None:
         """Set the stores and sums; `boxes`: of a field, by node, those of a part: `written`, or `first_reached`."""
         self._parts, self._stores, self._boxes = parts, stores, boxes
-        self._sums, self._seams = sums, list((seams or {}).values())
+        self._sums, self._overlaps = sums, list((overlaps or {}).values())
 
     def tensors(self, part: int) -> Iterator[torch.Tensor]:
         """Yield the tensors of the part that came last."""
         for store, box in self._crops(part):
             yield store.read(box)
-        for seam in self._seams:
-            for _, strip in sorted(seam.given.items()):
-                yield strip
+        for overlap in self._overlaps:
+            for _, given in sorted(overlap.given.items()):
+                yield given
         for sums, shapes in self._sums:
             yield from _values(sums, shapes)
 
     def take(self, part: int, entry: Entry) -> None:
         for store, box in self._crops(part):
             store.write(box, entry.tensor(store.crop_shape(box), store.dtype))
-        for seam in self._seams:
-            for _, strip in sorted(seam.waiting.items()):
-                strip.copy_(entry.tensor(strip.shape, strip.dtype))
-            seam.end()
+        for overlap in self._overlaps:
+            for _, waiting in sorted(overlap.waiting.items()):
+                waiting.copy_(entry.tensor(waiting.shape, waiting.dtype))
+            overlap.end()
         for sums, shapes in self._sums:
             sums.add(part, entry.values(shapes))
 
@@ -212,7 +212,7 @@ def written(parts: Parts, field: int, part: int) -> list[Box]:
     return parts.written(field, parts.tiles(part))
 
 
-def _values(sums: PartSums, shapes: Mapping[int, Shape]) -> Iterator[torch.Tensor]:
+def _values(sums: OrderedSum, shapes: Mapping[int, Shape]) -> Iterator[torch.Tensor]:
     """Yield the values of the part being computed: for each node whether there is one, and those that there are."""
     values = sums.chain
     yield torch.tensor([key in values for key in shapes], dtype=torch.int64)
@@ -233,12 +233,12 @@ def _strips(store: Store, boxes: Iterable[Box]) -> Iterator[tuple[Store, Box]]:
 
 def first_reached(parts: Parts, field: int, part: int) -> list[Box]:
     """Return the pixels of a field that no part before this one has reached."""
-    front = parts.front(field, part)
+    boundary = parts.boundary(field, part)
     read = parts.read(field, parts.tiles(part))
-    return apart([piece for box in read for piece, which in front.split(box) if which is None])
+    return apart([piece for box in read for piece, which in boundary.split(box) if which is None])
 
 
-def key_of(prepared: Prepared, tape: Tape, draws: int, overflows: int) -> str:
+def key_of(prepared: Prepared, scalars: ScalarGraph, draws: int, overflows: int) -> str:
     """Hash what else a step's parts depend on: kernels, plan, graph, values without pixels, draws."""
     graph, plan = prepared.graph, prepared.plan
     digest = _empty_hash()
@@ -251,8 +251,8 @@ def key_of(prepared: Prepared, tape: Tape, draws: int, overflows: int) -> str:
     for node in graph.nodes:
         arguments = {name: value for name, value in sorted(node.arguments.items()) if name != "name"}
         digest.update(f"{node.id} {node.op} {arguments} {node.shape} {node.dtype};".encode())
-        if node.id in tape.values and (node.is_source or node.op == GATHER):
-            digest.update(_bytes(tape.values[node.id]))
+        if node.id in scalars.values and (node.is_source or node.op == GATHER):
+            digest.update(_bytes(scalars.values[node.id]))
     found: str = digest.hexdigest()
     return found
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from gigagrad.errors import ModelError
-from gigagrad.execution.tape import Values, evaluated
+from gigagrad.execution.scalars import Values, evaluated
 from gigagrad.graphs import Captured, Graph, LossModule
 
 
 def stored_in(composite: LossModule, graph: Graph) -> Callable[[str, str], torch.Tensor]:
-    """Looks up a parameter or buffer as it is now, by its kind and name in the graph."""
+    """Return a function that looks up a parameter or buffer as it is now, by its kind and name in the graph."""
 
     def look_up(kind: str, name: str) -> torch.Tensor:
         if name in graph.closed:
@@ -24,7 +24,8 @@ def stored_in(composite: LossModule, graph: Graph) -> Callable[[str, str], torch
 
 
 def leave_state(composite: LossModule, updates: Mapping[str, torch.Tensor], captured: Captured) -> None:
-    """Running statistics and the like, weights that forward itself changes, counters too: once a run, as PyTorch would.
+    """Write running statistics and the like, weights that forward itself changes, counters too: once a run, as in
+    PyTorch.
 
     `updates` are new values.
     """

@@ -25,9 +25,9 @@ from gigagrad.allowances import MOST_COMPILED, UNNOTICED_BYTES
 from gigagrad.devices import Device, Machine
 from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
-from gigagrad.execution.alike import Alike
-from gigagrad.execution.choice import Choice
+from gigagrad.execution.agreement import Agreement
 from gigagrad.execution.optimizer_state import OptimizerState
+from gigagrad.execution.plan_key import PlanKey
 from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.seeds import drawing
 from gigagrad.execution.sinks import Handed, Sink
@@ -35,7 +35,7 @@ from gigagrad.execution.sources import Source, reading_of
 from gigagrad.execution.tile_program import TilePrograms
 from gigagrad.execution.trial import faster_layout, timed_passes
 from gigagrad.graphs import Call, Graph, LossModule, WholeCost, lookup
-from gigagrad.plans import Amount, Plan, Problem, ledger, make_plan
+from gigagrad.plans import Amount, Plan, Problem, estimate, make_plan
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
 from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import amount_of, total
@@ -70,16 +70,16 @@ class _Planned:
     @property
     def fixed_bytes(self) -> int:
         """Bytes that the process holds beside the tiles, with what kernels add."""
-        return total(self.prepared.problem.held) + amount_of(self.prepared.plan.fixed, ledger.COMPILED)
+        return total(self.prepared.problem.held) + amount_of(self.prepared.plan.fixed, estimate.COMPILED)
 
     @property
     def digest(self) -> str:
         """Hash of what was chosen: ranks that have the same compute the parts of one plan."""
-        return _digest(Choice.of(self.prepared.plan))
+        return _digest(PlanKey.of(self.prepared.plan))
 
     def has_run_as(self, plan: Plan) -> bool:
         """Say whether it has compiled what this plan needs."""
-        return self.ran and Choice.of(plan) == Choice.of(self.prepared.plan)
+        return self.ran and PlanKey.of(plan) == PlanKey.of(self.prepared.plan)
 
 
 class Planner:
@@ -121,9 +121,9 @@ class Planner:
         self._device, self._budget_bytes, self._tiers = device, budget_bytes, tiers
         self._tile = tile
         self._planned: OrderedDict[tuple[object, ...], _Planned] = OrderedDict()
-        self._alike = Alike(ranks, composite, settings)
-        self._choices: dict[str, Choice] = {}
-        self._adopted: dict[str, Choice] = {}
+        self._agreement = Agreement(ranks, composite, settings)
+        self._plan_keys: dict[str, PlanKey] = {}
+        self._adopted: dict[str, PlanKey] = {}
 
     def prepare(
         self, graph: Graph, sources: dict[str, Source], sink: Sink | None, *, backward: bool, content: bool = True
@@ -135,7 +135,7 @@ class Planner:
         key = backward, graph, sink.kind if sink is not None else Handed.kind, _handed(graph, sink, backward=backward)
         planned = self._planned.get(key)
         known = None if planned is None or self._may_have_grown(planned) else planned.digest
-        told = self._alike.said(known, graph, sources, backward=backward, content=content)
+        told = self._agreement.all_gather_object(known, graph, sources, backward=backward, content=content)
         if planned is None or None in told or len(set(told)) > 1:
             ran = planned is not None and planned.ran
             problem = self.problem(graph, sources, sink, backward=backward, ran=ran)
@@ -144,7 +144,7 @@ class Planner:
         self._planned.move_to_end(key)
         if len(self._planned) > _MOST_SIZES:
             self._planned.popitem(last=False)
-        self._choices[_name(sources, backward=backward)] = Choice.of(planned.prepared.plan)
+        self._plan_keys[_name(sources, backward=backward)] = PlanKey.of(planned.prepared.plan)
         return planned.prepared
 
     def finished(self, prepared: Prepared, pass_seconds: tuple[float, ...] | None) -> None:
@@ -162,7 +162,7 @@ class Planner:
     def _made(self, known: _Planned | None, problem: Problem, sources: dict[str, Source]) -> _Planned:
         if others := mismatched_numerics(self._ranks):
             told = f"the processors of ranks {others} round otherwise than that of the first rank"
-            self._alike.drift = True
+            self._agreement.drift = True
             self._events.emit_once(Notice(f"{told}: bits depend on how many ranks there are", warning=True))
         planned = None
         if self._ranks.index == 0:
@@ -192,10 +192,10 @@ class Planner:
         device.trim()  # what an earlier run freed is there for this one
         dtypes = {node.dtype for node in graph.nodes if lookup(node.op).compiled}
         held = (
-            Amount(ledger.PROCESS, device.held_bytes()),
-            Amount(ledger.READERS, sum(source.cache_bytes for source in sources.values())),
-            Amount(ledger.OPTIMIZER, self._optimizer.coming_bytes() if backward else 0),
-            Amount(ledger.STEP, device.step_bytes()),
+            Amount(estimate.PROCESS, device.held_bytes()),
+            Amount(estimate.READERS, sum(source.cache_bytes for source in sources.values())),
+            Amount(estimate.OPTIMIZER, self._optimizer.coming_bytes() if backward else 0),
+            Amount(estimate.STEP, device.step_bytes()),
         )
         handed, compiled_bytes = _handed(graph, sink, backward=backward), partial(device.compiled_bytes, dtypes=dtypes)
         others = [tier for tier in self._tiers if not tier.in_budget]
@@ -206,7 +206,7 @@ class Planner:
             (ran, compiled_bytes(1), compiled_bytes(MOST_COMPILED)),
         )
         machine = machine or device.machine(lambda text: self._events.emit_once(Notice(text, warning=True)))
-        told = self._alike.said(own, graph, sources, backward=backward, content=False)
+        told = self._agreement.all_gather_object(own, graph, sources, backward=backward, content=False)
         budgets, sizes, rooms, compiled = zip(*told, strict=True)
         return Problem(
             graph=graph,
@@ -253,19 +253,19 @@ class Planner:
             self._planned.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        choices = self._adopted | self._choices
-        return {"choices": {name: choice.to_dict() for name, choice in choices.items()}}
+        plan_keys = self._adopted | self._plan_keys
+        return {"choices": {name: plan_key.to_dict() for name, plan_key in plan_keys.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._planned.clear()
-        self._adopted.update({name: Choice.from_dict(choice) for name, choice in state["choices"].items()})
+        self._adopted.update({name: PlanKey.from_dict(plan_key) for name, plan_key in state["choices"].items()})
 
     def _may_have_grown(self, planned: _Planned) -> bool:
         """Say whether the process uses more than the plan counts on. What it holds beside that is what the last run
         freed: the next one takes it, and to give it back in order to look would cost a page fault for every page.
         """
         held = planned.prepared.problem.held
-        most = (planned.fixed_bytes if planned.ran else amount_of(held, ledger.PROCESS)) + _UNSEEN_BYTES
+        most = (planned.fixed_bytes if planned.ran else amount_of(held, estimate.PROCESS)) + _UNSEEN_BYTES
         used = self._device.used_bytes(most)
         return used is None or used > most
 
@@ -276,7 +276,7 @@ class Planner:
         if total(problem.held) + problem.compiled_bytes(planned.compiled) <= planned.fixed_bytes + _UNSEEN_BYTES:
             return planned
         known = planned.prepared.plan
-        plan = self._again(problem, Choice.of(known))
+        plan = self._again(problem, PlanKey.of(known))
         made = self._prepared(problem, dataclasses.replace(plan, timed_seconds=known.timed_seconds))
         return _Planned(made, _compiled(made), planned.has_run_as(plan))
 
@@ -296,13 +296,13 @@ class Planner:
     def _first(self, problem: Problem, sources: dict[str, Source]) -> _Planned:
         """Make a first plan; both memory layouts are tried where the run is long enough to pay for it."""
         graph, backward = problem.graph, problem.backward
-        # A changed model is planned anew, so a choice is adopted once; what only counts or anneals stays as it was.
+        # A changed model is planned anew, so a plan key is adopted once; what only counts or anneals stays as it was.
         adopted = self._adopted.pop(_name(sources, backward=backward), None)
         if adopted is None:
             of_this_kind = (p.prepared for p in self._planned.values() if p.prepared.problem.backward == backward)
             adopted = next(
                 (
-                    Choice.of(p.plan)
+                    PlanKey.of(p.plan)
                     for p in of_this_kind
                     if graph.with_whole(p.plan.whole_pixels).is_shaped_like(p.graph)
                 ),
@@ -333,37 +333,37 @@ class Planner:
         again.
         """
         self._device.trim()
-        self._device.tried(max(0, self._device.held_bytes() - amount_of(problem.held, ledger.PROCESS)))
+        self._device.tried(max(0, self._device.held_bytes() - amount_of(problem.held, estimate.PROCESS)))
 
-    def _again(self, problem: Problem, choice: Choice) -> Plan:
-        """Return the plan of an earlier choice; where it no longer fits, another one, and a notice that says so."""
-        if choice.whole:
-            return self._whole_again(problem, choice)
-        machine = dataclasses.replace(problem.machine, threads=choice.workers)
+    def _again(self, problem: Problem, plan_key: PlanKey) -> Plan:
+        """Return the plan of an earlier plan key; where it no longer fits, another one, and a notice that says so."""
+        if plan_key.whole:
+            return self._whole_again(problem, plan_key)
+        machine = dataclasses.replace(problem.machine, threads=plan_key.workers)
         try:
             plan = make_plan(
                 dataclasses.replace(problem, machine=machine),
-                memory_format=choice.memory_format,
-                tiles=choice.tiles,
-                kept=dict(choice.kept),
-                whole_pixels=choice.whole_pixels,
+                memory_format=plan_key.memory_format,
+                tiles=plan_key.tiles,
+                kept=dict(plan_key.kept),
+                whole_pixels=plan_key.whole_pixels,
             )
-            return dataclasses.replace(plan, threads=choice.threads)
+            return dataclasses.replace(plan, threads=plan_key.threads)
         except BudgetError:
             if self._tile is not None:
                 raise
         plan = self.make(problem)
         self._events.emit(
             Notice(
-                f"tiles of {choice.tiles[-1]} px no longer fit beside what the process holds; they are {plan.tile} px "
-                "now, and sums are rounded otherwise",
+                f"tiles of {plan_key.tiles[-1]} px no longer fit beside what the process holds; they are {plan.tile} "
+                "px now, and sums are rounded otherwise",
                 warning=True,
             )
         )
-        return dataclasses.replace(plan, memory_format=choice.memory_format)
+        return dataclasses.replace(plan, memory_format=plan_key.memory_format)
 
-    def _whole_again(self, problem: Problem, choice: Choice) -> Plan:
-        plan = whole_plan(problem, choice.memory_format)
+    def _whole_again(self, problem: Problem, plan_key: PlanKey) -> Plan:
+        plan = whole_plan(problem, plan_key.memory_format)
         if plan is None:
             told = "the whole image no longer fits at once beside what the process holds; it is computed in tiles now"
             self._events.emit(Notice(told, warning=True))

@@ -36,10 +36,10 @@ def refused_by_pytorch(error: BaseException) -> OperatorError | None:
     code = innermost.tb_frame.f_code.co_code
     if dis.opname[code[innermost.tb_lasti]] in _RAISING or isinstance(error, torch.OutOfMemoryError):
         return None
-    return OperatorError("of PyTorch", "", line, _told(error), "the model or the loss")
+    return OperatorError("of PyTorch", "", line, _explanation(error), "the model or the loss")
 
 
-def _told(error: BaseException) -> str:
+def _explanation(error: BaseException) -> str:
     """Return the first line of what PyTorch says, and what to write instead where that is known."""
     reason = str(error).strip().splitlines()
     told = reason[0] if reason else type(error).__name__
@@ -60,4 +60,4 @@ class explained:  # noqa: N801 - reads as a statement
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, RuntimeError | IndexError | TypeError) and not isinstance(error, torch.OutOfMemoryError):
             origin = self._node.origin
-            raise OperatorError(self._node.op, origin.module_path, origin.source, _told(error)) from error
+            raise OperatorError(self._node.op, origin.module_path, origin.source, _explanation(error)) from error

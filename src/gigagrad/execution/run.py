@@ -1,9 +1,9 @@
-"""Runs a plan over one image: pass after pass, from the first stage's sweep to the last gradient.
+"""Run a plan over one image: pass after pass, from the first stage's tiles to the last gradient.
 
 Map-reduce autodiff. Forward, each stage maps over its tiles, merges partial reductions and keeps the fields that the
-plan names. Between sweeps the global values are computed once, on a tape. Backward, each tile runs again with autograd
-on: its vector-Jacobian product, for the final cotangents of the stage's reductions and of its kept fields, is added
-into one float64 sum per parameter and into the cotangents of the fields it read.
+plan names. Between passes the global values are computed once. Backward, each tile runs again with autograd on: its
+vector-Jacobian product, for the final cotangents of the stage's reductions and of its kept fields, is added into one
+float64 sum per parameter and into the cotangents of the fields it read.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.utils._pytree import tree_unflatten
 
 from gigagrad.boxes import Box
 from gigagrad.events import Events
-from gigagrad.execution.cotangent_unit import multiplied
-from gigagrad.execution.exchange import Comm, Swept
+from gigagrad.execution.buffers import Buffers
+from gigagrad.execution.comm import Comm, PassResult
 from gigagrad.execution.executor import Serial, Threads
-from gigagrad.execution.fields import Fields
+from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import Journal, key_of
 from gigagrad.execution.layout import laid_out
-from gigagrad.execution.observers import Memory, Progress
 from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.probes import Memory, Progress
+from gigagrad.execution.scalars import ScalarGraph, Values
 from gigagrad.execution.sources import Source
-from gigagrad.execution.sweeps import Piece, Sweeps
-from gigagrad.execution.tape import Tape, Values
+from gigagrad.execution.tile_loops import Piece, TileLoops
 from gigagrad.execution.tracebacks import empty_frames
 from gigagrad.graphs import FIELD_BINS, GATHER
 from gigagrad.plans import Stage, Tiles
@@ -61,9 +61,9 @@ class Run:
         ranks: Ranks | None = None,
         journal: Path | None = None,
     ) -> None:
-        """`draws`: what random operators draw from. `ranks`: who computes this run's parts, all with the same plan; by
-        itself unless others are named. `journal`: a folder where finished parts are written down, until the run is
-        over.
+        """Prepare a run; `draws`: what random operators draw from. `ranks`: who computes this run's parts, all with the
+        same plan; by itself unless others are named. `journal`: a folder where finished parts are written down, until
+        the run is over.
         """
         ranks = ranks or SingleRank()
         plan, device = prepared.plan, prepared.device
@@ -73,44 +73,43 @@ class Run:
         kept = {field.node for field in plan.kept}
         self._comm = Comm(prepared, ranks)
         share = self._comm.share
-        self._tape = Tape(
+        self._scalars = ScalarGraph(
             prepared.graph, kept, device, backward=backward, overflows=overflows, draws=draws, share=share
         )
-        self._fields = Fields(prepared, sources, self._tape, ranks.index, draws)
-        # They live from sweep to sweep: what a new thread's first operators set up takes longer than a small tile.
+        self._buffers = Buffers(prepared, sources, self._scalars, ranks.index, draws)
+        # They live from pass to pass: what a new thread's first operators set up takes longer than a small tile.
         self._readers = SideThreads(plan.readers, "gigagrad-read")
         self._executor = Threads(plan.workers) if plan.workers > 1 else Serial(plan.threads)
-        _put_what_is_known(self._tape, prepared, sources, stored)
-        place = None if journal is None else journal / key_of(prepared, self._tape, draws, overflows)
+        _put_what_is_known(self._scalars, prepared, sources, stored)
+        place = None if journal is None else journal / key_of(prepared, self._scalars, draws, overflows)
         self.journal, self._first = Journal(place), ranks.index == 0
         self._watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
         memory = Memory(prepared, self._watch, self._executor, events)
         self._progress = Progress(prepared, events)
-        self._observers = (memory, self._progress)
-        self._sweeps = Sweeps(
+        self._probes = (memory, self._progress)
+        self._tile_loops = TileLoops(
             prepared,
-            self._fields,
-            self._tape,
+            self._buffers,
+            self._scalars,
             self._comm,
             self._executor,
             self._readers,
             self._watch,
-            self._observers,
+            self._probes,
             self.journal,
         )
         self.pass_seconds: tuple[float, ...] | None = None
-        """What each pass took, once `run` is over; None where parts of it were in the journal, and in a stream: whoever
-        takes the pieces has a part in that.
-        """
+        """Seconds that each pass took, once `run` is over; None where parts of it were in the journal, and in a stream:
+        whoever takes the pieces has a part in that."""
         self._index, self._started = 0, False
-        self._swept: Swept | None = None
+        self._result: PassResult | None = None
         self._totals: tuple[Values, Values] = ({}, {})
         """Sums of gradients and of reductions, once ranks have joined them, until something is made of them."""
 
     def __enter__(self) -> Run:
-        """Raises StoreError if a tier has no room for what the plan keeps there."""
+        """Open the buffers. Raises StoreError if a tier has no room for what the plan keeps there."""
         try:
-            self._fields.open()
+            self._buffers.open()
         except BaseException:
             self.close()
             raise
@@ -124,10 +123,10 @@ class Run:
             torch.set_num_threads(self._threads)
             torch.set_grad_enabled(self._with_grad)
         # Notebooks keep the last traceback: with it only what they may want to see, not what the run held.
-        self._fields.forget()
-        self._tape.forget()
-        self._sweeps.forget()
-        self._swept, self._totals = None, ({}, {})
+        self._buffers.forget()
+        self._scalars.forget()
+        self._tile_loops.forget()
+        self._result, self._totals = None, ({}, {})
         empty_frames(error)
         self._prepared.device.trim()  # there may be no next step that takes what this one freed
 
@@ -138,13 +137,13 @@ class Run:
     def _close(self) -> None:
         with self._closing, ExitStack() as stack:  # goes on past errors, the last one first
             stack.callback(self._watch.close)
-            stack.callback(self._fields.close)
+            stack.callback(self._buffers.close)
             stack.callback(self._executor.close)
             stack.callback(self._readers.shutdown, cancel=True)
-            self._sweeps.close()
+            self._tile_loops.close()
 
     def run(self) -> None:
-        """Every pass of the plan. Raises StoreError, and CotangentOverflow if the run should begin anew."""
+        """Run every pass of the plan. Raises StoreError, and CotangentOverflow if the run should begin anew."""
         for _ in self._passes():
             pass
         if self._first:  # all have met behind their last parts
@@ -152,8 +151,8 @@ class Run:
         self.pass_seconds = None if self.journal.taken else self._progress.pass_seconds
 
     def stream(self) -> Iterator[Piece]:
-        """The boxes and crops of what is delivered in pieces, in row-major order: the output field, or the gradient of
-        an image that is handed over. Raises as `run`.
+        """Yield the boxes and crops of what is delivered in pieces, in row-major order: the output field, or the
+        gradient of an image that is handed over. Raises as `run`.
         """
         threads = torch.get_num_threads()
         for piece in self._passes():
@@ -171,116 +170,123 @@ class Run:
             elif isinstance(step, Tiles):
                 self._begin(coming)
                 coming = ()
-                self._swept = yield from self._sweep(step)
+                self._result = yield from self._compute_tiles(step)
             elif isinstance(step, Exchange):
-                assert self._swept is not None
-                self._totals = self._comm.exchange(step, self._swept)
+                assert self._result is not None
+                self._totals = self._comm.exchange(step, self._result)
             elif isinstance(step, Gather):
-                self._comm.gather(step, [self._tape.gradients] if step.gradients else self._totals)
+                self._comm.gather(step, [self._scalars.gradients] if step.gradients else self._totals)
             elif isinstance(step, Scalars):
-                self._pull_rest() if step.stage is None else self._compute()
+                self._backward_rest() if step.stage is None else self._compute()
             elif isinstance(step, Release):
-                self._fields.release(step.keys)
-        if self._tape.backward:
-            self._check((*self._tape.gradients.values(), *self.input_gradients.values()))
+                self._buffers.release(step.keys)
+        if self._scalars.backward:
+            self._check((*self._scalars.gradients.values(), *self.input_gradients.values()))
 
     def _begin(self, buffers: tuple[Buffer, ...]) -> None:
         """Begin the next pass, which takes these buffers."""
-        fresh_bytes = self._fields.fresh_bytes(buffers)
-        for observer in self._observers:
-            observer.pass_begins(self._index, fresh_bytes)
-        self._fields.allocate(buffers)
+        fresh_bytes = self._buffers.fresh_bytes(buffers)
+        for probe in self._probes:
+            probe.pass_begins(self._index, fresh_bytes)
+        self._buffers.allocate(buffers)
         self.journal.begin(self._index)
         self._index += 1
 
-    def _sweep(self, step: Tiles) -> Generator[Piece, None, Swept]:
+    def _compute_tiles(self, step: Tiles) -> Generator[Piece, None, PassResult]:
         if step.phase == "forward":
-            return (yield from self._sweeps.forward(step))
+            return (yield from self._tile_loops.forward(step))
         stage = self._prepared.stages[step.stage]
         cotangents = self._known_cotangents(stage) if step.phase == "one pass" else self._cotangents(stage)
         self._settle(stage, cotangents)
-        return (yield from self._sweeps.gradients(step, cotangents))
+        return (yield from self._tile_loops.gradients(step, cotangents))
 
     def _known_cotangents(self, stage: Stage) -> Values:
-        """Those of the last stage's reductions, forward and backward at once: known beforehand, but for a factor."""
+        """Return the cotangents of the last stage's reductions, forward and backward at once: known beforehand, but for
+        a factor.
+        """
         if last_cotangents(self._graph, stage) is Cotangents.AFFINE:
-            return self._tape.constant_cotangents(stage)
+            return self._scalars.constant_cotangents(stage)
         (varying,) = differentiable_reductions(self._graph, stage)
         node = self._graph[varying]
         return {varying: torch.ones(node.shape, dtype=node.dtype, device=self._prepared.device.torch_device)}
 
     def _cotangents(self, stage: Stage) -> Values:
-        """Those of a stage's reductions, when all values are known; those of gathered fields are added to theirs."""
+        """Return the cotangents of a stage's reductions, when all values are known; add those of gathered fields to
+        theirs.
+        """
         self._start()
-        self._pull(self._tape.level_of(stage))
+        self._backward_from(self._scalars.level_of(stage))
         cotangents = {}
         for reduction in differentiable_reductions(self._graph, stage):
-            found = self._tape.cotangent(reduction)
-            cotangents[reduction] = torch.zeros_like(self._tape.values[reduction]) if found is None else found
+            found = self._scalars.cotangent(reduction)
+            cotangents[reduction] = torch.zeros_like(self._scalars.values[reduction]) if found is None else found
         for field in stage.kept:
             for gathering in self._graph.gathers(field):
-                whole = self._tape.cotangent(gathering)
+                whole = self._scalars.cotangent(gathering)
                 if whole is not None:
                     node = self._graph[field]
-                    self._fields.cotangents[field].add(Box.whole(node.size(0), node.size(1)), whole)
+                    self._buffers.cotangents[field].add(Box.whole(node.size(0), node.size(1)), whole)
         return cotangents
 
     def _compute(self) -> None:
         """Turn finished reductions and gathered fields into values of the graph, compute what waited for them, and give
         the gradients of a pass to what they are gradients of.
         """
-        assert self._swept is not None
-        (step, stage), (totals, reduced) = (self._swept.step, self._swept.stage), self._totals
-        self._swept, self._totals = None, ({}, {})
-        self._sweeps.forget()
+        assert self._result is not None
+        (step, stage), (totals, reduced) = (self._result.step, self._result.stage), self._totals
+        self._result, self._totals = None, ({}, {})
+        self._tile_loops.forget()
         if step.phase != "backward":
             for reduction in stage.reductions:
-                self._tape.put(reduction, laid_out(reduced.pop(reduction).to(self._graph[reduction].dtype)))
+                self._scalars.put(reduction, laid_out(reduced.pop(reduction).to(self._graph[reduction].dtype)))
             for field in stage.kept:
                 for gathering in self._graph.gathers(field):
-                    self._tape.put(gathering, self._fields.whole(field))
-            self._tape.compute()
+                    self._scalars.put(gathering, self._buffers.whole(field))
+            self._scalars.compute()
         if step.phase == "forward":
             return
-        if (times := self._tape.unit.times) != 1:
+        if (times := self._scalars.scale.times) != 1:
             self._scale(stage, totals, 1 / times)
         # What all ranks have, so that all begin anew; shares are looked at when they are put together.
         self._check(total for node_id, total in totals.items() if self._comm.is_whole(node_id))
         if step.phase == "one pass":
             self._start()
             if last_cotangents(self._graph, stage) is Cotangents.SCALED:
-                self._pull(self._tape.level_of(stage))
-                found = self._tape.cotangent(differentiable_reductions(self._graph, stage)[0])
+                self._backward_from(self._scalars.level_of(stage))
+                found = self._scalars.cotangent(differentiable_reductions(self._graph, stage)[0])
                 self._scale(stage, totals, 0.0 if found is None else found.item())
         for node_id in tuple(totals):
-            give = self._tape.give_share if self._graph[node_id].op == "parameter" else self._tape.give
-            give(node_id, totals.pop(node_id))
-        self._tape.pull_parameters()
+            is_parameter = self._graph[node_id].op == "parameter"
+            accumulate = self._scalars.accumulate_share if is_parameter else self._scalars.accumulate
+            accumulate(node_id, totals.pop(node_id))
+        self._scalars.backward_parameters()
 
     def _scale(self, stage: Stage, totals: Values, times: float) -> None:
-        """The cotangents turned out to be so many times as large."""
+        """Multiply what a pass has summed: the cotangents turned out to be so many times as large."""
         for node_id, total in totals.items():
             totals[node_id] = total.to(self._prepared.device.sum_dtype) * times
-        self._sweeps.errors.scale(stage.fields, times)
+        self._tile_loops.errors.scale(stage.fields, times)
 
-    def _pull_rest(self) -> None:
-        """Pull back what is left on the tape."""
+    def _backward_rest(self) -> None:
+        """Run backward what is left of the scalars."""
         self._start()
-        self._pull(0)
+        self._backward_from(0)
 
     def _start(self) -> None:
         if not self._started:
-            self._tape.start()
+            self._scalars.start()
             self._started = True
 
-    def _pull(self, level: int) -> None:
-        """Pull back on the tape; the gradients of what whole-field operators read are new, all at once."""
-        self._watch.reserve(self._tape.coming_bytes)
-        self._tape.pull(level)
+    def _backward_from(self, level: int) -> None:
+        """Run the scalars backward; the gradients of what whole-field operators read are new, all at once."""
+        self._watch.reserve(self._scalars.coming_bytes)
+        self._scalars.backward_from(level)
 
     def _settle(self, stage: Stage, cotangents: Values) -> None:
-        """The unit of cotangents in float16, by those that enter fields now and the pixels of a tile that sum them."""
-        if not cotangents or not self._tape.unit.is_needed:
+        """Settle the scale of cotangents in float16, by those that enter fields now and the pixels of a tile that sum
+        them.
+        """
+        if not cotangents or not self._scalars.scale.is_needed:
             return
         tile, pixels, entering = self._prepared.grid(stage)[0], 1, []
         for i, cotangent in cotangents.items():
@@ -289,36 +295,36 @@ class Run:
             # A bin is an average of pixels: each of them gets a share of its cotangent.
             share = prod(reduction.shape) / prod(field.shape) if reduction.op == FIELD_BINS else 1
             entering.append(multiplied(cotangent, share))
-        self._tape.unit.settle(entering, pixels=pixels)
+        self._scalars.scale.settle(entering, pixels=pixels)
 
     def _check(self, gradients: Iterable[torch.Tensor]) -> None:
         """Raises CotangentOverflow where the run should begin anew."""
-        if self._tape.unit.is_needed and self._tape.values[self._graph.output].isfinite().all():
-            self._tape.unit.check(gradients)
+        if self._scalars.scale.is_needed and self._scalars.values[self._graph.output].isfinite().all():
+            self._scalars.scale.check(gradients)
 
     # Results
 
     @property
     def output(self) -> torch.Tensor:
-        """The value of a graph whose output has no spatial axes (the loss, a class score), off the tape."""
-        return self._tape.values[self._graph.output].detach()
+        """The value of a graph whose output has no spatial axes (the loss, a class score), detached."""
+        return self._scalars.values[self._graph.output].detach()
 
     @property
     def outputs(self) -> Any:
         """Everything the model returned, nested as it did."""
-        values = [self._tape.values[i].detach() for i in self._graph.outputs]
+        values = [self._scalars.values[i].detach() for i in self._graph.outputs]
         structure = self._graph.structure
         return values[0] if structure is None else tree_unflatten(values, structure)
 
     @property
     def values(self) -> Values:
         """The global values by node, as far as they are still there."""
-        return self._tape.values
+        return self._scalars.values
 
     @property
     def gradients(self) -> dict[int, torch.Tensor]:
         """The finished gradients by parameter node."""
-        return self._tape.gradients
+        return self._scalars.gradients
 
     @property
     def input_gradients(self) -> dict[str, torch.Tensor]:
@@ -326,36 +332,36 @@ class Run:
         found = {}
         for node in self._graph.nodes:
             if node.op == "target" and not node.is_field and node.differentiable:
-                label = self._tape.cotangent(node.id)
+                label = self._scalars.cotangent(node.id)
                 if label is not None:
                     found[node.arguments["name"]] = label
             elif node.is_field and node.is_source and node.differentiable:
-                store = self._fields.cotangents.get(node.id)
+                store = self._buffers.cotangents.get(node.id)
                 gradient = store.whole() if store is not None else None
                 for gathering in self._graph.gathers(node.id):
-                    whole = self._tape.cotangent(gathering)
+                    whole = self._scalars.cotangent(gathering)
                     if whole is not None:
                         gradient = whole if gradient is None else gradient + whole
                 if gradient is not None:
-                    found[node.arguments["name"]] = self._tape.unit.out_of(gradient).to(gradient.dtype)
+                    found[node.arguments["name"]] = self._scalars.scale.out_of(gradient).to(gradient.dtype)
         return found
 
     @property
     def rounding_errors(self) -> dict[str, float]:
-        """What quantised storage is expected to have added to gradients: see `RoundingErrors.by_weight`."""
+        """Errors that quantised storage is expected to have added to gradients: see `RoundingErrors.by_weight`."""
         rounding = self._prepared.rounding
-        return self._sweeps.errors.by_weight(rounding.error_bound) if isinstance(rounding, Quantised) else {}
+        return self._tile_loops.errors.by_weight(rounding.error_bound) if isinstance(rounding, Quantised) else {}
 
     @property
     def updates(self) -> dict[str, torch.Tensor]:
         """The new values of the buffers that the model writes."""
-        return {name: self._tape.values[node].detach() for name, node in self._graph.updates.items()}
+        return {name: self._scalars.values[node].detach() for name, node in self._graph.updates.items()}
 
 
 def _put_what_is_known(
-    tape: Tape, prepared: Prepared, sources: dict[str, Source], stored: Callable[[str, str], torch.Tensor]
+    scalars: ScalarGraph, prepared: Prepared, sources: dict[str, Source], stored: Callable[[str, str], torch.Tensor]
 ) -> None:
-    """Parameters, buffers, constants, labels, and the images that whole-field operators read."""
+    """Put parameters, buffers, constants, labels, and the images that whole-field operators read."""
     graph, device = prepared.graph, prepared.device.torch_device
     for node in graph.nodes:
         if node.is_source and not node.is_field:
@@ -364,9 +370,9 @@ def _put_what_is_known(
             constant = graph.constants.get(name) if node.op == "constant" else None
             value = source.tensor if source is not None else constant
             value = stored(node.op, name) if value is None else value
-            tape.put(node.id, value.to(device))
+            scalars.put(node.id, value.to(device))
         elif node.op == GATHER and graph[node.operands[0]].is_source:
             image = graph[node.operands[0]]
             whole = Box.whole(image.size(0), image.size(1))
-            tape.put(node.id, laid_out(sources[image.arguments["name"]].read(whole).to(device)))
-    tape.compute()
+            scalars.put(node.id, laid_out(sources[image.arguments["name"]].read(whole).to(device)))
+    scalars.compute()

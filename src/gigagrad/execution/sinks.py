@@ -153,7 +153,7 @@ class Pyramid(Sink):
 
 
 class Several(Sink):
-    """Several sinks of one sweep, each in a thread of its own. All are done with a piece before the next one is made.
+    """Several sinks of one pass, each in a thread of its own. All are done with a piece before the next one is made.
 
     Returns what each of them does. The first error of any of them ends the others.
     """

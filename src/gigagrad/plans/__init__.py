@@ -1,14 +1,14 @@
-"""From a graph and a budget to a plan: stages, tile geometry, memory, cost. Nothing here runs anything."""
+"""Make a plan of a graph and a budget: stages, tile geometry, memory, cost. Nothing here runs anything."""
 
 from gigagrad.plans.advice import WORTH_SAYING, Advice, advise
 from gigagrad.plans.check import PlanFault, check
 from gigagrad.plans.choose import make_plan
 from gigagrad.plans.cost import Costs
-from gigagrad.plans.fates import Fate, fates
 from gigagrad.plans.geometry import Grid, TileGeometry
-from gigagrad.plans.keeping import Lifetime, holds_whole, lifetimes
+from gigagrad.plans.liveness import Lifetime, holds_whole, lifetimes
 from gigagrad.plans.packing import Packing
 from gigagrad.plans.parts import Parts
+from gigagrad.plans.placements import Placement, placements
 from gigagrad.plans.plan import EXACT, MEMORY, Amount, KeptField, Moment, Plan, StagePlan, WholeField
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Tiles
@@ -22,13 +22,13 @@ __all__ = [
     "Advice",
     "Amount",
     "Costs",
-    "Fate",
     "Grid",
     "KeptField",
     "Lifetime",
     "Moment",
     "Packing",
     "Parts",
+    "Placement",
     "Plan",
     "PlanAt",
     "PlanFault",
@@ -41,11 +41,11 @@ __all__ = [
     "WholeField",
     "advise",
     "check",
-    "fates",
     "holds_whole",
     "levels",
     "lifetimes",
     "make_plan",
+    "placements",
     "smallest_budget",
     "split_stages",
     "trade_off",

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from gigagrad.boxes import Box, Span, without
 from gigagrad.graphs import GATHER, SCATTER, Graph
-from gigagrad.plans import ledger
+from gigagrad.plans import estimate
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.geometry import Grid
-from gigagrad.plans.keeping import kept_bytes
+from gigagrad.plans.liveness import kept_bytes
 from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
 from gigagrad.plans.parts import Parts
 from gigagrad.plans.plan import Plan, StagePlan, amount_of
@@ -49,7 +49,7 @@ def check(problem: Problem, plan: Plan) -> tuple[PlanFault, ...]:
 
     Checked: the stages are those of the fields kept; tiles partition every target, and what they read lies inside the
     fields; what a pass reads is complete and in memory; reductions and whole fields are finished before they are used;
-    every stage that a gradient goes through is swept backward once, after all that read its results; the sums of a pass
+    every stage that a gradient goes through is run backward once, after all that read its results; the sums of a pass
     travel and become numbers before anything else; every part is computed once; what is taken is released, but for
     results; bytes are those of the graph, and the peak is within the budget; ranks hold and send what the plan says.
     """
@@ -62,7 +62,7 @@ def check(problem: Problem, plan: Plan) -> tuple[PlanFault, ...]:
         return tuple(faults)
     for described in plan.stages:
         faults += _tile_faults(problem.graph, plan, described)
-    faults += _Walk(problem, plan).faults()
+    faults += _StepChecker(problem, plan).faults()
     faults += _ending_faults(problem, plan)
     faults += _part_faults(problem, plan)
     faults += _memory_faults(problem, plan)
@@ -94,7 +94,7 @@ def _stage_faults(problem: Problem, plan: Plan, stages: tuple[Stage, ...]) -> It
             yield PlanFault("stages", index, f"there is no {step.phase!r} of stage {step.stage}")
 
 
-class _Walk:
+class _StepChecker:
     """The steps in order, with what is finished, pulled back and in memory at each."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
@@ -217,7 +217,7 @@ def _ending_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
     found = [(index, _kind(step)) for index, step in enumerate(plan.steps) if not isinstance(step, Allocate | Release)]
     for (index, one), other in zip([*found, (None, ())], [*wanted, ()], strict=False):
         if one != other:
-            yield PlanFault("ends", index, f"{_said(one)} stands where {_said(other)} should")
+            yield PlanFault("ends", index, f"{_shown(one)} stands where {_shown(other)} should")
             return
 
 
@@ -230,7 +230,7 @@ def _kind(step: Step) -> tuple[object, ...]:
     return (name, step.stage) if isinstance(step, Scalars) else (name,)
 
 
-def _said(kind: tuple[object, ...]) -> str:
+def _shown(kind: tuple[object, ...]) -> str:
     return f"{kind[0]}{kind[1:]}" if kind else "nothing"
 
 
@@ -307,10 +307,10 @@ def _box_faults(graph: Graph, grid: Grid, axis: int, where: str) -> Iterator[Pla
 def _memory_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
     """Find what takes more than the plan says."""
     whole = whole_field_bytes(problem.graph, backward=problem.backward)
-    if (said := amount_of(plan.fixed, ledger.WHOLE)) < whole:
+    if (said := amount_of(plan.fixed, estimate.WHOLE)) < whole:
         yield PlanFault("bytes", None, f"whole-field operators take {whole} bytes, not {said}")
     for stage in plan.stages:
-        if (tiles := amount_of(stage.memory, ledger.TILES)) < plan.workers * stage.tile_peak_bytes:
+        if (tiles := amount_of(stage.memory, estimate.TILES)) < plan.workers * stage.tile_peak_bytes:
             yield PlanFault("bytes", None, f"{plan.workers} tiles of stage {stage.index} take more than {tiles} bytes")
     kept = {field.node: field for field in plan.kept}
     for index, step in enumerate(plan.steps):

@@ -12,9 +12,9 @@ from gigagrad.graphs import GATHER
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.emit import shared_by
-from gigagrad.plans.fit import ABOUT_AS_FAST, Fitter, Kept, Option, peak_bytes
-from gigagrad.plans.keeping import kept_bytes
-from gigagrad.plans.ledger import fixed_amounts
+from gigagrad.plans.estimate import fixed_amounts
+from gigagrad.plans.fit import ABOUT_AS_FAST, Candidate, Fitter, Kept, peak_bytes
+from gigagrad.plans.liveness import kept_bytes
 from gigagrad.plans.plan import COTANGENTS, EXACT, FIELDS, Amount, KeptField, Plan, RankPlan, WholeField, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import gathered, split_stages
@@ -22,13 +22,13 @@ from gigagrad.plans.whole import whole_plan
 from gigagrad.stores import Tier
 
 _GOOD_ENOUGH = 1.1
-"""An option this close to what unlimited memory would allow is taken without looking at what else could be done."""
+"""A candidate this close to what unlimited memory would allow is taken without looking at what else could be done."""
 
 _ABOUT_AS_LEAN = 1.1
 """Peaks that differ by less are alike."""
 
 _FIRST_LOOK = 24
-"""Options of one kind that are tried before the search narrows."""
+"""Candidates of one kind that are tried before the search narrows."""
 
 
 _SOON = 1.0
@@ -199,7 +199,7 @@ def _kept_field(problem: Problem, node_id: int, tier: Tier) -> KeptField:
 
 
 class _Chooser:
-    """Looks for the fastest option that fits."""
+    """Looks for the fastest candidate that fits."""
 
     def __init__(
         self,
@@ -214,9 +214,9 @@ class _Chooser:
         self._refused: dict[frozenset[tuple[int, str]], int] = {}
         """Fields by tier, and the bytes that they take without any tile."""
 
-    def best(self) -> Option:
+    def best(self) -> Candidate:
         """Keep what is worth keeping in memory; where that does not fit, the faster of moving fields to other tiers and
-        of keeping fewer. The refusal names the leanest of all options tried.
+        of keeping fewer. The refusal names the leanest of all candidates tried.
         """
         in_memory = self._fitter.in_memory
         chain = Cuts(self._graph, self._costs.usual_seconds, backward=self._problem.backward)
@@ -241,38 +241,38 @@ class _Chooser:
             return self._closely()
         return found
 
-    def _closely(self) -> Option:
+    def _closely(self) -> Candidate:
         """Try what was refused once more, with all shapes of tiles. Raises the `BudgetError` that asks for least: what
         asks for more without any tile is left out.
         """
         leanest: BudgetError | None = None
-        options = []
+        candidates = []
         for kept, least in sorted(self._refused.items(), key=lambda refused: refused[1]):
             if leanest is not None and least >= leanest.needed_bytes:
                 break
             try:
-                options.append(self._fitter.fit(dict(kept), closely=True))
+                candidates.append(self._fitter.fit(dict(kept), closely=True))
             except BudgetError as error:
                 leanest = error if leanest is None else min(leanest, error, key=lambda one: one.needed_bytes)
-        if options:
-            return min(options, key=_seconds)
+        if candidates:
+            return min(candidates, key=_seconds)
         assert leanest is not None
         raise leanest
 
     def _refuse(self, kept: Kept, least_bytes: int) -> None:
         self._refused.setdefault(frozenset(kept.items()), least_bytes)
 
-    def _better(self, options: list[Option]) -> Option:
+    def _better(self, candidates: list[Candidate]) -> Candidate:
         """Return the fastest; where memory is no matter, of those that are about as fast and as lean the simplest."""
-        fastest = min(options, key=_seconds)
+        fastest = min(candidates, key=_seconds)
         if self._problem.budget_bytes is not None:
             return fastest
-        fast = [option for option in options if option.seconds <= ABOUT_AS_FAST * fastest.seconds]
+        fast = [candidate for candidate in candidates if candidate.seconds <= ABOUT_AS_FAST * fastest.seconds]
         leanest = min(map(peak_bytes, fast))
-        lean = [option for option in fast if peak_bytes(option) <= _ABOUT_AS_LEAN * leanest]
-        return min(lean, key=lambda option: len(option.stages))
+        lean = [candidate for candidate in fast if peak_bytes(candidate) <= _ABOUT_AS_LEAN * leanest]
+        return min(lean, key=lambda candidate: len(candidate.stages))
 
-    def again(self, kept: Kept) -> Option:
+    def again(self, kept: Kept) -> Candidate:
         """Repeat an earlier choice. Raises `BudgetError` if it does not fit, also where a tier has less room than
         before.
         """
@@ -307,20 +307,20 @@ class _Chooser:
     def _rough_seconds(self, kept: frozenset[int]) -> float:
         return sum(self._costs.usual_seconds(stage) for stage in split_stages(self._graph, kept))
 
-    def _attempt(self, kept: Kept) -> Option | None:
+    def _attempt(self, kept: Kept) -> Candidate | None:
         budget, has_room = self._problem.budget_bytes, self._fitter.has_room(kept)
         # Where another tier has too little room, the refusal will say what memory would do instead.
         least = self._fitter.least_bytes(kept if has_room else self._fitter.in_memory(kept))
-        option = None
+        candidate = None
         if has_room and (budget is None or least <= budget):
             with suppress(BudgetError):
-                option = self._fitter.fit(kept)
-        if option is None:
+                candidate = self._fitter.fit(kept)
+        if candidate is None:
             self._refuse(kept, least)
-        self._tried(None if option is None else option.seconds)
-        return option
+        self._tried(None if candidate is None else candidate.seconds)
+        return candidate
 
-    def _moved(self, wanted: frozenset[int]) -> Option | None:
+    def _moved(self, wanted: frozenset[int]) -> Candidate | None:
         """Keep all of these fields, as many in other tiers as is fastest; None if those have too little room."""
         if not any(self._problem.rooms.values()):
             return None
@@ -344,16 +344,16 @@ class _Chooser:
             rooms[placed[i]] -= needed
         return placed
 
-    def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Option | None:
-        """Find the fastest option that gives up 1 to `most` steps of something.
+    def _fastest(self, most: int, keeping: Callable[[int], Kept]) -> Candidate | None:
+        """Find the fastest candidate that gives up 1 to `most` steps of something.
 
         Giving up more leaves room for larger tiles, and neither its memory nor its time grows steadily (halos do), so
         that no bisection finds it: all are tried, of many first some at equal distances, then those near the best.
         """
-        tried: dict[int, Option | None] = {}
+        tried: dict[int, Candidate | None] = {}
 
         def best() -> int | None:
-            fitting = [(option.seconds, count) for count, option in tried.items() if option is not None]
+            fitting = [(candidate.seconds, count) for count, candidate in tried.items() if candidate is not None]
             return min(fitting)[1] if fitting else None
 
         step = max(1, -(-most // _FIRST_LOOK))
@@ -367,8 +367,8 @@ class _Chooser:
             asked = [count for count in (centre - step, centre + step) if 0 < count <= most]
 
 
-def _seconds(option: Option) -> float:
-    return option.seconds
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds
 
 
 def _spread(selections: list[frozenset[int]]) -> list[frozenset[int]]:

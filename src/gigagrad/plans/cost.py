@@ -40,7 +40,7 @@ _USUAL_CROP_PX = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileCost:
-    """One stage with one tile shape. Seconds are one thread's, for one sweep over the whole stage."""
+    """One stage with one tile shape. Seconds are one thread's, for one pass over the whole stage."""
 
     tile: tuple[int, int]
     """Height and width on the stage's largest target field."""
@@ -56,7 +56,7 @@ class TileCost:
     backward_seconds: float
     """Computed again and pulled back; as `forward_seconds` where no gradients were asked for."""
     forward_calls: float
-    """Operators called in that sweep, each of which takes `Machine.seconds_per_operator` of the seconds."""
+    """Operators called in that pass, each of which takes `Machine.seconds_per_operator` of the seconds."""
     backward_calls: float
     crop_bytes: int
     """Bytes that are read ahead for each tile."""
@@ -104,7 +104,7 @@ class Costs:
         return self._known[key]
 
     def usual_seconds(self, stage: Stage) -> float:
-        """Predict one forward sweep by one thread with tiles of a usual size, judged by one in the middle: to compare
+        """Predict one forward pass by one thread with tiles of a usual size, judged by one in the middle: to compare
         cuts.
 
         What computes a coarse field works on finer ones: tiles that are small for it have large crops, and without a
@@ -209,7 +209,7 @@ def _key(stage: Stage) -> tuple[object, ...]:
     return stage.kept, stage.reductions, stage.output, stage.fields, stage.reads
 
 
-def candidates(graph: Graph, stage: Stage, ranks: int = 1) -> list[tuple[int, int]]:
+def tile_shapes(graph: Graph, stage: Stage, ranks: int = 1) -> list[tuple[int, int]]:
     """Return tile shapes worth costing: about squares, in steps of the lattice, that cut the field evenly.
 
     They are multiples of 16 pixels: files hold bricks of 8 to 64, and a brick that two tiles share is written twice.

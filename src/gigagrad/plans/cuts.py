@@ -2,7 +2,7 @@
 
 Candidates lie on a chain: the fields that are worth keeping, in the order in which they are computed. A *cut* behind
 one of them keeps every candidate computed so far that is still needed, skips included; whatever lies between two cuts
-is computed again from the earlier one, in each of its sweeps. Then the time of a piece depends on its two cuts alone,
+is computed again from the earlier one, in each of its passes. Then the time of a piece depends on its two cuts alone,
 and dynamic programming over (cut, memory used) finds the fastest choice of cuts for every amount of memory at once, as
 checkpointing of chains does (Chen et al., 2016; Gruslys et al., 2016; Beaumont et al., 2019), here with halos and skips
 in the costs.
@@ -28,12 +28,12 @@ _LONGEST_CHAIN = 4
 
 _Steps = np.ndarray[tuple[int, int, int], np.dtype[np.int_]]
 Seconds = Callable[[Stage], float]
-"""Time of one forward sweep of a stage."""
+"""Time of one forward pass of a stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Fields to keep, what they take, and the time of all sweeps as the chain model has it."""
+    """Fields to keep, what they take, and the time of all passes as the chain model has it."""
 
     kept: frozenset[int]
     nbytes: int
@@ -110,7 +110,7 @@ class Cuts:
     def _piece_seconds(
         self, start: int, stop: int, stored: frozenset[int], known: dict[int, tuple[frozenset[int], float]]
     ) -> float:
-        """Predict all sweeps of the stages between two cuts; `known` holds each level's targets and time for the last
+        """Predict all passes of the stages between two cuts; `known` holds each level's targets and time for the last
         stop.
         """
         first = self.candidates[start - 1] if start else -1

@@ -143,7 +143,7 @@ def _ranks(plan: Plan, ranks: RankPlan) -> str:
 
 
 def _passes(plan: Plan) -> str:
-    """Return the sweeps in order, runs of one phase as ranges: `forward 0 to 10, backward 10 to 0`."""
+    """Return the passes in order, runs of one phase as ranges: `forward 0 to 10, backward 10 to 0`."""
     runs = [(phase, [p.stage for p in same]) for phase, same in groupby(plan.passes, lambda p: p.phase)]
     return ", ".join(f"{phase} {s[0]}" if len(s) == 1 else f"{phase} {s[0]} to {s[-1]}" for phase, s in runs)
 
@@ -184,7 +184,7 @@ def stages_of(plan: Plan, most: int) -> Table:
 
 
 def _most_of_the_time(plan: Plan, pass_seconds: list[float], stage_seconds: list[float]) -> str:
-    """Say which sweeps the time goes to, and how much of it to pixels that are read more than once."""
+    """Say which passes the time goes to, and how much of it to pixels that are read more than once."""
     total = plan.predicted_seconds
     if not total:
         return ""

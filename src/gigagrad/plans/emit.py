@@ -9,9 +9,8 @@ from functools import partial, reduce
 import numpy as np
 
 from gigagrad.boxes import Box
-from gigagrad.plans.joins import joined
-from gigagrad.plans.keeping import Lifetime, holds_whole, is_replicated, life_bytes, lifetimes
-from gigagrad.plans.owners import Owners
+from gigagrad.plans.liveness import Lifetime, holds_whole, is_replicated, life_bytes, lifetimes
+from gigagrad.plans.partition import Partition
 from gigagrad.plans.plan import Plan, RankPlan, StagePlan
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import (
@@ -29,6 +28,7 @@ from gigagrad.plans.program import (
     message_memory,
     messages,
 )
+from gigagrad.plans.reduction_tree import joined
 from gigagrad.plans.stages import summed_globals
 from gigagrad.plans.sums import how_summed, late_gradients, share_bytes, sum_bytes
 
@@ -89,15 +89,15 @@ class _Emitter:
     ) -> None:
         self._problem, self._graph, self._kept = problem, problem.graph, kept
         self._stages, self._passes = tuple(stage.computes for stage in stages), tuple(passes)
-        self._owners, self._ranks = Owners(problem.graph, stages, passes, ranks), range(ranks)
+        self._partition, self._ranks = Partition(problem.graph, stages, passes, ranks), range(ranks)
 
     def steps(self) -> Iterator[Step]:
         lives = lifetimes(self._graph, self._stages, self._passes)
         for index, step in enumerate(self._passes):
             if taken := tuple(self._buffer(life) for life in lives if life.first == index):
                 yield Allocate(taken)
-            first = tuple(self._owners.own(step.stage, rank).start for rank in self._ranks)
-            yield replace(step, first_parts=(*first, len(self._owners.parts(step.stage))))
+            first = tuple(self._partition.own(step.stage, rank).start for rank in self._ranks)
+            yield replace(step, first_parts=(*first, len(self._partition.parts(step.stage))))
             exchange = self._exchange(step)
             yield exchange
             if cut := exchange.gradients.cut + exchange.reductions.cut:
@@ -117,8 +117,8 @@ class _Emitter:
     def _buffer(self, life: Lifetime) -> Buffer:
         problem = self._problem
         name = self._kept.get(life.field, problem.memory.name)
-        tier, whole = problem.tier(name), self._owners.whole(life.field)
-        boxes = self._owners.cotangents.held if life.cotangent else self._owners.held
+        tier, whole = problem.tier(name), self._partition.whole(life.field)
+        boxes = self._partition.cotangents.held if life.cotangent else self._partition.held
         alone = len(self._ranks) == 1  # holds all of everything
         held = ((whole,),) if alone else tuple(tuple(boxes(life.field, rank)) for rank in self._ranks)
         size = life_bytes(problem, life, tier, whole.shape)
@@ -139,8 +139,8 @@ class _Emitter:
         gradients = how_summed(self._problem, summed_globals(self._graph, stage) if step.phase != "forward" else ())
         reductions = how_summed(self._problem, stage.reductions if step.phase != "backward" else ())
         sums = [one for one in (gradients, reductions) if one.all]
-        owners, found = self._owners, self._owners.parts(step.stage)
-        parts = tuple(tuple(joined(found, owners.own(step.stage, rank))) if sums else () for rank in self._ranks)
+        partition, found = self._partition, self._partition.parts(step.stage)
+        parts = tuple(tuple(joined(found, partition.own(step.stage, rank))) if sums else () for rank in self._ranks)
         nbytes = sum((sum_bytes(self._problem, one, ranks) for one in sums), np.zeros(ranks, np.int64))
         return Exchange(tuple(transfers), gradients, reductions, parts, tuple(nbytes.tolist()))
 
@@ -153,30 +153,30 @@ class _Emitter:
 
     def _halos(self, stage: int) -> Iterator[Transfer]:
         """Yield what ranks have written of kept fields and others will read."""
-        owners, problem = self._owners, self._problem
+        partition, problem = self._partition, self._problem
         for i in self._stages[stage].kept:
             pixel = problem.packing.bytes_per_pixel(self._graph, i, problem.tier(self._kept[i]))
-            written, held = (self._by_rank(boxes, i) for boxes in (owners.written, owners.held))
+            written, held = (self._by_rank(boxes, i) for boxes in (partition.written, partition.held))
             for sender, receiver in near(written, held):
-                for box in owners.halo(i, sender, receiver):
+                for box in partition.halo(i, sender, receiver):
                     yield Transfer(i, box, sender, receiver, pixel * box.area)
 
     def _cotangents(self, stage: int) -> Iterator[Transfer]:
         """Yield what each rank has summed up alone, and what its parts add to pixels that others reach first."""
-        found = self._owners.cotangents
+        found = self._partition.cotangents
         for i in self._stages[stage].reads:
             if not (stage in found.adding(i) and self._graph[i].differentiable):
                 continue
             pixel = self._graph[i].bytes_per_pixel
             held = self._by_rank(found.held, i)
             wanted = self._by_rank(partial(found.wanted_next, stage), i)
-            read = self._by_rank(partial(self._owners.read, stage), i)
+            read = self._by_rank(partial(self._partition.read, stage), i)
             for sender, receiver in near(held, wanted):
                 for box in found.sums(stage, i, sender, receiver):
                     yield Transfer(i, box, sender, receiver, pixel * box.area)
             pairs = sorted([*near(read, wanted), *((rank, rank) for rank in self._ranks)])
             for sender, receiver in pairs:
-                for part, box in found.strips(stage, i, sender, receiver):
+                for part, box in found.overlaps(stage, i, sender, receiver):
                     yield Transfer(i, box, sender, receiver, pixel * box.area, part)
 
     def _by_rank(self, boxes: Callable[[int, int], list[Box]], field: int) -> list[list[Box]]:

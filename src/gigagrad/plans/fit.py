@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from gigagrad.allowances import HEAP_TOP_BYTES
 from gigagrad.errors import BudgetError
-from gigagrad.plans import ledger
-from gigagrad.plans.cost import Costs, TileCost, candidates
-from gigagrad.plans.keeping import held_by_pass
-from gigagrad.plans.ledger import StageLedger
+from gigagrad.plans import estimate
+from gigagrad.plans.cost import Costs, TileCost, tile_shapes
+from gigagrad.plans.estimate import StageEstimate
+from gigagrad.plans.liveness import held_by_pass
 from gigagrad.plans.memory import whole_compiled_convolutions
 from gigagrad.plans.plan import Amount, RankPlan, StagePlan, amount_of, total
 from gigagrad.plans.problem import Problem
@@ -41,7 +41,7 @@ Kept = Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class Candidate:
     """A way to run all stages, and the seconds that a step takes by the cost model."""
 
     workers: int
@@ -65,7 +65,7 @@ class Fitter:
     ) -> None:
         self._problem, self._costs, self._tiles, self._ranks = problem, costs, tiles, ranks
         self._held_share = 1.0 if ranks is None else ranks.held_share
-        self._fixed = ledger.fixed_amounts(problem, 0 if ranks is None else ranks.message_bytes)
+        self._fixed = estimate.fixed_amounts(problem, 0 if ranks is None else ranks.message_bytes)
         self._orders: dict[frozenset[int], tuple[tuple[Stage, ...], tuple[Tiles, ...]]] = {}
 
     def unbounded(self) -> Fitter:
@@ -98,9 +98,8 @@ class Fitter:
             self._orders[kept] = stages, passes
         return self._orders[kept]
 
-    def fit(self, kept: Kept, *, closely: bool = False) -> Option:
-        """Return the fastest option that keeps these fields in these tiers, of tiles that look promising; `closely`: of
-        all.
+    def fit(self, kept: Kept, *, closely: bool = False) -> Candidate:
+        """Return the fastest candidate that keeps these fields in these tiers, of promising tiles; `closely`: of all.
 
         Raises `BudgetError` if there is none; only a close look finds the least budget that works.
         """
@@ -110,23 +109,23 @@ class Fitter:
         for tier in problem.tiers[1:]:
             elsewhere.append(Amount(tier.name, self._most_held(kept, tier)))
             self._check(tier, elsewhere[-1].size_bytes, kept)
-        options = []
+        candidates = []
         refusal: BudgetError | None = None
         for workers in dict.fromkeys((problem.machine.threads, 1)):
             try:
-                options.append(self._fit(kept, stages, passes, workers, tuple(elsewhere), closely=closely))
+                candidates.append(self._fit(kept, stages, passes, workers, tuple(elsewhere), closely=closely))
             except BudgetError as error:
                 refusal = error  # of the last, which is the leanest
-        if not options:
+        if not candidates:
             assert refusal is not None
             raise refusal
-        return min(options, key=lambda option: option.seconds)
+        return min(candidates, key=lambda candidate: candidate.seconds)
 
     def _check(self, tier: Tier, tier_bytes: int, kept: Kept) -> None:
         """Raises BudgetError, with the memory that would do instead, if a tier has too little room."""
         if tier_bytes > self._room(tier):
-            option = self.unbounded().fit(self.in_memory(kept))
-            raise self._problem.tier_refusal(tier, tier_bytes, peak_bytes(option))
+            candidate = self.unbounded().fit(self.in_memory(kept))
+            raise self._problem.tier_refusal(tier, tier_bytes, peak_bytes(candidate))
 
     def _fit(
         self,
@@ -137,91 +136,91 @@ class Fitter:
         elsewhere: tuple[Amount, ...],
         *,
         closely: bool,
-    ) -> Option:
+    ) -> Candidate:
         """Find for each stage the fastest tile that fits beside the others' needs. Raises `BudgetError` if one has
         none.
         """
         problem = self._problem
         held = held_by_pass(problem, stages, passes, kept, problem.memory, self._held_share)
-        tilings = []
+        all_shapes = []
         for stage in stages:
             indices = [index for index, p in enumerate(passes) if p.stage == stage.index]
             phases = [passes[index].phase for index in indices]
             most = max((held[index] for index in indices), key=sum, default=(0, 0))
             backward = any(phase != "forward" for phase in phases)
-            book = StageLedger(problem, stage, workers, kept, most, backward)
-            tilings.append(self._tilings(book, phases, closely=closely))
-        chosen, compiled = self._settle(tilings)
-        fixed = (*self._fixed, Amount(ledger.COMPILED, compiled))
-        tilings, readers = self._with_readers(tilings, chosen, total(fixed))
-        described = tuple(tiling.describe(cost) for tiling, cost in zip(tilings, chosen, strict=True))
+            stage_estimate = StageEstimate(problem, stage, workers, kept, most, backward)
+            all_shapes.append(self._tile_shapes(stage_estimate, phases, closely=closely))
+        chosen, compiled = self._settle(all_shapes)
+        fixed = (*self._fixed, Amount(estimate.COMPILED, compiled))
+        all_shapes, readers = self._with_readers(all_shapes, chosen, total(fixed))
+        described = tuple(shapes.describe(cost) for shapes, cost in zip(all_shapes, chosen, strict=True))
         seconds = self._costs.whole_seconds(backward=problem.backward)
-        seconds += sum(tiling.seconds(cost) for tiling, cost in zip(tilings, chosen, strict=True))
+        seconds += sum(shapes.seconds(cost) for shapes, cost in zip(all_shapes, chosen, strict=True))
         if chosen:
             peak = total(fixed) + max(total(stage.memory) for stage in described)
-            tiles = max(amount_of(stage.memory, ledger.TILES) for stage in described)
-            copies = ledger.weights(problem, stages, peak + ledger.useful_hoard_bytes(tiles))
+            tiles = max(amount_of(stage.memory, estimate.TILES) for stage in described)
+            copies = estimate.weights(problem, stages, peak + estimate.useful_allocator_cache_bytes(tiles))
             fixed, peak = (*fixed, copies), peak + copies.size_bytes
-            fixed = (*fixed, ledger.hoard(problem, peak, tiles))
-        return Option(workers, readers, kept, described, passes, seconds, fixed, elsewhere)
+            fixed = (*fixed, estimate.allocator_cache(problem, peak, tiles))
+        return Candidate(workers, readers, kept, described, passes, seconds, fixed, elsewhere)
 
     def _with_readers(
-        self, tilings: list[_Tilings], chosen: list[TileCost], fixed_bytes: int
-    ) -> tuple[list[_Tilings], int]:
+        self, all_shapes: list[_TileShapes], chosen: list[TileCost], fixed_bytes: int
+    ) -> tuple[list[_TileShapes], int]:
         """Return the tiles that were chosen, read by as many threads as they can feed and the budget has room for."""
         budget_bytes = self._problem.budget_bytes
-        pairs = list(zip(tilings, chosen, strict=True))
-        for readers in range(max((tiling.readers(cost) for tiling, cost in pairs), default=1), 0, -1):
-            read = [tiling.read_by(readers) for tiling in tilings]
-            peak = fixed_bytes + max((tiling.total(cost) for tiling, cost in zip(read, chosen, strict=True)), default=0)
+        pairs = list(zip(all_shapes, chosen, strict=True))
+        for readers in range(max((shapes.readers(cost) for shapes, cost in pairs), default=1), 0, -1):
+            read = [shapes.read_by(readers) for shapes in all_shapes]
+            peak = fixed_bytes + max((shapes.total(cost) for shapes, cost in zip(read, chosen, strict=True)), default=0)
             if budget_bytes is None or peak <= budget_bytes:
                 break
         return read, readers
 
-    def _tilings(self, book: StageLedger, phases: list[str], *, closely: bool) -> _Tilings:
+    def _tile_shapes(self, stage_estimate: StageEstimate, phases: list[str], *, closely: bool) -> _TileShapes:
         """Return the tile shapes that may serve a stage, as far as a tile in the middle tells; `closely`, or where
         shapes are forced, exactly.
         """
         budget_bytes, closely = self._problem.budget_bytes, closely or self._tiles is not None
         room = None if budget_bytes is None else budget_bytes - total(self._fixed)
-        costs = self._looked_through(book, room, roughly=not closely)
+        costs = self._looked_through(stage_estimate, room, roughly=not closely)
         exact = {cost.tile for cost in costs} if closely else set()
-        return _Tilings(book, phases, costs, room, exact, self._problem.reading.threads)
+        return _TileShapes(stage_estimate, phases, costs, room, exact, self._problem.reading.threads)
 
-    def _settle(self, tilings: list[_Tilings]) -> tuple[list[TileCost], int]:
+    def _settle(self, all_shapes: list[_TileShapes]) -> tuple[list[TileCost], int]:
         """Choose tiles until all that are chosen have been costed exactly: no more are than look worth it.
 
         Raises `BudgetError` if there is none.
         """
         for _ in range(_ROUNDS):
-            chosen, compiled = self._choose(tilings)
-            rough = [(t, cost) for t, cost in zip(tilings, chosen, strict=True) if cost.tile not in t.exact]
+            chosen, compiled = self._choose(all_shapes)
+            rough = [(t, cost) for t, cost in zip(all_shapes, chosen, strict=True) if cost.tile not in t.exact]
             if not rough:
                 return chosen, compiled
-            for tiling, cost in rough:
-                tiling.learn(self._costs.of(tiling.book.stage, cost.tile, backward=tiling.book.backward))
-        for tiling in tilings:
-            tiling.forget_rough()
-        return self._choose(tilings)
+            for shapes, cost in rough:
+                shapes.learn(self._costs.of(shapes.estimate.stage, cost.tile, backward=shapes.estimate.backward))
+        for shapes in all_shapes:
+            shapes.forget_rough()
+        return self._choose(all_shapes)
 
-    def _looked_through(self, book: StageLedger, room: int | None, *, roughly: bool) -> list[TileCost]:
+    def _looked_through(self, stage_estimate: StageEstimate, room: int | None, *, roughly: bool) -> list[TileCost]:
         """Return costs of tile shapes, from the smallest on; behind those that fit only a few more."""
-        forced, stage = self._tiles, book.stage
+        forced, stage = self._tiles, stage_estimate.stage
         shapes = (
             [forced[min(stage.index, len(forced) - 1)]]
             if forced
-            else candidates(self._problem.graph, stage, self._problem.ranks)
+            else tile_shapes(self._problem.graph, stage, self._problem.ranks)
         )
         found: list[TileCost] = []
         fit: list[bool] = []
         for shape in shapes:
-            found.append(self._costs.of(stage, shape, backward=book.backward, roughly=roughly))
-            fit.append(room is None or total(book.amounts(found[-1])) <= room)
+            found.append(self._costs.of(stage, shape, backward=stage_estimate.backward, roughly=roughly))
+            fit.append(room is None or total(stage_estimate.amounts(found[-1])) <= room)
             if any(fit) and not any(fit[-_TOO_LARGE_IN_A_ROW:]):
                 break
         return found
 
-    def _choose(self, tilings: list[_Tilings]) -> tuple[list[TileCost], int]:
+    def _choose(self, all_shapes: list[_TileShapes]) -> tuple[list[TileCost], int]:
         """Return tiles for every stage, and the bytes that all their convolutions are compiled to, beside every stage.
 
         What is compiled leaves less room for the tiles of every stage, so several caps of it are tried, from the most
@@ -233,67 +232,68 @@ class Fitter:
         def compiled_bytes(by_stage: Iterable[int]) -> int:
             return problem.compiled_bytes(on_whole_fields + sum(by_stage))
 
-        most = sum(max(cost.compiled for cost in tiling.costs) for tiling in tilings)
+        most = sum(max(cost.compiled for cost in shapes.costs) for shapes in all_shapes)
         if problem.budget_bytes is None:
-            chosen = [tiling.by_speed(None)[0] for tiling in tilings]
+            chosen = [shapes.by_speed(None)[0] for shapes in all_shapes]
             return chosen, compiled_bytes(cost.compiled for cost in chosen)
         room = problem.budget_bytes - fixed
-        needed, least = _leanest(tilings, compiled_bytes)
+        needed, least = _leanest(all_shapes, compiled_bytes)
         if needed > room:
-            raise problem.refusal(self._what_does_not_fit(tilings), fixed + needed)
-        offers = [tiling.offers() for tiling in tilings]
-        fastest = sum(min(offer.seconds for offer in each) for each in offers)
+            raise problem.refusal(self._what_does_not_fit(all_shapes), fixed + needed)
+        choices = [shapes.choices() for shapes in all_shapes]
+        fastest = sum(min(choice.seconds for choice in each) for each in choices)
 
-        options = []
+        candidates = []
         step = max(1, -(-(most - least) // _CAPS))
         for cap in (*range(most, least, -step), least):
-            found = _fastest_within(offers, room - compiled_bytes([cap]), cap)
+            found = _fastest_within(choices, room - compiled_bytes([cap]), cap)
             if found is not None:
-                options.append((sum(offer.seconds for offer in found), found))
-                if options[-1][0] <= fastest:
+                candidates.append((sum(choice.seconds for choice in found), found))
+                if candidates[-1][0] <= fastest:
                     break
-        _, best = min(options, key=lambda option: option[0])
-        chosen = [offer.cost for offer in best]
+        _, best = min(candidates, key=lambda candidate: candidate[0])
+        chosen = [choice.cost for choice in best]
         return chosen, compiled_bytes(cost.compiled for cost in chosen)
 
-    def _what_does_not_fit(self, tilings: list[_Tilings]) -> str:
-        if not tilings:
-            whole = amount_of(self._fixed, ledger.WHOLE)
+    def _what_does_not_fit(self, all_shapes: list[_TileShapes]) -> str:
+        if not all_shapes:
+            whole = amount_of(self._fixed, estimate.WHOLE)
             return (
                 f"operators that run on whole fields do not fit: they make {whole:,} bytes beside "
                 f"{total(self._fixed) - whole:,} bytes for the process, the parameters and the readers"
             )
-        leanest_of = {tiling: min(tiling.costs, key=tiling.total) for tiling in tilings}
-        hungriest = max(tilings, key=lambda tiling: tiling.total(leanest_of[tiling]))  # what does for it does for all
+        leanest_of = {shapes: min(shapes.costs, key=shapes.total) for shapes in all_shapes}
+        # What does for it does for all.
+        hungriest = max(all_shapes, key=lambda shapes: shapes.total(leanest_of[shapes]))
         leanest = leanest_of[hungriest]
         tiles = leanest.tile_peak_bytes
         beside = total(self._fixed) + hungriest.total(leanest) - tiles
         return (
-            f"stage {hungriest.book.stage.index} does not fit: its leanest tile, {leanest.tile[0]} x {leanest.tile[1]} "
-            f"px with a crop of {leanest.crop[0]} x {leanest.crop[1]} px, works on {tiles:,} bytes beside "
-            f"{beside:,} bytes for the process, the parameters, the readers and the fields that are kept"
+            f"stage {hungriest.estimate.stage.index} does not fit: its leanest tile, {leanest.tile[0]} x "
+            f"{leanest.tile[1]} px with a crop of {leanest.crop[0]} x {leanest.crop[1]} px, works on {tiles:,} bytes "
+            f"beside {beside:,} bytes for the process, the parameters, the readers and the fields that are kept"
         )
 
 
-def _leanest(tilings: list[_Tilings], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, int]:
+def _leanest(all_shapes: list[_TileShapes], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, int]:
     """Return the least memory that will do, and how many kernels convolutions may then be compiled to in all.
 
     All stages share what is compiled, so with smaller tiles for one of them, in more shapes, all of them need more.
     """
-    if not tilings:
+    if not all_shapes:
         return compiled_bytes(()), 0
     found = []
     caps: dict[int, int] = {}
-    tiles = [(tiling.total(cost), cost.compiled, i) for i, tiling in enumerate(tilings) for cost in tiling.costs]
+    tiles = [(shapes.total(cost), cost.compiled, i) for i, shapes in enumerate(all_shapes) for cost in shapes.costs]
     for size, compiled, i in sorted(tiles):
         if compiled < caps.get(i, compiled + 1):
             caps[i] = compiled
-            if len(caps) == len(tilings):
+            if len(caps) == len(all_shapes):
                 found.append((size + compiled_bytes(caps.values()), sum(caps.values())))
     return min(found)
 
 
-class _Offer(NamedTuple):
+class _TileChoice(NamedTuple):
     """A tile shape for a stage."""
 
     seconds: float
@@ -302,13 +302,13 @@ class _Offer(NamedTuple):
     cost: TileCost
 
 
-def _fastest_within(offers: list[list[_Offer]], room: int, most_compiled: int) -> list[_Offer] | None:
-    """Return one offer for each stage that fits in `room` bytes, with no more compiled kernels in all; None if there
+def _fastest_within(choices: list[list[_TileChoice]], room: int, most_compiled: int) -> list[_TileChoice] | None:
+    """Return one choice for each stage that fits in `room` bytes, with no more compiled kernels in all; None if there
     are none.
 
     Greedy: from those that compile to least on, always the step that saves the most seconds for a kernel.
     """
-    frontiers = [_frontier(each, room) for each in offers]
+    frontiers = [_frontier(each, room) for each in choices]
     if not all(frontiers):
         return None
     taken = [0] * len(frontiers)
@@ -328,35 +328,35 @@ def _fastest_within(offers: list[list[_Offer]], room: int, most_compiled: int) -
     return [frontier[index] for frontier, index in zip(frontiers, taken, strict=True)]
 
 
-def _frontier(offers: list[_Offer], room: int) -> list[_Offer]:
+def _frontier(choices: list[_TileChoice], room: int) -> list[_TileChoice]:
     """Return those that fit, from the fewest kernels to the most, each faster than those before: on the convex hull."""
-    hull: list[_Offer] = []
-    for offer in sorted(
-        (each for each in offers if each.size_bytes <= room), key=lambda each: (each.compiled, each.seconds)
+    hull: list[_TileChoice] = []
+    for choice in sorted(
+        (each for each in choices if each.size_bytes <= room), key=lambda each: (each.compiled, each.seconds)
     ):
-        if hull and offer.seconds >= hull[-1].seconds:
+        if hull and choice.seconds >= hull[-1].seconds:
             continue
-        while len(hull) > 1 and _worth([hull[-2], offer], 0) <= _worth(hull, len(hull) - 2):
+        while len(hull) > 1 and _worth([hull[-2], choice], 0) <= _worth(hull, len(hull) - 2):
             hull.pop()
-        hull.append(offer)
+        hull.append(choice)
     return hull
 
 
-def _worth(frontier: list[_Offer], index: int) -> float:
+def _worth(frontier: list[_TileChoice], index: int) -> float:
     """Return the seconds that a step along a frontier adds for a kernel: below 0."""
     now, further = frontier[index : index + 2]
     return (further.seconds - now.seconds) / (further.compiled - now.compiled)
 
 
-def peak_bytes(option: Option) -> int:
-    return total(option.fixed) + max((total(stage.memory) for stage in option.stages), default=0)
+def peak_bytes(candidate: Candidate) -> int:
+    return total(candidate.fixed) + max((total(stage.memory) for stage in candidate.stages), default=0)
 
 
 @dataclass(frozen=True, eq=False)
-class _Tilings:
+class _TileShapes:
     """The tile shapes that may serve one stage."""
 
-    book: StageLedger
+    estimate: StageEstimate
     phases: list[str]
     costs: list[TileCost]
     room: int | None
@@ -365,7 +365,7 @@ class _Tilings:
     """The shapes that were costed exactly."""
     most_readers: int
     """While tiles are chosen, time is that of so many; their crops are counted once it is known how many there are."""
-    known: dict[TileCost, _Offer] = field(default_factory=dict)
+    known: dict[TileCost, _TileChoice] = field(default_factory=dict)
 
     def learn(self, exact: TileCost) -> None:
         """Replace what a tile in the middle told of a shape by its exact cost."""
@@ -375,10 +375,10 @@ class _Tilings:
     def forget_rough(self) -> None:
         self.costs[:] = [cost for cost in self.costs if cost.tile in self.exact]
 
-    def offers(self) -> list[_Offer]:
+    def choices(self) -> list[_TileChoice]:
         for cost in self.costs:
             if cost not in self.known:
-                self.known[cost] = _Offer(self.seconds(cost), self.total(cost), cost.compiled, cost)
+                self.known[cost] = _TileChoice(self.seconds(cost), self.total(cost), cost.compiled, cost)
         return [self.known[cost] for cost in self.costs]
 
     def by_speed(self, room: int | None) -> list[TileCost]:
@@ -392,10 +392,10 @@ class _Tilings:
         return sorted(costs, key=lambda cost: self.total(cost) if self.seconds(cost) <= good_enough else math.inf)
 
     def total(self, cost: TileCost) -> int:
-        return total(self.book.amounts(cost))
+        return total(self.estimate.amounts(cost))
 
     def describe(self, cost: TileCost) -> StagePlan:
-        stage = self.book.stage
+        stage = self.estimate.stage
         return StagePlan(
             computes=stage,
             tile=cost.tile,
@@ -404,32 +404,32 @@ class _Tilings:
             computed_ratio=cost.computed_ratio,
             tile_peak_bytes=cost.tile_peak_bytes,
             largest_block_bytes=cost.largest_block_bytes,
-            parts=self.book.parts,
-            memory=self.book.amounts(cost),
-            beside_bytes=self.book.mapped_bytes(cost),
-            forward_seconds=self._sweep_seconds(cost, "forward"),
-            backward_seconds=self._sweep_seconds(cost, "backward") if self.book.backward else 0.0,
+            parts=self.estimate.parts,
+            memory=self.estimate.amounts(cost),
+            beside_bytes=self.estimate.mapped_bytes(cost),
+            forward_seconds=self._pass_seconds(cost, "forward"),
+            backward_seconds=self._pass_seconds(cost, "backward") if self.estimate.backward else 0.0,
         )
 
-    def read_by(self, readers: int) -> _Tilings:
+    def read_by(self, readers: int) -> _TileShapes:
         """Return these tiles with so many readers and their crops."""
-        book = dataclasses.replace(self.book, readers=readers, _counted={})
-        return dataclasses.replace(self, book=book, most_readers=readers, known={})
+        stage_estimate = dataclasses.replace(self.estimate, readers=readers, _counted={})
+        return dataclasses.replace(self, estimate=stage_estimate, most_readers=readers, known={})
 
     def readers(self, cost: TileCost) -> int:
         """Return the number of threads that these tiles can feed."""
-        reading, seconds = self.book.problem.reading, self._reading_seconds(cost)
+        reading, seconds = self.estimate.problem.reading, self._reading_seconds(cost)
         return max(reading.readers(seconds, self._processing_and_tiers(cost, phase)[0]) for phase in self.phases)
 
     def seconds(self, cost: TileCost) -> float:
-        return sum(self._sweep_seconds(cost, phase) for phase in self.phases)
+        return sum(self._pass_seconds(cost, phase) for phase in self.phases)
 
-    def _sweep_seconds(self, cost: TileCost, phase: str) -> float:
-        """Predict one sweep. Tiers and images are read ahead, and tiles written behind: the slowest link counts, or the
+    def _pass_seconds(self, cost: TileCost, phase: str) -> float:
+        """Predict one pass. Tiers and images are read ahead, and tiles written behind: the slowest link counts, or the
         processor.
         """
         processing, tiers = self._processing_and_tiers(cost, phase)
-        reading = self.book.problem.reading
+        reading = self.estimate.problem.reading
         return max(tiers, reading.pass_seconds(self._reading_seconds(cost), processing, self.most_readers))
 
     def _processing_and_tiers(self, cost: TileCost, phase: str) -> tuple[float, float]:
@@ -438,13 +438,13 @@ class _Tilings:
         What tiles take in memory beyond what a heap holds is new to the first of them, and some of it to all others
         where too little may be held between them.
         """
-        problem = self.book.problem
+        problem = self.estimate.problem
         computing = cost.forward_seconds if phase == "forward" else cost.backward_seconds
         calls = cost.forward_calls if phase == "forward" else cost.backward_calls
         count = self._tiles_of_most(cost)
         share = count / cost.tile_count
-        processing = problem.machine.wall_seconds(share * computing, share * calls, self.book.workers, count)
-        new = max(0, self.book.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
+        processing = problem.machine.wall_seconds(share * computing, share * calls, self.estimate.workers, count)
+        new = max(0, self.estimate.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
         processing += problem.machine.page_seconds(new + count * self._given_back_bytes(cost))
         links = [0.0]
         for tier in problem.tiers[1:]:
@@ -455,30 +455,31 @@ class _Tilings:
 
     def _reading_seconds(self, cost: TileCost) -> float:
         """Predict what one thread takes to read the images for the tiles of the rank that has most."""
-        problem = self.book.problem
-        return problem.reading.seconds_of(problem.graph, self.book.stage) * self._tiles_of_most(cost) / cost.tile_count
+        problem = self.estimate.problem
+        seconds = problem.reading.seconds_of(problem.graph, self.estimate.stage)
+        return seconds * self._tiles_of_most(cost) / cost.tile_count
 
     def _tiles_of_most(self, cost: TileCost) -> int:
         """Return the number of tiles of the rank that has most."""
-        return -(-cost.tile_count // self.book.problem.ranks)
+        return -(-cost.tile_count // self.estimate.problem.ranks)
 
     def _given_back_bytes(self, cost: TileCost) -> float:
         """Predict the bytes of one tile whose pages are new to it."""
         if self.room is None:
             return 0.0
-        useful = ledger.useful_hoard_bytes(self.book.workers * cost.tile_peak_bytes)
+        useful = estimate.useful_allocator_cache_bytes(self.estimate.workers * cost.tile_peak_bytes)
         held = min(max(self.room - self.total(cost), 0), useful)
         return _GIVEN_BACK * (1 - held / useful) * cost.tile_peak_bytes
 
     def _moved_bytes(self, cost: TileCost, phase: str, tier: Tier) -> float:
-        """Return the bytes that one tile of a sweep reads from and writes to a tier."""
-        book, stage = self.book, self.book.stage
-        graph, packing = book.problem.graph, book.problem.packing
+        """Return the bytes that one tile of a pass reads from and writes to a tier."""
+        stage_estimate, stage = self.estimate, self.estimate.stage
+        graph, packing = stage_estimate.problem.graph, stage_estimate.problem.packing
 
         def moved(fields: Iterable[int], *, cotangents: bool = False) -> float:
             found = 0.0
             for i in fields:
-                if book.kept.get(i) == tier.name:
+                if stage_estimate.kept.get(i) == tier.name:
                     pixel = graph[i].bytes_per_pixel if cotangents else packing.bytes_per_pixel(graph, i, tier)
                     size = graph[i].size(0), graph[i].size(1)
                     found += tier.crop_bytes(size, cost.crops.get(i, (0, 0)), pixel)

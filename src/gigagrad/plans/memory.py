@@ -104,7 +104,7 @@ def whole_field_bytes(graph: Graph, *, backward: bool) -> int:
             if graph[i].whole and graph[i].differentiable:
                 live[i] = graph[i].nbytes
         peak = max(peak, sum(live.values()) + touched[node.id])
-        if node.op != GATHER:  # its cotangent waits for the sweep of the stage that made the field
+        if node.op != GATHER:  # its cotangent waits for the pass of the stage that made the field
             del live[node.id]
     # Handed over by the stages that read it tile by tile: a sum in float64 beside its rounded copy.
     handed = max((12 * prod(n.shape) for n in graph.nodes if n.op == SCATTER and n.differentiable), default=0)
@@ -229,7 +229,7 @@ def whole_compiled_convolutions(graph: Graph, *, backward: bool) -> int:
 
 
 def gradient_sum_bytes(graph: Graph, stage: Stage, sum_dtype: torch.dtype) -> int:
-    """Count the sums of the gradients of what a stage reads beside fields, while it is swept backward."""
+    """Count the sums of the gradients of what a stage reads beside fields, in its backward pass."""
     return sum(sum_dtype.itemsize * prod(graph[i].shape) for i in summed_globals(graph, stage))
 
 

@@ -36,7 +36,7 @@ def waiting_sums(parts: int, tile_count: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class Boundary:
     """The pixels of a field that the tiles before one of them have reached: whole lines of pixels, and a part of some
     more.
 
@@ -108,29 +108,29 @@ class Parts:
         row, column = (line, along) if self.by_rows else (along, line)
         return self.grid[row * self.grid.shape[1] + column]
 
-    def front(self, field: int, part: int) -> Front:
+    def boundary(self, field: int, part: int) -> Boundary:
         """Return the pixels of a field that all parts before this one have reached."""
         line, along = divmod(self._starts[part], self._along)
         _, lines = self._spans(self._line_axis, field)
         _, columns = self._spans(self._along_axis, field)
-        return Front(self.by_rows, lines[line], lines[line + 1] if along else lines[line], columns[along])
+        return Boundary(self.by_rows, lines[line], lines[line + 1] if along else lines[line], columns[along])
 
     def reached_before(self, field: int, part: int) -> list[Box]:
         """Return the pixels of a field that parts before this one reach."""
         node = self.grid.graph[field]
-        front = self.front(field, part)
-        return [box for box, which in front.split(Box.whole(node.size(0), node.size(1))) if which is not None]
+        boundary = self.boundary(field, part)
+        return [box for box, which in boundary.split(Box.whole(node.size(0), node.size(1))) if which is not None]
 
-    def strips(self, field: int, part: int) -> tuple[Box | None, Box | None]:
+    def overlaps(self, field: int, part: int) -> tuple[Box | None, Box | None]:
         """Return what a part's crops of a field share with whole lines and with the lines that parts before it have
         reached: hulls.
         """
-        front = self.front(field, part)
+        boundary = self.boundary(field, part)
         found: list[Box | None] = [None, None]
-        if not (front.full or front.partly):
+        if not (boundary.full or boundary.partly):
             return None, None
         for box in self.read(field, self.tiles(part)):
-            for piece, which in front.split(box):
+            for piece, which in boundary.split(box):
                 if which is not None:
                     known = found[which]
                     found[which] = piece if known is None else known.hull(piece)

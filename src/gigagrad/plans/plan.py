@@ -40,7 +40,7 @@ class StagePlan:
     computed side by side, what their blocks may need beyond any order of freed ones."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    """One sweep of this stage without and with gradients, by the cost model."""
+    """One pass of this stage without and with gradients, by the cost model."""
 
     @property
     def index(self) -> int:
@@ -60,7 +60,7 @@ MEMORY = "memory"
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A named number of bytes: one line of a ledger."""
+    """A named number of bytes: one line of an estimate."""
 
     name: str
     size_bytes: int
@@ -153,7 +153,7 @@ class Plan:
     whole_field: tuple[WholeField, ...]
     budget_bytes: int | None
     fixed: tuple[Amount, ...] = ()
-    """Amounts held whichever stage is swept."""
+    """Amounts held whichever stage is computed."""
     whole_seconds: float = 0.0
     """Seconds of whole-field operators, by the cost model; of the whole image at once all of it."""
     ranks: RankPlan | None = None
@@ -172,7 +172,7 @@ class Plan:
 
     @cached_property
     def computed(self) -> tuple[Stage, ...]:
-        """What each stage computes."""
+        """The stages, in order."""
         return tuple(stage.computes for stage in self.stages)
 
     @property
@@ -194,13 +194,13 @@ class Plan:
         return tuple(found) or (Moment(0, self.whole or "forward", self.fixed),)
 
     @property
-    def ledger(self) -> tuple[Amount, ...]:
+    def memory_at_peak(self) -> tuple[Amount, ...]:
         """The amounts that add up to the peak: those held during the pass that needs most."""
         return max(self.moments, key=lambda moment: moment.total_bytes).amounts
 
     @cached_property
     def predicted_peak_bytes(self) -> int:
-        return total(self.ledger)
+        return total(self.memory_at_peak)
 
     def most(self, *names: str) -> int:
         """Return the bytes under these names during the pass that holds most of them."""
@@ -227,17 +227,17 @@ class Plan:
     @property
     def modelled_seconds(self) -> float:
         """Seconds of one step, by the cost model alone."""
-        return self.whole_seconds + sum(self._sweep_seconds)
+        return self.whole_seconds + sum(self._pass_seconds)
 
     @property
     def pass_shares(self) -> tuple[float, ...]:
         """The share of the predicted time that each pass takes; whole-field operators count to all passes alike."""
-        passes = self._sweep_seconds if self.timed_seconds is None else self.timed_seconds
+        passes = self._pass_seconds if self.timed_seconds is None else self.timed_seconds
         total = sum(passes)
         return tuple(seconds / total if total else 1 / len(passes) for seconds in passes)
 
     @property
-    def _sweep_seconds(self) -> tuple[float, ...]:
+    def _pass_seconds(self) -> tuple[float, ...]:
         stages = self.stages
         return tuple(
             stages[p.stage].forward_seconds if p.phase == "forward" else stages[p.stage].backward_seconds
@@ -273,7 +273,7 @@ class Plan:
         """Return the amounts that the predicted peak adds up from: a name for people, and bytes. Parts of nothing are
         left out.
         """
-        return [(amount.name, amount.size_bytes) for amount in self.ledger if amount.size_bytes]
+        return [(amount.name, amount.size_bytes) for amount in self.memory_at_peak if amount.size_bytes]
 
     def _repr_html_(self) -> str:
         """Show the text in notebooks."""

@@ -33,7 +33,7 @@ def differentiable_reductions(graph: Graph, stage: Stage) -> tuple[int, ...]:
 def last_cotangents(graph: Graph, stage: Stage) -> Cotangents:
     """Say how the cotangents of the reductions of the last stage become known."""
     varying = differentiable_reductions(graph, stage)
-    if stage.kept:  # a field that is kept is written by a forward sweep, and something global waits for it
+    if stage.kept:  # a field that is kept is written by a forward pass, and something global waits for it
         return Cotangents.AFTER_FORWARD
     if _affine(graph, set(varying), set(stage.reductions)):
         return Cotangents.AFFINE
@@ -67,7 +67,7 @@ def _affine(graph: Graph, varying: set[int], unknown: set[int]) -> bool:
 
 
 def make_passes(graph: Graph, stages: tuple[Stage, ...], *, backward: bool) -> tuple[Tiles, ...]:
-    """Return the sweeps of one forward, or of one forward and backward, in order."""
+    """Return the passes of one forward, or of one forward and backward, in order."""
     forward = [Tiles(stage.index, "forward") for stage in stages]
     if not backward or not stages:
         return tuple(forward)

@@ -15,7 +15,7 @@ from gigagrad.graphs import GATHER, SCATTER, Graph
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One sweep over tiles. All members are node ids, in topological order."""
+    """One pass over tiles. All members are node ids, in topological order."""
 
     index: int
     reductions: tuple[int, ...]
@@ -38,7 +38,7 @@ class Stage:
 
 
 def levels(graph: Graph, kept: Iterable[int] = ()) -> list[int]:
-    """Return for each node the number of sweeps that must have ended before its value can be computed."""
+    """Return for each node the number of passes that must have ended before its value can be computed."""
     stored = set(kept)
     level = [0] * len(graph.nodes)
     for node in graph.nodes:
@@ -95,7 +95,7 @@ def gathered(graph: Graph) -> set[int]:
 
 
 def summed_globals(graph: Graph, stage: Stage) -> list[int]:
-    """Return the nodes, beside fields, whose gradients a backward sweep of a stage sums."""
+    """Return the nodes, beside fields, whose gradients a backward pass of a stage sums."""
     return [i for i in stage.globals if graph[i].differentiable]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gigagrad.allowances import ALLOCATOR_SLACK, MAPPED_BYTES
+from gigagrad.allowances import ALLOCATOR_FRAGMENTATION, MAPPED_BYTES
 from gigagrad.graphs import WholeCost
-from gigagrad.plans import ledger
+from gigagrad.plans import estimate
 from gigagrad.plans.plan import Amount, Plan, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Whole
@@ -40,23 +40,23 @@ def whole_plan(problem: Problem, memory_format: str) -> Plan | None:
 
 def is_from_heap(plan: Plan, cost: WholeCost) -> bool:
     """Say whether the plan has room for what the heap keeps of large blocks, whose pages then serve again."""
-    slack = next(amount.size_bytes for amount in plan.fixed if amount.name == ledger.ACTIVATION_SLACK)
-    return cost.largest_bytes >= MAPPED_BYTES and slack >= _slack(cost, from_heap=True)
+    fragmentation = next(amount.size_bytes for amount in plan.fixed if amount.name == estimate.ACTIVATION_FRAGMENTATION)
+    return cost.largest_bytes >= MAPPED_BYTES and fragmentation >= _fragmentation(cost, from_heap=True)
 
 
 def _amounts(problem: Problem, cost: WholeCost, *, from_heap: bool) -> tuple[Amount, ...]:
     images = sum(node.nbytes for node in problem.graph.nodes if node.is_source and node.is_field)
     return (
         *problem.held,
-        Amount(ledger.COMPILED, problem.compiled_bytes(cost.compiled)),
-        Amount(ledger.IMAGES, images),
-        Amount(ledger.ACTIVATIONS, cost.peak_bytes),
-        Amount(ledger.ACTIVATION_SLACK, _slack(cost, from_heap=from_heap)),
+        Amount(estimate.COMPILED, problem.compiled_bytes(cost.compiled)),
+        Amount(estimate.IMAGES, images),
+        Amount(estimate.ACTIVATIONS, cost.peak_bytes),
+        Amount(estimate.ACTIVATION_FRAGMENTATION, _fragmentation(cost, from_heap=from_heap)),
     )
 
 
-def _slack(cost: WholeCost, *, from_heap: bool) -> int:
-    return int(ALLOCATOR_SLACK * (cost.peak_bytes if from_heap else cost.small_bytes))
+def _fragmentation(cost: WholeCost, *, from_heap: bool) -> int:
+    return int(ALLOCATOR_FRAGMENTATION * (cost.peak_bytes if from_heap else cost.small_bytes))
 
 
 def _seconds(problem: Problem, cost: WholeCost, *, from_heap: bool) -> float:

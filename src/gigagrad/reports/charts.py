@@ -21,7 +21,7 @@ from gigagrad.errors import ConfigError
 from gigagrad.events import StepMeasured
 from gigagrad.extras import extra
 from gigagrad.files import replacing
-from gigagrad.plans import ledger
+from gigagrad.plans import estimate
 from gigagrad.plans.plan import amount_of
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.plan_study import PlanStudy, advice_in_words
@@ -209,13 +209,13 @@ def _finite(series: Sequence[tuple[int, float]]) -> Any:
 
 
 _PARTS = (
-    ("process", (ledger.PROCESS, ledger.STEP, ledger.COMPILED, ledger.HOARD), MUTED),
-    ("pixels on their way", (ledger.READERS, ledger.WAITING, ledger.OUTPUT), LINE),
-    ("parameters", (ledger.OPTIMIZER, ledger.GRADIENTS, ledger.SUMS), FOURTH),
-    ("whole-field operators", (ledger.WHOLE, ledger.TAPE), INK),
-    ("fields kept", (ledger.FIELDS,), FIRST),
-    ("cotangents", (ledger.COTANGENTS,), THIRD),
-    ("tiles", (ledger.TILES, ledger.SLACK), SECOND),
+    ("process", (estimate.PROCESS, estimate.STEP, estimate.COMPILED, estimate.ALLOCATOR_CACHE), MUTED),
+    ("pixels on their way", (estimate.READERS, estimate.WAITING, estimate.OUTPUT), LINE),
+    ("parameters", (estimate.OPTIMIZER, estimate.GRADIENTS, estimate.SUMS), FOURTH),
+    ("whole-field operators", (estimate.WHOLE, estimate.WHOLE_FRAGMENTATION), INK),
+    ("fields kept", (estimate.FIELDS,), FIRST),
+    ("cotangents", (estimate.COTANGENTS,), THIRD),
+    ("tiles", (estimate.TILES, estimate.FRAGMENTATION), SECOND),
 )
 _UNSIGNED = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
 """The kinds of picture, and what each would say of when and by what it was made."""

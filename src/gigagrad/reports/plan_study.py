@@ -1,4 +1,4 @@
-"""A plan for people: its stages, the fate of each field, where memory and time go, and what more memory
+"""A plan for people: its stages, the placement of each field, where memory and time go, and what more memory
 or more ranks would buy.
 """
 
@@ -14,7 +14,7 @@ from rich.console import RenderableType
 
 from gigagrad import plans
 from gigagrad.events import Events, Listener
-from gigagrad.plans import EXACT, WORTH_SAYING, Advice, Fate, Moment, Plan, Point, Problem
+from gigagrad.plans import EXACT, WORTH_SAYING, Advice, Moment, Placement, Plan, Point, Problem
 from gigagrad.plans.description import (
     COSTLY,
     GOOD,
@@ -48,7 +48,7 @@ class PlanStudy:
     plan: Plan
     rates: str
     """The rates that predict time where no tiles were timed, as in "by this machine's rates"."""
-    fates: tuple[Fate, ...]
+    placements: tuple[Placement, ...]
     moments: tuple[Moment, ...]
     points: tuple[Point, ...]
     """The trade-off curve, least memory first, in the same seconds."""
@@ -89,7 +89,7 @@ def make_study(
         model=model,
         plan=plan,
         rates=rates or measured,
-        fates=plans.fates(problem.graph, plan),
+        placements=plans.placements(problem.graph, plan),
         moments=plan.moments,
         points=tuple(dataclasses.replace(point, seconds=scale * point.seconds) for point in points),
         advice=tuple(dataclasses.replace(each, seconds=scale * each.seconds) for each in advice),
@@ -103,10 +103,12 @@ def plan_page(study: PlanStudy, more: tuple[Table, ...] = ()) -> RenderableType:
 
 
 def describe_study(study: PlanStudy) -> Description:
-    """Describe the plan, with the fate of every field in place of the list of those that it keeps."""
+    """Describe the plan, with the placement of every field in place of the list of those that it keeps."""
     plan = study.plan
     facts = facts_of(plan, study.rates if plan.timed_seconds is None else TIMED)
-    tables = () if plan.whole else (stages_of(plan, _STAGES_SHOWN), *whole_fields_of(plan), _placements(study.fates))
+    tables = (
+        () if plan.whole else (stages_of(plan, _STAGES_SHOWN), *whole_fields_of(plan), _placements(study.placements))
+    )
     labels = ["what would help", *("" for _ in study.advice[1:])]
     return Description(
         f"{step_of(plan)} of {study.model}",
@@ -133,40 +135,39 @@ def advice_in_words(study: PlanStudy) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _placements(fates: Sequence[Fate]) -> Table:
+def _placements(placements: Sequence[Placement]) -> Table:
     """Tabulate the largest of the fields that are kept and of those that are not, and how many of each there are."""
-    kept = [fate for fate in fates if fate.kept]
-    shown = [*kept[:_FIELDS_SHOWN], *[fate for fate in fates if not fate.kept][:_FIELDS_SHOWN]]
-    shown.sort(key=lambda fate: -fate.size_bytes)
-    again = sum(not fate.kept and fate.sweeps > 1 for fate in fates)
-    once = len(fates) - len(kept) - again
-    size = f" ({format_bytes(sum(fate.size_bytes for fate in kept))})" if kept else ""
+    kept = [one for one in placements if one.kept]
+    shown = [*kept[:_FIELDS_SHOWN], *[one for one in placements if not one.kept][:_FIELDS_SHOWN]]
+    shown.sort(key=lambda one: -one.size_bytes)
+    again = sum(not one.kept and one.passes > 1 for one in placements)
+    once = len(placements) - len(kept) - again
+    size = f" ({format_bytes(sum(one.size_bytes for one in kept))})" if kept else ""
     return Table(
-        "Fields" if len(shown) == len(fates) else f"Fields: the largest of {len(fates)}, kept and not kept",
-        ("size", "field", "module", "fate"),
-        tuple(
-            (format_bytes(fate.size_bytes), _field(fate), fate.module or "the loss", _placement(fate)) for fate in shown
-        ),
+        "Fields" if len(shown) == len(placements) else f"Fields: the largest of {len(placements)}, kept and not kept",
+        ("size", "field", "module", "placement"),
+        tuple((format_bytes(one.size_bytes), _field(one), one.module or "the loss", _placement(one)) for one in shown),
         f"All together: {len(kept)} kept{size}, {again} made more than once, {once} made once and forgotten. "
         "Fields that are not kept are made tile by tile and are never whole.",
-        tones=tuple(GOOD if fate.kept else COSTLY if fate.sweeps > 2 else "" for fate in shown),
+        tones=tuple(GOOD if one.kept else COSTLY if one.passes > 2 else "" for one in shown),
     )
 
 
-def _field(fate: Fate) -> str:
-    operator = fate.operator.removeprefix("aten.").removeprefix("gigagrad.").partition(".")[0]
-    return f"{operator} {'x'.join(map(str, fate.shape[1:]))}"
+def _field(placement: Placement) -> str:
+    operator = placement.operator.removeprefix("aten.").removeprefix("gigagrad.").partition(".")[0]
+    return f"{operator} {'x'.join(map(str, placement.shape[1:]))}"
 
 
-def _placement(fate: Fate) -> str:
-    if fate.tier is not None:
-        readers = ", ".join(map(str, fate.readers[:2])) + (" ..." if len(fate.readers) > 2 else "")
-        stored = "" if fate.storage == EXACT else f" as {fate.storage}"
-        return f"kept {_WHERE.get(fate.tier, f'in {fate.tier}')}{stored} from stage {fate.stages[0]} for {readers}"
-    if fate.sweeps == 1:
+def _placement(placement: Placement) -> str:
+    if placement.tier is not None:
+        readers = ", ".join(map(str, placement.readers[:2])) + (" ..." if len(placement.readers) > 2 else "")
+        stored = "" if placement.storage == EXACT else f" as {placement.storage}"
+        where = _WHERE.get(placement.tier, f"in {placement.tier}")
+        return f"kept {where}{stored} from stage {placement.stages[0]} for {readers}"
+    if placement.passes == 1:
         return "made once"
-    stages = f", {len(fate.stages)} stages" if len(fate.stages) > 1 else ""
-    return f"made in {fate.sweeps} sweeps{stages}"
+    stages = f", {len(placement.stages)} stages" if len(placement.stages) > 1 else ""
+    return f"made in {placement.passes} passes{stages}"
 
 
 def _curve(study: PlanStudy) -> Table:

@@ -31,8 +31,8 @@ from gigagrad.cohorts import Cohort
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.execution.engine import Engine
+from gigagrad.execution.messages import Message, Shape, Shares, exchange
 from gigagrad.execution.model_state import Left
-from gigagrad.execution.parcels import Parcel, Shape, Shares, swap
 from gigagrad.files import write_error
 from gigagrad.plans import Plan
 from gigagrad.plans.sums import share_of
@@ -84,13 +84,13 @@ class GradientTree:
             return self._held.pop((self._depth, 0))
         sharded = _ShardedSums(ranks, self._parameters, self._held)
         self._held.clear()
-        swap(ranks, [sharded])
+        exchange(ranks, [sharded])
         for (level, place), gradients in sharded.found:
             self._put(level, place, gradients)
         total = dict(enumerate(self._held.pop((self._depth, 0))))
         shapes = {i: (tuple(parameter.shape), parameter.dtype) for i, parameter in enumerate(self._parameters)}
         shares = Shares(ranks, {i: one for i, one in total.items() if one is not None}, shapes, torch.device("cpu"))
-        swap(ranks, [shares])
+        exchange(ranks, [shares])
         found: Gradients = [None] * len(shapes)
         for i, whole in shares.whole.items():  # laid out as the parameter is, as one process has it
             found[i] = torch.empty_like(self._parameters[i], requires_grad=False).copy_(whole)
@@ -108,7 +108,7 @@ class GradientTree:
         self._held[level, place] = gradients
 
 
-class _ShardedSums(Parcel):
+class _ShardedSums(Message):
     """A message with each rank's share of all sums that any rank has; once taken, `found` has this one's."""
 
     def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], sums: Mapping[_Node, Gradients]) -> None:

@@ -1,4 +1,4 @@
-"""Measures what planning needs to know of this machine."""
+"""Measure what planning needs to know of this machine."""
 
 from gigagrad.execution.calibration.measure import Calibration, calibrate
 

@@ -1,4 +1,4 @@
-"""`gigagrad calibrate`: measures the rates that planning uses of this machine, and saves them.
+"""Measure the rates that planning uses of this machine, and save them: `gigagrad calibrate`.
 
 Work of one thread is timed in processor seconds, which other programs disturb little; only how well threads work beside
 each other has to be taken from the clock.
@@ -34,16 +34,16 @@ from gigagrad.threads import operator_threads
 
 _JOB = "calibrate"
 _CHANNELS, _SIDE_PX = 64, 128
-"""Of the convolution that is timed."""
+"""Channels and side of the convolution that is timed."""
 _LAYERS = 8
-"""Of the chain on which threads are compared."""
+"""Layers of the chain on which threads are compared."""
 _TILES, _TILE_PX, _OPERATORS = 64, 8, 40
-"""Of the network of small operators."""
+"""Tiles, their side and the operators of the network of small operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured, and where it is saved."""
+    """The rates that were measured, and the file they are saved in."""
 
     machine: Machine
     disk: DiskRates
@@ -98,7 +98,7 @@ def calibrate(*, scratch: Path = Path(), size_bytes: int = 2**28, listeners: tup
 
 
 def _operator_rates() -> dict[str, float]:
-    """Of one thread, as operators run on tiles."""
+    """Measure the rates of one thread, as operators run on tiles."""
     with operator_threads(1):
         call = _seconds_per_operator()
         return {
@@ -110,7 +110,7 @@ def _operator_rates() -> dict[str, float]:
 
 
 def _convolution() -> Callable[[], object]:
-    """A step of a convolution of many channels: the output and both gradients."""
+    """Make a step of a convolution of many channels: the output and both gradients."""
     x = torch.rand(1, _CHANNELS, _SIDE_PX, _SIDE_PX).contiguous(memory_format=torch.channels_last).requires_grad_()
     weight = torch.rand(_CHANNELS, _CHANNELS, 3, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
 
@@ -122,7 +122,7 @@ def _convolution() -> Callable[[], object]:
 
 
 def _chain() -> Callable[[], object]:
-    """A step of a few operators as tiles of deep networks have them: what their calls cost is a rate of its own."""
+    """Make a step of a few operators as tiles of deep networks have them: calls have a rate of their own."""
     x = torch.rand(1, _CHANNELS, _SIDE_PX, _SIDE_PX).contiguous(memory_format=torch.channels_last)
     weights = [torch.rand(_CHANNELS, _CHANNELS, 3, 3).sub_(0.5).requires_grad_() for _ in range(_LAYERS)]
 
@@ -140,14 +140,14 @@ def _convolution_flops() -> float:
 
 
 def _moved_per_second(nbytes: int) -> float:
-    """Bytes in and out of a ReLU of so many bytes."""
+    """Measure the bytes in and out of a ReLU of so many bytes."""
     x = torch.rand(nbytes // 4)
     out = torch.empty_like(x)
     return 2 * nbytes / fastest(lambda: torch.clamp_min(x, 0.5, out=out), time.process_time)
 
 
 def _seconds_per_operator() -> float:
-    """A step of a network of operators that have next to nothing to do, in many tiles."""
+    """Time a step of a network of operators that have next to nothing to do, in many tiles."""
     model = nn.Sequential(nn.Conv2d(1, 1, 1), *(nn.ReLU() for _ in range(_OPERATORS - 1)))
     side = int(_TILES**0.5) * _TILE_PX
     image = np.ones((1, side, side), np.float32)
@@ -157,7 +157,7 @@ def _seconds_per_operator() -> float:
 
 
 def _sharing() -> dict[str, float]:
-    """What each further thread adds: where threads share an operator, and where each has its own."""
+    """Measure what each further thread adds: where threads share an operator, and where each has its own."""
     threads = torch.get_num_threads()
     if threads == 1:
         return {}

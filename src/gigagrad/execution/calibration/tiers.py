@@ -1,4 +1,4 @@
-"""Rates of the tiers below the caches: copies in memory, the disk under a scratch folder and what processors do for
+"""Measure the tiers below the caches: copies in memory, the disk under a scratch folder and what processors do for
 fields in its files, a lossless codec.
 """
 
@@ -25,7 +25,7 @@ from gigagrad.threads import operator_threads
 _BLOCK_BYTES = 8 * 2**20
 _ROUNDS = 5
 _CHANNELS, _TILE_PX = 32, 256
-"""Of a field as deep networks keep them."""
+"""Channels and tile side of a field as deep networks keep them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class DiskRates:
     write: float
     read: float
     direct: bool
-    """Whether the page cache was by-passed. Where the file system cannot do that, writes are flushed and reads may come
-    from memory."""
+    """True where the page cache was by-passed. Where the file system cannot do that, writes are flushed and reads may
+    come from memory."""
 
 
 def copy_bytes_per_second(size: int) -> float:
-    """Of a copy of `size` bytes by one thread, the fastest of a few."""
+    """Measure a copy of `size` bytes by one thread, the fastest of a few."""
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.empty_like(source)
     return size / fastest(lambda: target.copy_(source))
@@ -71,8 +71,8 @@ def disk_rates(folder: Path, size: int) -> DiskRates:
 
 
 def file_bytes_per_second(folder: Path, size: int) -> float:
-    """Of a field of about `size` bytes that is written to a file in `folder` and read again, tile by tile: bytes of
-    both per second of processor time, whichever threads spend it.
+    """Measure a field of about `size` bytes that is written to a file in `folder` and read again, tile by tile: bytes
+    of both per second of processor time, whichever threads spend it.
 
     Raises `StoreError` if the folder cannot be used or the disk is full.
     """
@@ -99,8 +99,8 @@ def file_bytes_per_second(folder: Path, size: int) -> float:
 
 
 def codec_rates(size: int) -> tuple[float, float]:
-    """The lossless codec on what a convolution makes, in bricks, by one thread: bytes of the field per second, the
-    slower of both directions, and bytes of the field per byte encoded.
+    """Measure the lossless codec on what a convolution makes, in bricks, by one thread: bytes of the field per second,
+    the slower of both directions, and bytes of the field per byte encoded.
     """
     codec, brick = Blosc(), MOST_BYTES
     field = np.random.default_rng(0).standard_normal(size // 4, dtype=np.float32).view(np.uint8)
@@ -117,7 +117,7 @@ def codec_rates(size: int) -> tuple[float, float]:
 
 
 def fastest(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of the fastest of a few runs, after one that warms up."""
+    """Return the seconds of the fastest of a few runs, after one that warms up."""
     work()
     best = float("inf")
     for _ in range(_ROUNDS):

@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gigagrad.plans.joins import JoinOrder
 from gigagrad.plans.parts import MOST_PARTS, waiting_sums
+from gigagrad.plans.reduction_tree import ReductionTree
 
 
 def joined(parts: list[int], low: int = 0, high: int = MOST_PARTS) -> object:
@@ -25,7 +25,7 @@ class Spelled:
     """Joins what it is told to, and remembers how."""
 
     def __init__(self, before: int | None = None) -> None:
-        self.order, self.sums = JoinOrder(before), list[object]()
+        self.order, self.sums = ReductionTree(before), list[object]()
 
     def append(self, part: int, value: object) -> None:
         self.join(self.order.append(part))
@@ -57,7 +57,7 @@ def test_sums_are_joined_in_one_tree_whoever_has_which_parts(present, cuts):
 
 @given(st.sets(st.integers(0, MOST_PARTS - 1), min_size=1))
 def test_no_more_sums_wait_than_are_counted(present):
-    order, most = JoinOrder(), 0
+    order, most = ReductionTree(), 0
     for part in sorted(present):
         most = max(most, len(order.parts))
         order.append(part)

@@ -10,15 +10,15 @@ from types import MappingProxyType
 
 import torch
 
-from gigagrad.execution.tape import Values, add
+from gigagrad.execution.scalars import Values, add
 from gigagrad.graphs import Merge
-from gigagrad.plans.joins import JoinOrder
+from gigagrad.plans.reduction_tree import ReductionTree
 
 Joined = tuple[int, Values]
 """Sums of neighbouring parts that the tree joins, and one of these parts."""
 
 
-class PartSums:
+class OrderedSum:
     """The sums of one pass. Values by node id; those of `merges` are merged as those say. A part without a value of
     some node is skipped, as if the tree had no leaf there. `before`: the last part that somebody else computes before
     these.
@@ -33,7 +33,7 @@ class PartSums:
         self._dtype, self._merges = dtype, merges
         self._part: int | None = None
         self._chain: Values = {}
-        self._order, self._sums = JoinOrder(before), list[Values]()
+        self._tree, self._sums = ReductionTree(before), list[Values]()
 
     @property
     def chain(self) -> Values:
@@ -52,14 +52,14 @@ class PartSums:
         """Append what somebody else has of the parts that follow."""
         self._end()
         for part, values in others:
-            self._join(self._order.append(part))
+            self._join(self._tree.append(part))
             self._sums.append(values)
 
     def joined(self, following: int) -> list[Joined]:
         """Return all that was added, joined as far as the tree joins it before the part that follows; nothing stays."""
         self._end()
-        self._join(self._order.join_before(following))
-        found, self._sums = list(zip(self._order.parts, self._sums, strict=True)), []
+        self._join(self._tree.join_before(following))
+        found, self._sums = list(zip(self._tree.parts, self._sums, strict=True)), []
         for _, values in found:
             for key, value in values.items():
                 if key not in self._merges:
@@ -75,7 +75,7 @@ class PartSums:
     def _end(self) -> None:
         """Make a leaf of the chain."""
         if self._part is not None:
-            self._join(self._order.append(self._part))
+            self._join(self._tree.append(self._part))
             self._sums.append(self._chain)
             self._part, self._chain = None, {}
 

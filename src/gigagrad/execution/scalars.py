@@ -1,8 +1,8 @@
-"""The global values of a run and their gradients: arithmetic on reductions and parameters, on PyTorch's own tape.
+"""The global values of a run and their gradients: arithmetic on reductions and parameters, on PyTorch's autograd.
 
-Leaves of the tape are the parameters, the reductions and the fields that whole-field operators read. Cotangents arrive
-from the sweeps (of every global that fields read) and from the loss; they are pulled back to the leaves stage by stage,
-each part of the tape as rarely as the order of the stages allows.
+Leaves of the graph are the parameters, the reductions and the fields that whole-field operators read. Cotangents arrive
+from the passes (of every global that fields read) and from the loss; they go backward to the leaves stage by stage,
+each part of the graph as rarely as the order of the stages allows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 import torch
 
 from gigagrad.devices import Device
-from gigagrad.execution.cotangent_unit import CotangentUnit, multiplied
+from gigagrad.execution.gradient_scale import GradientScale, multiplied
 from gigagrad.execution.refusals import explained
 from gigagrad.execution.seeds import drawing, seed_of
 from gigagrad.graphs import GATHER, Graph
@@ -55,8 +55,8 @@ def add(
             total[row : row + rows].add_(value[row : row + rows])
 
 
-class Tape:
-    """Values by node id; `backward` says whether a tape is kept at all."""
+class ScalarGraph:
+    """Values by node id; `backward` says whether autograd records at all."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Tape:
         self._device, self._share = device, share
         self._draws, self._drawing = draws, drawing(graph)
         self.backward = backward
-        self.unit = CotangentUnit(graph, overflows)
+        self.scale = GradientScale(graph, overflows)
         self.values: Values = {}
         self.gradients: Values = {}
         """Shares of the parameters' gradients by node: sums over a stage's tiles, which are in float64, rounded and
@@ -134,16 +134,16 @@ class Tape:
             if not self._missing[reader]:
                 heappush(self._ready, reader)
 
-    def give(self, node_id: int, cotangent: torch.Tensor) -> None:
+    def accumulate(self, node_id: int, cotangent: torch.Tensor) -> None:
         """Add a contribution to the cotangent of a value."""
         if self.graph[node_id].op == "parameter":
-            self.give_share(node_id, self._share(node_id, cotangent))
+            self.accumulate_share(node_id, self._share(node_id, cotangent))
         elif node_id in self._leaves:
             self._receive(node_id, cotangent)
         elif self.values[node_id].requires_grad:
             add(self._pending, node_id, cotangent, self._device.sum_dtype)
 
-    def give_share(self, parameter: int, gradient: torch.Tensor, times: float = 1) -> None:
+    def accumulate_share(self, parameter: int, gradient: torch.Tensor, times: float = 1) -> None:
         """Add a contribution to what is added up here of a gradient, so many times as large as it truly is."""
         dtype = gradient_dtype(self.graph, parameter)
         gradient = gradient if times == 1 else gradient.to(dtype) / times
@@ -158,29 +158,29 @@ class Tape:
         """Give the loss its own cotangent."""
         output = self.values.get(self.graph.output)
         if output is not None and output.requires_grad:
-            self.give(self.graph.output, torch.ones_like(output))
+            self.accumulate(self.graph.output, torch.ones_like(output))
 
-    def pull(self, level: int) -> None:
-        """Pull back what has arrived at values that are known only after `level` sweeps or more, and give back those
-        that are whole fields: nothing reads them any more.
+    def backward_from(self, level: int) -> None:
+        """Run backward from what has arrived at values that are known only after `level` passes or more. Give back
+        those that are whole fields: nothing reads them any more.
         """
-        self._pull([i for i in self._pending if self._level[i] >= level])
+        self._backward([i for i in self._pending if self._level[i] >= level])
         while self._whole and self._level[self._whole[-1]] >= level:
             i = self._whole.pop()
             self.values.pop(i, None)
             self._leaves.pop(i, None)
 
-    def pull_parameters(self) -> None:
-        """Pull back what has arrived at values that are made of parameters alone: nothing else leads to it, and until
-        the end it would wait in float64.
+    def backward_parameters(self) -> None:
+        """Run backward from what has arrived at values that are made of parameters alone. Nothing else leads
+        to it, and until the end it would wait in float64.
         """
-        self._pull([i for i in self._pending if self._level[i] == 0])
+        self._backward([i for i in self._pending if self._level[i] == 0])
 
-    def _pull(self, arrived: list[int]) -> None:
+    def _backward(self, arrived: list[int]) -> None:
         if not arrived:
             return
         outputs = [self.values[i] for i in arrived]
-        times = self.unit.within(self._pending[i] for i in arrived)
+        times = self.scale.within(self._pending[i] for i in arrived)
         cotangents = [multiplied(self._pending.pop(i), times).to(self.values[i].dtype) for i in arrived]
         reached = self._reached(arrived)
         if not reached:
@@ -193,7 +193,7 @@ class Tape:
             if gradient is None:
                 continue
             if self.graph[i].op == "parameter":
-                self.give_share(i, self._share(i, gradient), times)
+                self.accumulate_share(i, self._share(i, gradient), times)
             else:
                 self._receive(i, gradient, times)
 
@@ -219,7 +219,7 @@ class Tape:
         return max(self._level[i] for i in stage.targets(self.graph)) + 1
 
     def cotangent(self, leaf: int) -> torch.Tensor | None:
-        """Return what has arrived at a reduction or, in the fields' unit, at a gathered field; None if nothing has."""
+        """Return what has arrived at a reduction or, in the fields' scale, at a gathered field; None if nothing has."""
         return self._cotangents.get(leaf)
 
     def constant_cotangents(self, stage: Stage) -> Values:
@@ -257,8 +257,8 @@ class Tape:
         """Add to a leaf's cotangent. `cotangent` is so many times as large as the true one."""
         known = self._cotangents.get(leaf)
         if self.graph[leaf].op == GATHER:
-            self.unit.settle([cotangent], times)
-            times /= self.unit.times
+            self.scale.settle([cotangent], times)
+            times /= self.scale.times
         cotangent = multiplied(cotangent, 1 / times)
         value = cotangent.detach().to(self.values[leaf].dtype)
         self._cotangents[leaf] = value if known is None else known + value

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gigagrad.execution import tape
-from gigagrad.execution.tape import add
+from gigagrad.execution import scalars
+from gigagrad.execution.scalars import add
 
 
 @given(
@@ -22,7 +22,7 @@ def test_sums_of_any_shape_added_in_parts(shape, dtype, at_once, last):
         values[1:] = [value.contiguous(memory_format=torch.channels_last) for value in values[1:]]
     sums: dict[int, torch.Tensor] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tape, "_AT_ONCE", at_once)
+        patch.setattr(scalars, "_AT_ONCE", at_once)
         for value in values:
             add(sums, 7, value.requires_grad_(), torch.float64)
     assert sums[7].dtype == torch.float64

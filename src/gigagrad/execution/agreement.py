@@ -39,7 +39,7 @@ Facts = Mapping[str, Any]
 """The inputs of a rank, by name."""
 
 
-class Alike:
+class Agreement:
     """Compares what the ranks of one engine were given; its `settings` are those that all ranks must have in common."""
 
     def __init__(self, ranks: Ranks, composite: LossModule, settings: Mapping[str, object]) -> None:
@@ -50,7 +50,7 @@ class Alike:
         self.drift = False
         """True where weights may drift apart in their last bits, as some ranks' processors round otherwise."""
 
-    def said(
+    def all_gather_object(
         self, word: Any, graph: Graph, sources: Mapping[str, Source], *, backward: bool, content: bool
     ) -> list[Any]:
         """Return each rank's `word`, by rank. Ranks compare what they were given, the `content` of images and weights,
@@ -116,7 +116,7 @@ class Alike:
             )
 
     def _first(self, other: int, digests: Sequence[str]) -> int:
-        """The place of the first of these that a rank has otherwise than rank 0."""
+        """Return the place of the first of these that a rank has otherwise than rank 0."""
         told = self._ranks.all_gather_object([*digests])
         pairs = itertools.zip_longest(told[0], told[other])
         return next(place for place, (one, two) in enumerate(pairs) if one != two)

@@ -10,8 +10,8 @@ from torch import nn
 
 from gigagrad.allowances import whole_pages
 from gigagrad.errors import BudgetError
-from gigagrad.plans import ledger, lifetimes, split_stages
-from gigagrad.plans.keeping import held_by_pass
+from gigagrad.plans import estimate, lifetimes, split_stages
+from gigagrad.plans.liveness import held_by_pass
 from gigagrad.plans.schedule import make_passes
 from gigagrad.stores import DiskTier, MemoryTier
 from gigagrad.stores.bricks import Bricks
@@ -49,7 +49,7 @@ def test_kept_fields_are_in_memory_whenever_they_are_read(share):
 
 def held_in(plan):
     """Fields and cotangents in memory, at most."""
-    return plan.most(ledger.FIELDS, ledger.COTANGENTS)
+    return plan.most(estimate.FIELDS, estimate.COTANGENTS)
 
 
 def _file_bytes(field):

@@ -2,8 +2,8 @@
 and what travels.
 
 A rank holds what its tiles write of a kept field, and what they read of it in any later pass. Of a field's cotangents,
-while a stage is swept that reads it, it holds what its tiles are the first to reach; what they add to pixels that other
-ranks reach first travels when the sweep is over, to whoever needs it next.
+during a pass that reads it, it holds what its tiles are the first to reach; what they add to pixels that other
+ranks reach first travels when the pass is over, to whoever needs it next.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gigagrad.plans.plan import StagePlan
 from gigagrad.plans.program import Tiles
 from gigagrad.plans.stages import Stage, is_read
 
-Strip = tuple[int, Box]
+PartBox = tuple[int, Box]
 """The share of a part that goes to pixels which another rank reaches first: the part, and the box."""
 
 
-class Owners:
+class Partition:
     """The parts and kept fields of a plan, divided among so many ranks."""
 
     def __init__(self, graph: Graph, stages: Sequence[StagePlan], passes: Sequence[Tiles], count: int) -> None:
@@ -35,7 +35,9 @@ class Owners:
         self.held, self.written, self.read = cache(self._find_held), cache(self._find_written), cache(self._find_read)
         self.halo = cache(self._find_halo)
         """Boxes that a rank sends another one of a kept field, once it is written: by field, sender and receiver."""
-        self.cotangents = CotangentOwners(self, graph, [self._stages[p.stage] for p in passes if p.phase != "forward"])
+        self.cotangents = CotangentPartition(
+            self, graph, [self._stages[p.stage] for p in passes if p.phase != "forward"]
+        )
 
     def own(self, stage: int, rank: int) -> range:
         """Return the parts of a stage that a rank computes."""
@@ -65,7 +67,7 @@ class Owners:
         return self.parts(stage).written(field, self._tiles(stage, rank))
 
     def _find_read(self, stage: int, field: int, rank: int) -> list[Box]:
-        """Return what a rank's tiles read of a field in a sweep of a stage; boxes may overlap."""
+        """Return what a rank's tiles read of a field in a pass of a stage; boxes may overlap."""
         return self.parts(stage).read(field, self._tiles(stage, rank))
 
     def _find_held(self, field: int, rank: int) -> list[Box]:
@@ -81,19 +83,19 @@ class Owners:
         return range(parts.start(own.start), parts.start(own.stop))
 
 
-class CotangentOwners:
+class CotangentPartition:
     """The cotangents of fields that stages read, divided among ranks."""
 
-    def __init__(self, owners: Owners, graph: Graph, differentiated: Sequence[Stage]) -> None:
+    def __init__(self, partition: Partition, graph: Graph, differentiated: Sequence[Stage]) -> None:
         """Divide them; `differentiated`: the stages that run backward, in that order."""
-        self._owners, self._graph, self._sweeps = owners, graph, differentiated
+        self._partition, self._graph, self._differentiated = partition, graph, differentiated
         self.adding, self.held, self._first = cache(self._find_adding), cache(self._find_held), cache(self._find_first)
-        self.sums, self.strips = cache(self._find_sums), cache(self._find_strips)
-        """Boxes that a rank sends another one when a stage has been swept, by stage, field, sender and receiver: of
+        self.sums, self.overlaps = cache(self._find_sums), cache(self._find_overlaps)
+        """Boxes that a rank sends another one after a pass over a stage, by stage, field, sender and receiver: of
         what it has summed up alone, and what its parts add to pixels that others reach first, in the order of parts."""
 
     def wanted_next(self, stage: int, field: int, rank: int) -> list[Box]:
-        """Return what a rank needs when a stage has been swept: what it is the first to reach in the next sweep that
+        """Return what a rank needs after a pass over a stage: what it is the first to reach in the next pass that
         adds to the field's; after the last one what it wrote, or all of it where no stage wrote it.
         """
         adding = self.adding(field)
@@ -102,37 +104,37 @@ class CotangentOwners:
 
     def elsewhere(self, stage: int, field: int, rank: int) -> list[Box]:
         """Return the pixels that ranks before this one reach first."""
-        return self._owners.parts(stage).reached_before(field, self._owners.own(stage, rank).start)
+        return self._partition.parts(stage).reached_before(field, self._partition.own(stage, rank).start)
 
     def _find_sums(self, stage: int, field: int, sender: int, receiver: int) -> list[Box]:
         return shared(self._first(stage, field, sender), self.wanted_next(stage, field, receiver))
 
-    def _find_strips(self, stage: int, field: int, sender: int, receiver: int) -> list[Strip]:
+    def _find_overlaps(self, stage: int, field: int, sender: int, receiver: int) -> list[PartBox]:
         before = self.elsewhere(stage, field, sender)
         found = []
-        for part in self._owners.own(stage, sender) if before else ():
-            boxes = [box for box in self._owners.parts(stage).strips(field, part) if box is not None]
+        for part in self._partition.own(stage, sender) if before else ():
+            boxes = [box for box in self._partition.parts(stage).overlaps(field, part) if box is not None]
             for box in shared(shared(boxes, before), self.wanted_next(stage, field, receiver)):
                 found.append((part, box))
         return found
 
     def _find_adding(self, field: int) -> list[int]:
-        """Return the stages whose sweeps add to the field's, in the order in which they run."""
-        return [stage.index for stage in self._sweeps if field in stage.reads]
+        """Return the stages whose passes add to the field's, in the order in which they run."""
+        return [stage.index for stage in self._differentiated if field in stage.reads]
 
     def _find_first(self, stage: int, field: int, rank: int) -> list[Box]:
         """Return the pixels that a rank's tiles reach before those of all others: of all ranks together the whole
         field.
         """
-        last = rank == self._owners.count - 1
-        until = [self._owners.whole(field)] if last else self.elsewhere(stage, field, rank + 1)
+        last = rank == self._partition.count - 1
+        until = [self._partition.whole(field)] if last else self.elsewhere(stage, field, rank + 1)
         return without(until, self.elsewhere(stage, field, rank))
 
     def _find_held(self, field: int, rank: int) -> list[Box]:
-        """Return what a rank holds, in any sweep."""
+        """Return what a rank holds, in any pass."""
         first = [box for stage in self.adding(field) for box in self._first(stage, field, rank)]
         return apart([*first, *self._at_last(field, rank)])
 
     def _at_last(self, field: int, rank: int) -> list[Box]:
         whole = is_read(self._graph, field)
-        return [self._owners.whole(field)] if whole else self._owners.written(field, rank)
+        return [self._partition.whole(field)] if whole else self._partition.written(field, rank)

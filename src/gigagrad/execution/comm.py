@@ -11,31 +11,31 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gigagrad.execution.parcels import Boxes, Shape, Shares, Sums, swap
-from gigagrad.execution.part_sums import PartSums
+from gigagrad.execution.messages import Boxes, Shape, Shares, Sums, exchange
+from gigagrad.execution.ordered_sum import OrderedSum
+from gigagrad.execution.overlaps import Overlap
 from gigagrad.execution.prepared import Prepared
-from gigagrad.execution.seams import Seam
-from gigagrad.execution.tape import Values
+from gigagrad.execution.scalars import Values
 from gigagrad.graphs import Merge, merge_of
 from gigagrad.plans import Parts, Stage, Tiles
-from gigagrad.plans.joins import before, behind
 from gigagrad.plans.program import Exchange, Gather, Sum
+from gigagrad.plans.reduction_tree import before, behind
 from gigagrad.plans.sums import gradient_dtype, share_of, sum_dtype
 from gigagrad.ranks import Ranks
 from gigagrad.stores import Store
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Swept:
+class PassResult:
     """A pass of this rank, before ranks have exchanged anything."""
 
     step: Tiles
     stage: Stage
     stores: Mapping[int, Store]
     """Stores of what it kept, or of the cotangents that it added up, as they travel: without rounding."""
-    seams: Mapping[int, Seam] = field(default_factory=dict)
-    gradients: PartSums | None = None
-    reduced: PartSums | None = None
+    overlaps: Mapping[int, Overlap] = field(default_factory=dict)
+    gradients: OrderedSum | None = None
+    reduced: OrderedSum | None = None
 
 
 class Comm:
@@ -51,38 +51,38 @@ class Comm:
         """Return the parts of a pass, and which of them this rank computes."""
         return self._prepared.parts(step.stage), step.own(self._ranks.index)
 
-    def new_sums(self, step: Tiles) -> PartSums:
-        return PartSums(self._dtype, self._merges(step.stage), before(*self.own(step)))
+    def new_sums(self, step: Tiles) -> OrderedSum:
+        return OrderedSum(self._dtype, self._merges(step.stage), before(*self.own(step)))
 
-    def new_seam(self, step: Tiles, parts: Parts, field: int, store: Store) -> Seam:
+    def new_overlap(self, step: Tiles, parts: Parts, field: int, store: Store) -> Overlap:
         elsewhere = parts.reached_before(field, step.own(self._ranks.index).start)
-        return Seam(store, parts, field, elsewhere, (self._device, self._prepared.layout))
+        return Overlap(store, parts, field, elsewhere, (self._device, self._prepared.layout))
 
     def shapes(self, nodes: Iterable[int]) -> dict[int, Shape]:
         """Return shape and dtype of the sums of nodes."""
         return {i: (self._graph[i].shape, sum_dtype(self._problem, i)) for i in nodes}
 
-    def exchange(self, step: Exchange, swept: Swept) -> tuple[Values, Values]:
+    def exchange(self, step: Exchange, result: PassResult) -> tuple[Values, Values]:
         """End a pass: what it kept gets its halos, cotangents come to whoever needs them next, and all sums are joined.
         Returns those of gradients, of parameters this rank's share, and the values of reductions; of what a `Gather`
         puts together, this rank's share.
         """
-        of_both = ((swept.gradients, step.gradients), (swept.reduced, step.reductions))
+        of_both = ((result.gradients, step.gradients), (result.reduced, step.reductions))
         if self._ranks.count == 1:
-            for store in swept.stores.values():
+            for store in result.stores.values():
                 store.flush()
             found = [{} if sums is None else sums.total() for sums, _ in of_both]
         else:
-            found = self._exchanged(step, swept)
+            found = self._exchanged(step, result)
         for total, (_, how) in zip(found, of_both, strict=True):  # as they lie in memory wherever they were summed
             total.update({key: total[key].contiguous() for key in how.whole + how.cut if key in total})
         return found[0], found[1]
 
-    def _exchanged(self, step: Exchange, swept: Swept) -> list[Values]:
-        of_both = ((swept.gradients, step.gradients), (swept.reduced, step.reductions))
-        sums = [None if some is None else self._sums(swept.step, some, how, step.parts) for some, how in of_both]
-        boxes = Boxes(self._ranks.index, step.transfers, swept.stores, swept.seams)
-        swap(self._ranks, [*filter(None, sums), boxes])
+    def _exchanged(self, step: Exchange, result: PassResult) -> list[Values]:
+        of_both = ((result.gradients, step.gradients), (result.reduced, step.reductions))
+        sums = [None if some is None else self._sums(result.step, some, how, step.parts) for some, how in of_both]
+        boxes = Boxes(self._ranks.index, step.transfers, result.stores, result.overlaps)
+        exchange(self._ranks, [*filter(None, sums), boxes])
         return [{} if one is None else one.total for one in sums]
 
     def gather(self, step: Gather, values: Sequence[Values]) -> None:
@@ -92,9 +92,9 @@ class Comm:
         else:
             shapes = self.shapes(step.nodes)
         of_whom = {i: each for each in values for i in step.nodes if i in each}
-        parcel = Shares(self._ranks, {i: each.pop(i) for i, each in of_whom.items()}, shapes, self._device)
-        swap(self._ranks, [parcel])
-        for i, whole in parcel.whole.items():
+        message = Shares(self._ranks, {i: each.pop(i) for i, each in of_whom.items()}, shapes, self._device)
+        exchange(self._ranks, [message])
+        for i, whole in message.whole.items():
             of_whom[i][i] = whole
 
     def share(self, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -107,9 +107,9 @@ class Comm:
         """Say whether every rank has all of a sum of gradients."""
         return node not in self._late
 
-    def _sums(self, step: Tiles, sums: PartSums, how: Sum, parts: Sequence[Sequence[int]]) -> Sums:
+    def _sums(self, step: Tiles, sums: OrderedSum, how: Sum, parts: Sequence[Sequence[int]]) -> Sums:
         own = sums.joined(behind(*self.own(step))) if how.all else []
-        total = PartSums(self._dtype, self._merges(step.stage))
+        total = OrderedSum(self._dtype, self._merges(step.stage))
         others = parts if how.all else [()] * self._ranks.count
         return Sums(self._ranks, own, others, self.shapes(how.all), how.shared, total, self._device)
 

@@ -1,4 +1,4 @@
-"""Sweeps: for every tile of a stage in order, read, compute, add, write.
+"""Loop over the tiles of a stage in order: read, compute, add, write.
 
 Tiles are disjoint, so what they add up to is the whole image's. Sums are in float64 and made of the parts that a plan
 fixes (plans/parts.py), so that two runs of one plan give the same bits, whoever computes the tiles.
@@ -16,20 +16,20 @@ import torch
 
 from gigagrad.boxes import Box
 from gigagrad.devices import MemoryGuard
-from gigagrad.execution.cotangent_unit import multiplied
-from gigagrad.execution.exchange import Comm, Swept
+from gigagrad.execution.buffers import Buffers
+from gigagrad.execution.comm import Comm, PassResult
 from gigagrad.execution.executor import Executor
-from gigagrad.execution.fields import Fields
+from gigagrad.execution.gradient_scale import multiplied
 from gigagrad.execution.journal import Entry, Journal, PartRecord, first_reached, written
 from gigagrad.execution.layout import aligned
-from gigagrad.execution.observers import Observer
-from gigagrad.execution.part_sums import PartSums
+from gigagrad.execution.ordered_sum import OrderedSum
 from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.probes import Probe
 from gigagrad.execution.rounding_error import RoundingErrors, Watch, error_gains
+from gigagrad.execution.scalars import ScalarGraph, Values
 from gigagrad.execution.sources import read_ahead
-from gigagrad.execution.tape import Tape, Values
 from gigagrad.execution.tile_program import PassContext, TileInputs
-from gigagrad.plans import Parts, Stage, TileGeometry, Tiles, ledger
+from gigagrad.plans import Parts, Stage, TileGeometry, Tiles, estimate
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.stages import summed_globals
 from gigagrad.stores import Quantised
@@ -41,35 +41,35 @@ Item = tuple[int, TileGeometry, TileInputs]
 """A tile of a part, and what it is computed from."""
 
 
-class Sweeps:
-    """The sweeps of one run. What they read and write are `fields`; reductions become values of the `tape`."""
+class TileLoops:
+    """The loops over tiles of one run. They read and write `buffers`; reductions become values of `scalars`."""
 
     def __init__(
         self,
         prepared: Prepared,
-        fields: Fields,
-        tape: Tape,
+        buffers: Buffers,
+        scalars: ScalarGraph,
         comm: Comm,
         executor: Executor,
         readers: SideThreads,
         watch: MemoryGuard,
-        observers: tuple[Observer, ...],
+        probes: tuple[Probe, ...],
         journal: Journal,
     ) -> None:
         self._prepared, self._graph = prepared, prepared.graph
-        self._fields, self._tape, self._comm = fields, tape, comm
-        self._executor, self._readers, self._watch, self._observers = executor, readers, watch, observers
+        self._buffers, self._scalars, self._comm = buffers, scalars, comm
+        self._executor, self._readers, self._watch, self._probes = executor, readers, watch, probes
         self._journal = journal
-        self._sums: PartSums | None = None
-        roundings = fields.roundings.items()
+        self._sums: OrderedSum | None = None
+        roundings = buffers.roundings.items()
         self._quantised = frozenset(i for i, rounding in roundings if isinstance(rounding, Quantised))
         self.errors = RoundingErrors(prepared.graph)
-        self._holds_weights = amount_of(prepared.plan.fixed, ledger.WEIGHTS) > 0
+        self._holds_weights = amount_of(prepared.plan.fixed, estimate.WEIGHTS) > 0
         self._weights: Values = {}
-        """In the layout of tiles, for all passes."""
+        """Weights in the layout of tiles, for all passes."""
 
-    def forward(self, step: Tiles) -> Generator[Piece, None, Swept]:
-        """Without gradients. Yields the boxes and crops of the output field, if it is this stage's.
+    def forward(self, step: Tiles) -> Generator[Piece, None, PassResult]:
+        """Compute the tiles without gradients. Yields the boxes and crops of the output field, if it is this stage's.
 
         What tiles keep does not overlap, so whoever computes a tile writes it; only sums wait for their turn.
         """
@@ -84,12 +84,12 @@ class Sweeps:
                 shares = program.run(tile, inputs.crops, boundary, context)
                 for i in stage.kept:
                     if i in shares:
-                        self._fields.kept[i].write(tile.wanted(i), shares[i])
+                        self._buffers.kept[i].write(tile.wanted(i), shares[i])
                 output = None if stage.output is None else shares.get(stage.output)
                 return tile, program.partial_sums(tile, shares), output
 
         parts, own = self._comm.own(step)
-        stores = {i: self._fields.stored[i] for i in stage.kept}
+        stores = {i: self._buffers.stored[i] for i in stage.kept}
         record = PartRecord(parts, stores, written, [(sums_of_parts, self._comm.shapes(stage.reductions))])
         for part, found in self._by_part(stage, parts, own, work, backward=False):
             if isinstance(found, Entry):
@@ -103,26 +103,26 @@ class Sweeps:
                     assert stage.output is not None
                     yield tile.wanted(stage.output), output
             self._journal.write(part, record.tensors(part))
-        return Swept(step, stage, stores, reduced=sums_of_parts)
+        return PassResult(step, stage, stores, reduced=sums_of_parts)
 
-    def gradients(self, step: Tiles, cotangents: Values) -> Generator[Piece, None, Swept]:
-        """The vector-Jacobian products of all tiles: sums for global values; the cotangents of fields that the stage
-        reads are added to theirs. In one pass its reductions are computed as well. Yields the strips of an image's
-        gradient that is handed over.
+    def gradients(self, step: Tiles, cotangents: Values) -> Generator[Piece, None, PassResult]:
+        """Compute the vector-Jacobian products of all tiles: sums for global values; the cotangents of fields that the
+        stage reads are added to theirs. In one pass its reductions are computed as well. Yields the strips of an
+        image's gradient that is handed over.
         """
         stage, merge = self._prepared.stages[step.stage], step.phase == "one pass"
         programs, context, boundary = self._prepared.programs.of(stage), self._context(stage), self._boundary(stage)
         leaves = summed_globals(self._graph, stage)
-        known = {} if merge else {i: self._tape.values[i].detach() for i in stage.reductions}
-        fields = [i for i in stage.reads if i in self._fields.cotangents]
+        known = {} if merge else {i: self._scalars.values[i].detach() for i in stage.reductions}
+        fields = [i for i in stage.reads if i in self._buffers.cotangents]
         gains = error_gains(self._graph, stage, self._quantised, boundary)
-        handed = self._fields.handed_in(stage)
+        handed = self._buffers.handed_in(stage)
         parts, own = self._comm.own(step)
         if handed is not None:
             parts = Parts(parts.grid, len(parts), by_rows=True)
         finished = [] if handed is None else parts.grid.finished_rows(handed)
-        seams = {i: self._comm.new_seam(step, parts, i, self._fields.cotangents[i]) for i in fields}
-        times = self._tape.unit.times
+        overlaps = {i: self._comm.new_overlap(step, parts, i, self._buffers.cotangents[i]) for i in fields}
+        times = self._scalars.scale.times
         cotangents = {i: multiplied(cotangent, times) for i, cotangent in cotangents.items()}
 
         def work(item: Item) -> tuple[TileGeometry, Values, Values, Values, Watch]:
@@ -138,11 +138,11 @@ class Sweeps:
         summed = [(gradients, self._comm.shapes(leaves))]
         if merge:
             summed.append((merged, self._comm.shapes(stage.reductions)))
-        stores = {i: self._fields.cotangents[i] for i in seams}
-        record = PartRecord(parts, stores, first_reached, summed, seams)
+        stores = {i: self._buffers.cotangents[i] for i in overlaps}
+        record = PartRecord(parts, stores, first_reached, summed, overlaps)
         for part, found in self._by_part(stage, parts, own, work, backward=True):
-            for seam in seams.values():
-                seam.begin(part)
+            for overlap in overlaps.values():
+                overlap.begin(part)
             count = len(parts.tiles(part))
             if isinstance(found, Entry):
                 record.take(part, found)
@@ -156,21 +156,21 @@ class Sweeps:
                 for field, gradient in crops.items():
                     box = tile.box(field)
                     assert box is not None
-                    seams[field].add(box, gradient)
+                    overlaps[field].add(box, gradient)
                 if not left:  # at once: what an image's gradient waits for is held
-                    for seam in seams.values():
-                        seam.end()
+                    for overlap in overlaps.values():
+                        overlap.end()
                 if merge:
                     merged.add(part, sums)
                 del sums, shares, crops  # the next tile would be computed beside them
                 self._tell("backward")
                 if handed is not None:
-                    rows, waits = finished[(tile.id + 1) // parts.grid.shape[1]], seams[handed].waits_from
-                    yield from self._fields.take(handed, rows if waits is None else min(rows, waits))
+                    rows, waits = finished[(tile.id + 1) // parts.grid.shape[1]], overlaps[handed].waits_from
+                    yield from self._buffers.take(handed, rows if waits is None else min(rows, waits))
             self._journal.write(part, record.tensors(part))
         if handed is not None:
-            yield from self._fields.take(handed, finished[-1])
-        return Swept(step, stage, stores, seams, gradients, merged if merge else None)
+            yield from self._buffers.take(handed, finished[-1])
+        return PassResult(step, stage, stores, overlaps, gradients, merged if merge else None)
 
     def forget(self) -> None:
         """Give back what was merged: there will be no results."""
@@ -181,15 +181,15 @@ class Sweeps:
         self._weights.clear()
 
     def _context(self, stage: Stage) -> PassContext:
-        roundings = {i: self._fields.roundings[i] for i in stage.kept if i in self._fields.roundings}
+        roundings = {i: self._buffers.roundings[i] for i in stage.kept if i in self._buffers.roundings}
         return PassContext(self._prepared.layout, roundings, partial(self._watch.reserve, for_tile=True))
 
     def _boundary(self, stage: Stage) -> Values:
-        """The globals a stage reads, cut off the tape, as kernels read them."""
+        """Return the globals a stage reads, detached, as kernels read them."""
         return {i: self._weights[i] if i in self._weights else self._global(i) for i in stage.globals}
 
     def _global(self, node_id: int) -> torch.Tensor:
-        value = self._tape.values[node_id].detach()
+        value = self._scalars.values[node_id].detach()
         if value.is_contiguous():  # an expanded view stays one
             value = aligned(value.contiguous(memory_format=self._prepared.layout) if value.ndim == 4 else value)
         if self._holds_weights and self._graph[node_id].is_source:
@@ -199,26 +199,26 @@ class Sweeps:
     def _by_part(
         self, stage: Stage, parts: Parts, own: range, work: Callable[[Item], Result], *, backward: bool
     ) -> Iterator[tuple[int, Entry | Iterator[Result]]]:
-        """For each part that has tiles what its tiles give, or what the journal has of it."""
+        """Yield for each part that has tiles what its tiles give, or what the journal has of it."""
         there = [part for part in parts.filled if part in own]
         with ExitStack() as stack:
             entries = {part: self._entry(stage, parts, part) for part in there} if self._journal.is_kept else {}
             for entry in filter(None, entries.values()):
                 stack.callback(entry.close)
             missing = [part for part in there if not entries.get(part)]
-            swept = self._swept(stage, parts, missing, work, backward=backward)
+            results = self._results(stage, parts, missing, work, backward=backward)
             for part in there:
-                yield part, entries.get(part) or islice(swept, len(parts.tiles(part)))
-            more = next(swept, None)  # and so it ends here, not when it is garbage
+                yield part, entries.get(part) or islice(results, len(parts.tiles(part)))
+            more = next(results, None)  # and so it ends here, not when it is garbage
             assert more is None
 
     def _entry(self, stage: Stage, parts: Parts, part: int) -> Entry | None:
-        """What the journal has of a part, if it was computed from what the images hold now."""
+        """Return what the journal has of a part, if it was computed from what the images hold now."""
         entry = self._journal.entry(part)
         if entry is None:
             return None
         for position in parts.tiles(part):
-            self._journal.reads(part, self._journal.hash_of(self._fields.images(stage, parts.tile(position))))
+            self._journal.reads(part, self._journal.hash_of(self._buffers.images(stage, parts.tile(position))))
         if self._journal.has_read(part) == entry.read_by:
             self._journal.taken += 1
             return entry
@@ -226,15 +226,15 @@ class Sweeps:
         self._journal.forget_later()
         return None
 
-    def _swept(
+    def _results(
         self, stage: Stage, parts: Parts, chosen: Sequence[int], work: Callable[[Item], Result], *, backward: bool
     ) -> Iterator[Result]:
-        """What `work` makes of every tile and what it reads, in the order of the parts."""
+        """Yield what `work` makes of every tile and what it reads, in the order of the parts."""
         watch = self._watch
         tiles = ((part, parts.tile(position)) for part in chosen for position in parts.tiles(part))
 
         def read_for(numbered: tuple[int, TileGeometry]) -> tuple[TileInputs, bytes]:
-            inputs = self._fields.inputs(stage, numbered[1], backward=backward)
+            inputs = self._buffers.inputs(stage, numbered[1], backward=backward)
             images = {i: crop for i, crop in inputs.crops.items() if self._graph[i].is_source}
             return inputs, self._journal.hash_of(images)
 
@@ -248,14 +248,14 @@ class Sweeps:
         read = (in_turn(*each) for each in ready)
 
         def work_and_look(item: Item) -> Result:
-            swept = work(item)
+            result = work(item)
             watch.tile_done()
-            return swept
+            return result
 
         with watch.computing_tiles():
             yield from self._executor.in_order(read, work_and_look)
 
     def _tell(self, phase: str, tiles: int = 1) -> None:
         for _ in range(tiles):
-            for observer in self._observers:
-                observer.tile_done(phase)
+            for probe in self._probes:
+                probe.tile_done(phase)

@@ -14,8 +14,8 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.errors import RankError
-from gigagrad.execution.exchange import Comm, Swept
-from gigagrad.execution.part_sums import PartSums
+from gigagrad.execution.comm import Comm, PassResult
+from gigagrad.execution.ordered_sum import OrderedSum
 from gigagrad.graphs import MOMENTS
 from gigagrad.plans import Tiles
 from gigagrad.plans import check as faults_of
@@ -167,7 +167,7 @@ def test_a_rank_without_a_sum_adds_nothing_not_zero():
         _, own = comm.own(step)
         sums, key = comm.new_sums(step), (first, second)[ranks.index]
         sums.add(own.start, {key: torch.full(graph[key].shape, -0.0)})
-        total, _ = comm.exchange(end, Swept(step, stage, {}, gradients=sums))
+        total, _ = comm.exchange(end, PassResult(step, stage, {}, gradients=sums))
         shares = {i: value for i, value in total.items() if not comm.is_whole(i)}
         assert all(len(value) == prod(graph[i].shape) / 2 for i, value in shares.items())
         gradients = {i: value.float() for i, value in shares.items()}
@@ -201,7 +201,7 @@ def test_an_error_of_one_rank_ends_all_and_is_told_as_it_was():
 
 
 def test_maxima_and_missing_values_are_joined_as_they_should():
-    sums = PartSums(torch.float64, {7: torch.maximum})
+    sums = OrderedSum(torch.float64, {7: torch.maximum})
     sums.add(0, {1: torch.tensor(1.0), 7: torch.tensor(3.0)})
     sums.add(0, {1: torch.tensor(2.0), 7: torch.tensor(1.0)})
     sums.add(5, {2: torch.tensor(-0.0)})

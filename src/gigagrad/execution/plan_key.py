@@ -12,7 +12,7 @@ from gigagrad.plans import Plan, split_stages
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlanKey:
     memory_format: str
     workers: int
     threads: int
@@ -26,7 +26,7 @@ class Choice:
     """Fields of at most so many pixels are computed whole."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Choice:
+    def of(cls, plan: Plan) -> PlanKey:
         tiles = tuple(stage.tile for stage in plan.stages)
         return cls(
             plan.memory_format,
@@ -62,7 +62,7 @@ class Choice:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Choice:
+    def from_dict(cls, data: dict[str, Any]) -> PlanKey:
         tiles = tuple((int(h), int(w)) for h, w in data["tiles"])
         kept = tuple((int(i), str(tier)) for i, tier in data["kept"])
         workers = int(data["workers"])

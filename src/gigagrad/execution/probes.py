@@ -16,7 +16,7 @@ _PRIOR = 0.1
 """The share of a step's tiles that the plan's own seconds stand for."""
 
 
-class Observer:
+class Probe:
     """Is told in the thread that runs the step."""
 
     def pass_begins(self, index: int, fresh_bytes: int) -> None:
@@ -26,7 +26,7 @@ class Observer:
         """Count a tile whose results are where they belong."""
 
 
-class Progress(Observer):
+class Progress(Probe):
     """Tells listeners of every tile, and what is left of the step: what the passes took the last time, else the plan's
     seconds, scaled to what the tiles took so far. What was foretold counts as much as a tenth of the step would, for
     its beginning is not typical of it (docs/decisions/0012-time-model.md).
@@ -63,7 +63,7 @@ class Progress(Observer):
         self._events.emit(TileDone(phase, self._done, self._tile_count, left))
 
 
-class Memory(Observer):
+class Memory(Probe):
     """Makes room for what a pass takes, and computes fewer tiles at a time where another one might not fit."""
 
     def __init__(self, prepared: Prepared, watch: MemoryGuard, executor: Executor, events: Events) -> None:

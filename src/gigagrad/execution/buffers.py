@@ -14,9 +14,9 @@ import torch
 from gigagrad.boxes import Box
 from gigagrad.execution.layout import laid_out
 from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.scalars import ScalarGraph
 from gigagrad.execution.seeds import ROUNDINGS, seed_of
 from gigagrad.execution.sources import Source
-from gigagrad.execution.tape import Tape
 from gigagrad.execution.tile_program import TileInputs
 from gigagrad.graphs import SCATTER
 from gigagrad.plans import EXACT, Stage, TileGeometry
@@ -24,10 +24,12 @@ from gigagrad.plans.program import Buffer, Key
 from gigagrad.stores import FieldSpec, OpenTier, Quantised, RoundedStore, Rounding, Store, Strips, Windows, crop_shape
 
 
-class Fields:
+class Buffers:
     """The stores of one run, by field. Values of kept fields are in `kept`, sums of cotangents in `cotangents`."""
 
-    def __init__(self, prepared: Prepared, sources: dict[str, Source], tape: Tape, rank: int, draws: int) -> None:
+    def __init__(
+        self, prepared: Prepared, sources: dict[str, Source], scalars: ScalarGraph, rank: int, draws: int
+    ) -> None:
         self.kept: dict[int, Store] = {}
         self.stored: dict[int, Store] = {}
         """The kept fields as they are stored, without what rounds them."""
@@ -36,7 +38,7 @@ class Fields:
         self._prepared = prepared
         self._graph = prepared.graph
         self._sources = sources
-        self._tape, self._rank = tape, rank
+        self._scalars, self._rank = scalars, rank
         self._tiers = {field.node: field.tier for field in prepared.plan.kept}
         self._handed = prepared.problem.handed
         self._open: dict[str, OpenTier] = {}
@@ -75,7 +77,7 @@ class Fields:
             (self.cotangents if buffer.cotangent else self.kept)[buffer.node] = self._store(buffer)
 
     def release(self, keys: Sequence[Key]) -> None:
-        """Give buffers back. The cotangents of global values laid out like images are handed to the tape: their last
+        """Give buffers back. The cotangents of global values laid out like images are handed to the scalars: their last
         reader is through.
         """
         for field, cotangent in keys:
@@ -84,14 +86,14 @@ class Fields:
             if not cotangent:
                 del self.stored[field]
             elif node.op == SCATTER:
-                self._tape.give(node.operands[0], self._tape.unit.out_of(self._ordered(store.whole())))
-            if self._tape.backward:
+                self._scalars.accumulate(node.operands[0], self._scalars.scale.out_of(self._ordered(store.whole())))
+            if self._scalars.backward:
                 store.retire()
             else:  # whoever takes a stream may hold a view of what its last tiles have read
                 store.close()
 
     def handed_in(self, stage: Stage) -> int | None:
-        """Return the image whose gradient is handed over, if the backward sweep of this stage is the last that adds to
+        """Return the image whose gradient is handed over, if the backward pass of this stage is the last that adds to
         it.
         """
         plan, stages = self._prepared.plan, self._prepared.stages
@@ -150,7 +152,7 @@ class Fields:
     # From tile to tile
 
     def inputs(self, stage: Stage, tile: TileGeometry, *, backward: bool) -> TileInputs:
-        """Read the inputs of a tile, on the device; for a backward sweep also the cotangents of what it kept, and its
+        """Read the inputs of a tile, on the device; for a backward pass also the cotangents of what it kept, and its
         values.
         """
         crops, cotangents, stored = {}, {}, {}
@@ -180,7 +182,7 @@ class Fields:
         if node.is_source:
             return self._sources[node.arguments["name"]].read(box)
         if node.op == SCATTER:
-            view = self._tape.values[node.operands[0]].detach()
+            view = self._scalars.values[node.operands[0]].detach()
             assert node.axes is not None
             for axis, span in zip(node.axes, (box.y, box.x), strict=True):
                 view = view.narrow(axis, span.start, span.length)

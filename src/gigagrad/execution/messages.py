@@ -11,9 +11,9 @@ from math import prod
 
 import torch
 
-from gigagrad.execution.part_sums import Joined, PartSums
-from gigagrad.execution.seams import Seam
-from gigagrad.execution.tape import Values
+from gigagrad.execution.ordered_sum import Joined, OrderedSum
+from gigagrad.execution.overlaps import Overlap
+from gigagrad.execution.scalars import Values
 from gigagrad.plans.program import Transfer
 from gigagrad.plans.sums import share_of
 from gigagrad.ranks import Ranks
@@ -23,7 +23,7 @@ from gigagrad.stores import Store
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
-class Parcel(ABC):
+class Message(ABC):
     """The part of a message that one rank sends; all others have one of the same kind."""
 
     @abstractmethod
@@ -39,36 +39,36 @@ class Parcel(ABC):
         """Take what came from all others, by the rank that sent it."""
 
 
-def swap(ranks: Ranks, parcels: Sequence[Parcel]) -> None:
+def exchange(ranks: Ranks, messages: Sequence[Message]) -> None:
     """Exchange all of these at once, in their order. Raises RankError."""
     if ranks.count == 1:
-        for parcel in parcels:
-            parcel.take({})
+        for message in messages:
+            message.take({})
         return
-    sent = {rank: packed(tensor for parcel in parcels for tensor in parcel.sent(rank)) for rank in ranks.others}
-    coming = {rank: [parcel.coming(rank) for parcel in parcels] for rank in ranks.others}
+    sent = {rank: packed(tensor for message in messages for tensor in message.sent(rank)) for rank in ranks.others}
+    coming = {rank: [message.coming(rank) for message in messages] for rank in ranks.others}
     sizes = {rank: sum(_nbytes(shape) for of in shapes for shape in of) for rank, shapes in coming.items()}
-    messages = ranks.exchange(sent, sizes)
+    received = ranks.exchange(sent, sizes)
     del sent
     nothing, found = torch.empty(0, dtype=torch.uint8), {}
     for rank in ranks.others:
-        message, place, found[rank] = messages.pop(rank, nothing), 0, list[list[torch.Tensor]]()
+        data, place, found[rank] = received.pop(rank, nothing), 0, list[list[torch.Tensor]]()
         for shapes in coming[rank]:
             found[rank].append(tensors := [])
             for shape, dtype in shapes:
-                tensor, place = unpacked(message, place, shape, dtype)
+                tensor, place = unpacked(data, place, shape, dtype)
                 tensors.append(tensor)
-    for number, parcel in enumerate(parcels):
-        parcel.take({rank: tensors[number] for rank, tensors in found.items()})
+    for number, message in enumerate(messages):
+        message.take({rank: tensors[number] for rank, tensors in found.items()})
 
 
-class Boxes(Parcel):
+class Boxes(Message):
     """Boxes of fields, and of their cotangents: those written as they come, and those added in the order of parts."""
 
     def __init__(
-        self, rank: int, transfers: Sequence[Transfer], stores: Mapping[int, Store], seams: Mapping[int, Seam]
+        self, rank: int, transfers: Sequence[Transfer], stores: Mapping[int, Store], overlaps: Mapping[int, Overlap]
     ) -> None:
-        self._rank, self._transfers, self._stores, self._seams = rank, transfers, stores, seams
+        self._rank, self._transfers, self._stores, self._overlaps = rank, transfers, stores, overlaps
 
     def sent(self, receiver: int) -> Iterator[torch.Tensor]:
         return map(self._crop, self._between(self._rank, receiver))
@@ -96,13 +96,13 @@ class Boxes(Parcel):
     def _crop(self, one: Transfer) -> torch.Tensor:
         if one.part is None:
             return self._stores[one.node].read(one.box)
-        return self._seams[one.node].strip(one.part, one.box)
+        return self._overlaps[one.node].kept_sum(one.part, one.box)
 
     def _between(self, sender: int, receiver: int) -> list[Transfer]:
         return [one for one in self._transfers if (one.sender, one.receiver) == (sender, receiver)]
 
 
-class Sums(Parcel):
+class Sums(Message):
     """The sums of one pass; once taken, `total` has those of all parts: whole, or of what is `cut` this rank's share,
     flat.
     """
@@ -114,7 +114,7 @@ class Sums(Parcel):
         parts: Sequence[Sequence[int]],
         shapes: Mapping[int, Shape],
         cut: Collection[int],
-        empty: PartSums,
+        empty: OrderedSum,
         device: torch.device,
     ) -> None:
         """Set what this rank has, `own`; `parts`: of each sum that ranks have, one part, by rank; `shapes`: of a whole
@@ -170,7 +170,7 @@ class Sums(Parcel):
         return value[share_of(len(value), rank, self._count)] if key in self._cut else value
 
 
-class Shares(Parcel):
+class Shares(Message):
     """Values of which every rank has a share; once taken, `whole` has all of each. Values that no rank has are left
     out.
     """

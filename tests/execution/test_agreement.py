@@ -14,8 +14,8 @@ from torch import nn
 import gigagrad as gg
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
-from gigagrad.execution import alike
-from gigagrad.execution.alike import Alike
+from gigagrad.execution import agreement
+from gigagrad.execution.agreement import Agreement
 from gigagrad.execution.sources import image_source
 from gigagrad.graphs import LossModule
 from gigagrad.images import Image
@@ -171,19 +171,19 @@ def test_an_engine_that_is_younger_on_one_rank_is_compared_whole(model):
 
 def test_every_number_of_weights_is_compared_in_time(monkeypatch):
     """Also of tensors that do not lie in the order of their numbers."""
-    monkeypatch.setattr(alike, "_NUMBERS", 30)
+    monkeypatch.setattr(agreement, "_NUMBERS", 30)
     sizes = {"large": (8, 5, 3, 2), "small": (3,), "none": (0,), "one": ()}
     weights = {
         name: torch.arange(torch.Size(size).numel(), dtype=torch.float64).view(size) for name, size in sizes.items()
     }
     weights["turned"] = weights["large"].contiguous(memory_format=torch.channels_last)
     stride = sum(weight.numel() for weight in weights.values()) // 30
-    seen = [[*alike._some(weights, step)] for step in range(1, stride + 1)]
+    seen = [[*agreement._some(weights, step)] for step in range(1, stride + 1)]
     for place, weight in enumerate(weights.values()):
         assert {*torch.cat([some[place] for some in seen]).tolist()} == {*weight.reshape(-1).tolist()}
     assert all(sum(map(len, some)) <= 40 for some in seen)
-    assert len({alike._digest(weights, step) for step in range(stride + 1)}) == stride + 1
-    assert [len(some) for some in alike._some(weights, 0)] == [weight.numel() for weight in weights.values()]
+    assert len({agreement._digest(weights, step) for step in range(stride + 1)}) == stride + 1
+    assert [len(some) for some in agreement._some(weights, 0)] == [weight.numel() for weight in weights.values()]
 
 
 class Counting(Image):
@@ -200,19 +200,19 @@ class Counting(Image):
 
 def test_of_a_large_image_some_is_compared(monkeypatch):
     slide = Counting(20_000)
-    first = alike._content(image_source(slide))
+    first = agreement._content(image_source(slide))
     assert slide.pixels == 16 * 128**2
-    assert alike._content(image_source(slide)) == first
-    monkeypatch.setattr(alike, "_WHOLE_BYTES", {True: 6400, False: 0})
+    assert agreement._content(image_source(slide)) == first
+    monkeypatch.setattr(agreement, "_WHOLE_BYTES", {True: 6400, False: 0})
     array = np.zeros((1, 1000, 100), np.float32)
-    before, found = alike._content(image_source(array)), 0
+    before, found = agreement._content(image_source(array)), 0
     for y in range(1000):
         array[0, y, 7] = 1
-        found += alike._content(image_source(array)) != before
+        found += agreement._content(image_source(array)) != before
         array[0, y, 7] = 0
     assert found == 64, "a row of each strip"
 
 
 def test_one_process_compares_nothing(model):
-    compared = Alike(SingleRank(), LossModule(model, doubled), {})
-    assert compared.said("word", None, {}, backward=True, content=True) == ["word"]  # type: ignore[arg-type]
+    compared = Agreement(SingleRank(), LossModule(model, doubled), {})
+    assert compared.all_gather_object("word", None, {}, backward=True, content=True) == ["word"]  # type: ignore[arg-type]

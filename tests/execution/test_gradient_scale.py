@@ -10,8 +10,8 @@ from torch import nn
 
 import gigagrad as gg
 from gigagrad.events import Notice
-from gigagrad.execution import cotangent_unit
-from gigagrad.execution.cotangent_unit import CotangentOverflow, CotangentUnit
+from gigagrad.execution import gradient_scale
+from gigagrad.execution.gradient_scale import CotangentOverflow, GradientScale
 from gigagrad.graphs import InputSpec, capture
 
 SIDE = 1024  # 2^20 pixels: the cotangent of one in a mean is below the normal numbers of float16
@@ -102,12 +102,12 @@ def test_gradients_are_what_float16_arithmetic_gives(name):
     assert not notices
     for ours, exact in zip(found, expected, strict=True):
         assert ours.dtype == torch.float32
-        assert (ours - exact).norm() <= 0.1 * exact.norm()  # without a unit of their own: 1 to infinity
+        assert (ours - exact).norm() <= 0.1 * exact.norm()  # without a scale of their own: 1 to infinity
 
 
 def test_an_overflow_begins_the_step_anew_and_is_remembered(monkeypatch):
-    monkeypatch.setattr(cotangent_unit, "_LARGEST", 2.0**14)
-    monkeypatch.setattr(cotangent_unit, "_LARGEST_SUM", 2.0**40)
+    monkeypatch.setattr(gradient_scale, "_LARGEST", 2.0**14)
+    monkeypatch.setattr(gradient_scale, "_LARGEST_SUM", 2.0**40)
     value, found, notices, engine = gradients(local, mean, "float16", side=128)
     monkeypatch.undo()
     _, expected, _, _ = gradients(local, mean, "float16", side=128)
@@ -116,8 +116,8 @@ def test_an_overflow_begins_the_step_anew_and_is_remembered(monkeypatch):
         assert (ours - theirs).norm() <= 0.05 * theirs.norm()
     for p in engine.model.parameters():
         p.grad = None
-    monkeypatch.setattr(cotangent_unit, "_LARGEST", 2.0**14)
-    monkeypatch.setattr(cotangent_unit, "_LARGEST_SUM", 2.0**40)
+    monkeypatch.setattr(gradient_scale, "_LARGEST", 2.0**14)
+    monkeypatch.setattr(gradient_scale, "_LARGEST_SUM", 2.0**40)
     torch.manual_seed(3)
     local()
     image = torch.rand(3, 128, 128, requires_grad=True)
@@ -157,7 +157,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_unit_of_one_that_was_never
     assert (undisturbed.overflows, stopped.overflows, as_earlier.overflows) == (1, 1, 0)
     expected = step(undisturbed, dim)
     assert same_bits(step(stopped, dim), expected)
-    assert not same_bits(step(as_earlier, dim), expected)  # the unit shows in the bits
+    assert not same_bits(step(as_earlier, dim), expected)  # the scale shows in the bits
 
 
 def test_a_step_that_begins_anew_draws_what_it_drew():
@@ -189,33 +189,33 @@ def test_a_gradient_that_is_infinite_anyway_is_delivered():
     assert not net.conv.weight.grad.isfinite().any()
 
 
-def unit_for(precision, overflows=0):
+def scale_for(precision, overflows=0):
     given = torch.float64 if precision == torch.float64 else torch.float32
     image, target = (InputSpec((1, n, 16, 16), given, field=True) for n in (3, 1))
-    return CotangentUnit(capture(local(), mean, image, target, precision), overflows)
+    return GradientScale(capture(local(), mean, image, target, precision), overflows)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64, torch.bfloat16])
 def test_elsewhere_not_one_bit_changes(precision):
-    unit = unit_for(precision)
+    scale = scale_for(precision)
     cotangents = [torch.tensor([1e-30])]
-    unit.settle(cotangents, pixels=2**30)
-    assert unit.within(cotangents) == unit.times == 1
-    unit.check([torch.tensor([torch.inf])])
-    assert unit.out_of(cotangents[0]) is cotangents[0]
+    scale.settle(cotangents, pixels=2**30)
+    assert scale.within(cotangents) == scale.times == 1
+    scale.check([torch.tensor([torch.inf])])
+    assert scale.out_of(cotangents[0]) is cotangents[0]
 
 
 def test_the_unit_is_a_power_of_two_and_settled_once():
-    unit = unit_for(torch.float16)
-    unit.settle([torch.zeros(3), torch.tensor([torch.nan, torch.inf])])
-    assert unit.times == 1
-    unit.settle([torch.tensor([3e-9, -1e-9])], pixels=2**20)
-    assert unit.times == 2.0 ** int(torch.tensor(2.0**-6 / 3e-9).log2())
-    unit.settle([torch.tensor([1.0])])
-    assert unit.times > 1
+    scale = scale_for(torch.float16)
+    scale.settle([torch.zeros(3), torch.tensor([torch.nan, torch.inf])])
+    assert scale.times == 1
+    scale.settle([torch.tensor([3e-9, -1e-9])], pixels=2**20)
+    assert scale.times == 2.0 ** int(torch.tensor(2.0**-6 / 3e-9).log2())
+    scale.settle([torch.tensor([1.0])])
+    assert scale.times > 1
     with pytest.raises(CotangentOverflow):
-        unit.check([torch.ones(3), torch.tensor([torch.nan])])
-    unit_for(torch.float16, cotangent_unit.MOST_OVERFLOWS).check([torch.tensor([torch.nan])])
+        scale.check([torch.ones(3), torch.tensor([torch.nan])])
+    scale_for(torch.float16, gradient_scale.MOST_OVERFLOWS).check([torch.tensor([torch.nan])])
 
 
 def test_what_it_says_about_plain_autograd():

@@ -10,8 +10,8 @@ from torch import nn
 
 from gigagrad.boxes import Box
 from gigagrad.plans import split_stages
-from gigagrad.plans.joins import JoinOrder, joined
-from gigagrad.plans.owners import Owners
+from gigagrad.plans.partition import Partition
+from gigagrad.plans.reduction_tree import ReductionTree, joined
 
 HEIGHT, WIDTH = 47, 31
 
@@ -30,14 +30,14 @@ class Chain(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def owners_of(graph_of, plan_for):
+def partition_of(graph_of, plan_for):
     graph = graph_of(Chain(), lambda o, t: (o - t).square().mean(), (HEIGHT, WIDTH))
     kept = [node.id for node in graph.nodes if node.is_field and "conv" in node.op][:2]
     stages = split_stages(graph, kept)
 
     def make(tiles, count):
         plan = plan_for(graph, tiles=tuple(tiles), kept=dict.fromkeys(kept, "memory"))
-        return Owners(graph, plan.stages, plan.passes, count), stages, kept
+        return Partition(graph, plan.stages, plan.passes, count), stages, kept
 
     return make
 
@@ -54,33 +54,33 @@ counts = st.integers(1, 9)
 
 
 @given(tiles, counts)
-def test_ranks_write_every_pixel_once_and_hold_what_they_read(owners_of, tiles, count):
-    owners, stages, kept = owners_of(tiles, count)
+def test_ranks_write_every_pixel_once_and_hold_what_they_read(partition_of, tiles, count):
+    partition, stages, kept = partition_of(tiles, count)
     for field in kept:
-        assert (sum(painted(owners.written(field, rank)) for rank in range(count)) == 1).all()
+        assert (sum(painted(partition.written(field, rank)) for rank in range(count)) == 1).all()
         for rank in range(count):
-            held, missing = painted(owners.held(field, rank)), painted(owners.held(field, rank))
+            held, missing = painted(partition.held(field, rank)), painted(partition.held(field, rank))
             assert held.max() <= 1
-            missing -= painted(owners.written(field, rank))
+            missing -= painted(partition.written(field, rank))
             assert missing.min() >= 0
-            came = sum(painted(owners.halo(field, sender, rank)) for sender in range(count) if sender != rank)
+            came = sum(painted(partition.halo(field, sender, rank)) for sender in range(count) if sender != rank)
             assert (missing == came).all()
             for stage in stages:
                 if field in stage.reads:
-                    parts = owners.parts(stage.index)
-                    for part in owners.own(stage.index, rank):
+                    parts = partition.parts(stage.index)
+                    for part in partition.own(stage.index, rank):
                         for position in parts.tiles(part):
                             box = parts.tile(position).box(field)
                             assert box is None or painted([box])[held == 0].sum() == 0
 
 
 @given(tiles, counts)
-def test_cotangents_reach_whoever_wants_them_next(owners_of, tiles, count):
+def test_cotangents_reach_whoever_wants_them_next(partition_of, tiles, count):
     """Pixel by pixel: the rank that is the first to reach it adds up its tiles, then parts of later ranks follow."""
-    owners, _, kept = owners_of(tiles, count)
+    partition, _, kept = partition_of(tiles, count)
     for field in kept:
-        for index in owners.cotangents.adding(field):
-            parts = owners.parts(index)
+        for index in partition.cotangents.adding(field):
+            parts = partition.parts(index)
             touched = {
                 part: painted([box for p in parts.tiles(part) if (box := parts.tile(p).box(field)) is not None]) > 0
                 for part in range(len(parts))
@@ -91,16 +91,16 @@ def test_cotangents_reach_whoever_wants_them_next(owners_of, tiles, count):
                     expected[pixel].add(part)
             found: list[set[int]] = [set() for _ in range(HEIGHT * WIDTH)]
             for rank in range(count):
-                wanted = painted(owners.cotangents.wanted_next(index, field, rank))
-                summed = sum(painted(owners.cotangents.sums(index, field, sender, rank)) for sender in range(count))
+                wanted = painted(partition.cotangents.wanted_next(index, field, rank))
+                summed = sum(painted(partition.cotangents.sums(index, field, sender, rank)) for sender in range(count))
                 assert (summed == wanted).all()
                 for sender in range(count):
-                    own = owners.own(index, sender)
-                    base = painted(owners.cotangents.sums(index, field, sender, rank)) > 0
+                    own = partition.own(index, sender)
+                    base = painted(partition.cotangents.sums(index, field, sender, rank)) > 0
                     for part in own:
                         for pixel in np.flatnonzero(touched[part] & base):
                             found[pixel].add(part)
-                    for part, box in owners.cotangents.strips(index, field, sender, rank):
+                    for part, box in partition.cotangents.overlaps(index, field, sender, rank):
                         for pixel in np.flatnonzero(touched[part] & (painted([box]) > 0)):
                             assert part not in found[pixel]
                             found[pixel].add(part)
@@ -108,13 +108,13 @@ def test_cotangents_reach_whoever_wants_them_next(owners_of, tiles, count):
 
 
 @given(tiles, st.integers(1, 70))
-def test_what_ranks_have_of_sums_is_joined_to_one(owners_of, tiles, count):
-    owners, stages, _ = owners_of(tiles, count)
-    stage, order = stages[0].index, JoinOrder()
-    parts = owners.parts(stage)
+def test_what_ranks_have_of_sums_is_joined_to_one(partition_of, tiles, count):
+    partition, stages, _ = partition_of(tiles, count)
+    stage, order = stages[0].index, ReductionTree()
+    parts = partition.parts(stage)
     for rank in range(count):
-        own = [part for part in owners.own(stage, rank) if parts.tiles(part)]
-        found = joined(parts, owners.own(stage, rank))
+        own = [part for part in partition.own(stage, rank) if parts.tiles(part)]
+        found = joined(parts, partition.own(stage, rank))
         assert set(found) <= set(own)
         assert bool(found) == bool(own)
         for part in found:
@@ -124,10 +124,10 @@ def test_what_ranks_have_of_sums_is_joined_to_one(owners_of, tiles, count):
 
 
 @given(tiles, st.sampled_from([2, 4, 8]))
-def test_ranks_that_divide_the_parts_have_one_sum_each(owners_of, tiles, count):
-    owners, stages, _ = owners_of(tiles, count)
-    parts = owners.parts(stages[0].index)
+def test_ranks_that_divide_the_parts_have_one_sum_each(partition_of, tiles, count):
+    partition, stages, _ = partition_of(tiles, count)
+    parts = partition.parts(stages[0].index)
     for rank in range(count):
-        own = owners.own(stages[0].index, rank)
+        own = partition.own(stages[0].index, rank)
         if own == range(len(parts) * rank // count, len(parts) * (rank + 1) // count) and parts.tiles(own[0]):
             assert len(joined(parts, own)) == 1

@@ -1,6 +1,6 @@
 """Estimate the memory of a plan as a list of named amounts that adds up to its peak. Only here is it counted.
 
-What no choice of tiles changes is *fixed*; the rest is each stage's own, while it is swept. The peak is the fixed part
+What no choice of tiles changes is *fixed*; the rest is each stage's own, in its passes. The peak is the fixed part
 and the hungriest stage's. The allowances are in `gigagrad.allowances`, with what each was measured from.
 """
 
@@ -13,16 +13,16 @@ from functools import cached_property
 from typing import Final
 
 from gigagrad.allowances import (
-    ALLOCATOR_SLACK,
+    ALLOCATOR_CACHE_PER_TILE,
+    ALLOCATOR_FRAGMENTATION,
     FEW_TILES,
-    HOARD_PER_TILE,
-    LEAST_HOARD_BYTES,
+    FRAGMENTATION_BESIDE_WHOLE,
+    FRAGMENTATION_OF_DOUBLING,
+    LEAST_ALLOCATOR_CACHE_BYTES,
     MAPPED_BYTES,
-    MOST_FURTHER_SLACK,
-    MOST_HOARD_BYTES,
+    MOST_ALLOCATOR_CACHE_BYTES,
+    MOST_FURTHER_FRAGMENTATION,
     READ_AHEAD,
-    SLACK_OF_DOUBLING,
-    TAPE_SLACK,
     WRITES_BEHIND,
 )
 from gigagrad.graphs import Graph
@@ -42,20 +42,20 @@ OPTIMIZER: Final = "optimizer's state"
 STEP: Final = "kernels' code and threads"
 GRADIENTS: Final = "gradients and values of parameters"
 WHOLE: Final = "whole-field operators"
-TAPE: Final = "freed blocks beside whole fields"
+WHOLE_FRAGMENTATION: Final = "freed blocks beside whole fields"
 MESSAGES: Final = "messages between ranks"
 COMPILED: Final = "compiled convolutions"
 WEIGHTS: Final = "weights in the layout of tiles"
-HOARD: Final = "freed blocks held for the next tiles"
-SEAMS: Final = "cotangents where parts of a stage overlap"
+ALLOCATOR_CACHE: Final = "freed blocks held for the next tiles"
+OVERLAPS: Final = "cotangents where parts of a stage overlap"
 SUMS: Final = "sums and working copies of parameters"
 WAITING: Final = "crops on their way"
 OUTPUT: Final = "output"
 TILES: Final = "tiles being computed"
 ACTIVATIONS: Final = "activations and gradients of the whole image"
-ACTIVATION_SLACK: Final = "freed blocks of activations"
+ACTIVATION_FRAGMENTATION: Final = "freed blocks of activations"
 IMAGES: Final = "images and labels"
-SLACK: Final = "freed blocks of tiles"
+FRAGMENTATION: Final = "freed blocks of tiles"
 
 WHERE_FROM: Final[Mapping[str, str]] = {
     PROCESS: "measured before the run",
@@ -64,21 +64,21 @@ WHERE_FROM: Final[Mapping[str, str]] = {
     STEP: "measured on other networks",
     GRADIENTS: "shapes in the graph",
     WHOLE: "liveness of whole fields in the graph",
-    TAPE: "a quarter of gradients and whole fields",
+    WHOLE_FRAGMENTATION: "a quarter of gradients and whole fields",
     MESSAGES: "boxes that ranks exchange",
     COMPILED: "shapes of convolutions, at the size of a kernel",
     WEIGHTS: "shapes in the graph, where the budget has room",
-    HOARD: "twice what tiles take, as far as the budget has room",
+    ALLOCATOR_CACHE: "twice what tiles take, as far as the budget has room",
     FIELDS: "shapes in the graph",
     COTANGENTS: "shapes in the graph",
-    SEAMS: "what crops share, on the lines of a part",
+    OVERLAPS: "what crops share, on the lines of a part",
     SUMS: "shapes in the graph",
     WAITING: "crops read ahead or to be written, and what is decoded for them",
     OUTPUT: "what its writer holds",
     TILES: "liveness of crops",
-    SLACK: "half of what tiles take, and more where there are many",
+    FRAGMENTATION: "half of what tiles take, and more where there are many",
     ACTIVATIONS: "liveness of tensors as PyTorch runs the model",
-    ACTIVATION_SLACK: "half of the small ones, or of all where they come from the heap",
+    ACTIVATION_FRAGMENTATION: "half of the small ones, or of all where they come from the heap",
     IMAGES: "their shapes",
 }
 """The source of each number."""
@@ -88,9 +88,15 @@ def fixed_amounts(problem: Problem, message_bytes: int = 0) -> tuple[Amount, ...
     """Return what no choice of tiles changes, but compiled convolutions. Messages of ranks take `message_bytes`."""
     graph, backward = problem.graph, problem.backward
     gradients, whole = _gradient_bytes(graph, backward=backward), whole_field_bytes(graph, backward=backward)
-    tape = int(TAPE_SLACK * (gradients + whole)) if whole else 0
+    beside = int(FRAGMENTATION_BESIDE_WHOLE * (gradients + whole)) if whole else 0
     messages = () if problem.ranks == 1 else (Amount(MESSAGES, message_bytes),)
-    return (*problem.held, Amount(GRADIENTS, gradients), Amount(WHOLE, whole), Amount(TAPE, tape), *messages)
+    return (
+        *problem.held,
+        Amount(GRADIENTS, gradients),
+        Amount(WHOLE, whole),
+        Amount(WHOLE_FRAGMENTATION, beside),
+        *messages,
+    )
 
 
 def weights(problem: Problem, stages: Iterable[Stage], peak_bytes: int) -> Amount:
@@ -101,21 +107,23 @@ def weights(problem: Problem, stages: Iterable[Stage], peak_bytes: int) -> Amoun
     return Amount(WEIGHTS, nbytes if room is None or peak_bytes + nbytes <= room else 0)
 
 
-def hoard(problem: Problem, peak_bytes: int, tiles_bytes: int) -> Amount:
+def allocator_cache(problem: Problem, peak_bytes: int, tiles_bytes: int) -> Amount:
     """Count what the allocator may hold between tiles, where the budget has room beside a peak without it."""
-    useful = useful_hoard_bytes(tiles_bytes)
+    useful = useful_allocator_cache_bytes(tiles_bytes)
     room = useful if problem.budget_bytes is None else problem.budget_bytes - peak_bytes
-    return Amount(HOARD, max(0, min(useful, room)))
+    return Amount(ALLOCATOR_CACHE, max(0, min(useful, room)))
 
 
-def useful_hoard_bytes(tiles_bytes: int) -> int:
+def useful_allocator_cache_bytes(tiles_bytes: int) -> int:
     """Return as many bytes as let next to no tile touch new pages, of tiles that take `tiles_bytes` side by side."""
-    return max(LEAST_HOARD_BYTES, min(MOST_HOARD_BYTES, int(HOARD_PER_TILE * tiles_bytes)))
+    return max(
+        LEAST_ALLOCATOR_CACHE_BYTES, min(MOST_ALLOCATOR_CACHE_BYTES, int(ALLOCATOR_CACHE_PER_TILE * tiles_bytes))
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class StageLedger:
-    """The memory of one stage's sweeps, for any of its tile shapes. `held` is what is kept in memory during them: the
+class StageEstimate:
+    """The memory of one stage's passes, for any of its tile shapes. `held` is what is kept in memory during them: the
     fields and the cotangents of the pass in which both together are most.
     """
 
@@ -137,21 +145,21 @@ class StageLedger:
 
     def _count(self, cost: TileCost) -> tuple[Amount, ...]:
         tiles = self.workers * cost.tile_peak_bytes
-        slack = int(ALLOCATOR_SLACK * tiles) + self._further_slack(cost)
+        fragmentation = int(ALLOCATOR_FRAGMENTATION * tiles) + self._further_fragmentation(cost)
         copies, sums = self._working_bytes
         # One more waits where a rank's parts begin and end inside a node of the tree.
         sums *= 1 + waiting_sums(self.parts, cost.tile_count) + (min(self.parts, self.problem.ranks) > 2)
         # The only tile is gone when what it gave is added to sums that did not exist before.
-        apart = min(tiles + slack, sums) if cost.tile_count == 1 else 0
+        apart = min(tiles + fragmentation, sums) if cost.tile_count == 1 else 0
         return (
             Amount(FIELDS, self.held[0]),
             Amount(COTANGENTS, self.held[1]),
-            Amount(SEAMS, self._seam_bytes(cost)),
+            Amount(OVERLAPS, self._overlap_bytes(cost)),
             Amount(SUMS, copies + sums - apart),
             Amount(WAITING, self._waiting_bytes(cost)),
             Amount(OUTPUT, self._output_bytes(cost)),
             Amount(TILES, tiles),
-            Amount(SLACK, slack),
+            Amount(FRAGMENTATION, fragmentation),
         )
 
     @cached_property
@@ -167,7 +175,7 @@ class StageLedger:
         waiting = self._waiting_bytes(cost) if max(crops, default=0) >= MAPPED_BYTES else 0
         weights = [graph[i].nbytes for i in self.stage.globals if self.backward and graph[i].differentiable]
         mapped = waiting + self._shares * sum(n for n in weights if n >= MAPPED_BYTES)
-        return mapped + self._further_slack(cost)
+        return mapped + self._further_fragmentation(cost)
 
     @property
     def _shares(self) -> int:
@@ -221,7 +229,7 @@ class StageLedger:
         ]
         return (WRITES_BEHIND + 1) * most + max(buffers, default=0)  # those that wait, and the one on its way
 
-    def _seam_bytes(self, cost: TileCost) -> int:
+    def _overlap_bytes(self, cost: TileCost) -> int:
         """Count the overlaps of one part: what its crops share with the lines of tiles before it and, where it begins
         inside a line, with the tile before it.
         """
@@ -240,12 +248,12 @@ class StageLedger:
             found += shared[across] * length * graph[i].bytes_per_pixel
         return found
 
-    def _further_slack(self, cost: TileCost) -> int:
-        """Count what many tiles side by side need beyond `ALLOCATOR_SLACK`."""
+    def _further_fragmentation(self, cost: TileCost) -> int:
+        """Count what many tiles side by side need beyond `ALLOCATOR_FRAGMENTATION`."""
         if self.workers == 1 or cost.tile_count <= FEW_TILES:
             return 0
-        further = SLACK_OF_DOUBLING * math.log2(cost.tile_count / FEW_TILES)
-        return int(self.workers * cost.tile_peak_bytes * min(further, MOST_FURTHER_SLACK))
+        further = FRAGMENTATION_OF_DOUBLING * math.log2(cost.tile_count / FEW_TILES)
+        return int(self.workers * cost.tile_peak_bytes * min(further, MOST_FURTHER_FRAGMENTATION))
 
     def _output_bytes(self, cost: TileCost) -> int:
         graph, image = self.problem.graph, self.problem.handed

@@ -9,7 +9,7 @@ from gigagrad.plans.plan import EXACT, Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class Placement:
     """One computed field: kept and where, or not, and how often it is computed."""
 
     node: int
@@ -26,7 +26,7 @@ class Fate:
     """The stages that compute it."""
     readers: tuple[int, ...]
     """The stages that read it, if it is kept."""
-    sweeps: int
+    passes: int
     """Number of times that it is computed in one step, tile by tile."""
 
     @property
@@ -34,7 +34,7 @@ class Fate:
         return self.tier is not None
 
 
-def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
+def placements(graph: Graph, plan: Plan) -> tuple[Placement, ...]:
     """Return every field that the plan's stages compute, the largest first; none where the whole image is computed at
     once.
     """
@@ -42,7 +42,7 @@ def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
         return ()
     graph, kept = graph.with_whole(plan.whole_pixels), {field.node: field for field in plan.kept}
     stages = [stage.computes for stage in plan.stages]
-    sweeps = [sum(p.stage == stage.index for p in plan.passes) for stage in stages]
+    passes = [sum(p.stage == stage.index for p in plan.passes) for stage in stages]
     computing: dict[int, list[int]] = {}
     reading: dict[int, list[int]] = {}
     for stage in stages:
@@ -51,7 +51,7 @@ def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
         for i in stage.reads:
             reading.setdefault(i, []).append(stage.index)
     found = [
-        Fate(
+        Placement(
             node=i,
             operator=graph[i].op,
             module=graph[i].origin.module_path,
@@ -61,8 +61,8 @@ def fates(graph: Graph, plan: Plan) -> tuple[Fate, ...]:
             storage=kept[i].storage if i in kept else EXACT,
             stages=tuple(where),
             readers=tuple(reading.get(i, ())),
-            sweeps=sum(sweeps[index] for index in where),
+            passes=sum(passes[index] for index in where),
         )
         for i, where in computing.items()
     ]
-    return tuple(sorted(found, key=lambda fate: (-fate.size_bytes, fate.node)))
+    return tuple(sorted(found, key=lambda placement: (-placement.size_bytes, placement.node)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gigagrad.plans.parts import Parts
 
 
-class JoinOrder:
+class ReductionTree:
     """The order in which sums of parts are added: in a binary tree over the numbers of parts, of which some may be
     missing.
 
@@ -53,7 +53,7 @@ def behind(parts: Parts, own: range) -> int:
 
 def joined(parts: Parts, own: range) -> list[int]:
     """Return one part of each sum that a rank has of its own parts, joined as far as the tree joins them alone."""
-    order = JoinOrder(before(parts, own))
+    order = ReductionTree(before(parts, own))
     for part in parts.filled:
         if part in own:
             order.append(part)

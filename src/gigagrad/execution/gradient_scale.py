@@ -1,9 +1,9 @@
 """Scale cotangents where values are in float16, whose smallest number is 6e-8.
 
 The cotangent of one pixel of a mean over a gigapixel is 1e-9: in float16, 0, and with it every gradient. The pullback
-is linear, and floating-point numbers times a power of two keep their digits. So fields' cotangents are counted in a
-unit of 2^-k, and what a sweep delivers is divided by 2^k (docs/math.md). Micikevicius et al., Mixed precision training,
-ICLR 2018, scale the loss likewise, by one number for all.
+is linear, and floating-point numbers times a power of two keep their digits. So fields' cotangents are multiplied
+with a scale of 2^k, and what a pass delivers is divided by it (docs/math.md). Micikevicius et al., Mixed precision
+training, ICLR 2018, scale the loss likewise, by one number for all.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MOST_OVERFLOWS = 2
 
 
 class CotangentOverflow(Exception):
-    """A gradient left the range of float16 although the loss is finite. The run begins anew in another unit."""
+    """A gradient left the range of float16 although the loss is finite. The run begins anew with another scale."""
 
 
-class CotangentUnit:
+class GradientScale:
     """The gradient scale of one run. 1, unless a value that gradients pass is in float16: elsewhere not one bit
     changes.
     """
@@ -43,7 +43,7 @@ class CotangentUnit:
         self._is_settled = not self.is_needed
 
     def settle(self, cotangents: Iterable[torch.Tensor], times: float = 1, pixels: int = 1) -> None:
-        """Choose the unit by the first cotangents that enter a field, `times` as large as the true ones, and by the
+        """Choose the scale by the first cotangents that enter a field, `times` as large as the true ones, and by the
         pixels over which a tile sums them.
         """
         largest = 0.0 if self._is_settled else _largest(cotangents) / times
@@ -63,7 +63,7 @@ class CotangentUnit:
         return cotangent if self.times == 1 else cotangent.double() / self.times
 
     def check(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Raises CotangentOverflow if one is not finite and another unit may help."""
+        """Raises CotangentOverflow if one is not finite and another scale may help."""
         if (
             self.is_needed
             and self._smaller < MOST_OVERFLOWS
