@@ -274,7 +274,7 @@ def test_plan_as_json_and_for_prediction(capsys):
     assert main(["plan", "--model", "paper-unet", "--size", "320x480", "--predict", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["image_shape"][-2:] == [320, 480]
-    assert [each["phase"] for each in made["passes"]] == ["forward"]
+    assert [each["phase"] for each in made["steps"] if each["step"] == "Tiles"] == ["forward"]
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [("3", [3]), ("4,1,2", [1, 2, 4]), ("3..20", [3, 4, 8, 16, 20])])

@@ -41,7 +41,7 @@ def test_what_is_compiled_already_is_not_added_again():
     device = FakeCpu()
     whole = device.compiled_bytes(10**6, ())
     assert whole == MOST_COMPILED * KERNEL_BYTES
-    device.ran(MOST_COMPILED - 3)
+    device.note_compiled(MOST_COMPILED - 3)
     assert device.compiled_bytes(10**6, ()) == 3 * KERNEL_BYTES
 
 

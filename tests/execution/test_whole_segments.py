@@ -162,6 +162,29 @@ def test_a_plan_chooses_it_where_it_is_faster_and_fits():
         make_plan(problem_of(graph, MIB))
 
 
+class Spectrum(nn.Module):
+    """No field but the image: all operators read it whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 40, dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.fft.fft(x.cumsum(-1) * self.weight, dim=-2).abs().mean((1, 2, 3))
+
+
+def test_a_network_of_whole_fields_alone_gets_its_gradient():
+    model, (image, _) = Spectrum(), pair()
+    engine = gg.compile(model, F.mse_loss, progress=False)
+    engine.in_tiles = True
+    target = torch.zeros(1, dtype=torch.float64)
+    engine.backward(image, target)
+    assert all(step.phase == "forward" for step in engine.plan(image, target).passes)
+    (expected,) = torch.autograd.grad(F.mse_loss(model(image[None]), target), [model.weight])
+    assert model.weight.grad is not None
+    assert (model.weight.grad - expected).norm() <= TOLERANCE * expected.norm()
+
+
 def test_the_choice_is_part_of_an_engine_s_state():
     torch.manual_seed(1)
     model = Deep().double().train()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gigagrad.boxes import Box, tiles
 from gigagrad.images.pixels import grid_parts
-from gigagrad.images.tile_cache import TileCache, Walk
+from gigagrad.images.tile_cache import ReadOrder, TileCache
 
 
 def tile(size: int) -> np.ndarray:
@@ -134,7 +134,7 @@ def test_forgets_everything_when_cleared() -> None:
 
 def decoded(height: int, width: int, step: int, halo: int, limit_bytes: int, *, settle: bool = True) -> float:
     """How often a file tile of 32 px is decoded, as crops of `step` px with a halo are read along the shorter side."""
-    cache, walk, count, wanted = TileCache(limit_bytes), Walk(height, width), list[None](), set[Box]()
+    cache, walk, count, wanted = TileCache(limit_bytes), ReadOrder(height, width), list[None](), set[Box]()
 
     def decode(_: Box) -> np.ndarray:
         count.append(None)
@@ -170,7 +170,7 @@ def test_without_that_they_are_decoded_again() -> None:
 
 def test_boxes_anywhere_settle_nothing_wanted() -> None:
     """Of crops that are no neighbours nothing is known, and the last ones are held."""
-    walk = Walk(1000, 1000)
+    walk = ReadOrder(1000, 1000)
     for box in (Box(500, 500, 600, 600), Box(0, 0, 100, 100), Box(300, 700, 400, 800)):
         assert walk.settled(box) == (0, 0)
     assert walk.settled(Box(390, 700, 490, 800)) == (480, 790)

@@ -91,7 +91,7 @@ class Cpu(Device):
         on_tiles = any(processor.get(_MATRIX_TILES.get(dtype, ""), False) for dtype in dtypes)
         return min(count, MOST_COMPILED - self.residue.compiled) * (AMX_KERNEL_BYTES if on_tiles else KERNEL_BYTES)
 
-    def ran(self, compiled: int) -> None:
+    def note_compiled(self, compiled: int) -> None:
         self.residue.warm = True
         self.residue.compiled = min(self.residue.compiled + compiled, MOST_COMPILED)
 

@@ -98,7 +98,7 @@ class Device(ABC):
         """Estimate the bytes that so many convolutions in these dtypes add when all their shapes are compiled."""
         return 0
 
-    def ran(self, compiled: int) -> None:
+    def note_compiled(self, compiled: int) -> None:
         """Note that a plan ran for the first time: so many convolutions are compiled, and no step adds that again."""
 
     def tried(self, nbytes: int) -> None:

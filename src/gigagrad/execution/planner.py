@@ -154,7 +154,7 @@ class Planner:
         for key, planned in self._planned.items():
             if planned.prepared is prepared:
                 if not planned.ran:
-                    self._device.ran(planned.compiled)
+                    self._device.note_compiled(planned.compiled)
                 taken = dataclasses.replace(prepared, taken=pass_seconds)
                 self._planned[key] = dataclasses.replace(planned, prepared=taken, ran=True)
                 return

@@ -54,7 +54,7 @@ from gigagrad.images.tiff_directory import (
     nodata_of,
     walk_tiff,
 )
-from gigagrad.images.tile_cache import CACHE_BYTES, TileCache, Walk
+from gigagrad.images.tile_cache import CACHE_BYTES, ReadOrder, TileCache
 from gigagrad.images.views import Resampled
 from gigagrad.threads import side_by_side
 from gigagrad.units import format_bytes
@@ -307,7 +307,7 @@ class TiffImage(Image):
         decides = alpha and segments.dtype in _DTYPES_OF_ALPHA if self.nodata is None else channels < stored
         self._alpha = stored - 1 if decides and self._valid is None else None
         self._cache = TileCache(CACHE_BYTES)
-        self._walk = Walk(*segments.shape)
+        self._walk = ReadOrder(*segments.shape)
         # A file object, which goes with an image that Ctrl-C lets nobody have.
         self._file = io.FileIO(path)
         # Runs at close, or when an image that nobody closed is collected.

@@ -126,7 +126,7 @@ def walk_tiff(path: Path) -> Directories:
     """Check every directory of a TIFF or BigTIFF. Raises `ImageError` that says which one is broken, and how."""
     try:
         with path.open("rb") as file:
-            return _Walk(file).whole()
+            return _DirectoryReader(file).whole()
     except OSError as error:
         raise ImageError(f"cannot read {path}: {error.strerror}") from error
     except ImageError as error:
@@ -139,7 +139,7 @@ def walk_tiff(path: Path) -> Directories:
         ) from None
 
 
-class _Walk:
+class _DirectoryReader:
     """The state of one walk: the file, how it writes numbers, where we have been and what was found."""
 
     def __init__(self, file: BinaryIO) -> None:

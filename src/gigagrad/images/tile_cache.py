@@ -95,7 +95,7 @@ class TileCache:
             self._held_bytes = 0
 
 
-class Walk:
+class ReadOrder:
     """A tracker of which pixels no later box wants, in an image that is read box by box from the top left."""
 
     def __init__(self, height: int, width: int) -> None:

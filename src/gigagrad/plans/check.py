@@ -211,7 +211,7 @@ def _ending_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
         cut = gradients.cut + reductions.cut
         gather = [("Gather", cut, False)] if several and cut else []
         wanted += [("Tiles",), ("Exchange", gradients, reductions), *gather, ("Scalars", step.stage)]
-    if any(step.phase != "forward" for step in plan.passes):
+    if problem.backward:
         late = late_gradients(graph, stages) if several else []
         wanted += [("Scalars", None), *(("Gather", tuple(some), True) for some in late)]
     found = [(index, _kind(step)) for index, step in enumerate(plan.steps) if not isinstance(step, Allocate | Release)]

@@ -106,7 +106,7 @@ class _Emitter:
             gone = (life for life in lives if life.last == index and not self._stays(life))
             if keys := tuple((life.field, life.cotangent) for life in gone):
                 yield Release(keys)
-        if any(step.phase != "forward" for step in self._passes):
+        if self._problem.backward:
             yield Scalars(None)
             yield from self._gather(late_gradients(self._graph, self._stages), gradients=True)
 
