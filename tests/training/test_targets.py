@@ -178,7 +178,7 @@ def test_ignored_pixels_on_tiles(name):
 
 
 def test_a_loss_of_numbers_ignores_nothing():
-    with pytest.raises(ConfigError, match="the loss takes every pixel; use bce, bce_dice, dice"):
+    with pytest.raises(ConfigError, match="the loss takes every pixel; use bce, bce_dice, ce, dice"):
         named_loss("mse").ignoring()
     assert named_loss("ce").ignoring() == named_loss("ce")
 

@@ -40,7 +40,8 @@ _COLLECT = "_collect_all_valid_cia_ops"
 def functional(program: ExportedProgram) -> ExportedProgram:
     """Return the program with functional operators, those that are composite kept whole where PyTorch can."""
     tensors = _without_views(program)
-    if all(_stays(node, tensors) for node in program.graph.nodes):
+    casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))  # which only a second trace puts in
+    if not casts and all(_stays(node, tensors) for node in program.graph.nodes):
         _take_writes_out(program, tensors)
         return program
     _untie(program)
