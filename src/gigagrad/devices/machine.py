@@ -34,6 +34,9 @@ _WAITING_TILES = 0.5
 read, and the last one added up, by one thread."""
 
 
+_QUICK_PAGES_BYTES, _LATER_PAGES = 4e9, 1.5
+"""After so many bytes new pages take so much longer: a step of Unet(resnet34) at 1024 px maps 3.6 GB and takes 0.9 s
+more than its operators, at 2048 px it maps 16.1 GB and takes 15.8 s more."""
 _NEW_PAGES_BYTES_PER_SECOND = 2.5e9
 """The rate at which the system clears new memory (docs/decisions/0018-large-blocks.md)."""
 
@@ -155,6 +158,12 @@ class Machine:
     def page_seconds(self, nbytes: float) -> float:
         """Estimate, by the clock, touching so many bytes for the first time."""
         return nbytes / _NEW_PAGES_BYTES_PER_SECOND
+
+    def block_seconds(self, nbytes: float) -> float:
+        """Estimate, by the clock, touching so many bytes in blocks that are taken from the system one by one, written
+        and given back: behind the first gigabytes it serves them more slowly (docs/decisions/0018-large-blocks.md).
+        """
+        return self.page_seconds(nbytes + _LATER_PAGES * max(0.0, nbytes - _QUICK_PAGES_BYTES))
 
     def file_seconds(self, nbytes: float) -> float:
         """Estimate, by the clock, what moving so many bytes between tiles and files keeps from computing tiles: threads

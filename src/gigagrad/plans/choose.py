@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import islice
 
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import GATHER
@@ -75,7 +76,7 @@ def make_plan(
         return whole
     found = [] if whole is None else [whole]
     refusal: BudgetError | None = None
-    for pixels in (0, *([] if whole is not None else _worth_whole(problem, costs)[:_TRIED_WHOLE])):
+    for pixels in (0, *islice(_worth_whole(problem), _TRIED_WHOLE)):
         try:
             found.append(_make_tiled(problem, memory_format, None, None, costs, tried, pixels))
         except BudgetError as error:
@@ -86,19 +87,20 @@ def make_plan(
     return min(found, key=lambda plan: plan.predicted_seconds)
 
 
-def _worth_whole(problem: Problem, costs: Costs) -> list[int]:
-    """Return how many pixels fields may have to be computed whole, the most first: those whose values fit by far.
+def _worth_whole(problem: Problem) -> Iterator[int]:
+    """Yield how many pixels fields may have to be computed whole, the most first: those whose values fit by far.
     Nothing where all is to be computed in tiles.
     """
     graph = problem.graph
     if problem.whole is None or not problem.backward or graph.coarse_whole is None:
-        return []
+        return
     areas = sorted({node.size(0) * node.size(1) for node in graph.nodes if node.is_field and len(node.shape) == 4})
     room = problem.budget_bytes
     if room is None and problem.free_bytes is not None:
         room = problem.free_bytes + total(problem.held)
-    wanted = reversed([area for area in areas[:-1] if area > 1])
-    return [n for n in wanted if room is None or total(fixed_amounts(problem.of(n))) <= _MOST_WHOLE * room]
+    for pixels in reversed([area for area in areas[:-1] if area > 1]):
+        if room is None or total(fixed_amounts(problem.of(pixels))) <= _MOST_WHOLE * room:
+            yield pixels
 
 
 def _make_tiled(
@@ -179,7 +181,7 @@ def _make_plan(
         whole_field=tuple(WholeField(node.op, node.origin.module_path, node.nbytes) for node in whole),
         budget_bytes=problem.budget_bytes,
         fixed=best.fixed,
-        whole_seconds=costs.whole_seconds(backward=backward),
+        whole_seconds=costs.whole_seconds(backward=backward, on_host=problem.device == "cpu"),
         readers=best.readers,
     )
     shared = shared_by(problem, plan, problem.ranks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gigagrad.allowances import MAPPED_BYTES
 from gigagrad.devices import Machine
 from gigagrad.graphs import GATHER, Call, Graph, Node, lookup
 from gigagrad.plans.geometry import Grid, Needs, TileGeometry, lattice, reference, runs_by_rows
@@ -126,15 +127,20 @@ class Costs:
         forward, _ = self._tile_seconds(stage, tile)
         return forward * largest.size(0) * largest.size(1) / tile.wanted(grid.reference).area
 
-    def whole_seconds(self, *, backward: bool) -> float:
-        """Predict the seconds of whole-field operators, which no choice of tiles changes."""
-        graph, seconds = self.graph, 0.0
+    def whole_seconds(self, *, backward: bool, on_host: bool = True) -> float:
+        """Predict the seconds of whole-field operators, which no choice of tiles changes; `on_host` what they make is
+        taken from the system block by block.
+        """
+        graph, seconds, mapped = self.graph, 0.0, 0
         for node in graph.nodes:
             if node.whole and node.op != GATHER:
                 moved = node.nbytes + sum(graph[i].nbytes for i in set(node.operands))
                 once = self._machine.operator_seconds(moved, self._flops_of(node))
-                seconds += once * (_SWEEPS if backward and node.differentiable else 1)
-        return self._machine.wall_seconds(seconds, 0, 1, 1)  # all threads share each of them
+                times = _SWEEPS if backward and node.differentiable else 1
+                seconds += once * times
+                mapped += times * node.nbytes if node.nbytes >= MAPPED_BYTES else 0
+        pages = self._machine.block_seconds(mapped) if on_host else 0.0
+        return self._machine.wall_seconds(seconds, 0, 1, 1) + pages  # all threads share each of them
 
     def _flops_of(self, node: Node) -> float:
         if node.id not in self._flops:

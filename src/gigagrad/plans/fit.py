@@ -154,7 +154,7 @@ class Fitter:
         fixed = (*self._fixed, Amount(estimate.COMPILED, compiled))
         all_shapes, readers = self._with_readers(all_shapes, chosen, total(fixed))
         described = tuple(shapes.describe(cost) for shapes, cost in zip(all_shapes, chosen, strict=True))
-        seconds = self._costs.whole_seconds(backward=problem.backward)
+        seconds = self._costs.whole_seconds(backward=problem.backward, on_host=problem.device == "cpu")
         seconds += sum(shapes.seconds(cost) for shapes, cost in zip(all_shapes, chosen, strict=True))
         if chosen:
             peak = total(fixed) + max(total(stage.memory) for stage in described)

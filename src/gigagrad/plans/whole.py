@@ -63,5 +63,7 @@ def _seconds(problem: Problem, cost: WholeCost, *, from_heap: bool) -> float:
     """Predict the time by the cost model: all threads share each operator, and on a host new pages take time."""
     machine = problem.machine
     seconds = sum(machine.operator_seconds(moved, flops) for moved, flops in cost.operators)
-    pages = (cost.peak_bytes if from_heap else cost.large_bytes) if problem.device == "cpu" else 0
-    return machine.wall_seconds(seconds, len(cost.operators), 1, 1) + machine.page_seconds(pages)
+    wall = machine.wall_seconds(seconds, len(cost.operators), 1, 1)
+    if problem.device != "cpu":
+        return wall
+    return wall + (machine.page_seconds(cost.peak_bytes) if from_heap else machine.block_seconds(cost.large_bytes))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +36,8 @@ from gigagrad.graphs.graph import Graph, InputSpec
 from gigagrad.graphs.whole import WholeCost, count_whole
 
 _HOST = torch.device("cpu")
+_LOWERED = 2
+"""Graphs kept of one program beside the first, by the pixels that fields may have to be whole."""
 _CAPTURING = threading.RLock()
 """Export exchanges functions of Python itself while it traces, and a dry run may undo no other thread's changes."""
 Specs = InputSpec | tuple[InputSpec, ...]
@@ -101,7 +103,7 @@ def trace(loss_module: LossModule, image: Specs, target: Specs | None) -> Captur
         stored = stored_tensors(program, loss_module, closed, dry_run.frozen)
         merging, has_loss = dry_run.writes.runs_again, loss_module.loss is not None
 
-        @cache
+        @lru_cache(maxsize=_LOWERED)
         def lowered(whole_pixels: int) -> Graph:
             made = convert(program, stored, named, closed, merging, has_loss, whole_pixels)
             return dataclasses.replace(made, whole=whole)
