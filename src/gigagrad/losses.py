@@ -24,7 +24,7 @@ from gigagrad.models.registry import check_trusted, import_callable
 from gigagrad.named import parse_named
 
 Kind = Literal["binary", "class ids", "numbers", "survival"]
-"""What targets hold and outputs mean: one logit, a logit for each class, numbers, or the logarithm of a risk."""
+"""Meanings of outputs, with targets to match: one logit, a logit for each class, numbers, the logarithm of a risk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Loss:
 
     @property
     def function(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """What the engine is given: `(output, target)` to one number."""
+        """Return what the engine is given: `(output, target)` to one number."""
         if len(self.made_of) == 1 and self.made_of[0][0] == 1:
             return self.made_of[0][1]
         return Sum(self.made_of)
@@ -255,7 +255,7 @@ def named_loss(name: str) -> Loss:
 
 
 def kind_of(name: str) -> Kind | None:
-    """What the loss `name` makes of a model's outputs, by the first of ours in a sum; imports nothing.
+    """Return what the loss `name` makes of a model's outputs, by the first of ours in a sum; imports nothing.
 
     None for nothing but losses of the user's own. Raises `ConfigError` for a text that is none.
     """

@@ -22,7 +22,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _FULL_UINT8 = 255.0
 _BEYOND = 0.5
-"""Of intensities from 0 to 1, resampling and sharpening go a little beyond; bytes as floats go far."""
+"""Margin beyond intensities from 0 to 1: resampling and sharpening go a little beyond; bytes as floats go far."""
 
 
 def _for_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:

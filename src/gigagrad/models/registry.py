@@ -137,7 +137,7 @@ def asks_for_weights(name: str) -> str | None:
 
 
 def is_reloadable(name: str) -> bool:
-    """Whether a saved model of this name can be loaded; one that a function of the user's own makes cannot."""
+    """Say whether a saved model of this name can be loaded; one that a function of the user's own makes cannot."""
     path = name.partition("?")[0]
     if not _is_imported(path):
         return True
@@ -229,7 +229,7 @@ def _monai(name: str, model_name: str, settings: dict[str, Literal], published: 
 
 
 def _makes_network(found: object, package: str) -> bool:
-    """Whether `found` is a network class of `package`, or a function of it that says it returns one."""
+    """Say whether `found` is a network class of `package`, or a function of it that says it returns one."""
     made = found
     if inspect.isfunction(found):
         made = found.__annotations__.get("return")

@@ -117,7 +117,7 @@ def _filled(model: nn.Module, path: str | Path, spec: str, weights: Any) -> nn.M
 
 _WRAPPERS: Final = frozenset({"_orig_mod", "backbone", "encoder", "model", "module", "net", "network"})
 _INSIDE: Final = ("state_dict", "model_state_dict", "model")
-"""Where a checkpoint keeps the tensors of the network beside those of the optimizer."""
+"""Keys under which a checkpoint keeps the tensors of the network beside those of the optimizer."""
 _SHARDS: Final = f"{SAFETENSORS}.index.json"
 """Which of several files holds which tensor, as the Hugging Face Hub has it."""
 _IN_FOLDERS: Final = (BEST, SAFETENSORS, _SHARDS, "pytorch_model.bin")
@@ -127,7 +127,7 @@ _NAMED: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """What became of the tensors of a file and of those of a network, by name.
+    """Hold what became of the tensors of a file and of those of a network, by name.
 
     `loaded`, `missing` (nothing in the file is called so) and the keys of `skipped`, whose shapes there and here
     differ, are all tensors of the network; what is missing or skipped stays as it was initialised. `unexpected` are
@@ -142,7 +142,7 @@ class WeightsReport:
 
     @property
     def complete(self) -> bool:
-        """Whether every tensor was of use, and every one of the network was found."""
+        """Say whether every tensor was of use, and every one of the network was found."""
         return not (self.skipped or self.missing or self.unexpected)
 
     def __str__(self) -> str:
@@ -252,7 +252,7 @@ def _matched(there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> dict[st
 
 
 def _wrappers(names: Iterable[str]) -> list[str]:
-    """What the names begin with that only says how a network was wrapped, from nothing on: `["", "module."]`."""
+    """Return the prefixes of names that only say how a network was wrapped, from nothing on: `["", "module."]`."""
     found = {""}
     for name in names:
         start = ""

@@ -10,7 +10,7 @@ from torch import nn
 from gigagrad.errors import ConfigError, ModelError
 
 _INSIDE: Final = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
-"""Where wrappers hold the module, by the names of their classes: importing these classes would load a compiler."""
+"""Attributes that hold the wrapped module, by the names of classes, which would load a compiler if imported."""
 _SHARDED: Final = {"FullyShardedDataParallel", "FSDPModule"}
 _BLIND: Final = "whose inside cannot be captured"
 
