@@ -47,6 +47,8 @@ MAPPED_BYTES: Final = 8 * MIB
 """Blocks as large as this are taken from the system one by one, but for those of tiles where the plan has room."""
 HUGE_PAGE_BYTES: Final = 2 * MIB
 """Large blocks are made of whole ones (docs/decisions/0015-huge-pages.md)."""
+FILLED_UNSEEN_BYTES: Final = 128 * MIB
+"""New pages of a whole network between two looks at what the process holds, and until freed ones are given back."""
 ANNOUNCED_BYTES: Final = MIB
 """Smaller blocks of tiles are taken without a look at what the process holds."""
 

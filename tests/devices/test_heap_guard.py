@@ -4,6 +4,8 @@ import ctypes
 import mmap
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -271,6 +273,49 @@ for mebibytes in (24, 20):  # the second has a place where the first was, wherev
 watch.close()
 print(resident_bytes() - below)
 """
+
+
+class TestWholeNetworks:
+    """Under a roof of 100 MiB: a plan of 124, less 16 unnoticed and 8 that are filled between two looks."""
+
+    @pytest.fixture
+    def watch(self, held):
+        watch = HeapGuard(held.device, 108 * MIB + UNNOTICED_BYTES, 200 * MIB)
+        yield watch
+        watch.close()
+
+    def test_what_was_freed_is_given_back_as_it_comes_to_the_roof(self, held, watch):
+        watch.begin_pass(90 * MIB, 0, 8 * MIB)
+        with watch.computing_whole():
+            held["now"] = 100
+            time.sleep(0.05)
+            assert held["given_back"] == 0
+            held["now"] = 101
+            wait_until(lambda: held["given_back"] == 1)
+            assert held["now"] == 40
+        held["now"] = 101
+        time.sleep(0.05)
+        assert held["given_back"] == 1
+        assert "gigagrad-memory" not in {thread.name for thread in threading.enumerate()}
+
+    def test_nobody_looks_where_blocks_are_mapped(self, held, watch):
+        watch.begin_pass(90 * MIB, 0, 0)
+        with watch.computing_whole():
+            assert "gigagrad-memory" not in {thread.name for thread in threading.enumerate()}
+
+    def test_an_error_ends_the_looking(self, watch):
+        watch.begin_pass(90 * MIB, 0, 8 * MIB)
+        with pytest.raises(ValueError, match="no"), watch.computing_whole():
+            raise ValueError("no")
+        assert "gigagrad-memory" not in {thread.name for thread in threading.enumerate()}
+
+
+def wait_until(holds):
+    for _ in range(1000):
+        if holds():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never did")
 
 
 def test_the_heap_keeps_freed_large_blocks_until_the_run_is_over():

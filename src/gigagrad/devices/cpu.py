@@ -119,6 +119,9 @@ class HeapGuard(MemoryGuard):
     """
 
     _LONGEST_PAUSE = 64
+    _LOOK_SECONDS = 0.005
+    _LONGER_LOOK_SECONDS = 0.04
+    """Between looks where nothing could be given back."""
 
     def __init__(self, device: Device, peak_bytes: int, budget_bytes: int | None) -> None:
         self._device = device
@@ -150,6 +153,28 @@ class HeapGuard(MemoryGuard):
         finally:
             self._at_work = False
             self._serve(in_heap=self._in_heap)
+
+    @contextmanager
+    def computing_whole(self) -> Iterator[None]:
+        """Let a whole network take large blocks from the heap. A thread looks every few milliseconds, and gives back
+        what was freed where the next block might exceed the plan: between two looks no more than one is filled.
+        """
+        over = threading.Event()
+        looking = threading.Thread(target=self._look_until, args=(over,), name="gigagrad-memory", daemon=True)
+        try:
+            if self._in_heap:
+                looking.start()
+            with self.computing_tiles():
+                yield
+        finally:
+            over.set()
+            if looking.is_alive():
+                looking.join()
+
+    def _look_until(self, over: threading.Event) -> None:
+        pause = self._LOOK_SECONDS
+        while not over.wait(pause):
+            pause = self._LOOK_SECONDS if self._held_within(self._roof_bytes) else self._LONGER_LOOK_SECONDS
 
     def close(self) -> None:
         """End the run: no more of what it freed stays than between two tiles of blocks that are mapped."""

@@ -30,6 +30,11 @@ class MemoryGuard:
         """Expect blocks of tiles in the block; what is taken at other times lives long."""
         yield
 
+    @contextmanager
+    def computing_whole(self) -> Iterator[None]:
+        """Expect the blocks of a whole network in the block: nobody announces them."""
+        yield
+
     def reserve(self, nbytes: int, *, for_tile: bool = False) -> None:
         """Give back memory, if need be, before so many bytes are taken at once, or by a tile in whatever thread."""
 

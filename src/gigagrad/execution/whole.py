@@ -15,7 +15,7 @@ from gigagrad.execution.prepared import Prepared
 from gigagrad.execution.refusals import refused_by_pytorch
 from gigagrad.execution.sources import Source
 from gigagrad.graphs import LossModule
-from gigagrad.plans.whole import is_from_heap
+from gigagrad.plans.whole import is_from_heap, unseen_bytes
 
 
 class TooLarge(Exception):
@@ -50,11 +50,10 @@ class WholeRun:
         before = {} if device.is_host else self._written()
         watch = device.memory_guard(plan.predicted_peak_bytes, plan.budget_bytes)
         try:
-            largest = cost.largest_bytes if is_from_heap(plan, cost) else 0
+            largest = unseen_bytes(cost) if is_from_heap(plan, cost) else 0
             watch.begin_pass(cost.peak_bytes, 0, largest)
-            with device.bounded(plan.predicted_peak_bytes), watch.computing_tiles():
+            with device.bounded(plan.predicted_peak_bytes), watch.computing_whole():
                 self._run()
-                watch.tile_done()
         except torch.OutOfMemoryError as error:
             if device.is_host:
                 raise
