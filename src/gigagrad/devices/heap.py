@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import getpass
-import io
 import mmap
 import os
 import sys
 import threading
+from functools import cache
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -96,9 +96,14 @@ def settle_allocator() -> None:
     _set_options({_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: MAPPED_BYTES, _M_TRIM_THRESHOLD: HEAP_TOP_BYTES})
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def _set_options(options: dict[int, int]) -> None:
     if sys.platform.startswith("linux"):
-        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        set_option = getattr(_libc(), "mallopt", None)
         if set_option is not None:
             for option, value in options.items():
                 set_option(option, value)
@@ -112,7 +117,7 @@ def return_freed_memory() -> None:
     theirs anew.
     """
     if sys.platform.startswith("linux"):
-        libc = ctypes.CDLL(None)
+        libc = _libc()
         trim = getattr(libc, "malloc_trim", None)
         if trim is not None:
             trim(0)
@@ -132,17 +137,23 @@ def _heap() -> tuple[int, int] | None:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process now. Asked several hundred times in a step, so without buffers.
-
-    A file object, not a descriptor: Ctrl-C just after it was opened would leave that behind.
-    """
+    """Return the resident memory of this process now. Asked several hundred times in a step, so of an open file."""
     try:
-        with io.FileIO("/proc/self/statm") as statm:
-            return int(statm.read(256).split()[1]) * mmap.PAGESIZE
+        statm = _statm()
+        return int(os.pread(statm, 256, 0).split()[1]) * mmap.PAGESIZE
     except OSError:
         import psutil
 
         return int(psutil.Process().memory_info().rss)
+
+
+@cache
+def _statm() -> int:
+    return os.open("/proc/self/statm", os.O_RDONLY)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_statm.cache_clear)  # what it inherits tells of its parent
 
 
 def peak_resident_bytes() -> int:
@@ -181,7 +192,7 @@ def used_bytes(enough: int = 0) -> int | None:
     """
     if not sys.platform.startswith("linux"):
         return None
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    ask = getattr(_libc(), "mallinfo2", None)
     if ask is None:
         return None
     if (resident := resident_bytes()) <= enough:

@@ -54,6 +54,7 @@ class WholeRun:
             watch.begin_pass(cost.peak_bytes, 0, largest)
             with device.bounded(plan.predicted_peak_bytes), watch.computing_whole():
                 self._run()
+                watch.tile_done()
         except torch.OutOfMemoryError as error:
             if device.is_host:
                 raise

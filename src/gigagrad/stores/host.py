@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import pairwise, starmap
 
-import numpy as np
 import psutil
 import torch
 
@@ -46,8 +46,8 @@ class HostStore(Store):
         if spare is not None:
             self._block = spare.take(self._tensor.nbytes)
             self._tensor = self._block.view(dtype).as_strided(shape, self._tensor.stride())
-        self._reached = np.zeros(shape[axes[1]], np.int64)
-        """The pixels of each column, from the top, that hold what they should."""
+        self._edges, self._reached = [0, shape[axes[1]]], [0]
+        """Columns between two edges have the same pixels, from the top, that hold what they should."""
         self._reaching = threading.Lock()
 
     def _view(self, box: Box) -> torch.Tensor:
@@ -64,14 +64,14 @@ class HostStore(Store):
     def write(self, box: Box, crop: torch.Tensor) -> None:
         with self._reaching:
             self._clear(box.x, box.y0)
-            self._raise(box)
+            self._raise(box.x, box.y1)
         self._view(box).copy_(crop)
 
     def add(self, box: Box, crop: torch.Tensor) -> None:
         with self._reaching:
             self._clear(box.x, box.y0)
             steps = self._steps(box.x)
-            self._raise(box)
+            self._raise(box.x, box.y1)
         for x, height in steps:
             known = min(max(height, box.y0), box.y1)
             for y, adds in ((Span(box.y0, known), True), (Span(known, box.y1), False)):
@@ -102,20 +102,34 @@ class HostStore(Store):
 
     def _steps(self, x: Span) -> list[tuple[Span, int]]:
         """Return the staircase over some columns: spans of one height each."""
-        heights = self._reached[x.start : x.stop]
-        edges = [0, *(np.flatnonzero(np.diff(heights)) + 1).tolist(), x.length]
-        return [(Span(x.start + a, x.start + b), int(heights[a])) for a, b in pairwise(edges) if a < b]
+        if x.empty:
+            return []
+        first, last = bisect_right(self._edges, x.start) - 1, bisect_left(self._edges, x.stop)
+        edges = [x.start, *self._edges[first + 1 : last], x.stop]
+        return list(zip(starmap(Span, pairwise(edges)), self._reached[first:last], strict=True))
 
     def _clear(self, x: Span, height: int) -> None:
         """Write zeros above `height`, where nothing has been reached."""
         for columns, reached in self._steps(x):
             if reached < height:
                 self._view(Box.of(Span(reached, height), columns)).zero_()
-                self._reached[columns.start : columns.stop] = height
+                self._raise(columns, height)
 
-    def _raise(self, box: Box) -> None:
-        heights = self._reached[box.x0 : box.x1]
-        np.maximum(heights, box.y1, out=heights)
+    def _raise(self, x: Span, height: int) -> None:
+        """Note that these columns hold what they should down to `height` at least."""
+        first, last = self._edge(x.start), self._edge(x.stop)
+        self._reached[first:last] = [max(own, height) for own in self._reached[first:last]]
+        for i in range(min(last, len(self._reached) - 1), max(first, 1) - 1, -1):
+            if self._reached[i] == self._reached[i - 1]:
+                del self._edges[i], self._reached[i]
+
+    def _edge(self, column: int) -> int:
+        """Return the number of an edge there; a new one, if need be."""
+        i = bisect_left(self._edges, column)
+        if self._edges[i] != column:
+            self._edges.insert(i, column)
+            self._reached.insert(i, self._reached[i - 1])
+        return i
 
 
 class MemoryTier(Tier):
