@@ -8,6 +8,7 @@ import torch
 import gigagrad as gg
 from gigagrad.errors import BudgetError, CaptureError, ConfigError, ImageError, TargetError
 from gigagrad.events import StepMeasured
+from gigagrad.execution import engine as engines
 
 TILE = (5, 8)
 
@@ -108,3 +109,24 @@ def test_an_engine_says_what_it_is():
     assert repr(gg.compile(torch.nn.Conv2d(1, 1, 1))) == "<Engine of Conv2d, no loss, on cpu, no budget>"
     plan = engine.plan(torch.zeros(1, 8, 8), torch.zeros(1, 8, 8))
     assert plan._repr_html_().startswith("<pre>Training step as planned")
+
+
+@pytest.mark.parametrize("in_tiles", [False, True])
+def test_a_new_gradient_is_taken_over_as_it_is(net, bce, pair, monkeypatch, in_tiles):
+    """A copy of every gradient would be a copy of all weights in every step."""
+    given = []
+    taking_over = engines._HandOver.forward
+
+    def forward(ctx, gradients, *tensors):
+        given.extend(gradient.data_ptr() for gradient in gradients)
+        return taking_over(ctx, gradients, *tensors)
+
+    monkeypatch.setattr(engines._HandOver, "forward", staticmethod(forward))
+    engine = gg.compile(net, bce)
+    engine.in_tiles = in_tiles
+    engine.backward(pair.image, pair.target)
+    assert given == [parameter.grad.data_ptr() for parameter in net.parameters()]
+    first = [parameter.grad.clone() for parameter in net.parameters()]
+    engine.backward(pair.image, pair.target)
+    for one, parameter in zip(first, net.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * one)

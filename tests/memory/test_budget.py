@@ -85,7 +85,12 @@ def test_a_step_stays_below_prediction_and_budget(name: str, height: int, width:
 
 @pytest.mark.parametrize(
     ("name", "height", "width", "memory"),
-    [("normed", 803, 1001, "1 GiB"), ("normed", 803, 1001, "1120 MiB"), ("heavy", 512, 640, "720 MiB"), ("wide", 700, 900, "900 MiB")],
+    [
+        ("normed", 803, 1001, "1 GiB"),
+        ("normed", 803, 1001, "1120 MiB"),
+        ("heavy", 512, 640, "720 MiB"),
+        ("wide", 700, 900, "900 MiB"),
+    ],
 )
 def test_a_whole_image_stays_below_prediction_and_budget(name: str, height: int, width: int, memory: str) -> None:
     result = run_step(name, height, width, memory, way="whole image")

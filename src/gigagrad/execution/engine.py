@@ -202,12 +202,13 @@ class Engine:
             run, graph = self._run("backward", sources)
             given = {name: source.given for name, source in sources.items() if source.given is not None}
         if isinstance(run, WholeRun):
-            with hooks_called(tensor for tensor, _ in run.gradients):
+            with hooks_called([tensor for tensor, _ in run.gradients]):
                 _accumulate(run.gradients)
             return run.output
         parameters = {**dict(self._composite.named_parameters(remove_duplicate=False)), **graph.closed}
         found: list[tuple[torch.Tensor, torch.Tensor]]
         found = [(parameters[graph[i].arguments["name"]], gradient) for i, gradient in run.gradients.items()]
+        run.gradients.clear()
         found += [(given[name], gradient.reshape(given[name].shape)) for name, gradient in run.input_gradients.items()]
         _accumulate(found)
         return run.output
@@ -459,11 +460,30 @@ def _whole_gradient(run: Run) -> tuple[Box, torch.Tensor]:
 
 
 def _accumulate(found: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add gradients to `.grad` the way autograd does, hooks included."""
+    """Add gradients to `.grad` the way autograd does, hooks included. `found` is emptied: what nobody else holds
+    becomes a new `.grad` as it is.
+    """
     if found:
+        tensors = [tensor for tensor, _ in found]
+        gradients = [gradient.to(tensor.device, tensor.dtype) for tensor, gradient in found]
+        found.clear()
         with torch.inference_mode(False), torch.enable_grad():
-            views = [tensor.view_as(tensor) for tensor, _ in found]
-            torch.autograd.backward(views, [gradient.to(tensor.device, tensor.dtype) for tensor, gradient in found])
+            _HandOver.apply(gradients, *tensors).backward()  # type: ignore[no-untyped-call]
+
+
+class _HandOver(torch.autograd.Function):
+    """Has gradients that are known already; autograd takes them over one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return gradients[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        every = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return every
 
 
 def _delivers_image(graph: Graph) -> bool:
