@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def demo(args: argparse.Namespace) -> None:
-    from gigagrad.demo import FULL, QUICK, run_demo
+    from gigagrad.demo.run import FULL, QUICK, run_demo
 
     with _progress() as listener:
         result = run_demo(
@@ -31,7 +31,7 @@ def demo(args: argparse.Namespace) -> None:
 
 def label(args: argparse.Namespace) -> None:
     from gigagrad.cohorts import find_slides
-    from gigagrad.cohorts.labelling import label_slides
+    from gigagrad.cohorts.slides import label_slides
 
     slides = [row.slide for row in find_slides(args.slides)]
     with _progress() as listener:
@@ -257,7 +257,7 @@ def attribute(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    from gigagrad.reports import write_report
+    from gigagrad.reports.report import write_report
 
     print(write_report(args.run, args.out, predictions_dir=args.predictions))
 
@@ -273,7 +273,7 @@ def calibrate(args: argparse.Namespace) -> None:
 
 
 def doctor(args: argparse.Namespace) -> None:
-    from gigagrad.reports import diagnose, doctor_table
+    from gigagrad.reports.doctor import diagnose, doctor_table
 
     checks = diagnose()
     _show(doctor_table(checks))

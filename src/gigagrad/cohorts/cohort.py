@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from gigagrad.cohorts.clam import split_files, split_rows
 from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
-from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, read_rows
+from gigagrad.cohorts.rows import Row, Split, columns_of, folded, number_in, read_rows, split_files, split_rows
 from gigagrad.errors import ConfigError, GigagradError, ImageError, TargetError
 from gigagrad.files import content_digest
 from gigagrad.images import InputView
@@ -64,9 +63,8 @@ def read_cohort(path: str | Path, fold: int | None = None) -> Cohort:
     """Read and check a cohort file (`cohorts.rows`) or folder (`cohorts.folders`).
 
     The slides are not opened (`check_images` does that). Of a cohort with the column `fold`, the rows of `fold` are
-    validated and the others trained on, except those whose split is `test`; of one with split files (`cohorts.clam`),
-    the file of that number counts. Raises `ConfigError` naming the file, the
-    line, what was found and what is expected.
+    validated and the others trained on, except those whose split is `test`; of one with split files
+    the file of that number counts. Raises `ConfigError` naming the file, the line, what was found and what is expected.
     """
     path = Path(path)
     if path.is_dir() and is_cohort_folder(path):

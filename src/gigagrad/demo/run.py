@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gigagrad.cohorts import Row, find_slides
-from gigagrad.cohorts.labelling import label_slides
+from gigagrad.cohorts.slides import label_slides
 from gigagrad.demo.step import measured_step
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Listener, Notice
