@@ -34,7 +34,7 @@ from gigagrad.images import Image, open_image, thumbnail
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import image_shape
-from gigagrad.prediction.overlay import write_overlay
+from gigagrad.prediction.outlines import write_overlay
 from gigagrad.prediction.slide_scores import Reading, output_of, weighted_sum
 from gigagrad.shares import Share
 
@@ -68,13 +68,8 @@ def attribute(
     config = PredictConfig.from_dict({"run": run, "slides": slides, "out": out, **settings})
     share, job = Share.parse(config.share), _Job(config, Events(tuple(listeners)), of, module, block)
     rows = rows_of(share, find_slides(config.slides, config.split, config.run_fold))
-
-    def draw(row: Row) -> tuple[Path, str]:
-        said = job.make(row)
-        return job.picture(row), said
-
     done, failures = set(filter(job.is_made, rows)), (GigagradError, OSError)
-    return tuple(run_job("attribute", rows, share, Path(out), job.events, draw, done, failures=failures))
+    return tuple(run_job("attribute", rows, share, Path(out), job.events, job.make, done, failures=failures))
 
 
 class _Job:
@@ -99,19 +94,17 @@ class _Job:
         with config.model_path.open("rb") as file:
             self._digest = hashlib.file_digest(file, "sha256").hexdigest()
 
-    def picture(self, row: Row) -> Path:
-        return self._out / f"{row.name}.png"
+    def _paths(self, row: Row) -> tuple[Path, Path]:
+        """Return the map of a slide, and its picture."""
+        return self._out / f"{row.name}.tif", self._out / f"{row.name}.png"
 
     def is_made(self, row: Row) -> bool:
         """Return whether there is a map and a picture, of whatever settings."""
-        return self._map(row).exists() and self.picture(row).exists() and not self._overwrite
+        return all(path.exists() for path in self._paths(row)) and not self._overwrite
 
-    def _map(self, row: Row) -> Path:
-        return self._out / f"{row.name}.tif"
-
-    def make(self, row: Row) -> str:
-        """Write the two files of a slide, unless they are there. Returns what was done, in a few words."""
-        path = self._map(row)
+    def make(self, row: Row) -> tuple[Path, str]:
+        """Write both files of a slide, unless they are there. Returns the picture, and in a few words what was done."""
+        path, picture = self._paths(row)
         with row.open(self._config.resolved_level) as slide:
             settings = {
                 "of": self._of or "what is predicted",
@@ -124,12 +117,12 @@ class _Job:
             if path.exists() and not self._overwrite:
                 if _description(path) != description:
                     raise WriteError(f"{path} is another map, or none; choose another --out or pass --overwrite")
-                if self.picture(row).exists():
-                    return "done before"
+                if picture.exists():
+                    return picture, "done before"
             title = self._write(path, slide, description)
             with open_image(path) as heat:
-                write_overlay(self.picture(row), draw_heat(slide, heat, title))
-        return title
+                write_overlay(picture, draw_heat(slide, heat, title))
+        return picture, title
 
     def _write(self, path: Path, slide: Image, description: str) -> str:
         """Write the map. Returns what it shows."""

@@ -59,11 +59,6 @@ def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
     return (background, *named[: count - 1])
 
 
-def foreground(classes: Sequence[MaskClass]) -> tuple[MaskClass, ...]:
-    """Return those of the classes that a mask has."""
-    return tuple(kind for kind in classes if kind.id)
-
-
 @dataclass(frozen=True, slots=True)
 class Channels:
     """The meaning of a segmentation model's output channels.

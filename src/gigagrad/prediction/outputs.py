@@ -20,8 +20,8 @@ from gigagrad.execution.sinks import Pyramid, Sink
 from gigagrad.images import Image, MaskClass, write_pyramid
 from gigagrad.images.georeference import geotiff_tags
 from gigagrad.masks import IGNORED, LabelMap
-from gigagrad.prediction.classes import Channels, foreground
-from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
+from gigagrad.prediction.classes import Channels
+from gigagrad.prediction.outlines import draw_overlay, layers, write_overlay
 from gigagrad.prediction.polygons import Traced, write_annotations, write_geojson, write_instances
 
 FORMATS: Final = {"tiff": ".tif", "ome-tiff": ".ome.tif", "cog": ".cog.tif", "ome-zarr": ".ome.zarr"}
@@ -78,7 +78,7 @@ class Output:
 
 def _mask(path: Path, streaming: Streaming) -> Sink:
     """Write class ids in bytes; of labels a channel for each, of 0 and 1. Where the slide has no data, it has none."""
-    channels, classes = streaming.channels, foreground(streaming.classes)
+    channels, classes = streaming.channels, [kind for kind in streaming.classes if kind.id]
     said = ["gigagrad labels" if channels.labels else "gigagrad mask: 0 background"]
     said += [f"{kind.id} {kind.name}" for kind in classes]
     nodata = IGNORED if streaming.seen.missing_bytes else None

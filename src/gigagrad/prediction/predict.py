@@ -31,7 +31,7 @@ from gigagrad.images.resolution import level_near
 from gigagrad.masks import open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
-from gigagrad.prediction.classes import Channels, foreground, image_shape
+from gigagrad.prediction.classes import Channels, image_shape
 from gigagrad.prediction.outputs import OUTPUTS, Predicted, Streaming, file_names
 from gigagrad.prediction.polygons import trace, with_probabilities
 from gigagrad.prediction.records import FILE_NAME, MadeWith, SlideResult, read_records, summary, write_record
@@ -157,7 +157,7 @@ class Predictor:
                 streaming = Streaming(seen, channels, named, self.config.threshold)
                 self.engine.forward(seen, out=Several([sink(path, streaming) for sink, path in streamed]))
             mask = opened.enter_context(open_image(self.out / result.files["mask"]))
-            classes = foreground(named)
+            classes = [kind for kind in named if kind.id]
             traced = trace(mask, classes)
             if "probabilities" in result.files:
                 chances = opened.enter_context(open_image(self.out / result.files["probabilities"]))
@@ -250,7 +250,9 @@ def predict(
 
     Raises `ConfigError`, `ModelError` or `WriteError` for what concerns all slides; nothing has been predicted then.
     """
-    config = _config(config, settings)
+    if isinstance(config, PredictConfig):
+        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    config = PredictConfig.from_dict({**({"run": config} if isinstance(config, str | Path) else config), **settings})
     if executor is not None:  # workers may run in another folder
         config = config.relative_to(Path.cwd())
     share, out, events = Share.parse(config.share), Path(config.out), Events(tuple(listeners))
@@ -272,15 +274,17 @@ def predict(
 
     done = {entry for entry, known in before.items() if known}
     results = run_job("predict", slides, share, out, events, work, done, subject=predictor.made_with.model)
-    write_agreed(lambda: _merged(config, predictor, cohort))
+
+    def merged() -> dict[Path, str]:
+        """Make the files of all records: the cohort's in its order, then those of earlier runs by name."""
+        records = read_records(out)
+        names = dict.fromkeys([*(entry.name for entry in cohort), *sorted(records)])
+        found = [records[name] for name in names if name in records]
+        tables = score_tables(found, predictor.table, config.threshold)
+        return {out / name: text for name, text in {**tables, FILE_NAME: summary(found)}.items()}
+
+    write_agreed(merged)
     return tuple(results)
-
-
-def _config(given: PredictConfig | Mapping[str, Any] | str | Path, settings: Mapping[str, Any]) -> PredictConfig:
-    if isinstance(given, PredictConfig):
-        given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    values = {"run": given} if isinstance(given, str | Path) else given
-    return PredictConfig.from_dict({**values, **settings})
 
 
 def _each(slides: Sequence[Row], predictor: Predictor, executor: Executor | None) -> Iterator[SlideResult]:
@@ -306,15 +310,6 @@ def _predict_there(config: PredictConfig, made_with: MadeWith, entry: Row) -> Sl
 def _predictor_there(config: PredictConfig, made_with: MadeWith) -> Predictor:
     """Make the predictor of a worker; of a model that has been trained anew meanwhile, `made_with` is another."""
     return Predictor(config, Events())
-
-
-def _merged(config: PredictConfig, predictor: Predictor, cohort: Sequence[Row]) -> dict[Path, str]:
-    """Write the files that are made of all records: the cohort's in its order, then those of earlier runs by name."""
-    records, out = read_records(Path(config.out)), Path(config.out)
-    names = dict.fromkeys([*(entry.name for entry in cohort), *sorted(records)])
-    found = [records[name] for name in names if name in records]
-    tables = score_tables(found, predictor.table, config.threshold)
-    return {out / name: text for name, text in {**tables, FILE_NAME: summary(found)}.items()}
 
 
 def _in_words(result: SlideResult) -> str:
