@@ -141,8 +141,8 @@ def _planned_for(args: argparse.Namespace) -> tuple[str | Device, Machine | None
 
 def init(args: argparse.Namespace) -> None:
     from gigagrad.config import schema
+    from gigagrad.config.fit import write_template
     from gigagrad.training import FitConfig
-    from gigagrad.training.template import write_template
 
     if args.schema:
         print(json.dumps(schema(FitConfig), indent=2))
