@@ -29,7 +29,7 @@ from gigagrad.masks import IGNORED, ClassTable, is_annotation_file, open_mask, r
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape, require_mask
-from gigagrad.prediction.records import MadeWith, mask_of, read_records
+from gigagrad.prediction.outputs import MadeWith, mask_of, read_records
 from gigagrad.prediction.scores import Confusion, Evaluation, counts_of, score_logits, score_masks
 from gigagrad.prediction.slide_scores import (
     Reading,

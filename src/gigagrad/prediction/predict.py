@@ -32,9 +32,19 @@ from gigagrad.masks import open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape
-from gigagrad.prediction.outputs import OUTPUTS, Predicted, Streaming, file_names
+from gigagrad.prediction.outputs import (
+    FILE_NAME,
+    OUTPUTS,
+    MadeWith,
+    Predicted,
+    SlideResult,
+    Streaming,
+    file_names,
+    read_records,
+    summary,
+    write_record,
+)
 from gigagrad.prediction.polygons import trace, with_probabilities
-from gigagrad.prediction.records import FILE_NAME, MadeWith, SlideResult, read_records, summary, write_record
 from gigagrad.prediction.scores import counts_of, score_masks
 from gigagrad.prediction.slide_scores import Reading, check_table, output_of, score_tables
 from gigagrad.shares import Share

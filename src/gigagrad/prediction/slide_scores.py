@@ -32,7 +32,7 @@ from gigagrad.files import csv_text
 from gigagrad.images import Image
 from gigagrad.losses import kind_of
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.records import SlideResult
+from gigagrad.prediction.outputs import SlideResult
 
 TABLE_NAME: Final = "slides.csv"
 BAGS_NAME: Final = "bags.csv"

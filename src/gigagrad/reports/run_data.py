@@ -18,7 +18,7 @@ import yaml
 
 from gigagrad.config.fit import FitConfig
 from gigagrad.events import MetricsLogged, StepMeasured
-from gigagrad.prediction.records import FILE_NAME, FOLDER
+from gigagrad.prediction.outputs import FILE_NAME, FOLDER
 from gigagrad.training.folder import RunFolder
 
 _Record = TypeVar("_Record")
