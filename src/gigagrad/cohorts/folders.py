@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from gigagrad.cohorts.rows import SPLITS, Row, Split, slides_in, with_own_names
+from gigagrad.cohorts.rows import SPLITS, Row, slides_in, with_own_names
 from gigagrad.errors import ConfigError
 from gigagrad.files import read_json
 from gigagrad.images.layout import plain_stem
@@ -40,21 +40,16 @@ def rows_of_folder(folder: Path) -> tuple[tuple[Row, ...], tuple[str, ...]]:
     """
     if (folder / "dataset.json").is_file():
         return _of_nnunet(folder)
-    whole = (folder / "images").is_dir()
-    rows = (
-        list(_with_splits(_matched(folder))) if whole else [row for split in SPLITS for row in _of_split(folder, split)]
-    )
+    if (folder / "images").is_dir():
+        rows = list(_with_splits(_matched(folder)))
+    else:
+        split = [each for each in SPLITS if (folder / each / "images").is_dir()]
+        rows = [replace(row, split=each) for each in split for row in _matched(folder / each)]
     if not rows:
         raise ConfigError(
             f"{folder} holds no images; expected files in images/ and masks/, or in train/images and so on"
         )
     return with_own_names(rows), ()
-
-
-def _of_split(folder: Path, split: Split) -> Iterator[Row]:
-    if (folder / split / "images").is_dir():
-        for row in _matched(folder / split):
-            yield replace(row, split=split)
 
 
 def _matched(folder: Path) -> Iterator[Row]:

@@ -268,12 +268,12 @@ def block_rows(strips: Iterable[NDArray[Any]], height: int, side: int) -> Iterat
             yield (sums if whole else sums[:-1]).astype(np.float32)
 
 
-def draw_heat(slide: Image, heat: Image, title: str, max_side: int = 2000) -> _Picture:
-    """Draw, as `(h, w, 3)` uint8, the slide in pale grey at most `max_side` px long, the upper half of the map's values
+def draw_heat(slide: Image, heat: Image, title: str) -> _Picture:
+    """Draw, as `(h, w, 3)` uint8, the slide in pale grey at most 2000 px long, the upper half of the map's values
     over it in colours that grow stronger with them, and a legend with `title` below. Both are read piece by piece; the
     map is averaged to 200 cells along its longer side.
     """
-    grey = thumbnail(slide, max_side).mean(2, keepdims=True)
+    grey = thumbnail(slide, 2000).mean(2, keepdims=True)
     values = _averaged(heat)
     low, high = np.percentile(values, (_LOW, _HIGH))
     share = np.clip((values - low) / ((high - low) or (values.max() - low) or 1), 0, 1)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gigagrad.cohorts import Row, bags_of, check_bags, find_slides
+from gigagrad.cohorts import Row, check_bags, find_slides
 from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, TargetError
@@ -31,17 +31,7 @@ from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape, require_mask
 from gigagrad.prediction.outputs import MadeWith, mask_of, read_records
 from gigagrad.prediction.scores import Confusion, Evaluation, counts_of, score_logits, score_masks
-from gigagrad.prediction.slide_scores import (
-    Reading,
-    SlideEvaluation,
-    SlideScore,
-    evaluate_classes,
-    evaluate_numbers,
-    evaluate_survival,
-    label_time,
-    label_value,
-    output_of,
-)
+from gigagrad.prediction.slide_scores import Reading, SlideEvaluation, compare_labels, output_of
 from gigagrad.shares import Share
 
 NO_MASKS: Final = "{} has a label of each slide and no masks; scores of pixels need a column 'mask'"
@@ -379,32 +369,3 @@ def _plain_scores(found: tuple[Reading, Mapping[str, float]]) -> dict[str, Any]:
 
 def _parsed_scores(content: Mapping[str, Any]) -> tuple[Reading, Mapping[str, float]]:
     return Reading(tuple(content["columns"]), tuple(content["names"])), dict(content["scores"])
-
-
-def compare_labels(
-    entries: Sequence[Row],
-    found: Mapping[str, tuple[Reading, Mapping[str, float]]],
-    table: ClassTable | None,
-    threshold: float,
-) -> SlideEvaluation:
-    """Compare the scores of slides by name, or of bags of them, with their labels.
-
-    Raises `ConfigError` for slides whose scores are not alike, and `TargetError` for labels that are not what the
-    scores are of.
-    """
-    reading, _ = found[entries[0].name]
-    for name, (other, _) in found.items():
-        if other != reading:
-            raise ConfigError(f"{name} has scores of {other.columns}, others of {reading.columns}; predict anew")
-    of_bags = []
-    for bag in bags_of(entries):
-        row, of_slides = bag[0], [found[each.name][1] for each in bag]
-        scores = reading.pooled(of_slides) if len(bag) > 1 else dict(of_slides[0])  # a single slide's are its own
-        truth, event = label_time(row) if reading.survival else (label_value(row, reading, table), True)
-        said = reading.predicted(scores, threshold)
-        of_bags.append(
-            SlideScore(row.bag or row.name, scores, reading.outputs(scores), said, row.label or "", truth, event)
-        )
-    if reading.survival:
-        return evaluate_survival(of_bags)
-    return evaluate_classes(of_bags, reading.names) if reading.names else evaluate_numbers(of_bags)

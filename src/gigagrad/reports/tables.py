@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gigagrad.plans.description import COSTLY, GOOD, OWN, Description, Table
+from gigagrad.plans.description import COSTLY, GOOD, OWN, Table
 from gigagrad.prediction import Evaluation, SlideEvaluation
 from gigagrad.prediction.scores import spread
 from gigagrad.prediction.slide_scores import RESAMPLES
@@ -182,16 +182,6 @@ def rates_table(calibration: Calibration) -> Table:
 _STYLES: Final = {GOOD: "green", COSTLY: "yellow", OWN: "bold", WRONG: "red"}
 _BAR: Final = 30
 """Characters of the longest bar."""
-
-
-def page(description: Description) -> RenderableType:
-    """Lay out a description for a rich console, readable at 100 columns."""
-    facts = RichTable.grid(padding=(0, 2))
-    for label, text in description.facts:
-        facts.add_row(Text(label, style="dim"), Text(text))
-    parts: list[RenderableType] = [Group(Text(description.title, style="bold"), facts)]
-    parts += [Shown(table, fitting=True) for table in description.tables]
-    return Group(*(item for part in parts for item in (part, Text())))
 
 
 @dataclass(frozen=True, slots=True)

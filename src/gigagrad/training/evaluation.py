@@ -34,9 +34,8 @@ from gigagrad.masks import ClassTable
 from gigagrad.models.registry import asks_for_weights
 from gigagrad.models.saved import save_folder
 from gigagrad.prediction.classes import Channels, image_shape
-from gigagrad.prediction.cohort_scores import compare_labels
 from gigagrad.prediction.scores import Confusion, Evaluation, mean_sd, score_logits, spread
-from gigagrad.prediction.slide_scores import Reading, output_of
+from gigagrad.prediction.slide_scores import Reading, compare_labels, output_of
 from gigagrad.ranks import Mesh, Ranks
 from gigagrad.training.dataset import Dataset
 from gigagrad.training.folder import RunFolder, environment
