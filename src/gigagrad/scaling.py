@@ -155,9 +155,7 @@ def tile_step(
 
 
 def clock(passes: Sequence[PassTimes], link: Link, copying: float = inf) -> float:
-    """Return the seconds until the last rank is through all passes; `copying`: bytes a second of messages packed or
-    opened.
-    """
+    """Return the seconds until the last rank is through all passes; `copying`: bytes a second packed or opened."""
     clocks = [0.0] * len(passes[0].seconds) if passes else [0.0]
     for one in passes:
         clocks = [now + seconds for now, seconds in zip(clocks, one.seconds, strict=True)]
@@ -300,9 +298,7 @@ def _slowest(cost: _Costs, layers: int, ranks: int) -> float:
 
 
 def _smallest(cost: _Costs, layers: int, ranks: int, slowest: float) -> tuple[PipelineStage, ...]:
-    """Find the stages of a split of which none takes longer: by the number of stages, the fewest ranks up to each
-    layer.
-    """
+    """Find the stages of a split of which none takes longer: the fewest stages, then the fewest ranks."""
     needs = {piece: int(np.argmax(times <= slowest)) + 1 for piece, times in cost.items() if times.min() <= slowest}
     reached: dict[int, tuple[int, tuple[PipelineStage, ...]]] = {0: (0, ())}
     for _ in range(layers):
@@ -401,9 +397,7 @@ class Scaling:
         )
 
     def ways(self, ranks: int) -> dict[str, float]:
-        """Return the seconds of a step if all ranks share every image, each has images of its own, groups do, or in
-        a pipeline.
-        """
+        """Return the seconds of a step if all ranks share an image, each has its own, groups do, or in a pipeline."""
         busy = min(ranks, self.images)
         return {
             TILE: self.grouped(ranks, 1).seconds,

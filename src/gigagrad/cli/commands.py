@@ -233,9 +233,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def _split(args: argparse.Namespace) -> str | None:
-    """Return the split of the rows that are scored, None for all: unless it was typed, test slides, where there is any
-    split.
-    """
+    """Return the split of the rows that are scored, None for all; by default test slides, where there is any split."""
     from gigagrad.cohorts import find_slides, folds_of, read_rows
 
     if args.split is None:

@@ -114,11 +114,7 @@ class Row:
         return () if self.mask is None else (self.mask, *self.further_masks)
 
     def open(self, level: int = 0, mpp: float | None = None) -> Image:
-        """Open the slide, with the channels of all its images; `mpp` is that of level 0, over what the row and the file
-        say.
-
-        Raises `ImageError`.
-        """
+        """Open the slide and its further images as one; `mpp`, of level 0, is over all else. Raises `ImageError`."""
         return open_image((self.slide, *self.further_slides), level=level, mpp=mpp or self.mpp)
 
 
@@ -298,11 +294,7 @@ def _existing(where: str, path: Path, text: str, suffixes: Sequence[str] = ()) -
 
 
 def survival_of(text: str) -> tuple[float, bool] | None:
-    """Read a survival time as R prints it, `12.5`, or `12.5+` where the event had not come until then, and whether it
-    came.
-
-    None for what is no time.
-    """
+    """Read a survival time as R prints it, `12.5`, or `12.5+` where no event came until then; None for no time."""
     try:
         time = float(text.removesuffix("+"))
     except ValueError:

@@ -250,9 +250,7 @@ def _blocks(size: tuple[int, ...], side: int) -> tuple[int, int]:
 
 
 def block_rows(strips: Iterable[NDArray[Any]], height: int, side: int) -> Iterator[NDArray[np.float32]]:
-    """Yield sums over blocks as rows `(n, columns)`, of strips `(h, W)` of any height that are `height` px high
-    together.
-    """
+    """Yield sums over blocks as rows `(n, columns)`, of strips `(h, W)` that are `height` px high together."""
     begun: NDArray[np.float64] | None = None
     y = 0
     for strip in strips:

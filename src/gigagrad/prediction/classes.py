@@ -27,9 +27,7 @@ _PALETTE = ((0, 200, 255), (213, 94, 0), (0, 158, 115), (204, 121, 167), (0, 114
 
 
 def image_shape(engine: Engine, slide: Image) -> tuple[int, ...] | None:
-    """Return `(1, C, H, W)` of the model's output for this slide, None where that is no image. Captures the model, and
-    computes nothing.
-    """
+    """Return `(1, C, H, W)` of the model's output for this slide by capturing it, None where that is no image."""
     graph = engine.problem(slide).graph
     output = graph[graph.output]
     return output.shape if output.is_field else None

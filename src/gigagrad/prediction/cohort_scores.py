@@ -57,10 +57,7 @@ class OfModel:
                 return score_logits(self._engine.stream(seen), truth, channels, self.table, seen)
 
     def scores(self, entry: Row) -> tuple[Reading, Mapping[str, float]]:
-        """Return the scores of a whole slide and how they are read: a number or probabilities of classes.
-
-        Raises `ConfigError`, `ImageError` and `ModelError`.
-        """
+        """Return a slide's scores and how they are read. Raises `ConfigError`, `ImageError` and `ModelError`."""
         with self._opened(entry) as (_, seen, _):
             output_NC = output_of(self._engine, seen)
         reading = _of_one_label(Reading.of(output_NC.shape[1], self._config.run_loss, self.table))

@@ -258,16 +258,9 @@ class SlideResult:
     def failed(self) -> bool:
         return self.status == "failed"
 
-    def missing(self, out: Path, files: Mapping[str, str]) -> dict[str, str]:
-        """Return those of the files, by output, that were not made or are not there any more."""
-        there = self.files if self.status == "done" else {}
-        return {output: file for output, file in files.items() if output not in there or not (out / file).exists()}
-
 
 def mask_of(name: str, result: SlideResult | None) -> str:
-    """Return the mask of the slide `name`, relative to the output folder; of one from elsewhere, what it would be
-    called.
-    """
+    """Return the mask of the slide `name` in the output folder; of one from elsewhere, what it would be called."""
     return (result.files if result is not None else {}).get("mask") or file_names(name, "tiff")["mask"]
 
 

@@ -186,9 +186,7 @@ def read_sampled(mask: Image, box: Box, downsample: int) -> NDArray[np.uint8]:
 
 
 def _polygons(rings: Rings, downsample: int, limits: Any, min_area_px: float) -> Iterator[Polygon]:
-    """Make valid polygons of each outer ring with its holes, scaled to the mask's pixels and cut at the image's
-    border.
-    """
+    """Make valid polygons of each outer ring with its holes, in the mask's pixels and cut at the image's border."""
     import shapely
 
     kept = np.abs(rings.areas) * downsample**2 >= min_area_px

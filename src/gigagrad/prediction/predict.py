@@ -52,10 +52,7 @@ from gigagrad.units import format_seconds
 
 
 class Predictor:
-    """The network, its engine and the settings that all slides of a prediction share.
-
-    Raises `ConfigError` and `ModelError`.
-    """
+    """The network, its engine and the settings of a prediction. Raises `ConfigError` and `ModelError`."""
 
     def __init__(self, config: PredictConfig, events: Events) -> None:
         self.config, self.out = config, Path(config.out)
@@ -103,7 +100,10 @@ class Predictor:
         files = self._files(entry, known)
         if self.config.overwrite or known is None or known.slide_bytes != size_of(entry.slide):
             return files
-        missing = known.missing(self.out, files)
+        there = known.files if known.status == "done" else {}
+        missing = {
+            output: file for output, file in files.items() if output not in there or not (self.out / file).exists()
+        }
         return files if any(OUTPUTS[output].sink is not None for output in missing) else missing
 
     def finished(self, entry: Row, known: SlideResult | None) -> SlideResult | None:

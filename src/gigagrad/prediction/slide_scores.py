@@ -355,9 +355,7 @@ def c_index(risk_N: NDArray[np.float64], time_N: NDArray[np.float64], event_N: N
 
 
 def _measured(measures: dict[str, Callable[[NDArray[np.int64]], float]], count: int) -> dict[str, Measure]:
-    """Compute each measure of all slides, and its interval over draws of slides, the same draws for all; of one
-    slide there is none.
-    """
+    """Compute each measure of all slides, and its interval over the same draws of them; of one slide there is none."""
     draws = np.random.default_rng(_SEED).integers(count, size=(RESAMPLES if count > 1 else 0, count))
     found = {}
     for name, measure in measures.items():

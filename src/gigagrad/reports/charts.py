@@ -78,9 +78,7 @@ _MOST_LABELLED = 40
 
 
 def loss_chart(run: RunData) -> str | None:
-    """Draw training loss by step (faint, with its running mean) and validation loss; None if nothing finite was
-    logged.
-    """
+    """Draw training loss by step (faint, with its running mean) and validation loss; None without a finite one."""
     train, val = _finite(run.series("train", "loss")), _finite(run.series("val", "loss"))
     if not len(train) and not len(val):
         return None

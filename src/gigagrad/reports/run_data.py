@@ -168,9 +168,7 @@ def _metric(record: Mapping[str, Any]) -> MetricsLogged:
 
 
 def _filled(cls: type[_Record], record: Mapping[str, Any], **known: Any) -> _Record:
-    """Make a record of texts and numbers from a JSON object, empty and 0 where they are missing; `known` fields as
-    given.
-    """
+    """Make a record of the texts and numbers of a JSON object, empty and 0 where they are missing, and of `known`."""
     values = {
         name: str(record.get(name, "")) if kind is str else kind(number(record, name))
         for name, kind in get_type_hints(cls).items()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -194,7 +193,7 @@ class Shown:
     fitting: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        bars = [_Bar(share) for share in self.table.bars]
+        bars = [_bar(share, ascii_only=options.ascii_only) for share in self.table.bars]
         room = options.max_width - (_BAR + 2 if bars else 0)
         table = self.table.fitting(room) if self.fitting else self.table
         right = table.numeric
@@ -209,7 +208,7 @@ class Shown:
         )
         for i, name in enumerate(table.columns):
             if bars and i == before:
-                shown.add_column()
+                shown.add_column(width=_BAR)
             no_wrap = right[i] and (self.fitting or len(name) <= max(len(row[i]) for row in table.rows))
             shown.add_column(Text(name), justify="right" if right[i] else "left", no_wrap=no_wrap, overflow="fold")
         tones = table.tones or ("",) * len(table.rows)
@@ -222,18 +221,9 @@ class Shown:
             yield Text(table.note)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    """A bar of this share of the full length, in eighths of a character where the terminal has them."""
-
-    share: float
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(_BAR, _BAR)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        eighths = max(1, round(8 * _BAR * self.share))
-        if options.ascii_only:
-            yield Text("#" * -(-eighths // 8))
-        else:
-            yield Text("\u2588" * (eighths // 8) + " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"[eighths % 8].strip())
+def _bar(share: float, *, ascii_only: bool) -> Text:
+    """Draw a bar of this share of the full length, in eighths of a character where the terminal has them."""
+    eighths = max(1, round(8 * _BAR * share))
+    if ascii_only:
+        return Text("#" * -(-eighths // 8))
+    return Text("\u2588" * (eighths // 8) + " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"[eighths % 8].strip())

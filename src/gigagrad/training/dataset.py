@@ -376,9 +376,7 @@ class Steps:
 
     @contextmanager
     def _varied(self, row: Row, number: int, epoch: int) -> Iterator[tuple[Image, Image | torch.Tensor]]:
-        """Open training slide `number` with its target, turned and coloured as in this epoch, which seeds what is
-        drawn.
-        """
+        """Open training slide `number` and its target as this epoch turns and colours them; seed what is drawn."""
         config = self._config
         transform = transform_of(config.seed, epoch, number) if config.augment else 0
         with self._dataset.open(row, transform) as (slide, target):

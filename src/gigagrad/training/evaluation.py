@@ -46,9 +46,7 @@ _THRESHOLD = 0.5
 
 
 def validate(learner: Learner, dataset: Dataset, rows: tuple[Row, ...], events: Events, mesh: Mesh) -> float:
-    """Return the mean loss over `rows`, or that of all bags, without turns and in eval mode. Emits the job
-    `validate`.
-    """
+    """Return the mean loss over `rows`, or that of all bags, as they are and in eval mode. Emits the job `validate`."""
     learner.model.eval()
     with events.job("validate", len(rows)) as advance:
         if (group := learner.group) is not None:

@@ -122,9 +122,7 @@ def _groups(config: FitConfig, model: nn.Module, own: Collection[str] | None) ->
 
 
 def _matching(pattern: str, names: list[str], setting: str) -> list[str]:
-    """Return names that are `pattern`, lie inside the module `pattern`, or match it with `*` and `?`. Raises
-    `ConfigError`.
-    """
+    """Return names that are or lie inside `pattern`, or match it with `*` and `?`. Raises `ConfigError`."""
     found = [name for name in names if name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)]
     if not found and pattern != "*":
         modules = {name.rpartition(".")[0] for name in names} | {name.partition(".")[0] for name in names}
@@ -360,9 +358,7 @@ class Learner:
         return found | ({"gradient_error": run.gradient_error} if run.gradient_error else {})
 
     def step(self, done: int, steps: int, slides: int) -> dict[str, float]:
-        """Step with the mean gradient of so many slides, when so many of all steps are done. Returns what there is to
-        log.
-        """
+        """Step with the mean gradient of so many slides, `done` of all `steps` being done. Returns what to log."""
         config, values = self._config, {}
         if config.schedule != "constant" or config.warmup:
             share = set_rates(self.optimizer, config, done, steps)

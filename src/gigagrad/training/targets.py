@@ -58,9 +58,7 @@ class TargetRule:
         )
 
     def label(self, value: float, name: str) -> Tensor:
-        """Read a slide's number as the loss wants it: `(1,)` int64 class id, else `(1, 1)` float32. Raises
-        `TargetError`.
-        """
+        """Read a slide's number for the loss: `(1,)` int64 class id, else `(1, 1)` float32. Raises `TargetError`."""
         if not self.loss.class_ids:
             if self.loss.binary and value not in (0, 1):
                 raise TargetError(f"the label of {name} is {value:g}; a binary loss takes 0 or 1")
@@ -72,10 +70,7 @@ class TargetRule:
         return torch.tensor([int(value)], dtype=torch.int64)
 
     def survival(self, text: str, name: str) -> Tensor:
-        """Read a survival time as the loss wants it: `(1, 2)` float32, the time and whether the event came.
-
-        Raises `TargetError`.
-        """
+        """Read a survival time: `(1, 2)` float32, the time and whether the event came. Raises `TargetError`."""
         found = survival_of(text)
         if found is None:
             raise TargetError(
