@@ -281,12 +281,6 @@ class Dataset:
             mask = ignoring_missing(mask, slide) if self.ignores else mask
             yield _transformed(slide, transform), _transformed(mask, transform)
 
-    @contextmanager
-    def seen(self, row: Row, transform: int = 0) -> Iterator[Image]:
-        """Open the slide alone, as `open` gives it."""
-        with self.open(row, transform) as (slide, _):
-            yield slide
-
     def passed(self, row: Row) -> None:
         """Note that every pixel of the row's target has been read without complaint, so no check is needed again."""
         self._passed.add(row)
@@ -356,7 +350,7 @@ class Steps:
             told = learner.add(pairs, [self._pixels[bag[0]] for bag in chosen], tell)
         else:
             opened = [
-                [partial(self._seen, row, number, epoch) for number, row in enumerate(bag, self._numbers[bag])]
+                [partial(self._varied, row, number, epoch) for number, row in enumerate(bag, self._numbers[bag])]
                 for bag in chosen
             ]
             told = [learner.add_bags(opened, [self._dataset.label(bag[0]) for bag in chosen])]
@@ -383,8 +377,3 @@ class Steps:
             torch.manual_seed(draws_of(config.seed, epoch, number))
             yield self._jitter.of(slide, config.seed, epoch, number), target
         self._dataset.passed(row)
-
-    @contextmanager
-    def _seen(self, row: Row, number: int, epoch: int) -> Iterator[Image]:
-        with self._varied(row, number, epoch) as (slide, _):
-            yield slide

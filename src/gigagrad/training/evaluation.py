@@ -51,7 +51,7 @@ def validate(learner: Learner, dataset: Dataset, rows: tuple[Row, ...], events: 
     with events.job("validate", len(rows)) as advance:
         if (group := learner.group) is not None:
             bags = bags_of(rows)
-            opened = [[partial(dataset.seen, row) for row in bag] for bag in bags]
+            opened = [[partial(dataset.open, row) for row in bag] for bag in bags]
             losses = [group.loss(opened, [dataset.label(bag[0]) for bag in bags])]
             advance(len(rows), "")
         else:
@@ -145,7 +145,7 @@ def _of_labels(
     """
 
     def output(row: Row) -> tuple[str, list[list[float]]]:
-        with dataset.seen(row) as slide:
+        with dataset.open(row) as (slide, _):
             found = output_of(engine, slide)
         return str(found.dtype).removeprefix("torch."), found.tolist()
 

@@ -171,8 +171,8 @@ class AveragedWeights:
                 parameter.copy_(average)
 
 
-Opened = Callable[[], AbstractContextManager[Image]]
-"""Opens a slide, each time as it is seen in this step."""
+Pair = Callable[[], AbstractContextManager[tuple[Image, Image | torch.Tensor]]]
+"""Opens a slide and its target, each time as they are seen in this step."""
 
 
 class Group:
@@ -196,11 +196,11 @@ class Group:
         graph = self.outputs.problem(slide).graph
         return self.engine.plan(slide, torch.zeros(graph[graph.output].shape[-1]))
 
-    def loss(self, bags: Sequence[Sequence[Opened]], targets: Sequence[Tensor]) -> float:
+    def loss(self, bags: Sequence[Sequence[Pair]], targets: Sequence[Tensor]) -> float:
         """Compute the loss of the model as it is."""
         return float(self._of(self._seen(bags), bags, targets).detach())
 
-    def backward(self, bags: Sequence[Sequence[Opened]], targets: Sequence[Tensor]) -> float:
+    def backward(self, bags: Sequence[Sequence[Pair]], targets: Sequence[Tensor]) -> float:
         """Return the loss and add its gradients to the parameters' `.grad`. Random numbers are drawn, and running
         statistics updated, as by one forward of every slide.
         """
@@ -216,29 +216,25 @@ class Group:
         cotangents = torch.autograd.grad(loss, leaves)
         for opened, state, cotangent in zip(itertools.chain(*bags), states, cotangents, strict=True):
             torch.set_rng_state(state)
-            with opened() as slide:
+            with opened() as (slide, _):
                 self.engine.backward(slide, cotangent[0])
         return float(loss.detach())
 
-    def _seen(self, bags: Sequence[Sequence[Opened]], states: list[Tensor] | None = None) -> list[Tensor]:
+    def _seen(self, bags: Sequence[Sequence[Pair]], states: list[Tensor] | None = None) -> list[Tensor]:
         """Compute the output `(1, C)` of each slide; before it, the state of random numbers goes to `states`."""
         found = []
         for opened in itertools.chain(*bags):
             if states is not None:
                 states.append(torch.get_rng_state())
-            with opened() as slide:
+            with opened() as (slide, _):
                 found.append(output_of(self.outputs, slide))
         return found
 
-    def _of(self, outputs: Sequence[Tensor], bags: Sequence[Sequence[Opened]], targets: Sequence[Tensor]) -> Tensor:
+    def _of(self, outputs: Sequence[Tensor], bags: Sequence[Sequence[Pair]], targets: Sequence[Tensor]) -> Tensor:
         each = iter(outputs)
         pooled = [torch.cat(list(itertools.islice(each, len(bag)))).mean(0, keepdim=True) for bag in bags]
         output_NC = torch.cat(pooled)
         return self._loss(output_NC, torch.cat(list(targets)).to(output_NC.device))
-
-
-Pair = Callable[[], AbstractContextManager[tuple[Image, Image | torch.Tensor]]]
-"""Opens a slide and its target, as they are seen in this step."""
 
 
 class Learner:
@@ -333,7 +329,7 @@ class Learner:
         self._overflows_behind = max(overflows for overflows, _ in told)
         return [values for _, values in sorted(pair for _, pairs in told for pair in pairs)]
 
-    def add_bags(self, bags: Sequence[Sequence[Opened]], targets: Sequence[torch.Tensor]) -> dict[str, float]:
+    def add_bags(self, bags: Sequence[Sequence[Pair]], targets: Sequence[torch.Tensor]) -> dict[str, float]:
         """Compute the gradients of a step's bags; what there is to log of them all."""
         assert self.group is not None
         self._begin()
