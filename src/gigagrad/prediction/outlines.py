@@ -40,22 +40,6 @@ says which arm the walk takes when it goes around with the region on its right h
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Rings:
-    """Closed rings, one after the other: ring `i` is `points[starts[i]:starts[i + 1]]`, the first point not repeated.
-
-    `points` are `(n, 2)` as (x, y). `areas` are signed, in square pixels: positive for an outer ring, negative for a
-    hole.
-    """
-
-    points: _Ints
-    starts: _Ints
-    areas: NDArray[np.float64]
-
-    def ring(self, index: int) -> _Ints:
-        return self.points[self.starts[index] : self.starts[index + 1]]
-
-
 def corners_in(inside: NDArray[np.bool_], y0: int, x0: int) -> Corners:
     """Find the corners among the lattice points `[y0, y0 + h) x [x0, x0 + w)`, where lattice point (y, x) is the
     upper left corner of pixel (y, x). `inside` is `(h + 1, w + 1)`: the pixels from (y0 - 1, x0 - 1) on.
@@ -83,14 +67,15 @@ def corners_in(inside: NDArray[np.bool_], y0: int, x0: int) -> Corners:
     return np.concatenate(found)
 
 
-def rings_of(corners: Corners) -> Rings:
-    """Walk around every ring of a whole region. About 140 bytes per corner are held meanwhile.
+def rings_of(corners: Corners) -> tuple[list[_Ints], NDArray[np.float64]]:
+    """Walk around every ring of a whole region; return the points `(n, 2)`, as (x, y), of each, the first not repeated,
+    and their areas in square pixels, negative for holes. About 140 bytes per corner are held meanwhile.
 
     Each ring begins at its first corner in reading order, and so do the rings among each other.
     """
     count = len(corners)
     if not count:
-        return Rings(np.zeros((0, 2), np.int64), np.zeros(1, np.int64), np.zeros(0))
+        return [], np.zeros(0)
     corners = corners[np.lexsort((corners["to_bottom"], corners["x"], corners["y"]))]
     y, x = corners["y"], corners["x"]
     sideways = _partners(y, x, corners["to_right"])
@@ -111,7 +96,7 @@ def rings_of(corners: Corners) -> Rings:
     following_point[ends - 1] = points[firsts]
     x, y = points.T
     twice = x * following_point[:, 1] - following_point[:, 0] * y
-    return Rings(points, np.array(starts), np.add.reduceat(twice, firsts) / 2)
+    return np.split(points, starts[1:-1]), np.add.reduceat(twice, firsts) / 2
 
 
 def _partners(line: _Ints, along: _Ints, forward: NDArray[np.bool_]) -> _Ints:
@@ -186,8 +171,9 @@ def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> 
         require_mask(layer.mask)
         pixels = mask_thumbnail(layer.mask, picture.height, picture.width)
         inside = pixels != 0 if layer.class_id is None else pixels == layer.class_id
-        rings = rings_of(corners_in(np.pad(inside, 1), 0, 0))
-        broad, narrow = _by_width(rings, _NARROW * layer.width_px)
+        broad, narrow = list[_Ints](), list[_Ints]()
+        for ring in rings_of(corners_in(np.pad(inside, 1), 0, 0))[0]:
+            (broad if np.ptp(ring, axis=0).min() >= _NARROW * layer.width_px else narrow).append(ring)
         for width_px, color in ((layer.width_px + 2, _CASING), (layer.width_px, layer.color)):
             picture.paste(color, mask=_lines(broad, width_px, picture.size))
         pen = ImageDraw.Draw(picture)
@@ -199,16 +185,6 @@ def draw_overlay(slide: Image, drawn: Sequence[Layer], max_side: int = 2000) -> 
 def mask_thumbnail(mask: Image, height: int, width: int) -> NDArray[np.uint8]:
     """Read the whole mask as `(height, width)` pixels, each the nearest to its centre: class ids are never averaged."""
     return as_bytes(np.asarray(Resampled(mask, height, width).read(Box.whole(height, width)))[0])
-
-
-def _by_width(rings: Rings, least_px: int) -> tuple[list[_Ints], list[_Ints]]:
-    """Divide rings into those that are so wide in both directions, and the others."""
-    if not len(rings.areas):
-        return [], []
-    heads = rings.starts[:-1]
-    sides = np.maximum.reduceat(rings.points, heads) - np.minimum.reduceat(rings.points, heads)
-    found = list(zip(np.split(rings.points, heads[1:]), sides.min(axis=1) >= least_px, strict=True))
-    return [ring for ring, broad in found if broad], [ring for ring, broad in found if not broad]
 
 
 def _lines(rings: Sequence[_Ints], width_px: int, size: tuple[int, int]) -> Pictures:
