@@ -144,14 +144,22 @@ class Predictor:
 
     def _predict(self, entry: Row, result: SlideResult, missing: Mapping[str, str]) -> SlideResult:
         with ExitStack() as opened:
-            level = self._level_of(entry)
+            level = self.config.resolved_level
+            if self.config.target_mpp is not None:  # which raises `ImageError` where the slide's is unknown
+                with entry.open(mpp=self.config.mpp) as slide:
+                    level = level_near(slide, self.config.target_mpp)
             slide = opened.enter_context(entry.open(level, self.config.mpp))
             seen = self.look.of(slide)
             check_intensities(self.model, seen)
             shape = image_shape(self.engine, seen)
             if shape is None:
                 return self._score(entry, seen, result)
-            channels = self._channels(shape, slide)
+            if shape[-2:] != slide.shape[1:]:
+                raise ModelError(
+                    f"the model's output is {shape[-2]} x {shape[-1]} px, the slide {slide.height} x {slide.width} px; "
+                    "a mask needs a model whose output covers the slide pixel for pixel"
+                )
+            channels = Channels.of(shape[1], self.loss)
             named = channels.classes(self.table, typed=bool(self.config.classes))
             truth = None
             if entry.masks:
@@ -190,22 +198,6 @@ class Predictor:
                 dice=None if scored is None else scored.dice,
                 iou=None if scored is None else scored.iou,
             )
-
-    def _channels(self, shape: tuple[int, ...], slide: Image) -> Channels:
-        """Read the channels of an output `(1, C, H, W)`. Raises `ModelError` for one of another size than the slide."""
-        if shape[-2:] != slide.shape[1:]:
-            raise ModelError(
-                f"the model's output is {shape[-2]} x {shape[-1]} px, the slide {slide.height} x {slide.width} px; "
-                "a mask needs a model whose output covers the slide pixel for pixel"
-            )
-        return Channels.of(shape[1], self.loss)
-
-    def _level_of(self, entry: Row) -> int:
-        """Raise `ImageError` where the slide's resolution decides and is unknown."""
-        if self.config.target_mpp is None:
-            return self.config.resolved_level
-        with entry.open(mpp=self.config.mpp) as slide:
-            return level_near(slide, self.config.target_mpp)
 
     def _score(self, entry: Row, slide: Image, result: SlideResult) -> SlideResult:
         """Score the whole slide."""

@@ -301,17 +301,13 @@ def model_card(model: nn.Module, config: FitConfig, cohort: Cohort, result: FitR
         f"`{config.storage}`, a declared rounding."
     )
     versions = [f"{name} {version}" for name, version in environment()["packages"].items() if version]
+    cells = [(what, said.replace("|", "\\|")) for what, said in rows]
     return _PAGE.format(
         task="image-segmentation" if dense else "image-classification",
-        table=_table(rows),
+        table="\n".join(["| | |", "|---|---|", *(f"| {what} | {said} |" for what, said in cells)]),
         exact=stored,
         versions=", ".join(versions),
     )
-
-
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    cells = [(what, said.replace("|", "\\|")) for what, said in rows]
-    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {said} |" for what, said in cells)])
 
 
 _PAGE = """\

@@ -19,8 +19,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -304,32 +303,25 @@ def _tensors(optimizer: _Optimizer, own: dict[str, nn.Parameter]) -> dict[str, T
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
-        # By each rank alone: a collective of the library's would wait for ever for one that is stopped.
-        with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as made, _plainly():
+        # By each rank alone, of which the library warns: its collective would wait for ever for one that is stopped.
+        with (
+            tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as made,
+            warnings.catch_warnings(action="ignore", category=UserWarning),
+        ):
             writer = HuggingFaceStorageWriter(made, save_distributed=True)
             # All is on the CPU; for more it asks any device that there is for a stream.
             writer.per_thread_copy_ahead = 0
-            save(dict(tensors), storage_writer=writer, no_dist=True)
+            try:
+                save(dict(tensors), storage_writer=writer, no_dist=True)
+            except CheckpointException as error:  # no `Exception`, and around interrupts too
+                ((raised, _),) = error.failures.values()
+                raise raised from None
             (written,) = Path(made).iterdir()
             os.replace(written, path)
     except OSError as error:
         raise write_error(path, error) from error
-
-
-@contextmanager
-def _plainly() -> Iterator[None]:
-    """Silence the library's remark that nothing is distributed; and raise what it wraps, interrupts too, in
-    something that is no `Exception`, as it was raised.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        try:
-            yield
-        except CheckpointException as error:
-            ((raised, _),) = error.failures.values()
-            raise raised from None
