@@ -8,7 +8,6 @@ and at full resolution a map takes more disk than its slide (docs/decisions/0032
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import textwrap
@@ -35,6 +34,7 @@ from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import image_shape
 from gigagrad.prediction.outlines import write_overlay
+from gigagrad.prediction.outputs import MadeWith
 from gigagrad.prediction.slide_scores import Reading, output_of, weighted_sum
 from gigagrad.shares import Share
 
@@ -82,7 +82,8 @@ class _Job:
             raise ConfigError(f"block is a number of pixels, at least 1, got {block}")
         self.events, self._config, self._out, self._overwrite = events, config, Path(config.out), config.overwrite
         self._of, self._module, self._block = of, module, 1 if module is not None else block
-        _, self._model = load_model(config.model_path, config.trust)
+        spec, self._model = load_model(config.model_path, config.trust)
+        self._digest = MadeWith.of(config, spec).model_sha256
         self._model.requires_grad_(False)  # of the pixels alone
         self._table, self._look = config.resolved_table, config.resolved_input_view
         tapped = self._model if module is None else Tapped(self._model, module).eval()
@@ -91,8 +92,6 @@ class _Job:
         self._score = compile_engine(self._model, weighted_sum, **settings)
         for engine in (self._engine, self._score):
             engine.events.subscribe(events.emit)
-        with config.model_path.open("rb") as file:
-            self._digest = hashlib.file_digest(file, "sha256").hexdigest()
 
     def _paths(self, row: Row) -> tuple[Path, Path]:
         """Return the map of a slide, and its picture."""

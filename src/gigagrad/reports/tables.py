@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table as RichTable
@@ -18,7 +18,6 @@ from gigagrad.plans.description import COSTLY, GOOD, OWN, Table
 from gigagrad.prediction import Evaluation, SlideEvaluation
 from gigagrad.prediction.scores import spread
 from gigagrad.prediction.slide_scores import RESAMPLES
-from gigagrad.reports.run_data import mapping, number
 from gigagrad.units import format_pixels
 
 if TYPE_CHECKING:
@@ -42,6 +41,21 @@ _MEASURES: Final = {
 _MOST_CLASSES: Final = 20
 """Columns of a confusion that still fit beside each other on a page."""
 _MOST_ON_A_TERMINAL: Final = 8
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Return `value` if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def number(record: Mapping[str, Any], name: str) -> float:
+    """Return the finite number of that name, 0 if there is none."""
+    value = record.get(name)
+    return float(value) if is_number(value) and math.isfinite(value) else 0.0
 
 
 def measure_name(name: str) -> str:
