@@ -11,7 +11,7 @@ The page is a model card as the Hugging Face Hub has it. It names no slide, fold
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,11 +103,13 @@ def test(
         return metric, {}, {}
     with dataset.open(rows[0]) as (slide, target):
         plan_alike(engine, lambda: engine.plan(slide, target if engine.loss else None, backward=False), ranks)
-    if rated:
-        return metric, *_of_labels(engine, rows, dataset, loss, config.loss, table, events, ranks)
 
-    def score(row: Row) -> tuple[float, dict[str, Any] | None]:
+    def score(row: Row) -> tuple[float | None, Any]:
+        """Return the loss or the Dice of a slide, and its output or the counts of its pixels; as JSON can hold them."""
         with dataset.open(row) as (slide, target):
+            if rated:
+                output_NC = output_of(engine, slide)
+                return None, [str(output_NC.dtype).removeprefix("torch."), output_NC.tolist()]
             if not dense:
                 return _loss(engine, slide, target), None
             assert isinstance(target, Image)
@@ -118,10 +120,17 @@ def test(
 
     with events.job("test", len(rows)) as advance:
 
-        def tell(done: int, value: tuple[float, Any]) -> None:
-            advance(done, f"{rows[done - 1].name}: {value[0]:.4f}")
+        def tell(done: int, value: tuple[float | None, Any]) -> None:
+            name = rows[done - 1].name
+            advance(done, name if rated else f"{name}: {value[0]:.4f}")
 
         found = ranks.map(rows, score, tell)
+    if rated:
+        outputs = {
+            row.name: torch.tensor(values, dtype=getattr(torch, dtype))
+            for row, (_, (dtype, values)) in zip(rows, found, strict=True)
+        }
+        return metric, *_of_labels(rows, outputs, dataset, loss, config.loss, table)
     scores = {row.name: value for row, (value, _) in zip(rows, found, strict=True)}
     if not dense:
         return metric, scores, {}
@@ -131,30 +140,16 @@ def test(
 
 
 def _of_labels(
-    engine: Engine,
     rows: Sequence[Row],
+    outputs: Mapping[str, torch.Tensor],
     dataset: Dataset,
     loss: Loss,
     name: str,
     table: ClassTable | None,
-    events: Events,
-    ranks: Ranks,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Score slides or bags by their loss, or by the risk; and by `SlideEvaluation.to_dict`, empty for several
-    numbers of a slide. `name` is what the loss is called. Emits the job `test`.
+    numbers of a slide. `name` is what the loss is called, `outputs` are by the slides' names.
     """
-
-    def output(row: Row) -> tuple[str, list[list[float]]]:
-        with dataset.open(row) as (slide, _):
-            found = output_of(engine, slide)
-        return str(found.dtype).removeprefix("torch."), found.tolist()
-
-    with events.job("test", len(rows)) as advance:
-        found = ranks.map(rows, output, lambda done, _: advance(done, rows[done - 1].name))
-    outputs = {
-        row.name: torch.tensor(values, dtype=getattr(torch, dtype))
-        for row, (dtype, values) in zip(rows, found, strict=True)
-    }
     reading = Reading.of(next(iter(outputs.values())).shape[1], name, table)
     scores = {}
     for bag in bags_of(rows):
