@@ -36,7 +36,7 @@ from gigagrad.files import write_error
 from gigagrad.plans import Plan
 from gigagrad.plans.sums import share_of
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.messages import copy_into, packed, unpacked
+from gigagrad.ranks.messages import as_bytes, copy_into, packed, unpacked
 from gigagrad.ranks.ranks import named
 from gigagrad.training.folder import RunFolder
 
@@ -168,7 +168,8 @@ def check_same_start(
     folder, after `step`; None: no run.
     """
     own = {name: repr(value) for name, value in config.to_dict().items() if name not in config.MAY_DIFFER}
-    own |= {"rows of the cohort": cohort.fingerprint, "sizes of slides": _digest(repr(shapes).encode())}
+    sizes = hashlib.sha256(repr(shapes).encode()).hexdigest()
+    own |= {"rows of the cohort": cohort.fingerprint, "sizes of slides": sizes}
     for rank, (other, theirs) in enumerate(ranks.all_gather_object([step, own])):
         if other != step:
             raise ConfigError(
@@ -186,10 +187,10 @@ def check_same_weights(ranks: Ranks, model: nn.Module) -> None:
     """Raise `ConfigError` where ranks begin with different ones."""
     if ranks.count == 1:
         return
-    state = [tensor.detach().cpu().contiguous().view(-1) for tensor in model.state_dict().values()]
-    first, *others = ranks.all_gather_object(
-        _digest(*(memoryview(tensor.view(torch.uint8).numpy()) for tensor in state))
-    )
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(as_bytes(tensor).numpy())
+    first, *others = ranks.all_gather_object(digest.hexdigest())
     if differing := [rank for rank, other in enumerate(others, 1) if other != first]:
         raise ConfigError(
             f"other weights than those of the first rank are those of {named(differing)}; make the model draw from "
@@ -208,13 +209,6 @@ def check_seen(ranks: Ranks, folder: RunFolder) -> None:
                 f"rank {ranks.index} does not see what the first one writes into {folder.path}; give an --out on a "
                 "disk that all of them see"
             )
-
-
-def _digest(*parts: bytes | memoryview) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def _run_found(step: int | None) -> str:
