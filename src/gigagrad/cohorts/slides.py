@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
-from gigagrad.cohorts.folders import is_cohort_folder, rows_of_folder
+from gigagrad.cohorts.cohort import is_cohort_folder, rows_of_folder
 from gigagrad.cohorts.rows import (
     SLIDE_SUFFIXES,
     Row,
