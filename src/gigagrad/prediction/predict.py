@@ -149,6 +149,7 @@ class Predictor:
                 with entry.open(mpp=self.config.mpp) as slide:
                     level = level_near(slide, self.config.target_mpp)
             slide = opened.enter_context(entry.open(level, self.config.mpp))
+            result = dataclasses.replace(result, height=slide.height, width=slide.width, mpp=slide.mpp)
             seen = self.look.of(slide)
             check_intensities(self.model, seen)
             shape = image_shape(self.engine, seen)
@@ -188,9 +189,6 @@ class Predictor:
             scored = None if truth is None else score_masks(mask, truth, counts_of(channels, ignored))
             return dataclasses.replace(
                 result,
-                height=slide.shape[1],
-                width=slide.shape[2],
-                mpp=slide.mpp,
                 classes=len(classes) + 1,
                 ignored=ignored,
                 regions=len(predicted.traced.regions),
@@ -199,21 +197,18 @@ class Predictor:
                 iou=None if scored is None else scored.iou,
             )
 
-    def _score(self, entry: Row, slide: Image, result: SlideResult) -> SlideResult:
+    def _score(self, entry: Row, seen: Image, result: SlideResult) -> SlideResult:
         """Score the whole slide."""
         if not self._tables_checked:  # from then on, a table that comes is of another share
             own = self.config.overwrite or any(each.scores for each in read_records(self.out).values())
             check_table(self.out, self.config.slides, own=own)
             self._tables_checked = True
-        output_NC = output_of(self.engine, slide)
+        output_NC = output_of(self.engine, seen)
         reading = Reading.of(output_NC.shape[1], self.loss, self.table)
         scores = reading.scores(output_NC)
         return dataclasses.replace(
             result,
             files={},
-            height=slide.shape[1],
-            width=slide.shape[2],
-            mpp=slide.mpp,
             classes=len(reading.names),
             scores=scores,
             predicted=reading.predicted(scores, self.config.threshold),
