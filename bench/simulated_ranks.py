@@ -31,7 +31,7 @@ class SimulatedRanks(Ranks):
 
     It goes with the processor time of this process, of all its threads, between meetings; at a meeting it is set by
     those of the others: everybody hears everybody around a ring, and a message comes when all that its sender sends
-    before it, and itself, have gone over the sender's link (`gigagrad.scaling.tiles` counts alike). `seconds`: what a
+    before it, and itself, have gone over the sender's link (`gigagrad.scaling` counts alike). `seconds`: what a
     message of so many bytes takes, such as `Link.seconds`. `processor_seconds`: the time that is counted. `turn`: from
     its first meeting on, a rank has it but when it meets.
     """

@@ -453,12 +453,12 @@ def test_doctor_fails_when_a_check_does(monkeypatch, capsys):
 
 
 def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys, jpeg_slide):
-    from gigagrad.cohorts import labelling
+    from gigagrad.cohorts import slides
 
     def interrupted(*args, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(labelling, "label_slides", interrupted)
+    monkeypatch.setattr(slides, "label_slides", interrupted)
     assert main(["label", str(jpeg_slide), "--out", "masks"]) == 130
     assert capsys.readouterr().err == (
         "gigagrad: interrupted; give the same command again to go on from what is finished\n"
@@ -466,12 +466,12 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys, jpeg_slide):
 
 
 def test_our_own_faults_are_one_line_too_and_traceback_shows_where(monkeypatch, capsys, jpeg_slide):
-    from gigagrad.cohorts import labelling
+    from gigagrad.cohorts import slides
 
     def broken(*args, **settings):
         raise AssertionError("two\nlines")
 
-    monkeypatch.setattr(labelling, "label_slides", broken)
+    monkeypatch.setattr(slides, "label_slides", broken)
     command = ["label", str(jpeg_slide), "--out", "masks"]
     assert main(command) == 1
     assert len(lines(capsys.readouterr().err)) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gigagrad.cohorts.labelling import label_slides
+from gigagrad.cohorts.slides import label_slides
 from gigagrad.errors import ConfigError, ImageError, WriteError
 from gigagrad.events import Notice
 
@@ -59,7 +59,7 @@ def test_a_share_that_was_killed_goes_on_and_the_masks_are_those_of_one_process(
     alone = label_slides(slides, tmp_path / "alone")
     # Killed when its second mask is whole under its hidden name.
     program = (
-        "import os, signal, sys; from gigagrad.cohorts.labelling import label_slides\n"
+        "import os, signal, sys; from gigagrad.cohorts.slides import label_slides\n"
         "def kill(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
         "def step(event, counted=[]):\n"
         "    if getattr(event, 'done', 0) == 1: os.replace = kill\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gigagrad.demo import QUICK, run_demo
+from gigagrad.demo.run import QUICK, run_demo
 from gigagrad.demo.step import measured_step
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, JobAdvanced, JobStarted, Notice

@@ -16,7 +16,7 @@ from gigagrad.errors import ImageError
 from gigagrad.images import Image, open_image, write_pyramid
 from gigagrad.images.georeference import TAGS, Georeference, geotiff_tags
 from gigagrad.images.pixels import parse_nodata
-from gigagrad.training.augment import D4_TRANSFORMS, D4View
+from gigagrad.training.dataset import D4_TRANSFORMS, D4View
 
 H, W = 90, 130
 NORTH_UP = Affine(10, 0, 500000, 0, -20, 5300000)

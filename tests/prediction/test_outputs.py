@@ -18,9 +18,9 @@ from gigagrad.errors import ConfigError
 from gigagrad.execution.sinks import OutputField
 from gigagrad.images import open_image
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.classes import Channels, foreground, mask_classes
+from gigagrad.prediction.classes import Channels, mask_classes
+from gigagrad.prediction.outlines import draw_overlay, layers
 from gigagrad.prediction.outputs import FORMATS, OUTPUTS, Predicted, Streaming, file_names
-from gigagrad.prediction.overlay import draw_overlay, layers
 from gigagrad.prediction.polygons import trace
 from tests.images.scanned import write_scn
 
@@ -197,7 +197,6 @@ def test_which_class_a_channel_is_of():
         (2, "Stroma"),
         (3, "Class 3"),
     ]
-    assert foreground(classes) == classes[1:]
     assert Channels(2).classes(ClassTable.parse(["glass=0", "tissue=1"]))[0].name == "glass"
     labels = Channels(3, labels=True).classes(TABLE)
     assert [(kind.id, kind.name) for kind in labels] == [(1, "Tumour"), (2, "Stroma"), (3, "Class 3")]

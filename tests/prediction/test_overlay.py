@@ -7,7 +7,7 @@ from PIL import Image as Pillow
 from gigagrad.errors import ImageError
 from gigagrad.images import open_image
 from gigagrad.prediction.classes import mask_classes
-from gigagrad.prediction.overlay import draw_overlay, layers, write_overlay
+from gigagrad.prediction.outlines import draw_overlay, layers, write_overlay
 
 
 def square(height, width, y, x, side):

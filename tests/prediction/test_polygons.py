@@ -15,7 +15,7 @@ from gigagrad.errors import ImageError
 from gigagrad.images import open_image
 from gigagrad.prediction import polygons
 from gigagrad.prediction.classes import mask_classes
-from gigagrad.prediction.overlay import mask_thumbnail
+from gigagrad.prediction.outlines import mask_thumbnail
 from gigagrad.prediction.polygons import read_sampled, trace, write_geojson
 
 shapes = st.tuples(st.integers(1, 24), st.integers(1, 24))

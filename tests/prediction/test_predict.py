@@ -21,8 +21,8 @@ from gigagrad.images import open_image
 from gigagrad.images.write import write_pyramid
 from gigagrad.models import resolve, save_model
 from gigagrad.prediction import outputs
+from gigagrad.prediction.outputs import read_records
 from gigagrad.prediction.predict import predict
-from gigagrad.prediction.records import read_records
 
 module = importlib.import_module("gigagrad.prediction.predict")
 

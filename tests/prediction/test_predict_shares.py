@@ -26,8 +26,8 @@ from gigagrad.cohorts import Row
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError
 from gigagrad.events import Event, JobStarted, Notice, TileDone
+from gigagrad.prediction.outputs import read_records
 from gigagrad.prediction.predict import predict
-from gigagrad.prediction.records import read_records
 from tests.prediction.networks import Brightness, Darkness
 
 module: Any = importlib.import_module("gigagrad.prediction.predict")

@@ -6,8 +6,7 @@ import json
 import pytest
 
 from gigagrad.errors import ConfigError
-from gigagrad.prediction.outputs import file_names
-from gigagrad.prediction.records import MadeWith, SlideResult, read_records, summary, write_record
+from gigagrad.prediction.outputs import MadeWith, SlideResult, file_names, read_records, summary, write_record
 
 MADE_WITH = MadeWith("paper-unet", "00", 0.5, (), 0)
 

@@ -18,8 +18,8 @@ from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.events import Notice, TileDone
 from gigagrad.images import open_image
 from gigagrad.masks import ClassTable
+from gigagrad.prediction.outputs import read_records, write_record
 from gigagrad.prediction.predict import predict
-from gigagrad.prediction.records import read_records, write_record
 from gigagrad.prediction.slide_scores import Reading, label_value
 
 module = importlib.import_module("gigagrad.prediction.predict")

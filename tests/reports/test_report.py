@@ -12,9 +12,8 @@ from PIL import Image as Pillow
 
 from gigagrad.errors import ConfigError, WriteError
 from gigagrad.events import StepMeasured
-from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart
-from gigagrad.reports.report import write_report
-from gigagrad.reports.run_data import own_peaks, read_run
+from gigagrad.reports.charts import dice_chart, loss_chart, memory_chart, own_peaks
+from gigagrad.reports.report import read_run, write_report
 from tests.plans.test_description import PLAN
 
 EVIL = "<script>alert('x')</script> $x_1$ & \"y\""

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 
 from bench.simulated_ranks import SimulatedRanks
 from gigagrad.ranks import SingleRank, run_threaded
-from gigagrad.scaling import Link
-from gigagrad.scaling.tiles import clock
+from gigagrad.scaling import Link, clock
 from tests.execution.by_ranks import outcome, prepared_for
 from tests.scaling.test_tiles import steps
 

@@ -14,8 +14,20 @@ from torch import nn
 from gigagrad.plans import estimate
 from gigagrad.plans.emit import shared_by
 from gigagrad.plans.plan import amount_of
-from gigagrad.scaling import Link, tile_step
-from gigagrad.scaling.tiles import BALANCE, COPIES, HALOS, LATENCY, PARTS, REPLICATED, SUMS, PassTimes, _lost, clock
+from gigagrad.scaling import (
+    BALANCE,
+    COPIES,
+    HALOS,
+    LATENCY,
+    PARTS,
+    REPLICATED,
+    SUMS,
+    Link,
+    PassTimes,
+    _lost,
+    clock,
+    tile_step,
+)
 from tests.plans.networks import graph_of, plan_of, problem_of
 
 FREE = Link(inf, 0.0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gigagrad.boxes import Box
 from gigagrad.images import open_image
-from gigagrad.training.augment import D4_TRANSFORMS, D4View, order_of, transform_of
+from gigagrad.training.dataset import D4_TRANSFORMS, D4View, order_of, transform_of
 
 
 def turned_array(array, turn):

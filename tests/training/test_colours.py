@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gigagrad.boxes import Box
 from gigagrad.errors import ConfigError
 from gigagrad.images import open_image
-from gigagrad.training.augment import _STAINS, Jitter
+from gigagrad.training.dataset import _STAINS, Jitter
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 150, 90), np.uint8)
 WHOLE = Box.whole(150, 90)

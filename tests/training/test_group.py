@@ -37,7 +37,7 @@ def slides() -> list[list[Tensor]]:
 
 
 def opened(slides: list[list[Tensor]]) -> list[list[partial[nullcontext]]]:
-    return [[partial(nullcontext, open_image(slide)) for slide in bag] for bag in slides]
+    return [[partial(nullcontext, (open_image(slide), torch.empty(0))) for slide in bag] for bag in slides]
 
 
 @pytest.mark.parametrize(

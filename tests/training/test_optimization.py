@@ -13,7 +13,7 @@ from torch import nn
 
 from gigagrad.errors import ConfigError, ModelError
 from gigagrad.training import FitConfig
-from gigagrad.training.optimization import AveragedWeights, freeze, make_optimizer, rate_share, set_rates
+from gigagrad.training.learner import AveragedWeights, freeze, make_optimizer, rate_share, set_rates
 
 CONFIG = FitConfig(slides="c.csv", out="run", learning_rate=0.1)
 

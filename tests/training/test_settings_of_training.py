@@ -19,9 +19,9 @@ from gigagrad.events import JobAdvanced, Notice
 from gigagrad.losses import named_loss
 from gigagrad.models import load_model, resolve
 from gigagrad.training import FitConfig, fit
-from gigagrad.training.augment import order_of
+from gigagrad.training.dataset import order_of
 from gigagrad.training.folder import Checkpoint, RunFolder
-from gigagrad.training.optimization import rate_share
+from gigagrad.training.learner import rate_share
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from gigagrad.errors import ConfigError, WriteError
 from gigagrad.ranks import SingleRank, run_threaded
 from gigagrad.training import FitConfig
-from gigagrad.training.optimization import make_optimizer
+from gigagrad.training.learner import make_optimizer
 from gigagrad.training.sharing import Shards, load_shards
 
 CONFIG = FitConfig(slides="c.csv", out="run", rates=("0=0.1",), shard_optimizer=True)

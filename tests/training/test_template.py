@@ -14,11 +14,11 @@ import yaml
 from gigagrad import cli
 from gigagrad.cohorts import class_table, read_cohort
 from gigagrad.config import described, schema
+from gigagrad.config.fit import write_template
 from gigagrad.errors import ImageError, WriteError
 from gigagrad.models import resolve
 from gigagrad.named import parse_named
 from gigagrad.training import FitConfig
-from gigagrad.training.template import write_template
 from tests.images.test_georeference import make
 
 

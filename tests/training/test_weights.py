@@ -187,7 +187,7 @@ def test_a_network_that_safetensors_cannot_hold_still_ends_its_run(config, tmp_p
     def refuse(*args, **settings):
         raise ModelError("safetensors cannot hold it")
 
-    monkeypatch.setattr("gigagrad.training.result.save_folder", refuse)
+    monkeypatch.setattr("gigagrad.training.evaluation.save_folder", refuse)
     notices: list[Notice] = []
     fit(config, [lambda event: notices.append(event) if isinstance(event, Notice) else None])
     assert notices[-1] == Notice(f"there is no {tmp_path / 'run' / 'model'}: safetensors cannot hold it", warning=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def demo(args: argparse.Namespace) -> None:
-    from gigagrad.demo import FULL, QUICK, run_demo
+    from gigagrad.demo.run import FULL, QUICK, run_demo
 
     with _progress() as listener:
         result = run_demo(
@@ -31,7 +31,7 @@ def demo(args: argparse.Namespace) -> None:
 
 def label(args: argparse.Namespace) -> None:
     from gigagrad.cohorts import find_slides
-    from gigagrad.cohorts.labelling import label_slides
+    from gigagrad.cohorts.slides import label_slides
 
     slides = [row.slide for row in find_slides(args.slides)]
     with _progress() as listener:
@@ -141,8 +141,8 @@ def _planned_for(args: argparse.Namespace) -> tuple[str | Device, Machine | None
 
 def init(args: argparse.Namespace) -> None:
     from gigagrad.config import schema
+    from gigagrad.config.fit import write_template
     from gigagrad.training import FitConfig
-    from gigagrad.training.template import write_template
 
     if args.schema:
         print(json.dumps(schema(FitConfig), indent=2))
@@ -233,9 +233,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def _split(args: argparse.Namespace) -> str | None:
-    """Return the split of the rows that are scored, None for all: unless it was typed, test slides, where there is any
-    split.
-    """
+    """Return the split of the rows that are scored, None for all; by default test slides, where there is any split."""
     from gigagrad.cohorts import find_slides, folds_of, read_rows
 
     if args.split is None:
@@ -257,7 +255,7 @@ def attribute(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    from gigagrad.reports import write_report
+    from gigagrad.reports.report import write_report
 
     print(write_report(args.run, args.out, predictions_dir=args.predictions))
 
@@ -273,7 +271,7 @@ def calibrate(args: argparse.Namespace) -> None:
 
 
 def doctor(args: argparse.Namespace) -> None:
-    from gigagrad.reports import diagnose, doctor_table
+    from gigagrad.reports.doctor import diagnose, doctor_table
 
     checks = diagnose()
     _show(doctor_table(checks))

@@ -355,7 +355,7 @@ by the function in `commands` of the same name.
 """
 
 SETTINGS: Final = {"fit": "gigagrad.config.fit:FitConfig", "predict": "gigagrad.config.predict:PredictConfig"}
-"""Commands that also have a flag for each field of a class of settings (`parser.flags_of`)."""
+"""Commands that also have a flag for each field of a class of settings (`_flags_of`)."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,8 +1,7 @@
 """The slides of a cohort and what is known of each: cohort files, folders, single files."""
 
-from gigagrad.cohorts.clam import folds_of
 from gigagrad.cohorts.cohort import Cohort, Size, bags_of, check_bags, check_images, class_table, read_cohort
-from gigagrad.cohorts.rows import SPLITS, Row, Split, read_rows, survival_of
+from gigagrad.cohorts.rows import SPLITS, Row, Split, folds_of, read_rows, survival_of
 from gigagrad.cohorts.slides import find_slides
 
 __all__ = [

@@ -96,9 +96,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _coerce(name: str, value: object, hint: Any) -> object:
-    """Convert `value` to the field's type where nothing is lost by it (YAML reads `1e-3` as text and `2` as an
-    integer).
-    """
+    """Convert `value` to the field's type where nothing is lost by it (YAML reads `1e-3` as text, `2` as an int)."""
     if typing.get_origin(hint) is tuple:
         if isinstance(value, Mapping):
             value = [f"{key}={item}" for key, item in value.items()]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gigagrad.cohorts import Row, find_slides
-from gigagrad.cohorts.labelling import label_slides
+from gigagrad.cohorts.slides import label_slides
 from gigagrad.demo.step import measured_step
 from gigagrad.errors import ConfigError
 from gigagrad.events import Events, Listener, Notice
@@ -184,9 +184,7 @@ def _numbers(path: Path) -> Mapping[str, Any]:
 
 
 def _large_step(folder: Path, scale: Scale, model: Path, memory: str, events: Events) -> Mapping[str, Any]:
-    """Return the numbers of one step on a slide of the founding experiment's size, both made unless they
-    exist.
-    """
+    """Return the numbers of a step on a slide of the founding experiment's size; make both unless they exist."""
     slide, mask, numbers = folder / "slide.tif", folder / "mask.tif", folder / "step.json"
     if numbers.exists():
         return _numbers(numbers)

@@ -9,26 +9,21 @@ MODEL is a saved model; the step starts from its weights and is not kept. Prints
 from __future__ import annotations
 
 import json
-import math
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gigagrad.errors import ConfigError, GigagradError
-from gigagrad.events import Event, Events, JobAdvanced, JobFinished, JobStarted, Listener, Notice, TileDone
-
-if TYPE_CHECKING:
-    from torch import nn
+from gigagrad.events import Event, Events, JobAdvanced, JobFinished, JobStarted, TileDone
 
 _JOB = "large step"
 
 
 def measured_step(slide: Path, mask: Path, model: Path, memory: str, events: Events) -> Mapping[str, Any]:
-    """Take one step of `take_steps` in grey in a fresh interpreter; return its numbers. Emits the job `large step`.
+    """Take one step in a fresh interpreter; return its numbers. Emits the job `large step`.
 
     Raises `ConfigError` with the other process's reason if it fails.
     """
@@ -55,24 +50,11 @@ def measured_step(slide: Path, mask: Path, model: Path, memory: str, events: Eve
     return result
 
 
-def take_steps(
-    network: nn.Module,
-    slide: Path,
-    mask: Path,
-    memory: str,
-    *,
-    steps: int = 1,
-    grey: bool = False,
-    precision: str | None = None,
-    listeners: Iterable[Listener] = (),
-) -> dict[str, Any]:
-    """Take steps of Adam on the paper's loss and measure them: pixels, seconds, bytes, and the exact loss before the
-    last step.
+def take_step(slide: Path, mask: Path, model: str, memory: str) -> dict[str, Any]:
+    """Take a step of Adam on the paper's loss, in grey, and measure it: pixels, seconds, bytes, the exact loss before.
 
-    `grey` reads the slide in one channel, as `Image.grey` does.
-    `seconds_per_step` is the median, each from reading the first pixel to the new weights; capture and planning, once
-    per size, are `plan_seconds`. `peak_rss_bytes` is of the whole process since it started. Emits the engine's events
-    and a `Notice` with the plan and one per step.
+    `seconds_per_step` is from reading the first pixel to the new weights; capture and planning, once per size, are
+    `plan_seconds`. `peak_rss_bytes` is of the whole process since it started.
     """
     import torch
 
@@ -80,39 +62,34 @@ def take_steps(
     from gigagrad.execution import compile
     from gigagrad.images import open_image
     from gigagrad.losses import bce
+    from gigagrad.models import load_model
     from gigagrad.units import parse_bytes
 
+    _, network = load_model(model)
     network.train()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
-    engine = compile(network, bce, memory=memory, precision=precision)
-    for listener in listeners:
-        engine.events.subscribe(listener)
-    seconds, loss = [], math.nan
+    engine = compile(network, bce, memory=memory)
+    engine.events.subscribe(_print_progress)
     with open_image(slide) as opened, open_image(mask) as target:
-        image = opened.grey() if grey else opened
+        image = opened.grey()
         start = time.perf_counter()
         plan = engine.plan(image, target)
-        plan_seconds = time.perf_counter() - start
-        engine.events.emit(Notice(str(plan)))
-        for _ in range(steps):
-            start = time.perf_counter()
-            optimizer.zero_grad()
-            loss = float(engine.backward(image, target))
-            optimizer.step()
-            seconds.append(time.perf_counter() - start)
-            engine.events.emit(Notice(f"loss {loss:.6f} in {seconds[-1]:.1f} s"))
+        planned = time.perf_counter()
+        loss = float(engine.backward(image, target))
+        optimizer.step()
+        end = time.perf_counter()
         return {
             "height": image.height,
             "width": image.width,
             "pixels": image.height * image.width,
-            "seconds_per_step": round(statistics.median(seconds), 2),
-            "plan_seconds": round(plan_seconds, 2),
+            "seconds_per_step": round(end - planned, 2),
+            "plan_seconds": round(planned - start, 2),
             "peak_rss_bytes": peak_resident_bytes(),
             "budget_bytes": parse_bytes(memory),
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             "predicted_seconds": plan.predicted_seconds,
             "loss": loss,
-            "steps": steps,
+            "steps": 1,
             "threads": torch.get_num_threads(),
         }
 
@@ -128,11 +105,8 @@ def _print(record: Mapping[str, Any]) -> None:
 
 
 def _main(slide: str, mask: str, model: str, memory: str) -> int:
-    from gigagrad.models import load_model
-
     try:
-        _, network = load_model(model)
-        _print(take_steps(network, Path(slide), Path(mask), memory, grey=True, listeners=(_print_progress,)))
+        _print(take_step(Path(slide), Path(mask), model, memory))
     except GigagradError as error:
         _print({"error": str(error)})
         return 2

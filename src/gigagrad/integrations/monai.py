@@ -33,9 +33,7 @@ class WholeImageInferer(Inferer):  # type: ignore[misc]
         self.engine: Engine | None = None
 
     def __call__(self, inputs: Any, network: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the output `(N, C, H, W)` on the device of `inputs`. Raises `ConfigError` for further arguments of the
-        network.
-        """
+        """Return the output `(N, C, H, W)` on the device of `inputs`. Raises `ConfigError` for further arguments."""
         if args or kwargs or not isinstance(network, nn.Module):
             raise ConfigError("WholeImageInferer takes a torch.nn.Module of one image; make a module of what calls it")
         if self.engine is None or self._network is not network:

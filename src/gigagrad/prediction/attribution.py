@@ -8,7 +8,6 @@ and at full resolution a map takes more disk than its slide (docs/decisions/0032
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import textwrap
@@ -34,7 +33,8 @@ from gigagrad.images import Image, open_image, thumbnail
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import image_shape
-from gigagrad.prediction.overlay import write_overlay
+from gigagrad.prediction.outlines import write_overlay
+from gigagrad.prediction.outputs import MadeWith
 from gigagrad.prediction.slide_scores import Reading, output_of, weighted_sum
 from gigagrad.shares import Share
 
@@ -68,13 +68,8 @@ def attribute(
     config = PredictConfig.from_dict({"run": run, "slides": slides, "out": out, **settings})
     share, job = Share.parse(config.share), _Job(config, Events(tuple(listeners)), of, module, block)
     rows = rows_of(share, find_slides(config.slides, config.split, config.run_fold))
-
-    def draw(row: Row) -> tuple[Path, str]:
-        said = job.make(row)
-        return job.picture(row), said
-
     done, failures = set(filter(job.is_made, rows)), (GigagradError, OSError)
-    return tuple(run_job("attribute", rows, share, Path(out), job.events, draw, done, failures=failures))
+    return tuple(run_job("attribute", rows, share, Path(out), job.events, job.make, done, failures=failures))
 
 
 class _Job:
@@ -87,7 +82,8 @@ class _Job:
             raise ConfigError(f"block is a number of pixels, at least 1, got {block}")
         self.events, self._config, self._out, self._overwrite = events, config, Path(config.out), config.overwrite
         self._of, self._module, self._block = of, module, 1 if module is not None else block
-        _, self._model = load_model(config.model_path, config.trust)
+        spec, self._model = load_model(config.model_path, config.trust)
+        self._digest = MadeWith.of(config, spec).model_sha256
         self._model.requires_grad_(False)  # of the pixels alone
         self._table, self._look = config.resolved_table, config.resolved_input_view
         tapped = self._model if module is None else Tapped(self._model, module).eval()
@@ -96,22 +92,18 @@ class _Job:
         self._score = compile_engine(self._model, weighted_sum, **settings)
         for engine in (self._engine, self._score):
             engine.events.subscribe(events.emit)
-        with config.model_path.open("rb") as file:
-            self._digest = hashlib.file_digest(file, "sha256").hexdigest()
 
-    def picture(self, row: Row) -> Path:
-        return self._out / f"{row.name}.png"
+    def _paths(self, row: Row) -> tuple[Path, Path]:
+        """Return the map of a slide, and its picture."""
+        return self._out / f"{row.name}.tif", self._out / f"{row.name}.png"
 
     def is_made(self, row: Row) -> bool:
         """Return whether there is a map and a picture, of whatever settings."""
-        return self._map(row).exists() and self.picture(row).exists() and not self._overwrite
+        return all(path.exists() for path in self._paths(row)) and not self._overwrite
 
-    def _map(self, row: Row) -> Path:
-        return self._out / f"{row.name}.tif"
-
-    def make(self, row: Row) -> str:
-        """Write the two files of a slide, unless they are there. Returns what was done, in a few words."""
-        path = self._map(row)
+    def make(self, row: Row) -> tuple[Path, str]:
+        """Write both files of a slide, unless they are there. Returns the picture, and in a few words what was done."""
+        path, picture = self._paths(row)
         with row.open(self._config.resolved_level) as slide:
             settings = {
                 "of": self._of or "what is predicted",
@@ -124,12 +116,12 @@ class _Job:
             if path.exists() and not self._overwrite:
                 if _description(path) != description:
                     raise WriteError(f"{path} is another map, or none; choose another --out or pass --overwrite")
-                if self.picture(row).exists():
-                    return "done before"
+                if picture.exists():
+                    return picture, "done before"
             title = self._write(path, slide, description)
             with open_image(path) as heat:
-                write_overlay(self.picture(row), draw_heat(slide, heat, title))
-        return title
+                write_overlay(picture, draw_heat(slide, heat, title))
+        return picture, title
 
     def _write(self, path: Path, slide: Image, description: str) -> str:
         """Write the map. Returns what it shows."""
@@ -257,9 +249,7 @@ def _blocks(size: tuple[int, ...], side: int) -> tuple[int, int]:
 
 
 def block_rows(strips: Iterable[NDArray[Any]], height: int, side: int) -> Iterator[NDArray[np.float32]]:
-    """Yield sums over blocks as rows `(n, columns)`, of strips `(h, W)` of any height that are `height` px high
-    together.
-    """
+    """Yield sums over blocks as rows `(n, columns)`, of strips `(h, W)` that are `height` px high together."""
     begun: NDArray[np.float64] | None = None
     y = 0
     for strip in strips:
@@ -275,12 +265,12 @@ def block_rows(strips: Iterable[NDArray[Any]], height: int, side: int) -> Iterat
             yield (sums if whole else sums[:-1]).astype(np.float32)
 
 
-def draw_heat(slide: Image, heat: Image, title: str, max_side: int = 2000) -> _Picture:
-    """Draw, as `(h, w, 3)` uint8, the slide in pale grey at most `max_side` px long, the upper half of the map's values
+def draw_heat(slide: Image, heat: Image, title: str) -> _Picture:
+    """Draw, as `(h, w, 3)` uint8, the slide in pale grey at most 2000 px long, the upper half of the map's values
     over it in colours that grow stronger with them, and a legend with `title` below. Both are read piece by piece; the
     map is averaged to 200 cells along its longer side.
     """
-    grey = thumbnail(slide, max_side).mean(2, keepdims=True)
+    grey = thumbnail(slide, 2000).mean(2, keepdims=True)
     values = _averaged(heat)
     low, high = np.percentile(values, (_LOW, _HIGH))
     share = np.clip((values - low) / ((high - low) or (values.max() - low) or 1), 0, 1)

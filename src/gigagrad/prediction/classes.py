@@ -27,9 +27,7 @@ _PALETTE = ((0, 200, 255), (213, 94, 0), (0, 158, 115), (204, 121, 167), (0, 114
 
 
 def image_shape(engine: Engine, slide: Image) -> tuple[int, ...] | None:
-    """Return `(1, C, H, W)` of the model's output for this slide, None where that is no image. Captures the model, and
-    computes nothing.
-    """
+    """Return `(1, C, H, W)` of the model's output for this slide by capturing it, None where that is no image."""
     graph = engine.problem(slide).graph
     output = graph[graph.output]
     return output.shape if output.is_field else None
@@ -57,11 +55,6 @@ def class_names(count: int, table: ClassTable | None) -> tuple[str, ...]:
     if not background:
         background = "Class 0" if any(name.casefold() == "background" for name in known) else "Background"
     return (background, *named[: count - 1])
-
-
-def foreground(classes: Sequence[MaskClass]) -> tuple[MaskClass, ...]:
-    """Return those of the classes that a mask has."""
-    return tuple(kind for kind in classes if kind.id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
-from gigagrad.cohorts import Row, bags_of, check_bags, find_slides
+from gigagrad.cohorts import Row, check_bags, find_slides
 from gigagrad.cohorts.slides import rows_of, run_job
 from gigagrad.config.predict import PredictConfig
 from gigagrad.errors import ConfigError, TargetError
@@ -28,19 +29,9 @@ from gigagrad.masks import IGNORED, ClassTable, is_annotation_file, open_mask, r
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
 from gigagrad.prediction.classes import Channels, image_shape, require_mask
-from gigagrad.prediction.records import MadeWith, mask_of, read_records
+from gigagrad.prediction.outputs import MadeWith, mask_of, read_records
 from gigagrad.prediction.scores import Confusion, Evaluation, counts_of, score_logits, score_masks
-from gigagrad.prediction.slide_scores import (
-    Reading,
-    SlideEvaluation,
-    SlideScore,
-    evaluate_classes,
-    evaluate_numbers,
-    evaluate_survival,
-    label_time,
-    label_value,
-    output_of,
-)
+from gigagrad.prediction.slide_scores import Reading, SlideEvaluation, compare_labels, output_of
 from gigagrad.shares import Share
 
 NO_MASKS: Final = "{} has a label of each slide and no masks; scores of pixels need a column 'mask'"
@@ -52,7 +43,7 @@ class OfModel:
 
     def __init__(self, config: PredictConfig, cohort: str | Path, events: Events, *, labelled: bool) -> None:
         self.table, self.threshold = config.resolved_table, config.threshold
-        self._config, self._cohort, self._labelled = config, cohort, labelled
+        self._config, self._cohort, self.labelled = config, cohort, labelled
         spec, self._model = load_model(config.model_path, config.trust)
         self._engine = compile_engine(self._model, memory=config.memory, scratch=config.scratch, device=config.device)
         self._engine.events.subscribe(events.emit)
@@ -66,10 +57,7 @@ class OfModel:
                 return score_logits(self._engine.stream(seen), truth, channels, self.table, seen)
 
     def scores(self, entry: Row) -> tuple[Reading, Mapping[str, float]]:
-        """Return the scores of a whole slide and how they are read: a number or probabilities of classes.
-
-        Raises `ConfigError`, `ImageError` and `ModelError`.
-        """
+        """Return a slide's scores and how they are read. Raises `ConfigError`, `ImageError` and `ModelError`."""
         with self._opened(entry) as (_, seen, _):
             output_NC = output_of(self._engine, seen)
         reading = _of_one_label(Reading.of(output_NC.shape[1], self._config.run_loss, self.table))
@@ -88,7 +76,7 @@ class OfModel:
     def basis(self, entry: Row) -> Sequence[Any]:
         """Return what the two follow from: plain values and paths of files."""
         files = (entry.slide, *entry.further_slides, *entry.masks)
-        return dataclasses.asdict(self._made_with), self._config.run_loss, self._labelled, entry.mpp, files
+        return dataclasses.asdict(self._made_with), self._config.run_loss, self.labelled, entry.mpp, files
 
     @contextmanager
     def _opened(self, entry: Row) -> Iterator[tuple[Image, Image, Channels | None]]:
@@ -97,9 +85,9 @@ class OfModel:
             check_intensities(self._model, seen)
             shape = image_shape(self._engine, seen)
             channels = None if shape is None else Channels.of(shape[1], self._config.run_loss)
-            if channels is not None and self._labelled:
+            if channels is not None and self.labelled:
                 raise ConfigError(NO_MASKS.format(self._cohort))
-            if channels is None and not self._labelled:
+            if channels is None and not self.labelled:
                 raise ConfigError(NO_LABELS.format(self._cohort))
             yield slide, seen, channels
 
@@ -113,7 +101,7 @@ class OfPredictions:
     def __init__(
         self, out: Path, cohort: str | Path, entries: Sequence[Row], classes: Sequence[str], *, labelled: bool
     ) -> None:
-        self._out, self._records = out, read_records(out)
+        self._out, self._records, self.labelled = out, read_records(out), labelled
         self._given = ClassTable.parse(classes) if classes else None
         for entry in entries:
             record = self._records.get(entry.name)
@@ -190,7 +178,6 @@ def _truth(entry: Row, slide: Image, table: ClassTable | None, planes: int) -> I
 
 
 FILE_NAME: Final = "evaluation.json"
-_Found = TypeVar("_Found")
 
 
 def evaluate_model(
@@ -214,10 +201,13 @@ def evaluate_model(
     Raises `ConfigError` for the cohort, `ModelError`, `ImageError`, `TargetError` and `BudgetError`.
     """
     config = PredictConfig.from_dict({"run": run, "slides": slides, "out": out or run, **settings})
-    place, entries = _place(out, config.share), find_slides(config.slides, config.split, config.run_fold)
-    labelled, events = _labelled(slides, entries), Events(listeners)
-    source = OfModel(config, slides, events, labelled=labelled)
-    return _evaluate(source, slides, entries, *place, events, labelled=labelled)
+    events = Events(listeners)
+    entries = find_slides(config.slides, config.split, config.run_fold)
+
+    def source(labelled: bool) -> OfModel:
+        return OfModel(config, slides, events, labelled=labelled)
+
+    return _evaluate(source, slides, entries, out, config.share, events)
 
 
 def evaluate_masks(
@@ -239,62 +229,12 @@ def evaluate_masks(
 
     Raises `ConfigError` for the cohort or a missing prediction, `ImageError` and `TargetError`.
     """
-    place, entries = _place(out, share), find_slides([slides], split)
-    labelled = _labelled(slides, entries)
-    source = OfPredictions(Path(predictions), slides, entries, classes, labelled=labelled)
-    return _evaluate(source, slides, entries, *place, Events(listeners), labelled=labelled)
+    entries = find_slides([slides], split)
 
+    def source(labelled: bool) -> OfPredictions:
+        return OfPredictions(Path(predictions), slides, entries, classes, labelled=labelled)
 
-def _place(out: str | Path | None, share: str) -> tuple[Path | None, Share]:
-    """Return where scores are kept, and whose slides are scored. Raises `ConfigError` for a share without a folder."""
-    mine = Share.parse(share)
-    if out is None and mine.count > 1:
-        raise ConfigError("shares of a cohort meet in a folder; name it with --out")
-    return None if out is None else Path(out), mine
-
-
-def _labelled(slides: str | Path, rows: Sequence[Row]) -> bool:
-    """Return whether slides are scored by their labels. Raises `ConfigError` for a slide without one beside others."""
-    without = [row for row in rows if row.label is None or row.mask is not None]
-    if without and len(without) < len(rows):
-        raise ConfigError(f"{slides} has labels, but none of {without[0].name} (or a mask); give every slide a label")
-    return not without
-
-
-class Kept(Generic[_Found]):
-    """The scores of slides in `out/scores/NAME.json`, where shares and repetitions find them.
-
-    `basis` is what a slide's scores follow from, plain values and paths of files, which stand for their sizes and
-    times: those that follow from something else than now are none. `plain` makes JSON of scores, `parsed` reads it.
-    """
-
-    def __init__(
-        self,
-        out: Path,
-        basis: Callable[[Row], Sequence[Any]],
-        plain: Callable[[_Found], Mapping[str, Any]],
-        parsed: Callable[[Mapping[str, Any]], _Found],
-    ) -> None:
-        self.out, self._basis, self._plain, self._parsed = out, basis, plain, parsed
-
-    def read(self, entry: Row) -> _Found | None:
-        """Return the scores of a slide, None where there are none of what it is now."""
-        try:
-            content = read_json(self._file(entry))
-            return self._parsed(content["found"]) if content["basis"] == self._digest(entry) else None
-        except (ValueError, KeyError, TypeError, AttributeError):  # not there, or of another version
-            return None
-
-    def write(self, entry: Row, found: _Found) -> None:
-        """Keep the scores of a slide. Raises `WriteError`."""
-        write_json(self._file(entry), {"basis": self._digest(entry), "found": self._plain(found)})
-
-    def _file(self, entry: Row) -> Path:
-        return self.out / "scores" / f"{entry.name}.json"
-
-    def _digest(self, entry: Row) -> str:
-        text = json.dumps(self._basis(entry), default=_stamp)
-        return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+    return _evaluate(source, slides, entries, out, share, Events(listeners))
 
 
 def _stamp(path: Path) -> tuple[object, ...]:
@@ -304,35 +244,63 @@ def _stamp(path: Path) -> tuple[object, ...]:
     return path.name, state.st_size, state.st_mtime_ns
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of scores: how those of a slide are found, made JSON of and read again, and put in a few words."""
+
+    score: Callable[[Row], Any]
+    plain: Callable[[Any], Mapping[str, Any]]
+    parsed: Callable[[Mapping[str, Any]], Any]
+    phrase: Callable[[Any], str]
+
+
 def _score_slides(
+    kind: _Kind,
+    basis: Callable[[Row], Sequence[Any]],
     entries: Sequence[Row],
-    score: Callable[[Row], _Found],
-    phrase: Callable[[_Found], str],
-    kept: Kept[_Found] | None,
+    out: Path | None,
     share: Share,
     events: Events,
-) -> dict[str, _Found] | None:
-    """Score every slide that has no scores kept; return all of them by name and in order.
+) -> dict[str, Any] | None:
+    """Score every slide of a share that has no scores in `out/scores/NAME.json`, where shares and repetitions find
+    them; return those of all by name and in order.
 
-    None where the share is done and others are not, which is told (`Notice`). Emits the job `evaluate`, counted in
-    slides. Raises as `score` does, and as `claimed` and `Kept.write` do.
+    `basis` is what a slide's scores follow from, plain values and paths of files, which stand for their sizes and
+    times: those that follow from something else than now are none. None where the share is done and others are not,
+    which is told (`Notice`). Emits the job `evaluate`, counted in slides. Raises `WriteError`, and as `kind.score` and
+    `claimed` do.
     """
-    own = rows_of(share, entries)
-    found = {entry.name: kept.read(entry) if kept is not None else None for entry in own}
 
-    def work(entry: Row) -> tuple[_Found, str]:
+    def file_and_digest(entry: Row) -> tuple[Path, str]:
+        assert out is not None
+        text = json.dumps(basis(entry), default=_stamp)
+        digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+        return out / "scores" / f"{entry.name}.json", digest
+
+    def kept(entry: Row) -> Any:
+        if out is None:
+            return None
+        file, digest = file_and_digest(entry)
+        try:
+            content = read_json(file)
+            return kind.parsed(content["found"]) if content["basis"] == digest else None
+        except (ValueError, KeyError, TypeError, AttributeError):  # not there, or of another version
+            return None
+
+    own = rows_of(share, entries)
+    found = {entry.name: kept(entry) for entry in own}
+
+    def work(entry: Row) -> tuple[Any, str]:
         value = found[entry.name]
         if value is None:
-            value = found[entry.name] = score(entry)
-            if kept is not None:
-                kept.write(entry, value)
-        return value, phrase(value)
+            value = found[entry.name] = kind.score(entry)
+            if out is not None:
+                file, digest = file_and_digest(entry)
+                write_json(file, {"basis": digest, "found": kind.plain(value)})
+        return value, kind.phrase(value)
 
-    done = {entry for entry in own if found[entry.name] is not None}
-    run_job("evaluate", own, share, None if kept is None else kept.out, events, work, done)
-    every = {
-        entry.name: found[entry.name] if entry.name in found or kept is None else kept.read(entry) for entry in entries
-    }
+    run_job("evaluate", own, share, out, events, work, {entry for entry in own if found[entry.name] is not None})
+    every = {entry.name: found[entry.name] if entry.name in found else kept(entry) for entry in entries}
     scored = {name: value for name, value in every.items() if value is not None}
     if len(scored) == len(entries):
         return scored
@@ -342,56 +310,53 @@ def _score_slides(
 
 
 def _evaluate(
-    source: OfModel | OfPredictions,
+    make_source: Callable[[bool], OfModel | OfPredictions],
     slides: str | Path,
     entries: Sequence[Row],
-    out: Path | None,
-    share: Share,
+    out: str | Path | None,
+    share: str,
     events: Events,
-    *,
-    labelled: bool,
 ) -> Evaluation | SlideEvaluation | None:
-    """Evaluate all slides, once they are scored; the evaluation is written into `out`, where there is one."""
-    evaluation: Evaluation | SlideEvaluation
-    if labelled:
+    """Evaluate all slides, once they are scored; the evaluation is written into `out`, where there is one.
+    `make_source` is told whether they are scored by their labels.
+
+    Raises `ConfigError` for a share without a folder, and for a slide without a label beside others.
+    """
+    mine, folder = Share.parse(share), None if out is None else Path(out)
+    if folder is None and mine.count > 1:
+        raise ConfigError("shares of a cohort meet in a folder; name it with --out")
+    without = [row for row in entries if row.label is None or row.mask is not None]
+    if without and len(without) < len(entries):
+        raise ConfigError(f"{slides} has labels, but none of {without[0].name} (or a mask); give every slide a label")
+    source = make_source(not without)
+    kind = _Kind(source.counts, Confusion.to_dict, Confusion.from_dict, lambda found: f"Dice {found.dice:.4f}")
+    if source.labelled:
         check_bags(Path(slides), entries)
-
-        def phrase(found: tuple[Reading, Mapping[str, float]]) -> str:
-            return found[0].predicted(found[1], source.threshold)
-
-        kept = None if out is None else Kept(out, source.basis, _plain_scores, _parsed_scores)
-        scores = _score_slides(entries, source.scores, phrase, kept, share, events)
-        if scores is None:
-            return None
-        evaluation = compare_labels(entries, scores, source.table, source.threshold)
-    else:
-        kept_counts = None if out is None else Kept(out, source.basis, Confusion.to_dict, Confusion.from_dict)
-        counts = _score_slides(
-            entries, source.counts, lambda found: f"Dice {found.dice:.4f}", kept_counts, share, events
+        kind = _Kind(
+            source.scores, _plain_scores, _parsed_scores, lambda found: found[0].predicted(found[1], source.threshold)
         )
-        if counts is None:
-            return None
+    found = _score_slides(kind, source.basis, entries, folder, mine, events)
+    if found is None:
+        return None
+    evaluation: Evaluation | SlideEvaluation
+    if source.labelled:
+        evaluation = compare_labels(entries, found, source.table, source.threshold)
+    else:
         if isinstance(source, OfModel):
-            source.check(counts.values())
-        if source.table is not None and not any(each.foreground for each in counts.values()):
-            _check_named(entries, source.table, str(slides))
-        evaluation = Evaluation.of(counts, source.table)
+            source.check(found.values())
+        if source.table is not None and not any(each.foreground for each in found.values()):
+            masks = [row.masks[0] for row in entries if len(row.masks) == 1]
+            if annotated := [mask for mask in masks if is_annotation_file(mask)]:  # with other classes
+                found_names = {name for mask in annotated for name in read_annotations(mask).names}
+                source.table.check_any_used(found_names, str(slides))
+        evaluation = Evaluation.of(found, source.table)
         for name, ids in evaluation.same_names.items():
-            told = (
-                f"the classes {', '.join(map(str, ids))} are all called {name!r}; their scores have the ids behind it"
-            )
-            events.emit(Notice(f"{told}, and --classes names them apart", warning=True))
-    if out is not None:
+            told = f"the classes {', '.join(map(str, ids))} are all called {name!r}; their scores have the ids behind"
+            events.emit(Notice(f"{told} it, and --classes names them apart", warning=True))
+    if folder is not None:
         text = json.dumps(evaluation.to_dict(), indent=2) + "\n"
-        write_agreed(lambda: {out / FILE_NAME: text})
+        write_agreed(lambda: {folder / FILE_NAME: text})
     return evaluation
-
-
-def _check_named(entries: Sequence[Row], table: ClassTable, where: str) -> None:
-    """Raise `ConfigError` where nothing is foreground because annotations have other classes."""
-    annotated = [mask for row in entries if len(row.masks) == 1 for mask in row.masks if is_annotation_file(mask)]
-    if annotated:
-        table.check_any_used({name for mask in annotated for name in read_annotations(mask).names}, where)
 
 
 def _plain_scores(found: tuple[Reading, Mapping[str, float]]) -> dict[str, Any]:
@@ -401,41 +366,3 @@ def _plain_scores(found: tuple[Reading, Mapping[str, float]]) -> dict[str, Any]:
 
 def _parsed_scores(content: Mapping[str, Any]) -> tuple[Reading, Mapping[str, float]]:
     return Reading(tuple(content["columns"]), tuple(content["names"])), dict(content["scores"])
-
-
-def compare_labels(
-    entries: Sequence[Row],
-    found: Mapping[str, tuple[Reading, Mapping[str, float]]],
-    table: ClassTable | None,
-    threshold: float,
-) -> SlideEvaluation:
-    """Compare the scores of slides by name, or of bags of them, with their labels.
-
-    Raises `ConfigError` for slides whose scores are not alike, and `TargetError` for labels that are not what the
-    scores are of.
-    """
-    reading, _ = found[entries[0].name]
-    for name, (other, _) in found.items():
-        if other != reading:
-            raise ConfigError(f"{name} has scores of {other.columns}, others of {reading.columns}; predict anew")
-    of_bags = [
-        _compared(bag, [found[row.name][1] for row in bag], reading, table, threshold) for bag in bags_of(entries)
-    ]
-    if reading.survival:
-        return evaluate_survival(of_bags)
-    return evaluate_classes(of_bags, reading.names) if reading.names else evaluate_numbers(of_bags)
-
-
-def _compared(
-    bag: Sequence[Row],
-    of_slides: Sequence[Mapping[str, float]],
-    reading: Reading,
-    table: ClassTable | None,
-    threshold: float,
-) -> SlideScore:
-    """Put a bag's scores beside its label; of a single slide they are its own."""
-    row = bag[0]
-    scores = reading.pooled(of_slides) if len(bag) > 1 else dict(of_slides[0])
-    truth, event = label_time(row) if reading.survival else (label_value(row, reading, table), True)
-    said = reading.predicted(scores, threshold)
-    return SlideScore(row.bag or row.name, scores, reading.outputs(scores), said, row.label or "", truth, event)

@@ -34,7 +34,7 @@ from gigagrad.images import Image, MaskClass
 from gigagrad.images.georeference import Georeference
 from gigagrad.masks import paint
 from gigagrad.prediction.classes import as_bytes, require_mask
-from gigagrad.prediction.outlines import NO_CORNERS, Corners, Rings, corners_in, rings_of
+from gigagrad.prediction.outlines import NO_CORNERS, Corners, corners_in, rings_of
 
 if TYPE_CHECKING:
     from shapely import Polygon
@@ -85,7 +85,7 @@ def trace(mask: Image, classes: Sequence[MaskClass], *, min_area_px: float = 256
     regions = [
         Region(kind, polygon)
         for kind in classes
-        for polygon in _polygons(rings_of(found[kind.id]), downsample, limits, min_area_px)
+        for polygon in _polygons(*rings_of(found[kind.id]), downsample, limits, min_area_px)
     ]
     return Traced(tuple(regions), downsample)
 
@@ -185,20 +185,18 @@ def read_sampled(mask: Image, box: Box, downsample: int) -> NDArray[np.uint8]:
     return result
 
 
-def _polygons(rings: Rings, downsample: int, limits: Any, min_area_px: float) -> Iterator[Polygon]:
-    """Make valid polygons of each outer ring with its holes, scaled to the mask's pixels and cut at the image's
-    border.
-    """
+def _polygons(rings: Sequence[Any], areas: Any, downsample: int, limits: Any, min_area_px: float) -> Iterator[Polygon]:
+    """Make valid polygons of each outer ring with its holes, in the mask's pixels and cut at the image's border."""
     import shapely
 
-    kept = np.abs(rings.areas) * downsample**2 >= min_area_px
-    outer, holes = np.flatnonzero(kept & (rings.areas > 0)), np.flatnonzero(kept & (rings.areas < 0))
+    kept = np.abs(areas) * downsample**2 >= min_area_px
+    outer, holes = np.flatnonzero(kept & (areas > 0)), np.flatnonzero(kept & (areas < 0))
     children: dict[int, list[int]] = {}
-    for hole, parent in zip(holes, _parents(rings, outer, holes), strict=True):
+    for hole, parent in zip(holes, _parents(rings, areas, outer, holes), strict=True):
         children.setdefault(int(parent), []).append(int(hole))
 
     def ring(index: int) -> Any:
-        return np.minimum(rings.ring(index) * downsample, limits)
+        return np.minimum(rings[index] * downsample, limits)
 
     for shell in outer.tolist():
         polygon = shapely.Polygon(ring(shell), [ring(hole) for hole in children.get(shell, [])])
@@ -207,16 +205,16 @@ def _polygons(rings: Rings, downsample: int, limits: Any, min_area_px: float) ->
         yield from (part for part in shapely.get_parts(whole) if part.area > 0)
 
 
-def _parents(rings: Rings, outer: Any, holes: Any) -> Any:
+def _parents(rings: Sequence[Any], areas: Any, outer: Any, holes: Any) -> Any:
     """Find for each hole the smallest outer ring around it."""
     import shapely
 
     if not len(holes):
         return holes
     # A ring begins at its first corner in reading order, and the pixel there lies inside the hole.
-    inside = shapely.points(rings.points[rings.starts[holes]] + 0.5)
-    by_area = outer[np.argsort(rings.areas[outer], kind="stable")]
-    shells = [shapely.Polygon(rings.ring(index)) for index in by_area]
+    inside: Any = shapely.points(np.array([rings[hole][0] for hole in holes]) + 0.5)
+    by_area = outer[np.argsort(areas[outer], kind="stable")]
+    shells = [shapely.Polygon(rings[index]) for index in by_area]
     which_shell, which_hole = shapely.STRtree(inside).query(shells, predicate="contains")
     first = np.full(len(holes), len(by_area))
     np.minimum.at(first, which_hole, which_shell)

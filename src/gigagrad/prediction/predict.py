@@ -31,10 +31,20 @@ from gigagrad.images.resolution import level_near
 from gigagrad.masks import open_mask
 from gigagrad.models import load_model
 from gigagrad.models.preprocess import check_intensities
-from gigagrad.prediction.classes import Channels, foreground, image_shape
-from gigagrad.prediction.outputs import OUTPUTS, Predicted, Streaming, file_names
+from gigagrad.prediction.classes import Channels, image_shape
+from gigagrad.prediction.outputs import (
+    FILE_NAME,
+    OUTPUTS,
+    MadeWith,
+    Predicted,
+    SlideResult,
+    Streaming,
+    file_names,
+    read_records,
+    summary,
+    write_record,
+)
 from gigagrad.prediction.polygons import trace, with_probabilities
-from gigagrad.prediction.records import FILE_NAME, MadeWith, SlideResult, read_records, summary, write_record
 from gigagrad.prediction.scores import counts_of, score_masks
 from gigagrad.prediction.slide_scores import Reading, check_table, output_of, score_tables
 from gigagrad.shares import Share
@@ -42,10 +52,7 @@ from gigagrad.units import format_seconds
 
 
 class Predictor:
-    """The network, its engine and the settings that all slides of a prediction share.
-
-    Raises `ConfigError` and `ModelError`.
-    """
+    """The network, its engine and the settings of a prediction. Raises `ConfigError` and `ModelError`."""
 
     def __init__(self, config: PredictConfig, events: Events) -> None:
         self.config, self.out = config, Path(config.out)
@@ -93,7 +100,10 @@ class Predictor:
         files = self._files(entry, known)
         if self.config.overwrite or known is None or known.slide_bytes != size_of(entry.slide):
             return files
-        missing = known.missing(self.out, files)
+        there = known.files if known.status == "done" else {}
+        missing = {
+            output: file for output, file in files.items() if output not in there or not (self.out / file).exists()
+        }
         return files if any(OUTPUTS[output].sink is not None for output in missing) else missing
 
     def finished(self, entry: Row, known: SlideResult | None) -> SlideResult | None:
@@ -134,14 +144,23 @@ class Predictor:
 
     def _predict(self, entry: Row, result: SlideResult, missing: Mapping[str, str]) -> SlideResult:
         with ExitStack() as opened:
-            level = self._level_of(entry)
+            level = self.config.resolved_level
+            if self.config.target_mpp is not None:  # which raises `ImageError` where the slide's is unknown
+                with entry.open(mpp=self.config.mpp) as slide:
+                    level = level_near(slide, self.config.target_mpp)
             slide = opened.enter_context(entry.open(level, self.config.mpp))
+            result = dataclasses.replace(result, height=slide.height, width=slide.width, mpp=slide.mpp)
             seen = self.look.of(slide)
             check_intensities(self.model, seen)
             shape = image_shape(self.engine, seen)
             if shape is None:
                 return self._score(entry, seen, result)
-            channels = self._channels(shape, slide)
+            if shape[-2:] != slide.shape[1:]:
+                raise ModelError(
+                    f"the model's output is {shape[-2]} x {shape[-1]} px, the slide {slide.height} x {slide.width} px; "
+                    "a mask needs a model whose output covers the slide pixel for pixel"
+                )
+            channels = Channels.of(shape[1], self.loss)
             named = channels.classes(self.table, typed=bool(self.config.classes))
             truth = None
             if entry.masks:
@@ -157,7 +176,7 @@ class Predictor:
                 streaming = Streaming(seen, channels, named, self.config.threshold)
                 self.engine.forward(seen, out=Several([sink(path, streaming) for sink, path in streamed]))
             mask = opened.enter_context(open_image(self.out / result.files["mask"]))
-            classes = foreground(named)
+            classes = [kind for kind in named if kind.id]
             traced = trace(mask, classes)
             if "probabilities" in result.files:
                 chances = opened.enter_context(open_image(self.out / result.files["probabilities"]))
@@ -170,9 +189,6 @@ class Predictor:
             scored = None if truth is None else score_masks(mask, truth, counts_of(channels, ignored))
             return dataclasses.replace(
                 result,
-                height=slide.shape[1],
-                width=slide.shape[2],
-                mpp=slide.mpp,
                 classes=len(classes) + 1,
                 ignored=ignored,
                 regions=len(predicted.traced.regions),
@@ -181,37 +197,18 @@ class Predictor:
                 iou=None if scored is None else scored.iou,
             )
 
-    def _channels(self, shape: tuple[int, ...], slide: Image) -> Channels:
-        """Read the channels of an output `(1, C, H, W)`. Raises `ModelError` for one of another size than the slide."""
-        if shape[-2:] != slide.shape[1:]:
-            raise ModelError(
-                f"the model's output is {shape[-2]} x {shape[-1]} px, the slide {slide.height} x {slide.width} px; "
-                "a mask needs a model whose output covers the slide pixel for pixel"
-            )
-        return Channels.of(shape[1], self.loss)
-
-    def _level_of(self, entry: Row) -> int:
-        """Raise `ImageError` where the slide's resolution decides and is unknown."""
-        if self.config.target_mpp is None:
-            return self.config.resolved_level
-        with entry.open(mpp=self.config.mpp) as slide:
-            return level_near(slide, self.config.target_mpp)
-
-    def _score(self, entry: Row, slide: Image, result: SlideResult) -> SlideResult:
+    def _score(self, entry: Row, seen: Image, result: SlideResult) -> SlideResult:
         """Score the whole slide."""
         if not self._tables_checked:  # from then on, a table that comes is of another share
             own = self.config.overwrite or any(each.scores for each in read_records(self.out).values())
             check_table(self.out, self.config.slides, own=own)
             self._tables_checked = True
-        output_NC = output_of(self.engine, slide)
+        output_NC = output_of(self.engine, seen)
         reading = Reading.of(output_NC.shape[1], self.loss, self.table)
         scores = reading.scores(output_NC)
         return dataclasses.replace(
             result,
             files={},
-            height=slide.shape[1],
-            width=slide.shape[2],
-            mpp=slide.mpp,
             classes=len(reading.names),
             scores=scores,
             predicted=reading.predicted(scores, self.config.threshold),
@@ -250,7 +247,9 @@ def predict(
 
     Raises `ConfigError`, `ModelError` or `WriteError` for what concerns all slides; nothing has been predicted then.
     """
-    config = _config(config, settings)
+    if isinstance(config, PredictConfig):
+        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    config = PredictConfig.from_dict({**({"run": config} if isinstance(config, str | Path) else config), **settings})
     if executor is not None:  # workers may run in another folder
         config = config.relative_to(Path.cwd())
     share, out, events = Share.parse(config.share), Path(config.out), Events(tuple(listeners))
@@ -272,15 +271,17 @@ def predict(
 
     done = {entry for entry, known in before.items() if known}
     results = run_job("predict", slides, share, out, events, work, done, subject=predictor.made_with.model)
-    write_agreed(lambda: _merged(config, predictor, cohort))
+
+    def merged() -> dict[Path, str]:
+        """Make the files of all records: the cohort's in its order, then those of earlier runs by name."""
+        records = read_records(out)
+        names = dict.fromkeys([*(entry.name for entry in cohort), *sorted(records)])
+        found = [records[name] for name in names if name in records]
+        tables = score_tables(found, predictor.table, config.threshold)
+        return {out / name: text for name, text in {**tables, FILE_NAME: summary(found)}.items()}
+
+    write_agreed(merged)
     return tuple(results)
-
-
-def _config(given: PredictConfig | Mapping[str, Any] | str | Path, settings: Mapping[str, Any]) -> PredictConfig:
-    if isinstance(given, PredictConfig):
-        given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    values = {"run": given} if isinstance(given, str | Path) else given
-    return PredictConfig.from_dict({**values, **settings})
 
 
 def _each(slides: Sequence[Row], predictor: Predictor, executor: Executor | None) -> Iterator[SlideResult]:
@@ -306,15 +307,6 @@ def _predict_there(config: PredictConfig, made_with: MadeWith, entry: Row) -> Sl
 def _predictor_there(config: PredictConfig, made_with: MadeWith) -> Predictor:
     """Make the predictor of a worker; of a model that has been trained anew meanwhile, `made_with` is another."""
     return Predictor(config, Events())
-
-
-def _merged(config: PredictConfig, predictor: Predictor, cohort: Sequence[Row]) -> dict[Path, str]:
-    """Write the files that are made of all records: the cohort's in its order, then those of earlier runs by name."""
-    records, out = read_records(Path(config.out)), Path(config.out)
-    names = dict.fromkeys([*(entry.name for entry in cohort), *sorted(records)])
-    found = [records[name] for name in names if name in records]
-    tables = score_tables(found, predictor.table, config.threshold)
-    return {out / name: text for name, text in {**tables, FILE_NAME: summary(found)}.items()}
 
 
 def _in_words(result: SlideResult) -> str:

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,8 +27,11 @@ from gigagrad.images.opening import open_ids
 from gigagrad.masks import ClassTable
 from gigagrad.prediction.classes import Channels, class_names, require_mask
 
+_Pixels = NDArray[np.generic]
 _CHUNK_PIXELS = 1 << 20
 """Class ids are widened to int64 only this many pixels at a time."""
+_BLOCK_PX = 2048
+"""Side of the blocks that are compared: two of them and a few temporaries are held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +182,6 @@ def spread(values: Iterable[float]) -> str:
     return f"{mean:.4f} +/- {sd:.4f}" if len(numbers) > 1 else f"{mean:.4f}"
 
 
-_Pixels = NDArray[np.generic]
-_BLOCK_PX = 2048
-"""Side of the blocks that are compared: two of them and a few temporaries are held at a time."""
-
-
 @dataclass(frozen=True, slots=True)
 class Score:
     """Agreement on one slide: `dice` and `iou` of the foreground (a mean over classes if there are several)."""
@@ -206,11 +205,19 @@ class Evaluation:
     @classmethod
     def of(cls, counts: Mapping[str, Confusion], table: ClassTable | None = None) -> Self:
         """Score slides by their counts, by name; `table` names their classes."""
-        every: Confusion | None = None
-        for each in counts.values():
-            every = each if every is None else every.plus(each)
         scores = tuple(Score(name, each.dice, each.iou, each.pixels) for name, each in counts.items())
-        return cls(scores, *_of_classes(every, table))
+        if not counts:
+            return cls(scores)
+        every = reduce(Confusion.plus, counts.values())
+        if every.planes > 1:
+            names = class_names(every.planes + 1, table)[1:]
+            return cls(
+                scores, tuple(ClassScore.of(name, 1, plane) for name, plane in zip(names, every.counts, strict=True))
+            )
+        (pixels,) = every.counts
+        names = class_names(every.classes, table)
+        of_classes = tuple(ClassScore.of(name, number, pixels) for number, name in enumerate(names))
+        return cls(scores, of_classes, tuple(tuple(row) for row in pixels.tolist()))
 
     @property
     def dice(self) -> tuple[float, float]:
@@ -304,20 +311,6 @@ def counts_of(channels: Channels, ignored: int | None) -> Confusion:
     return Confusion(2 if channels.labels else channels.foreground + 1, ignored, channels.planes)
 
 
-def _of_classes(
-    every: Confusion | None, table: ClassTable | None
-) -> tuple[tuple[ClassScore, ...], tuple[tuple[int, ...], ...]]:
-    """Return the scores of each class and the confusion, or those of each label without one."""
-    if every is None:
-        return (), ()
-    if every.planes > 1:
-        names = class_names(every.planes + 1, table)[1:]
-        return tuple(ClassScore.of(name, 1, of) for name, of in zip(names, every.counts, strict=True)), ()
-    (counts,) = every.counts
-    of_classes = (ClassScore.of(name, number, counts) for number, name in enumerate(class_names(every.classes, table)))
-    return tuple(of_classes), tuple(tuple(row) for row in counts.tolist())
-
-
 def evaluate(
     pairs: Iterable[tuple[str, str | Path, str | Path]], classes: int = 2, listeners: tuple[Listener, ...] = ()
 ) -> Evaluation:
@@ -325,7 +318,6 @@ def evaluate(
 
     Raises `ImageError` or `TargetError` at the first pair that cannot be compared.
     """
-
     pairs, found = list(pairs), dict[str, Confusion]()
     with Events(listeners).job("evaluate", len(pairs)) as advance:
         for name, predicted_source, truth_source in pairs:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gigagrad.cohorts import Row, survival_of
+from gigagrad.cohorts import Row, bags_of, survival_of
 from gigagrad.errors import ConfigError, ModelError, TargetError
 from gigagrad.execution.engine import Engine
 from gigagrad.extras import extra
@@ -32,7 +32,7 @@ from gigagrad.files import csv_text
 from gigagrad.images import Image
 from gigagrad.losses import kind_of
 from gigagrad.masks import ClassTable
-from gigagrad.prediction.records import SlideResult
+from gigagrad.prediction.outputs import SlideResult
 
 TABLE_NAME: Final = "slides.csv"
 BAGS_NAME: Final = "bags.csv"
@@ -228,8 +228,7 @@ class Measure:
     high: float
 
     def to_dict(self) -> dict[str, float | None]:
-        ends = {"value": self.value, "low": self.low, "high": self.high}
-        return {name: None if math.isnan(number) else number for name, number in ends.items()}
+        return {name: None if math.isnan(number) else number for name, number in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +269,35 @@ class SlideEvaluation:
             **({"classes": list(self.classes), "confusion": list(map(list, self.confusion))} if self.classes else {}),
             "bootstrap": {"resamples": RESAMPLES, "seed": _SEED},
         }
+
+
+def compare_labels(
+    entries: Sequence[Row],
+    found: Mapping[str, tuple[Reading, Mapping[str, float]]],
+    table: ClassTable | None,
+    threshold: float,
+) -> SlideEvaluation:
+    """Compare the scores of slides by name, or of bags of them, with their labels.
+
+    Raises `ConfigError` for slides whose scores are not alike, and `TargetError` for labels that are not what the
+    scores are of.
+    """
+    reading, _ = found[entries[0].name]
+    for name, (other, _) in found.items():
+        if other != reading:
+            raise ConfigError(f"{name} has scores of {other.columns}, others of {reading.columns}; predict anew")
+    of_bags = []
+    for bag in bags_of(entries):
+        row, of_slides = bag[0], [found[each.name][1] for each in bag]
+        scores = reading.pooled(of_slides) if len(bag) > 1 else dict(of_slides[0])  # a single slide's are its own
+        truth, event = label_time(row) if reading.survival else (label_value(row, reading, table), True)
+        said = reading.predicted(scores, threshold)
+        of_bags.append(
+            SlideScore(row.bag or row.name, scores, reading.outputs(scores), said, row.label or "", truth, event)
+        )
+    if reading.survival:
+        return evaluate_survival(of_bags)
+    return evaluate_classes(of_bags, reading.names) if reading.names else evaluate_numbers(of_bags)
 
 
 def evaluate_classes(slides: Sequence[SlideScore], names: Sequence[str]) -> SlideEvaluation:
@@ -327,9 +355,7 @@ def c_index(risk_N: NDArray[np.float64], time_N: NDArray[np.float64], event_N: N
 
 
 def _measured(measures: dict[str, Callable[[NDArray[np.int64]], float]], count: int) -> dict[str, Measure]:
-    """Compute each measure of all slides, and its interval over draws of slides, the same draws for all; of one
-    slide there is none.
-    """
+    """Compute each measure of all slides, and its interval over the same draws of them; of one slide there is none."""
     draws = np.random.default_rng(_SEED).integers(count, size=(RESAMPLES if count > 1 else 0, count))
     found = {}
     for name, measure in measures.items():

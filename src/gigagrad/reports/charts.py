@@ -25,11 +25,12 @@ from gigagrad.plans import estimate
 from gigagrad.plans.plan import amount_of
 from gigagrad.prediction.scores import mean_sd
 from gigagrad.reports.plan_study import PlanStudy, advice_in_words
-from gigagrad.reports.run_data import RunData, own_peaks
 from gigagrad.units import format_bytes, format_pixels, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from gigagrad.reports.report import RunData
 
 COLOURS = {
     "ink": "#1d2126",
@@ -77,10 +78,20 @@ _MOST_LABELLED = 40
 """Slides that get a name each in the Dice chart; more are drawn as one row of dots."""
 
 
-def loss_chart(run: RunData) -> str | None:
-    """Draw training loss by step (faint, with its running mean) and validation loss; None if nothing finite was
-    logged.
+def own_peaks(steps: Sequence[StepMeasured]) -> list[int | None]:
+    """Return the peak of each step. A process tells the highest that it has been at: a step that stayed below one
+    before it has a peak that nobody knows, here None.
     """
+    found: list[int | None] = []
+    most = 0
+    for step in steps:
+        found.append(step.peak_bytes if step.peak_bytes > (step.earlier_peak_bytes or most) else None)
+        most = max(most, step.peak_bytes)
+    return found
+
+
+def loss_chart(run: RunData) -> str | None:
+    """Draw training loss by step (faint, with its running mean) and validation loss; None without a finite one."""
     train, val = _finite(run.series("train", "loss")), _finite(run.series("val", "loss"))
     if not len(train) and not len(val):
         return None

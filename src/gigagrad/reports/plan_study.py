@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from gigagrad import plans
 from gigagrad.events import Events, Listener
@@ -29,7 +31,7 @@ from gigagrad.plans.description import (
     step_of,
     whole_fields_of,
 )
-from gigagrad.reports.tables import page
+from gigagrad.reports.tables import Shown
 from gigagrad.scaling import DATA, GROUPS, PIPELINE, TILE, Scaling, Shared
 from gigagrad.units import format_bytes, format_seconds
 
@@ -97,9 +99,14 @@ def make_study(
 
 
 def plan_page(study: PlanStudy, more: tuple[Table, ...] = ()) -> RenderableType:
-    """Lay out the whole page for a rich console, with `more` tables at its end."""
+    """Lay out the whole page for a rich console, readable at 100 columns, with `more` tables at its end."""
     described = describe_study(study)
-    return page(dataclasses.replace(described, tables=(*described.tables, *more)))
+    facts = RichTable.grid(padding=(0, 2))
+    for label, text in described.facts:
+        facts.add_row(Text(label, style="dim"), Text(text))
+    parts: list[RenderableType] = [Group(Text(described.title, style="bold"), facts)]
+    parts += [Shown(table, fitting=True) for table in (*described.tables, *more)]
+    return Group(*(item for part in parts for item in (part, Text())))
 
 
 def describe_study(study: PlanStudy) -> Description:

@@ -8,18 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gigagrad.plans.description import COSTLY, GOOD, OWN, Description, Table
+from gigagrad.plans.description import COSTLY, GOOD, OWN, Table
 from gigagrad.prediction import Evaluation, SlideEvaluation
 from gigagrad.prediction.scores import spread
 from gigagrad.prediction.slide_scores import RESAMPLES
-from gigagrad.reports.run_data import mapping, number
 from gigagrad.units import format_pixels
 
 if TYPE_CHECKING:
@@ -43,6 +41,21 @@ _MEASURES: Final = {
 _MOST_CLASSES: Final = 20
 """Columns of a confusion that still fit beside each other on a page."""
 _MOST_ON_A_TERMINAL: Final = 8
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Return `value` if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def number(record: Mapping[str, Any], name: str) -> float:
+    """Return the finite number of that name, 0 if there is none."""
+    value = record.get(name)
+    return float(value) if is_number(value) and math.isfinite(value) else 0.0
 
 
 def measure_name(name: str) -> str:
@@ -184,16 +197,6 @@ _BAR: Final = 30
 """Characters of the longest bar."""
 
 
-def page(description: Description) -> RenderableType:
-    """Lay out a description for a rich console, readable at 100 columns."""
-    facts = RichTable.grid(padding=(0, 2))
-    for label, text in description.facts:
-        facts.add_row(Text(label, style="dim"), Text(text))
-    parts: list[RenderableType] = [Group(Text(description.title, style="bold"), facts)]
-    parts += [Shown(table, fitting=True) for table in description.tables]
-    return Group(*(item for part in parts for item in (part, Text())))
-
-
 @dataclass(frozen=True, slots=True)
 class Shown:
     """A table on a rich console, with long texts in several lines; of one that is to be `fitting` only the columns for
@@ -204,7 +207,7 @@ class Shown:
     fitting: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        bars = [_Bar(share) for share in self.table.bars]
+        bars = [_bar(share, ascii_only=options.ascii_only) for share in self.table.bars]
         room = options.max_width - (_BAR + 2 if bars else 0)
         table = self.table.fitting(room) if self.fitting else self.table
         right = table.numeric
@@ -219,7 +222,7 @@ class Shown:
         )
         for i, name in enumerate(table.columns):
             if bars and i == before:
-                shown.add_column()
+                shown.add_column(width=_BAR)
             no_wrap = right[i] and (self.fitting or len(name) <= max(len(row[i]) for row in table.rows))
             shown.add_column(Text(name), justify="right" if right[i] else "left", no_wrap=no_wrap, overflow="fold")
         tones = table.tones or ("",) * len(table.rows)
@@ -232,18 +235,9 @@ class Shown:
             yield Text(table.note)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    """A bar of this share of the full length, in eighths of a character where the terminal has them."""
-
-    share: float
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(_BAR, _BAR)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        eighths = max(1, round(8 * _BAR * self.share))
-        if options.ascii_only:
-            yield Text("#" * -(-eighths // 8))
-        else:
-            yield Text("\u2588" * (eighths // 8) + " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"[eighths % 8].strip())
+def _bar(share: float, *, ascii_only: bool) -> Text:
+    """Draw a bar of this share of the full length, in eighths of a character where the terminal has them."""
+    eighths = max(1, round(8 * _BAR * share))
+    if ascii_only:
+        return Text("#" * -(-eighths // 8))
+    return Text("\u2588" * (eighths // 8) + " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"[eighths % 8].strip())

@@ -2,8 +2,8 @@
 
 from gigagrad.cohorts import Cohort, Row, read_cohort
 from gigagrad.config.fit import FitConfig
+from gigagrad.training.evaluation import FitResult
 from gigagrad.training.folds import FoldResult, cross_validate
 from gigagrad.training.loop import fit
-from gigagrad.training.result import FitResult
 
 __all__ = ["Cohort", "FitConfig", "FitResult", "FoldResult", "Row", "cross_validate", "fit", "read_cohort"]

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import torch
 from filelock import FileLock, Timeout
@@ -174,13 +174,6 @@ def _version(package: str) -> str | None:
 
 _KIND = "gigagrad checkpoint"
 
-_KINDS: dict[str, type] = {"cohort": str, **dict.fromkeys(("config", "model", "optimizer"), dict)}
-_KINDS |= dict.fromkeys(("engine", "average", "contents"), dict)
-_DEFAULTS = {
-    field.name: list(field.default) if isinstance(field.default, tuple) else field.default
-    for field in dataclasses.fields(FitConfig)
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -229,11 +222,8 @@ class Checkpoint:
         """Read a file of `save`. Raises `ConfigError` when it is damaged, with the remedy."""
         try:
             payload = read_tensors(path, _KIND)
-            payload = {
-                "average": {},
-                "launches": [],
-                "contents": {},
-            } | payload  # of those that were written before there were any
+            # Of those that were written before there were any.
+            payload = {"average": {}, "launches": [], "contents": {}} | payload
             fields = {field.name: payload[field.name] for field in dataclasses.fields(cls)}
             fields |= {"progress": Progress(**payload["progress"])}
             fields |= {"tile": tuple(payload["tile"]), "launches": tuple(payload["launches"])}
@@ -247,7 +237,8 @@ class Checkpoint:
         """Raise `ConfigError` naming the settings that differ from those the run began with."""
         new = config.to_dict()
         # A setting that did not exist when the run began had the value that is now the default.
-        old = {**{name: new[name] for name in new if new[name] == _DEFAULTS.get(name)}, **self.config}
+        defaults = FitConfig(slides="", out="").to_dict()
+        old = {**{name: new[name] for name in new if new[name] == defaults[name]}, **self.config}
         # How long a run is decides its rates where these follow a schedule.
         free = {*config.MAY_CHANGE} - (set() if config.schedule == "constant" else {"epochs"})
         changed = [key for key in {**old, **new} if key not in free and old.get(key) != new.get(key)]
@@ -280,7 +271,7 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
     """Raise `TypeError` where something else lies in the place of what a run needs to go on."""
     progress: Progress = fields["progress"]
     counts = (progress.epoch, progress.index, progress.step, progress.best_epoch, fields["metrics_bytes"])
-    kinds = [isinstance(fields[name], kind) for name, kind in _KINDS.items()]
+    kinds = [isinstance(fields[name], get_origin(kind) or kind) for name, kind in get_type_hints(Checkpoint).items()]
     if not all([*kinds, *(isinstance(name, str) for name in fields["launches"])]):
         raise TypeError("a field of another type")
     if not all(type(count) is int and count >= 0 for count in counts) or type(progress.best_loss) is not float:

@@ -14,7 +14,7 @@ from gigagrad.events import Listener
 from gigagrad.files import write_json
 from gigagrad.prediction.cohort_scores import evaluate_model
 from gigagrad.prediction.scores import Evaluation
-from gigagrad.ranks import Ranks, from_environment
+from gigagrad.ranks import from_environment
 from gigagrad.training.loop import as_config, fit
 
 SUMMARY: Final = "folds.json"
@@ -49,39 +49,23 @@ def cross_validate(
         raise ConfigError(f"one fold is named, {settings.fold}, and all are to be trained; leave it out")
     ranks = from_environment(settings.rank_timeout)
     with ranks.job_error_scope():
-        results = [
-            _of_fold(settings, fold, listeners, ranks, overwrite=overwrite, trust=trust)
-            for fold in _folds(Path(settings.slides))
-        ]
+        path, results = Path(settings.slides), list[FoldResult]()
+        folds = folds_of(path, *read_rows(path)) if path.is_file() else []
+        if len(folds) < 2:
+            raise ConfigError(
+                f"{path} has no folds to validate in turn; give it a column 'fold' with two or more numbers, or split "
+                "files"
+            )
+        for fold in folds:
+            config = replace(settings, fold=fold, out=str(Path(settings.out) / f"fold-{fold}"))
+            result = fit(config, listeners, overwrite=overwrite)
+            found = _scored(config, result.out, listeners, trust) if ranks.index == 0 else None
+            slides, scores = ranks.all_gather_object(found)[0]
+            results.append(FoldResult(fold, result.out, slides, result.best_epoch, scores))
         if ranks.index == 0:
-            folds = [{**asdict(result), "out": result.out.name} for result in results]
-            write_json(Path(settings.out) / SUMMARY, {"folds": folds})
+            written = [{**asdict(result), "out": result.out.name} for result in results]
+            write_json(Path(settings.out) / SUMMARY, {"folds": written})
     return tuple(results)
-
-
-def _folds(path: Path) -> list[int]:
-    folds = folds_of(path, *read_rows(path)) if path.is_file() else []
-    if len(folds) < 2:
-        raise ConfigError(
-            f"{path} has no folds to validate in turn; give it a column 'fold' with two or more numbers, or split files"
-        )
-    return folds
-
-
-def _of_fold(
-    settings: FitConfig,
-    fold: int,
-    listeners: tuple[Listener, ...],
-    ranks: Ranks,
-    *,
-    overwrite: bool,
-    trust: Collection[str],
-) -> FoldResult:
-    config = replace(settings, fold=fold, out=str(Path(settings.out) / f"fold-{fold}"))
-    result = fit(config, listeners, overwrite=overwrite)
-    found = _scored(config, result.out, listeners, trust) if ranks.index == 0 else None
-    slides, scores = ranks.all_gather_object(found)[0]
-    return FoldResult(fold, result.out, slides, result.best_epoch, scores)
 
 
 def _scored(

@@ -33,13 +33,10 @@ from gigagrad.models.registry import is_reloadable
 from gigagrad.models.saved import load_weights
 from gigagrad.plans import Plan
 from gigagrad.ranks import Mesh, from_environment, launch
-from gigagrad.training.augment import Jitter
-from gigagrad.training.dataset import Bag, Dataset, Steps, made_label
-from gigagrad.training.evaluation import test, validate
+from gigagrad.training.dataset import Bag, Dataset, Jitter, Steps, made_label
+from gigagrad.training.evaluation import FitResult, test, validate, write_model
 from gigagrad.training.folder import Checkpoint, Progress, RunFolder, environment
-from gigagrad.training.learner import Learner
-from gigagrad.training.optimization import freeze
-from gigagrad.training.result import FitResult, write_model
+from gigagrad.training.learner import Learner, freeze
 from gigagrad.training.sharing import check_same_start, check_same_weights, check_seen, plan_alike
 from gigagrad.training.targets import BALANCED, class_weights, fit_loss
 from gigagrad.training.trackers import RunLog, Tracker
@@ -341,26 +338,19 @@ class _Run:
     def _end_epoch(self) -> None:
         """Validate, keep the weights if they are the best so far, and count the epoch as done."""
         epoch, rows = self.progress.epoch + 1, self.cohort.of("val")
+        best_loss, best_epoch = self.progress.best_loss, self.progress.best_epoch
         with self.learner.as_kept():
-            best_loss, best_epoch = self._keep_best(rows, epoch)
+            best = True
+            if rows:
+                value = validate(self.learner, self.dataset, rows, self.events, self.mesh)
+                self.events.emit(MetricsLogged("val", epoch, self.progress.step, {"loss": value}))
+                best = value < best_loss or not best_epoch
+                best_loss = value if best else best_loss
+            if best and self.mesh.first:
+                save_model(self.folder.best, self.config.model, self.model)
+        best_epoch = epoch if best else best_epoch
         self.progress = replace(self.progress, epoch=epoch, index=0, best_loss=best_loss, best_epoch=best_epoch)
         self._note_state()
-
-    def _keep_best(self, rows: tuple[Row, ...], epoch: int) -> tuple[float, int]:
-        """Save the weights if they are the best so far. Returns the lowest loss and its epoch."""
-        best_loss, best_epoch = self.progress.best_loss, self.progress.best_epoch
-        if rows:
-            value = validate(self.learner, self.dataset, rows, self.events, self.mesh)
-            self.events.emit(MetricsLogged("val", epoch, self.progress.step, {"loss": value}))
-            best = value < best_loss or not best_epoch
-            best_loss = value if best else best_loss
-        else:
-            best = True
-        if best:
-            if self.mesh.first:
-                save_model(self.folder.best, self.config.model, self.model)
-            best_epoch = epoch
-        return best_loss, best_epoch
 
     def _is_time_to_save(self) -> bool:
         """Return whether a checkpoint is due, by the first rank's clock where all save."""
@@ -429,16 +419,11 @@ class _Run:
             named |= {name: value for name, value in measures.items() if value is not None}
             self.events.emit(MetricsLogged("test", self.progress.epoch, self.progress.step, named))
         if self.mesh.first:
-            self._pass_on(model, result)
+            with self.largest.open(config.level) as slide:
+                mpp = slide.mpp
+            try:
+                write_model(model, config, self.cohort, result, mpp)
+            except ModelError as error:
+                self.events.emit(Notice(f"there is no {self.folder.model}: {error}", warning=True))
             result.save(model=config.model, parameters=sum(p.numel() for p in model.parameters()))
         return result
-
-    def _pass_on(self, model: torch.nn.Module, result: FitResult) -> None:
-        """Write the model's folder, from the weights that were tested."""
-        row = self.largest
-        with row.open(self.config.level) as slide:
-            mpp = slide.mpp
-        try:
-            write_model(model, self.config, self.cohort, result, mpp)
-        except ModelError as error:
-            self.events.emit(Notice(f"there is no {self.folder.model}: {error}", warning=True))

@@ -19,8 +19,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -31,13 +30,13 @@ from gigagrad.cohorts import Cohort
 from gigagrad.config.fit import FitConfig
 from gigagrad.errors import ConfigError
 from gigagrad.execution.engine import Engine
-from gigagrad.execution.messages import Message, Shape, Shares, exchange
+from gigagrad.execution.messages import Shares, exchange
 from gigagrad.execution.model_state import Left
 from gigagrad.files import write_error
 from gigagrad.plans import Plan
 from gigagrad.plans.sums import share_of
 from gigagrad.ranks import Ranks
-from gigagrad.ranks.messages import copy_into, packed
+from gigagrad.ranks.messages import as_bytes, copy_into, packed, unpacked
 from gigagrad.ranks.ranks import named
 from gigagrad.training.folder import RunFolder
 
@@ -46,6 +45,7 @@ Gradients = list[Tensor | None]
 
 _Node = tuple[int, int]
 """Level and place."""
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def assign(pixels: Sequence[int], groups: int) -> list[int]:
@@ -82,11 +82,20 @@ class GradientTree:
         """Return the sum over all slides to all ranks, which ask at once: each adds up its share of every parameter."""
         if ranks.count == 1:
             return self._held.pop((self._depth, 0))
-        sharded = _ShardedSums(ranks, self._parameters, self._held)
+        there = [[node, [i for i, one in enumerate(sums) if one is not None]] for node, sums in self._held.items()]
+        told = ranks.all_gather_object(there)
+        came = ranks.all_to_all({rank: self._shares(rank, ranks.count) for rank in ranks.others})
+        came[ranks.index] = self._shares(ranks.index, ranks.count)
         self._held.clear()
-        exchange(ranks, [sharded])
-        for (level, place), gradients in sharded.found:
-            self._put(level, place, gradients)
+        for rank, nodes in enumerate(told):
+            start = 0
+            for (level, place), reached in nodes:
+                gradients: Gradients = [None] * len(self._parameters)
+                for i in reached:
+                    share = share_of(self._parameters[i].numel(), ranks.index, ranks.count)
+                    shape = (share.stop - share.start,)
+                    gradients[i], start = unpacked(came.get(rank, _NOTHING), start, shape, self._parameters[i].dtype)
+                self._put(level, place, gradients)
         total = dict(enumerate(self._held.pop((self._depth, 0))))
         shapes = {i: (tuple(parameter.shape), parameter.dtype) for i, parameter in enumerate(self._parameters)}
         shares = Shares(ranks, {i: one for i, one in total.items() if one is not None}, shapes, torch.device("cpu"))
@@ -95,6 +104,11 @@ class GradientTree:
         for i, whole in shares.whole.items():  # laid out as the parameter is, as one process has it
             found[i] = torch.empty_like(self._parameters[i], requires_grad=False).copy_(whole)
         return found
+
+    def _shares(self, rank: int, ranks: int) -> Tensor:
+        """Pack a rank's share of all sums that are here."""
+        every = [one.reshape(-1) for gradients in self._held.values() for one in gradients if one is not None]
+        return packed(one[share_of(len(one), rank, ranks)] for one in every)
 
     def _put(self, level: int, place: int, gradients: Gradients) -> None:
         while level < self._depth:
@@ -106,37 +120,6 @@ class GradientTree:
                 gradients = [_sum(one, two) for one, two in zip(other, gradients, strict=True)]
             level, place = level + 1, place >> 1
         self._held[level, place] = gradients
-
-
-class _ShardedSums(Message):
-    """A message with each rank's share of all sums that any rank has; once taken, `found` has this one's."""
-
-    def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], sums: Mapping[_Node, Gradients]) -> None:
-        self._index, self._count, self._parameters = ranks.index, ranks.count, parameters
-        self._own = [one.reshape(-1) for gradients in sums.values() for one in gradients if one is not None]
-        there = [(node, [i for i, one in enumerate(sums[node]) if one is not None]) for node in sums]
-        self._told: list[list[tuple[_Node, list[int]]]] = ranks.all_gather_object(there)
-        self.found: list[tuple[_Node, Gradients]] = []
-
-    def sent(self, receiver: int) -> Iterator[Tensor]:
-        for one in self._own:
-            yield one[share_of(len(one), receiver, self._count)]
-
-    def coming(self, sender: int) -> list[Shape]:
-        parameters = [self._parameters[i] for _, there in self._told[sender] for i in there]
-        shares = [share_of(parameter.numel(), self._index, self._count) for parameter in parameters]
-        return [
-            ((share.stop - share.start,), parameter.dtype) for share, parameter in zip(shares, parameters, strict=True)
-        ]
-
-    def take(self, came: Mapping[int, Sequence[Tensor]]) -> None:
-        for rank, nodes in enumerate(self._told):
-            shares = iter(came[rank] if rank in came else [one.cpu() for one in self.sent(rank)])
-            for node, there in nodes:
-                gradients: Gradients = [None] * len(self._parameters)
-                for i in there:
-                    gradients[i] = next(shares)
-                self.found.append((node, gradients))
 
 
 def leave_in_order(model: nn.Module, left: Mapping[int, Left], owners: Sequence[int], ranks: Ranks) -> None:
@@ -185,7 +168,8 @@ def check_same_start(
     folder, after `step`; None: no run.
     """
     own = {name: repr(value) for name, value in config.to_dict().items() if name not in config.MAY_DIFFER}
-    own |= {"rows of the cohort": cohort.fingerprint, "sizes of slides": _digest(repr(shapes).encode())}
+    sizes = hashlib.sha256(repr(shapes).encode()).hexdigest()
+    own |= {"rows of the cohort": cohort.fingerprint, "sizes of slides": sizes}
     for rank, (other, theirs) in enumerate(ranks.all_gather_object([step, own])):
         if other != step:
             raise ConfigError(
@@ -203,10 +187,10 @@ def check_same_weights(ranks: Ranks, model: nn.Module) -> None:
     """Raise `ConfigError` where ranks begin with different ones."""
     if ranks.count == 1:
         return
-    state = [tensor.detach().cpu().contiguous().view(-1) for tensor in model.state_dict().values()]
-    first, *others = ranks.all_gather_object(
-        _digest(*(memoryview(tensor.view(torch.uint8).numpy()) for tensor in state))
-    )
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(as_bytes(tensor).numpy())
+    first, *others = ranks.all_gather_object(digest.hexdigest())
     if differing := [rank for rank, other in enumerate(others, 1) if other != first]:
         raise ConfigError(
             f"other weights than those of the first rank are those of {named(differing)}; make the model draw from "
@@ -225,13 +209,6 @@ def check_seen(ranks: Ranks, folder: RunFolder) -> None:
                 f"rank {ranks.index} does not see what the first one writes into {folder.path}; give an --out on a "
                 "disk that all of them see"
             )
-
-
-def _digest(*parts: bytes | memoryview) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def _run_found(step: int | None) -> str:
@@ -320,32 +297,25 @@ def _tensors(optimizer: _Optimizer, own: dict[str, nn.Parameter]) -> dict[str, T
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
-        # By each rank alone: a collective of the library's would wait for ever for one that is stopped.
-        with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as made, _plainly():
+        # By each rank alone, of which the library warns: its collective would wait for ever for one that is stopped.
+        with (
+            tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as made,
+            warnings.catch_warnings(action="ignore", category=UserWarning),
+        ):
             writer = HuggingFaceStorageWriter(made, save_distributed=True)
             # All is on the CPU; for more it asks any device that there is for a stream.
             writer.per_thread_copy_ahead = 0
-            save(dict(tensors), storage_writer=writer, no_dist=True)
+            try:
+                save(dict(tensors), storage_writer=writer, no_dist=True)
+            except CheckpointException as error:  # no `Exception`, and around interrupts too
+                ((raised, _),) = error.failures.values()
+                raise raised from None
             (written,) = Path(made).iterdir()
             os.replace(written, path)
     except OSError as error:
         raise write_error(path, error) from error
-
-
-@contextmanager
-def _plainly() -> Iterator[None]:
-    """Silence the library's remark that nothing is distributed; and raise what it wraps, interrupts too, in
-    something that is no `Exception`, as it was raised.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        try:
-            yield
-        except CheckpointException as error:
-            ((raised, _),) = error.failures.values()
-            raise raised from None

@@ -58,9 +58,7 @@ class TargetRule:
         )
 
     def label(self, value: float, name: str) -> Tensor:
-        """Read a slide's number as the loss wants it: `(1,)` int64 class id, else `(1, 1)` float32. Raises
-        `TargetError`.
-        """
+        """Read a slide's number for the loss: `(1,)` int64 class id, else `(1, 1)` float32. Raises `TargetError`."""
         if not self.loss.class_ids:
             if self.loss.binary and value not in (0, 1):
                 raise TargetError(f"the label of {name} is {value:g}; a binary loss takes 0 or 1")
@@ -72,10 +70,7 @@ class TargetRule:
         return torch.tensor([int(value)], dtype=torch.int64)
 
     def survival(self, text: str, name: str) -> Tensor:
-        """Read a survival time as the loss wants it: `(1, 2)` float32, the time and whether the event came.
-
-        Raises `TargetError`.
-        """
+        """Read a survival time: `(1, 2)` float32, the time and whether the event came. Raises `TargetError`."""
         found = survival_of(text)
         if found is None:
             raise TargetError(
@@ -143,17 +138,17 @@ def sample_mask(mask: Image, rule: TargetRule) -> set[int]:
     return seen
 
 
-def output_channels(model: nn.Module, shape: tuple[int, int, int], dtype: torch.dtype = torch.uint8) -> int:
+def output_channels(model: nn.Module, shape: tuple[int, int, int]) -> int:
     """Return the size of the model's channel axis for an image of this `(C, H, W)`, found without computing a pixel.
 
     Raises `CaptureError` for a model that does not take such an image.
     """
     try:
         with torch.no_grad():
-            output = copy.deepcopy(model).to("meta")(torch.empty((1, *shape), dtype=dtype, device="meta"))
+            output = copy.deepcopy(model).to("meta")(torch.empty((1, *shape), dtype=torch.uint8, device="meta"))
         return int(output.shape[1])
     except Exception:  # of any model's own; capture can do more, and says in our words what is wrong
-        graph = compile_engine(model).problem(torch.zeros((), dtype=dtype).expand(shape)).graph
+        graph = compile_engine(model).problem(torch.zeros((), dtype=torch.uint8).expand(shape)).graph
         return graph[graph.output].shape[1]
 
 
@@ -179,9 +174,7 @@ def fit_loss(
     dense = not labels
     asked = loss.class_ids or loss.survival or loss.binary
     channels = output_channels(model, sizes[0].shape) if asked else 1
-    if labels:
-        _check_outputs(config, loss, channels, labels, table)
-    _check_channels(config, loss, channels, table)
+    _check_channels(config, loss, channels, labels, table)
     if dense and loss.class_ids and table is not None and channels > table.count:
         text = f"there are {table.count} classes, and {config.model} has {channels} outputs; no mask shows the others"
         events.emit(Notice(text, warning=True))
@@ -200,7 +193,24 @@ def fit_loss(
     return loss, rule
 
 
-def _check_channels(config: FitConfig, loss: Loss, channels: int, table: ClassTable | None) -> None:
+def _check_channels(
+    config: FitConfig, loss: Loss, channels: int, labels: Sequence[str], table: ClassTable | None
+) -> None:
+    """Raise `ConfigError` for a model of other output channels than the loss and the classes need; a classifier has no
+    more of them than there are classes: what they say would be noise.
+    """
+    if labels and loss.binary and channels > 1:
+        raise ConfigError(
+            f"{config.loss} takes one output of a slide, and {config.model} has {channels}; give it one, as in "
+            "timm:NAME?num_classes=1, or train with ce"
+        )
+    if labels and loss.class_ids:
+        classes = table.count if table is not None else 1 + max(int(float(label.removesuffix("+"))) for label in labels)
+        if channels > classes:
+            raise ConfigError(
+                f"the labels are of {classes} classes and {config.model} has {channels} outputs; make them as many, as "
+                f"in timm:NAME?num_classes={classes}, or name all the classes that it tells apart: --classes NAME=ID"
+            )
     if loss.survival and channels != 1:
         raise ConfigError(f"cox takes one output of a slide, a risk, and {config.model} has {channels}; give it one")
     regions = () if table is None else table.regions
@@ -220,25 +230,6 @@ def _check_channels(config: FitConfig, loss: Loss, channels: int, table: ClassTa
         raise ConfigError(
             f"there are {needed} classes ({table}), and {config.model} has {channels} output channels; give the model "
             "one for each"
-        )
-
-
-def _check_outputs(
-    config: FitConfig, loss: Loss, channels: int, labels: Sequence[str], table: ClassTable | None
-) -> None:
-    """Raise `ConfigError` for a classifier of more outputs than there are classes: what they say is noise."""
-    if loss.binary and channels > 1:
-        raise ConfigError(
-            f"{config.loss} takes one output of a slide, and {config.model} has {channels}; give it one, as in "
-            "timm:NAME?num_classes=1, or train with ce"
-        )
-    if not loss.class_ids:
-        return
-    classes = table.count if table is not None else 1 + max(int(float(label.removesuffix("+"))) for label in labels)
-    if channels > classes:
-        raise ConfigError(
-            f"the labels are of {classes} classes and {config.model} has {channels} outputs; make them as many, as in "
-            f"timm:NAME?num_classes={classes}, or name all the classes that it tells apart: --classes NAME=ID"
         )
 
 

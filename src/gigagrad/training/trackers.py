@@ -166,9 +166,7 @@ class RunLog:
             self._lines.write(json.dumps(record).encode() + b"\n")
 
     def position(self) -> int:
-        """Return the bytes of the metrics file so far, all of them handed to the operating system. Raises
-        `WriteError`.
-        """
+        """Flush the metrics file and return its bytes so far. Raises `WriteError`."""
         with self._reported():
             self._lines.flush()
         return self._lines.tell()
