@@ -114,7 +114,7 @@ def test_an_engine_says_what_it_is():
 @pytest.mark.parametrize("in_tiles", [False, True])
 def test_a_new_gradient_is_taken_over_as_it_is(net, bce, pair, monkeypatch, in_tiles):
     """A copy of every gradient would be a copy of all weights in every step."""
-    given = []
+    given = list[int]()
     taking_over = engines._HandOver.forward
 
     def forward(ctx, gradients, *tensors):
