@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import TreeSpec
@@ -22,6 +22,7 @@ from gigagrad.graphs.graph import (
     Node,
     Origin,
     Ref,
+    exactly,
     references,
     substitute,
 )
@@ -60,6 +61,30 @@ class Builder:
         self._constants[name] = value
         return self.source("constant", name, tuple(value.shape), value.dtype, field=False, differentiable=False)
 
+    def nchw(self, field: Ref) -> tuple[int, ...]:
+        """Return the shape of a field laid out as (N, C, H, W). Raises `NotTileable` for any other layout."""
+        node = self.node(field)
+        if node.axes != IMAGE_AXES or len(node.shape) != 4:
+            raise NotTileable("its input is not laid out as (N, C, H, W)")
+        return node.shape
+
+    def spatial_dims(self, field: Ref, dims: Sequence[int] | int | None) -> tuple[list[int], int]:
+        """Return the reduced axes (positive) and how many of them are spatial."""
+        node = self.node(field)
+        rank = len(node.shape)
+        if isinstance(dims, int):
+            dims = [dims]
+        positive = list(range(rank)) if not dims else sorted({dim % rank for dim in dims})
+        return positive, sum(axis + rank in positive for axis in node.spatial)
+
+    def to_dtype(self, value: Ref, dtype: torch.dtype) -> Ref:
+        return value if self.node(value).dtype == dtype else self.aten("_to_copy.default", value, dtype=dtype)
+
+    def mean_and_variance(self, moments: Ref, correction: float = 0) -> tuple[Ref, Ref]:
+        """Compute mean and variance of moments in float64; the variance by the number of values less `correction`."""
+        mean = self.one("gigagrad.average", {"moments": moments})
+        return mean, self.one("gigagrad.variance", {"moments": moments, "correction": correction})
+
     def field_sum(self, field: Ref, dims: list[int] | None = None, *, keepdim: bool = False) -> Ref:
         """The sum of a field over `dims` (default: all of its axes); `dims` must hold both spatial axes."""
         return self.reduction(FIELD_SUM, field, dims, keepdim=keepdim)
@@ -93,6 +118,11 @@ class Builder:
             self._moved[value.id, axes] = self._append(SCATTER, {"value": value}, made, axes, node.differentiable)
         return self._moved[value.id, axes]
 
+    def whole_field(self, op: str, arguments: dict[str, Any]) -> Any:
+        """Append an operator on its operands as whole tensors."""
+        whole = {ref.id: self.gather(ref) for ref in references(arguments)}
+        return self.call(op, {name: substitute(value, whole) for name, value in arguments.items()})
+
     def one(self, op: str, arguments: dict[str, Any]) -> Ref:
         """`call` of an operator with one output."""
         result = self.call(op, arguments)
@@ -107,7 +137,7 @@ class Builder:
         """
         if self._same is None or operators.is_random(op):
             return self._called(op, arguments)
-        key = op, _hashable(arguments)
+        key = op, exactly(arguments)
         if key not in self._same:
             self._same[key] = self._called(op, arguments)
         return self._same[key]
@@ -169,12 +199,22 @@ class Builder:
         return Ref(node_id)
 
 
-def _hashable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return tuple((name, _hashable(item)) for name, item in value.items())
-    if isinstance(value, list | tuple):
-        return type(value), tuple(map(_hashable, value))
-    return type(value), value
+Rewrite = Callable[[Builder, str, dict[str, Any]], Any]
+_Rewrite = TypeVar("_Rewrite", bound=Rewrite)
+STRUCTURE: dict[str, Rewrite] = {}
+"""Rewrites that hold for an operator wherever it stands."""
+ON_FIELDS: dict[str, Rewrite] = {}
+"""Rewrites that hold only where it reads a field: on values without spatial axes it is arithmetic like any other."""
+
+
+def rewrites(table: dict[str, Rewrite], operators: Iterable[str]) -> Callable[[_Rewrite], _Rewrite]:
+    """Enter a function into a table as the rewrite of these operators."""
+
+    def enter(rewrite: _Rewrite) -> _Rewrite:
+        table.update(dict.fromkeys(operators, rewrite))
+        return rewrite
+
+    return enter
 
 
 def _renumbered(node: Node, numbers: Mapping[int, Ref]) -> Node:

@@ -188,7 +188,7 @@ class Graph:
             self.is_shaped_like(other)
             and self.whole == other.whole
             and all(
-                _exactly(one.arguments) == _exactly(two.arguments)
+                exactly(one.arguments) == exactly(two.arguments)
                 for one, two in zip(self.nodes, other.nodes, strict=True)
             )
             and self.closed.keys() == other.closed.keys()
@@ -267,12 +267,12 @@ def _form(node: Node) -> tuple[Any, ...]:
     return node.op, node.operands, node.shape, node.dtype, node.axes, node.differentiable, node.whole
 
 
-def _exactly(value: Any) -> Any:
+def exactly(value: Any) -> Any:
     """Turn arguments into values of which only the same compare equal: 1, 1.0 and True differ, 0.0 and -0.0, too."""
     if isinstance(value, Mapping):
-        return {name: _exactly(item) for name, item in value.items()}
+        return tuple((name, exactly(item)) for name, item in value.items())
     if isinstance(value, list | tuple):
-        return type(value), tuple(map(_exactly, value))
+        return type(value), tuple(map(exactly, value))
     return type(value), repr(value) if isinstance(value, float | complex) else value
 
 

@@ -16,7 +16,7 @@ from gigagrad.graphs.builder import Builder
 from gigagrad.graphs.capture.loss_module import SOURCE, LossModule
 from gigagrad.graphs.graph import Graph, InputSpec, Origin, Ref, references
 from gigagrad.graphs.op_rules import NotTileable
-from gigagrad.graphs.rewrites import lower, whole_field
+from gigagrad.graphs.rewrites import lower
 
 assert ops.__all__, "importing the rules fills the registry"
 
@@ -168,7 +168,7 @@ def _call(builder: Builder, node: torch.fx.Node, values: dict[str, Any], whole_p
             # An output that no tile rule delivers, such as the indices of max pooling: the operator again, whole.
             assert isinstance(node.args[0], torch.fx.Node)
             builder.origin = _origin(node.args[0])
-            values[node.args[0].name] = whole_field(builder, str(node.args[0].target), _bound(node.args[0], replace))
+            values[node.args[0].name] = builder.whole_field(str(node.args[0].target), _bound(node.args[0], replace))
             return values[node.args[0].name][index]
         return source[index]
     op = str(target)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gigagrad.graphs.builder import Builder
+from gigagrad.graphs.builder import ON_FIELDS, STRUCTURE, Builder
 from gigagrad.graphs.graph import IMAGE_AXES, Axes, Ref, references
 from gigagrad.graphs.op_rules import NoPixels, NotTileable, lookup
-from gigagrad.graphs.rewrites import norms, random, reductions, structure
-from gigagrad.graphs.rewrites.common import ON_FIELDS, STRUCTURE, whole_field
+from gigagrad.graphs.rewrites import random, reductions, structure
 
-__all__ = ["lower", "norms", "random", "reductions", "structure", "whole_field"]
+__all__ = ["lower", "random", "reductions", "structure"]
 
 
 def lower(builder: Builder, op: str, arguments: dict[str, Any], *, whole: bool = False) -> Any:
@@ -23,7 +22,7 @@ def lower(builder: Builder, op: str, arguments: dict[str, Any], *, whole: bool =
     of them for split outputs.
     """
     if whole and op not in STRUCTURE:
-        return whole_field(builder, op, arguments)
+        return builder.whole_field(op, arguments)
     arguments = _as_fields(builder, op, arguments)
     reads_field = any(builder.is_field(ref) for ref in references(arguments))
     rewrite = STRUCTURE.get(op) or (ON_FIELDS.get(op) if reads_field else None)
@@ -34,7 +33,7 @@ def lower(builder: Builder, op: str, arguments: dict[str, Any], *, whole: bool =
     except NotTileable:
         if not reads_field:
             raise
-        return whole_field(builder, op, arguments)
+        return builder.whole_field(op, arguments)
 
 
 def _as_fields(builder: Builder, op: str, arguments: dict[str, Any]) -> dict[str, Any]:

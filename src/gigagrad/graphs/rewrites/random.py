@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from gigagrad.graphs.builder import Builder
+from gigagrad.graphs.builder import ON_FIELDS, STRUCTURE, Builder, rewrites
 from gigagrad.graphs.graph import Ref
 from gigagrad.graphs.op_rules import NotTileable, aten
-from gigagrad.graphs.rewrites.common import ON_FIELDS, STRUCTURE, rewrites, to_dtype, whole_field
 
 _NOT_SETTINGS = ("dtype", "layout", "device", "pin_memory", "memory_format", "generator")
 
@@ -36,7 +35,7 @@ def _dropout(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
         output = builder.aten("mul.Scalar", field, 0.0)
     else:
         kept = builder.aten("ge.Scalar", _uniform(builder, field), probability)
-        mask = builder.aten("mul.Scalar", to_dtype(builder, kept, builder.node(field).dtype), 1 / (1 - probability))
+        mask = builder.aten("mul.Scalar", builder.to_dtype(kept, builder.node(field).dtype), 1 / (1 - probability))
         output = builder.aten("mul.Tensor", field, mask)
     return [output, None] if several else output
 
@@ -54,13 +53,13 @@ def _bernoulli(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
 @rewrites(ON_FIELDS, aten("rand_like"))
 def _rand_like(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field: Ref = arguments["self"]
-    return to_dtype(builder, _uniform(builder, field), arguments.get("dtype") or builder.node(field).dtype)
+    return builder.to_dtype(_uniform(builder, field), arguments.get("dtype") or builder.node(field).dtype)
 
 
 @rewrites(ON_FIELDS, aten("randn_like"))
 def _randn_like(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field: Ref = arguments["self"]
-    return to_dtype(builder, _normal(builder, field), arguments.get("dtype") or builder.node(field).dtype)
+    return builder.to_dtype(_normal(builder, field), arguments.get("dtype") or builder.node(field).dtype)
 
 
 @rewrites(STRUCTURE, aten("normal_functional log_normal"))
@@ -147,9 +146,9 @@ def _drawn(builder: Builder, op: str, arguments: dict[str, Any], drawn: Callable
     if "self" in arguments:
         settings["field"] = settings.pop("self")
     try:
-        return to_dtype(builder, drawn(**settings), arguments.get("dtype") or builder.node(field).dtype)
+        return builder.to_dtype(drawn(**settings), arguments.get("dtype") or builder.node(field).dtype)
     except NotTileable:
-        return whole_field(builder, op, arguments)
+        return builder.whole_field(op, arguments)
 
 
 def _normal(builder: Builder, field: Ref) -> Ref:

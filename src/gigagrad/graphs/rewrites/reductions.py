@@ -1,6 +1,10 @@
-"""Rewrite what takes the image to one value: sums, means, extremes, moments, pooling to a grid, losses that reduce.
+"""Rewrite what takes the image to one value: sums, means, extremes, moments, pooling to a grid, losses that reduce,
+and norms by the image's own statistics.
 
-A mean is a sum divided by a count; a loss that reduces is the same loss without reduction, a sum and a division.
+A mean is a sum divided by a count; a loss that reduces is the same loss without reduction, a sum and a division. A norm
+is arithmetic on moments, and pixels normalised by the result: batch normalisation (Ioffe and Szegedy, 2015), instance
+normalisation (Ulyanov et al., 2016), group normalisation (Wu and He, 2018) and layer normalisation (Ba et al., 2016)
+differ only in the axes over which the moments are taken.
 """
 
 from __future__ import annotations
@@ -10,23 +14,27 @@ from typing import Any
 
 import torch
 
-from gigagrad.graphs.builder import Builder
+from gigagrad.graphs import operators
+from gigagrad.graphs.builder import ON_FIELDS, Builder, rewrites
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, MOMENTS, Ref
 from gigagrad.graphs.op_rules import NotTileable, Whole, aten, register
 from gigagrad.graphs.ops.pointwise import PIXEL_LOSSES
-from gigagrad.graphs.rewrites.common import ON_FIELDS, mean_and_variance, require_nchw, rewrites, spatial_dims, to_dtype
 
 _NONE, _MEAN = 0, 1  # ATen's codes for a loss's reduction; 2 is the sum
 
 register(Whole(differentiable=False), [FIELD_MAX])
+register(
+    Whole(on_images=True),
+    aten("_native_batch_norm_legit.no_stats _native_batch_norm_legit_functional group_norm instance_norm"),
+)
 
 
 @rewrites(ON_FIELDS, aten("mean mean.dim sum sum.dim_IntList"))
 def _sum(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     field = arguments["self"]
     if arguments.get("dtype") is not None:
-        field = to_dtype(builder, field, arguments["dtype"])
-    dims, spatial = spatial_dims(builder, field, arguments.get("dim"))
+        field = builder.to_dtype(field, arguments["dtype"])
+    dims, spatial = builder.spatial_dims(field, arguments.get("dim"))
     if spatial == 0:
         return builder.one(op, arguments)
     return _total(builder, field, dims, mean="mean" in op, keepdim=bool(arguments.get("keepdim")))
@@ -37,7 +45,7 @@ def _total(builder: Builder, field: Ref, dims: list[int], *, mean: bool, keepdim
     node, total = builder.node(field), builder.field_sum(field, dims, keepdim=keepdim)
     if mean:
         total = builder.aten("div.Tensor", total, math.prod(node.shape[dim] for dim in dims))
-    return to_dtype(builder, total, node.dtype) if node.dtype.is_floating_point else total
+    return builder.to_dtype(total, node.dtype) if node.dtype.is_floating_point else total
 
 
 @rewrites(ON_FIELDS, aten("var var.dim var.correction var_mean var_mean.dim var_mean.correction"))
@@ -45,13 +53,13 @@ def _total(builder: Builder, field: Ref, dims: list[int], *, mean: bool, keepdim
 def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     """Rewrite variance and standard deviation, alone or with the mean."""
     field: Ref = arguments["self"]
-    dims, spatial = spatial_dims(builder, field, arguments.get("dim"))
+    dims, spatial = builder.spatial_dims(field, arguments.get("dim"))
     if spatial == 0:
         return builder.call(op, arguments)
     correction = arguments.get("correction")
     if correction is None:
         correction = 1 if arguments.get("unbiased", True) else 0
-    mean, result = mean_and_variance(builder, builder.reduction(MOMENTS, field, dims), correction)
+    mean, result = builder.mean_and_variance(builder.reduction(MOMENTS, field, dims), correction)
     if ".std" in op:
         result = _deviation(builder, result, mean)
     shape = [1 if dim in dims else size for dim, size in enumerate(builder.node(field).shape)]
@@ -60,7 +68,7 @@ def _spread(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     for value in (result, mean):
         if arguments.get("keepdim"):
             value = builder.aten("view.default", value, shape)
-        outputs.append(to_dtype(builder, value, dtype))
+        outputs.append(builder.to_dtype(value, dtype))
     return outputs if "_mean" in op else outputs[0]
 
 
@@ -87,7 +95,7 @@ def _extreme(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     Pixels are chosen, never multiplied by a mask: 0 times an infinite one would be NaN.
     """
     field: Ref = arguments["self"]
-    dims, spatial = spatial_dims(builder, field, arguments.get("dim"))
+    dims, spatial = builder.spatial_dims(field, arguments.get("dim"))
     if spatial == 0:
         return builder.one(op, arguments)
     lowest = op.split(".")[1] in ("amin", "min")
@@ -102,14 +110,14 @@ def _extreme(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     equal = builder.aten("logical_or.default", builder.aten("eq.Tensor", detached, top), unknown)
     total = builder.field_sum(builder.aten("where.ScalarOther", equal, field, 0), dims, keepdim=True)
     # Counted in float64: a float32 cannot hold the number of pixels of a gigapixel image.
-    count = builder.field_sum(to_dtype(builder, equal, torch.float64), dims, keepdim=True)
+    count = builder.field_sum(builder.to_dtype(equal, torch.float64), dims, keepdim=True)
     if everywhere:
         count = builder.aten("where.ScalarSelf", spoiled, math.nan, count)
-    mean = builder.aten("div.Tensor", to_dtype(builder, total, torch.float64), count)
+    mean = builder.aten("div.Tensor", builder.to_dtype(total, torch.float64), count)
     if not arguments.get("keepdim"):
         kept = [size for dim, size in enumerate(builder.node(field).shape) if dim not in dims]
         mean = builder.aten("view.default", mean, kept)
-    return to_dtype(builder, mean, builder.node(field).dtype)
+    return builder.to_dtype(mean, builder.node(field).dtype)
 
 
 def _integer_extreme(builder: Builder, field: Ref, dims: list[int], *, lowest: bool, keepdim: bool) -> Ref:
@@ -125,13 +133,13 @@ def _adaptive_average(builder: Builder, op: str, arguments: dict[str, Any]) -> R
     field: Ref = arguments["self"]
     if list(arguments["output_size"]) == [1, 1]:
         return _sum(builder, "aten.mean.dim", {"self": field, "dim": [-2, -1], "keepdim": True, "dtype": None})
-    *_, height, width = require_nchw(builder, field)
+    *_, height, width = builder.nchw(field)
     weights = [
         builder.constant(f"gigagrad.bins.{count}.{size}", _bin_weights(count, size))
         for count, size in zip(arguments["output_size"], (height, width), strict=True)
     ]
     bins = builder.reduction(FIELD_BINS, field, [2, 3], weights_y=weights[0], weights_x=weights[1])
-    return to_dtype(builder, bins, builder.node(field).dtype)
+    return builder.to_dtype(bins, builder.node(field).dtype)
 
 
 def _bin_weights(bins: int, size: int) -> torch.Tensor:
@@ -148,7 +156,7 @@ def _adaptive_maximum(builder: Builder, op: str, arguments: dict[str, Any]) -> A
     the last that is NaN.
     """
     field: Ref = arguments["self"]
-    require_nchw(builder, field)
+    builder.nchw(field)
     if list(arguments["output_size"]) != [1, 1]:
         raise NotTileable(f"adaptive max pooling to {tuple(arguments['output_size'])}")
     detached, dims = builder.aten("detach.default", field), [2, 3]
@@ -162,7 +170,7 @@ def _adaptive_maximum(builder: Builder, op: str, arguments: dict[str, Any]) -> A
     first = builder.reduction(FIELD_MAX, builder.aten("where.self", candidate, place, nowhere), dims, keepdim=True)
     chosen = builder.aten("where.ScalarOther", builder.aten("eq.Tensor", place, first), field, 0)
     total = builder.field_sum(chosen, dims, keepdim=True)
-    return [to_dtype(builder, total, builder.node(field).dtype), None]
+    return [builder.to_dtype(total, builder.node(field).dtype), None]
 
 
 @rewrites(ON_FIELDS, PIXEL_LOSSES)
@@ -190,4 +198,122 @@ def _cross_entropy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     none = builder.aten("eq.Scalar", kept, 0)
     count = builder.aten("masked_fill.Scalar", weights, none, 1)
     mean = builder.aten("div.Tensor", builder.field_sum(pixels), count)
-    return to_dtype(builder, builder.aten("masked_fill.Scalar", mean, none, math.nan), dtype)
+    return builder.to_dtype(builder.aten("masked_fill.Scalar", mean, none, math.nan), dtype)
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Choose the dtype of statistics: float32 for half precisions, as PyTorch does."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _normalised(
+    builder: Builder, field: Ref, mean: Ref, variance: Ref, eps: float, weight: Ref | None, bias: Ref | None
+) -> Ref:
+    """Normalise by statistics of shape (C,) in float64, whatever the field's dtype."""
+    scale = builder.aten("rsqrt.default", builder.aten("add.Scalar", variance, eps))
+    if weight is not None:
+        scale = builder.aten("mul.Tensor", scale, weight)
+    dtype = _statistics_dtype(builder.node(field).dtype)
+    mean, scale = (builder.to_dtype(value, dtype) for value in (mean, scale))
+    shift = builder.aten("zeros_like.default", mean) if bias is None else builder.to_dtype(bias, dtype)
+    return builder.one("gigagrad.normalise", {"field": field, "mean": mean, "scale": scale, "shift": shift})
+
+
+@rewrites(ON_FIELDS, aten("batch_norm _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional"))
+def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    """Rewrite batch norm; in the functional form the new running mean and variance follow the outputs."""
+    field, training = arguments["input"], arguments.get("training", True)
+    running: tuple[Any, Any] = arguments.get("running_mean"), arguments.get("running_var")
+    if not training:
+        plain = {**arguments, "training": False, "cudnn_enabled": False}
+        names = operators.signature("aten.batch_norm.default")
+        return builder.call("aten.batch_norm.default", {name: plain[name] for name in names})
+    images, _, height, width = builder.nchw(field)
+    if images * height * width == 1:
+        raise NotTileable("training-mode batch normalisation of a single value per channel")
+    moments = builder.reduction(MOMENTS, field, [0, 2, 3])
+    mean, variance = builder.mean_and_variance(moments)
+    output = _normalised(builder, field, mean, variance, arguments["eps"], arguments["weight"], arguments["bias"])
+    if op == "aten.batch_norm.default":
+        assert running[0] is None, "a layer that tracks statistics is exported in its functional form"
+        return output
+    if running[0] is None:
+        return [output, None, None]
+    _, unbiased = builder.mean_and_variance(moments, correction=1)
+    updated = [_blend(builder, *both, arguments["momentum"]) for both in zip(running, (mean, unbiased), strict=True)]
+    return [output, None, None, *updated]
+
+
+def _blend(builder: Builder, old: Ref, new: Ref, momentum: float) -> Ref:
+    """Compute a running statistic after this step."""
+    dtype = builder.node(old).dtype
+    kept = builder.aten("mul.Scalar", builder.to_dtype(old, torch.float64), 1 - momentum)
+    taken = builder.aten("mul.Scalar", builder.aten("detach.default", new), momentum)
+    return builder.to_dtype(builder.aten("add.Tensor", kept, taken), dtype)
+
+
+@rewrites(ON_FIELDS, aten("group_norm"))
+def _group_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    field, groups = arguments["input"], arguments["num_groups"]
+    images, channels, *_ = builder.nchw(field)
+    moments = builder.reduction(MOMENTS, field, [2, 3])
+    apart = builder.aten("view.default", moments, [4, images, groups, channels // groups])
+    together = builder.one("gigagrad.grouped", {"moments": apart})
+    mean, variance = builder.mean_and_variance(builder.aten("unsqueeze.default", together, -1))
+    shape = [images, groups, channels // groups]
+    mean, variance = (
+        builder.aten("reshape.default", builder.aten("expand.default", v, shape), [images * channels])
+        for v in (mean, variance)
+    )
+    return _per_image(builder, field, mean, variance, arguments)
+
+
+@rewrites(ON_FIELDS, aten("instance_norm"))
+def _instance_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
+    field = arguments["input"]
+    images, channels, *_ = builder.nchw(field)
+    if arguments["use_input_stats"]:
+        assert arguments["running_mean"] is None, "tracing updates them itself"
+        mean, variance = builder.mean_and_variance(builder.reduction(MOMENTS, field, [2, 3]))
+    else:
+        mean, variance = (
+            builder.aten("expand.default", builder.to_dtype(arguments[name], torch.float64), [images, channels])
+            for name in ("running_mean", "running_var")
+        )
+    mean, variance = (builder.aten("reshape.default", v, [images * channels]) for v in (mean, variance))
+    return _per_image(builder, field, mean, variance, arguments)
+
+
+def _per_image(builder: Builder, field: Ref, mean: Ref, variance: Ref, arguments: dict[str, Any]) -> Ref:
+    """Normalise by statistics of shape (N * C,): every image has its own, so the batch becomes channels."""
+    images, channels, height, width = builder.node(field).shape
+    weight, bias = (
+        None if value is None else builder.aten("repeat.default", value, [images]) if images > 1 else value
+        for value in (arguments["weight"], arguments["bias"])
+    )
+    if images > 1:
+        field = builder.aten("view.default", field, [1, images * channels, height, width])
+    output = _normalised(builder, field, mean, variance, arguments["eps"], weight, bias)
+    return builder.aten("view.default", output, [images, channels, height, width]) if images > 1 else output
+
+
+@rewrites(ON_FIELDS, aten("layer_norm"))
+def _layer_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
+    """Normalise over trailing axes: both spatial ones are a reduction, none is a row; one alone is refused."""
+    field, shape = arguments["input"], arguments["normalized_shape"]
+    node = builder.node(field)
+    if not any(-axis <= len(shape) for axis in node.spatial):
+        return builder.call(op, arguments)
+    rank = len(node.shape)
+    moments = builder.reduction(MOMENTS, field, list(range(rank - len(shape), rank)))
+    mean, variance = builder.mean_and_variance(moments)
+    scale = builder.aten("rsqrt.default", builder.aten("add.Scalar", variance, arguments["eps"]))
+    kept = [*node.shape[: rank - len(shape)], *[1] * len(shape)]
+    dtype = _statistics_dtype(node.dtype)
+    mean, scale = (builder.to_dtype(builder.aten("view.default", value, kept), dtype) for value in (mean, scale))
+    result = builder.aten("mul.Tensor", builder.aten("sub.Tensor", field, mean), scale)
+    if arguments["weight"] is not None:
+        result = builder.aten("mul.Tensor", result, arguments["weight"])
+    if arguments["bias"] is not None:
+        result = builder.aten("add.Tensor", result, arguments["bias"])
+    return builder.to_dtype(result, node.dtype)

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from gigagrad.graphs.builder import Builder
+from gigagrad.graphs.builder import STRUCTURE, Builder, rewrites
 from gigagrad.graphs.graph import Ref
 from gigagrad.graphs.op_rules import Whole, aten, register
 from gigagrad.graphs.ops.resampling import RESIZING
-from gigagrad.graphs.rewrites.common import STRUCTURE, rewrites, to_dtype
 
 
 @rewrites(STRUCTURE, aten("chunk split.Tensor split_with_sizes unbind.int"))
@@ -30,7 +29,7 @@ def _split(builder: Builder, op: str, arguments: dict[str, Any]) -> list[Ref]:
 @rewrites(STRUCTURE, aten("to.dtype"))
 def _cast(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """Cast: `x.to(dtype)` of an exported program, which shares memory where x has that dtype."""
-    return to_dtype(builder, arguments["self"], arguments["dtype"])
+    return builder.to_dtype(arguments["self"], arguments["dtype"])
 
 
 @rewrites(STRUCTURE, aten("lift_fresh_copy"))
@@ -103,7 +102,7 @@ def _copy(builder: Builder, op: str, arguments: dict[str, Any]) -> Ref:
     """
     place: Ref = arguments["self"]
     value: Ref = arguments["src"]
-    value = to_dtype(builder, value, builder.node(place).dtype)
+    value = builder.to_dtype(value, builder.node(place).dtype)
     if builder.node(value).shape == builder.node(place).shape and builder.is_field(value) == builder.is_field(place):
         return value
     return builder.aten("add.Tensor", builder.aten("zeros_like.default", place), value)
