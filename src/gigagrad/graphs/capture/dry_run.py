@@ -246,7 +246,7 @@ def run_dry(loss_module: LossModule, mode: FakeTensorMode, inputs: Any, outside:
     Raises `CaptureError` for what cannot be captured faithfully, and whatever the model or the loss raises.
     """
     _refuse_gradient_hooks(loss_module)
-    copy = loss_module.fake_copy(mode, outside, ())
+    copy = FakeCopy(loss_module, mode, outside, ())
     copy.adopting = True
     snapshot = Snapshot(Traversal(roots_of(copy.module.model, copy.module.loss)))
     executed = ExecutedCode()

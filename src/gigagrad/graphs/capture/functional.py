@@ -10,8 +10,8 @@ composite operators only once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,8 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.fx import Node
+
+from gigagrad.graphs.capture.stand_ins import exchanged
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _ATEN = torch.ops.aten
@@ -148,8 +150,7 @@ def _untie(program: ExportedProgram) -> None:
         seen.add(id(tensor))
 
 
-@contextmanager
-def _composites_remembered() -> Iterator[None]:
+def _composites_remembered() -> AbstractContextManager[None]:
     """Have PyTorch collect the composite operators once, and again only after others were registered."""
     collect: Callable[[], set[Any]] = getattr(exported_program, _COLLECT)
 
@@ -161,11 +162,7 @@ def _composites_remembered() -> Iterator[None]:
             _collected[key] = collect()
         return _collected[key]
 
-    setattr(exported_program, _COLLECT, remembered)
-    try:
-        yield
-    finally:
-        setattr(exported_program, _COLLECT, collect)
+    return exchanged(exported_program, **{_COLLECT: remembered})
 
 
 _collected: dict[tuple[int, int], set[Any]] = {}

@@ -72,7 +72,7 @@ class LossModule(nn.Module):
         with (
             _Observed(fake_copy),
             not_compiling(),
-            ids_of(fake_copy.ids | fake_copy.ids_of_own()),
+            ids_of(fake_copy.ids_now()),
             batch_norm_traceable(),
             writes.checkpoints.watched(),
         ):
@@ -115,41 +115,9 @@ class LossModule(nn.Module):
         full = self.precision is not None and self.autocast is None and given.is_floating_point
         return self.precision if full and self.precision is not None else given
 
-    def fake_copy(
-        self,
-        mode: FakeTensorMode,
-        outside: Iterable[torch.Tensor],
-        closed: Iterable[torch.Tensor],
-        home: torch.device | None = None,
-    ) -> FakeCopy:
-        """Copy the module with fake parameters and buffers, on `home` if it is named.
-
-        The memo keeps deepcopy from ever copying a real tensor. Tensors that are `outside` all modules stay themselves,
-        and so do modules of Python;
-        those among them that are `closed` over become parameters and buffers of the copy, like those not outside.
-        """
-        memo: dict[int, Any] = {id(shared): shared for shared in (*outside, *sys.modules.values())}
-        for parameter in self.parameters():
-            fake = mode.from_tensor(parameter.detach()).to(home, self.dtype_of(parameter.dtype))
-            memo[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
-        for buffer in self.buffers():
-            memo[id(buffer)] = mode.from_tensor(buffer).to(home, self.dtype_of(buffer.dtype))
-        for tensor in self.tensors():
-            vars(memo[id(tensor)]).update(vars(tensor))  # people write on tensors how they are to be treated
-        named = {id(t): name for name, t in [*self.named_parameters(), *self.named_buffers()]}
-        real = dict(self.named_buffers())
-        made = copy.deepcopy(self, memo)
-        made.add_module(CLOSED, nn.Module())
-        made.__dict__["_fake_copy"] = fake_copy = FakeCopy(made, mode, named, real, home)
-        fake_copy.ids = {id(copied): original for original, copied in memo.items()}
-        fake_copy.ids_by_name = {name: id(tensor) for name, tensor in self.named_tensors()}
-        for tensor in closed:
-            fake_copy.adopt(tensor)
-        return fake_copy
-
 
 class FakeCopy:
-    """A copy of a loss module, and the fake tensor in it for every real one that the model holds or reads from outside.
+    """A copy of a loss module with fake parameters and buffers, on `home` if it is named.
 
     `trace` is told of every call while the copy runs. With `adopting`, a real tensor that is met becomes one of the
     copy's own, as `closed.0`, `closed.1`, ...
@@ -157,14 +125,18 @@ class FakeCopy:
 
     def __init__(
         self,
-        module: LossModule,
+        original: LossModule,
         mode: FakeTensorMode,
-        named: dict[int, str],
-        real: dict[str, torch.Tensor],
+        outside: Iterable[torch.Tensor],
+        closed: Iterable[torch.Tensor],
         home: torch.device | None = None,
     ) -> None:
-        self.module = module
-        self.real = real
+        """The memo keeps deepcopy from ever copying a real tensor. Tensors that are `outside` all modules stay
+        themselves, and so do modules of Python; those that are `closed` over become parameters and buffers of the copy.
+        """
+        self._mode, self._home = mode, home
+        self._named = {id(t): name for name, t in [*original.named_parameters(), *original.named_buffers()]}
+        self.real = dict(original.named_buffers())
         """The model's buffers, and tensors from outside, by their names in the copy."""
         self.asked: dict[str, torch.Tensor] = {}
         """The values of those that code asked for numbers."""
@@ -174,12 +146,21 @@ class FakeCopy:
         self.stopped: Exception | None = None
         """The error of a call that plain PyTorch would have let pass, whoever catches it."""
         self.known_writes: Learned | None = None
-        self.ids: dict[int, int] = {}
-        self.ids_by_name: dict[str, int] = {}
         self.writes: Writes
         """The in-place writes of the last run."""
-        self._mode, self._home = mode, home
-        self._named = named
+        memo: dict[int, Any] = {id(shared): shared for shared in (*outside, *sys.modules.values())}
+        for tensor in original.tensors():
+            asks = isinstance(tensor, nn.Parameter)
+            fake = mode.from_tensor(tensor.detach() if asks else tensor).to(home, original.dtype_of(tensor.dtype))
+            memo[id(tensor)] = made = nn.Parameter(fake, tensor.requires_grad) if asks else fake
+            vars(made).update(vars(tensor))  # people write on tensors how they are to be treated
+        self.module: LossModule = copy.deepcopy(original, memo)
+        self.module.add_module(CLOSED, nn.Module())
+        self.module.__dict__["_fake_copy"] = self
+        self.ids = {id(copied): original_id for original_id, copied in memo.items()}
+        self._ids_by_name = {name: id(tensor) for name, tensor in original.named_tensors()}
+        for tensor in closed:
+            self.adopt(tensor)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -221,12 +202,12 @@ class FakeCopy:
             return type(value)(map(self.replacement, value))
         return value
 
-    def ids_of_own(self) -> dict[int, int]:
-        """Map the ids of the copy's parameters and buffers, as they are now, to those of the model's: export puts
-        others in their places while it traces.
+    def ids_now(self) -> dict[int, int]:
+        """Map the ids of the copies, as they are now, to those of the originals: export puts other parameters and
+        buffers in their places while it traces.
         """
-        named = self.module.named_tensors()
-        return {id(tensor): self.ids_by_name[name] for name, tensor in named if name in self.ids_by_name}
+        known, named = self._ids_by_name, self.module.named_tensors()
+        return self.ids | {id(tensor): known[name] for name, tensor in named if name in known}
 
     def is_original(self, tensor: torch.Tensor) -> bool:
         """Tell whether a parameter or a buffer of the copy stands for it."""

@@ -1,4 +1,4 @@
-"""Put others in the places of functions of PyTorch and Python while a model is traced.
+"""Put others in the places of functions of PyTorch and Python while a model is traced, and leave all as it was.
 
 Some do what PyTorch's do in a way that its export can follow:
 
@@ -9,25 +9,36 @@ Some do what PyTorch's do in a way that its export can follow:
 
 Losses of class ids take them as images are, `(N, 1, H, W)` of any integers. The others show code what it would see if
 it ran and were not traced: plain tensors, the user's own objects, and no compiler at work.
+
+Tracing pushes modes onto stacks and takes them off for a moment. An interrupt (Ctrl-C) between the two leaves a stack
+as it is just then; some of PyTorch's own context managers fail on their way out and hide the interrupt behind an error
+of theirs; and whatever is traced afterwards meets the modes that were left (`state_kept`).
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
+import gc
+import logging
+import math
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import MappingProxyType
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import _ops, nn, overrides
 from torch._export import utils as export_utils
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as dispatch
+from torch.utils import checkpoint
 
 from gigagrad.errors import CaptureError
 
@@ -35,13 +46,21 @@ _FORWARD = _BatchNorm.forward
 
 
 @contextmanager
-def batch_norm_traceable() -> Iterator[None]:
-    """Count the steps of batch norms without momentum in tensors; subclasses that call `super().forward` included."""
-    _BatchNorm.forward = _batch_norm_forward  # type: ignore[method-assign]
+def exchanged(holder: Any, **parts: Any) -> Iterator[None]:
+    """Have attributes of a module or a class be others in the block."""
+    held = {name: getattr(holder, name) for name in parts}
     try:
+        for name, part in parts.items():
+            setattr(holder, name, part)
         yield
     finally:
-        _BatchNorm.forward = _FORWARD  # type: ignore[method-assign]
+        for name, part in held.items():
+            setattr(holder, name, part)
+
+
+def batch_norm_traceable() -> AbstractContextManager[None]:
+    """Count the steps of batch norms without momentum in tensors; subclasses that call `super().forward` included."""
+    return exchanged(_BatchNorm, forward=_batch_norm_forward)
 
 
 def _batch_norm_forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
@@ -159,29 +178,20 @@ def not_compiling() -> Iterator[None]:
     """Have `torch.compiler.is_compiling()` say no, where export says yes; transforms of functions (vmap) are told."""
     held = {flag: getattr(torch.compiler, flag) for flag in _FLAGS if hasattr(torch.compiler, flag)}
 
+    find_mode: Any = export_utils._maybe_find_pre_dispatch_tf_mode_for_export
+
     def exporting_mode() -> Any:
-        for flag, value in held.items():
-            setattr(torch.compiler, flag, value)
-        try:
-            return find_mode()  # type: ignore[no-untyped-call]
-        finally:
-            for flag in held:
-                setattr(torch.compiler, flag, False)
+        with exchanged(torch.compiler, **held):
+            return find_mode()
 
-    find_mode = export_utils._maybe_find_pre_dispatch_tf_mode_for_export
-    export_utils._maybe_find_pre_dispatch_tf_mode_for_export = exporting_mode
-    try:
-        for flag in held:
-            setattr(torch.compiler, flag, False)
+    with (
+        exchanged(export_utils, _maybe_find_pre_dispatch_tf_mode_for_export=exporting_mode),
+        exchanged(torch.compiler, **dict.fromkeys(held, False)),
+    ):
         yield
-    finally:
-        export_utils._maybe_find_pre_dispatch_tf_mode_for_export = find_mode
-        for flag, value in held.items():
-            setattr(torch.compiler, flag, value)
 
 
-@contextmanager
-def modules_themselves() -> Iterator[None]:
+def modules_themselves() -> AbstractContextManager[None]:
     """Keep export from handing out a stand-in of each module where one is registered twice."""
     tracer: Any = proxy_tensor._ModuleStackTracer
     original = tracer.__init__
@@ -190,11 +200,7 @@ def modules_themselves() -> Iterator[None]:
         original(self, *args)
         self.enable_attr_proxy = False
 
-    tracer.__init__ = init
-    try:
-        yield
-    finally:
-        tracer.__init__ = original
+    return exchanged(tracer, __init__=init)
 
 
 class _AsRun(type):
@@ -213,25 +219,19 @@ class _Type(type, metaclass=_AsRun):
     """Stand for the builtin `type`, and name the class that a fake tensor stands for."""
 
 
-_originals: dict[int, int] = {}
-"""Ids of objects in the copy that runs, with those of the objects that they are copies of."""
+class _Ids:
+    """Ids of objects in the copy that runs, with those of the objects that they are copies of."""
+
+    originals: Mapping[int, int] = MappingProxyType({})
 
 
-@contextmanager
-def ids_of(originals: dict[int, int]) -> Iterator[None]:
+def ids_of(originals: dict[int, int]) -> AbstractContextManager[None]:
     """Have code that asks for an `id` in the block get that of the original."""
-    held = dict(_originals)
-    _originals.clear()
-    _originals.update(originals)
-    try:
-        yield
-    finally:
-        _originals.clear()
-        _originals.update(held)
+    return exchanged(_Ids, originals=originals)
 
 
 def _id_of_original(value: Any, /) -> int:
-    return _originals.get(id(value), id(value))
+    return _Ids.originals.get(id(value), id(value))
 
 
 _SHOWN = {"type": _Type, "id": _id_of_original}
@@ -278,3 +278,145 @@ def plain_types(ran: Iterable[tuple[types.CodeType, dict[str, Any]]]) -> Iterato
         yield
     finally:
         types_.remove()
+
+
+class Checkpoints:
+    """Note which functions are checkpointed (`torch.utils.checkpoint`), and run those again that write into buffers.
+
+    PyTorch runs them again in the backward pass: it counts the batches of a norm inside of one twice, and moves its
+    running statistics twice.
+    """
+
+    def __init__(self) -> None:
+        self._again: list[Callable[[], Any]] = []
+        self._inside = False
+        self._writes = False
+        self.ran_again = False
+
+    def note_write(self) -> None:
+        """Note that a buffer is written."""
+        self._writes = True
+
+    def run_again(self) -> None:
+        """Run the functions as the backward pass does: the last one first, and what is checkpointed in it after it."""
+        again, self._again = self._again, []
+        for function in reversed(again):
+            self.ran_again = True
+            function()
+            self.run_again()
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Run checkpointed functions plainly in the block, and note which they are."""
+        return exchanged(
+            checkpoint,
+            _checkpoint_without_reentrant_generator=self._without_reentrant(
+                checkpoint._checkpoint_without_reentrant_generator
+            ),
+            CheckpointFunction=SimpleNamespace(apply=self._reentrant),
+        )
+
+    def _without_reentrant(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        settings = original.__code__.co_argcount - 1
+
+        def generator(function: Callable[..., Any], *settings_and_args: Any, **kwargs: Any) -> Iterator[None]:
+            steps = original(function, *settings_and_args, **kwargs)
+            given = settings_and_args[settings:]
+            next(steps)
+            with self._region(lambda: function(*given, **kwargs)):
+                yield
+            next(steps, None)
+
+        return generator
+
+    def _reentrant(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Run a function as the reentrant kind does: nothing has a gradient where no argument has one."""
+        tracked = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in args)
+        with torch.set_grad_enabled(tracked and torch.is_grad_enabled()), self._region(lambda: function(*args)):
+            return function(*args)
+
+    @contextmanager
+    def _region(self, function: Callable[[], Any]) -> Iterator[None]:
+        if self._inside or not torch.is_grad_enabled():
+            yield
+            return
+        self._inside, self._writes = True, False
+        try:
+            yield
+        finally:
+            self._inside = False
+        if self._writes:
+            self._again.append(function)
+
+
+_STACKS: tuple[tuple[Callable[[], list[Any]], Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (
+        lambda: [None] * _ops._len_torch_dispatch_stack_pre_dispatch(),  # type: ignore[no-untyped-call]
+        _ops._pop_mode_from_pre_dispatch,
+        _ops._set_mode_pre_dispatch,
+    ),
+    (dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
+    (overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
+)
+"""Three functions for each stack of modes: one lists it, one takes off the last mode, one puts a mode on. Of the first
+only the length can be asked; outside of PyTorch's tracing it is empty."""
+
+
+@contextmanager
+def state_kept() -> Iterator[None]:
+    """Restore PyTorch's modes, dispatch keys and generator and Python's functions; let an interrupt out as one.
+
+    Code that `torch.compile` has compiled runs as it was written meanwhile, and no garbage is collected: what that
+    calls is nobody's forward, and there is little of it, but much to look through.
+    """
+    modes = [read() for read, _, _ in _STACKS]
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    config = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with (
+            exchanged(builtins, max=builtins.max, min=builtins.min),  # as export leaves them in its place
+            exchanged(math, pow=math.pow),
+            torch._C._ForceDispatchKeyGuard(*keys),
+            torch.random.fork_rng(devices=[]),
+        ):
+            try:
+                with torch.compiler.set_stance("force_eager"), config:
+                    yield
+            except BaseException as error:
+                for (read, pop, push), before in zip(_STACKS, modes, strict=True):
+                    if list(map(id, now := read())) == list(map(id, before)):
+                        continue
+                    for _ in now:
+                        pop()
+                    for mode in before:
+                        push(mode)
+                if (interrupt := _interrupt_behind(error)) is not None and interrupt is not error:
+                    raise interrupt from None
+                raise
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _interrupt_behind(error: BaseException | None) -> BaseException | None:
+    """Return the cause that was raised first if it is no error: Ctrl-C, or the end of a process."""
+    while error is not None:
+        if not isinstance(error, Exception):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silence torch.export: it warns about its own internals, and logs the traceback of what becomes our error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -28,9 +28,8 @@ from gigagrad.graphs.capture.dry_run import DryRun, Effects, roots_of, run_dry
 from gigagrad.graphs.capture.explain import explained
 from gigagrad.graphs.capture.functional import functional
 from gigagrad.graphs.capture.guard import Guard
-from gigagrad.graphs.capture.loss_module import CLOSED, LossModule
-from gigagrad.graphs.capture.stand_ins import ids_of, modules_themselves
-from gigagrad.graphs.capture.state import quietly, state_kept
+from gigagrad.graphs.capture.loss_module import CLOSED, FakeCopy, LossModule
+from gigagrad.graphs.capture.stand_ins import ids_of, modules_themselves, quietly, state_kept
 from gigagrad.graphs.capture.traversal import Traversal
 from gigagrad.graphs.graph import Graph, InputSpec
 from gigagrad.graphs.whole import WholeCost, count_whole
@@ -131,7 +130,7 @@ def _exported(
                 dry_run = run_dry(loss_module, mode, inputs, outside)
                 whole = _whole_costs(loss_module, mode, _inputs(mode, image, target, _HOST), outside, dry_run)
                 # A copy of its own: a model may keep what its first forward made.
-                copy = loss_module.fake_copy(mode, outside, dry_run.closed)
+                copy = FakeCopy(loss_module, mode, outside, dry_run.closed)
                 copy.known_writes = dry_run.writes
                 with dry_run.undone(), modules_themselves(), fx_traceback.preserve_node_meta():
                     exported = torch.export.export(copy.module, inputs, strict=False)
@@ -151,7 +150,7 @@ def _whole_costs(
     """
     found = dict[bool, WholeCost]()
     for backward in (False, True) if loss_module.loss is not None else (False,):
-        copy = loss_module.fake_copy(mode, outside, dry_run.closed, _HOST)
+        copy = FakeCopy(loss_module, mode, outside, dry_run.closed, _HOST)
         with dry_run.undone(), _autocast(_HOST, loss_module.autocast), ids_of(copy.ids):
             cost = count_whole(copy.module, copy.replacement, inputs, mode, backward=backward)
         if cost is not None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gigagrad.errors import CaptureError
-from gigagrad.graphs.capture.checkpoints import Checkpoints
+from gigagrad.graphs.capture.stand_ins import Checkpoints
 
 _LIBRARY: Any = torch.library.Library("gigagrad", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("with_value(Tensor tracked, Tensor value) -> Tensor")
