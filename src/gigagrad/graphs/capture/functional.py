@@ -19,7 +19,7 @@ from torch import nn
 from torch._decomp import _should_decompose_because_unsafe_op
 from torch._ops import OpOverload
 from torch.export import ExportedProgram, exported_program
-from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
+from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from gigagrad.graphs.capture.stand_ins import exchanged
@@ -40,16 +40,41 @@ _COLLECT = "_collect_all_valid_cia_ops"
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
-    """Return the program with functional operators, those that are composite kept whole where PyTorch can."""
+    """Return the program with functional operators, those that are composite kept whole where PyTorch can, and such
+    others as `written_out` makes functional.
+    """
     tensors = _without_views(program)
     casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))  # which only a second trace puts in
     if not casts and all(_stays(node, tensors) for node in program.graph.nodes):
-        _take_writes_out(program, tensors)
         return program
     _untie(program)
     with _composites_remembered():
         found: ExportedProgram = program.run_decompositions({})
     return found
+
+
+def written_out(node: Node) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
+    """Return the operator and the arguments of a node without writes, and the arguments that it would write: their new
+    values are the results of the same indices.
+    """
+    op, given = node.target, cast(Any, node.args)
+    if op in _OUT_OF_PLACE:
+        return _OUT_OF_PLACE[op], given, (0,)
+    if op in _RESHAPING:
+        return _ATEN.view.default, (given[0], list(node.meta["val"].shape)), ()
+    if op is _NORM and given[3] is not None:
+        *arguments, training, momentum, eps, _ = given
+        if training:
+            return _TRAINED_NORM, (*arguments, True, momentum, eps), (3, 4)
+        return _FIXED_NORM, (*arguments, momentum, eps), ()
+    return op, given, ()
+
+
+def written_tensor(node: Node) -> str:
+    """Name the node that made a tensor: of operators that write in place that of the tensor into which they write."""
+    while node.target in _OUT_OF_PLACE:
+        node = cast(Node, node.args[0])
+    return node.name
 
 
 def _without_views(program: ExportedProgram) -> dict[Node, Node]:
@@ -71,7 +96,7 @@ def _without_views(program: ExportedProgram) -> dict[Node, Node]:
 
 
 def _stays(node: Node, tensors: dict[Node, Node]) -> bool:
-    """Tell whether tracing a node again would leave it as it is, or `_take_writes_out` makes of it what that would."""
+    """Tell whether tracing a node again would leave it as it is, or `written_out` makes of it what that would."""
     op = node.target
     if node.op in ("placeholder", "output") or op is operator.getitem:
         return True
@@ -91,43 +116,6 @@ def _stays(node: Node, tensors: dict[Node, Node]) -> bool:
 
 def _has_aliases(op: OpOverload) -> bool:
     return any(argument.alias_info is not None for argument in op._schema.arguments)
-
-
-def _take_writes_out(program: ExportedProgram, tensors: dict[Node, Node]) -> None:
-    """Replace operators that write into a tensor, or are composite, by those that return the new values."""
-    now = dict[Node, Node]()
-    for node in list(program.graph.nodes):
-        op, given = node.target, cast(Any, node.args)
-        for read in node.all_input_nodes:
-            node.replace_input_with(read, now.get(tensors.get(read, read), read))
-        if op in _OUT_OF_PLACE:
-            node.target = _OUT_OF_PLACE[op]
-            now[tensors[given[0]]] = node
-        elif op in _RESHAPING:
-            node.target, node.args = _ATEN.view.default, (node.args[0], list(node.meta["val"].shape))
-        elif op is _NORM:
-            with program.graph.inserting_before(node):
-                *arguments, training, momentum, eps, _ = node.args
-                if training:
-                    made = _before(node, _TRAINED_NORM, (*arguments, True, momentum, eps))
-                    for index in (3, 4):
-                        now[tensors[given[index]]] = _before(node, operator.getitem, (made, index))
-                else:
-                    made = _before(node, _FIXED_NORM, (*arguments, momentum, eps))
-            node.target, node.args = operator.getitem, (made, 0)
-    buffers = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
-    program.graph_signature.output_specs[:0] = [
-        OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(name=new.name), buffers[made.name])
-        for made, new in now.items()
-        if made.op == "placeholder"
-    ]
-
-
-def _before(node: Node, op: Any, arguments: tuple[Any, ...]) -> Node:
-    """Insert a node of the same origin."""
-    made = node.graph.call_function(op, arguments)
-    made.meta = dict(node.meta)
-    return made
 
 
 def _is_kept(op: OpOverload) -> bool:
