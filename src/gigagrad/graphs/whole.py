@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -41,36 +40,19 @@ class WholeCost:
     """Bytes read and written, and floating point operations, of every operator that computes."""
 
 
-def count_whole(
-    loss_module: Any, replacement: Callable[[Any], Any], inputs: Any, mode: FakeTensorMode, *, backward: bool
-) -> WholeCost | None:
-    """Count what a loss module of fake tensors takes for fake inputs; None where these cannot follow it.
-
-    `replacement` gives the fake tensor of a real one that code reaches for from outside of all modules.
-    """
+def count_whole(loss_module: Any, inputs: Any, mode: FakeTensorMode, *, backward: bool) -> WholeCost | None:
+    """Count what a loss module of fake tensors takes for fake inputs; None where these cannot follow it."""
     images, target = inputs[0], inputs[1] if len(inputs) > 1 else None
     leaves = [tensor for tensor in (*loss_module.parameters(), *tree_leaves(inputs)) if tensor.requires_grad]
     meter = _Meter()
     try:
-        with mode, meter, _Replacing(replacement), torch.set_grad_enabled(backward):
+        with mode, meter, torch.set_grad_enabled(backward):
             result = loss_module.plainly(images, target)
             if backward and result.requires_grad:
                 torch.autograd.grad(result, leaves, allow_unused=True)
     except Exception:
         return None
     return meter.cost()
-
-
-class _Replacing(TorchFunctionMode):
-    """Put the replacements of tensors in their places in every call of PyTorch."""
-
-    def __init__(self, replacement: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._replacement = replacement
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = {name: self._replacement(value) for name, value in (kwargs or {}).items()}
-        return func(*map(self._replacement, args), **named)
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]

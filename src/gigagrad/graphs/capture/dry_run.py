@@ -15,7 +15,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from itertools import zip_longest
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,7 @@ from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
 from gigagrad.errors import CaptureError
-from gigagrad.graphs.capture.loss_module import (
-    CLOSED,
-    FakeCopy,
-    LossModule,
-    hook_error,
-    is_user_code,
-    unfollowed_error,
-    user_line,
-)
+from gigagrad.graphs.capture.loss_module import CLOSED, FakeCopy, LossModule, hook_error, is_user_code, user_line
 from gigagrad.graphs.capture.slots import (
     MISSING,
     Contents,
@@ -172,8 +165,8 @@ class _Trace:
 
     def __init__(self, inputs: Any, loss_module: LossModule, before: Iterable[torch.Tensor] = ()) -> None:
         """`before` are tensors that an earlier run made."""
-        self.calls: list[Any] = []
-        self.lines: list[str] = []
+        self.calls: list[tuple[Any, ...]] = []
+        """Of each call the user's line, the function, the names of arguments, and the arguments."""
         self.kept: list[torch.Tensor] = []
         self._made: dict[int, int] = {}
         self._from_pixels = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor)}
@@ -182,8 +175,7 @@ class _Trace:
 
     def __call__(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = [*args, *kwargs.values()]
-        self.calls.append((func, tuple(kwargs), *map(self._token, given)))
-        self.lines.append(user_line(sys._getframe(2)))
+        self.calls.append((user_line(sys._getframe(2)), func, tuple(kwargs), *map(self._token, given)))
         depends = getattr(func, "__name__", "") not in _SHAPE_ONLY and any(map(self.depends_on_pixels, given))
         for made in result if isinstance(result, tuple | list) else (result,):
             if isinstance(made, torch.Tensor):
@@ -219,7 +211,11 @@ class _Trace:
         """Note a tensor that no call has returned. Raises CaptureError for one whose making cannot be followed."""
         line = user_line(sys._getframe(1))
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
-            raise unfollowed_error(line)  # it is let see what a fake tensor does itself
+            raise CaptureError(  # it is let see what a fake tensor does itself
+                f"the model or the loss makes a tensor at {line} where PyTorch's tracing cannot follow: in "
+                "TorchScript, as a nested tensor, or in a torch.vmap that moves axes; call the Python function without "
+                "torch.jit.script, pad what is nested, and write the vmap with broadcasting or torch.einsum"
+            )
         transforms = [one.key() for one in get_interpreter_stack() or ()]
         if TransformType.Grad in transforms or (TransformType.Jvp in transforms and len(transforms) > 1):
             raise CaptureError(
@@ -232,12 +228,10 @@ class _Trace:
 
     def parts_from(self, other: _Trace) -> str | None:
         """Return the user's line of the first call that is another one in the two; None where all are alike."""
-        for one, two, line in zip(self.calls, other.calls, self.lines, strict=False):
-            if one[0] != two[0] or not same(one[1:], two[1:]):
-                return line
-        longer = max(self, other, key=lambda trace: len(trace.calls))
-        alike = min(len(self.calls), len(other.calls))
-        return None if alike == len(longer.calls) else longer.lines[alike]
+        for one, two in zip_longest(self.calls, other.calls, fillvalue=()):
+            if one[1:2] != two[1:2] or not same(one[2:], two[2:]):
+                return str((one or two)[0])
+        return None
 
 
 def run_dry(loss_module: LossModule, mode: FakeTensorMode, inputs: Any, outside: list[torch.Tensor]) -> DryRun:
@@ -332,26 +326,15 @@ def _sorted_out(
 def _stored_at(executed: ExecutedCode, path: str) -> str:
     """Return ` at file:line` of executed code that writes into a slot of this path, as far as its text shows."""
     names = re.findall(r"[^\W\d]\w*", path)
+    stores = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
     told = [
-        (
-            instruction.opname not in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"),
-            -names.index(instruction.argval),
-            line,
-        )
+        (instruction.opname not in stores, -names.index(instruction.argval), f"{code.co_filename}:{positions.lineno}")
         for code, _ in executed.globals.values()
         if is_user_code(code.co_filename)
-        for line, instruction in _with_lines(code)
-        if instruction.argval in names
+        for instruction in dis.get_instructions(code)
+        if instruction.argval in names and (positions := instruction.positions) is not None
     ]
     return f" at {min(told)[2]}" if told else ""
-
-
-def _with_lines(code: CodeType) -> Iterator[tuple[str, dis.Instruction]]:
-    number = code.co_firstlineno
-    starts = dict(dis.findlinestarts(code))
-    for instruction in dis.get_instructions(code):
-        number = starts.get(instruction.offset) or number
-        yield f"{code.co_filename}:{number}", instruction
 
 
 def _tidy(name: str) -> str:

@@ -82,11 +82,7 @@ class Guard:
     def _compare(self, slot: Slot, then: Contents, now: Contents) -> bool | None:
         """Tell whether tensors were replaced by others of the same kind; None where anything else changed."""
         before, after = (
-            [
-                (key, value)
-                for key, value in zip(*contents, strict=True)
-                if not slot.attributes or self._executed.reads(key)
-            ]
+            [entry for entry in zip(*contents, strict=True) if not slot.attributes or self._executed.reads(entry[0])]
             for contents in (then, now)
         )
         if len(before) != len(after):
@@ -95,16 +91,12 @@ class Guard:
         for (key, one), (key_now, other) in zip(before, after, strict=True):
             if not same(key, key_now):
                 return None
-            if not same(one, other):
-                if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-                    return None
-                if (
-                    self._executed.asks_ids
-                    or _meta(one) != _meta(other)
-                    or any(one is tensor for tensor in self._bound)
-                ):
-                    return None
-                replaced = True
+            if same(one, other):
+                continue
+            alike = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and _meta(one) == _meta(other)
+            if not alike or self._executed.asks_ids or any(one is tensor for tensor in self._bound):
+                return None
+            replaced = True
         return replaced
 
 

@@ -11,6 +11,7 @@ import contextvars
 import datetime
 import functools
 import operator
+import random
 import re
 import sys
 import types
@@ -29,15 +30,18 @@ _LOCK, _RLOCK = (type(sys.modules["_thread"].allocate_lock()), sys.modules["_thr
 _HELD: tuple[dict[str, int], ...] = ({}, collections.OrderedDict())
 _VIEWS = [type(view) for held in _HELD for view in (held.keys(), held.values(), held.items())]
 
-WHOLE = frozenset(
+PLAIN = frozenset(
     {
         *(object, type, int, float, complex, str, bytes, BaseException, dict, list, tuple, set, frozenset, bytearray),
         *(collections.deque, collections.OrderedDict, collections.defaultdict, torch.Size, np.ndarray),
-        *(types.FunctionType, types.CellType, types.MethodType, types.ModuleType),
-        *(weakref.ref, contextvars.ContextVar, LOCAL, CACHE, torch._C.TensorBase),
+        *(types.FunctionType, types.CellType, types.MethodType, types.ModuleType, torch._C.TensorBase),
     }
 )
-"""Types of storage that a traversal looks into, each in its own way."""
+_WHOLE = PLAIN | {weakref.ref, contextvars.ContextVar, LOCAL, CACHE}
+"""Types of storage that a traversal looks into, each in its own way; `PLAIN` are those of what can be copied."""
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_MEMORY = ("array", "_ctypes", "mmap")
+"""Modules of types that are pieces of memory."""
 REFERRING = frozenset(
     {
         *(types.MappingProxyType, *_VIEWS, types.BuiltinFunctionType, types.MethodWrapperType, slice),
@@ -82,7 +86,7 @@ _READERS_OF_TORCH = ("serialization.py", "hub.py", "cuda/__init__.py", "cuda/mem
 @functools.lru_cache(maxsize=65_536)
 def storage(kind: Any) -> Any:
     """Return the type that decides where the state of such objects lies, beside `__dict__` and `__slots__`."""
-    while kind not in WHOLE and kind.__base__ is not None:
+    while kind not in _WHOLE and kind.__base__ is not None:
         base, own = kind.__base__, vars(kind)
         slots = sum(isinstance(part, types.MemberDescriptorType) for part in own.values()) if "__slots__" in own else 0
         known = _POINTER * (slots + ("__dict__" in own) + ("__weakref__" in own))
@@ -101,6 +105,13 @@ def is_fixed(kind: Any) -> bool:
 def is_iterator(kind: type) -> bool:
     """Tell whether the structure of such objects says how far they have come."""
     return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools", "collections")
+
+
+def is_followed(kind: type) -> bool:
+    """Tell whether a traversal finds the state of what is made of a class."""
+    made_of = storage(kind)
+    known = made_of in _WHOLE or made_of in REFERRING or made_of in (types.GeneratorType, *GENERATORS)
+    return known or is_iterator(made_of) or is_fixed(kind) or made_of.__module__ in _MEMORY
 
 
 def reads_elsewhere(function: Any) -> bool:

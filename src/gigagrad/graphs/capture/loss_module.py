@@ -24,7 +24,14 @@ from torch.overrides import TorchFunctionMode
 
 from gigagrad.errors import CaptureError
 from gigagrad.graphs.capture.constants import Constants
-from gigagrad.graphs.capture.stand_ins import INSTEAD, TakingClassIds, batch_norm_traceable, ids_of, not_compiling
+from gigagrad.graphs.capture.stand_ins import (
+    INSTEAD,
+    Calling,
+    batch_norm_traceable,
+    ids_of,
+    not_compiling,
+    taking_class_ids,
+)
 from gigagrad.graphs.capture.traversal import is_library
 from gigagrad.graphs.capture.writes import Learned, Writes
 
@@ -64,18 +71,8 @@ class LossModule(nn.Module):
     def forward(self, images: tuple[torch.Tensor, ...], target: Any = None) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return what the loss or the model returns, and the buffers that were replaced by new tensors on the way."""
         before = dict(self.named_buffers())
-        fake_copy = self.__dict__["_fake_copy"]
-        asking = {id(parameter): parameter.requires_grad for parameter in self.parameters()}
-        buffers = {id(buffer) for buffer in before.values()}
-        line = lambda: user_line(sys._getframe(1))  # noqa: E731
-        fake_copy.writes = writes = Writes(fake_copy.known_writes, asking, buffers, line)
-        with (
-            _Observed(fake_copy),
-            not_compiling(),
-            ids_of(fake_copy.ids_now()),
-            batch_norm_traceable(),
-            writes.checkpoints.watched(),
-        ):
+        fake_copy: FakeCopy = self.__dict__["_fake_copy"]
+        with fake_copy.observed() as writes:
             output = self._output(images)
             result = output if self.loss is None else self.loss(output, target)
             if self.loss is not None:
@@ -91,7 +88,7 @@ class LossModule(nn.Module):
         output = self._output(images)
         if self.loss is None:
             return output
-        with TakingClassIds():
+        with taking_class_ids():
             return self.loss(output, target)
 
     def _output(self, images: tuple[torch.Tensor, ...]) -> Any:
@@ -163,13 +160,60 @@ class FakeCopy:
             self.adopt(tensor)
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def observed(self) -> Iterator[Writes]:
+        """Write into the traced graph what export would leave out, and put the copy's own tensors in the place of the
+        model's where code reaches for those from outside: a loss that closes over the model, say.
+        """
+        asking = {id(parameter): parameter.requires_grad for parameter in self.module.parameters()}
+        buffers = {id(buffer) for buffer in self.module.buffers()}
+        self.writes = Writes(self.known_writes, asking, buffers)
+        constants = Constants(self.module, self.real, self.asked)
+        with (
+            Calling(lambda func, args, kwargs: self._call(func, args, kwargs, constants)),
+            not_compiling(),
+            ids_of(self.ids_now()),
+            batch_norm_traceable(),
+            self.writes.checkpoints.watched(),
+        ):
+            yield self.writes
+
+    def _call(self, func: Any, args: Any, kwargs: Any, constants: Constants) -> Any:
+        """Return the result of a call of PyTorch.
+
+        - Its nodes are marked with the user's line: export keeps frames of functions named `forward` only.
+        - What autograd does not see: `torch.no_grad` regions and writes through detached tensors (`Writes`).
+        - Hooks on tensors would be dropped: they are refused.
+        """
+        frame = sys._getframe(3)
+        self.writes.line = line = user_line(frame)
+        at = f" at {line}" if line else ""
+        if func in _HOOKS:
+            raise hook_error(line)
+        if kwargs.get("generator") is not None:
+            raise CaptureError(
+                f"the model or the loss draws from a generator of its own{at} (generator=...), which tiles and ranks "
+                "cannot share; leave it out: torch.manual_seed, or seed= of gg.compile, decides what is drawn"
+            )
+        if getattr(func, "__module__", None) == "torch._functorch.predispatch" or func in _DUAL:
+            return func(*args, **kwargs)  # a transform, which export sees in calls of its own
+        if func == _VERSION and is_user_code(frame.f_code.co_filename):
+            raise CaptureError(
+                f"the model or the loss reads a tensor's _version{at}, which is another one in the copy that is "
+                "traced; count in an attribute when the tensor is changed"
+            )
+        args = tuple(map(self.replacement, args))
+        kwargs = {name: self.replacement(value) for name, value in kwargs.items()}
+        func = INSTEAD.get(func, func)
         try:
-            yield
+            with _written_by(line):
+                result = constants.call(func, args, kwargs, self.writes)
         except Exception as error:
             if isinstance(error, _ONLY_WHILE_TRACED) or _NO_NUMPY in str(error):
                 self.stopped = self.stopped or error
             raise
+        if self.trace is not None:
+            self.trace(func, args, kwargs, result)
+        return result
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         name = str(len(self.closed))
@@ -202,6 +246,15 @@ class FakeCopy:
             return type(value)(map(self.replacement, value))
         return value
 
+    def replacing(self) -> TorchFunctionMode:
+        """Put the copy's own tensors in their places in every call of PyTorch in the block."""
+
+        def call(func: Any, args: Any, kwargs: Any) -> Any:
+            named = {name: self.replacement(value) for name, value in kwargs.items()}
+            return func(*map(self.replacement, args), **named)
+
+        return Calling(call)
+
     def ids_now(self) -> dict[int, int]:
         """Map the ids of the copies, as they are now, to those of the originals: export puts other parameters and
         buffers in their places while it traces.
@@ -217,43 +270,6 @@ class FakeCopy:
         """Tell whether a value is the copy's replacement of an original tensor."""
         known = isinstance(original, torch.Tensor) and id(original) in self._named
         return known and self.replacement(original) is value
-
-
-class _Observed(TorchFunctionMode):
-    """Write into the traced graph what export would leave out, and put the copy's own tensors in the place of the
-    model's where code reaches for those from outside: a loss that closes over the model, say.
-
-    - The user's line of every call: export keeps frames of functions named `forward` only.
-    - What autograd does not see: `torch.no_grad` regions and writes through detached tensors (`Writes`).
-    - Hooks on tensors would be dropped: they are refused.
-    """
-
-    def __init__(self, fake_copy: FakeCopy) -> None:
-        super().__init__()
-        self._fake_copy = fake_copy
-        self._constants = Constants(fake_copy.module, fake_copy.real, fake_copy.asked)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _HOOKS:
-            raise hook_error(user_line(sys._getframe(1)))
-        if (kwargs or {}).get("generator") is not None:
-            raise generator_error(user_line(sys._getframe(1)))
-        if getattr(func, "__module__", None) == "torch._functorch.predispatch" or func in _DUAL:
-            return func(*args, **(kwargs or {}))  # a transform, which export sees in calls of its own
-        if func == _VERSION and is_user_code(sys._getframe(1).f_code.co_filename):
-            raise CaptureError(
-                f"the model or the loss reads a tensor's _version at {user_line(sys._getframe(1))}, which is another "
-                "one in the copy that is traced; count in an attribute when the tensor is changed"
-            )
-        func = INSTEAD.get(func, func)
-        fake_copy = self._fake_copy
-        args = tuple(map(fake_copy.replacement, args))
-        kwargs = {name: fake_copy.replacement(value) for name, value in (kwargs or {}).items()}
-        with _written_by(user_line(sys._getframe(1))), fake_copy.noting():
-            result = self._constants.call(func, args, kwargs, fake_copy.writes)
-        if fake_copy.trace is not None:
-            fake_copy.trace(func, args, kwargs, result)
-        return result
 
 
 @contextmanager
@@ -275,22 +291,6 @@ def hook_error(line: str) -> CaptureError:
     return CaptureError(
         f"the model or the loss registers a hook on a gradient{at}, which would see tiles, not the image; hooks on "
         "parameters outside of forward are called as in PyTorch, gradients can be clipped after backward"
-    )
-
-
-def unfollowed_error(line: str) -> CaptureError:
-    return CaptureError(
-        f"the model or the loss makes a tensor at {line} where PyTorch's tracing cannot follow: in TorchScript, as a "
-        "nested tensor, or in a torch.vmap that moves axes; call the Python function without torch.jit.script, pad "
-        "what is nested, and write the vmap with broadcasting or torch.einsum"
-    )
-
-
-def generator_error(line: str) -> CaptureError:
-    at = f" at {line}" if line else ""
-    return CaptureError(
-        f"the model or the loss draws from a generator of its own{at} (generator=...), which tiles and ranks cannot "
-        "share; leave it out: torch.manual_seed, or seed= of gg.compile, decides what is drawn"
     )
 
 

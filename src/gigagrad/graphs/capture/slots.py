@@ -9,6 +9,7 @@ import ctypes
 import gc
 import hashlib
 import operator
+import pickle
 import types
 import weakref
 from abc import ABC, abstractmethod
@@ -176,30 +177,20 @@ class LocalSlot(Slot):
         self._mine.put(contents)
 
 
-class ListSlot(Slot):
-    """A list, a deque or a bytearray, told by positions."""
+class ItemsSlot(Slot):
+    """A list, a deque or a bytearray, told by positions, or a set."""
 
     def __init__(self, holder: Any, path: str) -> None:
         super().__init__(holder, path)
-        self._kind = next(kind for kind in SEQUENCES if isinstance(holder, kind))
+        self._kind: Any = next(kind for kind in (list, deque, bytearray, set) if isinstance(holder, kind))
 
     def read(self) -> Contents:
         values = tuple(self._kind.__iter__(self.holder))
-        return tuple(range(len(values))), values
+        return values if self._kind is set else tuple(range(len(values))), values
 
     def put(self, contents: Contents) -> None:
         self._kind.clear(self.holder)
-        self._kind.extend(self.holder, contents[1])
-
-
-class SetSlot(Slot):
-    def read(self) -> Contents:
-        keys = tuple(set.__iter__(self.holder))
-        return keys, keys
-
-    def put(self, contents: Contents) -> None:
-        set.clear(self.holder)
-        set.update(self.holder, contents[0])
+        (set.update if self._kind is set else self._kind.extend)(self.holder, contents[1])
 
 
 class NamesSlot(Slot):
@@ -236,6 +227,12 @@ class ClassSlot(Slot):
                 type.__setattr__(self.holder, name, then[name])
 
 
+CELL = [("", vars(types.CellType)["cell_contents"])]
+"""The descriptor of a variable of an enclosing function."""
+FUNCTION = [(part, vars(types.FunctionType)[part]) for part in ("__code__", "__defaults__", "__kwdefaults__")]
+"""Those of the code and the defaults of a function; its cells are slots of their own."""
+
+
 class DescriptorSlot(Slot):
     """Values that descriptors read of an object, its `__slots__` for one: (key, descriptor) pairs."""
 
@@ -256,21 +253,6 @@ class DescriptorSlot(Slot):
         for slot, value in zip(self.slots, contents[1], strict=True):
             if self._value(slot) is not value:
                 slot.__delete__(self.holder) if value is MISSING else slot.__set__(self.holder, value)
-
-
-class CellSlot(DescriptorSlot):
-    """A variable of an enclosing function."""
-
-    def __init__(self, holder: Any, path: str) -> None:
-        super().__init__(holder, path, [("", vars(types.CellType)["cell_contents"])], attributes=False)
-
-
-class FunctionSlot(DescriptorSlot):
-    """The code and the defaults of a function; its cells are slots of their own."""
-
-    def __init__(self, holder: Any, path: str) -> None:
-        parts = [(part, vars(types.FunctionType)[part]) for part in ("__code__", "__defaults__", "__kwdefaults__")]
-        super().__init__(holder, path, parts, attributes=False)
 
 
 class BytesSlot(Slot):
@@ -360,24 +342,24 @@ class CacheSlot(Slot):
 
 
 class RandomSlot(Slot):
-    """The state of a generator of random numbers: Python's or NumPy's."""
+    """The state of a generator of random numbers, Python's or NumPy's, as bytes."""
 
     def read(self) -> Contents:
         holder = self.holder
         if hasattr(holder, "bit_generator"):
-            state: Any = holder.bit_generator.state
+            state = holder.bit_generator.state
         else:
             state = holder.getstate() if hasattr(holder, "getstate") else holder.get_state()
-        return ("",), (_frozen(state),)
+        return ("",), (pickle.dumps(state),)
 
     def put(self, contents: Contents) -> None:
-        state = contents[1][0]
+        state = pickle.loads(contents[1][0])  # noqa: S301 - what `read` has written
         if hasattr(self.holder, "bit_generator"):
-            self.holder.bit_generator.state = _thawed(state)
+            self.holder.bit_generator.state = state
         elif hasattr(self.holder, "setstate"):
             self.holder.setstate(state)
         else:
-            self.holder.set_state(_thawed(state))
+            self.holder.set_state(state)
 
 
 class IteratorSlot(Slot):
@@ -407,23 +389,3 @@ def _leaves(records: Any) -> Iterator[Any]:
 
 def _digest(array: np.ndarray[Any, Any]) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data, digest_size=16).digest()
-
-
-def _frozen(state: Any) -> Any:
-    """Turn a generator's state into nested tuples that `same` can compare."""
-    if isinstance(state, dict):
-        return ("dict", *((key, _frozen(value)) for key, value in state.items()))
-    if isinstance(state, np.ndarray):
-        return ("array", state.dtype.str, state.tobytes())
-    return tuple(map(_frozen, state)) if isinstance(state, tuple) else state
-
-
-def _thawed(state: Any) -> Any:
-    if isinstance(state, tuple) and state and state[0] == "dict":
-        return {key: _thawed(value) for key, value in state[1:]}
-    if isinstance(state, tuple) and state and state[0] == "array":
-        return np.frombuffer(state[2], state[1])
-    return tuple(map(_thawed, state)) if isinstance(state, tuple) else state
-
-
-SEQUENCES: tuple[Any, ...] = (list, deque, bytearray)

@@ -118,11 +118,21 @@ def _of_class_ids(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return called
 
 
-class TakingClassIds(TorchFunctionMode):
-    """Have PyTorch's losses of class ids take them as masks hold them, in the block."""
+class Calling(TorchFunctionMode):
+    """Have a function make every call of PyTorch in the block: it gets the function, and the arguments by position and
+    by name."""
+
+    def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self._call = call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _LOSSES.get(func, func)(*args, **(kwargs or {}))
+        return self._call(func, args, kwargs or {})
+
+
+def taking_class_ids() -> TorchFunctionMode:
+    """Have PyTorch's losses of class ids take them as masks hold them, in the block."""
+    return Calling(lambda func, args, kwargs: _LOSSES.get(func, func)(*args, **kwargs))
 
 
 def as_strided(

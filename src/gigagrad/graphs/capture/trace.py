@@ -176,8 +176,8 @@ def _whole_costs(
     found = dict[bool, WholeCost]()
     for backward in (False, True) if loss_module.loss is not None else (False,):
         copy = FakeCopy(loss_module, mode, outside, dry_run.closed, _HOST)
-        with dry_run.undone(), _autocast(_HOST, loss_module.autocast), ids_of(copy.ids):
-            cost = count_whole(copy.module, copy.replacement, inputs, mode, backward=backward)
+        with dry_run.undone(), _autocast(_HOST, loss_module.autocast), ids_of(copy.ids), copy.replacing():
+            cost = count_whole(copy.module, inputs, mode, backward=backward)
         if cost is not None:
             found[backward] = cost
     return MappingProxyType(found)

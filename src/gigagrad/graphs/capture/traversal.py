@@ -13,13 +13,12 @@ import copy
 import functools
 import gc
 import logging
-import random
 import sys
 import sysconfig
 import types
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Set
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -28,41 +27,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gigagrad.graphs.capture.known_types import (
-    CACHE,
-    DYNAMIC,
-    LOCAL,
-    REFERRING,
-    WHOLE,
-    is_fixed,
-    is_iterator,
-    is_reader,
-    reads_elsewhere,
-    storage,
-)
-from gigagrad.graphs.capture.slots import (
-    MISSING,
-    SEQUENCES,
-    BytesSlot,
-    CacheSlot,
-    CellSlot,
-    ClassSlot,
-    ContextSlot,
-    DescriptorSlot,
-    DictSlot,
-    FunctionSlot,
-    IteratorSlot,
-    ListSlot,
-    LocalSlot,
-    NamesSlot,
-    ObjectsSlot,
-    OrderedSlot,
-    RandomSlot,
-    SetSlot,
-    Slot,
-    WeakSlot,
-    is_atom,
-)
+from gigagrad.graphs.capture import known_types, slots
+from gigagrad.graphs.capture.slots import MISSING, Slot, is_atom
 
 _MOST_SLOTS = 500_000
 """A traversal that leads this far has left the model; slots beyond are not watched."""
@@ -74,14 +40,20 @@ _OWN = str(Path(__file__).parents[1]).replace("\\", "/")
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "deepcopy", "asdict"})
 """Names in code that reads attributes by names which are not in the code."""
 KEY = " (a key)"
-_MEMORY = ("array", "_ctypes", "mmap")
-"""Modules of types that are pieces of memory."""
 _ASKING = frozenset({"getattr", "hasattr"})
 _TELLING = ("logging/", "warnings.py", "linecache.py", "traceback.py")
 _ROOTS = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "sympy", "mpmath"}
 _FOLLOWED = ("os", "sys")
 """Modules of Python's own that people keep settings in."""
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_SLOTS: Mapping[type, Callable[[Any, str], Slot]] = {
+    **dict.fromkeys((list, deque, bytearray, set), slots.ItemsSlot),
+    **dict.fromkeys(known_types.GENERATORS, slots.RandomSlot),
+    dict: slots.DictSlot,
+    OrderedDict: slots.OrderedSlot,
+    types.CellType: lambda value, path: slots.DescriptorSlot(value, path, slots.CELL, attributes=False),
+    np.ndarray: lambda value, path: (slots.ObjectsSlot if value.dtype.hasobject else slots.BytesSlot)(value, path),
+}
+"""The slots of objects whose classes are these or made of them."""
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -126,13 +98,13 @@ class ExecutedCode:
         own = self.is_users(code, globals_)
         self.asks_ids = self.asks_ids or (own and "id" in names)
         self.any_name = self.any_name or (own and not _DYNAMIC.isdisjoint(names))
-        if not own and is_reader(code) and (line := _users_line(frame.f_back)):
+        if not own and known_types.is_reader(code) and (line := _users_line(frame.f_back)):
             self.unfollowed = self.unfollowed or f"{code.co_name} at {line}"
         return own
 
     def add_call(self, function: Any, frame: types.FrameType) -> None:
         """Note a call of a function written in C."""
-        if self.unfollowed is None and (line := _users_line(frame)) and reads_elsewhere(function):
+        if self.unfollowed is None and (line := _users_line(frame)) and known_types.reads_elsewhere(function):
             self.unfollowed = f"{function.__qualname__} at {line}"
 
     @staticmethod
@@ -196,7 +168,7 @@ class Traversal:
                 self.tensors.append((where, found))  # under every name: which are one tensor matters, too
                 if id(found) not in self._seen and type(found) is not FakeTensor:
                     self._seen[id(found)] = found
-                    waiting.extend(self._noted(DictSlot(vars(found), where, attributes=True)))
+                    waiting.extend(self._noted(slots.DictSlot(vars(found), where, attributes=True)))
                 continue
             if is_atom(found) or found is MISSING or id(found) in self._seen:
                 continue
@@ -237,7 +209,7 @@ class Traversal:
         if not new:
             return
         known.update(dict.fromkeys(sorted(new)))
-        slot = NamesSlot(space, path, sorted(new))
+        slot = slots.NamesSlot(space, path, sorted(new))
         self.slots.append(slot)
         for name in slot.names:
             value = space.get(name, MISSING)
@@ -247,42 +219,28 @@ class Traversal:
     def _note(self, value: Any, path: str) -> Iterator[tuple[Any, str]]:
         """Note the kind of slot that a value is, by its type, and yield what it leads to; none of its code is run."""
         kind: Any = type(value)
-        made_of = storage(kind)
+        made_of = known_types.storage(kind)
         if issubclass(kind, logging.Handler):  # what is logged comes back to nobody
             return
         if issubclass(kind, logging.Logger):  # what follows from levels, which capture itself makes it forget
             cache = object.__getattribute__(value, "_cache")
             self._seen[id(cache)] = cache
-        if made_of is OrderedDict:
-            yield from self._noted(OrderedSlot(value, path))
-        elif value is sys.modules:
+        if value is sys.modules:
             users = [n for n, m in value.items() if not isinstance(m, types.ModuleType) or not is_library_module(m)]
             self._visit_names(value, frozenset(users), path)
-        elif issubclass(kind, dict):
-            yield from self._noted(DictSlot(value, path))
-        elif issubclass(kind, SEQUENCES):
-            yield from self._noted(ListSlot(value, path))
+        elif (slot := _slot(kind)) is not None:
+            yield from self._noted(slot(value, path))
         elif issubclass(kind, tuple | frozenset):
             items = (tuple if issubclass(kind, tuple) else frozenset).__iter__(value)
             yield from ((item, f"{path}[{index}]") for index, item in enumerate(items))
-        elif issubclass(kind, set):
-            yield from self._noted(SetSlot(value, path))
         elif kind is types.FunctionType:
             yield from self._note_function(value, path)
             return
         elif kind is types.MethodType:
             yield from ((value.__func__, path), (value.__self__, f"{path}.__self__"))
-        elif kind is types.CellType:
-            yield from self._noted(CellSlot(value, path))
         elif issubclass(kind, type):
             yield from self._note_type(value, path)
             return
-        elif issubclass(kind, np.ndarray):
-            self.slots.append((ObjectsSlot if value.dtype.hasobject else BytesSlot)(value, path))
-            if value.dtype.hasobject:
-                yield from ((item, f"{path}[{index}]") for index, item in enumerate(self.slots[-1].read()[1]))
-        elif issubclass(kind, GENERATORS):
-            self.slots.append(RandomSlot(value, path))
         elif issubclass(kind, types.ModuleType):
             self._visit_module(value)
             self._share(value)
@@ -293,45 +251,37 @@ class Traversal:
 
     def _note_object(self, value: Any, made_of: type, path: str) -> Iterator[tuple[Any, str]]:
         """Note the kind of slot that an object written in C is, and yield what it leads to."""
+        if made_of in known_types.PLAIN:
+            return
+        self._share(value)
         if made_of is weakref.ref:
-            self.slots.append(WeakSlot(value, path))
+            self.slots.append(slots.WeakSlot(value, path))
             referent = weakref.ref.__call__(value)
             self._weakly.add(id(referent))
             yield referent, path
-            self._share(value)
         elif made_of is contextvars.ContextVar:
-            yield from self._noted(ContextSlot(value, path))
-            self._share(value)
-        elif made_of is LOCAL:
-            yield from self._noted(LocalSlot(value, path, attributes=True))
-            self._share(value)
-        elif made_of is CACHE:
-            self.slots.append(CacheSlot(value, path))
+            yield from self._noted(slots.ContextSlot(value, path))
+        elif made_of is known_types.LOCAL:
+            yield from self._noted(slots.LocalSlot(value, path, attributes=True))
+        elif made_of is known_types.CACHE:
+            self.slots.append(slots.CacheSlot(value, path))
             yield value.__wrapped__, path
-        elif made_of is types.GeneratorType or is_iterator(made_of):
-            self.slots.append(IteratorSlot(value, path))
+        elif made_of is types.GeneratorType or known_types.is_iterator(made_of):
+            self.slots.append(slots.IteratorSlot(value, path))
             yield from ((part, path) for part in gc.get_referents(value))
-            self._share(value)
-        elif made_of in REFERRING:
+        elif made_of in known_types.REFERRING:
             yield from ((part, path) for part in gc.get_referents(value))
-            self.any_name = self.any_name or made_of in DYNAMIC
-            self._share(value)
-        elif is_fixed(type(value)):  # type: ignore[arg-type]
-            self._share(value)
-        elif made_of not in WHOLE:
-            self._share(value)
+            self.any_name = self.any_name or made_of in known_types.DYNAMIC
+        elif not known_types.is_fixed(type(value)):  # type: ignore[arg-type]
             try:
-                self.slots.append(BytesSlot(value, path))
+                self.slots.append(slots.BytesSlot(value, path))
             except (TypeError, ValueError, BufferError):
                 self._note_unfollowed(value, path)
 
     def _note_class(self, kind: Any, path: str) -> None:
         """Note a class that code mentions, where nobody could follow what is made of it."""
-        if issubclass(type(kind), type):
-            made_of = storage(kind)
-            known = made_of in WHOLE or made_of in REFERRING or made_of in (types.GeneratorType, *GENERATORS)
-            if not (known or is_iterator(made_of) or is_fixed(kind) or made_of.__module__ in _MEMORY):
-                self._note_unfollowed(kind, path)
+        if issubclass(type(kind), type) and not known_types.is_followed(kind):
+            self._note_unfollowed(kind, path)
 
     def _note_unfollowed(self, value: Any, path: str) -> None:
         kind = value if issubclass(type(value), type) else type(value)
@@ -350,11 +300,11 @@ class Traversal:
             if function.__module__ in _FOLLOWED:
                 yield sys.modules[function.__module__], path
             return
-        yield from self._noted(FunctionSlot(function, path))
+        yield from self._noted(slots.DescriptorSlot(function, path, slots.FUNCTION, attributes=False))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             yield cell, f"{path}.{name}"
         if function.__dict__:
-            yield from self._noted(DictSlot(function.__dict__, path, attributes=True))
+            yield from self._noted(slots.DictSlot(function.__dict__, path, attributes=True))
 
     def _note_type(self, kind: type, path: str) -> Iterator[tuple[Any, str]]:
         for base in kind.__mro__[:-1]:
@@ -364,7 +314,7 @@ class Traversal:
             own = not _is_in_library(base)
             if not own and not issubclass(base, nn.Module):
                 continue
-            slot = ClassSlot(base, base.__qualname__, attributes=True)
+            slot = slots.ClassSlot(base, base.__qualname__, attributes=True)
             if own:
                 yield from self._noted(slot)
             else:
@@ -377,18 +327,18 @@ class Traversal:
         kind: Any = type(value)
         if kind is OrderedDict:  # a model has hundreds, of hooks, and nobody gives them attributes
             return
-        slots, parts = _descriptors(kind)
+        own, parts = _descriptors(kind)
         try:
             attributes = object.__getattribute__(value, "__dict__")
         except AttributeError:
             attributes = None
         if type(attributes) is dict:
-            yield from self._noted(DictSlot(attributes, path, attributes=True))
-        if slots:
-            yield from self._noted(DescriptorSlot(value, path, slots))
+            yield from self._noted(slots.DictSlot(attributes, path, attributes=True))
+        if own:
+            yield from self._noted(slots.DescriptorSlot(value, path, own))
         if parts:
-            yield from self._noted(DescriptorSlot(value, path, parts, attributes=False))
-        if kind.__module__ != "builtins" and (slots or attributes is not None):
+            yield from self._noted(slots.DescriptorSlot(value, path, parts, attributes=False))
+        if kind.__module__ != "builtins" and (own or attributes is not None):
             if id(value) not in self._weakly:
                 self.objects.append(value)
             yield kind, kind.__qualname__
@@ -404,19 +354,24 @@ class Traversal:
 
 
 @functools.lru_cache(maxsize=65_536)
+def _slot(kind: Any) -> Callable[[Any, str], Slot] | None:
+    return next((_SLOTS[base] for base in kind.__mro__ if base in _SLOTS), None)
+
+
+@functools.lru_cache(maxsize=65_536)
 def _descriptors(kind: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """Return the descriptors of such objects: of `__slots__`, and of what a type written in C shows of itself."""
-    slots, parts = list[tuple[str, Any]](), list[tuple[str, Any]]()
+    own, parts = list[tuple[str, Any]](), list[tuple[str, Any]]()
     for base in kind.__mro__:
         for name, slot in vars(base).items():
             if isinstance(slot, types.MemberDescriptorType):
                 if "__slots__" in vars(base):
-                    slots.append((name, slot))
+                    own.append((name, slot))
                 elif not name.startswith("__"):
                     parts.append((name, slot))
     if issubclass(kind, BaseException):
         parts.append(("args", vars(BaseException)["args"]))
-    return slots, parts
+    return own, parts
 
 
 def _is_in_library(kind: type) -> bool:

@@ -61,14 +61,9 @@ class Learned:
 
 
 class Writes:
-    """Run calls of PyTorch; an earlier run tells which of them write, so that a trace of them has their gradients.
+    """Run calls of PyTorch; an earlier run tells which of them write, so that a trace of them has their gradients."""
 
-    `line` gives the user's line for an error.
-    """
-
-    def __init__(
-        self, known: Learned | None, asking: dict[int, bool], buffers: set[int], line: Callable[[], str]
-    ) -> None:
+    def __init__(self, known: Learned | None, asking: dict[int, bool], buffers: set[int]) -> None:
         """`asking`: by id of every parameter, whether it asks for a gradient. `buffers`: ids of the model's."""
         self.learned = Learned()
         self._known = known
@@ -77,7 +72,8 @@ class Writes:
         self.checkpoints = Checkpoints()
         self._failed = False
         self._calls = Counter[tuple[Any, str]]()
-        self._line = line
+        self.line = ""
+        """The user's line that makes the next call."""
         self._instead: dict[int, torch.Tensor] = {}
         """Tensors by the ids of those whose memory was exchanged, or that were detached in place, as they are now."""
         self._alias_of: dict[int, torch.Tensor] = {}
@@ -119,11 +115,9 @@ class Writes:
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _OWN_GRADIENTS:
-            raise own_gradient_error(self._line())
+            raise own_gradient_error(self.line)
         if func in _OTHER_MEMORY:
-            raise CaptureError(
-                f"a tensor is given other memory{_at(self._line())} ({func.__name__}); make a new tensor"
-            )
+            raise CaptureError(f"a tensor is given other memory{_at(self.line)} ({func.__name__}); make a new tensor")
         if func in _ASKS:
             return self._ask(func, args, kwargs)
         given, (args, kwargs) = tree_leaves((args, kwargs)), self.current((args, kwargs))
@@ -178,7 +172,7 @@ class Writes:
         asked = self._asking.get(id(tensor))
         if asked is False and tensor.requires_grad:
             raise CaptureError(
-                f"forward makes a parameter ask for a gradient{_at(self._line())} that did not before; call "
+                f"forward makes a parameter ask for a gradient{_at(self.line)} that did not before; call "
                 "requires_grad_() outside of forward"
             )
         if asked and not tensor.requires_grad:
@@ -188,9 +182,8 @@ class Writes:
         return result
 
     def _call_of(self, func: Any) -> Call:
-        line = self._line()
-        self._calls[func, line] += 1
-        return func, line, self._calls[func, line]
+        self._calls[func, self.line] += 1
+        return func, self.line, self._calls[func, self.line]
 
     def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call without gradients where autograd would make none: a graph has no grad mode."""
@@ -228,7 +221,7 @@ class Writes:
             seen = w if id(w) in self._apart else self._alias_of.get(id(w), w)
             if copies[id(w)].shape != seen.shape:
                 raise CaptureError(
-                    f"a tensor's shape is changed in place{_at(self._line())} where autograd does not see it; make "
+                    f"a tensor's shape is changed in place{_at(self.line)} where autograd does not see it; make "
                     "a new tensor: y = y.squeeze()"
                 )
             seen.copy_(_with_value(seen, copies[id(w)]))
@@ -239,7 +232,7 @@ class Writes:
 
     def _exchange(self, tensor: torch.Tensor, leaves: list[torch.Tensor], value: Any) -> None:
         """Run `tensor.data = value`: other values in other memory, the same gradient."""
-        now, at = leaves[0], _at(self._line())
+        now, at = leaves[0], _at(self.line)
         if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (now.shape, now.dtype):
             raise CaptureError(f"`.data` is set to another shape or dtype{at}; make a new tensor instead")
         with torch.enable_grad():
@@ -253,7 +246,7 @@ class Writes:
         if id(tensor) in self._instead:
             return now if not now.requires_grad else now.detach()
         if now._is_view() or _memory(now) in self._viewed:
-            raise CaptureError(f"a tensor that has views is detached in place{_at(self._line())}; use detach()")
+            raise CaptureError(f"a tensor that has views is detached in place{_at(self.line)}; use detach()")
         self._instead[id(tensor)] = now.detach()
         self._kept.append(tensor)
         return self._instead[id(tensor)]
@@ -268,7 +261,7 @@ class Writes:
         return tensor
 
     def _note_write(self, tensor: torch.Tensor, tracked: bool) -> None:
-        family, memory, line = self._family.get(id(tensor)), _memory(tensor), self._line()
+        family, memory, line = self._family.get(id(tensor)), _memory(tensor), self.line
         if id(tensor) in self._strided:
             raise CaptureError(
                 f"a tensor is written in place through as_strided{_at(line)}, which reaches into memory by numbers; "
