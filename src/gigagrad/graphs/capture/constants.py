@@ -56,7 +56,7 @@ class Constants:
         """Return what a function of PyTorch returns as `run` runs it; of known values what tracing cannot tell."""
         if getattr(func, "__name__", "") in ("__getitem__", "__setitem__"):
             args = args[0], self._indices(args[1]), *args[2:]
-        known = [self._of(leaf) for leaf in _tensors((args, kwargs))]
+        known = [self._of(leaf) for leaf in tensors_in((args, kwargs))]
         if None in known or getattr(func, "__name__", "") == "__get__":
             return run(func, args, kwargs)
         given = [one for one in known if one is not None]
@@ -64,14 +64,14 @@ class Constants:
         made, found, depends = (), (), False
         if not given:  # it makes tensors of numbers, or it changes a setting of PyTorch, which is not to be done twice
             made = run(func, args, kwargs)
-        if given or _tensors(made):
+        if given or tensors_in(made):
             found, depends = self._computed(func, args, kwargs)
         if depends or (given and _is_number(found) and not self._is_of_shapes(func, args, kwargs)):
             self._ask(buffers)
             return tree_map(lambda leaf: self._lifted(leaf, buffers), found)
         if given:
             made = run(func, args, kwargs)
-        for tensor, value in zip(_tensors(made), _tensors(found), strict=False):
+        for tensor, value in zip(tensors_in(made), tensors_in(found), strict=False):
             self._note(tensor, value, buffers)
         return made
 
@@ -163,7 +163,7 @@ def _untraced() -> Iterator[None]:
         yield
 
 
-def _tensors(nest: Any) -> list[torch.Tensor]:
+def tensors_in(nest: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
 
 
@@ -206,7 +206,7 @@ class _Determined(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             with _disable_current_modes():
                 shapes = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
-            if any(made.numel() > _MOST_NUMBERS for made in _tensors(shapes)):
+            if any(made.numel() > _MOST_NUMBERS for made in tensors_in(shapes)):
                 raise ValueError(func)
         return func(*args, **kwargs)
 

@@ -25,9 +25,9 @@ from torch._C._functorch import TransformType, get_interpreter_stack, is_functor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import Node as GradientNode
 from torch.nn.modules import module as modules
-from torch.utils._pytree import tree_leaves
 
 from gigagrad.errors import CaptureError
+from gigagrad.graphs.capture.constants import tensors_in
 from gigagrad.graphs.capture.loss_module import CLOSED, FakeCopy, LossModule, hook_error, is_user_code, user_line
 from gigagrad.graphs.capture.slots import (
     MISSING,
@@ -169,7 +169,7 @@ class _Trace:
         """Of each call the user's line, the function, the names of arguments, and the arguments."""
         self.kept: list[torch.Tensor] = []
         self._made: dict[int, int] = {}
-        self._from_pixels = {id(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor)}
+        self._from_pixels = set(map(id, tensors_in(inputs)))
         self._loss_module = loss_module
         self._known = {id(tensor) for tensor in before} | self._from_pixels
 
@@ -453,7 +453,7 @@ def _refuse_own_gradients(output: Any) -> None:
 
     Operators registered with PyTorch (`torch.library.custom_op`) stay operators, whose backward goes with them.
     """
-    stack = [tensor.grad_fn for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
+    stack = [tensor.grad_fn for tensor in tensors_in(output)]
     seen = set()
     while stack:
         node = stack.pop()

@@ -229,14 +229,12 @@ def convert(
                 values[node.name] = builder.source(
                     op, name, given.shape, given.read_dtype, field=given.field, differentiable=given.differentiable
                 )
+            elif spec.kind is InputKind.CONSTANT_TENSOR:
+                values[node.name] = builder.constant(spec.target, program.constants[spec.target])
             else:
-                values[node.name] = _stored(builder, spec, program, stored)
-                traced, real = tuple(node.meta["val"].shape), builder.node(values[node.name]).shape
-                if traced != real:
-                    raise CaptureError(
-                        f"'{spec.target}' has shape {real}, but the model gave it shape {traced} while it was traced; "
-                        "run the model once on an image of this size, or make the tensor in every forward"
-                    )
+                shape, dtype, asked = stored[spec.target]
+                op = spec.kind.name.lower()
+                values[node.name] = builder.source(op, spec.target, shape, dtype, field=False, differentiable=asked)
         elif node.op == "call_function":
             values[node.name] = _call(builder, node, values, whole_pixels)
             if floats:
@@ -278,47 +276,37 @@ def _note_updates(program: ExportedProgram, values: dict[str, Any], builder: Bui
 
 
 def stored_tensors(
-    program: ExportedProgram,
-    loss_module: LossModule,
-    closed: dict[str, torch.Tensor],
-    frozen: tuple[str, ...],
+    program: ExportedProgram, loss_module: LossModule, closed: dict[str, torch.Tensor], frozen: tuple[str, ...]
 ) -> dict[str, Stored]:
-    """Describe what the program reads of the loss module and from outside, by name."""
+    """Describe what the program reads of the loss module and from outside, by name. Raises CaptureError for tensors
+    that ask for a gradient nobody would find, and those that have another shape than while they were traced.
+    """
     found = dict[str, Stored]()
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     for spec in program.graph_signature.input_specs:
-        kind, name = spec.kind.name, spec.target
-        if name is None or kind in ("USER_INPUT", "CONSTANT_TENSOR"):
+        kind, name, node = spec.kind, spec.target, nodes[spec.arg.name]
+        if kind is InputKind.CONSTANT_TENSOR and program.constants[name].requires_grad:
+            raise CaptureError(
+                f"the model or the loss uses a tensor of shape {tuple(program.constants[name].shape)}"
+                f"{_line(_origin(next(iter(node.users), node)))} that asks for a gradient but is no parameter of a "
+                "module; make it an nn.Parameter of the model or of a loss module, or detach it"
+            )
+        if name is None or kind not in (InputKind.PARAMETER, InputKind.BUFFER):
             continue
         if name in closed:
             tensor, dtype = closed[name], closed[name].dtype
         else:
-            tensor = loss_module.get_parameter(name) if kind == "PARAMETER" else loss_module.get_buffer(name)
+            of_module = loss_module.get_parameter if kind is InputKind.PARAMETER else loss_module.get_buffer
+            tensor = of_module(name)
             dtype = loss_module.dtype_of(tensor.dtype)
-        asked = kind == "PARAMETER" and tensor.requires_grad and name not in frozen
-        found[name] = tuple(tensor.shape), dtype, asked
-    return found
-
-
-def _stored(builder: Builder, spec: Any, program: ExportedProgram, stored: Mapping[str, Stored]) -> Ref:
-    """Append a parameter, buffer or constant tensor that the graph reads."""
-    kind = spec.kind.name
-    if kind == "CONSTANT_TENSOR":
-        value = program.constants[spec.target]
-        if value.requires_grad:
+        traced, real = tuple(node.meta["val"].shape), tuple(tensor.shape)
+        if traced != real:
             raise CaptureError(
-                f"the model or the loss uses a tensor of shape {tuple(value.shape)}{_line(_user_of(program, spec))} "
-                "that asks for a gradient but is no parameter of a module; make it an nn.Parameter of the model or of "
-                "a loss module, or detach it"
+                f"'{name}' has shape {real}, but the model gave it shape {traced} while it was traced; "
+                "run the model once on an image of this size, or make the tensor in every forward"
             )
-        return builder.constant(spec.target, value)
-    shape, dtype, asked = stored[spec.target]
-    return builder.source(kind.lower(), spec.target, shape, dtype, field=False, differentiable=asked)
-
-
-def _user_of(program: ExportedProgram, spec: Any) -> Origin:
-    """Find where an input of a program is read first."""
-    node = next(node for node in program.graph.nodes if node.name == spec.arg.name)
-    return _origin(next(iter(node.users), node))
+        found[name] = real, dtype, kind is InputKind.PARAMETER and tensor.requires_grad and name not in frozen
+    return found
 
 
 def _call(builder: Builder, node: Node, values: dict[str, Any], whole_pixels: int) -> Any:

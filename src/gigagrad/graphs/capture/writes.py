@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gigagrad.errors import CaptureError
+from gigagrad.graphs.capture.constants import tensors_in
 from gigagrad.graphs.capture.stand_ins import Checkpoints
 
 _LIBRARY: Any = torch.library.Library("gigagrad", "DEF")  # type: ignore[no-untyped-call]
@@ -98,9 +99,7 @@ class Writes:
 
     def current(self, value: Any) -> Any:
         """Return a tensor as it is now, where it is another than the object that stands for it; in nests too."""
-        if not self._instead:
-            return value
-        return tree_map_only(torch.Tensor, lambda tensor: self._instead.get(id(tensor), tensor), value)
+        return _replaced(value, self._instead)
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of `func(*args, **kwargs)`."""
@@ -121,7 +120,7 @@ class Writes:
         if func in _ASKS:
             return self._ask(func, args, kwargs)
         given, (args, kwargs) = tree_leaves((args, kwargs)), self.current((args, kwargs))
-        number, leaves = self._call_of(func), _tensors((args, kwargs))
+        number, leaves = self._call_of(func), tensors_in((args, kwargs))
         versions, tracked = [_version(leaf) for leaf in leaves], [leaf.requires_grad for leaf in leaves]
         written = self._known.written.get(number, ()) if self._known is not None else ()
         if func == _SET_DATA:
@@ -198,7 +197,7 @@ class Writes:
             return cut.setdefault(id(tensor), tensor.detach())
 
         cut_args, cut_kwargs = tree_map_only(torch.Tensor, detached, (args, kwargs))
-        whole = {id(cut[id(leaf)]): leaf for leaf in _tensors((args, kwargs)) if id(leaf) in cut}
+        whole = {id(cut[id(leaf)]): leaf for leaf in tensors_in((args, kwargs)) if id(leaf) in cut}
         return _replaced(func(*cut_args, **cut_kwargs), whole)
 
     def _traced_write(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
@@ -355,22 +354,17 @@ def _named_as_written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the tensors that a call writes by its name: lists, and all in inference mode, count no versions."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
-    return _tensors(([*args[:1]] if in_place else [], kwargs.get("out")))
+    return tensors_in(([*args[:1]] if in_place else [], kwargs.get("out")))
 
 
 def _at(line: str) -> str:
     return f" at {line}" if line else ""
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
 def _replaced(values: Any, by_id: dict[int, torch.Tensor]) -> Any:
     if not by_id:
         return values
-    leaves, structure = tree_flatten(values)
-    return tree_unflatten([by_id.get(id(leaf), leaf) for leaf in leaves], structure)
+    return tree_map_only(torch.Tensor, lambda tensor: by_id.get(id(tensor), tensor), values)
 
 
 def _version(tensor: torch.Tensor) -> int:
