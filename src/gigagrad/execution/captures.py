@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections import OrderedDict
 from typing import Any
@@ -37,7 +38,7 @@ class Captures:
             same = next((known for known in states if known.graph.is_same_as(found.graph)), None)
             if same is not None:  # what changed does not matter to the graph: its plan serves on
                 states.remove(same)
-                found = found.with_graph(same.graph)
+                found = dataclasses.replace(found, graph=same.graph)
         states.append(found)
         del states[:-_MOST_STATES]
         if len(self._kept) > _MOST_SIZES:

@@ -1,6 +1,7 @@
 """From a module to a graph: capture at the image's true size, and the op rules that say how to run on crops."""
 
-from gigagrad.graphs.capture import Captured, LossModule, capture, trace
+from gigagrad.graphs.capture.loss_module import LossModule
+from gigagrad.graphs.capture.trace import Captured, capture, trace
 from gigagrad.graphs.graph import (
     FIELD_BINS,
     FIELD_MAX,

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -20,6 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _MOST_NUMBERS = 2**16
 """The size up to which a tensor is computed beside its fake one."""
+_READING = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+"""Functions that read values without an operator which says so."""
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class Constants:
             made = run(func, args, kwargs)
         if given or tensors_in(made):
             found, depends = self._computed(func, args, kwargs)
-        if depends or (given and _is_number(found) and not self._is_of_shapes(func, args, kwargs)):
+        if depends or (given and func in _READING and not isinstance(found, tuple)):
             self._ask(buffers)
             return tree_map(lambda leaf: self._lifted(leaf, buffers), found)
         if given:
@@ -124,18 +125,6 @@ class Constants:
         self._note(made, leaf, buffers)
         return made
 
-    def _is_of_shapes(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Tell whether a call gives a number of sizes, whatever the values."""
-        try:
-            with _untraced():
-                func(*tree_map(self._bare, args), **tree_map(self._bare, kwargs))
-        except Exception:
-            return False
-        return True
-
-    def _bare(self, leaf: Any) -> Any:
-        return self._known[id(leaf)].value.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
     def _computed(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Call a function on the values; tell whether its shape depends on them.
 
@@ -165,11 +154,6 @@ def _untraced() -> Iterator[None]:
 
 def tensors_in(nest: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
-
-
-def _is_number(found: Any) -> bool:
-    leaves = tree_leaves(found)
-    return bool(leaves) and all(isinstance(leaf, bool | int | float | complex | np.ndarray) for leaf in leaves)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from gigagrad.graphs.capture.slots import (
     is_plain,
     same,
 )
-from gigagrad.graphs.capture.stand_ins import PlainTypes, plain_types
+from gigagrad.graphs.capture.stand_ins import plain_types
 from gigagrad.graphs.capture.traversal import KEY, ExecutedCode, Traversal
 from gigagrad.graphs.capture.writes import Learned, own_gradient_error
 
@@ -273,12 +273,13 @@ def run_dry(loss_module: LossModule, mode: FakeTensorMode, inputs: Any, outside:
     differs = "" if second is None else first.parts_from(second)
     alike = differs is None
     carried, left_out = _sorted_out(changes, again, first, executed, differs)
+    drawn_from = {id(change.slot.holder) for change in changes if type(change.slot) is RandomSlot}
     return DryRun(
         snapshot,
         executed,
         tuple(copy.closed),
         Effects(carried, _slots(loss_module, executed) if carried else {}, steady=alike and not again),
-        {name: made for name, made in _SHARED_GENERATORS.items() if _drawn_from(made, changes)},
+        {name: made for name, made in _SHARED_GENERATORS.items() if id(made) in drawn_from},
         writes,
         frozen,
         tuple(change.name for change in left_out if not change.slot.is_cache),
@@ -350,10 +351,6 @@ def _slots(loss_module: LossModule, executed: ExecutedCode) -> dict[Any, Slot]:
     return {_key(slot): slot for slot in traversal.slots}
 
 
-def _drawn_from(generator: Any, changes: list[Change]) -> bool:
-    return any(type(change.slot) is RandomSlot and change.slot.holder is generator for change in changes)
-
-
 @contextmanager
 def _profiled(executed: ExecutedCode, snapshot: Snapshot) -> Iterator[None]:
     """Note the code that is executed, and extend the snapshot by its globals before it runs for the first time.
@@ -393,17 +390,16 @@ def _profiled(executed: ExecutedCode, snapshot: Snapshot) -> Iterator[None]:
         elif event == "c_call" and not importing:
             executed.add_call(argument, frame)
 
-    plain = PlainTypes()
     before: Any = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        yield
-    finally:
-        plain.remove()
-        if before is None or callable(before):
-            sys.setprofile(before)
-        else:  # cProfile, before Python 3.12
-            before.enable()
+    with plain_types() as plain:
+        sys.setprofile(see)
+        try:
+            yield
+        finally:
+            if before is None or callable(before):
+                sys.setprofile(before)
+            else:  # cProfile, before Python 3.12
+                before.enable()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -36,7 +37,6 @@ _OUT_OF_PLACE = {
     for name in ("relu", "silu", "leaky_relu", "hardswish", "hardsigmoid", "elu", "sigmoid", "tanh")
 } | {getattr(_ATEN, f"{name}_").Tensor: getattr(_ATEN, name).Tensor for name in ("add", "sub", "mul", "div")}
 """Operators that write into their first argument, and those that return the same values instead."""
-_COLLECT = "_collect_all_valid_cia_ops"
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
@@ -70,32 +70,27 @@ def written_out(node: Node) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
     return op, given, ()
 
 
-def written_tensor(node: Node) -> str:
-    """Name the node that made a tensor: of operators that write in place that of the tensor into which they write."""
+def written_tensor(node: Node) -> Node:
+    """Return the node that made a tensor: of operators that write in place that of the tensor into which they write."""
     while node.target in _OUT_OF_PLACE:
         node = cast(Node, node.args[0])
-    return node.name
+    return node
 
 
-def _without_views(program: ExportedProgram) -> dict[Node, Node]:
-    """Map the nodes that are tensors of which there are no views to the first node that is this tensor: itself, or,
-    of in-place operators, the one that made it.
-    """
+def _without_views(program: ExportedProgram) -> set[Node]:
+    """Return the nodes that make tensors of which there are no views."""
     buffers = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.BUFFER}
-    first, viewed = dict[Node, Node](), set[Node]()
+    made, viewed = set[Node](), set[Node]()
     for node in program.graph.nodes:
         op = node.target
-        if op in _OUT_OF_PLACE:
-            if node.args[0] in first:
-                first[node] = first[node.args[0]]
-        elif node.name in buffers or (isinstance(op, OpOverload) and not _has_aliases(op)):
-            first[node] = node
-        if op not in _OUT_OF_PLACE and (not isinstance(op, OpOverload) or _has_aliases(op)):
-            viewed.update(first[read] for read in node.all_input_nodes if read in first)
-    return {node: made for node, made in first.items() if made not in viewed}
+        if node.name in buffers or (isinstance(op, OpOverload) and not _has_aliases(op)):
+            made.add(node)
+        elif op not in _OUT_OF_PLACE:
+            viewed.update(map(written_tensor, node.all_input_nodes))
+    return made - viewed
 
 
-def _stays(node: Node, tensors: dict[Node, Node]) -> bool:
+def _stays(node: Node, tensors: set[Node]) -> bool:
     """Tell whether tracing a node again would leave it as it is, or `written_out` makes of it what that would."""
     op = node.target
     if node.op in ("placeholder", "output") or op is operator.getitem:
@@ -107,10 +102,10 @@ def _stays(node: Node, tensors: dict[Node, Node]) -> bool:
         return bool(given.is_contiguous() and given.shape != made.shape)
     if op in _OUT_OF_PLACE:
         dtypes = {read.meta["val"].dtype for read in node.all_input_nodes}
-        return node.args[0] in tensors and len(dtypes) == 1 and _is_kept(_OUT_OF_PLACE[op])
+        return written_tensor(node) in tensors and len(dtypes) == 1 and _is_kept(_OUT_OF_PLACE[op])
     if op is _NORM:
-        running = node.args[3:5]
-        return all(one in tensors for one in running) if node.args[5] else None not in running
+        running, training = cast(Any, node.args[3:5]), node.args[5]
+        return None not in running and (not training or {written_tensor(one) for one in running} <= tensors)
     return isinstance(op, OpOverload) and _is_kept(op)
 
 
@@ -140,17 +135,15 @@ def _untie(program: ExportedProgram) -> None:
 
 def _composites_remembered() -> AbstractContextManager[None]:
     """Have PyTorch collect the composite operators once, and again only after others were registered."""
-    collect: Callable[[], set[Any]] = getattr(exported_program, _COLLECT)
+    collect: Callable[[], set[Any]] = exported_program._collect_all_valid_cia_ops  # type: ignore[attr-defined]
 
     def remembered() -> set[Any]:
         registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-        key = len(torch.ops._dir), len(registered)
-        if key not in _collected:
-            _collected.clear()
-            _collected[key] = collect()
-        return _collected[key]
+        return _collected(collect, len(torch.ops._dir), len(registered))
 
-    return exchanged(exported_program, **{_COLLECT: remembered})
+    return exchanged(exported_program, _collect_all_valid_cia_ops=remembered)
 
 
-_collected: dict[tuple[int, int], set[Any]] = {}
+@lru_cache(maxsize=1)
+def _collected(collect: Callable[[], set[Any]], *_registered: int) -> set[Any]:
+    return collect()

@@ -215,7 +215,7 @@ class FakeCopy:
             self.trace(func, args, kwargs, result)
         return result
 
-    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+    def adopt(self, tensor: torch.Tensor) -> None:
         name = str(len(self.closed))
         self.closed.append(tensor)
         self._named[id(tensor)] = f"{CLOSED}.{name}"
@@ -226,7 +226,6 @@ class FakeCopy:
         else:
             holder.register_buffer(name, fake)
             self.real[f"{CLOSED}.{name}"] = tensor
-        return fake
 
     def replacement(self, value: Any) -> Any:
         """Return the copy's own tensor for a real one, and everything else as it is, in nests too."""

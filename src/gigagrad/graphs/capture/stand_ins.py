@@ -251,43 +251,38 @@ class PlainTypes:
     """Put another `type` and `id` into the global names of code that asks for them, as long as it is traced."""
 
     def __init__(self) -> None:
-        self._into: list[tuple[dict[str, Any], str]] = []
+        self.into: list[tuple[dict[str, Any], str]] = []
 
     def add(self, code: types.CodeType, globals_: dict[str, Any]) -> None:
         """Have this code see plain tensors, and the identities of the user's objects."""
         for name, shown in _SHOWN.items():
             if name in code.co_names and name not in globals_:
                 globals_[name] = shown
-                self._into.append((globals_, name))
+                self.into.append((globals_, name))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the global names as they were meanwhile."""
         try:
-            for globals_, name in self._into:
+            for globals_, name in self.into:
                 del globals_[name]
             yield
         finally:
-            for globals_, name in self._into:
+            for globals_, name in self.into:
                 globals_[name] = _SHOWN[name]
-
-    def remove(self) -> None:
-        """Leave the global names as they were."""
-        for globals_, name in self._into:
-            globals_.pop(name, None)
-        self._into.clear()
 
 
 @contextmanager
-def plain_types(ran: Iterable[tuple[types.CodeType, dict[str, Any]]]) -> Iterator[None]:
-    """Have this code, with its global names, see plain tensors."""
-    types_ = PlainTypes()
+def plain_types(ran: Iterable[tuple[types.CodeType, dict[str, Any]]] = ()) -> Iterator[PlainTypes]:
+    """Have this code, with its global names, see plain tensors; more may be added in the block."""
+    shown = PlainTypes()
     try:
         for code, globals_ in ran:
-            types_.add(code, globals_)
-        yield
+            shown.add(code, globals_)
+        yield shown
     finally:
-        types_.remove()
+        for globals_, name in shown.into:
+            globals_.pop(name, None)
 
 
 class Checkpoints:

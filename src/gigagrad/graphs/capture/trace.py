@@ -84,10 +84,6 @@ class Captured:
         """Tell whether `trace` would find the same."""
         return self.guard.holds() and self.asked.holds(loss_module)
 
-    def with_graph(self, graph: Graph) -> Captured:
-        """Return a copy with an equal graph that others know already."""
-        return dataclasses.replace(self, graph=graph)
-
     def leave_effects(self) -> None:
         """Leave Python's state after a run as one forward leaves it."""
         if self.effects:
@@ -312,7 +308,7 @@ def stored_tensors(
 def _call(builder: Builder, node: Node, values: dict[str, Any], whole_pixels: int) -> Any:
     def replace(value: Any) -> Any:
         if isinstance(value, Node):
-            return values[written_tensor(value)]
+            return values[written_tensor(value).name]
         if isinstance(value, list | tuple):
             return [replace(item) for item in value]
         return value
@@ -366,7 +362,7 @@ def _bound(node: Node, replace: Callable[[Any], Any]) -> tuple[str, dict[str, An
     op, args, written = written_out(node)
     kwargs = {name: replace(value) for name, value in node.kwargs.items()}
     arguments = operators.bind(str(op), tuple(replace(value) for value in args), kwargs)
-    return str(op), arguments, {index: written_tensor(args[index]) for index in written}
+    return str(op), arguments, {index: written_tensor(args[index]).name for index in written}
 
 
 def _origin(node: Node) -> Origin:
