@@ -31,6 +31,7 @@ from gigagrad.graphs.capture.constants import tensors_in
 from gigagrad.graphs.capture.loss_module import CLOSED, FakeCopy, LossModule, hook_error, is_user_code, user_line
 from gigagrad.graphs.capture.slots import (
     MISSING,
+    CacheSlot,
     Contents,
     ContextSlot,
     RandomSlot,
@@ -282,7 +283,7 @@ def run_dry(loss_module: LossModule, mode: FakeTensorMode, inputs: Any, outside:
         {name: made for name, made in _SHARED_GENERATORS.items() if id(made) in drawn_from},
         writes,
         frozen,
-        tuple(change.name for change in left_out if not change.slot.is_cache),
+        tuple(change.name for change in left_out if type(change.slot) is not CacheSlot),
         copy.asked,
     )
 

@@ -96,8 +96,6 @@ class Slot(ABC):
     """Holds values by key. `path` says where it was found; with `attributes` its keys are names in code."""
 
     restorable = True
-    is_cache = False
-    """True if any later call would find anyway what joins."""
 
     def __init__(self, holder: Any, path: str, *, attributes: bool = False) -> None:
         self.holder = holder
@@ -215,12 +213,12 @@ class ClassSlot(Slot):
     """A class's own attributes."""
 
     def read(self) -> Contents:
-        own = _namespace_of(self.holder)
+        own = _NAMESPACE.__get__(self.holder)
         return tuple(own), tuple(own.values())
 
     def put(self, contents: Contents) -> None:
         then = dict(zip(*contents, strict=True))
-        for name, value in dict(_namespace_of(self.holder)).items():
+        for name, value in dict(_NAMESPACE.__get__(self.holder)).items():
             if name not in then:
                 type.__delattr__(self.holder, name)
             elif then[name] is not value:
@@ -272,7 +270,11 @@ class BytesSlot(Slot):
 
     def read(self) -> Contents:
         array = self._array()
-        values = array.tobytes() if array.nbytes <= self._MOST_BYTES else _digest(array)
+        if array.nbytes <= self._MOST_BYTES:
+            values = array.tobytes()
+        else:
+            memory = np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
+            values = hashlib.blake2b(memory, digest_size=16).digest()
         return ("",), ((array.shape, array.dtype.str, values),)
 
     def put(self, contents: Contents) -> None:
@@ -322,9 +324,8 @@ class WeakSlot(Slot):
 
 
 class CacheSlot(Slot):
-    """The entries of an `lru_cache`. Tensors are not left there: those that joined were traced."""
-
-    is_cache = True
+    """The entries of an `lru_cache`: any later call would find anyway what joins. Tensors are not left there: those
+    that joined were traced."""
 
     def read(self) -> Contents:
         found = gc.get_referents(self.holder)
@@ -376,16 +377,7 @@ class IteratorSlot(Slot):
         return ("",), ((-1 if frame is None else frame.f_lasti, repr(values)),)
 
 
-def _namespace_of(kind: type) -> types.MappingProxyType[str, Any]:
-    found: types.MappingProxyType[str, Any] = _NAMESPACE.__get__(kind)
-    return found
-
-
 def _leaves(records: Any) -> Iterator[Any]:
     """Yield the entries of structured arrays' records, which may be nested."""
     for value in records:
         yield from _leaves(value) if type(value) in (tuple, list) else (value,)
-
-
-def _digest(array: np.ndarray[Any, Any]) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data, digest_size=16).digest()
