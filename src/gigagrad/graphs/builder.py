@@ -68,12 +68,10 @@ class Builder:
             raise NotTileable("its input is not laid out as (N, C, H, W)")
         return node.shape
 
-    def spatial_dims(self, field: Ref, dims: Sequence[int] | int | None) -> tuple[list[int], int]:
+    def spatial_dims(self, field: Ref, dims: Sequence[int] | None) -> tuple[list[int], int]:
         """Return the reduced axes (positive) and how many of them are spatial."""
         node = self.node(field)
         rank = len(node.shape)
-        if isinstance(dims, int):
-            dims = [dims]
         positive = list(range(rank)) if not dims else sorted({dim % rank for dim in dims})
         return positive, sum(axis + rank in positive for axis in node.spatial)
 

@@ -62,7 +62,7 @@ def written_out(node: Node) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
         return _OUT_OF_PLACE[op], given, (0,)
     if op in _RESHAPING:
         return _ATEN.view.default, (given[0], list(node.meta["val"].shape)), ()
-    if op is _NORM and given[3] is not None:
+    if op is _NORM:
         *arguments, training, momentum, eps, _ = given
         if training:
             return _TRAINED_NORM, (*arguments, True, momentum, eps), (3, 4)

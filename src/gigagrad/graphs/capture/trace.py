@@ -316,9 +316,6 @@ def _call(builder: Builder, node: Node, values: dict[str, Any], whole_pixels: in
     if node.target is operator.getitem:
         source, index = replace(node.args[0]), node.args[1]
         assert isinstance(index, int), node
-        if not isinstance(source, list):
-            assert index == 0, node
-            return source
         if source[index] is None:
             # An output that no tile rule delivers, such as the indices of max pooling: the operator again, whole.
             assert isinstance(node.args[0], Node)

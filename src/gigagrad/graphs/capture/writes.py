@@ -39,7 +39,6 @@ _RESHAPING: dict[Any, Any] = {
     getattr(torch.Tensor, f"{name}_"): getattr(torch.Tensor, name)
     for name in ("squeeze", "unsqueeze", "transpose", "t", "swapaxes", "swapdims")
 }
-_OTHER_MEMORY = frozenset({"set_", "resize_", "resize_as_"})
 _OWN_GRADIENTS = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 
@@ -115,8 +114,6 @@ class Writes:
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _OWN_GRADIENTS:
             raise own_gradient_error(self.line)
-        if func in _OTHER_MEMORY:
-            raise CaptureError(f"a tensor is given other memory{_at(self.line)} ({func.__name__}); make a new tensor")
         if func in _ASKS:
             return self._ask(func, args, kwargs)
         given, (args, kwargs) = tree_leaves((args, kwargs)), self.current((args, kwargs))
@@ -238,7 +235,6 @@ class Writes:
             made: torch.Tensor = _with_value(now, value.detach())
             made = made if now.requires_grad else made.detach()
         self._instead[id(tensor)] = self.exchanged[id(tensor)] = made
-        self._kept.append((tensor, value))
         self._given_away.update({_memory(value): at, _memory(made): at})
 
     def _detach_in_place(self, tensor: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
@@ -247,7 +243,6 @@ class Writes:
         if now._is_view() or _memory(now) in self._viewed:
             raise CaptureError(f"a tensor that has views is detached in place{_at(self.line)}; use detach()")
         self._instead[id(tensor)] = now.detach()
-        self._kept.append(tensor)
         return self._instead[id(tensor)]
 
     def _reshape_in_place(self, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
@@ -256,7 +251,6 @@ class Writes:
             return func(*args, **kwargs)
         with torch.enable_grad() if args[0].requires_grad else nullcontext():
             self._instead[id(tensor)] = _RESHAPING[func](*args, **kwargs)
-        self._kept.append(tensor)
         return tensor
 
     def _note_write(self, tensor: torch.Tensor, tracked: bool) -> None:
@@ -313,7 +307,6 @@ class Writes:
             elif id(source) in self._apart:
                 self._apart.add(id(made))
             self._alias_of[id(made)] = self._seen_view(func, given, source, position, detaching=detaching)
-            self._kept.append((made, self._alias_of[id(made)]))
         return result
 
     def _seen_view(

@@ -47,21 +47,17 @@ def _drawing(operators: Iterable[str]) -> Callable[[Rewrite], Rewrite]:
     return enter
 
 
-@rewrites(ON_FIELDS, aten("dropout native_dropout"))
+@rewrites(ON_FIELDS, aten("native_dropout"))
 def _dropout(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
-    """`native_dropout` returns the mask, too, which nobody reads but its own backward."""
-    field = arguments["input"]
-    probability, train = arguments["p"], arguments["train"]
-    several = "native" in op
-    if not train or probability == 0:
-        output = builder.aten("alias.default", field)
-    elif probability == 1:
-        output = builder.aten("mul.Scalar", field, 0.0)
-    else:
-        kept = builder.aten("ge.Scalar", _uniform(builder, field), probability)
-        mask = builder.aten("mul.Scalar", builder.to_dtype(kept, builder.node(field).dtype), 1 / (1 - probability))
-        output = builder.aten("mul.Tensor", field, mask)
-    return [output, None] if several else output
+    """Rewrite dropout; it returns the mask, too, which nobody reads but its own backward."""
+    field, probability = arguments["input"], arguments["p"]
+    if not arguments["train"] or probability == 0:
+        return [builder.aten("alias.default", field), None]
+    if probability == 1:
+        return [builder.aten("mul.Scalar", field, 0.0), None]
+    kept = builder.aten("ge.Scalar", _uniform(builder, field), probability)
+    mask = builder.aten("mul.Scalar", builder.to_dtype(kept, builder.node(field).dtype), 1 / (1 - probability))
+    return [builder.aten("mul.Tensor", field, mask), None]
 
 
 @_drawing(aten("bernoulli bernoulli.p bernoulli.Tensor"))

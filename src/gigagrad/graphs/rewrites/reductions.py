@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from gigagrad.graphs import operators
 from gigagrad.graphs.builder import ON_FIELDS, Builder, rewrites
 from gigagrad.graphs.graph import FIELD_BINS, FIELD_MAX, MOMENTS, Ref
 from gigagrad.graphs.op_rules import NotTileable, Whole, aten, register
@@ -219,24 +218,19 @@ def _normalised(
     return builder.one("gigagrad.normalise", {"field": field, "mean": mean, "scale": scale, "shift": shift})
 
 
-@rewrites(ON_FIELDS, aten("batch_norm _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional"))
+@rewrites(ON_FIELDS, aten("_native_batch_norm_legit.no_stats _native_batch_norm_legit_functional"))
 def _batch_norm(builder: Builder, op: str, arguments: dict[str, Any]) -> Any:
     """Rewrite batch norm; in the functional form the new running mean and variance follow the outputs."""
-    field, training = arguments["input"], arguments.get("training", True)
+    if not arguments["training"]:
+        raise NotTileable("batch normalisation by given statistics that returns new ones")
+    field = arguments["input"]
     running: tuple[Any, Any] = arguments.get("running_mean"), arguments.get("running_var")
-    if not training:
-        plain = {**arguments, "training": False, "cudnn_enabled": False}
-        names = operators.signature("aten.batch_norm.default")
-        return builder.call("aten.batch_norm.default", {name: plain[name] for name in names})
     images, _, height, width = builder.nchw(field)
     if images * height * width == 1:
         raise NotTileable("training-mode batch normalisation of a single value per channel")
     moments = builder.reduction(MOMENTS, field, [0, 2, 3])
     mean, variance = builder.mean_and_variance(moments)
     output = _normalised(builder, field, mean, variance, arguments["eps"], arguments["weight"], arguments["bias"])
-    if op == "aten.batch_norm.default":
-        assert running[0] is None, "a layer that tracks statistics is exported in its functional form"
-        return output
     if running[0] is None:
         return [output, None, None]
     _, unbiased = builder.mean_and_variance(moments, correction=1)
