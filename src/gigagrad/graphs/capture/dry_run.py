@@ -167,7 +167,7 @@ class _Trace:
     def __init__(self, inputs: Any, loss_module: LossModule, before: Iterable[torch.Tensor] = ()) -> None:
         """`before` are tensors that an earlier run made."""
         self.calls: list[tuple[Any, ...]] = []
-        """Of each call the user's line, the function, the names of arguments, and the arguments."""
+        """The user's line, the function, the names of arguments and the arguments, of each call."""
         self.kept: list[torch.Tensor] = []
         self._made: dict[int, int] = {}
         self._from_pixels = set(map(id, tensors_in(inputs)))

@@ -29,10 +29,6 @@ class _Seen:
         self.unfollowed = reached.unfollowed
         self.flags = _flags()
 
-    def is_as(self, other: _Seen) -> bool:
-        """Tell whether, with other tensors in the places of some, the same ones are tied."""
-        return self.ties == other.ties and self.metas == other.metas
-
 
 class Guard:
     """Holds as long as nothing reachable from `roots` has changed that `executed` code could have read."""
@@ -67,7 +63,7 @@ class Guard:
             moved.append((index, now))
         if replaced:
             anew = _Seen(self._roots, self._executed)
-            if not anew.is_as(seen):
+            if (anew.ties, anew.metas) != (seen.ties, seen.metas):  # others are tied now
                 return False
             self._seen = anew
         else:

@@ -119,7 +119,8 @@ def trace(loss_module: LossModule, image: Specs, target: Specs | None) -> Captur
         outside = [tensor for _, tensor in reached.tensors if id(tensor) not in inside]
         program, dry_run, whole = _exported(loss_module, image, target, [*outside, *reached.uncopied])
         closed = {f"{CLOSED}.{index}": tensor for index, tensor in enumerate(dry_run.closed)}
-        named = _named("image", images) + _named("target", targets)
+        given = ("image", images), ("target", targets)
+        named = [(op, f"{op}{index or ''}", spec) for op, specs in given for index, spec in enumerate(specs)]
         stored = stored_tensors(program, loss_module, closed, dry_run.frozen)
         merging, has_loss = dry_run.writes.runs_again, loss_module.loss is not None
 
@@ -197,10 +198,6 @@ def _autocast(home: torch.device, dtype: torch.dtype | None) -> AbstractContextM
 
 def _listed(specs: Specs | None) -> tuple[InputSpec, ...]:
     return () if specs is None else specs if isinstance(specs, tuple) else (specs,)
-
-
-def _named(kind: str, specs: tuple[InputSpec, ...]) -> list[tuple[str, str, InputSpec]]:
-    return [(kind, f"{kind}{index or ''}", spec) for index, spec in enumerate(specs)]
 
 
 def convert(
