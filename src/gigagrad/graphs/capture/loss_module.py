@@ -33,7 +33,7 @@ from gigagrad.graphs.capture.stand_ins import (
     taking_class_ids,
 )
 from gigagrad.graphs.capture.traversal import is_library
-from gigagrad.graphs.capture.writes import Learned, Writes
+from gigagrad.graphs.capture.writes import Learned, Writes, at
 
 SOURCE = "gigagrad source"
 CLOSED = "closed"
@@ -186,19 +186,18 @@ class FakeCopy:
         """
         frame = sys._getframe(3)
         self.writes.line = line = user_line(frame)
-        at = f" at {line}" if line else ""
         if func in _HOOKS:
             raise hook_error(line)
         if kwargs.get("generator") is not None:
             raise CaptureError(
-                f"the model or the loss draws from a generator of its own{at} (generator=...), which tiles and ranks "
-                "cannot share; leave it out: torch.manual_seed, or seed= of gg.compile, decides what is drawn"
+                f"the model or the loss draws from a generator of its own{at(line)} (generator=...), which tiles and "
+                "ranks cannot share; leave it out: torch.manual_seed, or seed= of gg.compile, decides what is drawn"
             )
         if getattr(func, "__module__", None) == "torch._functorch.predispatch" or func in _DUAL:
             return func(*args, **kwargs)  # a transform, which export sees in calls of its own
         if func == _VERSION and is_user_code(frame.f_code.co_filename):
             raise CaptureError(
-                f"the model or the loss reads a tensor's _version{at}, which is another one in the copy that is "
+                f"the model or the loss reads a tensor's _version at {line}, which is another one in the copy that is "
                 "traced; count in an attribute when the tensor is changed"
             )
         args = tuple(map(self.replacement, args))
@@ -286,10 +285,9 @@ def _written_by(line: str) -> Iterator[None]:
 
 
 def hook_error(line: str) -> CaptureError:
-    at = f" at {line}" if line else ""
     return CaptureError(
-        f"the model or the loss registers a hook on a gradient{at}, which would see tiles, not the image; hooks on "
-        "parameters outside of forward are called as in PyTorch, gradients can be clipped after backward"
+        f"the model or the loss registers a hook on a gradient{at(line)}, which would see tiles, not the image; hooks "
+        "on parameters outside of forward are called as in PyTorch, gradients can be clipped after backward"
     )
 
 

@@ -36,6 +36,7 @@ from gigagrad.graphs.capture.guard import Guard
 from gigagrad.graphs.capture.loss_module import CLOSED, SOURCE, FakeCopy, LossModule
 from gigagrad.graphs.capture.stand_ins import ids_of, modules_themselves, quietly, state_kept
 from gigagrad.graphs.capture.traversal import Traversal
+from gigagrad.graphs.capture.writes import at
 from gigagrad.graphs.graph import Graph, InputSpec, Origin, Ref, references
 from gigagrad.graphs.op_rules import NotTileable
 from gigagrad.graphs.rewrites import lower
@@ -248,12 +249,8 @@ def _check_floats(builder: Builder, node: Node, made: Any) -> None:
     if traced.dtype != builder.node(made).dtype:
         raise CaptureError(
             f"the gradient of an image of integers is asked for, and {op} computes {traced.dtype} of them"
-            f"{_line(_origin(node))}; begin the model with x.float(), or with Preprocess or Normalise"
+            f"{at(_origin(node).source)}; begin the model with x.float(), or with Preprocess or Normalise"
         )
-
-
-def _line(origin: Origin) -> str:
-    return f" at {origin.source}" if origin.source else ""
 
 
 def _note_updates(program: ExportedProgram, values: dict[str, Any], builder: Builder) -> None:
@@ -281,7 +278,7 @@ def stored_tensors(
         if kind is InputKind.CONSTANT_TENSOR and program.constants[name].requires_grad:
             raise CaptureError(
                 f"the model or the loss uses a tensor of shape {tuple(program.constants[name].shape)}"
-                f"{_line(_origin(next(iter(node.users), node)))} that asks for a gradient but is no parameter of a "
+                f"{at(_origin(next(iter(node.users), node)).source)} that asks for a gradient but is no parameter of a "
                 "module; make it an nn.Parameter of the model or of a loss module, or detach it"
             )
         if name is None or kind not in (InputKind.PARAMETER, InputKind.BUFFER):

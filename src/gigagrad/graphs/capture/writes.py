@@ -158,7 +158,7 @@ class Writes:
             for where, family, line in self._written[before:]:
                 if where == memory and family != number:
                     raise CaptureError(
-                        f"a tensor is written in place{_at(line)} that shares its memory with a detached one which is "
+                        f"a tensor is written in place{at(line)} that shares its memory with a detached one which is "
                         "written, too, and gets a gradient of its own; detach a copy: x.detach().clone()"
                     )
 
@@ -168,7 +168,7 @@ class Writes:
         asked = self._asking.get(id(tensor))
         if asked is False and tensor.requires_grad:
             raise CaptureError(
-                f"forward makes a parameter ask for a gradient{_at(self.line)} that did not before; call "
+                f"forward makes a parameter ask for a gradient{at(self.line)} that did not before; call "
                 "requires_grad_() outside of forward"
             )
         if asked and not tensor.requires_grad:
@@ -217,7 +217,7 @@ class Writes:
             seen = w if id(w) in self._apart else self._alias_of.get(id(w), w)
             if copies[id(w)].shape != seen.shape:
                 raise CaptureError(
-                    f"a tensor's shape is changed in place{_at(self.line)} where autograd does not see it; make "
+                    f"a tensor's shape is changed in place{at(self.line)} where autograd does not see it; make "
                     "a new tensor: y = y.squeeze()"
                 )
             seen.copy_(_with_value(seen, copies[id(w)]))
@@ -228,20 +228,20 @@ class Writes:
 
     def _exchange(self, tensor: torch.Tensor, leaves: list[torch.Tensor], value: Any) -> None:
         """Run `tensor.data = value`: other values in other memory, the same gradient."""
-        now, at = leaves[0], _at(self.line)
+        now, where = leaves[0], at(self.line)
         if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (now.shape, now.dtype):
-            raise CaptureError(f"`.data` is set to another shape or dtype{at}; make a new tensor instead")
+            raise CaptureError(f"`.data` is set to another shape or dtype{where}; make a new tensor instead")
         with torch.enable_grad():
             made: torch.Tensor = _with_value(now, value.detach())
             made = made if now.requires_grad else made.detach()
         self._instead[id(tensor)] = self.exchanged[id(tensor)] = made
-        self._given_away.update({_memory(value): at, _memory(made): at})
+        self._given_away.update({_memory(value): where, _memory(made): where})
 
     def _detach_in_place(self, tensor: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
         if id(tensor) in self._instead:
             return now if not now.requires_grad else now.detach()
         if now._is_view() or _memory(now) in self._viewed:
-            raise CaptureError(f"a tensor that has views is detached in place{_at(self.line)}; use detach()")
+            raise CaptureError(f"a tensor that has views is detached in place{at(self.line)}; use detach()")
         self._instead[id(tensor)] = now.detach()
         return self._instead[id(tensor)]
 
@@ -257,18 +257,18 @@ class Writes:
         family, memory, line = self._family.get(id(tensor)), _memory(tensor), self.line
         if id(tensor) in self._strided:
             raise CaptureError(
-                f"a tensor is written in place through as_strided{_at(line)}, which reaches into memory by numbers; "
+                f"a tensor is written in place through as_strided{at(line)}, which reaches into memory by numbers; "
                 "write through slices, or by places: y[..., rows, columns] = values"
             )
         if memory in self._given_away:
             raise CaptureError(
-                f"a tensor is written in place{_at(line)} whose memory was given to another by `.data = `"
+                f"a tensor is written in place{at(line)} whose memory was given to another by `.data = `"
                 f"{self._given_away[memory]}; write into a clone"
             )
         grad = torch.is_grad_enabled()
         if grad and tensor.requires_grad and tensor.is_leaf:
             raise CaptureError(
-                f"a parameter is written in place{_at(line)} inside of a function that computes gradients (max_norm of "
+                f"a parameter is written in place{at(line)} inside of a function that computes gradients (max_norm of "
                 "an embedding?); write it under torch.no_grad() before"
             )
         if grad and tensor.requires_grad and not tracked and family is not None:
@@ -325,7 +325,7 @@ class Writes:
 
 def own_gradient_error(line: str) -> CaptureError:
     return CaptureError(
-        f"the model or the loss computes gradients itself{_at(line)} (torch.autograd.grad or backward), which would "
+        f"the model or the loss computes gradients itself{at(line)} (torch.autograd.grad or backward), which would "
         "have to be differentiated through the whole image; gigagrad computes the gradient of the loss: call "
         "engine.backward for each loss, and combine the gradients afterwards"
     )
@@ -350,7 +350,8 @@ def _named_as_written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return tensors_in(([*args[:1]] if in_place else [], kwargs.get("out")))
 
 
-def _at(line: str) -> str:
+def at(line: str) -> str:
+    """Say where, if that is known."""
     return f" at {line}" if line else ""
 
 
