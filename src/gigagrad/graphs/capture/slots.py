@@ -9,7 +9,6 @@ import ctypes
 import gc
 import hashlib
 import operator
-import pickle
 import types
 import weakref
 from abc import ABC, abstractmethod
@@ -343,24 +342,24 @@ class CacheSlot(Slot):
 
 
 class RandomSlot(Slot):
-    """The state of a generator of random numbers, Python's or NumPy's, as bytes."""
+    """The state of a generator of random numbers: Python's or NumPy's."""
 
     def read(self) -> Contents:
         holder = self.holder
         if hasattr(holder, "bit_generator"):
-            state = holder.bit_generator.state
+            state: Any = holder.bit_generator.state
         else:
             state = holder.getstate() if hasattr(holder, "getstate") else holder.get_state()
-        return ("",), (pickle.dumps(state),)
+        return ("",), (_frozen(state),)
 
     def put(self, contents: Contents) -> None:
-        state = pickle.loads(contents[1][0])  # noqa: S301 - what `read` has written
+        state = contents[1][0]
         if hasattr(self.holder, "bit_generator"):
-            self.holder.bit_generator.state = state
+            self.holder.bit_generator.state = _thawed(state)
         elif hasattr(self.holder, "setstate"):
             self.holder.setstate(state)
         else:
-            self.holder.set_state(state)
+            self.holder.set_state(_thawed(state))
 
 
 class IteratorSlot(Slot):
@@ -381,3 +380,20 @@ def _leaves(records: Any) -> Iterator[Any]:
     """Yield the entries of structured arrays' records, which may be nested."""
     for value in records:
         yield from _leaves(value) if type(value) in (tuple, list) else (value,)
+
+
+def _frozen(state: Any) -> Any:
+    """Turn a generator's state into nested tuples that `same` can compare."""
+    if isinstance(state, dict):
+        return ("dict", *((key, _frozen(value)) for key, value in state.items()))
+    if isinstance(state, np.ndarray):
+        return ("array", state.dtype.str, state.tobytes())
+    return tuple(map(_frozen, state)) if isinstance(state, tuple) else state
+
+
+def _thawed(state: Any) -> Any:
+    if isinstance(state, tuple) and state and state[0] == "dict":
+        return {key: _thawed(value) for key, value in state[1:]}
+    if isinstance(state, tuple) and state and state[0] == "array":
+        return np.frombuffer(state[2], state[1])
+    return tuple(map(_thawed, state)) if isinstance(state, tuple) else state
