@@ -10,7 +10,7 @@ from torch import nn
 from gigagrad.boxes import Box, Span
 from gigagrad.graphs import Call, lookup
 from gigagrad.plans import Grid, split_stages
-from gigagrad.plans.geometry import Needs, lattice
+from gigagrad.plans.geometry import lattice, remembered_steps
 
 sides = st.tuples(st.integers(1, 200), st.integers(1, 200))
 
@@ -70,9 +70,9 @@ def mixed(graph_of):
 @given(sides, st.data())
 def test_remembered_needs_are_the_rows_own(unet, gate, mixed, tile, data):
     for graph in (unet, gate, mixed):
-        needs = Needs(graph)
+        steps = remembered_steps(graph)
         for stage in split_stages(graph):
-            direct, remembering = Grid(graph, stage, tile), Grid(graph, stage, tile, needs)
+            direct, remembering = Grid(graph, stage, tile), Grid(graph, stage, tile, steps)
             for axis in (0, 1):
                 for _ in range(3):
                     index = data.draw(st.integers(0, direct.shape[axis] - 1))
@@ -181,8 +181,7 @@ def test_spans_that_are_remembered_are_told_apart_by_shapes_and_dtypes(graph_of)
             return self.small(x) + self.short(x.bfloat16()).float(), self.large(x)
 
     graph = graph_of(Net(), None, (40, 41))
-    needs = Needs(graph)
-    for axis, steps in enumerate(needs.steps):
+    for axis, steps in enumerate(remembered_steps(graph)):
         for node in (graph[i] for i in steps if graph[i].op.startswith("aten.conv2d")):
             call, out = Call(node, graph.operands(node)), Span(11, 20)
-            assert steps[node.id].needs(out) == lookup(node.op).needs(call, axis, out)
+            assert steps[node.id][2](out) == lookup(node.op).needs(call, axis, out)

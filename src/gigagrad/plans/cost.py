@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gigagrad.allowances import MAPPED_BYTES
 from gigagrad.devices import Machine
 from gigagrad.graphs import GATHER, Call, Graph, Node, lookup
-from gigagrad.plans.geometry import Grid, Needs, TileGeometry, lattice, reference, runs_by_rows
+from gigagrad.plans.geometry import Grid, TileGeometry, lattice, reference, remembered_steps, runs_by_rows
 from gigagrad.plans.memory import (
     compiled_convolutions,
     crop_bytes,
@@ -85,7 +85,7 @@ class Costs:
         self._with_whole: dict[int, Costs] = {}
         self._usual: dict[tuple[object, ...], float] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
-        self._needs = Needs(graph)
+        self._steps = remembered_steps(graph)
         self._flops: dict[int, float] = {}
         self._given: dict[int, int] = {}
 
@@ -122,7 +122,7 @@ class Costs:
             size = max(graph[i].size(axis) for i in targets)
             finest = max(graph[i].size(axis) for i in (*stage.fields, *stage.reads))
             sides.append(min(size, _USUAL_SIDE_PX, max(1, _USUAL_CROP_PX * size // finest)))
-        grid = Grid(graph, stage, (sides[0], sides[1]), self._needs)
+        grid = Grid(graph, stage, (sides[0], sides[1]), self._steps)
         tile, largest = grid.middle, graph[grid.reference]
         forward, _ = self._tile_seconds(stage, tile)
         return forward * largest.size(0) * largest.size(1) / tile.wanted(grid.reference).area
@@ -156,7 +156,7 @@ class Costs:
 
     def _cost(self, stage: Stage, shape: tuple[int, int], *, backward: bool, roughly: bool) -> TileCost:
         graph = self.graph
-        grid = Grid(graph, stage, shape, self._needs)
+        grid = Grid(graph, stage, shape, self._steps)
         tile = grid.middle if roughly else worst_tile(grid)
         boxes = [box for i in stage.reads if (box := tile.box(i)) is not None]
         crop = max((box.shape for box in boxes), key=lambda s: s[0] * s[1], default=(0, 0))

@@ -74,52 +74,32 @@ class TileGeometry:
         return (self.y.spans[node_id], self.x.spans[node_id]), operands
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One field of a walk along one axis, and how an output span of it leads to those of its operands."""
-
-    node: int
-    operands: tuple[int, ...]
-    needs: Callable[[Span], tuple[Span | None, ...]]
+Step = tuple[int, tuple[int, ...], Callable[[Span], tuple[Span | None, ...]]]
+"""One field of a walk along one axis, its operands, and a function that leads from its span to theirs."""
 
 
-class Needs:
-    """The spans that the operators of a graph need, remembered while stages and their tiles are compared. Most of them
-    ask for the same spans again, and operators that differ in what they read alone need the same.
+def remembered_steps(graph: Graph) -> tuple[dict[int, Step], ...]:
+    """Return the steps of all fields that are computed, by axis and field. They remember the spans that they lead to
+    while stages and their tiles are compared: most of them are asked for the same spans again, and operators that
+    differ in what they read alone need the same. These are so few that they take some megabytes for a graph.
     """
+    answers: dict[tuple[object, ...], Callable[[Span], tuple[Span | None, ...]]] = {}
 
-    def __init__(self, graph: Graph) -> None:
-        answers: dict[tuple[object, ...], _Answers] = {}
+    def step(node: Node, axis: int) -> Step:
+        call = Call(node, graph.operands(node))
+        form = tuple((one.shape, one.axes, one.dtype) for one in (node, *call.operands))
+        kind = (node.op, axis, form, repr([fill(value, repeat(None)) for value in node.arguments.values()]))
+        if kind not in answers:
+            answers[kind] = lru_cache(maxsize=_MOST_ANSWERS)(partial(_needs, call, axis))
+        return node.id, node.operands, answers[kind]
 
-        def step(node: Node, axis: int) -> Step:
-            call = Call(node, graph.operands(node))
-            form = tuple((one.shape, one.axes, one.dtype) for one in (node, *call.operands))
-            kind = (node.op, axis, form, repr([fill(value, repeat(None)) for value in node.arguments.values()]))
-            known = answers.setdefault(kind, _Answers(call, axis))
-            return Step(node.id, node.operands, known.__getitem__)
-
-        computed = [node for node in graph.nodes if node.is_field and not is_read(graph, node.id)]
-        self.steps = tuple({node.id: step(node, axis) for node in computed} for axis in (0, 1))
-        """Steps by axis and field."""
-
-
-class _Answers(dict[Span, tuple[Span | None, ...]]):
-    """The spans that one operator needs along one axis; so few that they take some megabytes for a graph."""
-
-    def __init__(self, call: Call, axis: int) -> None:
-        super().__init__()
-        self._call, self._axis = call, axis
-
-    def __missing__(self, out: Span) -> tuple[Span | None, ...]:
-        if len(self) == _MOST_ANSWERS:
-            self.clear()
-        self[out] = needs = _needs(self._call, self._axis, out)
-        return needs
+    computed = [node for node in graph.nodes if node.is_field and not is_read(graph, node.id)]
+    return tuple({node.id: step(node, axis) for node in computed} for axis in (0, 1))
 
 
 def _step(graph: Graph, node_id: int, axis: int) -> Step:
     node = graph[node_id]
-    return Step(node_id, node.operands, partial(_needs, Call(node, graph.operands(node)), axis))
+    return node_id, node.operands, partial(_needs, Call(node, graph.operands(node)), axis)
 
 
 def _needs(call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
@@ -132,17 +112,20 @@ def _needs(call: Call, axis: int, out: Span) -> tuple[Span | None, ...]:
 
 
 class Grid:
-    """The tiles of one stage. Geometry is computed when asked for; neighbouring tiles share rows and columns of it."""
+    """The tiles of one stage. Geometry is computed when asked for; neighbouring tiles share rows and columns of it.
+    `steps`: those that remember.
+    """
 
-    def __init__(self, graph: Graph, stage: Stage, tile: tuple[int, int], needs: Needs | None = None) -> None:
+    def __init__(
+        self, graph: Graph, stage: Stage, tile: tuple[int, int], steps: tuple[dict[int, Step], ...] | None = None
+    ) -> None:
         self.graph = graph
         self.stage = stage
         self.tile = tile
         self.targets = stage.targets(graph)
         self.reference = reference(graph, stage)
         self._steps = [
-            [needs.steps[axis][i] if needs else _step(graph, i, axis) for i in reversed(stage.fields)]
-            for axis in (0, 1)
+            [steps[axis][i] if steps else _step(graph, i, axis) for i in reversed(stage.fields)] for axis in (0, 1)
         ]
         self.axes = tuple(split(graph[self.reference].size(axis), tile[axis]) for axis in (0, 1))
         self.axis_geometry = lru_cache(maxsize=512)(self._axis_geometry)
@@ -223,12 +206,12 @@ def axis_geometry(steps: list[Step], wanted: dict[int, Span]) -> AxisGeometry:
     """Walk the fields backwards (in reverse topological order), widening each to what its readers need."""
     spans = {target: span for target, span in wanted.items() if not span.empty}
     operand_spans: dict[int, tuple[Span | None, ...]] = {}
-    for step in steps:
-        out = spans.get(step.node)
+    for node_id, operands, step_needs in steps:
+        out = spans.get(node_id)
         if out is None:
             continue
-        operand_spans[step.node] = needs = step.needs(out)
-        for operand, need in zip(step.operands, needs, strict=True):
+        operand_spans[node_id] = needs = step_needs(out)
+        for operand, need in zip(operands, needs, strict=True):
             if need is not None:
                 known = spans.get(operand)
                 # Most operands have one reader, and most readers of one field want the same of it.
