@@ -24,18 +24,20 @@ def test_kept_fields_are_in_memory_whenever_they_are_read(share):
     kept = kept_at_best(graph)[:: share + 1] if share < 3 else []
     stages = split_stages(graph, kept)
     passes = make_passes(graph, stages, backward=True)
-    values = {life.field: life for life in lifetimes(graph, stages, passes) if not life.cotangent}
-    cotangents = {life.field: life for life in lifetimes(graph, stages, passes) if life.cotangent}
+    lives = lifetimes(graph, stages, passes)
+    values, cotangents = (
+        {i: when for (i, of), when in lives.items() if of == cotangent} for cotangent in (False, True)
+    )
     assert set(values) == set(kept) == set(cotangents)
     for index, step in enumerate(passes):
         stage = stages[step.stage]
         for field in stage.reads:
             if field in values:
-                assert values[field].first < index <= values[field].last
-                assert step.phase == "forward" or cotangents[field].first <= index < cotangents[field].last
+                assert index in values[field][1:]
+                assert step.phase == "forward" or index in cotangents[field][:-1]
         for field in stage.kept:
-            assert values[field].first <= index <= values[field].last
-            assert step.phase == "forward" or cotangents[field].last == index
+            assert index in values[field]
+            assert step.phase == "forward" or cotangents[field][-1] == index
     problem = problem_of(graph, tiers=(MemoryTier(), DiskTier(Path())))
     tiers = dict(zip(kept, cycle(["memory", "disk"]), strict=False))
     for tier in problem.tiers:

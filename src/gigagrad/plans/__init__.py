@@ -5,7 +5,7 @@ from gigagrad.plans.check import PlanFault, check
 from gigagrad.plans.choose import make_plan
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.geometry import Grid, TileGeometry
-from gigagrad.plans.liveness import Lifetime, holds_whole, lifetimes
+from gigagrad.plans.liveness import lifetimes
 from gigagrad.plans.packing import Packing
 from gigagrad.plans.parts import Parts
 from gigagrad.plans.placements import Placement, placements
@@ -24,7 +24,6 @@ __all__ = [
     "Costs",
     "Grid",
     "KeptField",
-    "Lifetime",
     "Moment",
     "Packing",
     "Parts",
@@ -41,7 +40,6 @@ __all__ = [
     "WholeField",
     "advise",
     "check",
-    "holds_whole",
     "levels",
     "lifetimes",
     "make_plan",

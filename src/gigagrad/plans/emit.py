@@ -9,7 +9,7 @@ from functools import partial, reduce
 import numpy as np
 
 from gigagrad.boxes import Box
-from gigagrad.plans.liveness import Lifetime, holds_whole, is_replicated, life_bytes, lifetimes
+from gigagrad.plans.liveness import buffer_bytes, holds_whole, is_replicated, lifetimes
 from gigagrad.plans.partition import Partition
 from gigagrad.plans.plan import Plan, RankPlan, StagePlan
 from gigagrad.plans.problem import Problem
@@ -19,6 +19,7 @@ from gigagrad.plans.program import (
     Bytes,
     Exchange,
     Gather,
+    Key,
     Release,
     Scalars,
     Step,
@@ -94,7 +95,7 @@ class _Emitter:
     def steps(self) -> Iterator[Step]:
         lives = lifetimes(self._graph, self._stages, self._passes)
         for index, step in enumerate(self._passes):
-            if taken := tuple(self._buffer(life) for life in lives if life.first == index):
+            if taken := tuple(self._buffer(key) for key, when in lives.items() if when[0] == index):
                 yield Allocate(taken)
             first = tuple(self._partition.own(step.stage, rank).start for rank in self._ranks)
             yield replace(step, first_parts=(*first, len(self._partition.parts(step.stage))))
@@ -103,33 +104,32 @@ class _Emitter:
             if cut := exchange.gradients.cut + exchange.reductions.cut:
                 yield from self._gather([cut], gradients=False)
             yield Scalars(step.stage)
-            gone = (life for life in lives if life.last == index and not self._stays(life))
-            if keys := tuple((life.field, life.cotangent) for life in gone):
-                yield Release(keys)
+            if gone := tuple(key for key, when in lives.items() if when[-1] == index and not self._stays(key)):
+                yield Release(gone)
         if self._problem.backward:
             yield Scalars(None)
             yield from self._gather(late_gradients(self._graph, self._stages), gradients=True)
 
-    def _stays(self, life: Lifetime) -> bool:
+    def _stays(self, key: Key) -> bool:
         """Say whether it is a result: an image's own gradient, unless that leaves in strips."""
-        return self._graph[life.field].is_source and life.field != self._problem.handed
+        return self._graph[key[0]].is_source and key[0] != self._problem.handed
 
-    def _buffer(self, life: Lifetime) -> Buffer:
-        problem = self._problem
-        name = self._kept.get(life.field, problem.memory.name)
-        tier, whole = problem.tier(name), self._partition.whole(life.field)
-        boxes = self._partition.cotangents.held if life.cotangent else self._partition.held
+    def _buffer(self, key: Key) -> Buffer:
+        problem, (field, cotangent) = self._problem, key
+        name = self._kept.get(field, problem.memory.name)
+        tier, whole = problem.tier(name), self._partition.whole(field)
+        boxes = self._partition.cotangents.held if cotangent else self._partition.held
         alone = len(self._ranks) == 1  # holds all of everything
-        held = ((whole,),) if alone else tuple(tuple(boxes(life.field, rank)) for rank in self._ranks)
-        size = life_bytes(problem, life, tier, whole.shape)
+        held = ((whole,),) if alone else tuple(tuple(boxes(field, rank)) for rank in self._ranks)
+        size = buffer_bytes(problem, key, tier, whole.shape)
         return Buffer(
-            life.field,
-            life.cotangent,
+            field,
+            cotangent,
             name,
-            size if holds_whole(life, self._stages, self._passes, problem.handed) else 0,
+            size if holds_whole(key, self._stages, self._passes, problem.handed) else 0,
             held,
-            tuple(sum(life_bytes(problem, life, tier, box.shape) for box in own) for own in held),
-            is_replicated(self._graph, life),
+            tuple(sum(buffer_bytes(problem, key, tier, box.shape) for box in own) for own in held),
+            is_replicated(self._graph, key),
         )
 
     def _exchange(self, step: Tiles) -> Exchange:
