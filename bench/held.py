@@ -66,7 +66,7 @@ class _Shared:
         self.partition = Partition(self.graph, plan.stages, plan.passes, problem.ranks)
         self.kept = [field.node for field in plan.kept if not self.graph.gathers(field.node)]
         self.moved = [i for i in self.kept if self.graph[i].differentiable]
-        self.sweeps = [(i, stage) for i in self.moved for stage in self.partition.cotangents.adding(i)]
+        self.sweeps = [(i, stage) for i in self.moved for stage in self.partition.adding(i)]
 
     def found(self) -> dict[str, float]:
         partition, cotangents = self.partition, self.partition.cotangents
@@ -102,7 +102,7 @@ class _Shared:
 
     def added(self, field: int, stage: int, rank: int) -> list[Box]:
         """What a rank adds to and others want."""
-        wanted = self.partition.cotangents.wanted_next(stage, field, rank)
+        wanted = self.partition.wanted_next(stage, field, rank)
         return without(apart(self.partition.read(stage, field, rank)), wanted)
 
 

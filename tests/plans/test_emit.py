@@ -52,8 +52,8 @@ def test_fields_travel_between_all_pairs_that_have_something_in_common(ladder, t
         else:
             for i in (i for i in stage.reads if graph[i].differentiable and not graph[i].is_source):
                 for pair in pairs:
-                    boxes = [*partition.cotangents.sums(stage.index, i, *pair)]
-                    boxes += [box for _, box in partition.cotangents.overlaps(stage.index, i, *pair)]
+                    boxes = [*partition.sums(stage.index, i, *pair)]
+                    boxes += [box for _, box in partition.overlaps(stage.index, i, *pair)]
                     expected[pair] += graph[i].bytes_per_pixel * sum(box.area for box in boxes)
         assert (ending[0][0] == expected).all()
         assert not any(fields.any() for fields, _ in ending[1:])

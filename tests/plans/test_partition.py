@@ -11,7 +11,7 @@ from torch import nn
 from gigagrad.boxes import Box
 from gigagrad.plans import split_stages
 from gigagrad.plans.partition import Partition
-from gigagrad.plans.reduction_tree import ReductionTree, joined
+from gigagrad.plans.parts import ReductionTree, joined
 
 HEIGHT, WIDTH = 47, 31
 
@@ -79,7 +79,7 @@ def test_cotangents_reach_whoever_wants_them_next(partition_of, tiles, count):
     """Pixel by pixel: the rank that is the first to reach it adds up its tiles, then parts of later ranks follow."""
     partition, _, kept = partition_of(tiles, count)
     for field in kept:
-        for index in partition.cotangents.adding(field):
+        for index in partition.adding(field):
             parts = partition.parts(index)
             touched = {
                 part: painted([box for p in parts.tiles(part) if (box := parts.tile(p).box(field)) is not None]) > 0
@@ -91,16 +91,16 @@ def test_cotangents_reach_whoever_wants_them_next(partition_of, tiles, count):
                     expected[pixel].add(part)
             found: list[set[int]] = [set() for _ in range(HEIGHT * WIDTH)]
             for rank in range(count):
-                wanted = painted(partition.cotangents.wanted_next(index, field, rank))
-                summed = sum(painted(partition.cotangents.sums(index, field, sender, rank)) for sender in range(count))
+                wanted = painted(partition.wanted_next(index, field, rank))
+                summed = sum(painted(partition.sums(index, field, sender, rank)) for sender in range(count))
                 assert (summed == wanted).all()
                 for sender in range(count):
                     own = partition.own(index, sender)
-                    base = painted(partition.cotangents.sums(index, field, sender, rank)) > 0
+                    base = painted(partition.sums(index, field, sender, rank)) > 0
                     for part in own:
                         for pixel in np.flatnonzero(touched[part] & base):
                             found[pixel].add(part)
-                    for part, box in partition.cotangents.overlaps(index, field, sender, rank):
+                    for part, box in partition.overlaps(index, field, sender, rank):
                         for pixel in np.flatnonzero(touched[part] & (painted([box]) > 0)):
                             assert part not in found[pixel]
                             found[pixel].add(part)

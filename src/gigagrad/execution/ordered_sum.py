@@ -12,7 +12,7 @@ import torch
 
 from gigagrad.execution.scalars import Values, add
 from gigagrad.graphs import Merge
-from gigagrad.plans.reduction_tree import ReductionTree
+from gigagrad.plans.parts import ReductionTree
 
 Joined = tuple[int, Values]
 """Sums of neighbouring parts that the tree joins, and one of these parts."""

@@ -10,6 +10,7 @@ from gigagrad.devices import Device
 from gigagrad.execution.tile_program import TilePrograms
 from gigagrad.graphs import Graph
 from gigagrad.plans import Grid, Parts, Plan, Problem, Stage
+from gigagrad.plans.parts import parts_of
 from gigagrad.stores import Rounding
 
 
@@ -40,8 +41,7 @@ class Prepared:
         described = self.plan.stages[stage]
         key = stage, described.tile, described.parts
         if key not in self._parts:
-            grid = Grid(self.graph, described.computes, described.tile)
-            self._parts[key] = Parts(grid, described.parts, by_rows=grid.by_rows)
+            self._parts[key] = parts_of(self.graph, described)
         return self._parts[key]
 
     def grid(self, stage: Stage) -> Grid:

@@ -18,7 +18,7 @@ from gigagrad.plans.emit import shared_by
 from gigagrad.plans.geometry import Grid
 from gigagrad.plans.liveness import kept_bytes
 from gigagrad.plans.memory import tile_peak_bytes, whole_field_bytes, worst_tile
-from gigagrad.plans.parts import Parts
+from gigagrad.plans.parts import parts_of
 from gigagrad.plans.plan import Plan, StagePlan, amount_of
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import Allocate, Exchange, Gather, Key, Release, Scalars, Step, Tiles
@@ -238,9 +238,8 @@ def _part_faults(problem: Problem, plan: Plan) -> Iterator[PlanFault]:
     """Find parts that no rank computes, or several do."""
     for index, step in enumerate(plan.steps):
         if isinstance(step, Tiles):
-            stage, first = plan.stages[step.stage], step.first_parts
-            grid = Grid(problem.graph, stage.computes, stage.tile)
-            ends = (0, len(Parts(grid, stage.parts, by_rows=grid.by_rows)))
+            first = step.first_parts
+            ends = (0, len(parts_of(problem.graph, plan.stages[step.stage])))
             if len(first) < 2 or (first[0], first[-1]) != ends or list(first) != sorted(first):
                 yield PlanFault("parts", index, f"parts begin at {first}, not from {ends[0]} to {ends[1]}")
 

@@ -11,6 +11,7 @@ import numpy as np
 from gigagrad.boxes import Box
 from gigagrad.plans.liveness import buffer_bytes, holds_whole, is_replicated, lifetimes
 from gigagrad.plans.partition import Partition
+from gigagrad.plans.parts import joined
 from gigagrad.plans.plan import Plan, RankPlan, StagePlan
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.program import (
@@ -29,7 +30,6 @@ from gigagrad.plans.program import (
     message_memory,
     messages,
 )
-from gigagrad.plans.reduction_tree import joined
 from gigagrad.plans.stages import summed_globals
 from gigagrad.plans.sums import how_summed, late_gradients, share_bytes, sum_bytes
 
@@ -118,7 +118,7 @@ class _Emitter:
         problem, (field, cotangent) = self._problem, key
         name = self._kept.get(field, problem.memory.name)
         tier, whole = problem.tier(name), self._partition.whole(field)
-        boxes = self._partition.cotangents.held if cotangent else self._partition.held
+        boxes = self._partition.held_cotangents if cotangent else self._partition.held
         alone = len(self._ranks) == 1  # holds all of everything
         held = ((whole,),) if alone else tuple(tuple(boxes(field, rank)) for rank in self._ranks)
         size = buffer_bytes(problem, key, tier, whole.shape)
@@ -163,14 +163,14 @@ class _Emitter:
 
     def _cotangents(self, stage: int) -> Iterator[Transfer]:
         """Yield what each rank has summed up alone, and what its parts add to pixels that others reach first."""
-        found = self._partition.cotangents
+        found = self._partition
         for i in self._stages[stage].reads:
             if not (stage in found.adding(i) and self._graph[i].differentiable):
                 continue
             pixel = self._graph[i].bytes_per_pixel
-            held = self._by_rank(found.held, i)
+            held = self._by_rank(found.held_cotangents, i)
             wanted = self._by_rank(partial(found.wanted_next, stage), i)
-            read = self._by_rank(partial(self._partition.read, stage), i)
+            read = self._by_rank(partial(found.read, stage), i)
             for sender, receiver in near(held, wanted):
                 for box in found.sums(stage, i, sender, receiver):
                     yield Transfer(i, box, sender, receiver, pixel * box.area)
