@@ -69,7 +69,7 @@ class _Shared:
         self.sweeps = [(i, stage) for i in self.moved for stage in self.partition.adding(i)]
 
     def found(self) -> dict[str, float]:
-        partition, cotangents = self.partition, self.partition.cotangents
+        partition = self.partition
         ranks = range(partition.count)
         pairs = [(a, b) for a in ranks for b in ranks if a != b]
         halos = [sum(self.nbytes(i, self.halo(i, rank)) for i in self.kept) for rank in ranks]
@@ -77,8 +77,8 @@ class _Shared:
         sent = sum(self.nbytes(i, partition.halo(i, *pair)) for i in self.kept for pair in pairs)
         for i, stage in self.sweeps:
             for pair in pairs:
-                overlaps = [box for _, box in cotangents.overlaps(stage, i, *pair)]
-                sent += self.nbytes(i, [*cotangents.sums(stage, i, *pair), *overlaps])
+                overlaps = [box for _, box in partition.overlaps(stage, i, *pair)]
+                sent += self.nbytes(i, [*partition.sums(stage, i, *pair), *overlaps])
 
         def unevenness(fields: Sequence[int], held: Callable[[int, int], list[Box]]) -> float:
             if not fields:
@@ -89,7 +89,7 @@ class _Shared:
 
         return {
             "held": unevenness(self.kept, partition.held),
-            "cotangents": unevenness(self.moved, cotangents.held),
+            "cotangents": unevenness(self.moved, partition.held_cotangents),
             "sent": round(sent / (sum(halos) + added), 3) if sent else 0.0,
         }
 

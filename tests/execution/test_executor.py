@@ -21,7 +21,7 @@ from gigagrad.events import Notice
 from gigagrad.execution.buffers import Buffers
 from gigagrad.execution.executor import Serial, Threads
 from gigagrad.execution.tile_program import TileInputs, TileProgram
-from gigagrad.plans.reading import Reading
+from gigagrad.plans.problem import Reading
 from gigagrad.threads import operator_threads
 
 

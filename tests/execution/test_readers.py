@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import gigagrad as gg
 from gigagrad.execution.buffers import Buffers
-from gigagrad.plans.reading import Reading
+from gigagrad.plans.problem import Reading
 
 SIDE = 300
 

@@ -14,7 +14,7 @@ import json, sys
 import torch
 import gigagrad as gg
 from gigagrad.images import make_slide, open_image
-from gigagrad.plans.reading import Reading
+from gigagrad.plans.problem import Reading
 
 readers, grey, folder = int(sys.argv[1]), sys.argv[2] == "grey", sys.argv[3]
 make_slide(f"{folder}/slide.tif", height=6000, width=5000, seed=0, mask_path=f"{folder}/mask.tif")

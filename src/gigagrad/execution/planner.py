@@ -37,12 +37,11 @@ from gigagrad.execution.trial import faster_layout, timed_passes
 from gigagrad.graphs import Call, Graph, LossModule, WholeCost, lookup
 from gigagrad.plans import Amount, Plan, Problem, estimate, make_plan
 from gigagrad.plans.memory import compiled_convolutions, whole_compiled_convolutions
-from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import amount_of, total
 from gigagrad.plans.whole import whole_plan
 from gigagrad.ranks import Ranks
 from gigagrad.ranks.numerics import mismatched_numerics
-from gigagrad.stores import Half, Rounding, Tier
+from gigagrad.stores import Rounding, Tier
 from gigagrad.stores.tier import least_room
 
 _WORTH_A_TRIAL = 32
@@ -222,7 +221,7 @@ class Planner:
             tiers=self._tiers,
             rooms={tier.name: least_room(found) for tier, found in zip(others, zip(*rooms, strict=True), strict=True)},
             ranks=self._ranks.count,
-            packing=_packing_of(self._rounding),
+            rounding=self._rounding,
             whole=self._whole(graph, sink, backward=backward),
             free_bytes=device.free_bytes() if self._budget_bytes is None else None,
             reading=reading_of(sources, device, machine.threads),
@@ -291,7 +290,7 @@ class Planner:
     def _prepared(self, problem: Problem, plan: Plan) -> Prepared:
         problem = problem.of(plan.whole_pixels)
         programs = TilePrograms(problem.graph, self._device.torch_device)
-        return Prepared(plan, self._device, problem, programs, self._rounding)
+        return Prepared(plan, self._device, problem, programs)
 
     def _first(self, problem: Problem, sources: dict[str, Source]) -> _Planned:
         """Make a first plan; both memory layouts are tried where the run is long enough to pay for it."""
@@ -410,12 +409,6 @@ def _trial_seconds(plan: Plan) -> float:
     tiles = [plan.stages[p.stage].tile_count for p in plan.passes]
     shares = sum(share / count for share, count in zip(plan.pass_shares, tiles, strict=True))
     return plan.workers * shares * plan.predicted_seconds
-
-
-def _packing_of(rounding: Rounding | None) -> Packing:
-    if isinstance(rounding, Half):
-        return Packing(str(rounding), rounding.dtype.itemsize)
-    return AS_THEY_ARE if rounding is None else Packing(str(rounding), files_only=True)
 
 
 def _name(sources: dict[str, Source], *, backward: bool) -> str:

@@ -22,8 +22,6 @@ class Prepared:
     device: Device
     problem: Problem
     programs: TilePrograms
-    rounding: Rounding | None = None
-    """The rounding of the plan's packed fields."""
     taken: tuple[float, ...] | None = None
     """Seconds that each pass took when this ran last; None before, and after streams, in which others have a part."""
     _parts: dict[tuple[object, ...], Parts] = field(default_factory=dict)
@@ -31,6 +29,10 @@ class Prepared:
     @property
     def graph(self) -> Graph:
         return self.problem.graph
+
+    @property
+    def rounding(self) -> Rounding | None:
+        return self.problem.rounding
 
     @property
     def stages(self) -> tuple[Stage, ...]:

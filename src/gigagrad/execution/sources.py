@@ -18,7 +18,7 @@ from gigagrad.execution.executor import ahead
 from gigagrad.graphs import InputSpec, LossModule
 from gigagrad.images import Image, open_image
 from gigagrad.images.opening import open_ids
-from gigagrad.plans.reading import Reading
+from gigagrad.plans.problem import Reading
 from gigagrad.threads import SideThreads
 
 Read = TypeVar("Read")

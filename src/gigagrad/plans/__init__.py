@@ -6,7 +6,6 @@ from gigagrad.plans.choose import make_plan
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.geometry import Grid, TileGeometry
 from gigagrad.plans.liveness import lifetimes
-from gigagrad.plans.packing import Packing
 from gigagrad.plans.parts import Parts
 from gigagrad.plans.placements import Placement, placements
 from gigagrad.plans.plan import EXACT, MEMORY, Amount, KeptField, Moment, Plan, StagePlan, WholeField
@@ -25,7 +24,6 @@ __all__ = [
     "Grid",
     "KeptField",
     "Moment",
-    "Packing",
     "Parts",
     "Placement",
     "Plan",

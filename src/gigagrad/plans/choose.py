@@ -61,13 +61,13 @@ def make_plan(
     """Return the fastest plan that fits: in tiles, with fields of few pixels whole, or on the whole image at once. With
     `tiles` (one shape for each stage; the last serves the rest), `kept` and `whole_pixels`: the plan with these tiles
     that keeps these fields in these tiers, with fields of at most so many pixels whole. Several plans of one graph are
-    made sooner with the same `costs`, made for the same machine and packing. `tried` is called for each set of kept
+    made sooner with the same `costs`, made for the same machine and storage. `tried` is called for each set of kept
     fields that was looked at.
 
     Raises:
         BudgetError: even the smallest tile does not fit; names the stage, the tile and every number.
     """
-    costs = costs or Costs(problem.graph, problem.machine, problem.packing)
+    costs = costs or Costs(problem.graph, problem.machine, rounds=problem.rounding is not None)
     if tiles is not None or kept is not None:
         return _make_tiled(problem, memory_format, tiles, kept, costs, tried, whole_pixels or 0)
     whole = whole_plan(problem, memory_format)
@@ -194,8 +194,8 @@ def _beside_kept(amounts: tuple[Amount, ...]) -> tuple[Amount, ...]:
 
 
 def _kept_field(problem: Problem, node_id: int, tier: Tier) -> KeptField:
-    node, packing = problem.graph[node_id], problem.packing
-    storage = packing.name if packing.applies(problem.graph, node_id, tier) else EXACT
+    node = problem.graph[node_id]
+    storage = str(problem.rounding) if problem.rounds(node_id, tier) else EXACT
     nbytes = kept_bytes(problem, node_id, tier)
     return KeptField(node_id, tier.name, node.op, node.origin.module_path, node.shape, nbytes, storage)
 

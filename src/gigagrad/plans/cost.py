@@ -21,8 +21,6 @@ from gigagrad.plans.memory import (
     tile_peak_bytes,
     worst_tile,
 )
-from gigagrad.plans.packing import AS_THEY_ARE, Packing
-from gigagrad.plans.plan import EXACT
 from gigagrad.plans.stages import Stage
 
 _SWEEPS = 3
@@ -76,12 +74,14 @@ class TileCost:
 
 
 class Costs:
-    """Costs of the stages of one graph, each computed once: plans that keep other fields share most of their stages."""
+    """Costs of the stages of one graph, each computed once: plans that keep other fields share most of their stages.
+    `rounds`: kept fields are rounded on the way to their stores.
+    """
 
-    def __init__(self, graph: Graph, machine: Machine, packing: Packing = AS_THEY_ARE) -> None:
+    def __init__(self, graph: Graph, machine: Machine, *, rounds: bool = False) -> None:
         self.graph = graph
         self._machine = machine
-        self.packing = packing
+        self._rounds = rounds
         self._with_whole: dict[int, Costs] = {}
         self._usual: dict[tuple[object, ...], float] = {}
         self._known: dict[tuple[object, ...], TileCost] = {}
@@ -92,7 +92,7 @@ class Costs:
     def with_whole(self, pixels: int) -> Costs:
         """Return the costs of the graph in which fields of at most so many pixels are whole."""
         if pixels not in self._with_whole:
-            self._with_whole[pixels] = Costs(self.graph.with_whole(pixels), self._machine, self.packing)
+            self._with_whole[pixels] = Costs(self.graph.with_whole(pixels), self._machine, rounds=self._rounds)
         return self._with_whole[pixels]
 
     def of(self, stage: Stage, shape: tuple[int, int], *, backward: bool, roughly: bool = False) -> TileCost:
@@ -176,7 +176,7 @@ class Costs:
             tiles=grid.shape,
             crop=crop,
             computed_ratio=crop[0] * crop[1] / (useful * scale),
-            tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward, rounds=self.packing.name != EXACT),
+            tile_peak_bytes=tile_peak_bytes(graph, stage, tile, backward=backward, rounds=self._rounds),
             forward_seconds=forward,
             backward_seconds=backward_too if backward else forward,
             forward_calls=calls,

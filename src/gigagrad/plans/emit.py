@@ -155,7 +155,7 @@ class _Emitter:
         """Yield what ranks have written of kept fields and others will read."""
         partition, problem = self._partition, self._problem
         for i in self._stages[stage].kept:
-            pixel = problem.packing.bytes_per_pixel(self._graph, i, problem.tier(self._kept[i]))
+            pixel = problem.stored_bytes_per_pixel(i, problem.tier(self._kept[i]))
             written, held = (self._by_rank(boxes, i) for boxes in (partition.written, partition.held))
             for sender, receiver in near(written, held):
                 for box in partition.halo(i, sender, receiver):

@@ -474,13 +474,13 @@ class _TileShapes:
     def _moved_bytes(self, cost: TileCost, phase: str, tier: Tier) -> float:
         """Return the bytes that one tile of a pass reads from and writes to a tier."""
         stage_estimate, stage = self.estimate, self.estimate.stage
-        graph, packing = stage_estimate.problem.graph, stage_estimate.problem.packing
+        problem, graph = stage_estimate.problem, stage_estimate.problem.graph
 
         def moved(fields: Iterable[int], *, cotangents: bool = False) -> float:
             found = 0.0
             for i in fields:
                 if stage_estimate.kept.get(i) == tier.name:
-                    pixel = graph[i].bytes_per_pixel if cotangents else packing.bytes_per_pixel(graph, i, tier)
+                    pixel = graph[i].bytes_per_pixel if cotangents else problem.stored_bytes_per_pixel(i, tier)
                     size = graph[i].size(0), graph[i].size(1)
                     found += tier.crop_bytes(size, cost.crops.get(i, (0, 0)), pixel)
             return found

@@ -46,9 +46,8 @@ def holds_whole(key: Key, stages: tuple[Stage, ...], passes: tuple[Tiles, ...], 
 def buffer_bytes(problem: Problem, key: Key, tier: Tier, size: tuple[int, int]) -> int:
     """Return the bytes that so many pixels, height and width, of a field or of its cotangents take in a tier."""
     field, cotangent = key
-    packed = problem.packing.bytes_per_pixel
-    pixel = problem.graph[field].bytes_per_pixel if cotangent else packed(problem.graph, field, tier)
-    return tier.field_bytes(size, pixel)
+    exact = problem.graph[field].bytes_per_pixel
+    return tier.field_bytes(size, exact if cotangent else problem.stored_bytes_per_pixel(field, tier))
 
 
 def is_replicated(graph: Graph, key: Key) -> bool:
@@ -85,4 +84,4 @@ def held_by_pass(
 def kept_bytes(problem: Problem, node_id: int, tier: Tier) -> int:
     """Return the bytes of a kept field as it is stored, without what pads its file."""
     node = problem.graph[node_id]
-    return node.nbytes // node.bytes_per_pixel * problem.packing.bytes_per_pixel(problem.graph, node_id, tier)
+    return node.nbytes // node.bytes_per_pixel * problem.stored_bytes_per_pixel(node_id, tier)

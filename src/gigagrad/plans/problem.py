@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -11,16 +12,52 @@ from gigagrad.allowances import KERNEL_BYTES, MOST_COMPILED, ROOM_BYTES
 from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
 from gigagrad.graphs import Graph, WholeCost
-from gigagrad.plans.packing import AS_THEY_ARE, Packing
 from gigagrad.plans.plan import Amount
-from gigagrad.plans.reading import Reading
-from gigagrad.stores import MemoryTier, Tier
+from gigagrad.plans.stages import Stage, gathered
+from gigagrad.stores import Half, MemoryTier, Quantised, Rounding, Tier
 from gigagrad.units import format_bytes
+
+_MARGIN = 2
+"""So many times the readers that rates ask for: a pass that waits for its images loses more than a crop that waits for
+its pass."""
+_SMALLEST_ITEMSIZE = 4
+"""Rounding values of fewer bytes gains nothing."""
 
 
 def compiled_by_default(count: int) -> int:
     """Return what so many compiled convolutions add to a process that has none yet."""
     return min(count, MOST_COMPILED) * KERNEL_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """The cost of reading a graph's images: seconds, bytes and threads."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that one thread takes to decode each image once, by the name of the input; none for what is in memory."""
+    thread_bytes: int = 0
+    """Bytes that a thread holds of a file, beside the pixels it reads."""
+    threads: int = 1
+    """The largest number of them."""
+    beside: bool = False
+    """True where tiles are computed on the same cores."""
+
+    def seconds_of(self, graph: Graph, stage: Stage) -> float:
+        """Tell what one thread takes for a pass over a stage: what is decoded serves every tile that reads it."""
+        images = [graph[i].arguments["name"] for i in stage.reads if graph[i].is_source]
+        return sum(self.seconds.get(name, 0.0) for name in images)
+
+    def pass_seconds(self, seconds: float, computing: float, readers: int) -> float:
+        """Tell what a pass takes by the clock that computes so long, and whose images take one thread `seconds`."""
+        beside = seconds / self.threads if self.beside else 0.0
+        return max(computing + beside, seconds / readers)
+
+    def readers(self, seconds: float, computing: float) -> int:
+        """Tell how many must read so that a pass which computes so long does not wait for what takes one `seconds`."""
+        if not seconds:
+            return 1
+        needed = math.ceil(_MARGIN * seconds / computing) if self.beside and computing else self.threads
+        return max(1, min(needed, self.threads))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +86,8 @@ class Problem:
     preference."""
     rooms: Mapping[str, int] = field(default_factory=dict)
     """Bytes that fields may take in each of the other tiers."""
-    packing: Packing = AS_THEY_ARE
+    rounding: Rounding | None = None
+    """The way in which kept fields are stored in fewer bits. Cotangents never are."""
     whole: WholeCost | None = None
     """The cost of the whole image in plain autograd; None where the image is to be computed in tiles."""
     free_bytes: int | None = None
@@ -85,6 +123,22 @@ class Problem:
             smallest_bytes=0,
             remedy="name one with scratch=, or plan anew",
         )
+
+    def rounds(self, node_id: int, tier: Tier) -> bool:
+        """Say whether a field is rounded where it is kept in this tier. Integers and what whole-field operators read
+        never are; quantised values take fewer bytes only behind a codec, so fields in memory stay as they are.
+        """
+        dtype = self.graph[node_id].dtype
+        if self.rounding is None or (isinstance(self.rounding, Quantised) and not tier.encodes):
+            return False
+        return dtype.is_floating_point and dtype.itemsize >= _SMALLEST_ITEMSIZE and node_id not in gathered(self.graph)
+
+    def stored_bytes_per_pixel(self, node_id: int, tier: Tier) -> int:
+        """Return the bytes that a pixel of a field takes at most where it is kept in this tier."""
+        node, rounding = self.graph[node_id], self.rounding
+        if isinstance(rounding, Half) and self.rounds(node_id, tier):
+            return node.bytes_per_pixel // node.dtype.itemsize * rounding.dtype.itemsize
+        return node.bytes_per_pixel
 
     def refusal(self, what: str, needed_bytes: int) -> BudgetError:
         """Return an error that names what does not fit in the budget, and a budget that would do."""

@@ -77,7 +77,7 @@ def make_study(
     assert not faults, "; ".join(map(str, faults))
     # Where tiles of this plan have been timed, the whole curve is scaled to them.
     scale = plan.predicted_seconds / plan.modelled_seconds if plan.modelled_seconds else 1.0
-    costs = plans.Costs(problem.graph, problem.machine, problem.packing)
+    costs = plans.Costs(problem.graph, problem.machine, rounds=problem.rounding is not None)
     measured = "by this machine's rates" if problem.machine.calibrated else _TYPICAL
     with Events(listeners).preparing("try other budgets") as tried:
 

@@ -12,7 +12,7 @@ from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
 from gigagrad.plans import Plan, estimate, make_plan
 from gigagrad.plans.plan import amount_of
-from gigagrad.plans.reading import Reading
+from gigagrad.plans.problem import Reading
 from tests.plans.networks import MIB, graph_of, problem_of
 
 GRAPH = graph_of(nn.Conv2d(3, 4, 3, padding=1), size=1024)
