@@ -10,11 +10,11 @@ rank would compute other parts than those that are left to it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,7 @@ from gigagrad.errors import BudgetError
 from gigagrad.events import Events, Notice
 from gigagrad.execution.agreement import Agreement
 from gigagrad.execution.optimizer_state import OptimizerState
-from gigagrad.execution.plan_key import PlanKey
-from gigagrad.execution.prepared import Prepared
+from gigagrad.execution.prepared import PlanKey, Prepared, plan_key, read_plan_key, suits
 from gigagrad.execution.seeds import drawing
 from gigagrad.execution.sinks import Handed, Sink
 from gigagrad.execution.sources import Source, reading_of
@@ -56,29 +55,6 @@ _UNSEEN_BYTES = UNNOTICED_BYTES // 2
 """Bytes that a process may use more than a plan counts on before it is planned for anew."""
 _MOST_SIZES = 32
 """Sizes whose plan is remembered; the one unused for longest goes first."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Planned:
-    """A plan, how many kernels its convolutions compile to, and whether it has run."""
-
-    prepared: Prepared
-    compiled: int
-    ran: bool = False
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes that the process holds beside the tiles, with what kernels add."""
-        return total(self.prepared.problem.held) + amount_of(self.prepared.plan.fixed, estimate.COMPILED)
-
-    @property
-    def digest(self) -> str:
-        """Hash of what was chosen: ranks that have the same compute the parts of one plan."""
-        return _digest(PlanKey.of(self.prepared.plan))
-
-    def has_run_as(self, plan: Plan) -> bool:
-        """Say whether it has compiled what this plan needs."""
-        return self.ran and PlanKey.of(plan) == PlanKey.of(self.prepared.plan)
 
 
 class Planner:
@@ -119,7 +95,7 @@ class Planner:
         self._events = events
         self._device, self._budget_bytes, self._tiers = device, budget_bytes, tiers
         self._tile = tile
-        self._planned: OrderedDict[tuple[object, ...], _Planned] = OrderedDict()
+        self._planned: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
         self._agreement = Agreement(ranks, composite, settings)
         self._plan_keys: dict[str, PlanKey] = {}
         self._adopted: dict[str, PlanKey] = {}
@@ -133,7 +109,7 @@ class Planner:
         """
         key = backward, graph, sink.kind if sink is not None else Handed.kind, _handed(graph, sink, backward=backward)
         planned = self._planned.get(key)
-        known = None if planned is None or self._may_have_grown(planned) else planned.digest
+        known = None if planned is None or self._may_have_grown(planned) else _digest(plan_key(planned.plan))
         told = self._agreement.all_gather_object(known, graph, sources, backward=backward, content=content)
         if planned is None or None in told or len(set(told)) > 1:
             ran = planned is not None and planned.ran
@@ -143,22 +119,18 @@ class Planner:
         self._planned.move_to_end(key)
         if len(self._planned) > _MOST_SIZES:
             self._planned.popitem(last=False)
-        self._plan_keys[_name(sources, backward=backward)] = PlanKey.of(planned.prepared.plan)
-        return planned.prepared
+        self._plan_keys[_name(sources, backward=backward)] = plan_key(planned.plan)
+        return planned
 
     def finished(self, prepared: Prepared, pass_seconds: tuple[float, ...] | None) -> None:
         """Record that it has run: what it added to the process beside tensors is there, and what its passes took is
         known.
         """
-        for key, planned in self._planned.items():
-            if planned.prepared is prepared:
-                if not planned.ran:
-                    self._device.note_compiled(planned.compiled)
-                taken = dataclasses.replace(prepared, taken=pass_seconds)
-                self._planned[key] = dataclasses.replace(planned, prepared=taken, ran=True)
-                return
+        if not prepared.ran:
+            self._device.note_compiled(prepared.compiled)
+        prepared.ran, prepared.taken = True, pass_seconds
 
-    def _made(self, known: _Planned | None, problem: Problem, sources: dict[str, Source]) -> _Planned:
+    def _made(self, known: Prepared | None, problem: Problem, sources: dict[str, Source]) -> Prepared:
         if others := mismatched_numerics(self._ranks):
             told = f"the processors of ranks {others} round otherwise than that of the first rank"
             self._agreement.drift = True
@@ -167,7 +139,7 @@ class Planner:
         if self._ranks.index == 0:
             planned = self._first(problem, sources) if known is None else self._as_things_are(known, problem)
         if self._ranks.count > 1:
-            first = self._ranks.all_gather_object(None if planned is None else planned.prepared.plan.to_dict())[0]
+            first = self._ranks.all_gather_object(None if planned is None else planned.plan.to_dict())[0]
             planned = planned or self._as_first(known, problem, Plan.from_dict(first))
         assert planned is not None
         return planned
@@ -252,67 +224,63 @@ class Planner:
             self._planned.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        plan_keys = self._adopted | self._plan_keys
-        return {"choices": {name: plan_key.to_dict() for name, plan_key in plan_keys.items()}}
+        return {"choices": copy.deepcopy(self._adopted | self._plan_keys)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._planned.clear()
-        self._adopted.update({name: PlanKey.from_dict(plan_key) for name, plan_key in state["choices"].items()})
+        self._adopted.update({name: read_plan_key(key) for name, key in state["choices"].items()})
 
-    def _may_have_grown(self, planned: _Planned) -> bool:
+    def _may_have_grown(self, planned: Prepared) -> bool:
         """Say whether the process uses more than the plan counts on. What it holds beside that is what the last run
         freed: the next one takes it, and to give it back in order to look would cost a page fault for every page.
         """
-        held = planned.prepared.problem.held
-        most = (planned.fixed_bytes if planned.ran else amount_of(held, estimate.PROCESS)) + _UNSEEN_BYTES
+        counted = planned.fixed_bytes if planned.ran else amount_of(planned.problem.held, estimate.PROCESS)
+        most = counted + _UNSEEN_BYTES
         used = self._device.used_bytes(most)
         return used is None or used > most
 
-    def _as_things_are(self, planned: _Planned, problem: Problem) -> _Planned:
+    def _as_things_are(self, planned: Prepared, problem: Problem) -> Prepared:
         """Return the plan itself where it still fits beside what the process holds now, else its tiles with other
         numbers.
         """
         if total(problem.held) + problem.compiled_bytes(planned.compiled) <= planned.fixed_bytes + _UNSEEN_BYTES:
             return planned
-        known = planned.prepared.plan
-        plan = self._again(problem, PlanKey.of(known))
-        made = self._prepared(problem, dataclasses.replace(plan, timed_seconds=known.timed_seconds))
-        return _Planned(made, _compiled(made), planned.has_run_as(plan))
+        plan = self._again(problem, plan_key(planned.plan))
+        plan = dataclasses.replace(plan, timed_seconds=planned.plan.timed_seconds)
+        return self._prepared(problem, plan, ran=planned.has_run_as(plan))
 
-    def _as_first(self, known: _Planned | None, problem: Problem, plan: Plan) -> _Planned:
+    def _as_first(self, known: Prepared | None, problem: Problem, plan: Plan) -> Prepared:
         """Return the first rank's plan on this one."""
         plan = dataclasses.replace(plan, device=problem.device)
-        if known is not None and plan == known.prepared.plan:
+        if known is not None and plan == known.plan:
             return known
-        made = self._prepared(problem, plan)
-        return _Planned(made, _compiled(made), known is not None and known.has_run_as(plan))
+        return self._prepared(problem, plan, ran=known is not None and known.has_run_as(plan))
 
-    def _prepared(self, problem: Problem, plan: Plan) -> Prepared:
+    def _prepared(self, problem: Problem, plan: Plan, *, ran: bool = False) -> Prepared:
         problem = problem.of(plan.whole_pixels)
         programs = TilePrograms(problem.graph, self._device.torch_device)
-        return Prepared(plan, self._device, problem, programs)
+        prepared = Prepared(plan, self._device, problem, programs, ran=ran)
+        prepared.compiled = _compiled(prepared)
+        return prepared
 
-    def _first(self, problem: Problem, sources: dict[str, Source]) -> _Planned:
+    def _first(self, problem: Problem, sources: dict[str, Source]) -> Prepared:
         """Make a first plan; both memory layouts are tried where the run is long enough to pay for it."""
         graph, backward = problem.graph, problem.backward
         # A changed model is planned anew, so a plan key is adopted once; what only counts or anneals stays as it was.
         adopted = self._adopted.pop(_name(sources, backward=backward), None)
         if adopted is None:
-            of_this_kind = (p.prepared for p in self._planned.values() if p.prepared.problem.backward == backward)
-            adopted = next(
-                (
-                    PlanKey.of(p.plan)
-                    for p in of_this_kind
-                    if graph.with_whole(p.plan.whole_pixels).is_shaped_like(p.graph)
-                ),
-                None,
+            alike = (
+                plan_key(p.plan)
+                for p in self._planned.values()
+                if p.problem.backward == backward and graph.with_whole(p.plan.whole_pixels).is_shaped_like(p.graph)
             )
-        if adopted is not None and not adopted.suits(graph):
+            adopted = next(alike, None)
+        if adopted is not None and not suits(adopted, graph):
             adopted = None
         plan = self.make(problem) if adopted is None else self._again(problem, adopted)
         prepared = self._prepared(problem, plan)
         if plan.whole:
-            return _Planned(prepared, _compiled(prepared))
+            return prepared
         seconds = _trial_seconds(plan)
         pays = plan.tile_count >= _WORTH_A_TRIAL and len(plan.stages) <= _MOST_TRIED and _LAYOUTS * seconds <= _SOON
         if adopted is None and pays and plan.memory_format == "channels_last":
@@ -324,8 +292,8 @@ class Planner:
             with self._events.preparing("time tiles"):
                 plan = dataclasses.replace(plan, timed_seconds=timed_passes(prepared, plan.memory_format))
             self._tried(problem)
-        prepared = dataclasses.replace(prepared, plan=plan)
-        return _Planned(prepared, _compiled(prepared))
+        prepared.plan = plan
+        return prepared
 
     def _tried(self, problem: Problem) -> None:
         """Free what a trial left behind, which would lie under the run's own peak; what it loaded the run need not load
@@ -334,35 +302,36 @@ class Planner:
         self._device.trim()
         self._device.tried(max(0, self._device.held_bytes() - amount_of(problem.held, estimate.PROCESS)))
 
-    def _again(self, problem: Problem, plan_key: PlanKey) -> Plan:
+    def _again(self, problem: Problem, key: PlanKey) -> Plan:
         """Return the plan of an earlier plan key; where it no longer fits, another one, and a notice that says so."""
-        if plan_key.whole:
-            return self._whole_again(problem, plan_key)
-        machine = dataclasses.replace(problem.machine, threads=plan_key.workers)
+        if key["whole"]:
+            return self._whole_again(problem, key)
+        machine = dataclasses.replace(problem.machine, threads=key["workers"])
+        tiles = tuple((height, width) for height, width in key["tiles"])
         try:
             plan = make_plan(
                 dataclasses.replace(problem, machine=machine),
-                memory_format=plan_key.memory_format,
-                tiles=plan_key.tiles,
-                kept=dict(plan_key.kept),
-                whole_pixels=plan_key.whole_pixels,
+                memory_format=key["memory_format"],
+                tiles=tiles,
+                kept=dict(key["kept"]),
+                whole_pixels=key["whole_pixels"],
             )
-            return dataclasses.replace(plan, threads=plan_key.threads)
+            return dataclasses.replace(plan, threads=key["threads"])
         except BudgetError:
             if self._tile is not None:
                 raise
         plan = self.make(problem)
         self._events.emit(
             Notice(
-                f"tiles of {plan_key.tiles[-1]} px no longer fit beside what the process holds; they are {plan.tile} "
+                f"tiles of {tiles[-1]} px no longer fit beside what the process holds; they are {plan.tile} "
                 "px now, and sums are rounded otherwise",
                 warning=True,
             )
         )
-        return dataclasses.replace(plan, memory_format=plan_key.memory_format)
+        return dataclasses.replace(plan, memory_format=key["memory_format"])
 
-    def _whole_again(self, problem: Problem, plan_key: PlanKey) -> Plan:
-        plan = whole_plan(problem, plan_key.memory_format)
+    def _whole_again(self, problem: Problem, key: PlanKey) -> Plan:
+        plan = whole_plan(problem, key["memory_format"])
         if plan is None:
             told = "the whole image no longer fits at once beside what the process holds; it is computed in tiles now"
             self._events.emit(Notice(told, warning=True))
