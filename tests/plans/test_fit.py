@@ -15,8 +15,8 @@ from gigagrad.devices import Machine
 from gigagrad.errors import BudgetError
 from gigagrad.plans import Grid, estimate, make_plan
 from gigagrad.plans.cost import Costs
-from gigagrad.plans.estimate import StageEstimate
-from gigagrad.plans.fit import _fastest_within, _TileChoice
+from gigagrad.plans.estimate import StageTiles, TileChoice
+from gigagrad.plans.fit import _fastest_within
 from gigagrad.plans.memory import compiled_convolutions
 from gigagrad.plans.plan import amount_of
 from gigagrad.plans.stages import split_stages
@@ -158,7 +158,7 @@ def test_bricks_on_their_way_to_files_are_counted():
     stage = split_stages(graph, kept)[2]
     cost = Costs(graph, Machine()).of(stage, (64, 64), backward=True)
     problem = problem_of(graph, tiers=(MemoryTier(), HostTier(), DiskTier(Path())))
-    estimates = [StageEstimate(problem, stage, 1, dict.fromkeys(kept, tier), (0, 0), True) for tier in ("disk", "host")]
+    estimates = [StageTiles(problem, stage, 1, dict.fromkeys(kept, tier), (0, 0), True) for tier in ("disk", "host")]
     in_files, elsewhere = (amount_of(one.amounts(cost), estimate.WAITING) for one in estimates)
     fields = [graph[i] for i in (*stage.reads, *stage.kept) if i in kept]
     rows = [
@@ -192,7 +192,7 @@ def test_files_cost_processors_beside_tiles_and_a_slow_disk_hides_both(phase):
 
 offered = st.lists(
     st.lists(
-        st.builds(_TileChoice, st.floats(0, 10), st.integers(0, 20), st.integers(0, 6), st.none()),
+        st.builds(TileChoice, st.floats(0, 10), st.integers(0, 20), st.integers(0, 6), st.none()),
         min_size=1,
         max_size=4,
     ),

@@ -13,8 +13,8 @@ from gigagrad.graphs import GATHER
 from gigagrad.plans.cost import Costs
 from gigagrad.plans.cuts import Cuts
 from gigagrad.plans.emit import shared_by
-from gigagrad.plans.estimate import fixed_amounts
-from gigagrad.plans.fit import ABOUT_AS_FAST, Candidate, Fitter, Kept, peak_bytes
+from gigagrad.plans.estimate import ABOUT_AS_FAST, fixed_amounts
+from gigagrad.plans.fit import Candidate, Fitter, Kept, peak_bytes
 from gigagrad.plans.liveness import kept_bytes
 from gigagrad.plans.plan import COTANGENTS, EXACT, FIELDS, Amount, KeptField, Plan, RankPlan, WholeField, total
 from gigagrad.plans.problem import Problem

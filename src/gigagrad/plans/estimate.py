@@ -1,16 +1,17 @@
-"""Estimate the memory of a plan as a list of named amounts that adds up to its peak. Only here is it counted.
+"""Estimate the memory of a plan as a list of named amounts that adds up to its peak, and the time of its passes.
 
-What no choice of tiles changes is *fixed*; the rest is each stage's own, in its passes. The peak is the fixed part
-and the hungriest stage's. The allowances are in `gigagrad.allowances`, with what each was measured from.
+Memory is counted only here. What no choice of tiles changes is *fixed*; the rest is each stage's own, in its
+passes. The peak is the fixed part and the hungriest stage's. The allowances are in `gigagrad.allowances`, with what
+each was measured from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 from gigagrad.allowances import (
     ALLOCATOR_CACHE_PER_TILE,
@@ -18,6 +19,7 @@ from gigagrad.allowances import (
     FEW_TILES,
     FRAGMENTATION_BESIDE_WHOLE,
     FRAGMENTATION_OF_DOUBLING,
+    HEAP_TOP_BYTES,
     LEAST_ALLOCATOR_CACHE_BYTES,
     MAPPED_BYTES,
     MOST_ALLOCATOR_CACHE_BYTES,
@@ -32,9 +34,16 @@ from gigagrad.plans.memory import gradient_sum_bytes, whole_field_bytes
 from gigagrad.plans.parts import part_count, waiting_sums
 from gigagrad.plans.plan import COTANGENTS as COTANGENTS
 from gigagrad.plans.plan import FIELDS as FIELDS
-from gigagrad.plans.plan import Amount
+from gigagrad.plans.plan import Amount, StagePlan, total
 from gigagrad.plans.problem import Problem
 from gigagrad.plans.stages import Stage
+from gigagrad.stores import Tier
+
+ABOUT_AS_FAST = 1.1
+"""Times that differ by less are alike, as far as rates can tell."""
+_GIVEN_BACK = 0.4
+"""Share of what a tile takes that it touches anew where nothing may be held between tiles (by page faults of the
+paper's network 0.37 and 0.39 on a Xeon with AMX)."""
 
 PROCESS: Final = "process before the run"
 READERS: Final = "readers' caches"
@@ -121,10 +130,19 @@ def useful_allocator_cache_bytes(tiles_bytes: int) -> int:
     )
 
 
+class TileChoice(NamedTuple):
+    """A tile shape for a stage."""
+
+    seconds: float
+    size_bytes: int
+    compiled: int
+    cost: TileCost
+
+
 @dataclass(frozen=True, eq=False)
-class StageEstimate:
-    """The memory of one stage's passes, for any of its tile shapes. `held` is what is kept in memory during them: the
-    fields and the cotangents of the pass in which both together are most.
+class StageTiles:
+    """The tile shapes that may serve one stage, and the memory and time that its passes take with each. `held` is what
+    is kept in memory during them: the fields and the cotangents of the pass in which both together are most.
     """
 
     problem: Problem
@@ -133,9 +151,137 @@ class StageEstimate:
     kept: Mapping[int, str]
     held: tuple[int, int]
     backward: bool
+    phases: Sequence[str] = ()
+    room: int | None = None
+    """Bytes beside what is fixed, but for compiled convolutions."""
+    most_readers: int = 1
+    """While tiles are chosen, time is that of so many; their crops are counted once it is known how many there are."""
     readers: int = 1
     """Number of threads that read ahead of its tiles."""
+    costs: list[TileCost] = field(default_factory=list)
+    exact: set[tuple[int, int]] = field(default_factory=set)
+    """The shapes that were costed exactly."""
     _counted: dict[TileCost, tuple[Amount, ...]] = field(default_factory=dict)
+    _known: dict[TileCost, TileChoice] = field(default_factory=dict)
+
+    def learn(self, exact: TileCost) -> None:
+        """Replace what a tile in the middle told of a shape by its exact cost."""
+        self.costs[[cost.tile for cost in self.costs].index(exact.tile)] = exact
+        self.exact.add(exact.tile)
+
+    def forget_rough(self) -> None:
+        self.costs[:] = [cost for cost in self.costs if cost.tile in self.exact]
+
+    def choices(self) -> list[TileChoice]:
+        for cost in self.costs:
+            if cost not in self._known:
+                self._known[cost] = TileChoice(self.seconds(cost), self.total(cost), cost.compiled, cost)
+        return [self._known[cost] for cost in self.costs]
+
+    def leanest_of_the_fast(self) -> TileCost:
+        """Return the leanest of the tiles that are about as fast as the fastest."""
+        costs = sorted(self.costs, key=self.seconds)
+        good_enough = ABOUT_AS_FAST * self.seconds(costs[0])
+        return min((cost for cost in costs if self.seconds(cost) <= good_enough), key=self.total)
+
+    def total(self, cost: TileCost) -> int:
+        return total(self.amounts(cost))
+
+    def describe(self, cost: TileCost) -> StagePlan:
+        stage = self.stage
+        return StagePlan(
+            computes=stage,
+            tile=cost.tile,
+            tiles=cost.tiles,
+            crop=cost.crop,
+            computed_ratio=cost.computed_ratio,
+            tile_peak_bytes=cost.tile_peak_bytes,
+            largest_block_bytes=cost.largest_block_bytes,
+            parts=self.parts,
+            memory=self.amounts(cost),
+            beside_bytes=self.mapped_bytes(cost),
+            forward_seconds=self._pass_seconds(cost, "forward"),
+            backward_seconds=self._pass_seconds(cost, "backward") if self.backward else 0.0,
+        )
+
+    def read_by(self, readers: int) -> StageTiles:
+        """Return these tiles with so many readers and their crops."""
+        return replace(self, readers=readers, most_readers=readers, _counted={}, _known={})
+
+    def useful_readers(self, cost: TileCost) -> int:
+        """Return the number of threads that these tiles can feed."""
+        reading, seconds = self.problem.reading, self._reading_seconds(cost)
+        return max(reading.readers(seconds, self._processing_and_tiers(cost, phase)[0]) for phase in self.phases)
+
+    def seconds(self, cost: TileCost) -> float:
+        return sum(self._pass_seconds(cost, phase) for phase in self.phases)
+
+    def _pass_seconds(self, cost: TileCost, phase: str) -> float:
+        """Predict one pass. Tiers and images are read ahead, and tiles written behind: the slowest link counts, or the
+        processor.
+        """
+        processing, tiers = self._processing_and_tiers(cost, phase)
+        reading = self.problem.reading
+        return max(tiers, reading.pass_seconds(self._reading_seconds(cost), processing, self.most_readers))
+
+    def _processing_and_tiers(self, cost: TileCost, phase: str) -> tuple[float, float]:
+        """Predict what computing tiles takes, with what tiers ask of the same cores, and what the slowest tier takes.
+
+        What tiles take in memory beyond what a heap holds is new to the first of them, and some of it to all others
+        where too little may be held between them.
+        """
+        problem = self.problem
+        computing = cost.forward_seconds if phase == "forward" else cost.backward_seconds
+        calls = cost.forward_calls if phase == "forward" else cost.backward_calls
+        count = self._tiles_of_most(cost)
+        share = count / cost.tile_count
+        processing = problem.machine.wall_seconds(share * computing, share * calls, self.workers, count)
+        new = max(0, self.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
+        processing += problem.machine.page_seconds(new + count * self._given_back_bytes(cost))
+        links = [0.0]
+        for tier in problem.tiers[1:]:
+            moved = count * self._moved_bytes(cost, phase, tier)
+            processing += tier.processor_seconds(moved, problem.machine)
+            links.append(tier.link_seconds(moved, problem.machine))
+        return processing, max(links)
+
+    def _reading_seconds(self, cost: TileCost) -> float:
+        """Predict what one thread takes to read the images for the tiles of the rank that has most."""
+        problem = self.problem
+        seconds = problem.reading.seconds_of(problem.graph, self.stage)
+        return seconds * self._tiles_of_most(cost) / cost.tile_count
+
+    def _tiles_of_most(self, cost: TileCost) -> int:
+        """Return the number of tiles of the rank that has most."""
+        return -(-cost.tile_count // self.problem.ranks)
+
+    def _given_back_bytes(self, cost: TileCost) -> float:
+        """Predict the bytes of one tile whose pages are new to it."""
+        if self.room is None:
+            return 0.0
+        useful = useful_allocator_cache_bytes(self.workers * cost.tile_peak_bytes)
+        held = min(max(self.room - self.total(cost), 0), useful)
+        return _GIVEN_BACK * (1 - held / useful) * cost.tile_peak_bytes
+
+    def _moved_bytes(self, cost: TileCost, phase: str, tier: Tier) -> float:
+        """Return the bytes that one tile of a pass reads from and writes to a tier."""
+        stage, problem, graph = self.stage, self.problem, self.problem.graph
+
+        def moved(fields: Iterable[int], *, cotangents: bool = False) -> float:
+            found = 0.0
+            for i in fields:
+                if self.kept.get(i) == tier.name:
+                    pixel = graph[i].bytes_per_pixel if cotangents else problem.stored_bytes_per_pixel(i, tier)
+                    size = graph[i].size(0), graph[i].size(1)
+                    found += tier.crop_bytes(size, cost.crops.get(i, (0, 0)), pixel)
+            return found
+
+        values = moved(stage.reads) + moved(stage.kept)
+        if phase == "forward":
+            return values
+        # What the reductions need of a share comes with its cotangent; a cotangent is added to what is there.
+        added = [i for i in stage.reads if graph[i].differentiable]
+        return values + moved(stage.kept, cotangents=True) + 2 * moved(added, cotangents=True)
 
     def amounts(self, cost: TileCost) -> tuple[Amount, ...]:
         """Return the amounts for a tile shape, counted once: they are asked for often while tiles are chosen."""

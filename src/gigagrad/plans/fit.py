@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
-from gigagrad.allowances import HEAP_TOP_BYTES
 from gigagrad.errors import BudgetError
 from gigagrad.plans import estimate
 from gigagrad.plans.cost import Costs, TileCost, tile_shapes
-from gigagrad.plans.estimate import StageEstimate
+from gigagrad.plans.estimate import StageTiles, TileChoice
 from gigagrad.plans.liveness import held_by_pass
 from gigagrad.plans.memory import whole_compiled_convolutions
 from gigagrad.plans.plan import Amount, RankPlan, StagePlan, amount_of, total
@@ -23,11 +20,6 @@ from gigagrad.plans.schedule import make_passes
 from gigagrad.plans.stages import Stage, split_stages
 from gigagrad.stores import Tier
 
-ABOUT_AS_FAST = 1.1
-"""Times that differ by less are alike, as far as rates can tell."""
-_GIVEN_BACK = 0.4
-"""Share of what a tile takes that it touches anew where nothing may be held between tiles (by page faults of the
-paper's network 0.37 and 0.39 on a Xeon with AMX)."""
 _TOO_LARGE_IN_A_ROW = 3
 """Tile shapes in a row that do not fit, after smaller ones that do, until no larger one is looked at."""
 
@@ -51,8 +43,6 @@ class Candidate:
     passes: tuple[Tiles, ...]
     seconds: float
     fixed: tuple[Amount, ...]
-    elsewhere: tuple[Amount, ...]
-    """Peak bytes of the fields in each of the other tiers."""
 
 
 class Fitter:
@@ -66,6 +56,8 @@ class Fitter:
         self._problem, self._costs, self._tiles, self._ranks = problem, costs, tiles, ranks
         self._held_share = 1.0 if ranks is None else ranks.held_share
         self._fixed = estimate.fixed_amounts(problem, 0 if ranks is None else ranks.message_bytes)
+        budget = problem.budget_bytes
+        self._room_of_tiles = None if budget is None else budget - total(self._fixed)
         self._orders: dict[frozenset[int], tuple[tuple[Stage, ...], tuple[Tiles, ...]]] = {}
 
     def unbounded(self) -> Fitter:
@@ -105,15 +97,13 @@ class Fitter:
         """
         problem = self._problem
         stages, passes = self._order(frozenset(kept))
-        elsewhere = []
         for tier in problem.tiers[1:]:
-            elsewhere.append(Amount(tier.name, self._most_held(kept, tier)))
-            self._check(tier, elsewhere[-1].size_bytes, kept)
+            self._check(tier, self._most_held(kept, tier), kept)
         candidates = []
         refusal: BudgetError | None = None
         for workers in dict.fromkeys((problem.machine.threads, 1)):
             try:
-                candidates.append(self._fit(kept, stages, passes, workers, tuple(elsewhere), closely=closely))
+                candidates.append(self._fit(kept, stages, passes, workers, closely=closely))
             except BudgetError as error:
                 refusal = error  # of the last, which is the leanest
         if not candidates:
@@ -133,7 +123,6 @@ class Fitter:
         stages: tuple[Stage, ...],
         passes: tuple[Tiles, ...],
         workers: int,
-        elsewhere: tuple[Amount, ...],
         *,
         closely: bool,
     ) -> Candidate:
@@ -148,8 +137,11 @@ class Fitter:
             phases = [passes[index].phase for index in indices]
             most = max((held[index] for index in indices), key=sum, default=(0, 0))
             backward = any(phase != "forward" for phase in phases)
-            stage_estimate = StageEstimate(problem, stage, workers, kept, most, backward)
-            all_shapes.append(self._tile_shapes(stage_estimate, phases, closely=closely))
+            shapes = StageTiles(
+                problem, stage, workers, kept, most, backward, phases, self._room_of_tiles, problem.reading.threads
+            )
+            self._look_through(shapes, closely=closely or self._tiles is not None)
+            all_shapes.append(shapes)
         chosen, compiled = self._settle(all_shapes)
         fixed = (*self._fixed, Amount(estimate.COMPILED, compiled))
         all_shapes, readers = self._with_readers(all_shapes, chosen, total(fixed))
@@ -162,32 +154,22 @@ class Fitter:
             copies = estimate.weights(problem, stages, peak + estimate.useful_allocator_cache_bytes(tiles))
             fixed, peak = (*fixed, copies), peak + copies.size_bytes
             fixed = (*fixed, estimate.allocator_cache(problem, peak, tiles))
-        return Candidate(workers, readers, kept, described, passes, seconds, fixed, elsewhere)
+        return Candidate(workers, readers, kept, described, passes, seconds, fixed)
 
     def _with_readers(
-        self, all_shapes: list[_TileShapes], chosen: list[TileCost], fixed_bytes: int
-    ) -> tuple[list[_TileShapes], int]:
+        self, all_shapes: list[StageTiles], chosen: list[TileCost], fixed_bytes: int
+    ) -> tuple[list[StageTiles], int]:
         """Return the tiles that were chosen, read by as many threads as they can feed and the budget has room for."""
         budget_bytes = self._problem.budget_bytes
         pairs = list(zip(all_shapes, chosen, strict=True))
-        for readers in range(max((shapes.readers(cost) for shapes, cost in pairs), default=1), 0, -1):
+        for readers in range(max((shapes.useful_readers(cost) for shapes, cost in pairs), default=1), 0, -1):
             read = [shapes.read_by(readers) for shapes in all_shapes]
             peak = fixed_bytes + max((shapes.total(cost) for shapes, cost in zip(read, chosen, strict=True)), default=0)
             if budget_bytes is None or peak <= budget_bytes:
                 break
         return read, readers
 
-    def _tile_shapes(self, stage_estimate: StageEstimate, phases: list[str], *, closely: bool) -> _TileShapes:
-        """Return the tile shapes that may serve a stage, as far as a tile in the middle tells; `closely`, or where
-        shapes are forced, exactly.
-        """
-        budget_bytes, closely = self._problem.budget_bytes, closely or self._tiles is not None
-        room = None if budget_bytes is None else budget_bytes - total(self._fixed)
-        costs = self._looked_through(stage_estimate, room, roughly=not closely)
-        exact = {cost.tile for cost in costs} if closely else set()
-        return _TileShapes(stage_estimate, phases, costs, room, exact, self._problem.reading.threads)
-
-    def _settle(self, all_shapes: list[_TileShapes]) -> tuple[list[TileCost], int]:
+    def _settle(self, all_shapes: list[StageTiles]) -> tuple[list[TileCost], int]:
         """Choose tiles until all that are chosen have been costed exactly: no more are than look worth it.
 
         Raises `BudgetError` if there is none.
@@ -198,29 +180,32 @@ class Fitter:
             if not rough:
                 return chosen, compiled
             for shapes, cost in rough:
-                shapes.learn(self._costs.of(shapes.estimate.stage, cost.tile, backward=shapes.estimate.backward))
+                shapes.learn(self._costs.of(shapes.stage, cost.tile, backward=shapes.backward))
         for shapes in all_shapes:
             shapes.forget_rough()
         return self._choose(all_shapes)
 
-    def _looked_through(self, stage_estimate: StageEstimate, room: int | None, *, roughly: bool) -> list[TileCost]:
-        """Return costs of tile shapes, from the smallest on; behind those that fit only a few more."""
-        forced, stage = self._tiles, stage_estimate.stage
+    def _look_through(self, tiles: StageTiles, *, closely: bool) -> None:
+        """Cost tile shapes that may serve a stage, as far as one in the middle tells, or exactly: from the smallest on,
+        as far as a few behind those that fit.
+        """
+        forced, stage = self._tiles, tiles.stage
         shapes = (
             [forced[min(stage.index, len(forced) - 1)]]
             if forced
             else tile_shapes(self._problem.graph, stage, self._problem.ranks)
         )
-        found: list[TileCost] = []
         fit: list[bool] = []
         for shape in shapes:
-            found.append(self._costs.of(stage, shape, backward=stage_estimate.backward, roughly=roughly))
-            fit.append(room is None or total(stage_estimate.amounts(found[-1])) <= room)
+            cost = self._costs.of(stage, shape, backward=tiles.backward, roughly=not closely)
+            tiles.costs.append(cost)
+            if closely:
+                tiles.exact.add(shape)
+            fit.append(tiles.room is None or tiles.total(cost) <= tiles.room)
             if any(fit) and not any(fit[-_TOO_LARGE_IN_A_ROW:]):
                 break
-        return found
 
-    def _choose(self, all_shapes: list[_TileShapes]) -> tuple[list[TileCost], int]:
+    def _choose(self, all_shapes: list[StageTiles]) -> tuple[list[TileCost], int]:
         """Return tiles for every stage, and the bytes that all their convolutions are compiled to, beside every stage.
 
         What is compiled leaves less room for the tiles of every stage, so several caps of it are tried, from the most
@@ -234,7 +219,7 @@ class Fitter:
 
         most = sum(max(cost.compiled for cost in shapes.costs) for shapes in all_shapes)
         if problem.budget_bytes is None:
-            chosen = [shapes.by_speed(None)[0] for shapes in all_shapes]
+            chosen = [shapes.leanest_of_the_fast() for shapes in all_shapes]
             return chosen, compiled_bytes(cost.compiled for cost in chosen)
         room = problem.budget_bytes - fixed
         needed, least = _leanest(all_shapes, compiled_bytes)
@@ -255,7 +240,7 @@ class Fitter:
         chosen = [choice.cost for choice in best]
         return chosen, compiled_bytes(cost.compiled for cost in chosen)
 
-    def _what_does_not_fit(self, all_shapes: list[_TileShapes]) -> str:
+    def _what_does_not_fit(self, all_shapes: list[StageTiles]) -> str:
         if not all_shapes:
             whole = amount_of(self._fixed, estimate.WHOLE)
             return (
@@ -269,13 +254,13 @@ class Fitter:
         tiles = leanest.tile_peak_bytes
         beside = total(self._fixed) + hungriest.total(leanest) - tiles
         return (
-            f"stage {hungriest.estimate.stage.index} does not fit: its leanest tile, {leanest.tile[0]} x "
+            f"stage {hungriest.stage.index} does not fit: its leanest tile, {leanest.tile[0]} x "
             f"{leanest.tile[1]} px with a crop of {leanest.crop[0]} x {leanest.crop[1]} px, works on {tiles:,} bytes "
             f"beside {beside:,} bytes for the process, the parameters, the readers and the fields that are kept"
         )
 
 
-def _leanest(all_shapes: list[_TileShapes], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, int]:
+def _leanest(all_shapes: list[StageTiles], compiled_bytes: Callable[[Iterable[int]], int]) -> tuple[int, int]:
     """Return the least memory that will do, and how many kernels convolutions may then be compiled to in all.
 
     All stages share what is compiled, so with smaller tiles for one of them, in more shapes, all of them need more.
@@ -293,16 +278,7 @@ def _leanest(all_shapes: list[_TileShapes], compiled_bytes: Callable[[Iterable[i
     return min(found)
 
 
-class _TileChoice(NamedTuple):
-    """A tile shape for a stage."""
-
-    seconds: float
-    size_bytes: int
-    compiled: int
-    cost: TileCost
-
-
-def _fastest_within(choices: list[list[_TileChoice]], room: int, most_compiled: int) -> list[_TileChoice] | None:
+def _fastest_within(choices: list[list[TileChoice]], room: int, most_compiled: int) -> list[TileChoice] | None:
     """Return one choice for each stage that fits in `room` bytes, with no more compiled kernels in all; None if there
     are none.
 
@@ -328,9 +304,9 @@ def _fastest_within(choices: list[list[_TileChoice]], room: int, most_compiled: 
     return [frontier[index] for frontier, index in zip(frontiers, taken, strict=True)]
 
 
-def _frontier(choices: list[_TileChoice], room: int) -> list[_TileChoice]:
+def _frontier(choices: list[TileChoice], room: int) -> list[TileChoice]:
     """Return those that fit, from the fewest kernels to the most, each faster than those before: on the convex hull."""
-    hull: list[_TileChoice] = []
+    hull: list[TileChoice] = []
     for choice in sorted(
         (each for each in choices if each.size_bytes <= room), key=lambda each: (each.compiled, each.seconds)
     ):
@@ -342,7 +318,7 @@ def _frontier(choices: list[_TileChoice], room: int) -> list[_TileChoice]:
     return hull
 
 
-def _worth(frontier: list[_TileChoice], index: int) -> float:
+def _worth(frontier: list[TileChoice], index: int) -> float:
     """Return the seconds that a step along a frontier adds for a kernel: below 0."""
     now, further = frontier[index : index + 2]
     return (further.seconds - now.seconds) / (further.compiled - now.compiled)
@@ -350,144 +326,3 @@ def _worth(frontier: list[_TileChoice], index: int) -> float:
 
 def peak_bytes(candidate: Candidate) -> int:
     return total(candidate.fixed) + max((total(stage.memory) for stage in candidate.stages), default=0)
-
-
-@dataclass(frozen=True, eq=False)
-class _TileShapes:
-    """The tile shapes that may serve one stage."""
-
-    estimate: StageEstimate
-    phases: list[str]
-    costs: list[TileCost]
-    room: int | None
-    """Bytes beside what is fixed, but for compiled convolutions."""
-    exact: set[tuple[int, int]]
-    """The shapes that were costed exactly."""
-    most_readers: int
-    """While tiles are chosen, time is that of so many; their crops are counted once it is known how many there are."""
-    known: dict[TileCost, _TileChoice] = field(default_factory=dict)
-
-    def learn(self, exact: TileCost) -> None:
-        """Replace what a tile in the middle told of a shape by its exact cost."""
-        self.costs[[cost.tile for cost in self.costs].index(exact.tile)] = exact
-        self.exact.add(exact.tile)
-
-    def forget_rough(self) -> None:
-        self.costs[:] = [cost for cost in self.costs if cost.tile in self.exact]
-
-    def choices(self) -> list[_TileChoice]:
-        for cost in self.costs:
-            if cost not in self.known:
-                self.known[cost] = _TileChoice(self.seconds(cost), self.total(cost), cost.compiled, cost)
-        return [self.known[cost] for cost in self.costs]
-
-    def by_speed(self, room: int | None) -> list[TileCost]:
-        """Return the tiles that fit in so many bytes, the fastest first; where memory is no matter, first of all the
-        leanest of those that are about as fast.
-        """
-        costs = sorted(self.costs, key=self.seconds)
-        if room is not None:
-            return [cost for cost in costs if self.total(cost) <= room]
-        good_enough = ABOUT_AS_FAST * self.seconds(costs[0])
-        return sorted(costs, key=lambda cost: self.total(cost) if self.seconds(cost) <= good_enough else math.inf)
-
-    def total(self, cost: TileCost) -> int:
-        return total(self.estimate.amounts(cost))
-
-    def describe(self, cost: TileCost) -> StagePlan:
-        stage = self.estimate.stage
-        return StagePlan(
-            computes=stage,
-            tile=cost.tile,
-            tiles=cost.tiles,
-            crop=cost.crop,
-            computed_ratio=cost.computed_ratio,
-            tile_peak_bytes=cost.tile_peak_bytes,
-            largest_block_bytes=cost.largest_block_bytes,
-            parts=self.estimate.parts,
-            memory=self.estimate.amounts(cost),
-            beside_bytes=self.estimate.mapped_bytes(cost),
-            forward_seconds=self._pass_seconds(cost, "forward"),
-            backward_seconds=self._pass_seconds(cost, "backward") if self.estimate.backward else 0.0,
-        )
-
-    def read_by(self, readers: int) -> _TileShapes:
-        """Return these tiles with so many readers and their crops."""
-        stage_estimate = dataclasses.replace(self.estimate, readers=readers, _counted={})
-        return dataclasses.replace(self, estimate=stage_estimate, most_readers=readers, known={})
-
-    def readers(self, cost: TileCost) -> int:
-        """Return the number of threads that these tiles can feed."""
-        reading, seconds = self.estimate.problem.reading, self._reading_seconds(cost)
-        return max(reading.readers(seconds, self._processing_and_tiers(cost, phase)[0]) for phase in self.phases)
-
-    def seconds(self, cost: TileCost) -> float:
-        return sum(self._pass_seconds(cost, phase) for phase in self.phases)
-
-    def _pass_seconds(self, cost: TileCost, phase: str) -> float:
-        """Predict one pass. Tiers and images are read ahead, and tiles written behind: the slowest link counts, or the
-        processor.
-        """
-        processing, tiers = self._processing_and_tiers(cost, phase)
-        reading = self.estimate.problem.reading
-        return max(tiers, reading.pass_seconds(self._reading_seconds(cost), processing, self.most_readers))
-
-    def _processing_and_tiers(self, cost: TileCost, phase: str) -> tuple[float, float]:
-        """Predict what computing tiles takes, with what tiers ask of the same cores, and what the slowest tier takes.
-
-        What tiles take in memory beyond what a heap holds is new to the first of them, and some of it to all others
-        where too little may be held between them.
-        """
-        problem = self.estimate.problem
-        computing = cost.forward_seconds if phase == "forward" else cost.backward_seconds
-        calls = cost.forward_calls if phase == "forward" else cost.backward_calls
-        count = self._tiles_of_most(cost)
-        share = count / cost.tile_count
-        processing = problem.machine.wall_seconds(share * computing, share * calls, self.estimate.workers, count)
-        new = max(0, self.estimate.workers * cost.tile_peak_bytes - HEAP_TOP_BYTES)
-        processing += problem.machine.page_seconds(new + count * self._given_back_bytes(cost))
-        links = [0.0]
-        for tier in problem.tiers[1:]:
-            moved = count * self._moved_bytes(cost, phase, tier)
-            processing += tier.processor_seconds(moved, problem.machine)
-            links.append(tier.link_seconds(moved, problem.machine))
-        return processing, max(links)
-
-    def _reading_seconds(self, cost: TileCost) -> float:
-        """Predict what one thread takes to read the images for the tiles of the rank that has most."""
-        problem = self.estimate.problem
-        seconds = problem.reading.seconds_of(problem.graph, self.estimate.stage)
-        return seconds * self._tiles_of_most(cost) / cost.tile_count
-
-    def _tiles_of_most(self, cost: TileCost) -> int:
-        """Return the number of tiles of the rank that has most."""
-        return -(-cost.tile_count // self.estimate.problem.ranks)
-
-    def _given_back_bytes(self, cost: TileCost) -> float:
-        """Predict the bytes of one tile whose pages are new to it."""
-        if self.room is None:
-            return 0.0
-        useful = estimate.useful_allocator_cache_bytes(self.estimate.workers * cost.tile_peak_bytes)
-        held = min(max(self.room - self.total(cost), 0), useful)
-        return _GIVEN_BACK * (1 - held / useful) * cost.tile_peak_bytes
-
-    def _moved_bytes(self, cost: TileCost, phase: str, tier: Tier) -> float:
-        """Return the bytes that one tile of a pass reads from and writes to a tier."""
-        stage_estimate, stage = self.estimate, self.estimate.stage
-        problem, graph = stage_estimate.problem, stage_estimate.problem.graph
-
-        def moved(fields: Iterable[int], *, cotangents: bool = False) -> float:
-            found = 0.0
-            for i in fields:
-                if stage_estimate.kept.get(i) == tier.name:
-                    pixel = graph[i].bytes_per_pixel if cotangents else problem.stored_bytes_per_pixel(i, tier)
-                    size = graph[i].size(0), graph[i].size(1)
-                    found += tier.crop_bytes(size, cost.crops.get(i, (0, 0)), pixel)
-            return found
-
-        values = moved(stage.reads) + moved(stage.kept)
-        if phase == "forward":
-            return values
-        # What the reductions need of a share comes with its cotangent; a cotangent is added to what is there.
-        added = [i for i in stage.reads if graph[i].differentiable]
-        return values + moved(stage.kept, cotangents=True) + 2 * moved(added, cotangents=True)
